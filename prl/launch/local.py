@@ -96,8 +96,7 @@ class LocalLauncher(Launcher):
 
     def start_engine(self, spec: EngineSpec) -> str:
         host = spec.config.host
-        ahead = spec.process in self.standby
-        port = self.engines[spec.process][1] if ahead else self._port_for(spec)
+        port = self.engines[spec.process][1] if spec.process in self.standby else self._port_for(spec)
         self.engines[spec.process] = spec, port
         self._serve(spec.process)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -184,7 +183,6 @@ class LocalLauncher(Launcher):
         for process in processes:
             while process.status is None and time.monotonic() < deadline:
                 time.sleep(0.02)
-        for process in processes:
             process.end()
         if self.folder is not None:
             self.folder.cleanup()

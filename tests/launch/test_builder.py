@@ -334,7 +334,7 @@ def run(servers, tmp_path):
 
 async def start(made):
     services = await start_services(made.run, Supervisor(made.launcher, print), made.transport, made.dir)
-    await services.policy.close()
+    await services.close()
     return services
 
 
@@ -343,8 +343,8 @@ async def test_a_hosted_teachers_address_is_handed_on_and_not_written_into_the_c
     made = run(f"algo={algo}")
     services = await start(made)
     (env,) = assemble(made.run, services, made.transport, made.dir).envs
-    teacher = services.hosted["teacher"]
-    assert (teacher.base_url, teacher.token) == (f"{servers[1].url}/v1", made.run.token)
+    (teacher,) = services.teachers
+    assert (teacher.urls, teacher.http.token) == ([servers[1].url], made.run.token)
     if algo == "opd":
         pool = await env.algorithm.connect(env.algorithm.teacher)
     else:
@@ -370,7 +370,7 @@ async def test_on_one_gpu_each_starts_when_the_one_before_has_its_memory(run, mo
     gpu = (0,) if shared else ()
     monkeypatch.setattr(module.specs, "placement", lambda config: Placement([gpu], [gpu], [gpu]))
     monkeypatch.setattr(InferencePool, "wait_ready", noting("engine ready", InferencePool.wait_ready))
-    monkeypatch.setattr(module, "wait_until_served", noting("teacher ready", module.wait_until_served))
+    monkeypatch.setattr(FrozenPool, "wait_ready", noting("teacher ready", FrozenPool.wait_ready))
     begin = made.launcher.start
     made.launcher.start = lambda name, *args, **kwargs: (order.append(name), begin(name, *args, **kwargs))[1]
     await start(made)
@@ -391,8 +391,7 @@ async def test_several_servers_of_policy_and_teacher_are_started_and_all_are_ask
     try:
         services = await start(made)
         assert services.policy.urls == [policy.url, second["inference 2"].url]
-        hosted = services.hosted["teacher"]
-        assert hosted.urls == [f"{teacher.url}/v1", f"{second['teacher 2'].url}/v1"]
+        assert services.teachers[0].urls == [teacher.url, second["teacher 2"].url]
         assert [(spec.process, spec.log.name, spec.frozen) for spec in specs] == [
             ("inference", "inference.log", False),
             ("inference 2", "inference_2.log", False),
@@ -455,7 +454,7 @@ async def test_the_runs_token_is_passed_and_the_environment_stays_as_it_was(run,
     made, before = run("algo=opd"), dict(os.environ)
     services = await start(made)
     assert dict(os.environ) == before, "the next job of a sweep finds nothing"
-    assert services.policy.http.token == services.hosted["teacher"].token == made.run.token
+    assert services.policy.http.token == services.teachers[0].http.token == made.run.token
     assert run_token(config()) not in (given, made.run.token), "the next run has its own"
 
 

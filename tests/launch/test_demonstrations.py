@@ -24,7 +24,7 @@ def env_of(tmp_path, renderer):
 
     def make(*overrides):
         run = prepared("envs.math.args.num_tasks=4", *overrides)
-        services = Services(policy=None, hosted={})
+        services = Services(policy=None, hosted={}, teachers=[])
         return run, assemble(run, services, FileTransport(tmp_path), tmp_path).envs[0]
 
     return make
