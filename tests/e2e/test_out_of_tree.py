@@ -194,7 +194,13 @@ CHOSEN = (
 @pytest.fixture
 def command(inline_command):
     """Of `train`: its engine is in its process, its trainer the launcher's."""
-    return inline_command
+
+    def make(*overrides, **options):
+        argv, env = inline_command(*overrides, **options)
+        argv.remove("launcher=inline")
+        return argv, env
+
+    return make
 
 
 def test_one_of_each_kind_from_a_package_of_ones_own(train, tmp_path):
