@@ -9,8 +9,6 @@ from collections import Counter
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 QUIET = "orchestrator.eval.every=null"
 
 
@@ -23,8 +21,9 @@ def bodies(record):
     return [message["content"] for message in record["messages"] if message["role"] == "tool"]
 
 
-def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(inline):
-    run = inline(
+@pytest.mark.engine
+def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train):
+    run = train(
         *("algo=echo", "env=calculator", "max_steps=16", "orchestrator.batch_size=128", "trainer.optim.lr=2e-4"),
         *("trainer.token_export=true", QUIET),
     )
@@ -58,6 +57,7 @@ def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(inline):
     assert "calculate(" in shown.stdout and "reward" in shown.stdout
 
 
+@pytest.mark.slow
 def test_guessing_gets_better_over_many_turns(inline):
     run = inline("env=guess", "max_steps=10", "experiment=on_policy", "orchestrator.batch_size=128", QUIET)
     assert run.status == 0, run.stderr
@@ -73,6 +73,7 @@ def test_guessing_gets_better_over_many_turns(inline):
     assert heard == {"higher", "lower", "a number"} or heard == {"higher", "lower"}
 
 
+@pytest.mark.slow
 def test_both_sides_of_a_game_and_envs_of_every_kind_train_in_one_run(inline):
     envs = ("kuhn_poker", "alphabet_sort", "reasoning_gym")
     run = inline(f"env=[{','.join(envs)}]", "max_steps=4", "orchestrator.eval.every=4", "orchestrator.eval.num_tasks=8")
@@ -94,6 +95,7 @@ def test_both_sides_of_a_game_and_envs_of_every_kind_train_in_one_run(inline):
     assert {sum(m["role"] == "user" for m in record["messages"]) for record in sorts} == {2, 3}
 
 
+@pytest.mark.slow
 def test_pools_are_saved_and_loaded_and_what_teaches_nothing_takes_no_place(inline, tmp_path):
     chosen = ("env=guess", "buffer=pools_odf", "orchestrator.batch_size=64", "orchestrator.group_size=4", QUIET)
     run = inline(*chosen, "max_steps=4", "orchestrator.oversampling_factor=1.5")
@@ -157,6 +159,7 @@ def faulty(tmp_path):
     return "env=faulty", f"hydra.searchpath=[file://{tmp_path}/my_conf]", "orchestrator.batch_size=64", QUIET
 
 
+@pytest.mark.slow
 def test_groups_train_on_what_did_not_fail_and_say_what_did(inline, faulty):
     run = inline(*faulty, "max_steps=3")
     assert run.status == 0, run.stderr

@@ -152,9 +152,9 @@ def test_on_eval_sampler_and_trainer_agree_after_every_update(train):
     assert run.column("grad_norm")[0] > 0.1  # the weights did change between those comparisons
 
 
-@pytest.mark.slow
-def test_token_batches_keep_to_their_size_and_the_async_level_and_truncated_samples_are_counted(inline):
-    run = inline(
+@pytest.mark.engine
+def test_token_batches_keep_to_their_size_and_the_async_level_and_truncated_samples_are_counted(train):
+    run = train(
         "max_steps=5",
         "orchestrator.batch_size=null",
         "orchestrator.token_batch_size=2000",
