@@ -19,7 +19,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from prl.compose import CONF, allow_new_filters, options, schemas
+from prl.compose import CONF, OF_TRAINER, allow_new_filters, options, schemas
 from prl.config.evaluation import NOT_OF_A_CHAT
 from prl.config.instantiate import nearest
 from prl.errors import ConfigError
@@ -77,7 +77,10 @@ def keys_of(name: str, cfg: DictConfig) -> list[str]:
 
 def groups_of(name: str, cfg: DictConfig) -> list[str]:
     """The groups of which the command `name` takes an option."""
-    named = {*keys_of(name, cfg), *{"train": ["env", "experiment", "debug"], "eval": ["env"]}.get(name, [])}
+    named = {
+        *keys_of(name, cfg),
+        *{"train": ["env", "experiment", "debug", *OF_TRAINER], "eval": ["env"]}.get(name, []),
+    }
     if root_of(name) == "eval":
         named.remove("model")  # there it is the settings of all targets
     return [group for group in options() if group in named]

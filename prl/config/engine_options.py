@@ -33,7 +33,7 @@ REFUSED = {
     "logprobs-mode": "training takes the logprobs of the distribution that was sampled from",
     "seed": "the key seed governs it",
     "enable-scale-out": "prl sets it itself: tokens go that way",
-    "disable-uvicorn-access-log": "prl sets it itself",
+    **dict.fromkeys(("disable-uvicorn-access-log", "disable-log-stats"), "prl sets it itself"),
     "config": "a file would set what prl sets; write its options here",
     "help": "it starts no server",
     "version": "it starts no server",

@@ -72,7 +72,8 @@ def run(task: Callable[[], Any], arguments: list[str]) -> None:
     """
     if "dry_run=true" in [argument.lower() for argument in arguments]:
         with tempfile.TemporaryDirectory() as thrown_away:
-            return command.run(task, prepared([*arguments, f"hydra.sweep.dir={thrown_away}"])[1], "train")
+            command.run(task, prepared([*arguments, f"hydra.sweep.dir={thrown_away}"])[1], "train")
+        raise SystemExit(0)
     folder, arguments = prepared(arguments)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup

@@ -47,7 +47,6 @@ FOUND = [
     "envs.math.worker_memory_gb=1e30",
     "sampling.repetition_penalty=1e300",
     "inference.max_num_seqs=5000000",
-    "+inference.args.wrong=1",
     "orchestrator.group_size=50000000",
     "orchestrator.oversampling_factor=1e9",
     "trainer.num_processes=5000000",

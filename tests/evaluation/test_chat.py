@@ -99,9 +99,3 @@ def test_a_chat_is_with_one_model(monkeypatch):
     monkeypatch.setattr(play, "prepare_targets", lambda config: [[1, 2]])
     with pytest.raises(ConfigError, match="a chat is with one model"):
         chat.main(EvaluationConfig(targets=["a", "b"]))
-
-
-async def test_a_chat_whose_replies_nobody_reads_ends(chat, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "gone", True, raising=False)
-    _, _, prompts = await chat("12+34=\n" * 3)
-    assert prompts == []

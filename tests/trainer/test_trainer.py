@@ -275,13 +275,14 @@ def test_a_gradient_that_is_not_finite_raises_and_leaves_the_weights(tiny, make_
     sample.advantages[7] = bad
     trainer = make_trainer(tiny)
     trainer.train_step(batch_of([make_sample(12, 3)]))  # so that there is optimiser state to spoil
-    before = copy.deepcopy((tiny.state_dict(), trainer.optimizer.state_dict()["state"]))
+    weights, states = copy.deepcopy(tiny.state_dict()), copy.deepcopy(list(trainer.optimizer.state.values()))
     with pytest.raises(PrlError, match="gradient's norm is (nan|inf).*weights were left"):
         trainer.train_step(batch_of([sample]))
     for name, value in tiny.state_dict().items():
-        assert torch.equal(value, before[0][name]), name
-    for key, state in trainer.optimizer.state_dict()["state"].items():
-        assert all(torch.equal(value, before[1][key][name]) for name, value in state.items())
+        assert torch.equal(value, weights[name]), name
+    assert states
+    for state, before in zip(trainer.optimizer.state.values(), states, strict=True):
+        assert all(torch.equal(value, before[name]) for name, value in state.items())
 
 
 def test_clipping_and_the_rate_of_the_schedule(tiny, make_sample):
