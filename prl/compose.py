@@ -180,8 +180,8 @@ def load_config(path: Path) -> TrainConfig:
             ("inference", engine_schema(given)),
         )
     }
-    for path, schema in schemas().items():
-        group = path.partition("/")[0]
+    for name, schema in schemas().items():
+        group = name.partition("/")[0]
         node = (given.get("trainer") or {}).get(group) if group in OF_TRAINER else None
         if node and node.get("_target_") == OmegaConf.structured(schema)._target_:
             nodes["trainer"][group] = OmegaConf.structured(schema, flags={"struct": False})
