@@ -1,6 +1,9 @@
 """What vLLM's worker does with new policy weights. Written for vLLM 0.31.0, which is imported inside the functions."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+from prl.inference.weights import files_of, tensors_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +30,8 @@ class PolicyWorker:
         if on_cpu:
             forget_packed_experts(model)
         worker.reload_weights(weights_path=path)
+        if type(model).__name__ == "GptOssForCausalLM":
+            load_experts_and_sinks(model, path)
         if on_cpu:
             pack_output_heads(model)
             renew_sinks(model)
@@ -45,6 +50,27 @@ def forget_packed_experts(model: "nn.Module") -> None:
         method: Any = getattr(layer, "quant_method", None)
         if type(method) is UnquantizedFusedMoEMethod:
             method.moe_kernel = None
+
+
+def load_experts_and_sinks(model: "nn.Module", path: str) -> None:
+    """Load what a gpt_oss copies into place without a weight loader, which vLLM's reload leaves as it was.
+
+    To go once vLLM's `gpt_oss.py` loads them by the parameters' loaders.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    methods = [(layer, getattr(layer, "quant_method", None)) for layer in model.modules()]
+    experts = [(layer, method) for layer, method in methods if type(method) is UnquantizedFusedMoEMethod]
+    for layer, _ in experts:
+        for name, as_made in get_layerwise_info(layer).restore_metadata[0].items():
+            layer._parameters[name] = restore_layer_refs(materialize_meta_tensor(as_made), layer)
+    tensors = tensors_of(files_of(Path(path)))
+    cast("Any", model).load_weights(pair for pair in tensors if ".experts." in pair[0] or pair[0].endswith(".sinks"))
+    for layer, method in experts:
+        method.process_weights_after_loading(layer)
 
 
 def pack_output_heads(model: "nn.Module") -> None:

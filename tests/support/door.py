@@ -239,7 +239,6 @@ BROKEN = {
     spoiling("no list of completions", lambda reply: reply.update(choices=5)): "cannot be read: TypeError",
     spoiling("empty reply", last(empty)): "it has no token",
     spoiling("one completion less", one_completion_less): "asked for 8 completions, got 7",
-    spoiling("another model's reply", lambda reply: reply.update(model="another")): "it is of model 'another'",
 }
 """Faults of a reply of the policy's engine, and what the reason of a rollout says then."""
 
