@@ -72,16 +72,3 @@ def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path
         done = {what: {span.step for span in after if (span.process, span.what) == (engine, what)} for what in WORK}
         assert len(done["generating"]) > 3 and len(done["loading weights"]) > 3, f"{engine} is at work again"
     assert {path.name for path in (folder / "logs").iterdir()} >= {"inference.log", "inference_2.log", "trainer.log"}
-
-
-def test_a_run_ends_as_it_should_with_one_engine_where_the_other_may_not_be_started_again(begin, tmp_path):
-    run = begin(*ON_POLICY, "max_steps=40", "inference.restarts=0", "inference.urls=[]")
-    metrics, said = tmp_path / "run" / "metrics.jsonl", tmp_path / "run.stderr"
-    wait_until(lambda: not run.is_alive() or (metrics.exists() and len(metrics.read_text()) > 5000), 240, "it trains")
-    servers = [pid for pid, line in family(run.pid).items() if "-m prl.inference.server" in line]
-    os.kill(max(servers), signal.SIGKILL)
-    wait_until(lambda: not run.is_alive(), 200, "its end")
-    found = finished(tmp_path / "run", run.exitcode, said.read_text())
-    assert [line["step"] for line in found.steps] == list(range(41)) and found.column("engine/restarts")[-1] == 0
-    assert found.stderr.count("The run goes on without it, with inference") == 1, "said once"
-    assert sum(found.column("rollouts/errored")) == 0
