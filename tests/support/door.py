@@ -131,7 +131,7 @@ def slow(request: Request) -> tuple[int, bytes]:
 
 def truncated_json(request: Request) -> tuple[int, bytes]:
     status, body = request.ask()
-    return status, body[: len(body) // 2]
+    return status, body[: body.rindex(b",")]  # between two values, where a parser can only miss the rest
 
 
 def nothing_at_all(request: Request) -> tuple[int, bytes]:
@@ -272,9 +272,9 @@ UNSCORED = {
     spoiling("logprob NaN", row(float("nan"))): "JSON is malformed",
     spoiling('logprob "NaN"', row("NaN")): "(got 'NaN')",
     spoiling("sentinel logprob", row(-9999.0)): "(got -9999.0)",
-    spoiling("fewer logprobs than tokens", one_row_less): "rows of logprobs",
+    spoiling("fewer logprobs than tokens", one_row_less): "tokens came with",
     spoiling("another token's logprob", other_tokens_rows): "no logprob for token",
-    spoiling("no logprobs", lambda reply: reply["choices"][0].pop("prompt_logprobs")): "came with 0 rows",
+    spoiling("no logprobs", lambda reply: reply["choices"][0].pop("prompt_logprobs")): "came with 0 logprobs",
     spoiling("no choice", lambda reply: reply["choices"].clear()): "asked for 1 completions, got 0",
     truncated_json: "Input data was truncated",
     nothing_at_all: "cannot be read: KeyError('choices')",
