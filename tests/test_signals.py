@@ -149,7 +149,7 @@ def in_terminal(*command):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         os.execvp(command[0], command)
     printed = b""
-    while b"ready" not in printed:
+    while b"ready\r\n" not in printed:  # all of it: the write of a part could fail
         printed += os.read(terminal, 4096)
     os.close(terminal)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
