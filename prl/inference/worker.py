@@ -62,7 +62,7 @@ def load_experts_and_sinks(model: "nn.Module", path: str) -> None:
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
-    methods = [(layer, getattr(layer, "quant_method", None)) for layer in model.modules()]
+    methods: list[tuple[nn.Module, Any]] = [(layer, getattr(layer, "quant_method", None)) for layer in model.modules()]
     experts = [(layer, method) for layer, method in methods if type(method) is UnquantizedFusedMoEMethod]
     for layer, _ in experts:
         for name, as_made in get_layerwise_info(layer).restore_metadata[0].items():
