@@ -156,8 +156,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
         processes.callback(launcher.stop)  # before the monitors hear the end; entered it was by `main`
         with lane.doing(events.PREPARING, first, since=events.process_began() if is_command() else None):
             monitors.status(f"starting {'' if config.inference.urls else 'the engine and '}the trainer")
-            supervisor = builder.supervise(prepared)
-            supervisor.lane = lane
+            supervisor = builder.supervise(prepared, lane)
         with lane.doing(events.PROCESSES, first):
             servers = await supervisor.guard(builder.start_services(prepared, supervisor, transport, run_dir))
         orchestrator = None

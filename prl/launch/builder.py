@@ -1,7 +1,7 @@
 """From a config to the live objects of a run, in three steps: prepare what can be refused, start the servers, assemble.
 
 prepared = prepare(config)                                               tokenizer, tasks, renderers
-supervisor = supervise(prepared)                                         watches their processes
+supervisor = supervise(prepared, lane)                                   watches their processes
 services = await start_services(prepared, supervisor, transport, run_dir)  engine, trainer, teacher, all of them ready
 orchestrator = assemble(prepared, services, transport, run_dir)
 """
@@ -204,14 +204,14 @@ async def load_first_weights(run: PreparedRun, policy: PolicyPool, transport: Tr
     await policy.update_weights(version, path, run.config.inference.update_timeout_s)
 
 
-def supervise(run: PreparedRun) -> Supervisor:
-    """What watches the run's processes."""
+def supervise(run: PreparedRun, lane: Lane) -> Supervisor:
+    """What watches the run's processes, and records in `lane` how long they take to start."""
     config = run.config
     restarts = specs.restarts_of(config.inference)
     if run.components.hosted:
         restarts |= specs.restarts_of(config.teacher.inference, TEACHER)
     say = run.components.monitors.status
-    return Supervisor(run.components.launcher, say, restarts, config.inference.startup_timeout_s)
+    return Supervisor(run.components.launcher, say, restarts, config.inference.startup_timeout_s, lane=lane)
 
 
 async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Launcher) -> None:

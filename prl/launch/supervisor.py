@@ -43,7 +43,7 @@ class Supervisor:
     """The policy's client, whose engines are `inference`, `inference 2` and so on; None before they have answered."""
     starting: list[str] = field(default_factory=list, init=False)
     """What the start waits for."""
-    lane: Lane = field(default_factory=lambda: Lane(ORCHESTRATOR), init=False)
+    lane: Lane = field(default_factory=lambda: Lane(ORCHESTRATOR))
     """Beside it is recorded how long each process takes to start."""
     _reviving: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
     """Waits for engines that were started again to come back, by their processes."""

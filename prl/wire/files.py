@@ -13,11 +13,11 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from prl.errors import UNREADABLE, ConfigError, PrlError, mark_written
+from prl.errors import UNREADABLE, PrlError, mark_written
 from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
 
@@ -91,18 +91,6 @@ def content_of(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise PrlError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def open_lock(path: Path) -> TextIO:
-    """Open a file to lock, which is made if need be, and whose content says who has it.
-
-    Raises ConfigError for a link, since what it leads to would lose its content, and for what is no file.
-    """
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        what = "a symbolic link" if path.is_symlink() else "no regular file"
-        raise ConfigError(f"{path} is {what}, and a run writes into its lock: remove it")
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-    return open(os.open(path, flags, 0o666), "a+", encoding="utf-8")
 
 
 def remove(folder: str) -> None:

@@ -21,6 +21,7 @@ from prl.launch.local import LocalLauncher
 from prl.launch.specs import run_token
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
+from prl.wire.events import ORCHESTRATOR, Lane
 from prl.wire.files import FileTransport
 from tests.conftest import Server
 
@@ -400,7 +401,7 @@ async def test_several_servers_of_policy_and_teacher_are_started_and_all_are_ask
         ]
         assert [spec.config.port for spec in specs] == [policy.port, policy.port + 1, teacher.port, teacher.port + 1]
         assert all("/health" in server.calls for server in (policy, second["inference 2"]))
-        supervisor = supervise(made.run)
+        supervisor = supervise(made.run, Lane(ORCHESTRATOR))
         assert supervisor.restarts == dict.fromkeys(["inference", "inference 2", "teacher", "teacher 2"], 1)
     finally:
         for server in second.values():
