@@ -167,8 +167,12 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     sampler.attach(pool=script, renderer=renderer, max_model_len=ROOM, seed=config.seed)  # type: ignore[arg-type]
     printed = logging.getLogger("prl.episodes.workers")  # by graders, which run in processes of their own
     printed.setLevel(logging.INFO)
-    printed.addHandler(Said(console))
-    rollouts = asyncio.run(play(environment, task, sampler))
+    shows = Said(console)
+    printed.addHandler(shows)
+    try:
+        rollouts = asyncio.run(play(environment, task, sampler))
+    finally:
+        printed.removeHandler(shows)
     for prompt in script.prompts[:1]:
         said = tokenizer.decode(prompt)
         say(console, f"\nfirst prompt, {len(prompt)} tokens, in the template of {config.model.path}:\n{said}")
