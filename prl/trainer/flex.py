@@ -5,8 +5,8 @@ ends, and the first place on a path that no longer sees it. From their extremes 
 pairs of blocks have nothing to see, and which need no mask. So the largest tensor has an entry for each pair of blocks,
 one for 16,384 pairs of tokens, and none is made by evaluating a mask, as torch's `create_block_mask` does.
 
-Sequences that share nothing are such a row too: there is one way for both, and variable-length attention, which could
-do without blocks there, is left out until it is measured to be faster.
+Sequences that share nothing are such a row too. Long ones of them go one by one through torch's causal attention: on a
+Hopper GPU cuDNN's kernel takes half of the time there (`experiments/benchmarks/gpu.md`).
 """
 
 import functools
@@ -17,8 +17,9 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from prl.trainer.attention import TokenTree, walk
 
@@ -26,6 +27,12 @@ BLOCK = 128
 """Tokens of a block: what the kernels take at a time, at most."""
 LEAST = 2 * BLOCK
 """Tokens that a shorter row is filled up to: torch compiles anew for what is 1, here tokens or blocks."""
+LONG = 4096
+"""Tokens that sequences have in the mean, from which on each goes alone: shorter ones take longer so."""
+ROUND = 1024
+"""Tokens to whose multiple such a sequence is filled up: cuDNN plans anew for each length, which takes .1 s."""
+KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Of torch's attention, the first that takes what it is given."""
 NEVER = torch.iinfo(torch.int32).max
 """A place that no path has."""
 
@@ -89,6 +96,45 @@ class FlexTree(TokenTree):
             until = torch.full_like(self.depths, NEVER) if window is None else self.depths + window
             self.masks[window] = block_mask(self.depths, self.ends, until)
         return self.masks[window]
+
+
+@dataclass
+class LongSequences(TokenTree):
+    """A row of sequences that share nothing."""
+
+    lengths: list[int]
+    tree: FlexTree
+    """The same row, for layers with a window or sinks."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        window: int | None,
+        scale: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if window is not None or sinks is not None:
+            return self.tree.attend(query, key, value, window=window, scale=scale, sinks=sinks)
+        split = [each.split(self.lengths, dim=2) for each in (query, key, value)]
+        attended = []
+        with sdpa_kernel(KERNELS, set_priority=True):
+            for length, *parts in zip(self.lengths, *split, strict=True):
+                filled = [pad(part, (0, 0, 0, -length % ROUND)) for part in parts]  # seen by no token of the sequence
+                gqa = query.shape[1] != key.shape[1]
+                out = scaled_dot_product_attention(*filled, is_causal=True, scale=scale, enable_gqa=gqa)
+                attended.append(out[:, :, :length])
+        return torch.cat(attended, dim=2).transpose(1, 2)
+
+
+def row_on_gpu(depths: np.ndarray, starts: Sequence[int], device: torch.device) -> TokenTree:
+    """How a row attends, by the place of each token on its path and where in the row branches start."""
+    tree = FlexTree.of_row(depths, starts, device)
+    if len(depths) < LONG * len(starts) or depths[list(starts)].any():
+        return tree
+    return LongSequences(np.diff([*starts, len(depths)]).tolist(), tree)
 
 
 def block_mask(depths: Tensor, ends: Tensor, until: Tensor) -> BlockMask:

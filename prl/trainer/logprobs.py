@@ -4,12 +4,18 @@ The logits of a step are its largest tensor by far (tokens x vocabulary). They a
 forward and again in the backward. Left out: autocast (cast the inputs instead) and second derivatives.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LOGITS, MOST = 2**23, 1024
 """Of a chunk: logits that it may have however small the model, and tokens at most."""
+ON_GPU = 2048
+"""Tokens of a chunk on a GPU, where each is a pass over the head's weight and its gradient."""
 PART = 2**19
 """Logits of a chunk that go through the softmax together on a CPU: as many as a core's cache holds."""
 
@@ -29,7 +35,7 @@ def chunked_logprobs(
     Shapes: `hidden` `[tokens, dim]`, `weight` `[vocab, dim]`, `bias` `[vocab]`, `targets` `[tokens]` int64,
     `temperatures` `[tokens]`; returns `logprobs` `[tokens]` float32 and `entropy` `[tokens]` float32, in nats. Both
     have a gradient. `chunk` is in tokens: the peak is about one buffer of `[chunk, vocab]` float32, and a second one
-    on a GPU and in the backward of an entropy. None is what `usual_chunk` says.
+    in the backward of an entropy. None is what `usual_chunk` says.
 
     With `into_grad`, the backward adds the gradient of a parameter `weight` to its `.grad` chunk by chunk, where dtypes
     allow it, and autograd gets none: one buffer as large as the head less. So it must run by `backward()`.
@@ -42,14 +48,16 @@ def chunked_logprobs(
     for name, stream in (("targets", targets), ("temperatures", temperatures)):
         if stream.shape != hidden.shape[:1]:
             raise ValueError(f"{name} has shape {list(stream.shape)}, but hidden has {len(hidden)} tokens")
-    chunk = usual_chunk(*weight.shape) if chunk is None else chunk
+    chunk = usual_chunk(*weight.shape, cuda=weight.is_cuda) if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
     return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperatures, chunk, into_grad)
 
 
-def usual_chunk(vocab: int, dim: int) -> int:
-    """Tokens of a chunk whose logits take little memory beside the head and its optimiser state, or 32 MiB."""
+def usual_chunk(vocab: int, dim: int, *, cuda: bool) -> int:
+    """Tokens of a chunk: on a CPU as many as take little memory beside the head and its optimiser state, or 32 MiB."""
+    if cuda:
+        return ON_GPU
     # Fewer than about half the width would spend more time on passes over the head's weight and gradient.
     return min(MOST, max(dim // 2, LOGITS // vocab))
 
@@ -72,6 +80,54 @@ class _Workspace:
         return logits if self.bias is None else logits.addr_(scale, self.bias.to(scale.dtype))
 
 
+def softmax_numbers(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of logits `[rows, vocab]`: log-sum-exp, logprob of the target and entropy, each `[rows]`."""
+    if on_gpu(logits):
+        return fused(_softmax_numbers)(logits, targets)
+    size = max(1, PART // logits.shape[1])
+    exp = torch.empty_like(logits[:size])
+    parts = [
+        _softmax_numbers(rows, some, exp[: len(rows)])
+        for rows, some in zip(logits.split(size), targets.split(size), strict=True)
+    ]
+    lse, logprobs, entropy = (torch.cat(numbers) for numbers in zip(*parts, strict=True))
+    return lse, logprobs, entropy
+
+
+def _softmax_numbers(logits: Tensor, targets: Tensor, exp: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of some rows; with a buffer for their exponentials in place, which loses the logits."""
+    top = logits.amax(dim=-1)
+    shifted = logits - top[:, None] if exp is None else logits.sub_(top[:, None])
+    exp = torch.exp(shifted, out=exp)
+    total = exp.sum(dim=-1)
+    log_total = total.log()
+    logprobs = shifted.gather(1, targets[:, None]).squeeze(1) - log_total
+    return top + log_total, logprobs, log_total - exp.mul_(shifted).sum(dim=-1) / total
+
+
+def softmax_less_target(logits: Tensor, lse: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Softmax of each row of logits, which a CPU loses, less one at the target: `[rows, vocab]` of `dtype`."""
+    if on_gpu(logits):
+        return fused(_softmax_less_target)(logits, lse, targets, dtype)
+    probs = logits.sub_(lse[:, None]).exp_()
+    return probs.scatter_add_(1, targets[:, None], probs.new_full((len(probs), 1), -1.0)).to(dtype)
+
+
+def _softmax_less_target(logits: Tensor, lse: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    return ((logits - lse[:, None]).exp() - (columns == targets[:, None]).to(logits.dtype)).to(dtype)
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+@functools.cache
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function compiled, for a GPU: each of its operations would be a pass over the logits of a chunk."""
+    return torch.compile(function, dynamic=True)
+
+
 def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
     """Add `one @ other` to `total`, whose dtype may be wider."""
     if total.dtype == one.dtype:
@@ -79,7 +135,7 @@ def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
     elif total.device.type == "cpu":
         total += one @ other
     else:
-        total += torch.mm(one, other, out_dtype=total.dtype)
+        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -90,21 +146,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
         lse, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
         work = _Workspace(hidden, weight, bias, scale, chunk)
-        part = max(1, PART // len(weight)) if hidden.device.type == "cpu" else chunk
-        probs = torch.empty_like(work.full[:part])
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            whole = work.logits(hidden[rows], scale[rows])
-            for place in range(0, len(whole), part):
-                rows = slice(start + place, start + min(place + part, len(whole)))
-                logits = whole[place : place + part]
-                top = logits.amax(dim=-1)
-                exp = torch.exp(logits.sub_(top[:, None]), out=probs[: len(logits)])
-                total = exp.sum(dim=-1)
-                log_total = total.log()
-                lse[rows] = top + log_total
-                logprobs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_total
-                entropy[rows] = log_total - exp.mul_(logits).sum(dim=-1) / total
+            logits = work.logits(hidden[rows], scale[rows])
+            lse[rows], logprobs[rows], entropy[rows] = softmax_numbers(logits, targets[rows])
         ctx.save_for_backward(hidden, weight, bias, targets, scale, lse, entropy)
         ctx.chunk = chunk
         ctx.parameter = weight if into_grad and weight.is_leaf and weight.dtype == dtype else None
@@ -129,14 +174,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         probs = None if grad_entropy is None else torch.empty_like(work.full)
         for rows in active.split(ctx.chunk) if len(active) else ():
             h = hidden[rows]
-            logp = work.logits(h, scale[rows]).sub_(lse[rows, None])
+            logits = work.logits(h, scale[rows])
             if probs is None:
                 # d logprob / d logits = scale * (onehot - softmax); sign and factor go onto the small matrices below.
-                delta = logp.exp_()
-                delta.scatter_add_(1, targets[rows, None], delta.new_full((len(rows), 1), -1.0))
+                dtype = hidden.dtype if grad_bias is None else logits.dtype
+                delta = softmax_less_target(logits, lse[rows], targets[rows], dtype)
                 factor = -(grad_logprobs[rows] * scale[rows])
             else:
                 # d entropy / d logits = -scale * softmax * (log softmax + entropy) on top of it.
+                logp = logits.sub_(lse[rows, None])
                 p = torch.exp(logp, out=probs[: len(rows)])
                 bent = logp.add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
                 delta = bent.add_(grad_logprobs[rows, None]).mul_(p)

@@ -147,6 +147,6 @@ def row_tree(depths: np.ndarray, starts: Sequence[int], device: torch.device) ->
     """How a row attends on `device`, by the place of each token on its path and where in the row branches start."""
     if device.type == "cpu":
         return BlockTree.of_row(depths, starts, device)
-    from prl.trainer.flex import FlexTree  # which imports the compiler
+    from prl.trainer.flex import row_on_gpu  # which imports the compiler
 
-    return FlexTree.of_row(depths, starts, device)
+    return row_on_gpu(depths, starts, device)

@@ -33,7 +33,7 @@ from prl.orchestrator.packing import pack
 from prl.trainer import flex
 from prl.trainer.attention import TokenTree, without
 from prl.trainer.blocks import BlockTree
-from prl.trainer.flex import BLOCK, LEAST, FlexTree
+from prl.trainer.flex import BLOCK, LEAST, FlexTree, LongSequences, row_on_gpu
 from prl.trainer.loss import default_loss
 from prl.trainer.model import load_model
 from prl.trainer.trainer import Trainer
@@ -238,6 +238,27 @@ def test_compiled_layers_leave_the_attention_its_kernel(graphs):
     torch.testing.assert_close(layer(torch.tensor(2.0)), 2 * run(BlockTree, 300, None))
     assert graphs
     torch.testing.assert_close(run(FlexTree, 300, None, scale=None), run(BlockTree, 300, None, scale=None))
+
+
+def test_long_sequences_that_share_nothing_attend_alone(graphs, monkeypatch):
+    """With the same gradients; a window goes over the blocks, and so do a tree and shorter sequences."""
+    monkeypatch.setattr(flex, "LONG", 20)
+    monkeypatch.setattr(flex, "ROUND", 16)
+    lengths = [20, 7, 48]
+    depths, starts = np.concatenate([np.arange(length) for length in lengths]), [0, 20, 27]
+    row, expected = row_on_gpu(depths, starts, CPU), BlockTree.of_row(depths, starts, CPU)
+    assert isinstance(row, LongSequences)
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, heads, 75, 16, requires_grad=True) for heads in (8, 4, 4)]
+    for window in (None, 5):
+        outs = [tree.attend(*inputs, window=window, scale=0.3) for tree in (row, expected)]
+        torch.testing.assert_close(*outs)
+        weights = torch.randn_like(outs[0])
+        gradients = [torch.autograd.grad((out * weights).sum(), inputs) for out in outs]
+        torch.testing.assert_close(*gradients)
+    assert isinstance(row_on_gpu(depths[:27], starts[:2], CPU), FlexTree)  # 13.5 in the mean
+    branch = np.concatenate((np.arange(40), np.arange(20, 60)))
+    assert isinstance(row_on_gpu(branch, [0, 40], CPU), FlexTree)
 
 
 def test_the_kernel_skips_what_is_masked():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from prl.trainer.logprobs import add_product, chunked_logprobs
+from prl.trainer.logprobs import add_product, chunked_logprobs, softmax_less_target, softmax_numbers
 
 
 def problem(tokens=37, dim=8, vocab=53, seed=0, dtype=torch.float64, bias=False):
@@ -210,7 +210,24 @@ def test_a_gpu_multiplies_bf16_into_float32():
         found = chunked_logprobs(*(each.to("meta") for each in (hidden, weight, targets, temperatures)), chunk=16)
         add_product(total, torch.empty(300, 20, dtype=torch.bfloat16, device="meta"), hidden.to("meta"))
     assert [each.dtype for each in (*found, total)] == [torch.float32] * 3
-    assert [one for one in called if "mm" in one[0]] == [("aten.mm.dtype_out", half)] * 2 + [("aten.mm.dtype", half)]
+    products = [one for one in called if "mm" in one[0]]
+    assert products[:-1] == [("aten.mm.dtype_out", half)] * 2
+    assert products[-1] == ("aten.addmm.dtype_out", [torch.float32, *half])
+
+
+def test_a_gpus_softmax_is_that_of_a_cpu(monkeypatch):
+    """What is compiled for it, as it is, against torch's in float64."""
+    logits, targets = 5 * torch.randn(6, 40, dtype=torch.float64), torch.randint(0, 40, (6,))
+    monkeypatch.setattr("prl.trainer.logprobs.on_gpu", lambda tensor: True)
+    monkeypatch.setattr("prl.trainer.logprobs.fused", lambda function: function)
+    lse, logprobs, entropy = softmax_numbers(logits.clone(), targets)
+    expected = logits.log_softmax(-1)
+    torch.testing.assert_close(lse, logits.logsumexp(-1))
+    torch.testing.assert_close(logprobs, expected[torch.arange(6), targets])
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
+    less = softmax_less_target(logits.clone(), lse, targets, torch.float32)
+    hot = torch.nn.functional.one_hot(targets, 40)
+    torch.testing.assert_close(less, (expected.exp() - hot).float())
 
 
 def test_large_logits_do_not_overflow():
