@@ -70,23 +70,24 @@ def main(config: TrainConfig) -> RunResult:
     # Refuses a script that calls this without `if __name__ == "__main__":`, where a process of graders imports it.
     multiprocessing.spawn.get_preparation_data("prl")
     memory = hold_log()
-    with specs.launcher_of(config) as launcher, assuming(config.machine):
-        prepared = prepare(config, launcher)
-        if isinstance(prepared, RunResult):
-            return prepared
-        if config.dry_run:
-            dry_run(config)
-            return RunResult("dry run")
-        return own(prepared, Path(config.run.dir), memory)
+    with assuming(config.machine):
+        validate(config)
+        with specs.launcher_of(config) as launcher:
+            prepared = prepare(config, launcher)
+            if isinstance(prepared, RunResult):
+                return prepared
+            if config.dry_run:
+                dry_run(config)
+                return RunResult("dry run")
+            return own(prepared, Path(config.run.dir), memory)
 
 
 def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult":
-    """All of a run that can be refused, or its result where it is completed already. Raises ConfigError.
+    """What is left of a run to refuse, or its result where it is completed already. Raises ConfigError.
 
     This is what a dry run and a run have in common: nothing is written, and only a run has its processes import ahead.
     """
     run_dir = Path(config.run.dir)
-    validate(config)
     refuse_other_files(run_dir)
     if config.run.resume is None:
         make_way(run_dir, move=not config.dry_run)

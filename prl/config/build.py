@@ -10,7 +10,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import hydra.utils
 import pydantic
@@ -164,7 +164,8 @@ def converted(given: Mapping[str, Any], annotations: Mapping[str, Any], where: s
     value: Any = given
     parts = [where] if where else []
     for part in problem["loc"]:  # with names of types in it, where an option has several
-        if isinstance(part, int) or (isinstance(value, Mapping) and part in value):
+        items = range(len(value)) if isinstance(value, list | tuple) else value
+        if isinstance(items, Mapping | range) and part in items:
             parts.append(str(part))
             value = value[part]
     key = ".".join(parts)
@@ -195,17 +196,23 @@ def instantiated(value: Any, where: str) -> Any:
 
 def check_values(node: Any, where: str = "") -> None:
     """Raise ConfigError for a value of a config, a dataclass, that its annotation does not allow, in any depth."""
+    annotations = options_taken(cast(Any, type(node))).annotations
     inner = {}
     for name, value in vars(node).items():
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and wants_node(annotations.get(name, Any), value):
             inner[name] = value
         elif isinstance(value, dict):
             inner |= {f"{name}.{key}": item for key, item in value.items() if dataclasses.is_dataclass(item)}
     names = {field.name for field in dataclasses.fields(node)} - {name.partition(".")[0] for name in inner}
     values = {name: getattr(node, name) for name in names}
-    converted(values, options_taken(cast(Any, type(node))).annotations, where)
+    converted(values, annotations, where)
     for name, item in inner.items():
         check_values(item, f"{where}.{name}".lstrip("."))
+
+
+def wants_node(annotation: Any, node: Any) -> bool:
+    """Whether an annotation allows a node, a dataclass instance: `Any`, or a class of its, alone or among others."""
+    return annotation is Any or any(type(node) is each for each in (annotation, *get_args(annotation)))
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------

@@ -20,12 +20,26 @@ from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
 from prl.errors import ConfigError
 from prl.masking import HIDDEN
 
+COMPONENTS = [
+    "renderer",
+    "algo",
+    "sampling",
+    "loss",
+    "buffer",
+    "orchestrator",
+    "trainer",
+    "inference",
+    "transport",
+    "launcher",
+]
+"""Keys of the nodes that name a class or a function."""
 MAX_NAME = 200
 """Longest name of a run, bytes: file systems allow 255, and some files are named after their run."""
 
 
 def validate(config: TrainConfig) -> None:
     """Raise ConfigError naming the first key that is out of range or does not fit the others."""
+    check_components(config)
     if is_dataclass(config.sampling):  # first: the settings of envs follow these
         check_values(config.sampling, "sampling")
     check_values(config)
@@ -48,6 +62,24 @@ def validate(config: TrainConfig) -> None:
     validate_teacher(config)
     if config.trainer.device_type == "cpu":
         check_ranks(config.trainer, config.model)
+
+
+def check_components(config: TrainConfig) -> None:
+    """Raise ConfigError for the node of a component that is none, as `loss=nonsense` makes it."""
+    for name in COMPONENTS:
+        check_node(getattr(config, name), name)
+    for name in ("optim", "schedule"):
+        check_node(plain(config.trainer).get(name), f"trainer.{name}")
+    if getattr(config.teacher, "model", None) is not None:
+        check_node(config.teacher.inference, "teacher.inference")
+
+
+def check_node(node: Any, key: str) -> None:
+    """Raise ConfigError for a node that names no class or function."""
+    if not (hasattr(node, "_target_") or (isinstance(node, dict) and "_target_" in node)):
+        group = key.rpartition(".")[2]
+        own = f"+{group}@{key}" if key.startswith("envs.") else group
+        raise ConfigError(f"{key}={str(node)[:80]} has no _target_: choose an option of its group, {own}=<name>")
 
 
 def refuse_masked(node: Any, where: str = "") -> None:
@@ -171,12 +203,8 @@ def validate_envs(config: TrainConfig) -> None:
         if batch_size is not None and batch_size % group_size:
             raise ConfigError(f"orchestrator.batch_size={batch_size} must be divisible by {key}={group_size}")
         for group in ("algo", "loss", "renderer", "buffer"):
-            own = getattr(env, group)
-            if own is not None and not (hasattr(own, "_target_") or (isinstance(own, dict) and "_target_" in own)):
-                raise ConfigError(
-                    f"envs.{name}.{group}={own!r} has no _target_: choose the env's own with "
-                    f"+{group}@envs.{name}.{group}=<name>"
-                )
+            if (own := getattr(env, group)) is not None:
+                check_node(own, f"envs.{name}.{group}")
 
 
 def check_env_name(name: str) -> None:

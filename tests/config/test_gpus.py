@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from prl import provenance
-from prl.config import hardware, machine
+from prl.config import hardware
 from prl.config.gpus import Needs, Placement, device_type, place, visible_devices, visible_gpus
 from prl.config.validate import check_device
 from prl.errors import ConfigError
@@ -114,35 +114,6 @@ def test_a_gpu_that_cannot_be_used_is_none(smi, monkeypatch, shown, packages, re
     assert device_type("auto") == "cpu"
     with pytest.raises(ConfigError, match=f"trainer.device=cuda: {reason}"):
         check_device("cuda", "trainer.device")
-
-
-@pytest.mark.parametrize(
-    ("environment", "headers", "said"),
-    [
-        (
-            {"CC": "no-such-compiler"},
-            None,
-            "a GPU needs a C compiler, for Triton's kernels: no-such-compiler is no pr",
-        ),
-        ({"PATH": "."}, None, "gcc is no program here"),
-        ({}, "/nowhere", "a GPU needs Python's headers, for Triton's kernels, and /nowhere/Python.h is not there"),
-    ],
-)
-def test_a_gpu_takes_what_triton_compiles_with(monkeypatch, environment, headers, said):
-    monkeypatch.setattr(hardware, "listed", lambda: (hardware.Gpu("H100", 80 << 30),))
-    monkeypatch.setattr(hardware, "has_gpu_packages", lambda: True)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv("CC", raising=False)
-    check_device("auto", "trainer.device")
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if headers:
-        monkeypatch.setattr(machine.sysconfig, "get_paths", lambda scheme: {"include": headers})
-    with pytest.raises(ConfigError, match=said):
-        check_device("auto", "trainer.device")
-    check_device("cpu", "trainer.device")
-    with hardware.assuming(hardware.MachineConfig(gpus=8)):
-        check_device("cuda", "trainer.device")  # of another machine nothing is known
 
 
 def test_gpus_that_nobody_has_are_named(config):
