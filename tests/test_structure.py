@@ -38,6 +38,7 @@ FLOORS = [
     {"compose", "provenance", "resume", "log"} | {"owner", "result", "run_dir", "run_yaml"},
     {"report"},
     {"evaluation"},
+    {"command", "train", "serve", "env", "eval", "chat", "sweep"},
     {"__main__"},
 ]
 """From the ground up. A package imports only packages on its own floor or below."""
