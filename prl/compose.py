@@ -206,7 +206,7 @@ def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
         refuse_appended(cfg, {override.partition("=")[0].lstrip("+") for override in overrides})
         replace_slots(cfg, overrides)
         give_types(cfg)
-        return settled(OmegaConf.to_object(cfg))
+        return settled(OmegaConf.to_object(cfg), [key for key, kind in READ.items() if kind])
     except InterpolationResolutionError as error:  # of a key that is not there too
         raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
 

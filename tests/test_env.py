@@ -121,7 +121,7 @@ def test_an_error_in_the_users_code_is_told_with_its_line(prl_env, taskset, tmp_
         (["math,guess"], "'math,guess' is neither an env ("),
         ([""], "'' is neither an env ("),
         (["../x"], "'../x' is neither an env ("),
-        (["math", "trainer.optim.lr=x"], "trainer.optim.lr=x="),
+        (["math", "trainer.optim.lr=x"], "trainer.optim.lr=x"),
         (["math", "trainer.optim.lrr=1"], "'trainer.optim.lrr': Key 'lrr' not in 'AdamWConfig'"),
         (["math", "args.system=héllo"], "error: args.system=héllo: the value needs quotes, 'args.system=\"héllo\"'\n"),
         (["math", "args.num_tasks"], "args.num_tasks: write key=value"),

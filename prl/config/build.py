@@ -18,7 +18,6 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from typing_extensions import TypedDict
 
-from prl.config.engines import EngineConfig
 from prl.config.signature import options_taken
 from prl.errors import ConfigError
 from prl.text import in_one_line
@@ -139,7 +138,7 @@ def options_of(node: Any, target: Any, where: str, live: Collection[str] = ()) -
 def no_such_option(key: str, owner: Any, known: Iterable[str]) -> ConfigError:
     """The error for an option that a class does not take, with the nearest of those that it takes."""
     name = key.rpartition(".")[2]
-    bases = [base.__name__ for base in getattr(owner, "__mro__", ()) if name in options_taken(base).annotations]
+    bases = [base.__name__ for base in getattr(owner, "__mro__", ())[1:] if name in options_taken(base).annotations]
     if bases:
         hint = f"{bases[0]} has: let __init__ take **options, and pass them to super().__init__"
     else:
@@ -229,20 +228,20 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def settled(node: Any, where: str = "") -> Any:
+def settled(node: Any, typed: Collection[str] = (), where: str = "") -> Any:
     """A config without the options of classes and functions that another `_target_` has replaced.
 
     Options still at the defaults of the replaced one, which the new one does not take, go; others are left for its
-    signature to refuse.
+    signature to refuse. Nodes with the keys `typed` stay as they are, for prl reads their options itself.
     """
     if isinstance(node, dict):
-        return {key: settled(value, f"{where}.{key}".lstrip(".")) for key, value in node.items()}
-    if not dataclasses.is_dataclass(node) or isinstance(node, EngineConfig):  # whose options are read from the node
+        return {key: settled(value, typed, f"{where}.{key}".lstrip(".")) for key, value in node.items()}
+    if not dataclasses.is_dataclass(node):
         return node
     for name, value in vars(node).items():
-        setattr(node, name, settled(value, f"{where}.{name}".lstrip(".")))
+        setattr(node, name, settled(value, typed, f"{where}.{name}".lstrip(".")))
     given, defaults = plain(node), schema_defaults(node)
-    if given.get("_target_", MISSING) in (MISSING, None, defaults.get("_target_")):
+    if where in typed or given.get("_target_", MISSING) in (MISSING, None, defaults.get("_target_")):
         return node
     try:
         target = located(node, where)
