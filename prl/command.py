@@ -6,15 +6,13 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from prl import _hydra_internals, help, rerun, resume
+from prl import resume
 from prl.compose import CONF, allow_new_filters, options
 from prl.config import suggestions
 from prl.errors import ConfigError, PrlError, of_disk
@@ -22,8 +20,7 @@ from prl.signals import stop, stopping
 from prl.text import as_message, safe
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
-HELP = ("-h", "--help")
-PRINTING = (*HELP, "--hydra-help", "-c", "--cfg", "-i", "--info")
+PRINTING = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info")
 """Flags that have a command print, and nothing else."""
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -95,71 +92,25 @@ def refused(error: ConfigError) -> str:
 
 
 def expanded(arguments: list[str]) -> list[str]:
-    """The arguments with `--from <run>` replaced by the overrides that it stands for; exits where that is refused."""
+    """The arguments with the config of the run that `run.resume` names; exits where there is none."""
     try:
-        return arguments if set(HELP) & set(arguments) else rerun.expand(resume.expanded(of_saved_config(arguments)))
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        return resume.expanded(arguments)
+    except ConfigError as error:
         print(f"error: {as_message(one_line(error))}", file=sys.stderr)
         raise SystemExit(REFUSED) from None
-
-
-def of_saved_config(arguments: list[str]) -> list[str]:
-    """Arguments in which `--config-dir <run> --config-name config` is `--from <run>/config.yaml`.
-
-    Hydra knows both flags, and would take what a run has saved for a root config without its schemas. A root config of
-    the user's own, which has a list of `defaults`, is left to it.
-    """
-    rest, given, remaining = list[str](), dict[str, str](), iter(arguments)
-    for argument in remaining:
-        flag, equals, value = argument.partition("=")
-        name = {"-cd": "--config-dir", "-cn": "--config-name"}.get(flag, flag)
-        if name in ("--config-dir", "--config-name"):
-            given[name] = value if equals else next(remaining, "")
-        else:
-            rest.append(argument)
-    name = given.get("--config-name", "").removesuffix(".yaml")
-    path = Path(given.get("--config-dir", "")) / f"{name}.yaml"
-    if len(given) < 2 or not path.is_file():
-        return arguments
-    text = path.read_text(encoding="utf-8", errors="replace") if os.access(path, os.R_OK) else ""
-    return arguments if re.search("^defaults:", text, re.MULTILINE) else ["--from", str(path), *rest]
-
-
-def helped(name: str, arguments: list[str]) -> bool:
-    """Print what `--help` asks for, if it is among the arguments of the command `name`; return whether it was."""
-    if any(argument.split("=")[0] in PRINTING for argument in arguments):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends any program that prints
-    if not set(HELP) & set(arguments):
-        return False
-    try:
-        print(help.page(name, arguments))
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {as_message(one_line(error))}", file=sys.stderr)
-        raise SystemExit(REFUSED) from None
-    return True
 
 
 def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> None:
     """Run a Hydra job over `conf/<root>.yaml`; where it does not compose, say what the keys should have been."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what this process computes itself, and an env's graders
-    if helped(root, arguments):
-        return
+    if any(argument.split("=")[0] in PRINTING for argument in arguments):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends any program that prints
     given, groups = [arg for arg in arguments if "=" in arg and not arg.startswith("-")], options()
-    retired = [
-        f"there is no {key!r} here: {hint}"
-        for key in map(suggestions.override_key, given)
-        if (hint := suggestions.retired(key))
-    ]
-    problem = next(iter(retired), None) or suggestions.misused_groups(given, groups)
-    if problem is not None:
-        print(f"error: {problem}", file=sys.stderr)
-        raise SystemExit(REFUSED)
     sys.argv[1:] = allow_new_filters(arguments)  # Hydra reads its arguments there
     for number in stopping():
         if signal.getsignal(number) == signal.SIG_DFL:  # a sweep has a handler of its own
             signal.signal(number, stop)
     os.environ.setdefault(FULL_ERROR, "1")  # until the job starts
-    _hydra_internals.install()
     try:
         job()
     except KeyboardInterrupt as end:
@@ -169,11 +120,8 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
             raise
         print(f"error: {as_message(about(given, one_line(error)))}", file=sys.stderr)
         config = composed(given, groups, root)
-        searched = any("hydra.searchpath" in argument for argument in given)  # it may have options unknown here
-        for argument in given:
-            hints = [] if searched else suggestions.misspelt_option(argument, groups)
-            for hint in hints or suggestions.misspelt(argument, config, groups):
-                print(as_message(hint), file=sys.stderr)
+        for hint in filter(None, (suggestions.hint(argument, config, groups) for argument in given)):
+            print(as_message(hint), file=sys.stderr)
         raise SystemExit(REFUSED) from None
 
 

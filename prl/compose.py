@@ -7,7 +7,7 @@ conf files to build on. Registering imports no torch, vLLM or verifiers.
 import inspect
 import pkgutil
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -19,9 +19,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 
-from prl.config.engines import EngineConfig, TransformersConfig
+from prl.config.build import nearest, plain, schema_defaults, settled
+from prl.config.engines import TransformersConfig
 from prl.config.evaluation import EvaluationConfig
-from prl.config.instantiate import nearest, plain, schema_defaults
 from prl.config.schema import EnvConfig, FiltersConfig, InferenceConfig, ServeConfig, TrainConfig
 from prl.config.signature import schema_of
 from prl.errors import ConfigError
@@ -35,7 +35,7 @@ from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.buffer.task_buffer import TaskBuffer
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.filters.base import Filter
-from prl.run_yaml import yaml_of
+from prl.run_yaml import load, quoted
 from prl.trainer.config import (
     AdamWConfig,
     AIPOLossConfig,
@@ -56,6 +56,17 @@ COMPONENTS = ["renderer", "algo", "sampling", "loss", "buffer", "orchestrator", 
 The last of a root's defaults, `/schema/closed`, closes the nodes: on a command line a new key takes a `+`."""
 OF_TRAINER = ("optim", "schedule")
 """Likewise groups that choose a class, whose nodes stand in `trainer`."""
+REPLACING = {*COMPONENTS, *OF_TRAINER, "filters", "teacher", "inference"} - {"orchestrator", "trainer"}
+"""Groups whose option is all that a node has."""
+READ = {
+    "orchestrator": OrchestratorConfig,
+    "trainer": TrainerConfig,
+    "inference": InferenceConfig,
+    "teacher.inference": InferenceConfig,
+    "trainer.optim": None,
+    "trainer.schedule": None,
+}
+"""Nodes whose options prl itself reads, with the schema that they have where they name a class of the user's own."""
 SLOT_MAPPING = re.compile(r"\+*([\w.-]+\.)?filters(\.(pre|post)_batch)?=\s*\{")
 
 
@@ -140,14 +151,16 @@ def options() -> dict[str, list[str]]:
 
 def choice(group: str, *, _root_: Any) -> str:
     """The option chosen of a config group."""
-    return (_root_.get("hydra") or HydraConfig.get()).runtime.choices[group]
+    return (_root_.get("hydra") or HydraConfig.get()).runtime.choices.get(group, "run")
 
 
-def compose(overrides: list[str]) -> TrainConfig:
-    """The config that `python -m prl.train <overrides>` would use."""
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = hydra.compose("train", allow_new_filters(overrides), return_hydra_config=True)
-        return cast(TrainConfig, job_config(cfg, overrides))
+def compose(overrides: list[str], run_dir: Path | None = None) -> TrainConfig:
+    """The config that `python -m prl.train <overrides>` would use; with `run_dir`, over the config of that run."""
+    name, folder = ("train", CONF) if run_dir is None else ("config", run_dir.absolute())
+    searched = [] if run_dir is None else [f"hydra.searchpath=[{quoted(f'file://{CONF}')}]"]
+    with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+        cfg = hydra.compose(name, [*searched, *allow_new_filters(overrides)], return_hydra_config=True)
+        return cast(TrainConfig, job_config(cfg, [*searched, *overrides]))
 
 
 def job_config(cfg: DictConfig, overrides: list[str]) -> Any:
@@ -170,30 +183,8 @@ def allow_new_filters(arguments: list[str]) -> list[str]:
 
 def load_config(path: Path) -> TrainConfig:
     """The config of a run from its `config.yaml`. Components are plain mappings, checked and built like any other."""
-    given = yaml_of(path.read_text(encoding="utf-8"))
-    # Not struct: a class of the user's own may have further knobs.
-    nodes: dict[str, Any] = {
-        name: OmegaConf.structured(node, flags={"struct": False})
-        for name, node in (
-            ("orchestrator", OrchestratorConfig),
-            ("trainer", TrainerConfig),
-            ("inference", engine_schema(given)),
-        )
-    }
-    for name, schema in schemas().items():
-        group = name.partition("/")[0]
-        node = (given.get("trainer") or {}).get(group) if group in OF_TRAINER else None
-        if node and node.get("_target_") == OmegaConf.structured(schema)._target_:
-            nodes["trainer"][group] = OmegaConf.structured(schema, flags={"struct": False})
-    teacher = engine_schema(given.get("teacher") or {})
-    nodes["teacher"] = {"inference": OmegaConf.structured(teacher, flags={"struct": False})}
-    return cast(TrainConfig, OmegaConf.to_object(OmegaConf.merge(TrainConfig, nodes, given)))
-
-
-def engine_schema(node: Mapping[str, Any]) -> type[EngineConfig]:
-    """The schema of the `inference` in a node."""
-    target = (node.get("inference") or {}).get("_target_")
-    return TransformersConfig if target == TransformersConfig._target_ else InferenceConfig
+    run = {"name": path.parent.name, "dir": str(path.parent)}
+    return cast(TrainConfig, to_config(cast(DictConfig, OmegaConf.merge(TrainConfig, load(path), {"run": run})), []))
 
 
 def typed(hydra_config: Any) -> list[str]:
@@ -211,11 +202,56 @@ def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
         missing = sorted(OmegaConf.missing_keys(cfg))
         if missing:
             raise ConfigError(f"{missing[0]} has no value: give one, {missing[0]}=<value>")
+        replace_chosen(cfg, overrides)
         refuse_appended(cfg, {override.partition("=")[0].lstrip("+") for override in overrides})
         replace_slots(cfg, overrides)
-        return OmegaConf.to_object(cfg)
+        give_types(cfg)
+        return settled(OmegaConf.to_object(cfg), [key for key, kind in READ.items() if kind])
     except InterpolationResolutionError as error:  # of a key that is not there too
         raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
+
+
+def give_types(cfg: DictConfig) -> None:
+    """Make typed nodes of those that a file wrote without their schema, as the `config.yaml` of a run is."""
+    by_target = {getattr(schema, "_target_", None): schema for schema in schemas().values()}
+    for key, of_other_classes in READ.items():
+        node = OmegaConf.select(cfg, key)
+        if not isinstance(node, DictConfig) or OmegaConf.get_type(node) is not dict:
+            continue
+        if kind := by_target.get(node.get("_target_"), of_other_classes):
+            # Not struct: a class of the user's own may have further options.
+            typed_node = OmegaConf.merge(OmegaConf.structured(kind, flags={"struct": False}), node)
+            OmegaConf.update(cfg, key, typed_node, merge=False)
+
+
+def replace_chosen(cfg: DictConfig, overrides: list[str]) -> None:
+    """Make an option of a group that was chosen over the config of a run (`+loss=aipo`) replace the run's own.
+
+    Hydra has merged it with what the run's config has there. What the option does not have goes, but for typed keys.
+    """
+    if not HydraConfig.initialized() or HydraConfig.get().job.config_name != "config":
+        return
+    searched = [override for override in overrides if override.startswith("hydra.searchpath=")]
+    typed_keys = [override.partition("=")[0].lstrip("+") for override in overrides]
+    for override in overrides:
+        key = override.partition("=")[0]
+        group, _, package = key.lstrip("+").partition("@")
+        if key.startswith("+") and group in REPLACING:
+            fresh = hydra.compose(overrides=[*searched, override])
+            where = package or (f"trainer.{group}" if group in OF_TRAINER else group)
+            drop_others(OmegaConf.select(cfg, where), OmegaConf.select(fresh, where), where, typed_keys)
+
+
+def drop_others(node: DictConfig, fresh: DictConfig, where: str, typed_keys: list[str]) -> None:
+    """Drop the keys of a node that `fresh` does not have, in any depth, but for those that were typed."""
+    for name in list(node):
+        key, child = f"{where}.{name}", node._get_node(name)
+        other = fresh._get_node(name) if name in fresh.keys() else None  # noqa: SIM118 (`in` resolves interpolations)
+        if other is None and not any(f"{each}.".startswith(f"{key}.") for each in typed_keys):
+            with open_dict(node):
+                del node[name]
+        elif isinstance(child, DictConfig) and isinstance(other, DictConfig) and not child._is_none():
+            drop_others(child, other, key, typed_keys)
 
 
 def refuse_appended(cfg: DictConfig, given: Collection[str], where: str = "") -> None:

@@ -27,11 +27,9 @@ from omegaconf.errors import OmegaConfBaseException
 import prl
 from prl.command import FULL_ERROR, REFUSED, stopped
 from prl.compose import compose, options
-from prl.config.instantiate import nearest, plain
+from prl.config.build import check_values, nearest, plain
 from prl.config.model_folder import check_model
 from prl.config.schema import EnvConfig, TrainConfig
-from prl.config.signature import check_value
-from prl.config.targets import announce
 from prl.errors import ConfigError
 from prl.inference.replies import Completion
 from prl.launch.children import leave_none
@@ -105,7 +103,7 @@ def config_of(env: str, overrides: list[str]) -> tuple[str, TrainConfig]:
 def in_bounds(overrides: list[str]) -> TrainConfig:
     """Return the config of overrides. Raises ConfigError for a value that its key does not take."""
     config = compose(overrides)
-    check_value(TrainConfig, config, "")
+    check_values(config)
     return config
 
 
@@ -142,7 +140,6 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     Raises ConfigError where it cannot be loaded.
     """
     name, config = config_of(env, overrides)
-    announce(plain(config))
     check_model(config.model.path, "model.path")
     from prl.episodes.environment import Environment  # verifiers and transformers, once the config has composed
     from prl.inference.sampler import Sampler

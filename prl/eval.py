@@ -117,8 +117,6 @@ def start(job: Callable[[], None], arguments: list[str], name: str = "eval", pre
         name: The command's name.
         preset: The command's own overrides; one gives way to what is typed for its key.
     """
-    if command.helped(name, arguments):
-        return
     typed = {override_key(argument) for argument in arguments}
     arguments = [*(each for each in preset if override_key(each) not in typed), *arguments]
     try:

@@ -6,6 +6,7 @@ changed in the config, and what was played again, stands in `resumes.jsonl`, a l
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -15,18 +16,17 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from omegaconf import DictConfig, OmegaConf
 
-from prl.config.instantiate import plain
+from prl.compose import options
+from prl.config.build import plain
 from prl.config.lora import LoraConfig
 from prl.config.schema import TrainConfig
 from prl.config.suggestions import override_key
-from prl.entries import has_config
 from prl.errors import UNREADABLE, ConfigError
-from prl.masking import masked
 from prl.owner import LOCK
 from prl.provenance import command_line, data_hash
-from prl.rerun import load, written
 from prl.result import RunResult, read_result
 from prl.run_dir import NOT_OF_A_RUN, clear, cut_back, holds_run, write_config
+from prl.run_yaml import data_of, has_config, load, quoted, without_run
 from prl.text import safe
 from prl.wire import checkpoints
 from prl.wire.files import content_of, regular, write_atomically
@@ -63,35 +63,34 @@ Tasks = Mapping[str, Mapping[str, Iterable[str]]]
 
 
 def expanded(arguments: list[str]) -> list[str]:
-    """Arguments in which `run.resume=<run or checkpoint>` also names the run's directory and config (`--from`).
+    """Arguments in which `run.resume=<run or checkpoint>` also names that run's config, name and directory.
 
-    Raises ConfigError where it names no run.
+    Hydra composes the run's `config.yaml` with the other overrides. Raises ConfigError where there is no such run.
     """
-    valued = [argument.lstrip("+").partition("=") for argument in arguments]  # what has no value Hydra refuses
-    given = [value.strip("'\"") for key, equals, value in valued if equals and key == "run.resume"]
-    if not given or given[-1] == AUTO or given[-1].lower() == "null":
+    given = [
+        argument.partition("=")[2].strip("'\"") for argument in arguments if override_key(argument) == "run.resume"
+    ]
+    if not given or given[-1] in ("", AUTO, "null"):
         return arguments
-    if any(argument == "--from" or argument.startswith("--from=") for argument in arguments):
-        raise ConfigError("--from begins a new run with a config, run.resume goes on with a run: give one of them")
     path = Path(os.path.abspath(Path(given[-1]).expanduser()))  # as Hydra writes run.dir
     run_dir = run_of(path, given[-1])
     config_of(run_dir)
-    named = {"run.resume": str(path), "run.dir": str(run_dir), "run.name": run_dir.name}
+    named = {"run.resume": path, "run.dir": run_dir, "run.name": run_dir.name}
     for argument in arguments:
-        _refuse_elsewhere(argument, run_dir)
+        key, value = override_key(argument), argument.partition("=")[2].strip("'\"")
+        there = os.path.abspath(value) if key == "run.dir" else value
+        if key != "run.resume" and there != str(named.get(key, there)):
+            raise ConfigError(f"{argument}: a run goes on in its own directory, {run_dir}: leave {key} out")
     rest = [argument for argument in arguments if override_key(argument) not in named]
-    return [*rest, *(f"{key}={written(value)}" for key, value in named.items()), "--from", str(run_dir)]
+    groups = options()  # of which the run's config lists none, so that Hydra wants a `+`
+    rest = [f"+{each}" if each.partition("=")[0].partition("@")[0] in groups else each for each in rest]
+    own = [f"{key}={quoted(value)}" for key, value in named.items()]
+    return ["--config-dir", str(run_dir), "--config-name", "config", *rest, *own]
 
 
-def _refuse_elsewhere(argument: str, run_dir: Path) -> None:
-    """Raise ConfigError for an override that names another directory than that of the run that goes on."""
-    key, value = override_key(argument), argument.partition("=")[2].strip("'\"")
-    there = os.path.abspath(value) if key == "run.dir" else value
-    if there != {"run.dir": str(run_dir), "run.name": run_dir.name}.get(key, there):
-        raise ConfigError(
-            f"{argument}: a run goes on in its own directory, {run_dir}: leave {key} out, or begin a new run with "
-            f"--from {run_dir}"
-        )
+def going_on(run_dir: Path) -> str:
+    """The command that goes on with the run in `run_dir`, as a shell takes it."""
+    return f"python -m prl.train {shlex.quote(f'run.resume={run_dir}')}"
 
 
 def run_of(path: Path, given: str) -> Path:
@@ -178,7 +177,7 @@ def config_of(run_dir: Path) -> dict[str, Any]:
 
 def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The keys that have changed, before and now. Raises ConfigError for one of `FIXED`, and for other envs."""
-    now = container_of(config)
+    now = without_run(data_of(config))
     before, after = set(recorded.get("envs") or {}), set(now["envs"])
     if before != after:
         names = [", ".join(sorted(each)) for each in (before, after)]
@@ -195,11 +194,6 @@ def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str,
             if _matches(key.split("."), fixed.split(".")):
                 raise ConfigError(f"{key} was {was!r} and is {is_now!r}: a run must go on with it as it was ({why})")
     return changed
-
-
-def container_of(config: TrainConfig) -> dict[str, Any]:
-    """The config as `config.yaml` has it."""
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(masked(plain(config)))))
 
 
 def check_tasks(run_dir: Path, tasks: Tasks) -> None:

@@ -16,14 +16,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from prl.config.evaluation import EvaluationConfig
-from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
-from prl.entries import check_entries, has_config
 from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
 from prl.masking import masked
 from prl.owner import HOLDER, LOCK, is_owned
 from prl.result import RunResult, read_result, write_result
-from prl.run_yaml import BEGINS, ENDS
+from prl.run_yaml import has_config, text_of
 from prl.text import spans
 from prl.wire.files import content_of, naming, regular, write_atomically
 
@@ -70,7 +68,6 @@ def refuse_existing(run_dir: Path) -> None:
 
 def refuse_other_files(run_dir: Path) -> None:
     """Raise ConfigError for a directory that holds something else than a run or what is left of one."""
-    check_entries(run_dir, (*FILES, LOCK))
     names = other_files(run_dir)
     if names and not holds_run(run_dir):
         raise ConfigError(
@@ -152,8 +149,7 @@ def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
 
 def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:
     """Write the resolved config and what was typed for it."""
-    written = f"{BEGINS}{OmegaConf.to_yaml(OmegaConf.create(masked(plain(config))))}{ENDS}"
-    write_atomically(run_dir / "config.yaml", written.encode(), durable=True)
+    write_atomically(run_dir / "config.yaml", text_of(config).encode(), durable=True)
     if HydraConfig.initialized():  # what Hydra would have written before the directory was checked
         with naming(run_dir / ".hydra"):
             (run_dir / ".hydra").mkdir(exist_ok=True)

@@ -17,10 +17,10 @@ from omegaconf import DictConfig
 
 from prl import command
 from prl.compose import CONF, to_config
+from prl.config.build import check_values
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ServeConfig
-from prl.config.signature import check_value
-from prl.config.validate import resolve_device, validate_server
+from prl.config.validate import validate_server
 from prl.engines.base import EngineSpec
 from prl.errors import ConfigError
 from prl.inference.server import TOKEN_VARIABLE
@@ -35,7 +35,7 @@ KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model ne
 
 def main(config: ServeConfig) -> None:
     """Serve until stopped. Raises ConfigError before anything has started, PrlError when the server ends by itself."""
-    check_value(ServeConfig, config, "")
+    check_values(config)
     validate_server(config.model, config.inference)
     if config.inference.urls:
         raise ConfigError("inference.urls names servers that already run; nothing is left to serve")
@@ -55,7 +55,7 @@ async def serve(config: ServeConfig) -> None:
     """Start the server, print where it is, and watch it."""
     from prl.inference.frozen import wait_until_served  # its HTTP client is imported once the config has passed
 
-    device = resolve_device(config.inference.device)
+    device = config.inference.device_type
     given = os.environ.get(TOKEN_VARIABLE)
     token = given or secrets.token_hex(24)
     name = POLICY_NAME if config.policy else config.name

@@ -22,12 +22,11 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from prl import command, report, rerun, resume, sweep
+from prl import command, report, resume, sweep
 from prl.compose import CONF, to_config, typed
+from prl.config.build import factory
 from prl.config.hardware import assuming
-from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
-from prl.config.targets import announce
 from prl.config.validate import validate
 from prl.dry_run.command import dry_run
 from prl.errors import NoSignal, of_disk
@@ -35,7 +34,6 @@ from prl.launch import specs
 from prl.launch.children import leave_none
 from prl.launch.launcher import Launcher
 from prl.log import hold_log, log_to
-from prl.masking import masked
 from prl.owner import owned, refuse_owned
 from prl.provenance import write_provenance
 from prl.result import RunResult
@@ -48,6 +46,7 @@ from prl.run_dir import (
     recorded,
     refuse_other_files,
 )
+from prl.run_yaml import data_of
 from prl.signals import run_to_end
 from prl.text import safe
 from prl.wire import checkpoints, events
@@ -71,23 +70,24 @@ def main(config: TrainConfig) -> RunResult:
     # Refuses a script that calls this without `if __name__ == "__main__":`, where a process of graders imports it.
     multiprocessing.spawn.get_preparation_data("prl")
     memory = hold_log()
-    with specs.launcher_of(config) as launcher, assuming(config.machine):
-        prepared = prepare(config, launcher)
-        if isinstance(prepared, RunResult):
-            return prepared
-        if config.dry_run:
-            dry_run(config)
-            return RunResult("dry run")
-        return own(prepared, Path(config.run.dir), memory)
+    with assuming(config.machine):
+        validate(config)
+        with specs.launcher_of(config) as launcher:
+            prepared = prepare(config, launcher)
+            if isinstance(prepared, RunResult):
+                return prepared
+            if config.dry_run:
+                dry_run(config)
+                return RunResult("dry run")
+            return own(prepared, Path(config.run.dir), memory)
 
 
 def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult":
-    """All of a run that can be refused, or its result where it is completed already. Raises ConfigError.
+    """What is left of a run to refuse, or its result where it is completed already. Raises ConfigError.
 
     This is what a dry run and a run have in common: nothing is written, and only a run has its processes import ahead.
     """
     run_dir = Path(config.run.dir)
-    validate(config)
     refuse_other_files(run_dir)
     if config.run.resume is None:
         make_way(run_dir, move=not config.dry_run)
@@ -97,7 +97,6 @@ def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult
         print(f"{run_dir} is completed already: {result.steps} steps; it goes on with {how}", file=sys.stderr)
         return result
     refuse_owned(run_dir)
-    announce(plain(config))
     token = specs.run_token(config)
     if not config.dry_run:
         engines = specs.policy_engines(config, config.model, token, specs.engine_log(run_dir))
@@ -134,7 +133,7 @@ def own(prepared: "PreparedRun", run_dir: Path, memory: MemoryHandler) -> RunRes
             if holds_run(run_dir):
                 report.try_to_write(run_dir)
             if result.status != "completed" and checkpoints.steps_of(run_dir):
-                print(f"go on with: {rerun.going_on(run_dir)}", file=sys.stderr)
+                print(f"go on with: {resume.going_on(run_dir)}", file=sys.stderr)
     return result
 
 
@@ -146,7 +145,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     config, monitors, point = prepared.config, prepared.components.monitors, prepared.resume
     transport = factory(config.transport, Transport, "transport")(run_dir=run_dir)
     first = point.step if point is not None else 0
-    monitors.start(run_dir, max_steps=config.max_steps, run_config=masked(plain(config)), resumed_at=first)
+    monitors.start(run_dir, max_steps=config.max_steps, run_config=data_of(config), resumed_at=first)
     if first:
         monitors.last |= last_metrics(run_dir)
     lane = Lane(events.ORCHESTRATOR, run_dir)

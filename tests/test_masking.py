@@ -4,11 +4,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from prl.compose import compose
-from prl.config.instantiate import plain
-from prl.config.targets import announce
+from prl.config.build import plain
+from prl.config.validate import refuse_masked
 from prl.masking import is_secret, masked, masked_text
 from prl.run_dir import new_run_dir
-from prl.run_yaml import yaml_of
+from prl.run_yaml import without_run, yaml_of
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJtZSJ9.c2lnbmVk"
 
@@ -150,8 +150,8 @@ def test_a_config_without_secrets_is_written_as_it_is(tmp_path, monkeypatch):
     config = compose([*overrides, f"run.dir={tmp_path}/x"])
     folder = new_run_dir(config)
     whole = OmegaConf.to_container(OmegaConf.create(plain(config)))
-    assert yaml_of((folder / "config.yaml").read_text()) == whole
-    announce(whole)  # refuses what has been hidden
+    assert yaml_of((folder / "config.yaml").read_text()) == without_run(whole)
+    refuse_masked(whole)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A run directory has one owner."""
 
-import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -10,14 +9,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from prl.compose import CONF, compose, load_config
-from prl.config.instantiate import plain
+from prl.config.build import plain
 from prl.config.machine import check_run_dir
 from prl.errors import ConfigError, PrlError
 from prl.owner import owned
 from prl.result import RunResult
 from prl.run_dir import new_run_dir, recorded, refuse_existing, refuse_other_files, set_aside
-from prl.run_yaml import yaml_of
-from prl.train import main
+from prl.run_yaml import without_run, yaml_of
 
 
 def test_of_runs_that_begin_at_the_same_moment_one_has_the_directory(tmp_path):
@@ -45,7 +43,7 @@ def test_it_is_its_owners_alone(tmp_path):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("root", ["train", "eval"])
+@pytest.mark.parametrize("root", ["base", "eval"])
 def test_runs_of_one_second_have_names_of_their_own(root):
     name = OmegaConf.to_container(OmegaConf.load(CONF / f"{root}.yaml"))["run"]["name"]
     assert name.endswith("${now:%Y%m%d-%H%M%S-%f}"), "down to the microsecond"
@@ -117,54 +115,6 @@ def test_a_directory_with_somebodys_files_becomes_no_run(tmp_path, files, shown)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755 and not (folder / "config.yaml").exists()
 
 
-LINKS = (
-    "run.lock",
-    "metrics.jsonl",
-    "tokens",
-    "logs",
-    "logs/trainer.log",
-    "checkpoints/step_000600",
-    ".hydra/hydra.yaml",
-)
-
-
-@pytest.mark.parametrize("name", LINKS)
-@pytest.mark.parametrize("there", [True, False])
-def test_a_link_in_a_run_directory_is_refused_before_anything_is_written(tmp_path, name, there):
-    folder, theirs, config = tmp_path / "x", tmp_path / "theirs", compose(["run.name=x", f"run.dir={tmp_path}/x"])
-    new_run_dir(config)
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).symlink_to(theirs)
-    if there:
-        theirs.write_text("mine")
-    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
-    for resumed in (None, "auto"):
-        config.run.resume = resumed
-        with pytest.raises(ConfigError) as error:
-            main(config)
-        assert str(error.value) == (
-            f"{folder / name} is a symbolic link to '{theirs}', where a run would write or remove files: "
-            "remove the link, or name another run.dir"
-        )
-    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-
-
-@pytest.mark.parametrize("name", ["run.lock", "result.json", "metrics.jsonl", "logs/orchestrator.log", "x.sock"])
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_refused_in_place_of_one(tmp_path, name, make):
-    folder, config = tmp_path / "x", compose(["run.name=x", f"run.dir={tmp_path}/x"])
-    new_run_dir(config)
-    (folder / name).parent.mkdir(exist_ok=True)
-    make(folder / name)
-    if make is os.mkdir and name in ("logs/orchestrator.log", "x.sock"):
-        return refuse_other_files(folder)  # a user's own
-    for resumed in (None, "auto"):
-        config.run.resume = resumed
-        with pytest.raises(ConfigError) as error:
-            main(config)
-        assert str(error.value) == f"{folder / name} is no regular file: remove it, or name another run.dir"
-
-
 @pytest.mark.parametrize("below", ["", "x"])
 def test_a_run_directory_may_be_a_link_or_lie_below_one(tmp_path, below):
     (tmp_path / "disk").mkdir()
@@ -221,6 +171,6 @@ def test_an_exit_from_within_is_a_failure_that_names_its_line(tmp_path):
 def test_a_config_that_was_cut_off_is_noticed(tmp_path):
     config = compose(["run.name=x", f"run.dir={tmp_path}/x"])
     text = (new_run_dir(config) / "config.yaml").read_text()
-    assert yaml_of(text) == OmegaConf.to_container(OmegaConf.create(plain(config)))
+    assert yaml_of(text) == OmegaConf.to_container(OmegaConf.create(without_run(plain(config))))
     with pytest.raises(ValueError, match="its end is missing"):
         yaml_of(text[: text.index("checkpoint:")])

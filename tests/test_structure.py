@@ -35,10 +35,10 @@ FLOORS = [
     {"orchestrator"},
     {"launch", "viewer"},
     {"dry_run"},
-    {"compose", "help", "provenance", "rerun", "resume", "log"} | {"entries", "owner", "result", "run_dir", "run_yaml"},
+    {"compose", "provenance", "resume", "log"} | {"owner", "result", "run_dir", "run_yaml"},
     {"report"},
     {"evaluation"},
-    {"_hydra_internals", "command", "train", "serve", "env", "eval", "chat", "sweep"},
+    {"command", "train", "serve", "env", "eval", "chat", "sweep"},
     {"__main__"},
 ]
 """From the ground up. A package imports only packages on its own floor or below."""

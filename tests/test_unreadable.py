@@ -5,23 +5,18 @@ A bit that turned within a string makes bytes that are no UTF-8, for which msgsp
 
 import faulthandler
 import json
-import re
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from prl.compose import compose
 from prl.config.sweeps import OptimizedMetricConfig
 from prl.errors import PrlError
-from prl.evaluation.targets import is_base, read_run_config
+from prl.evaluation.targets import is_base
 from prl.orchestrator.state import decode
-from prl.report.runs import read_run
-from prl.rerun import load
 from prl.result import read_result
 from prl.rollouts.record import read_records
-from prl.run_dir import cut_back, new_run_dir
-from prl.run_yaml import yaml_of
+from prl.run_dir import cut_back
 from prl.sweep.command import RECORD, read_record
 from prl.sweep.metric import optimized
 from prl.trainer.state import load_state
@@ -91,27 +86,6 @@ def test_what_can_be_done_without_is_left_out(tmp_path, capsys, how):
     cut_back(tmp_path, 1, first_line=2, evaluated=0)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n'
     assert "best.json is damaged" in capsys.readouterr().err
-
-
-BOMB = "---\na0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
-"""Some 9 ** 29 values."""
-
-
-def test_a_config_with_aliases_is_refused_and_not_spelled_out(tmp_path, deadline):
-    put(tmp_path / "config.yaml", f"{BOMB}envs: {{}}\n...\n".encode())
-    said = r"config.yaml cannot be read: line 2 has an alias or an anchor, which prl never writes: write its value out$"
-    for read in (lambda: load(tmp_path / "config.yaml"), lambda: read_run_config(tmp_path)):
-        with pytest.raises(PrlError, match=said):
-            read()
-    [problem] = read_run(tmp_path).problems
-    assert re.search(said, problem)
-
-
-def test_what_prl_writes_has_no_aliases(tmp_path):
-    config = compose(["run.name='a&b'", f"run.dir={tmp_path}/x", "env=math"])
-    config.inference.args = config.teacher.inference.args = ["--shared", "&a", "*a"]
-    read = yaml_of((new_run_dir(config) / "config.yaml").read_text())
-    assert read["inference"]["args"] == ["--shared", "&a", "*a"] and read["run"]["name"] == "a&b"
 
 
 def test_the_trainers_state_is_named(tmp_path):

@@ -12,7 +12,7 @@ from engines import started
 from patience import patient
 from run_processes import running, wait_until
 
-from prl.config.instantiate import build
+from prl.config.build import build
 from prl.errors import ConfigError
 from prl.launch.children import descendants
 from prl.launch.components import attach_filters, check_tasks, load_buffers

@@ -19,33 +19,45 @@ OWN_KEYS = {
     "data-parallel-size": "inference.servers",
 }
 """Options that have a key of prl's own, under the prefix of the node."""
-ADDRESS = "the run finds the engine by its host and port, and speaks HTTP"
-LOADED = "it would run within the engine, whose token and logprobs prl vouches for"
-SECRET = "a command line can be read by every user of the machine"
-REFUSED = {
-    **dict.fromkeys(("uds", "root-path", "grpc", "headless"), ADDRESS),
-    **dict.fromkeys(("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs", "ssl-ciphers"), ADDRESS),
-    "enable-ssl-refresh": ADDRESS,
-    **dict.fromkeys(("middleware", "worker-extension-cls", "logits-processors"), LOADED),
-    "api-key": f"{SECRET}; the run's token guards every route already",
-    "hf-token": f"{SECRET}; set HF_TOKEN in the environment",
-    "served-model-name": "requests ask for the model by the name that prl gives it",
-    "logprobs-mode": "training takes the logprobs of the distribution that was sampled from",
-    "seed": "the key seed governs it",
-    "enable-scale-out": "prl sets it itself: tokens go that way",
-    **dict.fromkeys(("disable-uvicorn-access-log", "disable-log-stats"), "prl sets it itself"),
-    "config": "a file would set what prl sets; write its options here",
-    "help": "it starts no server",
-    "version": "it starts no server",
-}
-"""Other options, and why."""
-ON_A_CPU = dict.fromkeys(
-    ("enforce-eager", "distributed-executor-backend", "enable-chunked-prefill", "max-num-batched-tokens"),
-    "prl sets it itself on a CPU",
-) | {
-    "long-prefill-token-threshold": "on a CPU vLLM cannot rewind the random generator of a seeded request whose prompt "
-    "is prefilled in parts, and the engine dies"
-}
+REFUSED = frozenset(
+    [
+        "uds",
+        "root-path",
+        "grpc",
+        "headless",
+        "ssl-keyfile",
+        "ssl-certfile",
+        "ssl-ca-certs",
+        "ssl-cert-reqs",
+        "ssl-ciphers",
+        "enable-ssl-refresh",
+        "middleware",
+        "worker-extension-cls",
+        "logits-processors",
+        "api-key",
+        "hf-token",
+        "served-model-name",
+        "logprobs-mode",
+        "seed",
+        "enable-scale-out",
+        "disable-uvicorn-access-log",
+        "disable-log-stats",
+        "config",
+        "help",
+        "version",
+    ]
+)
+"""Others that prl sets itself, or that open the engine to others or change the logprobs that it returns."""
+ON_A_CPU = frozenset(
+    [
+        "enforce-eager",
+        "distributed-executor-backend",
+        "enable-chunked-prefill",
+        "max-num-batched-tokens",
+        "long-prefill-token-threshold",
+    ]
+)
+"""Those that prl sets on a CPU, where vLLM cannot prefill the prompt of a seeded request in parts."""
 
 
 def logits_options(dtype: str) -> dict[str, str]:
@@ -74,14 +86,13 @@ def check_options(args: Mapping[str, Any], prefix: str, *, device: str) -> None:
         prefix: Of the keys of the model and the engine, "" or "teacher.".
         device: What the engine runs on, `cpu` or `cuda`.
     """
-    refused = REFUSED | (ON_A_CPU if device == "cpu" else {})
+    refused = REFUSED | ON_A_CPU if device == "cpu" else REFUSED
     for given, value in args.items():
         where = f"{prefix}inference.args.{given}"
         name = str(given).replace("_", "-").partition("=")[0]
         for option in _meant(name, (*OWN_KEYS, *refused)):
-            if option in OWN_KEYS:
-                raise ConfigError(f"{where}: prl sets this option itself: write {prefix}{OWN_KEYS[option]}=…")
-            raise ConfigError(f"{where} cannot be given: {refused[option]}. Leave it out")
+            remedy = f"write {prefix}{OWN_KEYS[option]}=…" if option in OWN_KEYS else "leave it out"
+            raise ConfigError(f"{where} cannot be given, prl decides on {option}: {remedy}")
         if isinstance(value, str) and value.startswith("-"):  # argparse takes it for an option of its own
             raise ConfigError(f"{where}={value[:80]!r} reads like another option: a value must not begin with -")
 

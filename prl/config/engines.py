@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 from omegaconf import MISSING
 
-from prl.config.signature import Seconds
+from prl.config.gpus import device_type
+from prl.config.signature import OneOf, Seconds
 
 
 @dataclass
@@ -15,7 +16,7 @@ class EngineConfig:
     """What every way to run a model has."""
 
     _target_: str = MISSING
-    device: Annotated[str, Literal["auto", "cpu", "cuda"]] = "auto"
+    device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
     """`auto`: CUDA where `nvidia-smi` finds a GPU, else the CPU."""
     max_num_seqs: Annotated[int, Ge(1), Le(65536)] = 256
     """Sequences an engine runs at once."""
@@ -24,6 +25,11 @@ class EngineConfig:
     where it has a GPU."""
     update_timeout_s: Seconds = 300.0
     """Deadline for one weight update of the policy, seconds. A frozen model is not updated."""
+
+    @property
+    def device_type(self) -> str:
+        """What `device` means on this machine: `cpu` or `cuda`."""
+        return device_type(self.device)
 
 
 @dataclass

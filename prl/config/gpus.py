@@ -122,3 +122,28 @@ def visible_gpus() -> list[str]:
         names = (name.strip() for name in given.split(",") if name.strip())
         return list(takewhile(DEVICE.fullmatch, names))  # CUDA takes those before the first that is none, such as -1
     return [str(number) for number in range(len(hardware.listed()))]
+
+
+def device_type(device: str) -> str:
+    """What an option `device` means on this machine: `cpu` or `cuda`."""
+    if device != "auto":
+        return device
+    return "cuda" if has_gpu() else "cpu"
+
+
+def has_gpu() -> bool:
+    """Whether this machine, or the one that the config is for, has a GPU that the run may and can use."""
+    return lacks_gpu() is None
+
+
+def lacks_gpu() -> str | None:
+    """Why a run cannot use a GPU here; None where it can."""
+    if (given := hardware.assumed().gpus) is not None:
+        return None if given else "machine.gpus=0"
+    if not hardware.listed():
+        return "nvidia-smi finds no GPU on this machine"
+    if not visible_gpus():
+        return f"{VISIBLE} is set and shows none of this machine's GPUs"
+    if not hardware.has_gpu_packages():
+        return "the packages installed here are those for a CPU: PRL_ENGINE=gpu scripts/setup installs the others"
+    return None

@@ -1,10 +1,10 @@
 """The typed root of a run's config, and the nodes that belong to no single component.
 
-A node typed `Any` is a component: `_target_` names its class, whose signature is its schema (`prl.config.instantiate`).
+A node typed `Any` is a component: `_target_` names its class, whose signature is its schema (`prl.config.build`).
 """
 
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
@@ -13,7 +13,7 @@ from prl.config.engines import EngineConfig
 from prl.config.hardware import MachineConfig
 from prl.config.lora import LoraConfig
 from prl.config.model_reference import FrozenModelConfig
-from prl.config.signature import Seconds
+from prl.config.signature import OneOf, Seconds
 from prl.config.sweeps import OptimizedMetricConfig, SweepConfig
 
 
@@ -42,7 +42,7 @@ class ModelConfig:
 
     path: str = MISSING
     """A local folder, or a model's name on the Hugging Face hub."""
-    dtype: Annotated[str, Literal["auto", "float32", "bfloat16", "float16"]] = "auto"
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     """Number format of the engine's weights: float32, bfloat16, float16; `auto` = float32 on a CPU, bfloat16 on a GPU.
     The trainer always keeps float32 master weights."""
     max_model_len: Annotated[int, Ge(2)] = 4096

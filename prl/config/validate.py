@@ -3,51 +3,47 @@
 Bounds of a single knob stand beside its field (`Annotated`, `Literal`); the rest a component refuses in its `check`.
 """
 
-import dataclasses
 import re
 import warnings
+from dataclasses import is_dataclass
 from typing import Any
 
-from prl.config import hardware
+from prl.config import gpus
+from prl.config.build import check_values, plain
 from prl.config.engine_options import check_options
-from prl.config.gpus import VISIBLE, visible_gpus
-from prl.config.hardware import GIB, MachineConfig, assumed
-from prl.config.instantiate import knobs_of, plain
+from prl.config.hardware import MachineConfig
 from prl.config.lora import LoraConfig
-from prl.config.machine import (
-    check_compiler,
-    check_memory,
-    check_ranks,
-    check_row,
-    check_run_dir,
-    check_servers,
-    check_sharding,
-    check_threads,
-)
+from prl.config.machine import check_memory, check_ranks, check_run_dir
 from prl.config.model_folder import check_length, check_model, local_folder, positions, read_config
 from prl.config.model_reference import check_url, frozen_models
-from prl.config.schema import InferenceConfig, ModelConfig, SamplingConfig, TeacherConfig, TrainConfig
-from prl.config.signature import check_value, hints_of
+from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
 from prl.errors import ConfigError
+from prl.masking import HIDDEN
 
+COMPONENTS = [
+    "renderer",
+    "algo",
+    "sampling",
+    "loss",
+    "buffer",
+    "orchestrator",
+    "trainer",
+    "inference",
+    "transport",
+    "launcher",
+]
+"""Keys of the nodes that name a class or a function."""
 MAX_NAME = 200
 """Longest name of a run, bytes: file systems allow 255, and some files are named after their run."""
-MAX_SEQUENCES = 16384
-"""Completions of one prompt that vLLM takes in a request."""
-ROLLOUT_BYTES = 4096
-"""What a rollout takes at least while it is under way."""
-LAST_PORT = 65535
-SHORTEST_S = 0.1
-"""Shortest deadline of a run's own parts, seconds."""
 
 
 def validate(config: TrainConfig) -> None:
     """Raise ConfigError naming the first key that is out of range or does not fit the others."""
-    check_nodes(config)
-    hints = hints_of(SamplingConfig)
-    for name, value in knobs_of(config.sampling).items():  # first: the settings of envs follow these
-        check_value(hints.get(name, Any), value, f"sampling.{name}")
-    check_value(TrainConfig, config, "")
+    check_components(config)
+    if is_dataclass(config.sampling):  # first: the settings of envs follow these
+        check_values(config.sampling, "sampling")
+    check_values(config)
+    refuse_masked(plain(config))
     if config.machine != MachineConfig() and not config.dry_run:
         raise ConfigError("machine describes the machine of a dry run: add dry_run=true, or leave it out")
     check_run_name(config.run.name)
@@ -64,13 +60,38 @@ def validate(config: TrainConfig) -> None:
     check_lora(config.model.lora)
     validate_server(config.model, config.inference, weights=not config.dry_run)
     validate_teacher(config)
-    check_sizes(config)
-    check_threads(config.trainer.threads, "trainer.threads")
-    device = resolve_device(config.trainer.device)
-    check_sharding(config.trainer, device)
-    if device == "cpu":
+    if config.trainer.device_type == "cpu":
         check_ranks(config.trainer, config.model)
-        check_row(config.trainer, config.model)
+
+
+def check_components(config: TrainConfig) -> None:
+    """Raise ConfigError for the node of a component that is none, as `loss=nonsense` makes it."""
+    for name in COMPONENTS:
+        check_node(getattr(config, name), name)
+    for name in ("optim", "schedule"):
+        check_node(plain(config.trainer).get(name), f"trainer.{name}")
+    if getattr(config.teacher, "model", None) is not None:
+        check_node(config.teacher.inference, "teacher.inference")
+
+
+def check_node(node: Any, key: str) -> None:
+    """Raise ConfigError for a node that names no class or function."""
+    if not (hasattr(node, "_target_") or (isinstance(node, dict) and "_target_" in node)):
+        group = key.rpartition(".")[2]
+        own = f"+{group}@{key}" if key.startswith("envs.") else group
+        raise ConfigError(f"{key}={str(node)[:80]} has no _target_: choose an option of its group, {own}=<name>")
+
+
+def refuse_masked(node: Any, where: str = "") -> None:
+    """Raise ConfigError where a config has what a run's files have in place of a secret."""
+    for key, value in node.items() if isinstance(node, dict) else ():
+        name = f"{where}.{key}".lstrip(".")
+        if isinstance(value, str) and HIDDEN in value:
+            raise ConfigError(
+                f"{name} is {value!r}: no file of a run has its secrets. Give this one again on the command line, or "
+                "'${oc.env:NAME}' for what the environment variable NAME holds"
+            )
+        refuse_masked(value, name)
 
 
 def check_lora(lora: LoraConfig) -> None:
@@ -82,49 +103,6 @@ def check_lora(lora: LoraConfig) -> None:
             raise ConfigError(
                 f"model.lora.{name}={value} without model.lora.rank: there are no adapters without a rank"
             )
-
-
-def check_sizes(config: TrainConfig) -> None:
-    """Refuse what starts and cannot go on: more rollouts than memory or the engine holds, deadlines nothing keeps."""
-    orchestrator = config.orchestrator
-    sizes = [config.group_size_of(env) for env in config.envs] + [("orchestrator.eval.k", orchestrator.eval.k)]
-    for key, size in sizes:
-        if size > MAX_SEQUENCES:
-            raise ConfigError(f"{key}={size}: an engine takes at most {MAX_SEQUENCES} sequences of one prompt")
-    rollouts = (orchestrator.batch_size or 1) * orchestrator.oversampling_factor
-    check_memory(
-        rollouts * ROLLOUT_BYTES / GIB,
-        f"orchestrator.batch_size={orchestrator.batch_size} with oversampling_factor="
-        f"{orchestrator.oversampling_factor:g} keeps {rollouts:.3g} rollouts under way",
-    )
-    for key, deadline_s in (
-        ("inference.startup_timeout_s", config.inference.startup_timeout_s),
-        ("inference.update_timeout_s", config.inference.update_timeout_s),
-        ("trainer.ready_timeout_s", config.trainer.ready_timeout_s),
-        ("trainer.batch_timeout_s", config.trainer.batch_timeout_s),
-        ("trainer.finish_timeout_s", config.trainer.finish_timeout_s),
-        ("orchestrator.batch_timeout_s", orchestrator.batch_timeout_s),
-        ("orchestrator.policy_timeout_s", orchestrator.policy_timeout_s),
-    ):
-        if deadline_s < SHORTEST_S:
-            raise ConfigError(f"{key}={deadline_s:g} must be at least {SHORTEST_S:g} s: nothing is done sooner")
-
-
-def check_nodes(config: TrainConfig) -> None:
-    """Raise ConfigError for a node that is something else than its schema says: all else here reads their fields."""
-    teacher = config.teacher if isinstance(config.teacher, TeacherConfig) else None
-    nodes = [
-        ("orchestrator", config.orchestrator, "batch_size"),
-        ("orchestrator.eval", getattr(config.orchestrator, "eval", None), "every"),
-        ("orchestrator.stop", getattr(config.orchestrator, "stop", None), "target"),
-        ("trainer", config.trainer, "seq_len"),
-        ("inference", config.inference, "urls"),
-        ("teacher", teacher, "base_url"),
-        *([("teacher.inference", teacher.inference, "urls")] if teacher and teacher.model is not None else []),
-    ]
-    for name, node, field in nodes:
-        if not dataclasses.is_dataclass(node) or not hasattr(node, field):
-            raise ConfigError(f"{name} has no schema: let its conf file begin with defaults: [default, _self_]")
 
 
 def check_run_name(name: str) -> None:
@@ -148,35 +126,19 @@ def validate_server(
         where = f"{prefix}model.path={model.path!r}"
         check_length(model.max_model_len, positions(read_config(folder, where)), f"{prefix}model.", model.path)
     if inference.in_process:
-        return check_threads(inference.threads, f"{prefix}inference.threads")
-    for place, url in enumerate(inference.urls):
+        return
+    for url in inference.urls:
         check_url(url, f"{prefix}inference.urls", "http://127.0.0.1:8000")
-        if url in inference.urls[:place]:
-            raise ConfigError(f"{prefix}inference.urls names {url} twice: each is another server")
     if inference.urls:
         if inference.servers > 1:
             raise ConfigError(
                 f"{prefix}inference.servers={inference.servers} says how many are started, and inference.urls names "
                 f"{len(inference.urls)} that run: leave one of the two out"
             )
-        if inference.threads is not None:
-            raise ConfigError(
-                f"{prefix}inference.threads={inference.threads}: the engines of inference.urls have run since before, "
-                "with threads of their own: leave it out"
-            )
         return
-    if inference.port is not None and inference.port + inference.servers - 1 > LAST_PORT:
-        raise ConfigError(
-            f"{prefix}inference.port={inference.port}: {inference.servers} servers take the ports from there on, and "
-            f"the last one is {LAST_PORT}"
-        )
-    if not inference.host.strip() or not inference.host.isprintable():
-        raise ConfigError(f"{prefix}inference.host={inference.host[:80]!r} is no address: leave it out for 127.0.0.1")
-    device = resolve_device(inference.device)
+    device = inference.device_type
     check_options(inference.args, prefix, device=device)
-    check_threads(inference.threads, f"{prefix}inference.threads")
     if device == "cpu":
-        check_servers(inference, f"{prefix}inference")
         of_each = f" for each of {inference.servers} servers" if inference.servers > 1 else ""
         check_memory(
             inference.kv_cache_gb * inference.servers,
@@ -210,14 +172,6 @@ def validate_teacher(config: TrainConfig) -> None:
             )
         needed = {"served": hosts_teacher(config), "weights": not config.dry_run}
         validate_server(teacher.model, teacher.inference, "teacher.", **needed)
-        policy = [] if config.inference.urls else ports(config.inference)
-        if both := set(policy) & set(ports(teacher.inference)):
-            raise ConfigError(
-                f"inference.port and teacher.inference.port are both {min(both)}: leave one out for a free one"
-                if config.inference.servers == teacher.inference.servers == 1
-                else f"inference.port and teacher.inference.port: servers of both would have port {min(both)}: leave "
-                "one out for free ones"
-            )
     elif not (teacher.name and teacher.base_url):
         missing = "base_url" if teacher.name else "name"
         for where, node in [config.node_of(env, "algo") for env in config.envs]:
@@ -249,12 +203,8 @@ def validate_envs(config: TrainConfig) -> None:
         if batch_size is not None and batch_size % group_size:
             raise ConfigError(f"orchestrator.batch_size={batch_size} must be divisible by {key}={group_size}")
         for group in ("algo", "loss", "renderer", "buffer"):
-            own = getattr(env, group)
-            if own is not None and not (hasattr(own, "_target_") or (isinstance(own, dict) and "_target_" in own)):
-                raise ConfigError(
-                    f"envs.{name}.{group}={own!r} has no _target_: choose the env's own with "
-                    f"+{group}@envs.{name}.{group}=<name>"
-                )
+            if (own := getattr(env, group)) is not None:
+                check_node(own, f"envs.{name}.{group}")
 
 
 def check_env_name(name: str) -> None:
@@ -267,32 +217,5 @@ def check_env_name(name: str) -> None:
 
 def check_device(device: str, key: str) -> None:
     """Refuse a device that this machine does not have."""
-    if device == "cuda" and not has_gpu():
-        raise ConfigError(f"{key}=cuda: {lacks_gpu()}")
-    if resolve_device(device) == "cuda":
-        check_compiler()
-
-
-def resolve_device(device: str) -> str:
-    """`cpu` or `cuda`."""
-    if device != "auto":
-        return device
-    return "cuda" if has_gpu() else "cpu"
-
-
-def has_gpu() -> bool:
-    """Whether this machine, or the one that the config is for, has a GPU that the run may and can use."""
-    return lacks_gpu() is None
-
-
-def lacks_gpu() -> str | None:
-    """Why a run cannot use a GPU here; None where it can."""
-    if (given := assumed().gpus) is not None:
-        return None if given else "machine.gpus=0"
-    if not hardware.listed():
-        return "nvidia-smi finds no GPU on this machine"
-    if not visible_gpus():
-        return f"{VISIBLE} is set and shows none of this machine's GPUs"
-    if not hardware.has_gpu_packages():
-        return "the packages installed here are those for a CPU: PRL_ENGINE=gpu scripts/setup installs the others"
-    return None
+    if device == "cuda" and not gpus.has_gpu():
+        raise ConfigError(f"{key}=cuda: {gpus.lacks_gpu()}")

@@ -6,6 +6,10 @@ Above `MARK` a file is written by hand, and what it sets is left out below. `--c
 file is not as it would be written.
 """
 
+import ast
+import functools
+import inspect
+import itertools
 import math
 import re
 import sys
@@ -21,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from prl.config.evaluation import EvaluationConfig
 from prl.config.schema import EnvConfig, ModelConfig, PolicyModelConfig, ServeConfig, TeacherConfig, TrainConfig
-from prl.config.signature import parameters
+from prl.config.signature import OneOf, options_taken
 
 MARK = "# --- what follows is the code's, by python -m prl.config.write; other values go above this line"
 ALWAYS = ("monitor/jsonl", "monitor/console")
@@ -46,7 +50,7 @@ def pages() -> dict[Path, str]:
         for path, schema in found.items()
     }
     for command, root in COMMANDS.items():
-        groups = {*options(), "envs"} - OWN[command]
+        groups = {*options(), "envs", "run"} - OWN[command]
         texts[CONF / f"{command}.yaml"] = page(CONF / f"{command}.yaml", command, root, groups)
     return texts
 
@@ -67,17 +71,13 @@ def page(file: Path, path: str, schema: Any, groups: Collection[str] = ()) -> st
 
 def heading(group: str, name: str) -> str:
     """What stands above `MARK` in the file of an option that had none."""
-    from prl.help import said_of_option
-
-    return f"# {said_of_option(group, name)}\ndefaults:\n  - /schema/{group}@_here_: {name}\n  - _self_"
+    return f"# {about_option(group, name)}\ndefaults:\n  - /schema/{group}@_here_: {name}\n  - _self_"
 
 
 def knobs_of(node: DictConfig, indent: str = "") -> Iterator[tuple[str, str]]:
     """Yield the keys of a node, each with its lines: what it is, and its default."""
-    from prl.help import described, docs_of_node
-
     docs = docs_of_node(node)
-    known = parameters(described(OmegaConf.get_type(node)))
+    known = options_taken(described(OmegaConf.get_type(node))).annotations
     for name in map(str, node):
         child: Any = node._get_node(name)
         sentence = re.split(r"(?<=\.) (?=[A-Z`])", docs.get(name, ""))[0].rstrip(".")
@@ -88,7 +88,7 @@ def knobs_of(node: DictConfig, indent: str = "") -> Iterator[tuple[str, str]]:
             yield name, "\n".join([*comment(sentence, "", indent), f"{indent}{name}:", *below])
         else:
             value = OmegaConf.to_container(child, resolve=False) if OmegaConf.is_config(child) else child._value()
-            kind = type_of(known[name][0]) if name in known and not name.startswith("_") else ""
+            kind = type_of(known[name]) if name in known and not name.startswith("_") else ""
             yield name, "\n".join([*comment(sentence, kind, indent), f"{indent}{name}: {as_yaml(value)}"])
 
 
@@ -107,7 +107,7 @@ def type_of(annotation: Any) -> str:
     """A type in words, with its bounds and choices."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        choices = [type_of(each) for each in args[1:] if get_origin(each) is Literal]
+        choices = [", ".join(each.choices) for each in args[1:] if isinstance(each, OneOf)]
         bounds = [
             f" {sign} {getattr(bound, at):g}"
             for bound in args[1:]
@@ -125,6 +125,70 @@ def type_of(annotation: Any) -> str:
     if origin is not None and args:
         return f"{origin.__name__} of {', '.join(type_of(each) for each in args)}"
     return "any" if annotation is Any else str(getattr(annotation, "__name__", annotation))
+
+
+# --- what the code says -----------------------------------------------------------------------------------------------
+
+
+def about_option(group: str, name: str) -> str:
+    """The first docstring line of an option's class, else the first comment of its conf file."""
+    from prl.compose import CONF, schemas
+
+    schema = schemas().get(f"{group}/{name}")
+    text = first_line(described(schema)) if schema is not None else ""
+    path = CONF / group / f"{name}.yaml"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    comments = [line[1:].strip() for line in lines if line.startswith("#")]
+    comments = [line for line in comments if not line.startswith(("@package", "python -m", "prl "))]
+    return text or next(iter(comments), "")
+
+
+def component(schema: Any) -> Any:
+    """The class or function whose signature the schema was made from, if it is imported; else the schema itself."""
+    instance = schema() if isinstance(schema, type) else schema
+    module, _, name = str(getattr(instance, "_target_", "")).rpartition(".")
+    cls = schema if isinstance(schema, type) else type(schema)
+    return getattr(sys.modules.get(module), name, cls)
+
+
+def described(schema: Any) -> Any:
+    """What says most of a schema whatever has been imported: itself if somebody wrote it, else the class it is of."""
+    cls = schema if isinstance(schema, type) else type(schema)
+    return cls if first_line(cls) or docs_of(cls) else component(schema)
+
+
+def first_line(described: Any) -> str:
+    """The first sentence of a docstring; nothing where `dataclass` made one up."""
+    text = inspect.getdoc(described) or ""
+    return "" if text.startswith(f"{getattr(described, '__name__', '')}(") else text.split("\n\n")[0].replace("\n", " ")
+
+
+def docs_of_node(cfg: DictConfig) -> dict[str, str]:
+    """The docstrings under the keys of a node: its schema's, and those of the class that this was made from."""
+    schema: Any = OmegaConf.get_type(cfg)
+    return docs_of(component(schema)) | docs_of(schema)
+
+
+@functools.cache
+def docs_of(described: Any) -> dict[str, str]:
+    """The docstrings under the fields of a class and of its base classes, by field."""
+    found: dict[str, str] = {}
+    for cls in reversed(inspect.getmro(described)) if inspect.isclass(described) else ():
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        except (OSError, TypeError, SyntaxError, ValueError):  # no source: made by make_dataclass, or built in
+            continue
+        found |= docs_in(tree)
+    return found
+
+
+def docs_in(tree: ast.AST) -> dict[str, str]:
+    """The docstrings under the fields of a class's source, by field; nothing of what is no class."""
+    return {
+        ast.unparse(field.target): " ".join(str(doc.value.value).split())
+        for field, doc in itertools.pairwise(tree.body if isinstance(tree, ast.ClassDef) else [])
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
+    }
 
 
 def main(arguments: list[str]) -> None:

@@ -11,11 +11,11 @@ from rich import box
 from rich.table import Table
 
 from prl.config import machine
+from prl.config.build import plain
 from prl.config.gpus import visible_gpus
 from prl.config.hardware import GIB, MIB, gpu_memory_bytes
-from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
-from prl.config.validate import hosts_teacher, resolve_device
+from prl.config.validate import hosts_teacher
 from prl.dry_run.memory import FLOAT, Pass, Recomputed, engine_memory, kv_tokens, trainer_memory
 from prl.dry_run.shape import ModelShape, optimiser_bytes, shape_of, with_adapters
 from prl.launch import specs
@@ -113,7 +113,7 @@ def plan(config: TrainConfig) -> Plan:
     for name, model, inference, shape, places in engines:
         if model is None or shape is None or inference.urls or inference.in_process:
             continue
-        device = resolve_device(inference.device)
+        device = inference.device_type
         dtype, least = resolve_model(model, device).dtype, min(gpus.values(), default=0)
         share = least * inference.gpu_memory_utilization - CONTEXT if device == "cuda" else None
         parts = engine_memory(shape, dtype, inference, share=share, updated=name == "inference")
@@ -138,7 +138,7 @@ def rank(config: TrainConfig, sizes: Sizes, *, first: bool) -> tuple[dict[str, f
     The latter at its peak: in a step, or before. The first of several ranks, or one with a GPU, loads all weights into
     RAM and hands each rank its part; a reference it loads beside its part of the policy.
     """
-    trainer, cuda = config.trainer, resolve_device(config.trainer.device) == "cuda"
+    trainer, cuda = config.trainer, config.trainer.device_type == "cuda"
     parts = trainer_memory(
         sizes.policy,
         pass_of(config),
@@ -155,7 +155,7 @@ def rank(config: TrainConfig, sizes: Sizes, *, first: bool) -> tuple[dict[str, f
 
 def pass_of(config: TrainConfig) -> Pass:
     """The largest forward pass of a rank: sequences as long as they may be, which share nothing."""
-    trainer, device = config.trainer, resolve_device(config.trainer.device)
+    trainer, device = config.trainer, config.trainer.device_type
     cuda, half = device == "cuda", runs_in_half(config.trainer.dtype, device)
     return Pass(
         budget=trainer.tokens_per_forward,

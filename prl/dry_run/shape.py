@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prl.config.instantiate import plain
+from prl.config.build import plain
 from prl.config.machine import parameters_of
 from prl.config.schema import ModelConfig, PolicyModelConfig
 from prl.errors import ConfigError
@@ -155,10 +155,9 @@ def optimiser_bytes(model: Any, node: Any) -> int:
     """
     import torch
 
-    from prl.launch.specs import own_node
     from prl.trainer.optim import make_optimizers
 
-    optimizer = make_optimizers(model, own_node(node, "torch.optim.Optimizer", "trainer.optim"))
+    optimizer = make_optimizers(model, node)
     for group in optimizer.param_groups:
         if group.get("fused"):  # of one kernel or of many, it keeps the same; there is none for these tensors
             group["fused"] = False

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import verifiers.v1 as vf
 from pydantic import Field, ValidationError, field_validator
 
-from prl.config.instantiate import function
+from prl.config.build import function
 from prl.envs.base import AnswerTask
 from prl.envs.files import hub_files, rows_of
 from prl.envs.graders import GRADERS, QUICK, fault_of

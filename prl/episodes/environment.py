@@ -14,7 +14,6 @@ from renderers.base import Renderer
 from verifiers.v1.utils.generic import concrete_type
 
 from prl.config.schema import EnvConfig
-from prl.config.targets import may_import
 from prl.envs.files import counted
 from prl.episodes._verifiers_internals import agents_after_setup
 from prl.episodes.grading import give_to_workers
@@ -229,7 +228,6 @@ def load_taskset(taskset: str, args: dict[str, Any], where: str) -> vf.Taskset:
 
 def find_taskset(taskset: str, where: str) -> type[vf.Taskset]:
     """Return the taskset class of a dotted module path or an installed id; `where` is the env's config key."""
-    may_import((f"{where}.taskset", taskset))
     try:
         found = _exported(taskset, vf.Taskset)
     except ModuleNotFoundError as error:

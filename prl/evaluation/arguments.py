@@ -9,7 +9,6 @@ from hydra.core.config_store import ConfigStore
 
 from prl.config.model_reference import is_url
 from prl.config.suggestions import override_key
-from prl.config.targets import named
 from prl.errors import ConfigError
 from prl.evaluation.targets import OUTPUTS, read_run_config, run_of
 
@@ -23,8 +22,7 @@ def to_overrides(arguments: Sequence[str]) -> list[str]:
     Arguments that are no `key=value` and no option are targets. The first that is a run, or a checkpoint of one, gives
     its settings as defaults: the seed and renderer, and unless `env=` is given its envs and how it samples evaluations.
 
-    Raises:
-        ConfigError: That run uses code that is not prl's and that no argument names.
+    Raises ConfigError where that run's config is none.
     """
     targets = [argument for place, argument in enumerate(arguments) if is_target(arguments, place)]
     overrides = [argument for place, argument in enumerate(arguments) if not is_target(arguments, place)]
@@ -44,23 +42,14 @@ def is_target(arguments: Sequence[str], place: int) -> bool:
 
 def from_run(run: Path, overrides: Sequence[str]) -> list[str]:
     """Overrides that choose the settings of a run. What is plain data lies in the option `settings=run`."""
-    typed = {override_key(text): text.partition("=")[2] for text in overrides}
+    typed = {override_key(text) for text in overrides}
     config = read_run_config(run)
-
-    def ours(value: Any, key: str) -> Any:
-        """`value`, a name of code. It is imported only if it is prl's or was typed."""
-        if value == typed.get(key) or (isinstance(value, str) and value.startswith("prl.")):
-            return value
-        raise ConfigError(f"{run} has {key}={value}, which is not prl's code: type {key}={value} to have it run")
 
     try:
         settings: dict[str, Any] = {"seed": config["seed"]}
         renderer = config["renderer"]
         if "env" not in typed:
-            settings |= sampling_and_envs(config, ours)
-        for name in () if "renderer" in typed else ("_target_", "import_path"):
-            if name in renderer:
-                ours(renderer[name], f"renderer.{name}")
+            settings |= sampling_and_envs(config)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{run / 'config.yaml'} is not the config of a training run: {error!r}") from error
     ConfigStore.instance().store(group="settings", name="run", node=settings, package="_global_")
@@ -70,24 +59,18 @@ def from_run(run: Path, overrides: Sequence[str]) -> list[str]:
     return found
 
 
-def sampling_and_envs(config: dict[str, Any], ours: Any) -> dict[str, Any]:
+def sampling_and_envs(config: dict[str, Any]) -> dict[str, Any]:
     """How a run samples its evaluations, and its envs that have held-out tasks."""
     evaluation = {key: value for key, value in config["orchestrator"]["eval"]["sampling"].items() if value is not None}
     sampling = config["sampling"] | evaluation
-    ours(sampling["_target_"], "sampling._target_")
     envs = {}
     for name, env in config["envs"].items():
         if env["eval_args"] is None:
             continue
         own = env["sampling"] | evaluation
-        ours(own["_target_"], f"envs.{name}.sampling._target_")
         envs[name] = {key: env[key] for key in OF_AN_ENV}
-        for key, value in named(envs[name], f"envs.{name}"):
-            ours(value, key)
         envs[name]["sampling"] = {key: value for key, value in own.items() if value != sampling.get(key)}
         if env["renderer"] is not None:
-            for key in env["renderer"].keys() & {"_target_", "import_path"}:
-                ours(env["renderer"][key], f"envs.{name}.renderer.{key}")
             envs[name]["renderer"] = env["renderer"]
     if not envs:
         raise ConfigError("the run has no env with held-out tasks (eval_args): choose one with env=…")

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
+from prl.config.build import build
 from prl.config.evaluation import EvaluationConfig
-from prl.config.instantiate import build
 from prl.errors import ConfigError
 from prl.evaluation.targets import Target
 from prl.inference.client import ModelPool, PolicyPool

@@ -4,17 +4,14 @@ import contextlib
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from renderers.base import Renderer
 
+from prl.config.build import build, check_values, sampling_of
 from prl.config.evaluation import EvaluationConfig
-from prl.config.instantiate import build, plain
 from prl.config.machine import check_run_dir
 from prl.config.schema import ModelConfig
-from prl.config.signature import check_value
-from prl.config.targets import announce
 from prl.config.validate import check_device, check_env_name, check_run_name, validate_server
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError, PrlError
@@ -29,12 +26,12 @@ from prl.launch.launcher import Launcher
 from prl.launch.local import LocalLauncher
 from prl.launch.prompts import rendered_prompts
 from prl.launch.specs import run_token
-from prl.masking import masked
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.evaluate import evaluate_env
 from prl.orchestrator.types import EvalEnv
 from prl.result import RunResult
 from prl.rollouts.rollout import Rollout
+from prl.run_yaml import data_of
 from prl.wire.files import write_atomically
 
 
@@ -74,7 +71,7 @@ class Evaluation:
     async def run(self) -> None:
         """Evaluate each target and write what it achieved. Raises PrlError where a model does not answer."""
         steps = sum(map(len, self.engines)) - 1
-        self.monitors.start(self.run_dir, max_steps=steps, run_config=masked(plain(self.config)))
+        self.monitors.start(self.run_dir, max_steps=steps, run_config=data_of(self.config))
         with contextlib.closing(self.monitors):
             async with contextlib.AsyncExitStack() as serving:
                 for env in self.envs:
@@ -142,8 +139,7 @@ def prepare(config: EvaluationConfig) -> Evaluation:
 
 def prepare_targets(config: EvaluationConfig) -> list[list[Target]]:
     """Check the config but for its envs; return the targets that one engine after the other is to serve."""
-    check_value(EvaluationConfig, config, "")
-    announce(plain(config))
+    check_values(config)
     check_device(config.inference.device, "inference.device")
     check_run_name(config.run.name)
     check_run_dir(config.run.dir)
@@ -168,6 +164,6 @@ def _eval_env(config: EvaluationConfig, name: str) -> EvalEnv:
     node = config.envs[name]
     if node.eval_args is None:
         raise ConfigError(f"envs.{name}.eval_args is null: the env has no held-out tasks; say which they are")
-    sampling: dict[str, Any] = plain(config.sampling) | plain(node.sampling)
-    sampler = build(sampling, Sampler, "sampling" if sampling == plain(config.sampling) else f"envs.{name}.sampling")
+    where, sampling = sampling_of(config, name)
+    sampler = build(sampling, Sampler, where)
     return EvalEnv(environment=Environment(name, node, eval_tasks=config.num_tasks), eval_sampler=sampler)

@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from prl.config.targets import may_import, named
 from prl.errors import ConfigError
 from prl.text import in_one_line
 
@@ -82,8 +81,6 @@ def renderer_config(
     """The package's own config of a renderer; arguments as of `make_renderer`. Raises ConfigError naming the key."""
     from pydantic import TypeAdapter, ValidationError
     from renderers import RendererConfig
-
-    may_import(*named({"import_path": settings.get("import_path")}, where))  # the package imports the class
 
     try:
         return TypeAdapter(RendererConfig).validate_python({"name": name, **settings})

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from renderers.base import Renderer
 
-from prl.config.instantiate import factory
+from prl.config.build import factory
 from prl.config.model_folder import embedding_rows
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig, TrainConfig
-from prl.config.validate import resolve_device
 from prl.engines.base import Connect
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError, PrlError
@@ -132,7 +131,7 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
         components=components,
         environments=environments,
         renderers=renderers,
-        model=resolve_model(config.model, resolve_device(config.inference.device)),
+        model=resolve_model(config.model, config.inference.device_type),
         token=token or specs.run_token(config),
         probe=TokenizerProbe.of(tokenizer, config.model.path),
     )

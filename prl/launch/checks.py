@@ -9,7 +9,7 @@ from pathlib import Path
 from prl.config.hardware import MachineConfig
 from prl.config.model_folder import check_length, embedding_rows, local_folder, positions
 from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
-from prl.config.validate import ports, resolve_device
+from prl.config.validate import ports
 from prl.errors import ConfigError, PrlError
 from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Launcher
@@ -76,7 +76,7 @@ def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, 
         prefix: Of its keys, for messages.
         trained: Whether the trainer is to load it.
     """
-    device = None if inference.urls or inference.in_process else resolve_device(inference.device)
+    device = None if inference.urls or inference.in_process else inference.device_type
 
     def look() -> ModelSizes:
         return sizes_of(model, prefix, trained=trained, device=device)

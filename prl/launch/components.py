@@ -4,22 +4,13 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
+import hydra.utils
 from renderers.base import Renderer
 
-from prl.config.instantiate import (
-    build,
-    factory,
-    function,
-    knobs_of,
-    no_such_knob,
-    plain,
-    schema_defaults,
-    target_of,
-)
+from prl.config.build import build, factory, function, nearest, plain, sampling_of, schema_defaults, settings_of
 from prl.config.model_folder import local_folder
 from prl.config.model_reference import POLICY, FrozenModelConfig, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
-from prl.config.targets import locate
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError
 from prl.inference.sampler import Sampler, derive_seed, validate_for_training
@@ -76,9 +67,7 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
     check_loss(*config.node_of(name, "loss"))
     where, node = config.node_of(name, "algo")
     algorithm = build(node, Algorithm, where)
-    # a class of the user's own may have further knobs
-    sampling = plain(config.sampling) | plain(config.envs[name].sampling)
-    sampling_key = "sampling" if sampling == plain(config.sampling) else f"envs.{name}.sampling"
+    sampling_key, sampling = sampling_of(config, name)
     sampler = build(sampling, Sampler, sampling_key)
     buffer = build(config.node_of(name, "buffer")[1], Buffer, config.node_of(name, "buffer")[0])
     validate_algorithm(
@@ -219,12 +208,11 @@ def make_renderers(config: TrainConfig, tokenizer: Any) -> dict[str, Renderer]:
 
 def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Renderer:
     """The renderer that a node describes, for a model and its tokenizer. Raises ConfigError naming the key."""
-    target = target_of(node, "a renderer", where)
-    options = {**knobs_of(node), "_target_": target, "where": where}
+    options = {**plain(node), "where": where}
     if options.get("name") == "auto" and model.renderer is not None:
         options |= {"name": model.renderer, "name_key": "model.renderer"}
     make = function(options, where)
-    with contained(where, "making the renderer", target):
+    with contained(where, "making the renderer", options["_target_"]):
         made: Renderer = make(tokenizer)
         if not made.get_stop_token_ids():
             raise ConfigError(f"model.path={model.path!r}: its tokenizer has no eos_token, so that no turn would end")
@@ -233,12 +221,13 @@ def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Re
 
 def check_loss(where: str, node: Any) -> None:
     """Look a loss up before anything starts. prl's own are known to fit, and would load torch here."""
-    defaults, target = schema_defaults(node), target_of(node, "a function", where)
-    check_aggregation(where, knobs_of(node))
-    if target != defaults.get("_target_"):
+    defaults = schema_defaults(node)
+    check_aggregation(where, settings_of(node))
+    if plain(node)["_target_"] != defaults.get("_target_"):
         function(node, where)
-    elif unknown := knobs_of(node).keys() - defaults:
-        raise no_such_knob(f"{where}.{min(unknown)}", "this loss", knobs_of(defaults))
+    elif unknown := settings_of(node).keys() - defaults:
+        key = f"{where}.{min(unknown)}"
+        raise ConfigError(f"{key}: this loss has no such option; {nearest(key, settings_of(defaults), 'its options')}")
 
 
 def check_target(node: Any, base: str, where: str) -> None:
@@ -247,14 +236,14 @@ def check_target(node: Any, base: str, where: str) -> None:
     That loads torch, so it is left out where the node is prl's own class with the knobs of its schema. The nodes of
     components that its schema has inside, which the class builds itself, are not looked at.
     """
-    target, knobs = target_of(node, f"a subclass of {base}", where), knobs_of(node)
+    target, options = plain(node)["_target_"], settings_of(node)
     defaults = schema_defaults(node)
-    if target != defaults.get("_target_") or not set(knobs) <= set(defaults):
+    if target != defaults.get("_target_") or not set(options) <= set(defaults):
         alone = copy.copy(node)
-        for name, value in knobs.items():
+        for name, value in options.items():
             if name in defaults and isinstance(value, dict) and "_target_" in value:
                 (alone if isinstance(alone, dict) else vars(alone)).pop(name)
-        factory(alone, locate(base, where), where)
+        factory(alone, hydra.utils.get_class(base), where)
 
 
 def check_optimizers(node: Any) -> None:
@@ -263,20 +252,17 @@ def check_optimizers(node: Any) -> None:
     What they say of contradicting settings is known once they are made. That loads torch, so it is left out for prl's
     own AdamW with the fields of its schema.
     """
-    target, fields = target_of(node, "an optimiser", "trainer.optim"), knobs_of(node)
-    defaults = schema_defaults(node)
-    if target == "torch.optim.AdamW" and set(fields) <= set(defaults) and not fields["parts"]:
+    settings = plain(node)
+    parts = settings.pop("parts", None) or {}
+    if settings.get("_target_") == "torch.optim.AdamW" and set(settings) <= set(schema_defaults(node)) and not parts:
         return
     import torch
 
-    from prl.launch.specs import own_node
     from prl.trainer.optim import make_optimizer
 
-    own = own_node(node, "torch.optim.Optimizer", "trainer.optim")
-    parts = own.pop("parts", None) or {}
     matrix = {"": torch.nn.Parameter(torch.zeros(1, 1))}
-    with contained("trainer.optim", "making the optimiser", target):
-        make_optimizer(matrix | {"vector": torch.nn.Parameter(torch.zeros(1))}, own, "trainer.optim")
+    with contained("trainer.optim", "making the optimiser", str(settings.get("_target_"))):
+        make_optimizer(matrix | {"vector": torch.nn.Parameter(torch.zeros(1))}, settings, "trainer.optim")
         for name, part in parts.items():
-            settings = {key: value for key, value in plain(part).items() if key not in ("match", "dims")}
-            make_optimizer(matrix, settings, f"trainer.optim.parts.{name}")
+            own = {key: value for key, value in part.items() if key not in ("match", "dims")}
+            make_optimizer(matrix, own, f"trainer.optim.parts.{name}")

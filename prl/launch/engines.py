@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prl.config.build import class_of
 from prl.config.evaluation import EvaluationConfig
-from prl.config.instantiate import class_of
 from prl.config.schema import ModelConfig, TrainConfig
-from prl.config.validate import resolve_device
 from prl.engines.base import Connect, Engine, EngineSpec
 from prl.launch import specs, threads
 from prl.launch.launcher import Launcher
@@ -41,7 +40,7 @@ def hosted_teacher(config: TrainConfig, launcher: Launcher, token: str, log: Pat
     """Run the hosted teacher; returns what makes its clients."""
     teacher = config.teacher
     assert teacher.model is not None  # only a teacher with one is hosted
-    device = resolve_device(teacher.inference.device)
+    device = teacher.inference.device_type
     places = specs.placement(config).teachers
 
     def serve(spec: EngineSpec) -> list[str]:

@@ -8,13 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from prl.config.build import build, plain
 from prl.config.evaluation import EvaluationConfig
 from prl.config.gpus import Gpus, Needs, Placement, place, visible_gpus
-from prl.config.instantiate import build, class_of, own_arguments, own_knobs, plain, schema_defaults
 from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
-from prl.config.signature import parameters
-from prl.config.targets import locate
-from prl.config.validate import hosts_teacher, resolve_device
+from prl.config.validate import hosts_teacher
 from prl.engines.base import EngineSpec
 from prl.errors import ConfigError
 from prl.inference.server import TOKEN_VARIABLE
@@ -51,7 +49,7 @@ def engine_log(run_dir: Path) -> Path:
 
 def policy_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig, token: str, log: Path) -> EngineSpec:
     """An engine of a policy: of the one that a run trains, or of one that an evaluation asks."""
-    device = resolve_device(config.inference.device)
+    device = config.inference.device_type
     return EngineSpec(
         process=ENGINE,
         served_name=POLICY_NAME,
@@ -114,7 +112,7 @@ def needs_of(config: TrainConfig | EvaluationConfig) -> Needs:
     needs = Needs(engines, spanned(config.inference))
     if isinstance(config, TrainConfig):
         teachers = config.teacher.inference.servers if hosts_teacher(config) else 0
-        on_gpu = resolve_device(config.trainer.device) == "cuda"
+        on_gpu = config.trainer.device_type == "cuda"
         needs = replace(needs, ranks=config.trainer.num_processes, rank_gpus=int(on_gpu))
         needs = replace(needs, teachers=teachers, teacher_gpus=spanned(config.teacher.inference) if teachers else 0)
     return needs
@@ -122,7 +120,7 @@ def needs_of(config: TrainConfig | EvaluationConfig) -> Needs:
 
 def spanned(inference: InferenceConfig) -> int:
     """GPUs that each server spans."""
-    return inference.tensor_parallel_size if resolve_device(inference.device) == "cuda" else 0
+    return inference.tensor_parallel_size if inference.device_type == "cuda" else 0
 
 
 def restarts_of(inference: InferenceConfig, name: str = ENGINE) -> dict[str, int]:
@@ -134,7 +132,7 @@ def trainer(config: TrainConfig, run_dir: Path, payload: dict[str, Any] | None =
     """The trainer; without its `payload` for `Launcher.import_ahead`."""
     return TrainerSpec(
         run_dir=run_dir,
-        model=resolve_model(config.model, resolve_device(config.inference.device)),
+        model=resolve_model(config.model, config.inference.device_type),
         payload=payload or {},
         num_processes=config.trainer.num_processes,
         threads=threads.of_trainer(config),
@@ -150,34 +148,13 @@ def trainer_payload(config: TrainConfig, model: ModelConfig, *, initial_referenc
         model: the policy, resolved for this machine.
         initial_reference: whether samples ask for the logprobs of the model that the run began with.
     """
-    schedule = own_node(config.trainer.schedule, "prl.trainer.schedule.Schedule", "trainer.schedule")
-    optim = own_node(config.trainer.optim, "torch.optim.Optimizer", "trainer.optim")
-    losses = {"": ("loss", config.loss)}
-    losses |= {name: (f"envs.{name}.loss", env.loss) for name, env in config.envs.items() if env.loss is not None}
+    losses = {"": config.loss} | {name: env.loss for name, env in config.envs.items() if env.loss is not None}
     return {
         "model": plain(model),
-        "losses": {name: own_loss(where, node) for name, (where, node) in losses.items()},
-        "trainer": plain(config.trainer)
-        | {"device": resolve_device(config.trainer.device), "optim": optim, "schedule": schedule},
+        "losses": {name: plain(node) for name, node in losses.items()},
+        "trainer": plain(config.trainer) | {"device": config.trainer.device_type},
         "transport": plain(config.transport),
         "seed": config.seed,
         "max_steps": config.max_steps,
         "initial_reference": initial_reference,
     }
-
-
-def own_node(node: Any, base: str, where: str) -> dict[str, Any]:
-    """The node of a class as plain data, without knobs of the one that it has replaced; `base` is its base's path."""
-    own: dict[str, Any] = plain(node)
-    if own["_target_"] != schema_defaults(node).get("_target_"):
-        cls: type = class_of(node, locate(base, where), where)
-        own = {"_target_": own["_target_"]} | own_knobs(node, parameters(cls))
-    return own
-
-
-def own_loss(where: str, node: Any) -> dict[str, Any]:
-    """The node of a loss as plain data, without knobs of the one that it has replaced."""
-    own: dict[str, Any] = plain(node)
-    if own["_target_"] != schema_defaults(node).get("_target_"):
-        own = {"_target_": own["_target_"]} | own_arguments(node, locate(own["_target_"], where))
-    return own

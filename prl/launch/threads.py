@@ -1,10 +1,9 @@
 """How many threads each process of a run computes with: from the cores, who shares them, and the model's size."""
 
 from prl.config.evaluation import EvaluationConfig
-from prl.config.instantiate import plain
 from prl.config.machine import cores, parameters_of
 from prl.config.schema import ModelConfig, TrainConfig
-from prl.config.validate import hosts_teacher, resolve_device
+from prl.config.validate import hosts_teacher
 
 PARAMETERS_PER_THREAD = 2_500_000
 """With 0.8 million parameters a second thread saved a fifth of an update's time for a quarter more processor time, with
@@ -21,13 +20,13 @@ def share(given: int | None, model: ModelConfig, device: str, processes: int) ->
     Args:
         given: What the config says; None = as follows from the rest.
         model: What it computes with. One whose size is not known here, as of the hub, counts as a large one.
-        device: `auto`, `cpu` or `cuda`. With a GPU it has at most `BESIDE_GPU`.
+        device: `cpu` or `cuda`. With a GPU it has at most `BESIDE_GPU`.
         processes: How many share the cores, itself among them.
     """
     if given is not None:
         return given
     fair = max(1, cores() // max(1, processes))
-    if resolve_device(device) != "cpu":
+    if device != "cpu":
         fair = min(fair, BESIDE_GPU)
     if fair == 1:
         return 1
@@ -38,13 +37,13 @@ def share(given: int | None, model: ModelConfig, device: str, processes: int) ->
 def of_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig) -> int:
     """Threads of each of the policy's engines; in an evaluation they have the cores to themselves."""
     processes = _sharing(config) if isinstance(config, TrainConfig) else config.inference.servers
-    return share(config.inference.threads, model, config.inference.device, processes)
+    return share(config.inference.threads, model, config.inference.device_type, processes)
 
 
 def of_teacher(config: TrainConfig, model: ModelConfig) -> int:
     """Threads of the frozen model that the launcher hosts."""
     inference = config.teacher.inference
-    return share(inference.threads, model, inference.device, _sharing(config))
+    return share(inference.threads, model, inference.device_type, _sharing(config))
 
 
 def of_trainer(config: TrainConfig) -> int:
@@ -54,7 +53,7 @@ def of_trainer(config: TrainConfig) -> int:
     other alone, and engines have what is left while both are at work: `smollm2` trained in 17.5 instead of 20.6 s a
     step on two cores.
     """
-    device = "cpu" if config.trainer.cpu_offload else resolve_device(config.trainer.device)  # where the optimiser steps
+    device = "cpu" if config.trainer.cpu_offload else config.trainer.device_type  # where the optimiser steps
     return share(config.trainer.threads, config.model, device, config.trainer.num_processes)
 
 
@@ -64,10 +63,10 @@ def _sharing(config: TrainConfig) -> int:
     With max_async_level=0 sampling and training take turns. A server of `inference.urls` counts: most are on the same
     machine.
     """
-    servers = [config.inference.device] * (len(config.inference.urls) or max(1, config.inference.servers))
+    servers = [config.inference.device_type] * (len(config.inference.urls) or max(1, config.inference.servers))
     if hosts_teacher(config):
-        servers += [config.teacher.inference.device] * max(1, config.teacher.inference.servers)
-    sampling = [resolve_device(device) for device in servers].count("cpu")
-    if plain(config.orchestrator).get("max_async_level") == 0 or resolve_device(config.trainer.device) != "cpu":
+        servers += [config.teacher.inference.device_type] * max(1, config.teacher.inference.servers)
+    sampling = servers.count("cpu")
+    if config.orchestrator.max_async_level == 0 or config.trainer.device_type != "cpu":
         return sampling
     return sampling + config.trainer.num_processes

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from prl.config.instantiate import build, plain
+from prl.config.build import build, plain
 from prl.engines.base import EngineSpec
 from prl.launch.launcher import Launcher, TrainerSpec
 

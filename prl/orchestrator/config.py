@@ -1,12 +1,12 @@
 """Knobs of the orchestrator."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Lt
 
 from prl.config.schema import EvalSamplingConfig
-from prl.config.signature import Seconds
+from prl.config.signature import OneOf, Seconds
 from prl.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ class OrchestratorConfig:
     """Tokens in a step's batch: groups are added until it is reached. null = `batch_size` counts."""
     group_size: Annotated[int, Ge(1)] = 4
     """Rollouts of one task."""
-    mix: Annotated[str, Literal["weights", "arrival"]] = "weights"
+    mix: Annotated[str, OneOf("weights", "arrival")] = "weights"
     """Which envs a batch takes. weights: of one env at most its share by weight plus 0.15 of the batch, as long as
     groups of other envs are in flight for it. arrival: what comes first."""
     max_async_level: Annotated[int, Ge(0)] = 1

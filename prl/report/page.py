@@ -13,7 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from prl.compose import compose
-from prl.config.instantiate import plain
+from prl.config.build import plain
 from prl.errors import UNREADABLE
 from prl.report import curves
 from prl.report.examples import read_rollouts

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
-from prl.config.signature import Seconds
+from prl.config.gpus import device_type
+from prl.config.signature import OneOf, Seconds
 from prl.errors import ConfigError
 
 MEETING_VARIABLE = "PRL_RANKS"
@@ -16,6 +17,8 @@ OWN_PAGES = 2 << 20
 """Blocks of so many bytes get pages of their own in a trainer, which go back to the system when they are freed."""
 KEPT = 32 << 20
 """Freed bytes that the heap of smaller blocks keeps at its end, for the next step."""
+
+Beta = Annotated[float, Ge(0), Lt(1)]
 
 
 @dataclass
@@ -39,7 +42,7 @@ class AdamWConfig(OptimConfig):
     """AdamW."""
 
     _target_: str = "torch.optim.AdamW"
-    betas: Annotated[tuple[float, float], Ge(0), Lt(1)] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of the running means of the gradient and of its square."""
     eps: Annotated[float, Gt(0), Le(1e6)] = 1e-8
     """Added to the denominator of the update."""
@@ -63,9 +66,9 @@ class TrainerConfig:
     """Trains the policy on shipped micro-batches."""
 
     _target_: str = "prl.trainer.trainer.Trainer"
-    device: Annotated[str, Literal["auto", "cpu", "cuda"]] = "auto"
+    device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
     """auto = cuda where there is a GPU."""
-    dtype: Annotated[str, Literal["auto", "float32", "bfloat16"]] = "auto"
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
     """Number format that the model runs in; auto = float32 on a CPU, bfloat16 on a GPU. Weights, sums of gradients, the
     optimiser and logits are in float32 either way."""
     num_processes: Annotated[int, Ge(1)] = 1
@@ -87,7 +90,7 @@ class TrainerConfig:
     False = every sample with all of its tokens."""
     head_chunk: Annotated[int, Ge(1)] | None = None
     """Tokens whose logits exist at one time; null = as many as take little memory beside the model, at most 1024."""
-    gradient_checkpointing: Annotated[str, Literal["none", "selective", "full"]] = "none"
+    gradient_checkpointing: Annotated[str, OneOf("none", "selective", "full")] = "none"
     """Recompute activations in backward, which takes less memory and more time: of each layer all (full), or all but
     matrix products and attention (selective)."""
     compile: bool = False
@@ -109,6 +112,11 @@ class TrainerConfig:
     finish_timeout_s: Seconds = 1800.0
     """Deadline for the trainer to write its last checkpoint and end, seconds."""
 
+    @property
+    def device_type(self) -> str:
+        """What `device` means on this machine: `cpu` or `cuda`."""
+        return device_type(self.device)
+
 
 def runs_in_half(dtype: str, device: str) -> bool:
     """Whether `trainer.dtype` means bfloat16 on a device of this type."""
@@ -121,7 +129,7 @@ class PolicyLossConfig:
 
     entropy_coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Subtracts this times the mean entropy of the policy at rl tokens, in nats, from the loss. 0 = off."""
-    agg_mode: Annotated[str, Literal["token_mean", "sequence_mean", "constant"]] = "token_mean"
+    agg_mode: Annotated[str, OneOf("token_mean", "sequence_mean", "constant")] = "token_mean"
     """How tokens are averaged: each token alike, each sequence alike (one sample of a rollout), or divided by
     `constant_length` times the number of sequences, so that no length matters."""
     constant_length: Annotated[int, Ge(1)] | None = None
@@ -181,7 +189,7 @@ class GSPOLossConfig(PolicyLossConfig):
     """A sequence with A < 0 has no gradient where its ratio is below 1 minus this."""
     clip_ratio_high: Annotated[float, Ge(0), Le(1e30)] = 4e-4
     """A sequence with A > 0 has no gradient where its ratio is above 1 plus this."""
-    agg_mode: Annotated[str, Literal["token_mean", "sequence_mean", "constant"]] = "sequence_mean"
+    agg_mode: Annotated[str, OneOf("token_mean", "sequence_mean", "constant")] = "sequence_mean"
     """As in the other losses."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from prl.config.instantiate import factory, plain
+from prl.config.build import factory, plain
 from prl.errors import ConfigError
 from prl.text import in_one_line
 from prl.trainer.sharding import is_part

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from prl.config.instantiate import build, plain
+from prl.config.build import build, plain
 from prl.config.signature import schema_of
 from prl.errors import PrlError
 from prl.trainer.attention import can_attend_over_trees

@@ -12,7 +12,7 @@ from hydra.errors import MissingConfigException
 from hydra.utils import instantiate
 
 from prl.compose import CONF, compose, options
-from prl.config.instantiate import build, plain
+from prl.config.build import build, plain
 from prl.config.schema import TrainConfig
 from prl.config.signature import schema_of
 from prl.config.validate import validate

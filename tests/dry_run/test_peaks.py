@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from prl.config.build import plain
 from prl.config.hardware import MIB
-from prl.config.instantiate import plain
 from prl.config.lora import LoraConfig
 from prl.config.schema import PolicyModelConfig
 from prl.dry_run.memory import Pass, trainer_memory

@@ -11,16 +11,14 @@ from pathlib import Path
 import hydra
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 import prl.env
 import prl.report.__main__
 import prl.report.timeline
 import prl.viewer.__main__
-from prl import command, help, resume
+from prl import resume
 from prl.__main__ import SUBCOMMANDS
-from prl.compose import CONF, compose, options, to_config
-from prl.config.instantiate import plain
+from prl.compose import CONF, compose, to_config
 from prl.config.validate import validate
 from prl.evaluation.arguments import to_overrides
 from prl.launch.components import build_components
@@ -99,7 +97,7 @@ COMPOSED = sorted(
     {
         choices(each)
         for each in TRAIN
-        if each not in OWN and not {"--help", "--from"} & set(each) and "run.resume=" not in str(each)
+        if each not in OWN and not {"--help", "--config-dir"} & set(each) and "run.resume=" not in str(each)
     }
 )
 OTHERS = [(program, *arguments) for program, *arguments in COMMANDS if program != "train"]
@@ -160,21 +158,6 @@ def test_another_command_parses(words, tmp_path, monkeypatch):
         assert script.is_file() and os.access(script, os.X_OK)
 
 
-def test_a_run_is_run_again(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run = tmp_path / "outputs" / "first"
-    (run / ".hydra").mkdir(parents=True)
-    OmegaConf.save(OmegaConf.create(plain(compose(["run.name=first"]))), run / "config.yaml")
-    (run / ".hydra" / "overrides.yaml").write_text("[]\n")
-    (run / "provenance.json").write_text(json.dumps({"cwd": str(tmp_path)}))
-    again = [arguments for arguments in TRAIN if "--from" in arguments]
-    assert again
-    for arguments in again:
-        overrides = command.expanded([argument.replace("<run>", "first") for argument in arguments])
-        config = compose(["run.name=x", *(each for each in overrides if not each.startswith("run.name="))])
-        assert all(f"{config.seed}" in argument for argument in arguments if argument.startswith("seed="))
-
-
 def test_every_way_to_go_on_is_understood(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "outputs" / "my-run"
@@ -185,13 +168,7 @@ def test_every_way_to_go_on_is_understood(tmp_path, monkeypatch):
     assert len(ways) > 3
     for arguments in ways:
         auto = "run.resume=auto" in arguments
-        assert resume.expanded(arguments)[-2:] == (arguments[-2:] if auto else ["--from", str(run)])
-
-
-def test_help_knows_what_the_pages_ask_for():
-    for key in {key for page in PAGES.values() for key in re.findall(r"`(?:prl train )?--help ([\w.=]+)`", page)}:
-        group, _, option = key.partition("=")
-        assert option in options()[group] if option else help.page("train", ["--help", key])
+        assert resume.expanded(arguments)[:2] == (arguments[:2] if auto else ["--config-dir", str(run)])
 
 
 def test_every_subcommand_named_exists():

@@ -30,10 +30,7 @@ def test_a_run_in_a_notebook_and_again_from_its_directory(train, command, said, 
     )
     assert done.stdout == "completed 1\n", done.stderr
     first = tmp_path / "first"
-    alone = [*argv[:3], "--from", str(first), "run.name=again"]
-    refused = subprocess.run(alone, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert refused.returncode == 2 and "inference.urls=" in refused.stderr and "--trust" in refused.stderr
-    again = train("--from", str(first / "config.yaml"), name="again")  # the fixture names the engine anew
+    again = train("--config-dir", str(first), "--config-name", "config", name="again")
     assert again.status == 0, again.stderr
     assert said(again.dir) == said(first)
     recorded = [json.loads((folder / "provenance.json").read_text()) for folder in (first, again.dir)]

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from prl.compose import compose
-from prl.config.instantiate import plain
+from prl.config.build import plain
 from prl.inference.replies import Completion
 from prl.models import model_path
 from prl.wire import checkpoints

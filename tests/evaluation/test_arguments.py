@@ -5,7 +5,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from prl.compose import CONF, to_config
-from prl.config.instantiate import plain
+from prl.config.build import plain
 from prl.errors import ConfigError
 from prl.evaluation.arguments import to_overrides
 
@@ -77,28 +77,6 @@ def test_a_sampling_that_is_chosen_by_group_goes_before_the_runs(make_run):
     config = compose("mine", "sampling=greedy")
     assert (config.sampling.temperature, config.sampling.max_tokens) == (0.0, 7)
     assert (config.envs["math"].sampling.temperature, config.envs["math"].sampling.max_tokens) == (0.0, 7)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("envs.math.taskset", "their.tasks"),
-        ("sampling._target_", "their.Sampler"),
-        ("envs.math.sampling._target_", "os.system"),
-        ("envs.math.args.grader", "their.grade"),
-        ("envs.math.args.grader._target_", "their.grade"),
-        ("renderer._target_", "their.render"),
-        ("renderer.import_path", "their.Renderer"),
-        ("envs.math.renderer", {"_target_": "their.render"}),
-    ],
-)
-def test_code_of_a_runs_config_is_not_used_unless_it_is_typed(make_run, key, value):
-    run = make_run("mine")
-    change(run, **{key: value})
-    named, name = (f"{key}._target_", value["_target_"]) if isinstance(value, dict) else (key, value)
-    with pytest.raises(ConfigError, match=f"mine has {named}={name}, which is not prl's code: type {named}={name}"):
-        to_overrides(["mine"])
-    assert "settings=run" in to_overrides(["mine", f"{named}={name}"])
 
 
 def test_a_config_that_is_not_a_runs(make_run):

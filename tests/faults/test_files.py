@@ -21,7 +21,7 @@ from engines import started
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from prl import rerun, resume, run_dir
+from prl import resume, run_dir
 from prl.command import one_line
 from prl.compose import compose
 from prl.config.model_folder import tokenizer_files
@@ -137,10 +137,7 @@ READERS = {
         go_on,
         ["config.yaml", "metrics.jsonl", "provenance.json", "resumes.jsonl", *EVENTS, *WHOLE, BEST[-1]],
     ),
-    "--from": (
-        lambda run: rerun.expand(["--from", str(run), "--trust"]),
-        ["config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "provenance.json"],
-    ),
+    "--config-dir": (lambda run: compose(["run.name=x"], run), ["config.yaml"]),
     "prl report": (
         report,
         [
@@ -161,6 +158,7 @@ READERS = {
 """Who reads a run directory, and the kinds of files that each reads."""
 UNFINISHED = "/.step_"
 NOT_READ = {
+    ".hydra/hydra.yaml": "for people",
     "report.html": "written again from the others",
     "run.lock": "the kernel's lock counts",
     "run.holder": "for people",
@@ -176,9 +174,6 @@ NOT_READ = {
     "weights/step_#/model.safetensors": "as above; the engine checks names, shapes and numbers",
 }
 FLAGGED_ELSEWHERE = {
-    ("--from", ".hydra/hydra.yaml"): "only the search path is read of it; without, config.yaml is followed",
-    ("--from", ".hydra/overrides.yaml"): "config.yaml has the values; these say what follows what",
-    ("prl report", ".hydra/overrides.yaml"): "as above, cut to fewer lines",
     ("prl report", "rollouts/step_#.jsonl"): "a step whose file is empty has no rollouts to show",
     **{("run.resume=auto", name): "they make a picture, whose reader says it" for name in EVENTS},
     ("run.resume=auto", "resumes.jsonl"): "a record for people, which is added to",

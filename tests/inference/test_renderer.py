@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from renderers import Renderer
 from renderers import RendererConfig as PackageConfig
 
-from prl.config.instantiate import function
+from prl.config.build import function
 from prl.errors import ConfigError
 from prl.inference.renderer import (
     PROBE,

@@ -153,15 +153,15 @@ def test_it_is_looked_at_where_a_teacher_is_hosted(monkeypatch, overrides, looke
 @pytest.mark.parametrize(
     ("node", "says"),
     [
-        ("{_target_: no_such.Filter, enforce: true}", "._target_='no_such.Filter': No module named 'no_such'"),
+        ("{_target_: no_such.Filter, enforce: true}", "._target_='no_such.Filter'"),
         (
             "{_target_: prl.orchestrator.buffer.base.Buffer, enforce: true}",
             "is not a subclass of prl.orchestrator.filt",
         ),
-        ("{enforce: true}", " has no _target_: it must name a subclass of prl.orchestrator.filters.base.Filter"),
+        ("{enforce: true}", " has no _target_"),
         (
             "{_target_: prl.orchestrator.filters.zero_advantage.ZeroAdvantage, enforce: sometimes}",
-            ".enforce: Value 'sometimes'",
+            ".enforce=sometimes",
         ),
     ],
 )
@@ -219,13 +219,13 @@ def test_a_filter_that_matches_nothing_in_an_env_warns_with_its_key():
     [
         (
             "easy_threshold: 1.0\n",
-            "buffer has no _target_: it must name a subclass of prl.orchestrator.buffer.base.Buff",
+            "buffer has no _target_",
         ),
         (
             "_target_: prl.orchestrator.buffer.task_buffer.TaskBuffer\neasy_threshhold: 1.0\n",
-            "buffer.easy_threshhold: TaskBuffer has no such knob; did you mean buffer.easy_threshold?",
+            "buffer.easy_threshhold: TaskBuffer has no such option; did you mean buffer.easy_threshold?",
         ),
-        ("defaults: [default, _self_]\neasy_threshold: .nan\n", "buffer.easy_threshold must be"),
+        ("defaults: [default, _self_]\neasy_threshold: .nan\n", "buffer.easy_threshold="),
     ],
 )
 def test_a_buffers_conf_file_of_ones_own_is_checked(tmp_path, lines, says):
@@ -506,7 +506,7 @@ async def test_an_env_samples_from_its_source_and_is_evaluated_with_the_policy(r
 
 def test_a_class_of_the_trainers_process_is_looked_up_before_anything_starts():
     for override, says in (
-        ("trainer._target_=prl.trainer.trainer.Nope", "trainer._target_='prl.trainer.trainer.Nope': module"),
+        ("trainer._target_=prl.trainer.trainer.Nope", "trainer._target_='prl.trainer.trainer.Nope'"),
         (
             "trainer._target_=rich.text.Text",
             "trainer._target_='rich.text.Text' is not a subclass of prl.trainer.trainer.Tr",
@@ -515,18 +515,18 @@ def test_a_class_of_the_trainers_process_is_looked_up_before_anything_starts():
             "trainer.optim._target_=torch.nn.Linear",
             "trainer.optim._target_='torch.nn.Linear' is not a subclass of torch",
         ),
-        ("+trainer.optim.rate=1", "trainer.optim.rate: AdamW has no such knob"),
-        ("+trainer.optim.params=3", "trainer.optim.params: AdamW has no such knob; its knobs: amsgrad"),
-        ("+trainer.max_steps=3", "trainer.max_steps: Trainer has no such knob"),
-        ("+trainer.foo=3", "trainer.foo: Trainer has no such knob"),
-        ("+orchestrator.foo=1", "orchestrator.foo: Orchestrator has no such knob; its knobs: batch_size"),
-        ("+orchestrator.seq_len=32", "orchestrator.seq_len: Orchestrator has no such knob"),
-        ("+transport.run_dir=/x", "transport.run_dir: FileTransport has no such knob; its knobs: none"),
+        ("+trainer.optim.rate=1", "trainer.optim.rate: AdamW has no such option"),
+        ("+trainer.optim.params=3", "trainer.optim.params: AdamW has no such option; its options: amsgrad"),
+        ("+trainer.max_steps=3", "trainer.max_steps: Trainer has no such option"),
+        ("+trainer.foo=3", "trainer.foo: Trainer has no such option"),
+        ("+orchestrator.foo=1", "orchestrator.foo: Orchestrator has no such option; its options: batch_size"),
+        ("+orchestrator.seq_len=32", "orchestrator.seq_len: Orchestrator has no such option"),
+        ("+transport.run_dir=/x", "transport.run_dir: FileTransport has no such option; its options: none"),
         (
             "transport._target_=prl.wire.transport.Transport",
             "transport._target_='prl.wire.transport.Transport' is abst",
         ),
-        ("+loss.foo=1", "loss.foo: this loss has no such knob; its knobs: adv_tau"),
+        ("+loss.foo=1", "loss.foo: this loss has no such option; its options: adv_tau"),
         (
             "orchestrator._target_=rich.text.Text",
             "orchestrator._target_='rich.text.Text' is not a subclass of prl.orch",
@@ -543,7 +543,7 @@ def test_a_class_of_the_trainers_process_is_looked_up_before_anything_starts():
         with pytest.raises(ConfigError) as caught:
             prepare(config(override))
         assert str(caught.value).startswith(says), str(caught.value)
-    with pytest.raises(ConfigError, match="trainer.label: Trainer has no such knob"):
+    with pytest.raises(ConfigError, match="trainer.label: Trainer has no such option"):
         prepare(config("+trainer.label=x"))
     prepare(config("trainer.optim._target_=torch.optim.SGD", "+trainer.optim.momentum=0.9"))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from prl.compose import compose
-from prl.config.instantiate import build, function, plain
+from prl.config.build import build, function, plain
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch.components import build_components, check_loss
@@ -108,15 +108,15 @@ def test_a_loss(own):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algo._target_=their_things.Scaled", "+algo.scale=-1"], "algo.scale must be at least 0, got -1.0"),
-        (["loss=custom", "loss._target_=their_things.scaled", "+loss.scale=-1"], "loss.scale must be at least 0, got"),
-        (["loss._target_=their_things.scaled", "loss.entropy_coef=-1"], "loss.entropy_coef must be from 0 to"),
+        (["algo._target_=their_things.Scaled", "+algo.scale=-1"], "algo.scale="),
+        (["loss=custom", "loss._target_=their_things.scaled", "+loss.scale=-1"], "loss.scale="),
+        (["loss._target_=their_things.scaled", "loss.entropy_coef=-1"], "loss.entropy_coef="),
         (["filters.post_batch.repetition._target_=their_things.Longer", "+filters.post_batch.repetition.leest=1"],
-         "filters.post_batch.repetition.leest: Longer has no such knob; did you mean filters"),
+         "filters.post_batch.repetition.leest: Longer has no such option; did you mean filters"),
         (["loss.agg_mode=constant"], "loss.agg_mode=constant needs loss.constant_length=<tokens>"),
         (["loss=gspo", "loss.constant_length=9"], "loss.constant_length=9: loss.agg_mode=sequence_mean reads none"),
-        (["+loss@envs.math.loss=gspo", "envs.math.loss.clip_ratio_low=1"], "envs.math.loss.clip_ratio_low must be"),
-        (["loss=aipo", "loss.agg_mode=mean"], "loss.agg_mode='mean': choose token_mean, sequence_mean or constant"),
+        (["+loss@envs.math.loss=gspo", "envs.math.loss.clip_ratio_low=1"], "envs.math.loss.clip_ratio_low="),
+        (["loss=aipo", "loss.agg_mode=mean"], "loss.agg_mode=mean: "),
     ],
 )  # fmt: skip
 def test_refusals_before_anything_starts(overrides, message):

@@ -115,15 +115,13 @@ def test_the_trainers_large_tensors_may_have_huge_pages():
 
 
 @pytest.mark.parametrize("key", ["inference.threads", "trainer.threads", "teacher.inference.threads"])
-@pytest.mark.parametrize(
-    ("value", "says"), [("0", "must be at least 1"), ("-1", "must be at least 1"), ("3", "may use 2 cores")]
-)
-def test_numbers_that_cannot_be(key, value, says, monkeypatch):
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_numbers_that_cannot_be(key, value, monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: 2)
     validate(compose(["run.name=x", f"{key}=2"]))
     with pytest.raises(ConfigError, match=rf"^{key}.*{value}.*") as error:
         validate(compose(["run.name=x", f"{key}={value}"]))
-    assert says in str(error.value) and "\n" not in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("given", "has"), [(None, "1"), ("3", "3")])
@@ -131,6 +129,7 @@ def test_the_command_itself_computes_with_one_unless_it_is_told_to(given, has, m
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    monkeypatch.setattr(command, "helped", lambda *_: True)  # and nothing more
+    monkeypatch.setattr("sys.argv", ["prl train"])
+    monkeypatch.setattr(command, "guard", lambda: None)
     command.run(lambda: None, [])
     assert os.environ["OMP_NUM_THREADS"] == has

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from prl.config.instantiate import build
+from prl.config.build import build
 from prl.errors import ConfigError, PrlError
 from prl.monitors.base import Monitor, Monitors
 from prl.monitors.console import Console
@@ -159,7 +159,7 @@ def test_a_monitor_of_ones_own_writes_one_method(tmp_path, monkeypatch):
     monitors.close()
     assert mine.best == 0.7
     with pytest.raises(
-        ConfigError, match=r"^monitor\.best\.metrc: Best has no such knob; did you mean monitor\.best\.metric"
+        ConfigError, match=r"^monitor\.best\.metrc: Best has no such option; did you mean monitor\.best\.metric"
     ):
         build({"_target_": "my_monitors.Best", "metrc": "x"}, Monitor, "monitor.best")
     with pytest.raises(ConfigError, match=r"is not a subclass of prl\.monitors\.base\.Monitor$"):

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from prl.config.instantiate import build
+from prl.config.build import build
 from prl.errors import ConfigError
 from prl.monitors.base import Monitor
 from prl.monitors.tensorboard import TensorBoard

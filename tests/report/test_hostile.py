@@ -7,13 +7,12 @@ import pytest
 from made_run import make_run
 from omegaconf import OmegaConf
 
-from prl import rerun
 from prl.compose import compose
-from prl.config.instantiate import plain
+from prl.config.build import plain
 from prl.errors import ConfigError
 from prl.evaluation.arguments import to_overrides
-from prl.evaluation.targets import model_of
 from prl.report.__main__ import main as report
+from prl.run_yaml import load
 from prl.text import CONTROL
 from prl.viewer.__main__ import main as viewer
 
@@ -76,21 +75,10 @@ def test_its_rollouts_are_text(hostile, capsys):
     assert r"\x1b]0;x\x07" in out and not CONTROL.search(out)
 
 
-def test_neither_an_evaluation_nor_a_run_again_takes_its_code(hostile):
-    with pytest.raises(ConfigError, match="has renderer._target_=hostile_code.Evil, which is not prl's code"):
-        to_overrides([str(hostile), "env=math"])
-    with pytest.raises(ConfigError, match="sampling._target_=hostile_code.Evil|taskset=hostile_code"):
-        to_overrides([str(hostile)])
-    with pytest.raises(ConfigError, match="algo._target_=hostile_code.Evil(.|\n)*add --trust if you trust who made it"):
-        rerun.expand(["--from", str(hostile)])
-    with pytest.raises(ConfigError):
-        model_of(str(hostile))  # it has no checkpoint
-
-
 @pytest.mark.parametrize("tag", ["object/apply:os.system", "name:os.system", "module:hostile_code"])
 def test_yaml_makes_no_objects(hostile, tag, capsys):
     (hostile / "config.yaml").write_text(f"envs: !!python/{tag} [touch imported]\n")
     assert report([str(hostile)]) == 0
-    for use in (lambda: rerun.expand(["--from", str(hostile)]), lambda: to_overrides([str(hostile)])):
+    for use in (lambda: load(hostile / "config.yaml"), lambda: to_overrides([str(hostile)])):
         with pytest.raises(ConfigError, match="cannot be read"):
             use()

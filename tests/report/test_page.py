@@ -103,7 +103,7 @@ def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path):
 
 
 def test_the_difference_names_what_was_changed(config):
-    from prl.config.instantiate import plain
+    from prl.config.build import plain
 
     given = msgspec.convert(plain(config), dict)
     assert list(page.difference(given)) == []

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from prl.compose import compose
-from prl.config.signature import check_value
+from prl.config.build import check_values, plain
 from prl.errors import ConfigError
-from prl.launch.specs import own_node
 from prl.trainer.config import AdamWConfig, TrainerConfig
 from prl.trainer.optim import make_optimizers
 
@@ -52,7 +51,7 @@ def model():
 
 def node_of(*overrides):
     """`trainer.optim` as the trainer process gets it."""
-    return own_node(compose(["run.name=x", *overrides]).trainer.optim, "torch.optim.Optimizer", "trainer.optim")
+    return plain(compose(["run.name=x", *overrides]).trainer.optim)
 
 
 def adamw(**settings):
@@ -192,4 +191,4 @@ def test_what_cannot_be_is_refused(tiny, node, key):
 def test_bounds_stand_beside_the_settings(key, value):
     config = TrainerConfig(optim=AdamWConfig(**{key: value}))
     with pytest.raises(ConfigError, match=rf"^trainer\.optim\.{key}\b"):
-        check_value(TrainerConfig, config, "trainer")
+        check_values(config, "trainer")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prl.config.instantiate import build
+from prl.config.build import build
 from prl.errors import ConfigError
 from prl.trainer.schedule import Constant, Cosine, Linear, Schedule
 

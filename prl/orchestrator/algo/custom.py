@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prl.config.instantiate import name_of
+from prl.config.build import name_of
 from prl.errors import ConfigError
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.length_penalty import LengthPenalty

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
-from prl.config.instantiate import name_of
+from prl.config.build import name_of
 from prl.errors import ConfigError
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.rollouts.rollout import MessageKey, Rollout, keyed_nodes

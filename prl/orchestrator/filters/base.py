@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from prl.config.instantiate import build
+from prl.config.build import build
 from prl.errors import ConfigError
 from prl.rollouts.rollout import Rollout, Stage
 from prl.user_code import called

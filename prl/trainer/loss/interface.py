@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prl.config.instantiate import name_of
+from prl.config.build import name_of
 from prl.wire.logprobs import SENTINEL_CEILING
 from prl.wire.messages import sequence_slices
 

@@ -12,7 +12,7 @@ from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
-from prl.config.instantiate import build
+from prl.config.build import build
 from prl.episodes.turn import parse
 from prl.errors import EngineError
 from prl.orchestrator.algo.base import Algorithm

@@ -9,7 +9,7 @@ import torch
 from hydra.errors import HydraException
 
 from prl.compose import compose
-from prl.config.instantiate import build
+from prl.config.build import build
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.custom import CustomAlgorithm
 from prl.orchestrator.algo.echo import EchoAlgorithm

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prl.config.instantiate import build
+from prl.config.build import build
 from prl.orchestrator.algo.base import Algorithm
 
 

@@ -141,10 +141,10 @@ async def test_the_length_penalty_comes_before_baseline_and_deviation(new_talk, 
         ({"overlong_penalty": {"max_tokens": 9}, "length_penalty": "turns"}, "algo: length_penalty and overlong_penal"),
         ({"overlong_penalty": {"buffer": 3}}, "algo.overlong_penalty.buffer=3 must be at most .*max_tokens=null"),
         ({"overlong_penalty": {"max_tokens": 2, "buffer": 3}}, "buffer=3 must be at most .*max_tokens=2"),
-        ({"overlong_penalty": {"max_tokens": 0}}, "algo.overlong_penalty.max_tokens must be at least 1"),
+        ({"overlong_penalty": {"max_tokens": 0}}, "algo.overlong_penalty.max_tokens="),
         ({"overlong_penalty": {"bufer": 1}}, "algo.overlong_penalty.*bufer"),
-        ({"normalize": "mean"}, "algo.normalize='mean': choose std or null"),
-        ({"baseline": "rloo"}, "algo.baseline='rloo': choose mean or leave_one_out"),
+        ({"normalize": "mean"}, "algo.normalize=mean: "),
+        ({"baseline": "rloo"}, "algo.baseline=rloo: "),
     ],
 )
 @pytest.mark.parametrize("algorithm", ["grpo.GRPOAlgorithm", "echo.EchoAlgorithm"])

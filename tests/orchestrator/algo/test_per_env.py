@@ -3,7 +3,7 @@
 import pytest
 
 from prl.compose import CONF, compose
-from prl.config.instantiate import build
+from prl.config.build import build
 from prl.orchestrator.algo.base import Algorithm
 
 FILL = {

@@ -1,0 +1,273 @@
+"""Build a component from its config node: `_target_` names a class, the other keys are its options.
+
+The signature of the class is its schema: pydantic reads types, `Annotated` bounds and `Literal`s from it and converts
+what the node has. A class whose `__init__` takes `**options` has those of its base class as well. Nodes with a
+`_target_` inside an option become objects, as by Hydra's `instantiate`, with the same checks.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar, cast, get_args
+
+import hydra.utils
+import pydantic
+from hydra.errors import HydraException
+from omegaconf import MISSING, OmegaConf
+from typing_extensions import TypedDict
+
+from prl.config.signature import options_taken
+from prl.errors import ConfigError
+from prl.text import in_one_line
+from prl.user_code import contained, hook
+
+T = TypeVar("T")
+
+HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
+CHECKED = pydantic.ConfigDict(
+    extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False, coerce_numbers_to_str=True
+)
+UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+"""Pydantic's names of the error that there is no such option."""
+
+
+def build(node: Any, base: type[T], where: str) -> T:
+    """The component that `node` describes, checked by its own `check(where)`.
+
+    Args:
+        node: `_target_` and options, as a mapping, a DictConfig or a dataclass instance.
+        base: the class that `_target_` must name a subclass of.
+        where: the node's config key, for messages.
+
+    Raises:
+        ConfigError: the target is not a `base`, an option is unknown, of a wrong type or out of its bounds, or the
+            component's own check refuses.
+    """
+    cls: Any = class_of(node, base, where)
+    options = options_of(node, cls, where)
+    if missing := sorted(options_taken(cls).required - options.keys()):
+        raise ConfigError(f"{where}.{missing[0]} has no value: give one, {where}.{missing[0]}=<value>")
+    with contained(where, f"making {cls.__name__}", cls.__module__):
+        component: T = cls(**options)
+    if hasattr(component, "check"):
+        with hook(where, component, "check"):
+            component.check(where)
+    return component
+
+
+def factory(node: Any, base: type[T], where: str) -> "functools.partial[T]":
+    """Like `build`, for a class whose constructor takes live objects beside its options: a partial with these set.
+
+    The live objects are to be passed to the partial: the required parameters of `base`, which are no options, and those
+    of the class that the node gives no value.
+    """
+    cls, required = class_of(node, base, where), options_taken(cast(Any, base)).required
+    return functools.partial(cls, **options_of(node, cls, where, required))
+
+
+def function(node: Any, where: str, *, values: int = 1) -> "functools.partial[Any]":
+    """The function that `node` names with the node's other keys as keyword arguments, to be called with `values` more.
+
+    Raises ConfigError unless it can be called with so many and those arguments, each as its annotation wants it.
+    """
+    found = located(node, where)
+    target = plain(node)["_target_"]
+    if not inspect.isroutine(found):
+        raise ConfigError(f"{where}._target_={target!r} is not a function")
+    if inspect.iscoroutinefunction(found):
+        raise ConfigError(f"{where}._target_={target!r} is async: nothing awaits it")
+    arguments = options_of(node, found, where)
+    try:
+        inspect.signature(found).bind(*[None] * values, **arguments)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {target}{inspect.signature(found)} cannot be called: {error}") from error
+    return functools.partial(found, **arguments)
+
+
+# --- targets ----------------------------------------------------------------------------------------------------------
+
+
+def class_of(node: Any, base: type[T], where: str) -> type[T]:
+    """The class that a node names, a subclass of `base`. Raises ConfigError."""
+    found = located(node, where)
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        wanted = f"{base.__module__}.{base.__name__}"
+        raise ConfigError(f"{where}._target_={plain(node)['_target_']!r} is not a subclass of {wanted}")
+    return found
+
+
+def located(node: Any, where: str) -> Any:
+    """The class or function at the dotted path that is a node's `_target_`. Raises ConfigError."""
+    settings = plain(node)
+    target = settings.get("_target_") if isinstance(settings, dict) else None
+    if not isinstance(target, str) or target == MISSING:
+        raise ConfigError(f"{where} has no _target_: give the dotted path of a class or function, my_package.Thing")
+    with contained(f"{where}._target_={target!r}", "importing it", target):
+        try:
+            return hydra.utils.instantiate({"_target_": target, "_partial_": True}).func
+        except HydraException as error:
+            raise ConfigError(f"{where}._target_={target!r}: {in_one_line(error.__cause__ or error)}") from error
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """The dotted path of a function, also of one with arguments set, for messages."""
+    fn = getattr(fn, "func", fn)
+    return f"{fn.__module__}.{fn.__qualname__}"
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def options_of(node: Any, target: Any, where: str, live: Collection[str] = ()) -> dict[str, Any]:
+    """The options that `node` has for a class or function, as its annotations want them; `live` are none of them.
+
+    Raises ConfigError for one that a class does not take, or of a wrong type, or out of its bounds.
+    """
+    taken = options_taken(target)
+    known = {name: annotation for name, annotation in taken.annotations.items() if name not in live}
+    given = {name: value for name, value in settings_of(node).items() if value != MISSING}
+    unknown = [name for name in given if name not in known and not taken.any_other]
+    if unknown and inspect.isclass(target):
+        raise no_such_option(f"{where}.{unknown[0]}", target, known)
+    made = {name: instantiated(value, f"{where}.{name}") for name, value in given.items()}
+    return converted(made, known, where)
+
+
+def no_such_option(key: str, owner: Any, known: Iterable[str]) -> ConfigError:
+    """The error for an option that a class does not take, with the nearest of those that it takes."""
+    name = key.rpartition(".")[2]
+    bases = [base.__name__ for base in getattr(owner, "__mro__", ())[1:] if name in options_taken(base).annotations]
+    if bases:
+        hint = f"{bases[0]} has: let __init__ take **options, and pass them to super().__init__"
+    else:
+        hint = nearest(key, known, "its options")
+    return ConfigError(f"{key}: {owner.__name__} has no such option; {hint}")
+
+
+def nearest(key: str, known: Iterable[str], all_of_them: str) -> str:
+    """What may have been meant by the last part of a key: the `known` name that is like it, else a list of them all."""
+    node, dot, name = key.rpartition(".")
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {node}{dot}{near[0]}?" if near else f"{all_of_them}: {', '.join(sorted(known)) or 'none'}"
+
+
+def converted(given: Mapping[str, Any], annotations: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Values as annotations want them. Raises ConfigError naming the key."""
+    shape: Any = TypedDict("Options", {name: annotations.get(name, Any) for name in given})  # type: ignore[misc]
+    try:
+        return dict(pydantic.TypeAdapter(pydantic.with_config(CHECKED)(shape)).validate_python(dict(given)))
+    except pydantic.ValidationError as error:
+        problem = error.errors()[0]
+    value: Any = given
+    parts = [where] if where else []
+    for part in problem["loc"]:  # with names of types in it, where an option has several
+        items = range(len(value)) if isinstance(value, list | tuple) else value
+        if isinstance(items, Mapping | range) and part in items:
+            parts.append(str(part))
+            value = value[part]
+    key = ".".join(parts)
+    if problem["type"] in UNKNOWN:
+        raise ConfigError(f"{key}: there is no such option")
+    raise ConfigError(f"{key}={str(problem['input'])[:80]}: {problem['msg']}")
+
+
+def instantiated(value: Any, where: str) -> Any:
+    """`value` with the object in place of every node in it, as Hydra makes them; None where `_target_` is null."""
+    if isinstance(value, list):
+        return [instantiated(item, where) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "_target_" not in value:
+        return {name: instantiated(item, f"{where}.{name}") for name, item in value.items()}
+    if value["_target_"] is None and not settings_of(value):
+        return None
+    target = located(value, where)
+    if inspect.isroutine(target):  # with `_partial_` or without: an option takes the function
+        return function(value, where)
+    options = options_of(value, target, where)
+    if value.get("_partial_"):
+        return functools.partial(target, **options)
+    with contained(where, f"making {value['_target_']}", value["_target_"]):
+        return target(**options)
+
+
+def check_values(node: Any, where: str = "") -> None:
+    """Raise ConfigError for a value of a config, a dataclass, that its annotation does not allow, in any depth."""
+    annotations = options_taken(cast(Any, type(node))).annotations
+    inner = {}
+    for name, value in vars(node).items():
+        if dataclasses.is_dataclass(value) and wants_node(annotations.get(name, Any), value):
+            inner[name] = value
+        elif isinstance(value, dict):
+            inner |= {f"{name}.{key}": item for key, item in value.items() if dataclasses.is_dataclass(item)}
+    names = {field.name for field in dataclasses.fields(node)} - {name.partition(".")[0] for name in inner}
+    values = {name: getattr(node, name) for name in names}
+    converted(values, annotations, where)
+    for name, item in inner.items():
+        check_values(item, f"{where}.{name}".lstrip("."))
+
+
+def wants_node(annotation: Any, node: Any) -> bool:
+    """Whether an annotation allows a node, a dataclass instance: `Any`, or a class of its, alone or among others."""
+    return annotation is Any or any(type(node) is each for each in (annotation, *get_args(annotation)))
+
+
+# --- nodes ------------------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """`value` as dicts, lists and scalars: dataclass instances with the keys that `+key=value` added to them."""
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value, resolve=True)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def settled(node: Any, typed: Collection[str] = (), where: str = "") -> Any:
+    """A config without the options of classes and functions that another `_target_` has replaced.
+
+    Options still at the defaults of the replaced one, which the new one does not take, go; others are left for its
+    signature to refuse. Nodes with the keys `typed` stay as they are, for prl reads their options itself.
+    """
+    if isinstance(node, dict):
+        return {key: settled(value, typed, f"{where}.{key}".lstrip(".")) for key, value in node.items()}
+    if not dataclasses.is_dataclass(node):
+        return node
+    for name, value in vars(node).items():
+        setattr(node, name, settled(value, typed, f"{where}.{name}".lstrip(".")))
+    given, defaults = plain(node), schema_defaults(node)
+    if where in typed or given.get("_target_", MISSING) in (MISSING, None, defaults.get("_target_")):
+        return node
+    try:
+        target = located(node, where)
+    except ConfigError:  # which `build` raises as well
+        return node
+    taken = options_taken(target)
+    if taken.any_other and not inspect.isclass(target):
+        return node
+    kept = {*taken.annotations, *HYDRA_KEYS}
+    own = {name: value for name, value in given.items() if name in kept or value != defaults.get(name, MISSING)}
+    return node if own == given else own
+
+
+def settings_of(node: Any) -> dict[str, Any]:
+    """The settings of a node without Hydra's own keys."""
+    return {key: value for key, value in plain(node).items() if key not in HYDRA_KEYS}
+
+
+def sampling_of(config: Any, env: str) -> tuple[str, dict[str, Any]]:
+    """The key and the node of the sampling settings of an env; a class of the user's own may have further ones."""
+    runs = plain(config.sampling)
+    own = runs | plain(config.envs[env].sampling)
+    return ("sampling" if own == runs else f"envs.{env}.sampling"), own
+
+
+def schema_defaults(node: Any) -> dict[str, Any]:
+    """What the schema of a node says, the `_target_` that it was made for included; empty without a schema."""
+    schema = OmegaConf.get_type(node) if OmegaConf.is_config(node) else type(node)
+    return plain(schema()) if dataclasses.is_dataclass(schema) else {}

@@ -1,0 +1,274 @@
+"""Components from config nodes: what a class takes, in which types, and the key of what is refused."""
+
+import sys
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from prl.config.build import build, check_values, factory, function, name_of, settled
+from prl.config.model_reference import FrozenModelConfig
+from prl.config.signature import options_taken, schema_of
+from prl.errors import ConfigError
+from prl.orchestrator.algo.grpo import GRPOAlgorithm
+
+MODULE = """
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from annotated_types import Ge, Gt, Lt
+from prl.config.model_reference import FrozenModelConfig
+from prl.config.signature import OneOf
+from prl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nowhere import Unknown
+
+class Base:
+    pass
+
+@dataclass
+class Place:
+    city: str = "here"
+    floor: Annotated[int, Ge(0)] = 0
+    kind: Annotated[str, OneOf("flat", "house")] = "flat"
+
+@dataclass(kw_only=True)
+class Part(Base):
+    n: Annotated[int, Ge(1)] = 3
+    share: Annotated[float, Ge(0), Lt(1)] | None = None
+    mode: Literal["a", "b"] = "a"
+    strict: bool = False
+    betas: tuple[float, float] = (0.9, 0.99)
+    table: dict[str, float] = field(default_factory=lambda: {"one": 1.0})
+    place: Place = field(default_factory=Place)
+    teacher: FrozenModelConfig | str | None = None
+    fn: Callable[[Any], float] | None = None
+
+    def check(self, where):
+        if self.n == 13:
+            raise ZeroDivisionError("unlucky")
+        if self.n == 14:
+            raise ConfigError(f"{where}.n=14")
+
+class Plain(Part):
+    def __init__(self, *, bonus: Annotated[float, Gt(0)] = 1.0, **options):
+        super().__init__(**options)
+        self.bonus = bonus
+
+class Required(Part):
+    def __init__(self, *, path: str, late: "Unknown" = None, **options):
+        super().__init__(**options)
+        self.path, self.late = path, late
+
+class Closed(Part):
+    def __init__(self, *, gamma: int = 1):
+        super().__init__()
+
+class Fewer(Base):
+    def __init__(self, n: int = 5):
+        self.n = n
+
+class Open(Base):
+    def __init__(self, **settings):
+        self.settings = settings
+
+class Live(Base):
+    def __init__(self, params, lr: Annotated[float, Gt(0)] = 0.1):
+        self.params, self.lr = params, lr
+
+class Raises(Base):
+    def __init__(self):
+        raise RuntimeError("broken")
+
+@dataclass
+class Scorer:
+    k: Annotated[int, Ge(0)]
+    parts: Any = ()
+    def __call__(self, x):
+        return x + self.k
+
+class Scored(Base):
+    def __init__(self, *, scorer: Scorer | None = None, by_name: dict[str, Any] | None = None):
+        self.scorer, self.by_name = scorer, by_name
+
+def fn(x, scale: float = 1.0, *, extra=0): return x * scale + extra
+def none(): pass
+async def later(x): return x
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module of the user's own, `users_own`."""
+    (tmp_path / "users_own.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import users_own
+
+    yield users_own
+    sys.modules.pop("users_own", None)
+
+
+@pytest.fixture
+def made(own):
+    """`made(name, **options)`: the component, built as `algo`."""
+    return lambda name="Part", **options: build({"_target_": f"users_own.{name}", **options}, own.Base, "algo")
+
+
+def test_options_are_converted_by_their_annotations(made, own):
+    place = {"floor": "2", "kind": "house"}
+    part = made(n="4", share=0, betas=[0, 0.5], table={"two": 2}, place=place, strict="yes")
+    assert part == own.Part(
+        n=4, share=0.0, betas=(0.0, 0.5), table={"two": 2.0}, place=own.Place(floor=2, kind="house"), strict=True
+    )
+    assert type(part.n) is int and type(part.share) is type(part.table["two"]) is float
+    assert made(teacher={"name": "m", "base_url": ["http://a"]}).teacher == FrozenModelConfig("m", ["http://a"])
+    assert made(teacher="policy").teacher == "policy"
+    assert made("Plain", bonus=2, n=7).bonus == 2.0 and made("Plain", n=7).n == 7
+    assert made("Required", path=3, late={"any": 1}).path == "3"
+    assert made("Open", any=1).settings == {"any": 1}
+    assert made(_partial_=True, _convert_="none") == own.Part()
+
+
+SCORER = {"_target_": "users_own.Scorer", "k": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "key"),
+    [
+        ("Part", {"moed": "a"}, "algo.moed"),
+        ("Part", {"n": "x"}, "algo.n"),
+        ("Part", {"n": 2.5}, "algo.n"),
+        ("Part", {"n": None}, "algo.n"),
+        ("Part", {"n": 0}, "algo.n"),
+        ("Part", {"n": 14}, "algo.n"),
+        ("Part", {"n": 13}, "algo: Part.check failed: ZeroDivisionError"),
+        ("Part", {"share": 1}, "algo.share"),
+        ("Part", {"share": float("nan")}, "algo.share"),
+        ("Part", {"mode": "c"}, "algo.mode"),
+        ("Part", {"strict": 2}, "algo.strict"),
+        ("Part", {"betas": 0.9}, "algo.betas"),
+        ("Part", {"table": {"a": "x"}}, "algo.table.a"),
+        ("Part", {"place": {"floor": -1}}, "algo.place.floor"),
+        ("Part", {"place": {"cty": "x"}}, "algo.place.cty"),
+        ("Part", {"place": {"kind": "tent"}}, "algo.place.kind"),
+        ("Part", {"fn": 3}, "algo.fn"),
+        ("Part", {"fn": {"_target_": "???"}}, "algo.fn has no _target_"),
+        ("Part", {"fn": {"_target_": "users_own.gone"}}, "algo.fn._target_"),
+        ("Plain", {"bonus": 0}, "algo.bonus"),
+        ("Plain", {"n": 0}, "algo.n"),
+        ("Plain", {"m": 0}, "algo.m"),
+        ("Required", {}, "algo.path has no value"),
+        ("Closed", {"share": 0.5}, "algo.share: Closed has no such option; Part has"),
+        ("Raises", {}, "algo: making Raises failed: RuntimeError: broken"),
+        ("Scored", {"scorer": {**SCORER, "kk": 3}}, "algo.scorer.kk"),
+        ("Scored", {"scorer": {**SCORER, "k": -1}}, "algo.scorer.k"),
+        ("Scored", {"scorer": {"_target_": "users_own.Fewer"}}, "algo.scorer"),
+        ("Scored", {"by_name": {"a": {"_target_": "users_own.Raises"}}}, "algo.by_name.a"),
+        ("Mine", {}, "algo._target_"),
+        ("fn", {}, "algo._target_"),
+        ("Scorer", {"k": 1}, "algo._target_"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_key(made, name, options, key):
+    with pytest.raises(ConfigError) as caught:
+        made(name, **options)
+    assert str(caught.value).startswith(key) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("node", [None, {}, {"n": 3}, {"_target_": None}, {"_target_": "???"}, "x", {"_target_": "a"}])
+def test_a_node_that_names_nothing_is_refused(own, node):
+    for find in (lambda: build(node, own.Base, "algo"), lambda: function(node, "algo")):
+        with pytest.raises(ConfigError, match="^algo"):
+            find()
+
+
+def test_a_module_that_cannot_be_imported_is_named_with_its_error(tmp_path, monkeypatch, own):
+    (tmp_path / "users_broken.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"^algo\._target_='users_broken\.Thing'.*ZeroDivisionError"):
+        build({"_target_": "users_broken.Thing"}, own.Base, "algo")
+
+
+def test_a_node_inside_is_the_object_that_it_describes(made, own):
+    several = made("Scored", scorer=SCORER, by_name={"a": SCORER, "b": [1, {"c": {**SCORER, "parts": [SCORER]}}]})
+    assert several.scorer == own.Scorer(3) and several.by_name["b"][1]["c"].parts == [own.Scorer(3)]
+    assert made(fn=SCORER).fn(4) == 7
+    assert made(fn={"_target_": "users_own.fn", "_partial_": True, "extra": 1}).fn(3) == 4.0
+    assert made(fn={"_target_": None, "_partial_": True}).fn is None
+    assert made("Open", make={**SCORER, "_partial_": True}).settings["make"](parts=5).parts == 5
+
+
+# --- functions and live objects ---------------------------------------------------------------------------------------
+
+
+def test_a_function_with_its_keyword_arguments(own):
+    made = function({"_target_": "users_own.fn", "_partial_": True, "scale": "2", "extra": 1}, "loss")
+    assert made(3) == 7 and name_of(made) == name_of(own.fn) == "users_own.fn"
+
+
+@pytest.mark.parametrize(
+    ("node", "key"),
+    [
+        ({"_target_": "users_own.fn", "scael": 1}, "loss: users_own.fn"),
+        ({"_target_": "users_own.fn", "x": 1}, "loss: users_own.fn"),
+        ({"_target_": "users_own.fn", "scale": "x"}, "loss.scale"),
+        ({"_target_": "users_own.none"}, "loss: users_own.none"),
+        ({"_target_": "users_own.later"}, "loss._target_"),
+        ({"_target_": "users_own.Part"}, "loss._target_"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused(own, node, key):
+    with pytest.raises(ConfigError) as caught:
+        function(node, "loss")
+    assert str(caught.value).startswith(key)
+
+
+def test_a_factory_leaves_live_objects_to_its_caller(own):
+    node = {"_target_": "users_own.Live", "lr": 3}
+    made = factory(node, own.Base, "trainer.optim")(["weights"])
+    assert (made.params, made.lr) == (["weights"], 3.0)
+    for option, key in (({"lr": 0}, "trainer.optim.lr"), ({"r": 1}, "trainer.optim.r")):
+        with pytest.raises(ConfigError, match=f"^{key}"):
+            factory({**node, **option}, own.Base, "trainer.optim")
+
+
+# --- schemas ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_schema_has_the_target_and_every_option(own):
+    node = OmegaConf.structured(schema_of(own.Required))
+    assert node._target_ == "users_own.Required" and OmegaConf.is_missing(node, "path")
+    assert set(node) == {"_target_", *options_taken(own.Required).annotations}
+    assert (node.n, node.share, node.table) == (3, None, {"one": 1.0})
+    kinds = schema_of(own.Plain).__annotations__
+    assert (kinds["n"], kinds["share"], kinds["mode"], kinds["bonus"]) == (int, float | None, str, float)
+    assert kinds["teacher"] is kinds["fn"] is Any
+
+
+@pytest.mark.parametrize("form", [lambda node: node, OmegaConf.to_object, OmegaConf.to_container])
+def test_a_composed_node_is_built_whatever_form_it_has(own, form):
+    node = OmegaConf.structured(schema_of(own.Plain))
+    node.n = 5
+    assert build(form(node), own.Base, "algo").n == 5
+    assert build(form(OmegaConf.structured(schema_of(GRPOAlgorithm))), GRPOAlgorithm, "algo") == GRPOAlgorithm()
+
+
+def test_a_replaced_target_leaves_out_what_only_the_old_class_takes_while_at_its_default(own):
+    node = OmegaConf.structured(schema_of(own.Part))
+    node._target_ = "users_own.Fewer"
+    assert settled(OmegaConf.to_object(node)) == {"_target_": "users_own.Fewer", "n": 3}
+    node.mode = "b"
+    with pytest.raises(ConfigError, match="^algo.mode"):
+        build(settled(OmegaConf.to_object(node)), own.Base, "algo")
+
+
+def test_the_values_of_a_config_are_checked_in_any_depth(own):
+    check_values(own.Part())
+    for part, key in (
+        (own.Part(n=0), "n"),
+        (own.Part(place=own.Place(floor=-1)), "place.floor"),
+        (own.Part(place="x"), "place"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{key}="):
+            check_values(part)
