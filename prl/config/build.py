@@ -138,8 +138,8 @@ def options_of(node: Any, target: Any, where: str, live: Collection[str] = ()) -
 def no_such_option(key: str, owner: Any, known: Iterable[str]) -> ConfigError:
     """The error for an option that a class does not take, with the nearest of those that it takes."""
     name = key.rpartition(".")[2]
-    bases = [base.__name__ for base in getattr(owner, "__mro__", ())[1:] if name in options_taken(base).annotations]
-    if bases:
+    bases = [base.__name__ for base in getattr(owner, "__mro__", ()) if name in options_taken(base).annotations]
+    if bases and owner.__name__ not in bases:  # else it is no option, but a live object that it is given
         hint = f"{bases[0]} has: let __init__ take **options, and pass them to super().__init__"
     else:
         hint = nearest(key, known, "its options")
