@@ -95,6 +95,8 @@ def class_of(node: Any, base: type[T], where: str) -> type[T]:
     if not (inspect.isclass(found) and issubclass(found, base)):
         wanted = f"{base.__module__}.{base.__name__}"
         raise ConfigError(f"{where}._target_={plain(node)['_target_']!r} is not a subclass of {wanted}")
+    if inspect.isabstract(found):
+        raise ConfigError(f"{where}._target_={plain(node)['_target_']!r} is abstract: name a class that is not")
     return found
 
 
