@@ -119,12 +119,20 @@ class LongSequences(TokenTree):
         if window is not None or sinks is not None:
             return self.tree.attend(query, key, value, window=window, scale=scale, sinks=sinks)
         split = [each.split(self.lengths, dim=2) for each in (query, key, value)]
+        gqa = query.shape[1] != key.shape[1]
         attended = []
         with sdpa_kernel(KERNELS, set_priority=True):
-            for length, *parts in zip(self.lengths, *split, strict=True):
-                filled = [pad(part, (0, 0, 0, -length % ROUND)) for part in parts]  # seen by no token of the sequence
-                gqa = query.shape[1] != key.shape[1]
-                out = scaled_dot_product_attention(*filled, is_causal=True, scale=scale, enable_gqa=gqa)
+            for queries, keys, values in zip(*split, strict=True):
+                length = queries.shape[2]
+                filling = (0, 0, 0, -length % ROUND)  # seen by no token of the sequence
+                out = scaled_dot_product_attention(
+                    pad(queries, filling),
+                    pad(keys, filling),
+                    pad(values, filling),
+                    is_causal=True,
+                    scale=scale,
+                    enable_gqa=gqa,
+                )
                 attended.append(out[:, :, :length])
         return torch.cat(attended, dim=2).transpose(1, 2)
 
