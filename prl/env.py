@@ -182,8 +182,7 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     failed = next((rollout for rollout in rollouts if rollout.failed), None)
     if failed is None:
         return None
-    errors = failed.trace.errors
-    return f"the episode failed: {failed.error}" + own_line(errors[0].traceback or "" if errors else "")
+    return f"the episode failed: {failed.error}" + "".join(own_line(e.traceback or "") for e in failed.trace.errors[:1])
 
 
 def utf8(text: str) -> str:

@@ -65,8 +65,8 @@ class LogFile(logging.FileHandler):
         if not self.failed:
             self.failed = True
             error = sys.exc_info()[1]
-            said = f"{self.baseFilename}: {getattr(error, 'strerror', None) or error}"
-            print(safe(f"WARNING: the log is not complete: {said}"), file=sys.stderr, flush=True)
+            reason = f"{self.baseFilename}: {getattr(error, 'strerror', None) or error}"
+            print(safe(f"WARNING: the log is not complete: {reason}"), file=sys.stderr, flush=True)
 
 
 def hold_log() -> MemoryHandler:

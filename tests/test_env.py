@@ -101,7 +101,7 @@ def test_a_taskset_of_the_users_own_and_its_settings(prl_env, taskset):
         ("env_check_load", {"index": "5"}, "loading the tasks of T failed: IndexError", 'prompt=word[5] + "?"'),
     ],
 )
-def test_an_error_in_the_users_code_is_told_with_its_line(prl_env, taskset, tmp_path, name, broken, says, code):
+def test_an_error_in_user_code_names_its_line(prl_env, taskset, tmp_path, name, broken, says, code):
     status, _, err = prl_env("check", taskset(name, **broken))
     assert status == 2 and says in err
     last = err.rstrip().splitlines()[-1]
@@ -110,77 +110,42 @@ def test_an_error_in_the_users_code_is_told_with_its_line(prl_env, taskset, tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "named"),
     [
         (["no_such_taskset_xyz"], "no_such_taskset_xyz"),
         (["math", "args.max_operant=3"], "envs.math.args.max_operant"),
         (["math", "weight=-1x"], "weight"),
-        (["mth"], "'mth' is neither an env (alphabet_sort, calculator, "),
         (["mth"], "; did you mean math?\n"),
         (["prl.envs.mth"], "did you mean prl.envs.math?"),
         (["math,guess"], "'math,guess' is neither an env ("),
-        ([""], "'' is neither an env ("),
         (["../x"], "'../x' is neither an env ("),
-        (["math", "trainer.optim.lr=x"], "trainer.optim.lr=x"),
-        (["math", "trainer.optim.lrr=1"], "'trainer.optim.lrr': Key 'lrr' not in 'AdamWConfig'"),
-        (["math", "args.system=héllo"], "error: args.system=héllo: the value needs quotes, 'args.system=\"héllo\"'\n"),
-        (["math", "args.num_tasks"], "args.num_tasks: write key=value"),
-        (["jsonl"], "envs.jsonl.args.path has no value"),
-        (["prl.envs.guess", "timeout_s=3"], "timeout_s: of a taskset, args and eval_args are read"),
-        (["math", "timeout_s=-1"], "envs.math.timeout_s="),
-        (["prl.envs.math", "seed=-1"], "seed="),
+        (["math", "trainer.optim.lrr=1"], "trainer.optim.lrr"),
+        (["math", "args.system=héllo"], "args.system=héllo"),
+        (["jsonl"], "envs.jsonl.args.path"),
+        (["prl.envs.guess", "timeout_s=3"], "timeout_s"),
+        (["math", "timeout_s=-1"], "envs.math.timeout_s"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_in_a_line(prl_env, arguments, says):
+def test_what_cannot_be_loaded_is_refused_in_a_line(prl_env, arguments, named):
     status, out, err = prl_env("check", *arguments)
-    assert status == 2 and out == "" and err.startswith("error: ") and says in err and "Traceback" not in err
-    assert len(err.splitlines()) == 1
+    assert status == 2 and out == "" and err.startswith("error: ") and named in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("reply", ["a\udcff", "\ud800"])
-def test_a_reply_that_is_not_utf8_is_refused_in_a_line(prl_env, reply):
-    status, out, err = prl_env("check", "math", "args.num_tasks=3", "eval_args=null", "--reply", reply)
-    assert (status, out) == (2, "") and err.endswith("has bytes that are not UTF-8\n") and len(err.splitlines()) == 1
+def test_a_reply_that_is_not_utf8_is_refused_in_a_line(prl_env):
+    status, out, err = prl_env("check", "math", "args.num_tasks=3", "eval_args=null", "--reply", "\ud800")
+    assert (status, out) == (2, "") and "UTF-8" in err and len(err.splitlines()) == 1
 
 
-def test_a_reply_typed_in_utf8_is_itself_where_the_locale_is_ascii(prl_env, monkeypatch):
-    monkeypatch.setattr("os.fsencode", lambda text: text.encode("ascii", "surrogateescape"))
-    typed = "größer".encode().decode("ascii", "surrogateescape")
-    status, out, _ = prl_env("check", "math", "args.num_tasks=3", "eval_args=null", "--reply", typed)
-    assert status == 0 and "assistant  größer" in out
-
-
-TEMPLATES = {
-    "none": None,
-    "no assistant": "{% for m in messages %}{% if m.role == 'assistant' %}{{ raise_exception('no!') }}{% endif %}"
-    "{{ m.content }}{% endfor %}",
-    "no user": "{{ raise_exception('not this') }}",
-}
-
-
-@pytest.mark.parametrize(
-    ("template", "eos", "says"),
-    [
-        ("none", "<|im_end|>", "tokenizer.chat_template is not set"),
-        ("no user", "<|im_end|>", "TemplateError: not this"),
-        ("no assistant", None, "its tokenizer has no eos_token"),
-        ("no assistant", "<|im_end|>", "TemplateError: no!"),
-    ],
-)
-def test_a_template_that_fails_is_refused_in_a_line(prl_env, tmp_path, template, eos, says):
+def test_a_template_that_fails_is_refused_in_a_line(prl_env, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(model_path("tiny"), folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     file = folder / "tokenizer_config.json"
-    config = json.loads(file.read_text()) | {"chat_template": TEMPLATES[template], "eos_token": eos}
-    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    template = "{{ raise_exception('not this') }}"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
     model = ["model=hf", f"model.path={folder}", "model.renderer=default"]
-    if eos is None:  # nor do the model's files name an end
-        for name in ("generation_config.json", "config.json"):
-            if (file := folder / name).exists():
-                file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": None}))
     status, _, err = prl_env("check", "guess", "args.num_tasks=3", "eval_args=null", *model, "--reply", "1")
-    assert status == 2 and says in err and "Traceback" not in err and len(err.splitlines()) == 1
+    assert status == 2 and "not this" in err and len(err.splitlines()) == 1
 
 
 def test_a_module_that_a_taskset_misses_is_named(prl_env, taskset, tmp_path):

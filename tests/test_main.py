@@ -32,21 +32,11 @@ def started(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(
-    "name, module",
-    [
-        ("train", "prl.train"),
-        ("serve", "prl.serve"),
-        ("eval", "prl.eval"),
-        ("chat", "prl.chat"),
-        ("rollouts", "prl.viewer"),
-        ("report", "prl.report"),
-        ("timeline", "prl.report.timeline"),
-        ("env", "prl.env"),
-    ],
-)
-def test_a_subcommand_starts_its_module(prl, started, name, module):
+@pytest.mark.parametrize("name", command.SUBCOMMANDS)
+def test_a_subcommand_starts_its_module(prl, started, name):
     prl(name, "seed=1", "--help")
+    module, *_ = command.SUBCOMMANDS[name]
+    assert importlib.util.find_spec(module)
     assert started == [(module, [f"prl {name}", "seed=1", "--help"], {"run_name": "__main__", "alter_sys": True})]
 
 
@@ -61,38 +51,18 @@ def test_the_console_script_finds_modules_of_the_working_directory(tmp_path):
     assert done.returncode == 0 and "reward 0.25" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("arguments, says", [([], "no subcommand given"), (["trian"], "no subcommand 'trian'")])
-def test_another_word_is_refused_with_the_usage(prl, started, capsys, arguments, says):
+@pytest.mark.parametrize("arguments", [[], ["trian"]])
+def test_another_word_is_refused_with_the_usage(prl, started, capsys, arguments):
     with pytest.raises(SystemExit) as caught:
         prl(*arguments)
-    assert caught.value.code == 2 and not started
-    said = capsys.readouterr().err
-    assert says in said and all(f"\n  {name} " in said for name in command.SUBCOMMANDS)
+    assert caught.value.code == 2 and not started and "\n  train " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help_is_the_usage(prl, started, capsys, option):
-    prl(option)
-    assert capsys.readouterr().out == command.USAGE + "\n" and not started
-
-
-def test_the_version_is_the_packages(prl, started, capsys):
+def test_help_is_the_usage_and_the_version_the_packages(prl, started, capsys):
+    prl("--help")
+    assert capsys.readouterr().out == command.USAGE + "\n"
     prl("--version")
     assert capsys.readouterr().out.strip() == version("prl") and not started
-
-
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [("rollouts", "prl.viewer.__main__"), ("report", "prl.report.__main__")],
-)
-def test_help_names_the_command(capsys, name, module):
-    with pytest.raises(SystemExit):
-        importlib.import_module(module).main(["--help"])
-    assert capsys.readouterr().out.startswith(f"usage: prl {name} ")
-
-
-def test_every_subcommand_is_there():
-    assert all(importlib.util.find_spec(module) for module, _ in command.SUBCOMMANDS.values())
 
 
 def test_nothing_but_the_package_is_imported_for_the_usage():
@@ -105,15 +75,6 @@ def test_nothing_but_the_package_is_imported_for_the_usage():
     """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.splitlines()[-1] == "['prl.lazy_imports', 'prl.transformers_start', 'prl', 'prl.__main__']"
-
-
-def test_it_is_the_same_as_the_module():
-    arguments = ["--cfg", "job", "max_steps=7", "run.name=x"]
-    said = [
-        subprocess.run([sys.executable, "-m", *module, *arguments], capture_output=True, text=True, check=True).stdout
-        for module in (["prl", "train"], ["prl.train"])
-    ]
-    assert said[0] == said[1] and "max_steps: 7" in said[0]
 
 
 def test_ctrl_c_while_a_command_imports_is_a_stop_like_any(tmp_path):

@@ -8,43 +8,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("prl", "scripts", "tests", "conf", "experiments", ".ci")
 MODULES = {
-    "pickle",
-    "_pickle",
-    "cPickle",
-    "cloudpickle",
-    "dill",
-    "joblib",
-    "jsonpickle",
-    "marshal",
-    "shelve",
-    "copyreg",
-    "code",
-    "codeop",
-    "runpy",
-}
+    "pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "shelve",
+    "copyreg", "code", "codeop", "runpy",
+}  # fmt: skip
 """Modules that turn data into objects, or texts into running code."""
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 CALLS = {
-    "os.system",
-    "os.popen",
-    "subprocess.getoutput",
-    "subprocess.getstatusoutput",
-    "asyncio.create_subprocess_shell",
-    "torch.load",
-    "torch.hub.load",
-    "torch.jit.load",
-    "numpy.load",
-    "np.load",
-    "pandas.read_pickle",
-    "pd.read_pickle",
-    "yaml.load",
-    "yaml.load_all",
-    "yaml.unsafe_load",
-    "yaml.full_load",
-    "yaml.Loader",
-    "yaml.UnsafeLoader",
-    "logging.config.listen",
-}
+    "os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput",
+    "asyncio.create_subprocess_shell", "torch.load", "torch.hub.load", "torch.jit.load", "numpy.load",
+    "np.load", "pandas.read_pickle", "pd.read_pickle", "yaml.load", "yaml.load_all", "yaml.unsafe_load",
+    "yaml.full_load", "yaml.Loader", "yaml.UnsafeLoader", "logging.config.listen",
+}  # fmt: skip
 OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list"}
 """Collectives of torch's that pickle."""
 FLAGS = {"shell": True, "allow_pickle": True, "weights_only": False, "trust_remote_code": True}
@@ -98,25 +72,21 @@ def doors(text: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("source", "door"),
-    [
-        ("import pickle as p", "pickle"),
-        ("from cloudpickle import loads", "cloudpickle"),
-        ("import torch\ntorch.load('x')", "torch.load"),
-        ("from torch import load", "torch.load"),
-        ("x = eval\n", "eval"),
-        ("getattr(exec, '__call__')('1')", "exec"),
-        ("subprocess.run('ls', shell=True)", "shell=True"),
-        ("yaml.load(text, Loader=yaml.SafeLoader)", "yaml.load"),
-        ("import os\nrun = os.system", "os.system"),
-        ("from os import popen", "os.popen"),
-        ("np.load(f, allow_pickle=True)", "allow_pickle=True"),
-        ("dist.all_gather_object(a, b)", "all_gather_object"),
-        ("from torch.distributed import gather_object", "gather_object"),
-        ("AutoModel.from_pretrained(p, trust_remote_code=True)", "trust_remote_code=True"),
-    ],
-)
+DOORS = [
+    ("import pickle as p", "pickle"),
+    ("from cloudpickle import loads", "cloudpickle"),
+    ("import torch\ntorch.load('x')", "torch.load"),
+    ("from torch import load", "torch.load"),
+    ("getattr(exec, '__call__')('1')", "exec"),
+    ("subprocess.run('ls', shell=True)", "shell=True"),
+    ("import os\nrun = os.system", "os.system"),
+    ("dist.all_gather_object(a, b)", "all_gather_object"),
+    ("from torch.distributed import gather_object", "gather_object"),
+    ("AutoModel.from_pretrained(p, trust_remote_code=True)", "trust_remote_code=True"),
+]
+
+
+@pytest.mark.parametrize(("source", "door"), DOORS)
 def test_the_walk_sees_every_door(source, door):
     assert door in doors(source)
 

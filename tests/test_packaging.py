@@ -61,22 +61,14 @@ def test_wheel_carries_what_the_code_reads(wheel):
         assert not missing, f"ignored by git, or left out by hatchling: {sorted(missing)}"
 
 
-def test_wheel_carries_nothing_else(wheel):
+def test_wheel_carries_nothing_else_and_names_the_command_and_the_plugin(wheel):
     ours = re.compile(r"(prl|prl-[\d.]+\.dist-info)/(?!.*__pycache__)")
     assert [name for name in wheel.namelist() if not ours.match(name)] == []
-
-
-def test_wheel_announces_the_vllm_plugin(wheel):
     (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     text = wheel.read(name).decode()
+    assert "[console_scripts]\nprl = prl.__main__:main" in text
     assert "[vllm.endpoint_plugins]\nprl = prl.inference.routes:PolicyRoutes" in text
-    assert "prl/inference/routes.py" in wheel.namelist()
-
-
-def test_wheel_has_the_command_and_its_types(wheel):
-    (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
-    assert "[console_scripts]\nprl = prl.__main__:main" in wheel.read(name).decode()
-    assert {"prl/__main__.py", "prl/py.typed"} <= set(wheel.namelist())
+    assert {"prl/__main__.py", "prl/py.typed", "prl/inference/routes.py"} <= set(wheel.namelist())
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -91,64 +83,13 @@ def test_script_is_executable_and_parses(script):
         ast.parse(script.read_text(), str(script))
 
 
-@pytest.mark.parametrize(
-    "wrong, says",
-    [({"PRL_ENGINE": "tpu"}, "choose cpu or gpu"), ({"PRL_PYTHON": "no-such-python"}, "not a Python 3.11 to 3.13")],
-)
-def test_setup_names_a_wrong_choice_and_makes_nothing(tmp_path, wrong, says):
+def test_setup_names_a_wrong_choice_and_makes_nothing(tmp_path):
     (tmp_path / "scripts").mkdir()  # a checkout of its own: the real .venv stays out of it
     for name in ("scripts/setup", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
-    command = [str(tmp_path / "scripts" / "setup")]
-    answer = subprocess.run(command, cwd="/", env={**os.environ, **wrong}, capture_output=True, text=True, timeout=60)
-    assert answer.returncode == 1 and says in answer.stderr
-    assert not (tmp_path / ".venv").exists()
-
-
-def run_test_script(tmp_path, *arguments, broken=""):
-    """Run scripts/test in a checkout whose Python prints what it is asked to run, and fails where that has `broken`."""
-    for name, text in {
-        "scripts/test": (ROOT / "scripts" / "test").read_text(),
-        "scripts/setup": "#!/bin/sh\n",
-        "scripts/test_packages": "#!/bin/sh\n",
-        ".venv/bin/python": f'#!/bin/sh\necho "ran: $*"\ncase "$*" in *"{broken or "never"}"*) exit 5 ;; esac\n',
-    }.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-    command = [str(tmp_path / "scripts" / "test"), *arguments]
-    answer = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
-    return answer, [line.removeprefix("ran: -m ") for line in answer.stdout.splitlines() if line.startswith("ran: ")]
-
-
-PARTS = [
-    "ruff format",
-    "ruff check",
-    "mypy",
-    "pytest -q -m not engine and not slow and not chaos --durations=12 -n ",
-    "pytest -m (engine or slow) and not chaos",
-]
-
-
-@pytest.mark.parametrize("broken", ["", *PARTS])
-def test_a_part_that_fails_fails_everything_and_the_others_run(tmp_path, broken):
-    answer, ran = run_test_script(tmp_path, broken=broken)
-    assert [any(line.startswith(part) for line in ran) for part in PARTS] == [True] * len(ran) == [True] * 5
-    assert answer.returncode == (1 if broken else 0)
-    assert ("FAILED: " in answer.stderr) == bool(broken)
-
-
-@pytest.mark.parametrize("broken, status", [("", 0), ("pytest", 5)])
-def test_arguments_go_to_one_pytest(tmp_path, broken, status):
-    answer, ran = run_test_script(tmp_path, "-k", "not slow", broken=broken)
-    assert ran == ["pytest -k not slow"] and answer.returncode == status
-
-
-def test_the_hooks_run_what_the_tests_run():
-    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
-    for tool in ("ruff format", "ruff check", "mypy"):
-        assert f"-m {tool}" in hooks and f"-m {tool}" in (ROOT / "scripts" / "test").read_text()
+    environment, command = {**os.environ, "PRL_ENGINE": "tpu"}, [str(tmp_path / "scripts" / "setup")]
+    answer = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 1 and "choose cpu or gpu" in answer.stderr and not (tmp_path / ".venv").exists()
 
 
 def locked(name):
@@ -238,7 +179,6 @@ LOCK = SourceFileLoader("lock", str(ROOT / "scripts" / "lock")).load_module()
     "wheel, python, architecture, does",
     [
         ("a-1-py3-none-any.whl", 12, "aarch64", True),
-        ("a-1-py2.py3-none-any.whl", 11, "x86_64", True),
         ("a-1-py2-none-any.whl", 11, "x86_64", False),
         ("a-1-cp311-cp311-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", 11, "x86_64", True),
         ("a-1-cp311-cp311-manylinux_2_17_x86_64.whl", 11, "aarch64", False),
@@ -247,7 +187,6 @@ LOCK = SourceFileLoader("lock", str(ROOT / "scripts" / "lock")).load_module()
         ("a-1-cp39-abi3-manylinux_2_17_x86_64.whl", 13, "x86_64", True),
         ("a-1-cp312-abi3-manylinux_2_17_x86_64.whl", 11, "x86_64", False),
         ("a-1-cp312-cp312-musllinux_1_2_x86_64.whl", 12, "x86_64", False),
-        ("a-1-cp312-cp312-win_amd64.whl", 12, "x86_64", False),
     ],
 )
 def test_which_machine_installs_a_wheel(wheel, python, architecture, does):
@@ -260,18 +199,11 @@ def test_which_machine_installs_a_wheel(wheel, python, architecture, does):
         ("sys_platform == 'linux'", ""),
         ("python_full_version >= '3.12' and platform_machine != 's390x'", " ; python_version >= '3.12'"),
         ("python_version < '3.12'", " ; python_version <= '3.11'"),
-        (
-            "python_version < '3.13' and python_version > '3.11'",
-            " ; python_version >= '3.12' and python_version <= '3.12'",
-        ),
         ("platform_machine == 'x86_64'", " ; platform_machine == 'x86_64'"),
     ],
 )
 def test_which_machines_a_marker_means(marker, condition):
     assert LOCK.condition(LOCK.machines({"marker": marker})) == condition
-
-
-def test_a_marker_for_other_machines_means_none():
     assert not LOCK.machines({"marker": "sys_platform == 'win32'"})
 
 
@@ -285,12 +217,3 @@ def test_no_path_of_a_developers_machine():
             if MACHINE_PATH.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}")
     assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize("top", ["work", "root", "opt"])
-def test_the_path_check_itself(top):
-    for before in ("", "cd ", "'", "file://", "a=", "PATH=/bin:"):
-        assert MACHINE_PATH.search(f"{before}/{top}/x"), before
-    for before in ("..", "https://example.org", "$HOME", "${HOME}", "~", "framework"):
-        assert not MACHINE_PATH.search(f"{before}/{top}/x"), before
-    assert not MACHINE_PATH.search(f"/{top}s/x")

@@ -6,16 +6,11 @@ the counts, experiments/benchmarks/memory.md what a step's peak is beside them).
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 from prl.config.hardware import GIB
 from prl.config.schema import InferenceConfig
 from prl.dry_run.shape import ModelShape
 
-Precision = Literal["float32", "bfloat16"]
-"""Number format of a forward pass, over float32 weights."""
-Recomputed = Literal["none", "selective", "full"]
-"""What backward computes again (`trainer.gradient_checkpointing`)."""
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
 FLOAT = 4
@@ -34,8 +29,10 @@ class Pass:
     """Of each sequence in it, tokens; they share nothing."""
     row: int
     """Longest packed row, tokens; for passes without shared prefixes."""
-    precision: Precision = "float32"
-    checkpointing: Recomputed = "none"
+    precision: str = "float32"
+    """Number format of the pass, over float32 weights."""
+    checkpointing: str = "none"
+    """What backward computes again (`trainer.gradient_checkpointing`): none, selective or full."""
     trees: bool = True
     """Whether it runs over token trees (`trainer.share_prefixes`), else over packed rows."""
     head_chunk: int | None = None
@@ -160,7 +157,11 @@ def trainer_memory(
 
     whole = shape.parameters * FLOAT
     gathered = shape.outside + 2 * shape.layer + (0 if shape.adapters else shape.layer)
-    logits = min(how.tokens, how.head_chunk or usual_chunk(shape.vocabulary, shape.hidden, cuda=how.cuda)) * shape.vocabulary * FLOAT
+    logits = (
+        min(how.tokens, how.head_chunk or usual_chunk(shape.vocabulary, shape.hidden, cuda=how.cuda))
+        * shape.vocabulary
+        * FLOAT
+    )
     head = 0 if shape.adapters else shape.vocabulary * shape.hidden * FLOAT  # its gradient
     kept = activations(shape, how)
     at_head = {"activations": kept, "head": max(2 * logits, logits + head)}
@@ -202,6 +203,21 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str, tensor_parallel: int = 1) 
 def kv_tokens(shape: ModelShape, dtype: str, device: str, cache_bytes: float, tensor_parallel: int = 1) -> int:
     """Tokens that a KV cache of so many bytes a device holds, in whole blocks."""
     return int(cache_bytes // (BLOCKS[device] * kv_bytes_per_token(shape, dtype, tensor_parallel))) * BLOCKS[device]
+
+
+def inprocess_engine_memory(
+    shape: ModelShape, dtype: str, inference: InferenceConfig, max_model_len: int, *, updated: bool
+) -> dict[str, float]:
+    """What transformers' model in the process of a run holds, bytes by part.
+
+    A batch has at most `max_num_seqs` sequences of `max_model_len`. New weights are loaded beside the old ones, in
+    float32 first.
+    """
+    return {
+        "weights": shape.parameters * SIZES[dtype],
+        "update": shape.parameters * FLOAT * updated,
+        "KV cache": inference.max_num_seqs * max_model_len * kv_bytes_per_token(shape, dtype),
+    }
 
 
 def engine_memory(

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -16,7 +16,7 @@ from prl.config.gpus import visible_gpus
 from prl.config.hardware import GIB, MIB, gpu_memory_bytes
 from prl.config.schema import TrainConfig
 from prl.config.validate import hosts_teacher
-from prl.dry_run.memory import FLOAT, Pass, Recomputed, engine_memory, kv_tokens, trainer_memory
+from prl.dry_run.memory import FLOAT, Pass, engine_memory, inprocess_engine_memory, kv_tokens, trainer_memory
 from prl.dry_run.shape import ModelShape, optimiser_bytes, shape_of, with_adapters
 from prl.launch import specs
 from prl.launch.local import resolve_model
@@ -31,7 +31,8 @@ CONTEXT = 0.6 * GIB
 STATES = ("weights", "gradients", "optimiser", "reference")
 """Parts of a rank's memory that it keeps between steps, in host memory with `trainer.cpu_offload`."""
 REMEDY = (
-    "lower what takes most (trainer.tokens_per_forward, inference.kv_cache_gb or inference.gpu_memory_utilization), "
+    "lower what takes most (trainer.tokens_per_forward, inference.kv_cache_gb or inference.gpu_memory_utilization, "
+    "inference.max_num_seqs of an engine in this process), "
     "set trainer.gradient_checkpointing=full, trainer.cpu_offload=true or model.lora.rank, or take a smaller model"
 )
 
@@ -42,14 +43,14 @@ class Plan:
 
     capacities: dict[str, float]
     """Bytes by device."""
-    held: dict[str, list[tuple[str, dict[str, float]]]] = field(default_factory=lambda: defaultdict(list))
+    processes: dict[str, list[tuple[str, dict[str, float]]]] = field(default_factory=lambda: defaultdict(list))
     """By device, the processes that have memory there, and of each the bytes by part."""
     caches: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By the name of an engine, the tokens that its KV cache holds, and those of the longest sequence."""
+    """By the name of an engine, the tokens that its KV cache has room for, and those of the longest sequence."""
 
     def used(self, device: str) -> float:
         """Bytes of a device that all processes take together."""
-        return sum(sum(parts.values()) for _, parts in self.held[device])
+        return sum(sum(parts.values()) for _, parts in self.processes[device])
 
     def problems(self) -> Iterator[str]:
         """What does not fit, and what to change."""
@@ -60,27 +61,28 @@ class Plan:
                     "raise inference.kv_cache_gb (on GPUs inference.gpu_memory_utilization or .tensor_parallel_size)"
                 )
         for device, capacity in self.capacities.items():
-            if (used := self.used(device)) > capacity:
+            used = self.used(device)
+            if used > capacity:
                 yield f"{device} would hold {used / GIB:.1f} GiB, and it has {capacity / GIB:.1f} GiB: {REMEDY}"
 
     def table(self) -> Table:
-        """What each process holds where; processes and devices that hold the same in one row."""
+        """What each process has where; processes and devices that have the same are in one row."""
         drawn = Table("device", "process", "GiB", "of it", box=box.SIMPLE_HEAD, pad_edge=False)
-        for (capacity, held), group in groupby(self.capacities, lambda name: (self.capacities[name], self.held[name])):
-            alike = list(group)
-            device = alike[0] if len(alike) == 1 else f"{alike[0]} to {alike[-1].split()[-1]}"
-            for process, rows in groupby(held):
-                name, parts = process
+        by_content = groupby(self.capacities, lambda name: (self.capacities[name], self.processes[name]))
+        for (capacity, processes), group in by_content:
+            first, *others = group
+            device = f"{first} to {others[-1].split()[-1]}" if others else first
+            for (name, parts), alike in groupby(processes):
                 large = sorted((value, part) for part, value in parts.items() if value >= GIB / 200)
                 of_it = ", ".join(f"{part} {value / GIB:,.2f}" for value, part in reversed(large))
-                drawn.add_row(device, f"{len(list(rows))} x {name}", f"{sum(parts.values()) / GIB:,.2f}", of_it)
-            there = f"{self.used(alike[0]) / GIB:,.2f}"
-            drawn.add_row(device, "all", there, f"at the peak of a step, of {capacity / GIB:,.2f}", end_section=True)
+                drawn.add_row(device, f"{len(list(alike))} x {name}", f"{sum(parts.values()) / GIB:,.2f}", of_it)
+            used = f"{self.used(first) / GIB:,.2f}"
+            drawn.add_row(device, "all", used, f"at the peak of a step, of {capacity / GIB:,.2f}", end_section=True)
         return drawn
 
 
 class Sizes(NamedTuple):
-    """What is found out once about the models of a run."""
+    """Sizes of the models of a run."""
 
     policy: ModelShape
     optimiser: int
@@ -104,39 +106,43 @@ def plan(config: TrainConfig) -> Plan:
     sizes, placed, memory = sizes_of(config), specs.placement(config), gpu_memory_bytes()
     numbers = [int(name) if name.isdigit() else place for place, name in enumerate(visible_gpus())]
     gpus = {f"{GPU} {place}": memory[min(number, len(memory) - 1)] for place, number in enumerate(numbers)}
-    found = Plan({RAM: machine.memory_bytes() or math.inf} | gpus)
-    found.held[RAM].append(("orchestrator", {"process": COMMAND}))
+    planned = Plan({RAM: machine.memory_bytes() or math.inf} | gpus)
+    planned.processes[RAM].append(("orchestrator", {"process": COMMAND}))
     engines = [
         ("inference", config.model, config.inference, sizes.policy, placed.engines),
         ("teacher", config.teacher.model, config.teacher.inference, sizes.teacher, placed.teachers),
     ]
     for name, model, inference, shape, places in engines:
-        if model is None or shape is None or inference.urls or inference.in_process:
+        if model is None or shape is None or inference.urls:
             continue
         device = inference.device_type
-        dtype, least = resolve_model(model, device).dtype, min(gpus.values(), default=0)
-        share = least * inference.gpu_memory_utilization - CONTEXT if device == "cuda" else None
-        parts = engine_memory(shape, dtype, inference, share=share, updated=name == "inference")
-        spans = 1 if share is None else inference.tensor_parallel_size
-        found.caches[name] = (kv_tokens(shape, dtype, device, parts["KV cache"], spans), model.max_model_len)
+        dtype, updated, process = resolve_model(model, device).dtype, name == "inference", ENGINE
+        if inference.in_process:
+            parts = inprocess_engine_memory(shape, dtype, inference, model.max_model_len, updated=updated)
+            places, process = [(0,) if device == "cuda" else ()], 0.0
+        else:
+            least = min(gpus.values(), default=0)
+            share = least * inference.gpu_memory_utilization - CONTEXT if device == "cuda" else None
+            parts = engine_memory(shape, dtype, inference, share=share, updated=updated)
+            spans = 1 if share is None else inference.tensor_parallel_size
+            planned.caches[name] = (kv_tokens(shape, dtype, device, parts["KV cache"], spans), model.max_model_len)
         for place in places:
-            own = {"process": ENGINE} if place else parts | {"process": ENGINE}
-            found.held[RAM].append((name, own))
+            planned.processes[RAM].append((name, {"process": process} | ({} if place else parts)))
             for gpu in place:
-                found.held[f"{GPU} {gpu}"].append((name, parts | {"process": CONTEXT}))
+                planned.processes[f"{GPU} {gpu}"].append((name, parts | {"process": CONTEXT}))
     for number, place in enumerate(placed.ranks):
-        there, here = rank(config, sizes, first=number == 0)
-        found.held[RAM].append(("trainer", here | {"process": TRAINER}))
+        on_gpu, in_ram = memory_of_rank(config, sizes, first=number == 0)
+        planned.processes[RAM].append(("trainer", in_ram | {"process": TRAINER}))
         for gpu in place:
-            found.held[f"{GPU} {gpu}"].append(("trainer", there | {"process": CONTEXT}))
-    return found
+            planned.processes[f"{GPU} {gpu}"].append(("trainer", on_gpu | {"process": CONTEXT}))
+    return planned
 
 
-def rank(config: TrainConfig, sizes: Sizes, *, first: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """What a rank of the trainer holds on its GPU, and in the machine's memory, bytes by part.
+def memory_of_rank(config: TrainConfig, sizes: Sizes, *, first: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """What a rank of the trainer has on its GPU, and in the machine's memory, bytes by part.
 
     The latter at its peak: in a step, or before. The first of several ranks, or one with a GPU, loads all weights into
-    RAM and hands each rank its part; a reference it loads beside its part of the policy.
+    RAM and hands each rank its part.
     """
     trainer, cuda = config.trainer, config.trainer.device_type == "cuda"
     parts = trainer_memory(
@@ -146,11 +152,11 @@ def rank(config: TrainConfig, sizes: Sizes, *, first: bool) -> tuple[dict[str, f
         reference=holds_reference(config),
         shards=trainer.shard_size or trainer.num_processes,
     )
-    here = {name: value for name, value in parts.items() if not cuda or (trainer.cpu_offload and name in STATES)}
-    there = {name: value for name, value in parts.items() if name not in here}
-    loaded = sizes.policy.parameters * FLOAT if first and (cuda or trainer.num_processes > 1) else 0
-    loading = {"loading": float(loaded)} | ({"weights": here.get("weights", 0)} if here.get("reference") else {})
-    return there, max(here, loading, key=lambda each: sum(each.values()))
+    in_ram = {name: value for name, value in parts.items() if not cuda or (trainer.cpu_offload and name in STATES)}
+    on_gpu = {name: value for name, value in parts.items() if name not in in_ram}
+    loads = first and (cuda or trainer.num_processes > 1)
+    loading = {"loading": float(sizes.policy.parameters * FLOAT * loads)}
+    return on_gpu, max(in_ram, loading, key=lambda parts: sum(parts.values()))
 
 
 def pass_of(config: TrainConfig) -> Pass:
@@ -162,7 +168,7 @@ def pass_of(config: TrainConfig) -> Pass:
         length=min(trainer.seq_len, config.model.max_model_len),
         row=trainer.seq_len,
         precision="bfloat16" if half else "float32",
-        checkpointing=cast(Recomputed, trainer.gradient_checkpointing),
+        checkpointing=trainer.gradient_checkpointing,
         trees=trainer.share_prefixes or cuda,
         head_chunk=trainer.head_chunk,
         cuda=cuda,

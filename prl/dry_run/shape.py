@@ -1,4 +1,4 @@
-"""What the arithmetic of a dry run needs to know of a model, found without its weights.
+"""What the arithmetic of a dry run needs to know of a model, without its weights.
 
 The model of a `config.json` is built on torch's meta device, which takes no memory, so that its parameters are counted
 and not computed.
@@ -83,7 +83,7 @@ def shape_of(model: ModelConfig, key: str, *, trained: bool) -> tuple[ModelShape
         built = build(config, f"{key}={model.path!r}", trained=trained)
     text = config.get_text_config()
     heads = int(text.num_attention_heads)
-    known: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "layers": int(text.num_hidden_layers),
         "vocabulary": int(text.vocab_size),
         "hidden": int(text.hidden_size),
@@ -95,16 +95,17 @@ def shape_of(model: ModelConfig, key: str, *, trained: bool) -> tuple[ModelShape
     }
     if built is None:
         parameters = parameters_of(model) or 0
-        return ModelShape(**known, parameters=parameters, outside=parameters, layer=0), None
-    return ModelShape(**known | counted(built) | experts_of(built, text)), built
+        return ModelShape(**sizes, parameters=parameters, outside=parameters, layer=0), None
+    return ModelShape(**sizes | parameters_by_place(built) | sizes_of_experts(built, text)), built
 
 
-def counted(built: Any) -> dict[str, Any]:
+def parameters_by_place(built: Any) -> dict[str, Any]:
     """How the parameters of a model are spread over it."""
     from prl.trainer.sharding import layers_of
 
     layers = layers_of(built)
-    parameters, sizes = size_of(built), [size_of(layer) for layer in layers]
+    sizes = [parameters_in(layer) for layer in layers]
+    parameters = parameters_in(built)
     return {
         "parameters": parameters,
         "outside": parameters - sum(sizes),
@@ -114,21 +115,21 @@ def counted(built: Any) -> dict[str, Any]:
     }
 
 
-def size_of(module: Any) -> int:
-    """Parameters of a module, each once."""
+def parameters_in(module: Any) -> int:
+    """The number of a module's parameters, each counted once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def experts_of(built: Any, config: Any) -> dict[str, int]:
+def sizes_of_experts(built: Any, config: Any) -> dict[str, int]:
     """What a mixture of experts has otherwise than its config's `intermediate_size` says; empty for another model."""
-    down = next((each for name, each in built.named_parameters() if each.dim() == 3 and "down_proj" in name), None)
+    stacked = (each for name, each in built.named_parameters() if each.dim() == 3 and "down_proj" in name)
+    down = next(stacked, None)
     routed = int(getattr(config, "num_experts_per_tok", None) or 0)
     if down is None or not routed:
         return {}
     width = down.shape[2] if down.shape[1] == config.hidden_size else down.shape[1]
-    shared = getattr(config, "shared_expert_intermediate_size", None) or width * (
-        getattr(config, "n_shared_experts", None) or 0
-    )
+    own_width = getattr(config, "shared_expert_intermediate_size", None)
+    shared = own_width or width * (getattr(config, "n_shared_experts", None) or 0)
     return {"routed": routed, "intermediate": routed * width + shared}
 
 
@@ -138,13 +139,13 @@ def with_adapters(shape: ModelShape, built: Any, model: PolicyModelConfig) -> Mo
 
     add_adapters(built, plain(model.lora), model.path)
     matrices = adapters_of(built)
-    inputs = [matrix for name, matrix in matrices.items() if "lora_A" in name]
-    outputs = [matrix for name, matrix in matrices.items() if "lora_B" in name]
+    inner = sum(len(matrix) for name, matrix in matrices.items() if "lora_A" in name)
+    outer = sum(len(matrix) for name, matrix in matrices.items() if "lora_B" in name)
     return replace(
         shape,
         adapters=sum(matrix.numel() for matrix in matrices.values()),
-        inner=math.ceil(sum(map(len, inputs)) / max(1, shape.layers)),
-        outer=math.ceil(sum(map(len, outputs)) / max(1, shape.layers)),
+        inner=math.ceil(inner / max(1, shape.layers)),
+        outer=math.ceil(outer / max(1, shape.layers)),
     )
 
 
@@ -165,18 +166,10 @@ def optimiser_bytes(model: Any, node: Any) -> int:
             parameter.grad = torch.empty_like(parameter)
     try:
         optimizer.step()
-    except Exception as error:  # of one that looks at values, but most make their state before they do
-        if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
-            return held(optimizer)
+    except Exception as error:
         raise ConfigError(
             f"trainer.optim._target_={plain(node)['_target_']}: what it keeps is not known without a real step "
             f"({in_one_line(error)}): a dry run counts the optimisers of torch"
         ) from error
-    finally:
-        optimizer.zero_grad()
-    return held(optimizer)
-
-
-def held(optimizer: Any) -> int:
-    """Bytes of the tensors in an optimiser's state."""
-    return sum(getattr(each, "nbytes", 0) for of_one in optimizer.state.values() for each in of_one.values())
+    optimizer.zero_grad()
+    return sum(getattr(value, "nbytes", 0) for state in optimizer.state.values() for value in state.values())

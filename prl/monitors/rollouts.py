@@ -23,7 +23,7 @@ def read_rollouts(run_dir: Path, step: int) -> list[Record]:
 
 def distributions(records: Iterable[Record]) -> dict[str, list[float]]:
     """Rewards, advantages, lengths and ages of the rollouts that did not fail, by `<metric>/<env>`."""
-    found: dict[str, list[float]] = {}
+    by_env: dict[str, list[float]] = {}
     for record in records:
         if record.stage is Stage.FAILED:
             continue
@@ -38,8 +38,8 @@ def distributions(records: Iterable[Record]) -> dict[str, list[float]]:
         }
         for name, value in values.items():
             if value is not None:
-                found.setdefault(f"{name}/{record.env}", []).append(value)
-    return found
+                by_env.setdefault(f"{name}/{record.env}", []).append(value)
+    return by_env
 
 
 class Ratios(msgspec.Struct):
@@ -56,12 +56,12 @@ def log_ratios(run_dir: Path, step: int) -> dict[str, list[float]]:
     """
     from prl.wire.files import step_name
 
-    found: dict[str, list[float]] = {}
+    by_env: dict[str, list[float]] = {}
     for path in sorted((run_dir / "tokens" / step_name(step)).glob("rank_*.jsonl")):
         for line in msgspec.json.Decoder(Ratios).decode_lines(path.read_bytes()):
             if values := [math.log(ratio) for ratio in line.ratio if ratio]:
-                found.setdefault(f"log_ratio/{line.env}", []).extend(values)
-    return found
+                by_env.setdefault(f"log_ratio/{line.env}", []).extend(values)
+    return by_env
 
 
 def rows(records: Iterable[Record]) -> list[list[str | float | None]]:

@@ -76,8 +76,8 @@ class Wandb(Monitor):
 def run_id(run_dir: Path, *, goes_on: bool) -> str:
     """The id of the run in Weights & Biases: a new one, or that of the time before where the run goes on."""
     path = run_dir / "wandb" / "run-id"
-    found = path.read_text(encoding="utf-8", errors="replace") if goes_on and path.is_file() else ""
-    if not re.fullmatch(r"[0-9a-f]{8}", found):
+    written = path.read_text(encoding="utf-8", errors="replace") if goes_on and path.is_file() else ""
+    if not re.fullmatch(r"[0-9a-f]{8}", written):
         write_atomically(path, secrets.token_hex(4).encode())
     return path.read_text(encoding="utf-8")
 

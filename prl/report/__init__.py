@@ -15,8 +15,8 @@ def try_to_sum_up(run_dir: Path) -> str | None:
     try:
         from prl.report.shares import read_spans, shares
 
-        found = shares(read_spans(run_dir, []))
-        return None if found is None else found.sentence
+        times = shares(read_spans(run_dir, []))
+        return None if times is None else times.sentence
     except Exception as error:
         log.warning("the events of the run could not be summed up: %s: %s", type(error).__name__, error)
         return None
@@ -35,5 +35,5 @@ def try_to_write(run_dir: Path) -> None:
 
         write_page(run_dir)
     except Exception as error:
-        said = of_disk(error) or f"{type(error).__name__}: {error}"  # repr has all that a codec was given
-        log.warning("the page of the run could not be written (try `prl report %s`): %s", run_dir, said)
+        reason = of_disk(error) or f"{type(error).__name__}: {error}"  # repr has all that a codec was given
+        log.warning("the page of the run could not be written (try `prl report %s`): %s", run_dir, reason)

@@ -86,11 +86,11 @@ def named_series(kind: Kind, metrics: pd.DataFrame) -> dict[str, pd.Series]:
     """The curves of a panel by name."""
     if not isinstance(kind.curves, str):
         return {name: metrics[key].dropna() for name, key in kind.curves.items() if key in metrics}
-    found: dict[str, pd.Series] = {}
+    series: dict[str, pd.Series] = {}
     for key in metrics:
         if match := re.fullmatch(kind.curves, str(key)):
-            found[" ".join(match.groups())] = metrics[key].dropna() * kind.sign
-    return distinct(found)
+            series[" ".join(match.groups())] = metrics[key].dropna() * kind.sign
+    return distinct(series)
 
 
 def distinct(series: dict[str, pd.Series]) -> dict[str, pd.Series]:

@@ -51,8 +51,7 @@ class Rollouts:
 
 def read_rollouts(run_dir: Path) -> Rollouts:
     """The rollouts that the page shows."""
-    files = step_files(run_dir)
-    found = Rollouts()
+    files, found = step_files(run_dir), Rollouts()
     if not files:
         return found
     tokens = Tokens(run_dir)
@@ -60,16 +59,14 @@ def read_rollouts(run_dir: Path) -> Rollouts:
     chosen = sorted({*shown, *spread(list(files), STEPS)}, key=lambda step: (step not in shown, step))
     records: list[Record] = []
     read = 0
-    for step in chosen:
-        room = ROLLOUTS - len(records)
-        if not room:
-            break
-        here, problems = read_records([files[step]])
-        read += 1
+    while read < len(chosen) and len(records) < ROLLOUTS:
+        of_step, problems = read_records([files[chosen[read]]])
         found.problems += problems
-        records += here[:room]
-        if len(here) > room:
-            found.left_out.append(f"the last rollouts of step {step}")
+        records += of_step
+        read += 1
+    if len(records) > ROLLOUTS:
+        found.left_out.append(f"the last rollouts of step {chosen[read - 1]}")
+        records = records[:ROLLOUTS]
     if read < len(files):
         found.left_out.append(f"{len(files) - read} of {len(files)} steps")
     places = {id(record): place for place, record in enumerate(records)}

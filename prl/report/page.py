@@ -1,6 +1,5 @@
 """The page of a run: `report.html` in its directory. One file, made from what the directory holds, at any time."""
 
-import contextlib
 import datetime
 import json
 import logging
@@ -8,17 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import OmegaConf
 
 from prl.compose import compose
 from prl.config.build import plain
-from prl.errors import UNREADABLE
 from prl.report import curves
 from prl.report.examples import read_rollouts
 from prl.report.html import data_block, render
-from prl.report.runs import Run, flat, read_run
+from prl.report.runs import Run, flat, json_of, read_run
 from prl.report.shares import read_spans, shares
 from prl.report.verdict import duration, verdict
 from prl.text import safe
@@ -52,7 +48,7 @@ def page(run: Run) -> str:
         script="run.js",
         title=f"{run.name} · prl",
         run=run,
-        verdict=verdict(run, shares(read_spans(run.dir, run.problems, steps=run.result.steps))),
+        verdict=verdict(run, shares(read_spans(run.dir, run.problems))),
         facts=_facts(run),
         panels=panels,
         flat_panels=flat_ones,
@@ -76,49 +72,36 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     """A few numbers with their names."""
     steps = run.metrics[run.metrics.index > 0]
     asked = run.config.get("max_steps")
-    found = [("steps", f"{run.result.steps}" + (f" of {asked}" if asked and asked != run.result.steps else ""))]
+    facts = [("steps", f"{run.result.steps}" + (f" of {asked}" if asked and asked != run.result.steps else ""))]
     if run.result.seconds:
-        found.append(("whole run", duration(run.result.seconds)))
+        facts.append(("whole run", duration(run.result.seconds)))
     for name, key, unit in (
         ("per step, median", "time/step", " s"),
         ("tokens/s generated, median", "tokens/generated_per_second", ""),
     ):
         if key in steps and steps[key].notna().any():
-            found.append((name, f"{float(steps[key].median()):,.3g}{unit}" if unit else f"{steps[key].median():,.0f}"))
+            facts.append((name, f"{float(steps[key].median()):,.3g}{unit}" if unit else f"{steps[key].median():,.0f}"))
     for name, key in (("rollouts", "rollouts/arrived"), ("trained on", "rollouts/trained")):
         if key in steps:
-            found.append((name, f"{steps[key].sum():,.0f}"))
-    return found
+            facts.append((name, f"{steps[key].sum():,.0f}"))
+    return facts
 
 
 def difference(config: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Key, default and value of what a run's config sets otherwise than the defaults do; "–" where there is none.
-
-    What the defaults have not at all (an env, say) is one entry.
-    """
+    """Key, default and value of what a run's config sets otherwise than the defaults do; "–" where there is none."""
     try:
-        defaults = plain(_defaults())
+        defaults = flat(plain(_defaults()))
     except Exception as error:
         log.warning("the defaults could not be composed: %s", error)
         return
-    yield from _differing(defaults, config)
-
-
-def _differing(defaults: Any, given: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    given = flat(config)
     for key in dict.fromkeys([*given, *defaults]):
-        name = f"{prefix}{key}"
-        if name in ("run.name", "run.dir"):
-            continue
-        here, there = given.get(key, ABSENT), defaults.get(key, ABSENT)
-        if isinstance(here, dict) and isinstance(there, dict):
-            yield from _differing(there, here, f"{name}.")
-        elif here != there:
-            yield name, _spelt(there), _spelt(here)
+        value, default = given.get(key, ABSENT), defaults.get(key, ABSENT)
+        if value != default and key not in ("run.name", "run.dir"):
+            yield key, _spelt(default), _spelt(value)
 
 
 def _spelt(value: Any) -> str:
-    if isinstance(value, dict) and value:
-        value = OmegaConf.to_yaml(OmegaConf.create(value))
     return safe(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
@@ -134,16 +117,11 @@ def _defaults() -> Any:
 
 def _provenance(run: Run) -> list[tuple[str, str]]:
     """Name and text of every entry of `provenance.json`, and of the changes beside it; nested entries a line each."""
-    try:
-        held = msgspec.json.decode((run.dir / "provenance.json").read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
-        held = {}
-    except (OSError, *UNREADABLE) as error:
-        held = {}
-        run.problems.append(f"{run.dir / 'provenance.json'} cannot be read: {error}")
-    with contextlib.suppress(OSError):
-        held["uncommitted changes"] = (run.dir / "provenance.diff").read_bytes()[:DIFF_BYTES].decode(errors="replace")
-    named = {"directory": str(run.dir), **held}
+    entries = json_of(run.dir / "provenance.json", dict[str, Any], run.problems) or {}
+    diff = run.dir / "provenance.diff"
+    if diff.is_file():
+        entries["uncommitted changes"] = diff.read_bytes()[:DIFF_BYTES].decode(errors="replace")
+    named = {"directory": str(run.dir), **entries}
     return [(safe(name), safe(_text(value))) for name, value in named.items() if value not in (None, "", [], {})]
 
 

@@ -60,9 +60,9 @@ class Panel:
     @property
     def cut(self) -> float | None:
         """Where the axis ends if a few peaks, such as the first step's, would flatten all the rest; else None."""
-        found = self.values
-        most = float(np.quantile(found, 0.97)) if len(found) >= SMOOTH_FROM else 0.0
-        return 1.3 * most if self.peaks and 0 < 4 * most < found.max() else None
+        values = self.values
+        most = float(np.quantile(values, 0.97)) if len(values) >= SMOOTH_FROM else 0.0
+        return 1.3 * most if self.peaks and 0 < 4 * most < values.max() else None
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -101,14 +101,14 @@ class Panel:
         self._scale(axes)
 
     def _scale(self, axes: Any) -> None:
-        found = self.values
-        if self.log and len(found) and found.min() > 0:
+        values = self.values
+        if self.log and len(values) and values.min() > 0:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(numticks=5))
             axes.yaxis.set_minor_locator(NullLocator())
         else:
             if self.zero:
-                axes.set_ylim(bottom=0, top=self.cut or (None if len(found) and found.max() > 0 else 1))
+                axes.set_ylim(bottom=0, top=self.cut or (None if len(values) and values.max() > 0 else 1))
             axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         axes.set_xlim(*self.limits)

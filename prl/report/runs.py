@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,16 +73,13 @@ def read_run(folder: str | Path) -> Run:
         )
     problems: list[str] = []
     metrics = _metrics(folder / "metrics.jsonl", problems)
-    result = _json(folder / "result.json", RunResult, problems)
-    last = int(metrics.index[-1]) if len(metrics) else 0
-    if result is not None and result.steps > last:
-        problems.append(f"{folder / 'metrics.jsonl'} ends with step {last}, and the run made {result.steps}")
+    result = json_of(folder / "result.json", RunResult, problems)
     if result is None:
-        status = "running" if is_owned(folder) else "crashed"
-        result = RunResult(status=status, steps=last)
+        last = int(metrics.index[-1]) if len(metrics) else 0
+        result = RunResult(status="running" if is_owned(folder) else "crashed", steps=last)
     config = _yaml(folder / "config.yaml", dict[str, Any], problems) or {}
     overrides = _yaml(folder / ".hydra" / "overrides.yaml", list[str], problems) or []
-    sweep = _json(folder.parent / "sweep.json", Sweep, problems)
+    sweep = json_of(folder.parent / "sweep.json", Sweep, problems)
     fixed = {key.lstrip("~") for key in sweep.fixed} if sweep else set(map(override_key, overrides))
     return Run(
         dir=folder,
@@ -102,11 +99,11 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
     there is none.
     """
     paths = [Path(folder).absolute() for folder in folders]
-    found = dict.fromkeys(run for path in paths for run in _below(path))
-    if not found:
+    runs = dict.fromkeys(run for path in paths for run in _below(path))
+    if not runs:
         listed = "; ".join(f"{path}: {_instead(path)}" for path in paths)
         raise ConfigError(f"no run directory in {listed}; a run directory has one of {', '.join(RUN_FILES)}")
-    return list(found)
+    return list(runs)
 
 
 def is_run(folder: Path) -> bool:
@@ -116,10 +113,10 @@ def is_run(folder: Path) -> bool:
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested config as dotted key -> value. Lists are values, and so are empty mappings."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in config.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return found
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return values
 
 
 def _below(folder: Path) -> Iterator[Path]:
@@ -138,20 +135,18 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _instead(folder: Path) -> str:
-    """What is found in place of a run."""
-    if not folder.exists():
-        return "it does not exist"
+    """What is there in place of a run."""
     if not folder.is_dir():
-        return "it is a file"
+        return "it is a file" if folder.exists() else "it does not exist"
     names = sorted(entry.name for entry in os.scandir(folder))
-    return f"it holds {', '.join(names[:8])}{', …' if len(names) > 8 else ''}" if names else "it is empty"
+    return f"it has {', '.join(names[:8])}{', …' if len(names) > 8 else ''}" if names else "it is empty"
 
 
 def _metrics(path: Path, problems: list[str]) -> pd.DataFrame:
     """A frame of the lines; several lines of one step become one, with the last value of each metric."""
     decoder = msgspec.json.Decoder(dict[str, float | None])
     lines = []
-    written = _bytes(path, problems).split(b"\n")
+    written = (path.read_bytes() if path.is_file() else b"").split(b"\n")
     for number, text in enumerate(written, 1):
         if not text.strip():
             continue
@@ -169,42 +164,25 @@ def _metrics(path: Path, problems: list[str]) -> pd.DataFrame:
 
 
 def _yaml(path: Path, kind: type[T], problems: list[str]) -> T | None:
+    return _decoded(path, lambda text: msgspec.convert(yaml_of(text.decode()), kind), problems)
+
+
+def json_of(path: Path, kind: type[T], problems: list[str]) -> T | None:
+    return _decoded(path, lambda text: msgspec.json.decode(text, type=kind), problems)
+
+
+def _decoded(path: Path, decode: Callable[[bytes], T], problems: list[str]) -> T | None:
     text = content(path, problems)
-    if not text:
-        return None
     try:
-        return msgspec.convert(yaml_of(text.decode()), kind)
-    except (
-        Exception
-    ) as error:  # of YAML, OmegaConf, msgspec; what a file holds must not keep the others from being read
+        return decode(text) if text else None
+    except Exception as error:  # of YAML, OmegaConf, msgspec: one file must not keep the others from being read
         problems.append(f"{path} cannot be read: {' '.join(str(error).split())}")
         return None
 
 
-def _json(path: Path, kind: type[T], problems: list[str]) -> T | None:
-    text = content(path, problems)
-    if not text:
-        return None
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except UNREADABLE as error:
-        problems.append(f"{path} cannot be read: {error}")
-        return None
-
-
 def content(path: Path, problems: list[str]) -> bytes:
-    """The bytes of a file that is never empty."""
-    text = _bytes(path, problems).strip()
+    """The bytes of a file that is never empty; none where it is not there."""
+    text = path.read_bytes().strip() if path.is_file() else b""
     if not text and path.is_file():
         problems.append(f"{path} is empty")
     return text
-
-
-def _bytes(path: Path, problems: list[str]) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        problems.append(f"{path} cannot be read: {error.strerror}")
-        return b""

@@ -37,30 +37,21 @@ Times = list[tuple[float, float]]
 """Disjoint intervals in ascending order, seconds since 1970."""
 
 
-def read_spans(run_dir: Path, problems: list[str], *, steps: int = 0) -> list[Span]:
-    """All spans of a run by their start; what cannot be read is left out, and `problems` says so.
-
-    It also says where a file ends before the step `steps`, which the run has made; not of a rank or an engine that a
-    resumed run no longer has.
-    """
-    decoder, found, ends = msgspec.json.Decoder(Span), list[Span](), dict[Path, Span]()
+def read_spans(run_dir: Path, problems: list[str]) -> list[Span]:
+    """All spans of a run by their start; lines that cannot be read are left out, and `problems` says so."""
+    decoder = msgspec.json.Decoder(Span)
+    spans: list[Span] = []
     for path in sorted((run_dir / FOLDER).glob("[!.]*.jsonl")):
-        lines, whole = content(path, problems).splitlines(), list[Span]()
+        lines, readable = content(path, problems).splitlines(), list[Span]()
         for line in lines:
             with contextlib.suppress(*UNREADABLE):
                 span = decoder.decode(line)
                 if 0 <= span.start <= span.stop and isfinite(span.stop):
-                    whole.append(span)
-        if lost := len(lines) - len(whole):
-            problems.append(f"{path}: {lost} of {len(lines)} lines cannot be read")
-        elif whole:
-            ends[path] = max(whole, key=lambda span: (span.step, span.stop))
-        found += whole
-    began = max((span.start for span in found if span.what == PREPARING), default=0.0)
-    for path, last in ends.items():
-        if last.step < steps and last.stop > began:
-            problems.append(f"{path}: it ends with step {last.step}, and the run made {steps}")
-    return sorted(found, key=lambda span: (span.start, span.stop))
+                    readable.append(span)
+        if len(readable) < len(lines):
+            problems.append(f"{path}: {len(lines) - len(readable)} of {len(lines)} lines cannot be read")
+        spans += readable
+    return sorted(spans, key=lambda span: (span.start, span.stop))
 
 
 @dataclass(frozen=True)
@@ -98,10 +89,10 @@ def shares(spans: Sequence[Span]) -> Shares | None:
         did[span.process][span.what] += within(span.start, span.stop, times) / whole
     at_work = union([(span.start, span.stop) for span in spans if is_work(span.what) and span.process != ORCHESTRATOR])
     nobody = 1 - sum(within(start, stop, times) for start, stop in at_work) / whole
-    found = {
+    shares_of = {
         name: dict(sorted(own.items(), key=lambda item: -item[1])) for name, own in did.items() if any(own.values())
     }
-    return Shares(whole, found, bound_of(found, nobody))
+    return Shares(whole, shares_of, bound_of(shares_of, nobody))
 
 
 def bound_of(did: dict[str, dict[str, float]], nobody: float) -> str:
@@ -127,7 +118,7 @@ def windows(spans: Sequence[Span]) -> Times:
     """When steps were made: of each process that the run was, from its first batch begun to its last update."""
     begun = [span for span in spans if span.process == ORCHESTRATOR and span.what == PREPARING]
     begun = begun or [span for span in spans if span.process == ORCHESTRATOR][:1]
-    found: Times = []
+    times: Times = []
     for number, first in enumerate(begun):
         end = begun[number + 1].start if number + 1 < len(begun) else inf
         own = [span for span in spans if first.start <= span.start < end]
@@ -135,19 +126,19 @@ def windows(spans: Sequence[Span]) -> Times:
         update = (FORWARD, OPTIMISER, EXPORTING)
         stops = [span.stop for span in own if span.process == TRAINER and span.what in update]
         if starts and stops and min(starts) < max(stops):
-            found.append((min(starts), max(stops)))
-    return union(found)
+            times.append((min(starts), max(stops)))
+    return union(times)
 
 
 def union(times: Times) -> Times:
     """All that is in any of the intervals."""
-    found: Times = []
+    disjoint: Times = []
     for start, stop in sorted(times):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = (disjoint[-1][0], max(stop, disjoint[-1][1]))
         elif stop > start:
-            found.append((start, stop))
-    return found
+            disjoint.append((start, stop))
+    return disjoint
 
 
 def within(first: float, last: float, times: Times) -> float:

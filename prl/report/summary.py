@@ -99,12 +99,12 @@ def summarise(runs: list[Run], metrics: Sequence[str] = (), threshold: float | N
 def _chosen(runs: list[Run], patterns: Sequence[str]) -> list[str]:
     """Metrics of the runs that match, pattern by pattern."""
     recorded = dict.fromkeys(str(name) for run in runs for name in run.metrics)
-    found = {pattern: [name for name in recorded if fnmatchcase(name, pattern)] for pattern in patterns or REWARDS}
+    matched = {pattern: [name for name in recorded if fnmatchcase(name, pattern)] for pattern in patterns or REWARDS}
     for pattern in patterns:
-        if not found[pattern]:
+        if not matched[pattern]:
             close = difflib.get_close_matches(pattern, recorded, n=3) or sorted(recorded)[:20] or ["none at all"]
             raise ConfigError(f"--metric {pattern}: no run has recorded it; there is {', '.join(close)}")
-    return list(dict.fromkeys(name for names in found.values() for name in names))
+    return list(dict.fromkeys(name for names in matched.values() for name in names))
 
 
 def _measured(members: list[tuple[str, Run]], metric: str, curves: list[pd.Series]) -> pd.DataFrame:

@@ -49,15 +49,15 @@ def write_summary(
     for run in summary.runs:
         if run.status == "running" or not (run.dir / PAGE).exists():
             try_to_write(run.dir)
-    found, charts, heading = tables(summary), panels(summary), title(summary, folders)
+    parts, charts, heading = tables(summary), panels(summary), title(summary, folders)
     picture = ["![curves](curves.png)\n"] if charts else []
-    text = "\n".join([f"# {escaped(heading)}\n", f"{METHOD}\n", *picture, *(markdown(table, out) for table in found)])
+    text = "\n".join([f"# {escaped(heading)}\n", f"{METHOD}\n", *picture, *(markdown(table, out) for table in parts)])
     html = render(
         "summary.html.j2",
         title=heading,
         method=METHOD,
         drawn=DRAWN,
-        tables=[(table, [link and os.path.relpath(link, out) for link in table.links]) for table in found],
+        tables=[(table, [link and os.path.relpath(link, out) for link in table.links]) for table in parts],
         panels=charts,
     )
     write_atomically(out / "summary.md", text.encode())
@@ -89,9 +89,9 @@ def panels(summary: Summary) -> list[Panel]:
             done = summary.curves(values, metric, completed=True)
             thin[label] = [done[run].dropna() for run in done] if len(done.columns) > 1 else []
             seeds = {run.dir: seed_of(run) for run in summary.variants.members[values]}
-            found = band(done.T.groupby(seeds).mean().T)
-            series[label] = found["mean"]
-            bands[label] = (found["low"], found["high"])
+            interval = band(done.T.groupby(seeds).mean().T)
+            series[label] = interval["mean"]
+            bands[label] = (interval["low"], interval["high"])
             others = summary.curves(values, metric, completed=False)
             single[label] = [others[run].dropna() for run in others]
         ends = _ends(pd.concat([curve(run.metrics, metric) for run in summary.runs]))

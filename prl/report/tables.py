@@ -73,19 +73,19 @@ def names(runs: list[Run]) -> list[str]:
 def records(summary: Summary) -> pd.DataFrame:
     """The numbers of each run, for a file: `Summary.table` with a column for each of the variants' keys.
 
-    A run without a config, or where there is no metric at all, is a row without a metric; its keys are as they were
-    typed. Runs are paths from the folder they have in common.
+    A run without a config is a row without a metric; its keys are as they were typed. Runs are paths from the folder
+    they have in common.
     """
-    named = {str(run.dir): name for run, name in zip(summary.runs, names(summary.runs), strict=True)}
+    paths = dict(zip([str(run.dir) for run in summary.runs], names(summary.runs), strict=True))
     others = [run for run in summary.runs if str(run.dir) not in set(summary.table["run"])]
-    bare = [{"run": str(run.dir), "seed": seed_of(run), "status": run.status} for run in others]
-    found = pd.DataFrame.from_records([*summary.table.to_dict("records"), *bare], columns=list(summary.table))
-    settings = {str(run.dir): overrides_of(run) for run in summary.runs}
-    for values, runs in summary.variants.members.items():
-        settings |= {str(run.dir): dict(zip(summary.variants.columns, values, strict=True)) for run in runs}
+    rows = [{"run": str(run.dir), "seed": seed_of(run), "status": run.status} for run in others]
+    table = pd.DataFrame.from_records([*summary.table.to_dict("records"), *rows], columns=list(summary.table))
+    values = {str(run.dir): overrides_of(run) for run in summary.runs}
+    for member, runs in summary.variants.members.items():
+        values |= {str(run.dir): dict(zip(summary.variants.columns, member, strict=True)) for run in runs}
     for place, key in enumerate(summary.variants.columns):
-        found.insert(2 + place, key, [settings[run].get(key, "") for run in found["run"]])
-    return found.assign(run=found["run"].map(named))
+        table.insert(2 + place, key, [values[run].get(key, "") for run in table["run"]])
+    return table.assign(run=table["run"].map(paths))
 
 
 def statuses(runs: list[Run]) -> str:
@@ -146,22 +146,22 @@ def _measured(summary: Summary, metric: str) -> Table:
     heads = [f"{name} to {threshold}" if name in ("steps", "tokens", "seconds") else name for name in shown]
     grouped, rows = summary.grouped(metric), []
     for values, runs in summary.variants.members.items():
-        found = grouped.loc[summary.variants.label(values)]
+        row = grouped.loc[summary.variants.label(values)]
         seeds = [seed_of(run) for run in runs if run.status == COMPLETED]
         ended = str(len(runs)) if len(seeds) == len(runs) else statuses(runs)
         if (distinct := len(set(seeds))) < len(seeds):
             ended += f" ({distinct} seed{'s' * (distinct != 1)})"
-        rows.append([*values, ended, *(_cell(found, name, len(seeds)) for name in shown)])
+        rows.append([*values, ended, *(_cell(row, name, len(seeds)) for name in shown)])
     head = [*summary.variants.heads, "runs", *heads]
     return Table(title=metric, head=head, rows=rows, numbers=frozenset(heads))
 
 
-def _cell(found: pd.Series, name: str, runs: int) -> str:
+def _cell(row: pd.Series, name: str, runs: int) -> str:
     """`mean ± half`, and how many of the completed runs have it where that is not all."""
-    count = found["count", name]
-    if not found["count", "final"] > 0:
+    count = row["count", name]
+    if not row["count", "final"] > 0:
         return ABSENT
-    mean, half = found["mean", name], found["half", name]
+    mean, half = row["mean", name], row["half", name]
     half = 0.0 if half < ROUNDING * abs(mean) else half
     text = number(mean) + ("" if math.isnan(half) else f" ± {number(half)}")
     if count == runs:
@@ -199,8 +199,8 @@ def _jobs(summary: Summary) -> Table:
 
 def _remark(run: Run) -> str:
     """Why it ended, or what could not be read of it; and what it has no value of at its end."""
-    said = one_line(run.result.error or run.result.ended_because) or safe("; ".join(run.problems[:1]))
-    return "; ".join(filter(None, [said, *without_value(run.metrics)]))
+    reason = one_line(run.result.error or run.result.ended_because) or safe("; ".join(run.problems[:1]))
+    return "; ".join(filter(None, [reason, *without_value(run.metrics)]))
 
 
 def escaped(text: str) -> str:

@@ -25,25 +25,25 @@ WIDTH = 160
 """Of the table in a file or a pipe, characters."""
 
 
-def table(found: Shares) -> Table:
+def table(times: Shares) -> Table:
     """A row for each process: its share at work, with what, and what else it did."""
     rows = []
-    for name, did in found.did.items():
+    for name, did in times.did.items():
         shown = {what: f"{what} {100 * share:.0f} %" for what, share in did.items() if share >= 0.005}
         work = ", ".join(text for what, text in shown.items() if is_work(what))
         rest = ", ".join(text for what, text in shown.items() if not is_work(what))
-        rows.append([name, f"{100 * found.busy(name):.0f} %", work, rest])
+        rows.append([name, f"{100 * times.busy(name):.0f} %", work, rest])
     head = ["process", "busy", "with", "otherwise"]
-    return Table(title=found.sentence, head=head, rows=rows, numbers=frozenset({"busy"}))
+    return Table(title=times.sentence, head=head, rows=rows, numbers=frozenset({"busy"}))
 
 
 def trace(spans: Sequence[Span]) -> bytes:
     """The spans as Chrome's trace events, a thread for each process: https://ui.perfetto.dev opens the file."""
-    lanes = {name: number for number, name in enumerate(processes(spans))}
+    threads = {name: number for number, name in enumerate(processes(spans))}
     began = min((span.start for span in spans), default=0.0)
     events: list[dict[str, object]] = [
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": safe(name)}}
-        for name, number in lanes.items()
+        for name, number in threads.items()
     ]
     events += [
         {
@@ -51,7 +51,7 @@ def trace(spans: Sequence[Span]) -> bytes:
             "cat": "work" if is_work(span.what) else "waiting",
             "ph": "X",
             "pid": 1,
-            "tid": lanes[span.process],
+            "tid": threads[span.process],
             "ts": round(1e6 * (span.start - began), 1),
             "dur": round(1e6 * (span.stop - span.start), 1),
             "args": {"step": span.step},
@@ -76,16 +76,16 @@ def main(argv: list[str] | None = None) -> int:
 def timeline(args: argparse.Namespace) -> None:
     """Write the trace, and print the shares. Raises ConfigError for what is not there."""
     run = read_run(named(args.run))
-    spans = read_spans(run.dir, run.problems, steps=run.result.steps)
+    spans = read_spans(run.dir, run.problems)
     for problem in run.problems:
         print(f"warning: {as_message(problem)}", file=sys.stderr)
     if not spans:
         raise ConfigError(f"{run.dir} has no events: it has not begun, or was made by a prl that recorded none")
     path = run.dir / "trace.json"
     write_atomically(path, trace(spans))
-    if (found := shares(spans)) is not None:
-        Console(width=None if sys.stdout.isatty() else WIDTH).print(terminal(table(found)))
-        print(f"shares of the {found.seconds:.0f} s from the first batch to the last update; the start is left out")
+    if (times := shares(spans)) is not None:
+        Console(width=None if sys.stdout.isatty() else WIDTH).print(terminal(table(times)))
+        print(f"shares of the {times.seconds:.0f} s from the first batch to the last update; the start is left out")
     print(path)
 
 

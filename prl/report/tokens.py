@@ -40,12 +40,6 @@ class Line(msgspec.Struct):
     rollout: int | None = None
     agent: str | None = None
 
-    def __post_init__(self) -> None:
-        """A number that fell into two, or lost its comma, shifts its column."""
-        columns = [value for name in self.__struct_fields__ if isinstance(value := getattr(self, name), list)]
-        if any(len(column) != len(self.token_ids) for column in columns):
-            raise ValueError("its columns are not of one length")
-
 
 DECODER = msgspec.json.Decoder(Line)
 
@@ -73,7 +67,7 @@ class Tokens:
 
     def of(self, record: Record) -> list[dict[str, Any]]:
         """The rollout's sequences as columns `[tokens]`, while the page has room for them."""
-        found = []
+        sequences = []
         for line in self._step(record.step).get(key_of(record), []):
             count = min(len(line.token_ids), SEQUENCE_TOKENS)
             if count > self._room:
@@ -81,20 +75,18 @@ class Tokens:
                     self.left_out.append(f"tokens beyond {PAGE_TOKENS:,}")
                 continue
             self._room -= count
-            found.append(columns(line))
-        return found
+            sequences.append(columns(line))
+        return sequences
 
     def _step(self, step: int) -> dict[Key, list[Line]]:
         if step not in self._read:
-            found: dict[Key, list[Line]] = {}
+            lines: dict[Key, list[Line]] = {}
             paths = sorted(self._folders[step].glob("rank_*.jsonl")) if step in self._folders else []
-            if paths and not any(path.stat().st_size for path in paths):
-                self.problems.append(f"{paths[0]} is empty")
             for path in paths:
                 for line in read_lines(path, self.problems):
                     if line.group is not None and line.rollout is not None:
-                        found.setdefault((line.env, line.group, line.rollout, line.agent or "agent"), []).append(line)
-            self._read[step] = found
+                        lines.setdefault((line.env, line.group, line.rollout, line.agent or "agent"), []).append(line)
+            self._read[step] = lines
         return self._read[step]
 
 
@@ -102,21 +94,21 @@ def columns(line: Line) -> dict[str, Any]:
     """A sequence as the script reads it: a list of values for each name, null where a token has none."""
     end = SEQUENCE_TOKENS
     fates = list(dict.fromkeys(line.fate[:end]))
-    members = [fate not in ("context", "weight 0") for fate in line.fate]
+    trained = [fate not in ("context", "weight 0") for fate in line.fate]
     text = line.text or [f"⟨{token}⟩" for token in line.token_ids]
     ratios = difference(line.trainer_logprobs, line.inference_logprobs)
     values: dict[str, Sequence[float | None] | None] = {
-        "advantage": line.advantages and where(members, line.advantages),
+        "advantage": line.advantages and where(trained, line.advantages),
         "policy logprob": line.trainer_logprobs,
         "sampler logprob": where(line.mask, line.inference_logprobs),
         "log-ratio": where([ratio is not None for ratio in line.ratio], ratios),
         "ratio": line.ratio,
-        "teacher logprob": line.ref_logprobs and where(members, line.ref_logprobs),
+        "teacher logprob": line.ref_logprobs and where(trained, line.ref_logprobs),
         "teacher divergence": line.ref_logprobs and difference(line.trainer_logprobs, line.ref_logprobs),
     }
     for component in COMPONENTS.values():
         weights = getattr(line, component.stream, None)
-        on = [member and (mask or not component.on_mask) for member, mask in zip(members, line.mask, strict=True)]
+        on = [member and (mask or not component.on_mask) for member, mask in zip(trained, line.mask, strict=True)]
         given = weights or [component.absent_weight] * len(line.mask)
         values[f"{component.name} weight"] = [weight if here else 0.0 for weight, here in zip(given, on, strict=True)]
     return {
@@ -150,12 +142,12 @@ def key_of(record: Record) -> Key:
 
 def read_lines(path: Path, problems: list[str]) -> list[Line]:
     """The sequences in a file, but for those that cannot be read."""
-    found, damaged = [], 0
+    lines, damaged = [], 0
     for line in path.read_bytes().split(b"\n"):
         try:
-            found += [DECODER.decode(line)] if line else []
+            lines += [DECODER.decode(line)] if line else []
         except UNREADABLE:
             damaged += 1
     if damaged:
         problems.append(f"{path} is damaged: {damaged} line{'s' * (damaged != 1)} of it left out")
-    return found
+    return lines

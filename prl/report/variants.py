@@ -84,12 +84,12 @@ def _compared(key: str) -> bool:
 def _typed(runs: list[Run], same: list[tuple[str, ...]], varying: dict[str, list[str]]) -> dict[str, list[str]]:
     """Overrides that vary, and do so between variants alone -> the value for each run."""
     typed = [overrides_of(run) for run in runs]
-    found = {}
+    values_of = {}
     for key in dict.fromkeys(key for overrides in typed for key in overrides if _compared(key)):
         values = varying.get(key) or [overrides.get(key, "default") for overrides in typed]
         if len(set(values)) > 1 and len(set(zip(same, values, strict=True))) == len(set(same)):
-            found[key] = values
-    return found
+            values_of[key] = values
+    return values_of
 
 
 def _values(key: str, runs: list[Run], configs: list[dict[str, str]]) -> list[str]:

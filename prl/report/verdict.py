@@ -53,23 +53,23 @@ class Verdict:
     mood: Mood = "plain"
 
 
-def verdict(run: Run, found: Shares | None = None) -> Verdict:
+def verdict(run: Run, times: Shares | None = None) -> Verdict:
     """The verdict. How a run ended is its headline where that is not as it should be.
 
-    `found` says who was at work while its steps were made; None where that is not known.
+    `times` says who was at work while its steps were made; None where that is not known.
     """
     steps = run.metrics[run.metrics.index > 0]
     state, rise = state_of(run), rewards(steps)
     signal = missing_signal(steps)
     findings = [*rise, *evaluations(run.metrics)]
-    if found is not None:
-        findings.append(Finding(f"{found.sentence[:1].upper()}{found.sentence[1:]} (`prl timeline`)."))
+    if times is not None:
+        findings.append(Finding(f"{times.sentence[:1].upper()}{times.sentence[1:]} (`prl timeline`)."))
     if signal:
         findings.append(Finding(signal[1], "warn"))
     findings += [Finding(text, "warn") for text in warnings(steps)]
     ceased = without_value(run.metrics)
-    said = "; ".join(filter(None, [*ceased, reward_line(steps), found.bound if found else None, signal and signal[0]]))
-    headline = f"{said[:1].upper()}{said[1:]}." if said else "No training step was recorded."
+    text = "; ".join(filter(None, [*ceased, reward_line(steps), times.bound if times else None, signal and signal[0]]))
+    headline = f"{text[:1].upper()}{text[1:]}." if text else "No training step was recorded."
     mood: Mood = "warn" if ceased else "plain"
     if state.mood == "good":
         return Verdict(headline, [state, *findings], mood)
@@ -112,7 +112,7 @@ def reward_line(steps: pd.DataFrame) -> str:
 
 
 def rewards(steps: pd.DataFrame) -> list[Finding]:
-    found = []
+    findings = []
     envs = [match[1] for key in steps if (match := re.fullmatch(r"reward/(.+)/mean", key))]
     for env in [env for env in envs if env != "all"] or envs:
         series = column(steps, f"reward/{env}/mean")
@@ -123,20 +123,20 @@ def rewards(steps: pd.DataFrame) -> list[Finding]:
         text, mood = f"{env}: sampled reward {score(ends[0])} to {score(ends[1])}", "plain"
         if best - ends[0] > 0 and best - ends[1] > FELL_BACK * (best - ends[0]) and len(series) >= 4 * ENDS:
             text, mood = f"{text}, after {score(best)} at step {at}", "warn"
-        found.append(Finding(f"{text}.", mood))  # type: ignore[arg-type]
-    return found
+        findings.append(Finding(f"{text}.", mood))  # type: ignore[arg-type]
+    return findings
 
 
 def evaluations(metrics: pd.DataFrame) -> list[Finding]:
-    found = []
+    findings = []
     for key in metrics:
         match = re.fullmatch(r"eval/(.+)/(avg@\d+)", str(key))
         series = column(metrics, str(key))
         if match and len(series):
             last = f", {score(series.iloc[-1])} at {series.index[-1]}" if len(series) > 1 else ""
             first = f"{score(series.iloc[0])} at step {series.index[0]}"
-            found.append(Finding(f"{match[1]}: held-out reward ({match[2]}) {first}{last}."))
-    return found
+            findings.append(Finding(f"{match[1]}: held-out reward ({match[2]}) {first}{last}."))
+    return findings
 
 
 def missing_signal(steps: pd.DataFrame) -> tuple[str, str] | None:

@@ -149,10 +149,10 @@ def checked(config: DictConfig, folder: Path) -> SweepRecord:
         )
     refuse_existing(folder)
     before = read_record(folder)
-    found = naming.apart(compose.typed(hydra), () if before is None else tuple(before.varied))
-    if "dry_run" in found.varied:
+    arguments = naming.apart(compose.typed(hydra), () if before is None else tuple(before.varied))
+    if "dry_run" in arguments.varied:
         raise ConfigError("dry_run is for all jobs of a sweep or for none: give it one value")
-    record = SweepRecord(list(found.varied), masked(found.fixed), [] if before is None else before.commands)
+    record = SweepRecord(list(arguments.varied), masked(arguments.fixed), [] if before is None else before.commands)
     if before is not None and any(job.status_of(path) == "completed" for path in jobs(folder)):
         for what, then, now in (("varies", before.varied, record.varied), ("sets", before.fixed, record.fixed)):
             if then != now:

@@ -76,55 +76,36 @@ def page(args: argparse.Namespace) -> None:
 
 
 def find_run(name: str) -> Path:
-    """The directory of the run `name`."""
+    """The directory of the run `name`. Raises ConfigError, with the runs that there are, where it is not one."""
     tried = [Path(name), OUTPUTS / name]
     for path in tried:
         if (path / "rollouts").is_dir():
             return path
-    folder = next((path for path in tried if path.is_dir()), None)
-    if folder is None:
-        raise ConfigError(f"there is no directory {name}, nor {OUTPUTS / name}. {known()}")
-    if (folder / "config.yaml").exists():
-        raise PrlError(f"the run in {folder} has no rollouts yet")
-    if runs := runs_in(folder):
-        raise ConfigError(f"{folder} is not a run but holds several; give one of them: {names(map(str, runs))}")
-    raise ConfigError(f"{folder} is not a run: it has no rollouts/. {known()}")
-
-
-def runs_in(path: Path) -> list[Path]:
-    """The runs right under a directory, newest first."""
-    found = [rollouts.parent for rollouts in path.glob("*/rollouts") if rollouts.is_dir()]
-    return sorted(found, key=lambda run: run.stat().st_mtime, reverse=True)
-
-
-def known() -> str:
-    """What to give as a run: those under `outputs/` and in the sweeps there."""
-    runs = sorted(run for folder in [OUTPUTS, *OUTPUTS.glob("*")] for run in runs_in(folder))
-    there = f"here are: {names(map(str, runs))}" if runs else f"under {OUTPUTS.resolve()} there is none."
-    return f"Give a run directory; {there}"
+    folders = [*tried, OUTPUTS, *OUTPUTS.glob("*")]
+    runs = sorted(str(path.parent) for folder in folders for path in folder.glob("*/rollouts"))
+    there = f"here are: {names(dict.fromkeys(runs))}" if runs else f"under {OUTPUTS.resolve()} there is none"
+    raise ConfigError(f"there is no run with rollouts at {name} or {OUTPUTS / name}. Give a run directory; {there}")
 
 
 def find_step(run: Path, args: argparse.Namespace) -> tuple[int, list[Path]]:
     """The step to show and its files."""
     pattern = re.compile(r"eval_(?P<env>.+)_step_(?P<step>\d+)\.jsonl" if args.eval else r"step_(?P<step>\d+)\.jsonl")
-    found = [
-        (match, path)
-        for path in sorted((run / "rollouts").iterdir())
-        if (match := pattern.fullmatch(path.name)) and path.is_file()
+    matches = [(pattern.fullmatch(path.name), path) for path in sorted((run / "rollouts").iterdir())]
+    files = [
+        (int(match["step"]), path)
+        for match, path in matches
+        if match and not (args.eval and args.env is not None and match["env"] != args.env)
     ]
-    if not found:
-        raise PrlError(f"{run} has no rollouts of {'an evaluation' if args.eval else 'a training step'} yet")
-    if args.eval and args.env is not None:
-        envs = sorted({match["env"] for match, _ in found})
-        if args.env not in envs:
-            raise ConfigError(f"{run} has no evaluation of env {args.env!r}; it has: {names(envs)}")
-        found = [(match, path) for match, path in found if match["env"] == args.env]
-    steps = sorted({int(match["step"]) for match, _ in found})
+    kind = f"evaluation{f' of env {args.env!r}' if args.env else ''}" if args.eval else "training step"
+    if not files:
+        raise PrlError(f"{run} has rollouts of no {kind} yet")
+    steps = sorted({step for step, _ in files})
     step = steps[-1] if args.step is None else args.step
     if step not in steps:
-        kind = "evaluation at" if args.eval else "rollouts of"
-        raise ConfigError(f"{run} has no {kind} step {step}; it has: {spans(steps)}")
-    return step, [path for match, path in found if int(match["step"]) == step]
+        raise ConfigError(
+            f"{run} has no {'evaluation at' if args.eval else 'rollouts of'} step {step}; it has: {spans(steps)}"
+        )
+    return step, [path for number, path in files if number == step]
 
 
 def names(items: Iterable[str]) -> str:

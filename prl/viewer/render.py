@@ -60,8 +60,8 @@ def summary(records: list[Record], evaluated: bool) -> Table:
         rewards = [reward for reward in counted if reward is not None]
         mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "–"
         cells = [name, str(len(part)), mean] + ([] if evaluated else [str(sum(r.stage == Stage.TRAINED for r in part))])
-        found = Counter(event for record in part for event in events(record))
-        cells.append("\n".join(f"{n} {event}" for event, n in found.most_common()) or "–")
+        counts = Counter(event for record in part for event in events(record))
+        cells.append("\n".join(f"{n} {event}" for event, n in counts.most_common()) or "–")
         table.add_row(*(Text(safe(cell)) for cell in cells))
     return table
 
@@ -77,7 +77,7 @@ def rows(records: list[Record]) -> dict[str, list[Record]]:
 
 def events(record: Record) -> list[str]:
     """What the table counts: the filters that only matched, and the stage at which it left, unless it trained."""
-    left = [] if record.outcome is None or record.stage == Stage.TRAINED else [fate(record.outcome)]
+    left = [] if record.outcome is None or record.stage == Stage.TRAINED else [stage_and_source(record.outcome)]
     return [*(f"matched ({name})" for _, name in monitored(record)), *left]
 
 
@@ -87,7 +87,7 @@ def monitored(record: Record) -> list[tuple[str, str]]:
     return [(slot, name) for slot, name in record.matched.items() if slot != dropping]
 
 
-def fate(outcome: Outcome) -> str:
+def stage_and_source(outcome: Outcome) -> str:
     """The stage and what decided it: `post-filtered (zero_advantage)`."""
     return outcome.stage.replace("_", "-") + (f" ({outcome.source})" if outcome.source else "")
 
@@ -133,11 +133,19 @@ def header(console: Console, record: Record, source: str) -> list[Text]:
         f"stop {record.stop}" if record.stop else "",
         *(f"matched by filter {name} ({slot})" for slot, name in monitored(record)),
     ]
-    shown = [Text(safe(text)) for text in facts if text]
+    lines = [*line_of(names, console, "bold"), *line_of(facts, console, indent=2)]
     if record.outcome is not None:
         reason = "" if record.stage == Stage.TRAINED else f": {record.outcome.reason}"
-        shown.append(Text(safe(fate(record.outcome) + reason), STAGE_COLOURS.get(record.outcome.stage, "yellow")))
-    return [*flow([Text(safe(name), "bold") for name in names if name], console), *flow(shown, console, indent=2)]
+        colour = STAGE_COLOURS.get(record.outcome.stage, "yellow")
+        lines += line_of([stage_and_source(record.outcome) + reason], console, colour, indent=2)
+    return lines
+
+
+def line_of(facts: list[str], console: Console, style: str = "", indent: int = 0) -> list[Text]:
+    """The facts that there are in a line, or in as many as they need."""
+    text = Text(safe(" · ".join(filter(None, facts))), style)
+    lines = text.wrap(console, console.width - indent, overflow="fold")
+    return [Text(" " * indent).append_text(line) for line in lines]
 
 
 def parts(message: Message) -> Iterator[tuple[str, str, str]]:
@@ -145,13 +153,13 @@ def parts(message: Message) -> Iterator[tuple[str, str, str]]:
     colour = COLOURS.get(message.role, "white")
     if message.reasoning:
         yield "reasoning", message.reasoning, "dim italic"
-    said = [] if message.sampled else [("(shown to the model, not sampled)", "dim")]
+    shown = [] if message.sampled else [("(shown to the model, not sampled)", "dim")]
     if message.role == "tool" and message.name:
-        said.append((f"{message.name}: {message.content}", colour))
+        shown.append((f"{message.name}: {message.content}", colour))
     elif message.content or not message.tool_calls:
-        said.append((message.content or "(empty)", colour if message.content else "dim"))
-    said += [(called(call), f"bold {colour}") for call in message.tool_calls]
-    for place, (text, style) in enumerate(said):
+        shown.append((message.content or "(empty)", colour if message.content else "dim"))
+    shown += [(called(call), f"bold {colour}") for call in message.tool_calls]
+    for place, (text, style) in enumerate(shown):
         yield "" if place else message.role, text, style
 
 
@@ -175,21 +183,6 @@ def beside(label: str, margin: int, text: str, console: Console) -> str:
     room = max(NARROWEST, console.width - margin)
     lines = enumerate(Text(text).wrap(console, room, overflow="fold"))
     return "".join(f"{'' if place else label:{margin}}{line.plain}".rstrip() + "\n" for place, line in lines)
-
-
-def flow(texts: list[Text], console: Console, indent: int = 0) -> Iterator[Text]:
-    """The texts on as many lines as they need, none broken unless it is longer than a line."""
-    line = Text(" " * indent)
-    for piece in [piece for text in texts for piece in text.wrap(console, console.width - indent, overflow="fold")]:
-        piece.rstrip()
-        if len(line) == indent:
-            line.append_text(piece)
-        elif line.cell_len + 3 + piece.cell_len <= console.width:
-            line.append(" · ", "dim").append_text(piece)
-        else:
-            yield line
-            line = Text(" " * indent).append_text(piece)
-    yield line
 
 
 def number(value: float | None) -> str:

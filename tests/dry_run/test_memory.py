@@ -78,16 +78,16 @@ def kept(model, how, length):
     return sum(size for place, size in seen.items() if place not in weights)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize(
-    ("length", "settings"),
+    ("kind", "length", "settings"),
     [
-        (128, {}),
-        (512, {}),
-        (512, {"precision": "bfloat16"}),
-        (128, {"trees": False, "precision": "bfloat16"}),
-        (512, {"checkpointing": "selective"}),
-        (512, {"checkpointing": "selective", "precision": "bfloat16"}),
+        ("llama", 128, {}),
+        ("qwen3", 512, {}),
+        ("qwen3_moe", 512, {}),
+        ("qwen3", 512, {"precision": "bfloat16"}),
+        ("llama", 128, {"trees": False, "precision": "bfloat16"}),
+        ("qwen3_moe", 512, {"checkpointing": "selective", "precision": "bfloat16"}),
+        ("llama", 512, {"checkpointing": "selective"}),
     ],
     ids=str,
 )
@@ -101,12 +101,11 @@ def test_activations_are_what_autograd_keeps(bare, built, kind, length, settings
 LORA = LoraConfig(rank=16)
 
 
-@pytest.mark.parametrize("settings", [{}, {"precision": "bfloat16"}, {"checkpointing": "selective"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"checkpointing": "selective"}], ids=str)
 def test_activations_beside_adapters_are_what_autograd_keeps(bare, built, settings):
     how = Pass(budget=TOKENS, length=512, row=512, **settings)
     model = built()
     add_adapters(model, plain(LORA), "base")
-    model = model.bfloat16() if how.precision == "bfloat16" else model
     found, _ = adapted(bare())
     assert activations(found, how) == pytest.approx(kept(model, how, 512), rel=0.06)
 
@@ -121,8 +120,7 @@ def test_with_gradient_checkpointing_a_layer_keeps_its_input(bare, built):
     assert activations(found, flat) > 8 * activations(found, deep)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen3", True), ("qwen3_moe", True)])
 def test_parameters_are_the_models(bare, built, kind, tied):
     found, _ = shape(bare(kind, tie_word_embeddings=tied))
     model = built(kind, tie_word_embeddings=tied)
@@ -137,14 +135,7 @@ def test_parameters_are_the_models(bare, built, kind, tied):
 
 @pytest.mark.parametrize(
     ("name", "settings", "floats"),
-    [
-        ("AdamW", {}, 2),
-        ("Adam", {"amsgrad": True}, 3),
-        ("SGD", {}, 0),
-        ("SGD", {"momentum": 0.9}, 1),
-        ("RMSprop", {}, 1),
-        ("Adagrad", {}, 1),
-    ],
+    [("AdamW", {}, 2), ("Adam", {"amsgrad": True}, 3), ("SGD", {}, 0), ("SGD", {"momentum": 0.9}, 1)],
 )
 def test_an_optimisers_state_is_what_a_real_step_makes(bare, built, name, settings, floats):
     node = AdamWConfig(_target_=f"torch.optim.{name}")
@@ -164,7 +155,7 @@ def test_an_optimisers_state_is_what_a_real_step_makes(bare, built, name, settin
 def test_an_optimiser_that_needs_values_is_refused(bare):
     _, model = shape(bare())
     with pytest.raises(ConfigError, match="what it keeps is not known without a real step"):
-        optimiser_bytes(model, AdamWConfig(_target_="small_models.OfValues"))
+        optimiser_bytes(model, AdamWConfig(_target_="torch.optim.Adagrad"))
 
 
 def test_what_ranks_share_is_divided_and_what_they_run_is_not(bare):
@@ -197,7 +188,7 @@ def test_kv_bytes_are_vllms_own(bare):
         assert kv_tokens(found, "float32", "cpu", bytes_there) == tokens
 
 
-def test_an_engine_on_a_cpu_loads_new_weights_beside_the_old_ones(bare):
+def test_a_cpu_engine_loads_weights_beside_the_old_ones(bare):
     """SmolLM2-135M in float32, 538 MB: 1.44 GB before the first update, 2.68 GB at most in eight."""
     found, _ = shape(bare())
     frozen = engine_memory(found, "float32", InferenceConfig(), share=None, updated=False)
@@ -206,7 +197,7 @@ def test_an_engine_on_a_cpu_loads_new_weights_beside_the_old_ones(bare):
     assert policy | {"update": 0} == frozen
 
 
-def test_an_engine_on_a_gpu_has_a_cache_of_what_is_left(bare):
+def test_a_gpu_engine_gives_its_cache_the_rest(bare):
     found, _ = shape(bare("qwen3", **QWEN3_32B))
     spread = InferenceConfig(tensor_parallel_size=8)
     parts = engine_memory(found, "bfloat16", spread, share=40 << 30, updated=True)

@@ -10,12 +10,10 @@ from prl.monitors.tensorboard import markdown
 from prl.rollouts.record import Message, Record, ToolCall
 from prl.rollouts.rollout import Outcome, Stage
 
+OF_GROUP = {"step": 5, "env": "math", "task": 3, "group": 7}
 RECORDS = [
     Record(
-        step=5,
-        env="math",
-        task=3,
-        group=7,
+        **OF_GROUP,
         reward=1.0,
         advantage=0.5,
         start_version=2,
@@ -24,10 +22,7 @@ RECORDS = [
         messages=[Message("user", "1+1="), Message("assistant", "2", tool_calls=[ToolCall("add", '{"a": 1}')])],
     ),
     Record(
-        step=5,
-        env="math",
-        task=3,
-        group=7,
+        **OF_GROUP,
         reward=0.0,
         advantage=-0.5,
         start_version=4,
@@ -64,17 +59,8 @@ def test_log_ratios_of_the_exported_tokens_of_all_ranks(tmp_path):
 
 def test_the_table_marks_what_a_filter_dropped():
     trained, dropped, *_ = rows(RECORDS)
-    assert dict(zip(COLUMNS, trained, strict=True)) == {
-        "env": "math",
-        "task": "3",
-        "group": 7,
-        "reward": 1.0,
-        "advantage": 0.5,
-        "stage": "trained",
-        "filter": "",
-        "tokens": 12,
-        "messages": 'user: 1+1=\nassistant: 2 add({"a": 1})',
-    }
+    messages = 'user: 1+1=\nassistant: 2 add({"a": 1})'
+    assert trained == ["math", "3", 7, 1.0, 0.5, "trained", "", 12, messages] and len(COLUMNS) == len(trained)
     assert dropped[5:7] == ["post_filtered", "post_batch: repetition"]
 
 

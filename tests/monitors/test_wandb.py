@@ -7,12 +7,9 @@ import time
 import pytest
 import wandb
 
-from prl.config.build import build
 from prl.errors import ConfigError
-from prl.monitors.base import Monitor
+from prl.monitors.tensorboard import TensorBoard
 from prl.monitors.wandb import Wandb, run_id, sweep_of
-
-NODE = {"_target_": "prl.monitors.wandb.Wandb"}
 
 
 def test_offline_stays_under_the_run_directory(tmp_path, monkeypatch, line, started, recorded):
@@ -21,9 +18,7 @@ def test_offline_stays_under_the_run_directory(tmp_path, monkeypatch, line, star
         monkeypatch.delenv(name, raising=False)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    monitor = started(build(NODE, Monitor, "monitor.wandb"), run_dir)
-    assert (monitor.mode, monitor.project) == ("offline", "prl")
-    monitor.table_every = 2
+    monitor = started(Wandb(table_every=2), run_dir)
     recorded(run_dir, 2, reward=0.125)
     for step in range(3):
         monitor.step(line(step))
@@ -46,9 +41,7 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path):
     assert re.fullmatch("[0-9a-f]{8}", run_id(tmp_path, goes_on=True))
 
 
-@pytest.mark.parametrize(
-    ("mode", "resumed_at", "resume"), [("online", 0, None), ("online", 7, "allow"), ("offline", 7, None)]
-)
+@pytest.mark.parametrize(("mode", "resumed_at", "resume"), [("online", 7, "allow"), ("offline", 7, None)])
 def test_what_it_asks_for_when_a_run_goes_on(tmp_path, monkeypatch, mode, resumed_at, resume):
     asked = {}
     monkeypatch.setattr(wandb, "init", lambda **given: asked.update(given))
@@ -65,18 +58,10 @@ def test_the_jobs_of_a_sweep_are_a_group(tmp_path):
     assert sweep_of(tmp_path / "sweep" / "seed=0") == "sweep"
 
 
-def test_a_mode_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match=r"^monitor\.wandb\.mode=disabled: "):
-        build(NODE | {"mode": "disabled"}, Monitor, "monitor.wandb")
-
-
-def test_a_missing_package_is_refused_before_anything_starts(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    Wandb()
-    with pytest.raises(ConfigError) as caught:
-        build(NODE, Monitor, "monitor.wandb")
-    assert str(caught.value) == (
-        "monitor.wandb needs the package wandb, which is not installed: pip install 'prl[wandb]'"
-    )
-    with pytest.raises(ConfigError, match="package wandb"):
-        Wandb().start(tmp_path, max_steps=4, run_config={})
+@pytest.mark.parametrize(("package", "monitor"), [("wandb", Wandb), ("tensorboard", TensorBoard)])
+def test_a_missing_package_is_refused_before_anything_starts(tmp_path, monkeypatch, package, monitor):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=f"monitor.x needs the package {package}"):
+        monitor().check("monitor.x")
+    with pytest.raises(ConfigError, match=f"package {package}"):
+        monitor().start(tmp_path, max_steps=4, run_config={})

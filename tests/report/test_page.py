@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pandas as pd
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 from made_run import make_run
 
 from prl.report import examples, page, plots, tokens
@@ -16,6 +15,7 @@ from prl.report.curves import KINDS, named_series, panels
 from prl.report.html import data_block, digest
 from prl.report.runs import read_run
 from prl.report.tokens import Line, columns
+from prl.result import RunResult, write_result
 
 
 def shown(path):
@@ -70,7 +70,7 @@ def test_examples_are_the_most_mixed_the_best_and_the_worst(run):
     assert any(row.get("sequences") for row in data["rows"])
 
 
-def test_what_does_not_fit_is_left_out_and_said(run, monkeypatch):
+def test_what_does_not_fit_is_left_out_and_named(run, monkeypatch):
     monkeypatch.setattr(examples, "ROLLOUTS", 40)
     monkeypatch.setattr(examples, "STEPS", 3)
     monkeypatch.setattr(examples, "GROUPS", 1)
@@ -95,9 +95,7 @@ def test_damaged_files_do_not_keep_the_page_back(run):
 
 
 def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path):
-    (tmp_path / "result.json").write_text(
-        json.dumps({"status": "failed", "error": "a\n<b>the engine</b> did not start"})
-    )
+    write_result(tmp_path, RunResult("failed", "a\n<b>the engine</b> did not start"))
     text = page.write_page(tmp_path).read_text()
     assert "&lt;b&gt;the engine&lt;/b&gt; did not start" in text and "Curves" not in text
 
@@ -109,10 +107,8 @@ def test_the_difference_names_what_was_changed(config):
     assert list(page.difference(given)) == []
     given["trainer"]["optim"]["lr"] = 1e-3
     given["envs"]["other"] = {"taskset": "my_spelling"}
-    hydra = GlobalHydra.instance().hydra
     found = {key: (default, value) for key, default, value in page.difference(given)}
-    assert found == {"trainer.optim.lr": ("0.0004", "0.001"), "envs.other": ("–", "taskset: my_spelling\n")}
-    assert GlobalHydra.instance().hydra is hydra
+    assert found == {"trainer.optim.lr": ("0.0004", "0.001"), "envs.other.taskset": ("–", "my_spelling")}
 
 
 def test_columns_are_what_the_loss_had():
@@ -142,14 +138,13 @@ def test_columns_are_what_the_loss_had():
     }
 
 
-def test_a_page_has_the_panels_in_their_order(run):
+def test_a_page_has_each_panel_once_in_their_order(run):
     drawn, flat = panels(read_run(run).metrics)
     titles = [panel.title for panel in drawn]
     assert titles == [kind.title for kind in KINDS if kind.title in titles] and flat == []
     assert {"Reward", "Parts and metrics", "Evaluation", "Entropy", "Throughput"} <= set(titles)
     text = page.write_page(run).read_text()
-    for title in titles:
-        assert text.count(f"<figcaption>{title} ") == 1
+    assert [text.count(f"<figcaption>{title} ") for title in titles] == [1] * len(titles)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.title)
@@ -181,8 +176,8 @@ def test_the_panels_by_env():
     }
 
 
-@pytest.mark.parametrize(("envs", "left_out"), [(12, 0), (23, 0), (30, 7)])
-def test_a_panel_has_a_curve_for_every_env_and_for_all_and_says_how_many_are_left_out(tmp_path, envs, left_out):
+@pytest.mark.parametrize(("envs", "left_out"), [(23, 0), (30, 7)])
+def test_a_panel_says_how_many_envs_it_leaves_out(tmp_path, envs, left_out):
     names = ["all", *(f"env{n}" for n in range(envs))]
     line = {"step": 1} | {f"reward/{name}/mean": 0.5 for name in names}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")

@@ -22,7 +22,7 @@ def test_a_finished_run(tmp_path, write_run):
     assert math.isnan(run.metrics.loc[0, "reward/all/mean"]) and math.isnan(run.metrics.loc[1, "lr"])
 
 
-def test_an_unfinished_last_line_is_left_out_and_a_broken_one_named(tmp_path, write_run):
+def test_broken_lines_are_left_out_and_named(tmp_path, write_run):
     folder = write_run(tmp_path / "a", [{"step": 0}])
     path = folder / "metrics.jsonl"
     path.write_bytes(b'{"step":0,"a":1}\n\x00\x00\n{"a":2}\n{"step":2,"a":"x"}\n\n{"step":3,"a":4}\n{"step":4,"a":')
@@ -40,11 +40,8 @@ def test_files_that_are_missing_empty_or_broken(tmp_path, write_run):
     write_run(tmp_path, config="a: [1", overrides="a: 1").joinpath("result.json").write_text('{"status":')
     run = read_run(tmp_path)
     assert run.status == "crashed" and run.result.steps == 0
-    assert [problem.split()[0].rsplit("/", 1)[1] for problem in run.problems] == [
-        "result.json",
-        "config.yaml",
-        "overrides.yaml",
-    ]
+    named = [problem.split()[0].rsplit("/", 1)[1] for problem in run.problems]
+    assert named == ["result.json", "config.yaml", "overrides.yaml"]
 
 
 def test_a_run_without_result_is_running_while_its_process_lives(tmp_path, write_run):
@@ -55,28 +52,21 @@ def test_a_run_without_result_is_running_while_its_process_lives(tmp_path, write
     assert read_run(folder).status == "crashed"
 
 
-def test_runs_are_found_below_and_what_a_restart_moved_aside_is_not(tmp_path, write_run):
+def test_runs_below_are_listed_without_those_moved_aside(tmp_path, write_run):
     for name in ("10-b", "2-a", "2-a.failed-1", "earlier/2-a.stopped-12", ".trash", "2-a/inner", "x/y"):
         write_run(tmp_path / name)
     (tmp_path / "notes").mkdir()
     assert [path.relative_to(tmp_path).as_posix() for path in find_runs([tmp_path])] == ["2-a", "10-b", "x/y"]
-    assert [path.name for path in find_runs([tmp_path / "10-b", tmp_path / "2-a.failed-1", tmp_path / "10-b"])] == [
-        "10-b",
-        "2-a.failed-1",
-    ]
+    named = [tmp_path / name for name in ("10-b", "2-a.failed-1", "10-b")]
+    assert [path.name for path in find_runs(named)] == ["10-b", "2-a.failed-1"]
 
 
 def test_what_is_no_run_is_refused_with_what_it_is(tmp_path):
     (tmp_path / "curves.csv").touch()
-    for found, folder in {
-        "curves.csv": tmp_path,
-        "does not exist": tmp_path / "a",
-        "it is a file": tmp_path / "curves.csv",
-    }.items():
-        with pytest.raises(ConfigError, match=found):
-            read_run(folder)
-        with pytest.raises(ConfigError, match=found):
-            find_runs([folder])
+    for folder in (tmp_path, tmp_path / "a", tmp_path / "curves.csv"):
+        for read in (read_run, lambda folder: find_runs([folder])):
+            with pytest.raises(ConfigError, match=str(folder)):
+                read(folder)
 
 
 def test_of_a_job_of_a_sweep_what_it_varies_is_known(tmp_path, write_run):

@@ -45,11 +45,8 @@ def test_what_it_took_to_a_threshold():
         index=range(5),
     )
     values = curve(metrics, "eval")
-    assert until(metrics, values, 0.5) == {
-        "steps": 2,
-        "tokens": 30,
-        "seconds": 3,
-    }  # reached exactly, and the first time
+    at_half = {"steps": 2, "tokens": 30, "seconds": 3}
+    assert until(metrics, values, 0.5) == at_half, "reached exactly, and the first time"
     assert until(metrics, values, 0.05) == {"steps": 0, "tokens": 0, "seconds": 0}
     assert all(math.isnan(value) for value in until(metrics, values, 0.6).values())
     assert until(metrics[["eval"]], values, 0.5)["steps"] == 2

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from prl.errors import ConfigError
 from prl.report.runs import find_runs, read_run
 from prl.report.summary import summarise
 from prl.report.sweep import panels
-from prl.report.tables import Table, markdown, tables, terminal
+from prl.report.tables import Table, markdown, tables
 
 EVAL = "eval/m/avg@1"
 T1 = 12.706205
@@ -54,7 +53,7 @@ def test_the_threshold_is_nine_tenths_of_the_way_unless_given(runs):
     assert summarise(runs).thresholds[EVAL] == pytest.approx(0.65)
 
 
-def test_a_metric_that_is_to_fall_has_no_best_and_no_threshold_unless_one_is_given(runs):
+def test_falling_metrics_have_neither_best_nor_threshold(runs):
     shared = ["time/step", "reward/*"]
     time, reward = tables(summarise(runs, shared))[:2]
     assert time.head == ["lr", "runs", "final", "area"] and time.rows[0] == ["0.1", "2", "2 ± 0.000", "2 ± 0.000"]
@@ -67,10 +66,8 @@ def test_a_metric_that_is_to_fall_has_no_best_and_no_threshold_unless_one_is_giv
     assert list(only.table) == list(rows.reset_index()) and only.thresholds == {}
 
 
-def test_metrics_are_chosen_by_pattern_and_one_that_is_not_there_is_refused(runs):
+def test_metrics_are_chosen_by_pattern(runs):
     assert summarise(runs, ["tokens/*", "time/step"]).metrics == ["tokens/generated", "time/step"]
-    with pytest.raises(ConfigError, match="reward/al/mean: no run has recorded it; there is reward/all/mean"):
-        summarise(runs, ["reward/al/mean"])
 
 
 def test_runs_with_other_metrics_or_none(tmp_path, write_run):
@@ -89,29 +86,11 @@ def test_runs_with_other_metrics_or_none(tmp_path, write_run):
 def test_the_tables(runs):
     evals, rewards, differs, jobs = tables(summarise(runs, threshold=0.7))
     assert (evals.title, rewards.title) == (EVAL, "reward/all/mean")
-    assert evals.head == [
-        "lr",
-        "runs",
-        "final",
-        "best",
-        "area",
-        *(f"{it} to 0.700" for it in ("steps", "tokens", "seconds")),
-    ]
-    assert evals.rows[0] == [
-        "0.1",
-        "2",
-        "0.700 ± 1.271",
-        "0.700 ± 1.271",
-        "0.450 ± 0.635",
-        "4 (1 of 2)",
-        "40 (1 of 2)",
-        "8 (1 of 2)",
-    ]
-    assert evals.rows[1] == ["0.2", "1 completed, 1 crashed", "0.500", "0.500", "0.350", "0 of 1", "0 of 1", "0 of 1"]
-    assert (differs.head, differs.rows) == (
-        ["config key", "lr=0.1", "lr=0.2"],
-        [["optim.lr", "0.1", "0.2"]],
-    )
+    assert evals.head[:5] == ["lr", "runs", "final", "best", "area"] and evals.head[5] == "steps to 0.700"
+    of_both = ["0.1", "2", "0.700 ± 1.271", "0.700 ± 1.271", "0.450 ± 0.635", "4 (1 of 2)", "40 (1 of 2)", "8 (1 of 2)"]
+    of_one = ["0.2", "1 completed, 1 crashed", "0.500", "0.500", "0.350", "0 of 1", "0 of 1", "0 of 1"]
+    assert evals.rows == [of_both, of_one]
+    assert (differs.head, differs.rows) == (["config key", "lr=0.1", "lr=0.2"], [["optim.lr", "0.1", "0.2"]])
     assert jobs.rows[3] == ["3-lr=0.2,seed=1", "lr=0.2", "1", "crashed", "2", "–", "0.900", "0.150", ""]
     assert jobs.rows[4] == ["4-lr=<b>|x", "–", "–", "refused", "0", "–", "–", "–", "optim.lr=<b>|x is not a number"]
 
@@ -144,24 +123,15 @@ def test_runs_of_one_seed_are_one_of_the_seeds(tmp_path, write_run):
     assert chart.bands["all runs"][1][1] == pytest.approx(0.7 + 0.1 * T1)
 
 
-def test_text_of_a_run_is_no_markup_in_markdown():
-    image, html, spelt = (
-        "![x](http://evil/x.png)",
-        "<b>&amp; a|b\\|c `d`",
-        "**a** _b_ __c__ ~~d~~ max_steps \x1b[31m\n# no",
-    )
-    table = Table(title="eval/*/avg@*", head=["a", "_b_"], rows=[[image, html], [spelt, ""]])
-    assert markdown(table, Path("/")).splitlines() == [
-        "## eval/\\*/avg@\\*",
-        "",
-        "| a | \\_b\\_ |",
-        "| --- | --- |",
-        "| !\\[x\\](http://evil/x.png) | &lt;b>&amp;amp; a\\|b\\\\\\|c \\`d\\` |",
-        "| \\*\\*a\\*\\* \\_b\\_ \\_\\_c\\_\\_ \\~\\~d\\~\\~ max_steps \\\\x1b\\[31m # no |  |",
-    ]
-
-
-def test_the_terminal_shows_no_control_characters(runs):
-    runs[4].result.error = "bad \x1b[31m"
-    jobs = tables(summarise(runs))[-1]
-    assert list(terminal(jobs).columns[-1].cells)[-1].plain == "bad \\x1b[31m"
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("![x](http://evil/x.png)", "!\\[x\\](http://evil/x.png)"),
+        ("<b>&amp; a|b\\|c `d`", "&lt;b>&amp;amp; a\\|b\\\\\\|c \\`d\\`"),
+        ("**a** _b_ ~~d~~ max_steps", "\\*\\*a\\*\\* \\_b\\_ \\~\\~d\\~\\~ max_steps"),
+        ("\x1b[31m\n# no", "\\\\x1b\\[31m # no"),
+    ],
+)
+def test_text_of_a_run_is_no_markup_in_markdown(text, shown):
+    table = Table(title=text, head=[text], rows=[[text]])
+    assert markdown(table, Path("/")).splitlines() == [f"## {shown}", "", f"| {shown} |", "| --- |", f"| {shown} |"]

@@ -43,13 +43,7 @@ def test_the_files_of_a_sweep(sweep, refuse_pages):
     assert html.count('<img src="data:image/svg+xml;base64,') == 2
 
 
-def drawn(panel):
-    axes = Figure().add_subplot()
-    panel.draw(axes)
-    return axes
-
-
-def test_a_chart_has_a_line_a_variant_and_one_for_each_run_that_has_not_completed(sweep):
+def test_a_chart_has_a_line_per_variant_and_per_incomplete_run(sweep):
     chart, _ = panels(summarise([read_run(folder) for folder in find_runs([sweep])]))
     assert {label: values.to_dict() for label, values in chart.series.items()} == {
         "lr=0.1": pytest.approx({0: 0.2, 4: 0.7}),
@@ -58,13 +52,12 @@ def test_a_chart_has_a_line_a_variant_and_one_for_each_run_that_has_not_complete
     low, high = chart.bands["lr=0.1"]
     assert (high[4] - low[4]) / 2 == pytest.approx(1.2706205, rel=1e-6)
     assert [[values.to_dict() for values in single] for single in chart.single.values()] == [[], [{0: 0.2, 2: 0.9}]]
-    assert [[values.to_dict() for values in thin] for thin in chart.thin.values()] == [
-        [{0: 0.2, 4: 0.6}, {0: 0.2, 4: 0.8}],
-        [],
-    ]
+    thin = [[values.to_dict() for values in curves] for curves in chart.thin.values()]
+    assert thin == [[{0: 0.2, 4: 0.6}, {0: 0.2, 4: 0.8}], []]
     assert chart.y == pytest.approx((0.2 - 0.042, 0.9 + 0.042))
-    styles = {line.get_linestyle() for line in drawn(chart).lines}
-    assert styles == {"-", ":"}
+    axes = Figure().add_subplot()
+    chart.draw(axes)
+    assert {line.get_linestyle() for line in axes.lines} == {"-", ":"}
 
 
 def test_nothing_to_draw_is_a_summary_without_curves(tmp_path, write_run, refuse_pages):

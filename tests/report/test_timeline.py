@@ -112,28 +112,17 @@ def test_the_command_prints_shares_and_writes_a_trace(run, capsys, monkeypatch):
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     drawn = [event for event in events if event["ph"] == "X"]
-    assert set(names.values()) == {span.process for span in read_spans(run, [])} and len(drawn) == len(
-        read_spans(run, [])
-    )
+    recorded = read_spans(run, [])
+    assert set(names.values()) == {span.process for span in recorded} and len(drawn) == len(recorded)
     forward = next(event for event in drawn if event["name"] == "forward and backward")
     assert names[forward["tid"]] == "trainer" and forward["args"] == {"step": 1} and forward["dur"] > 0
     assert min(event["ts"] for event in drawn) == 0
 
 
-@pytest.mark.parametrize("spoil", [lambda run: shutil.rmtree(run / "events"), shutil.rmtree])
-def test_what_is_not_there_is_refused_in_a_line(run, capsys, spoil):
-    spoil(run)
+def test_a_run_without_events_is_refused(run, capsys):
+    shutil.rmtree(run / "events")
     assert timeline.main([str(run)]) == 2
-    error = capsys.readouterr().err
-    assert str(run) in error and error.count("\n") == 1 and error.startswith("error: ")
-
-
-def test_a_damaged_line_is_left_out_and_named(run, capsys):
-    path = run / "events" / "trainer.jsonl"
-    path.write_bytes(path.read_bytes()[:-30])
-    assert timeline.main([str(run)]) == 0
-    printed = capsys.readouterr()
-    assert f"{path}: 1 of 90 lines" in printed.err and "engine" in printed.out
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_nothing_in_its_events_escapes(run, capsys):

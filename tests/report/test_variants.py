@@ -36,13 +36,8 @@ def names(found):
 
 
 def test_variants_are_called_by_what_was_typed():
-    found = variants(
-        [
-            run("0", grpo(0), ["algo=grpo", "seed=0"]),
-            run("1", grpo(1), ["algo=grpo", "seed=1"]),
-            run("2", max_rl(0), ["algo=max_rl", "seed=0"]),
-        ]
-    )
+    runs = [run(str(seed), grpo(seed), ["algo=grpo", f"seed={seed}"]) for seed in (0, 1)]
+    found = variants([*runs, run("2", max_rl(0), ["algo=max_rl", "seed=0"])])
     assert names(found) == {"algo=grpo": ["0", "1"], "algo=max_rl": ["2"]}
     assert found.differences == {"algo._target_": ["prl.GRPO", "prl.MaxRL"], "algo.length_penalty": ["null", "–"]}
 
@@ -103,3 +98,8 @@ def test_a_run_without_a_config_is_in_no_variant():
     assert names(found) == {"all runs": ["0"]}
     assert (seed_of(refused), seed_of(run("0", grpo(4)))) == ("–", "4")
     assert variants([refused]).members == {}
+
+
+def test_the_key_that_tells_most_runs_apart_is_the_column():
+    values = [(1, 1), (1, 2), (2, 3)]
+    assert variants([run(str(n), {"seed": 0, "a": a, "b": b}) for n, (a, b) in enumerate(values)]).columns == ["b"]

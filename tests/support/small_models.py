@@ -2,8 +2,6 @@
 
 import random
 
-import torch
-
 from prl.orchestrator.packing import pack
 from prl.wire.messages import StepBatch, TrainingSample
 
@@ -52,13 +50,3 @@ def batch(step: int, tokens: int, length: int, row: int, vocabulary: int) -> Ste
         for _ in range(tokens // length)
     ]
     return StepBatch(step, pack(samples, row, 1)[0][0], 0)
-
-
-class OfValues(torch.optim.Optimizer):
-    """Steps by the sign of a gradient's first number, which only a real step has."""
-
-    def __init__(self, params, lr=1.0):
-        super().__init__(params, {"lr": lr})
-
-    def step(self):
-        return [parameter.grad.flatten()[0].item() for group in self.param_groups for parameter in group["params"]]

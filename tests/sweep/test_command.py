@@ -48,12 +48,6 @@ def test_jobs_that_are_refused_are_recorded_and_asked_again(sweep, tmp_path):
     assert (folder / "summary.html").exists() and (folder / "earlier").is_dir()
 
 
-def test_a_value_that_does_not_compose_is_refused_without_a_summary(sweep, tmp_path):
-    done = sweep("seed=0,x", REFUSED, "run.name=s")
-    assert done.returncode == 2 and "seed=x" in done.stderr and "sweep:" not in done.stderr
-    assert not list((tmp_path / "outputs" / "s").glob("seed*"))
-
-
 @pytest.fixture
 def ends(finished, monkeypatch, capsys):
     """`ends(hydra)`: the status of a sweep in a directory with a job, and what it prints."""
@@ -75,10 +69,6 @@ def exits(status):
     return hydra
 
 
-def test_a_refused_sweep_prints_nothing_but_why(ends):
-    assert ends(exits(2)) == (2, "")
-
-
 def test_a_sweep_ends_with_its_table_and_summary(ends, finished):
     status, printed = ends(lambda: None)
     assert status == 0 and "algo=grpo  completed" in printed and str(finished / "summary.html") in printed
@@ -86,28 +76,17 @@ def test_a_sweep_ends_with_its_table_and_summary(ends, finished):
     assert ends(lambda: None)[0] == 1, "a job has not completed"
 
 
-def test_an_interrupted_sweep_has_a_table_and_no_summary(ends):
-    def hydra():
-        raise KeyboardInterrupt
-
-    for interrupt in (hydra, exits(130)):
-        status, printed = ends(interrupt)
-        assert status == 130 and "algo=grpo  completed" in printed and "summary.html" not in printed
+def test_interrupted_and_refused_sweeps_have_no_summary(ends):
+    status, printed = ends(exits(130))
+    assert status == 130 and "algo=grpo  completed" in printed and "summary.html" not in printed
+    assert ends(exits(2)) == (2, ""), "refused before its first job"
 
 
-@pytest.mark.parametrize(
-    ("record", "key"),
-    [(b"{", "sweep.json"), (b'{"varied": ["\xe1bc"], "fixed": {}}', "sweep.json"), (None, "sweep.json")],
-    ids=["cut off", "no text", "a folder"],
-)
-def test_a_damaged_record_stops_the_sweep_before_its_jobs(tmp_path, capsys, record, key):
-    if record is None:
-        (tmp_path / "sweep.json").mkdir()
-    else:
-        (tmp_path / "sweep.json").write_bytes(record)
+def test_a_damaged_record_stops_the_sweep_before_its_jobs(tmp_path, capsys):
+    (tmp_path / "sweep.json").write_bytes(b"{")
     with pytest.raises(SystemExit) as caught:  # Hydra would only warn of another exception
         Recorder().on_multirun_start(config_of(f"hydra.sweep.dir={tmp_path}"))
-    assert caught.value.code == 2 and key in capsys.readouterr().err
+    assert caught.value.code == 2 and "sweep.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -143,13 +122,7 @@ def test_what_a_sweep_cannot_do_is_refused_before_its_first_job(tmp_path, overri
         checked(config, tmp_path)
 
 
-def test_a_directory_of_a_run_is_refused(tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match="run.name"):
-        checked(config_of(), tmp_path)
-
-
-def test_hydra_gets_one_directory_for_all_jobs_and_what_names_none_of_them():
+def test_hydra_gets_the_directory_and_the_keys_that_name_no_job():
     added = ["hydra.sweep.dir='outputs/x'", "hydra.job.config.override_dirname.exclude_keys=['max_steps','run.name']"]
     typed = ["algo=grpo,max_rl", "max_steps=3", "run.name=x", "hydra.launcher.n_jobs=2"]
     for before, after in ((["-m"], []), ([], ["-m"])):
@@ -159,17 +132,16 @@ def test_hydra_gets_one_directory_for_all_jobs_and_what_names_none_of_them():
     assert prepared(["-m"])[1][0] == "-m"
 
 
-def test_the_table_has_every_job_and_the_errors_a_line_each(finished):
-    traceback = "Traceback (most recent call last):\n  File\nValueError: odd\n"
+def test_the_table_has_every_job_and_error(finished):
     made(finished / "algo=max_rl", status="refused", error="algo.x: there is no such option")
-    made(finished / "algo=opd", status="failed", error=traceback, seconds=3.2)
+    made(finished / "algo=opd", status="failed", error="Traceback (most recent call last):\n  File\nValueError: odd\n")
     (finished / "algo=sft").mkdir()
     (finished / "earlier").mkdir()
     assert summary(finished) == [
         "job          status       metric  seconds",
         "algo=grpo    completed    0.2500  12",
         "algo=max_rl  refused              0",
-        "algo=opd     failed               3",
+        "algo=opd     failed               0",
         "algo=sft     not started",
         "algo=max_rl: algo.x: there is no such option",
         "algo=opd: ValueError: odd",

@@ -11,15 +11,8 @@ from prl.sweep.metric import optimized
 LINES = [
     {"step": 0, "eval/a/avg@1": 0.9, "eval/b/avg@1": 0.9},
     {"step": 1, "reward/all/mean": 0.1, "loss/mean": 5.0},
-    {
-        "step": 2,
-        "reward/all/mean": 0.2,
-        "loss/mean": 4.0,
-        "eval/a/avg@1": 0.3,
-        "eval/b/avg@1": 0.5,
-        "eval/a/errored": 1,
-    },
-    {"step": 3, "reward/all/mean": 0.3, "loss/mean": 2.0},
+    {"step": 2, "reward/all/mean": 0.2, "loss/mean": 4.0, "eval/a/avg@1": 0.3, "eval/b/avg@1": 0.5},
+    {"step": 3, "reward/all/mean": 0.3, "loss/mean": 2.0, "eval/a/errored": 1},
     {"step": 4, "reward/all/mean": 0.6, "loss/mean": 1.0, "eval/a/avg@1": 0.6, "eval/b/avg@1": 0.8},
 ]
 

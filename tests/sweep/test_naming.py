@@ -10,24 +10,18 @@ SWEPT = ["algo=grpo,max_rl", "seed=0,1,2", "max_steps=3", "+inference.args.block
 
 
 def test_overrides_that_vary_and_those_that_do_not_are_taken_apart():
-    found = apart(
-        [*SWEPT, "trainer.optim.lr=interval(1,2)", "env=[math,reverse_text]", "run.name=x", "sweep=lr_search"]
-    )
+    more = ["trainer.optim.lr=interval(1,2)", "env=[math,reverse_text]", "run.name=x", "sweep=lr_search"]
+    found, env = apart([*SWEPT, *more]), "[math,reverse_text]"
     assert found.varied == ("algo", "seed", "trainer.optim.lr")
-    assert found.fixed == {
-        "env": "[math,reverse_text]",
-        "inference.args.block-size": "16",
-        "max_steps": "3",
-        "sweep": "lr_search",
-    }
+    assert found.fixed == {"env": env, "inference.args.block-size": "16", "max_steps": "3", "sweep": "lr_search"}
     assert "run.name" in found.keys and "seed" not in found.keys, "it names no job either"
 
 
-def test_a_key_that_is_known_to_vary_does_so_with_one_value():
+def test_a_known_key_varies_with_one_value():
     assert apart(["algo=grpo", "seed=4"], known=("seed",)).varied == ("seed",)
 
 
-def test_the_same_command_has_the_same_directory_whatever_the_order_and_number_of_values():
+def test_order_and_number_of_values_do_not_change_the_directory():
     folder = folder_of(SWEPT)
     assert folder.parent == Path("outputs") and folder.name.startswith("sweep-algo-seed-")
     assert folder_of(SWEPT[::-1]) == folder
@@ -51,11 +45,11 @@ def test_a_directory_that_is_given(override, folder):
     assert folder_of([*SWEPT, override]) == Path(folder)
 
 
-def test_a_run_name_that_differs_between_jobs_does_not_scatter_the_sweep():
+def test_varying_run_names_do_not_scatter_a_sweep():
     assert folder_of([*SWEPT, "run.name=${prl.choice:algo}-1"]) == folder_of(SWEPT)
 
 
-def test_a_job_is_named_by_what_varies_in_the_order_of_the_keys():
+def test_a_job_is_named_by_sorted_varying_keys():
     fixed = ["max_steps", "inference.args.block-size"]
     assert (
         job_name(["seed=1", "max_steps=3", "+algo=grpo", "+inference.args.block-size=16"], fixed) == "algo=grpo,seed=1"
@@ -64,17 +58,10 @@ def test_a_job_is_named_by_what_varies_in_the_order_of_the_keys():
 
 
 def test_names_stay_short_flat_and_apart():
-    thirteen = [f"trainer.some.knob_{index}={'x' * 40}" for index in range(13)]
-    names = {
-        job_name(overrides, [])
-        for overrides in (
-            thirteen,
-            [*thirteen[:-1], "trainer.some.knob_12=y"],
-            ["model.path=/a/../b c"],
-            ["model.path=_a_.._b_c"],
-            ["x=" + "ä" * 99],
-        )
-    }
+    thirteen = [f"trainer.some.option_{index}={'x' * 40}" for index in range(13)]
+    other = [*thirteen[:-1], "trainer.some.option_12=y"]
+    given = (thirteen, other, ["model.path=/a/../b c"], ["model.path=_a_.._b_c"], ["x=" + "ä" * 99])
+    names = {job_name(overrides, []) for overrides in given}
     assert len(names) == 5
     for name in names:
         assert len(name.encode()) <= 100 and len(Path(name).parts) == 1

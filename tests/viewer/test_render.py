@@ -7,10 +7,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from prl.rollouts.record import Message, ToolCall
-from prl.text import safe
 from prl.viewer.__main__ import main
-from prl.viewer.render import beside, parts
+from prl.viewer.render import beside
 
 
 def user(text):
@@ -27,26 +25,13 @@ def outcome(stage, reason="", source=None):
 
 def entry(**fields):
     """A `prl.rollouts.record.Record` as it is written: a rollout of `math` that was trained on."""
-    return {
-        "step": 4,
-        "env": "math",
-        "agent": "agent",
-        "task": 31,
-        "group": 0,
-        "reward": 1.0,
-        "rewards": {"answer": 1.0},
-        "metrics": {"correct": 1.0},
-        "advantage": 0.475,
-        "start_version": 3,
-        "end_version": 3,
-        "outcome": outcome("trained"),
-        "matched": {},
-        "difficulty_pool": None,
-        "stop": None,
-        "completion_tokens": 3,
-        "samples": 1,
+    trained = {
+        **{"step": 4, "env": "math", "agent": "agent", "task": 31, "group": 0, "samples": 1, "completion_tokens": 3},
+        **{"reward": 1.0, "rewards": {"answer": 1.0}, "metrics": {"correct": 1.0}, "advantage": 0.475},
+        **{"start_version": 3, "end_version": 3, "outcome": outcome("trained"), "matched": {}},
         "messages": [user("61-6="), assistant("55")],
-    } | fields
+    }
+    return trained | fields
 
 
 CALLS = [
@@ -137,7 +122,7 @@ def block(lines, start):
     return lines[at : lines.index("", at)] if "" in lines[at:] else lines[at:]
 
 
-def test_the_last_step_is_shown_with_a_table_of_its_envs(run, shown):
+def test_the_last_step_has_a_table_of_envs(run, shown):
     lines = shown("toy")
     assert lines[0] == "outputs/toy · step 4"
     table = [" ".join(line.split()) for line in lines[2 : lines.index("", 3)]]
@@ -220,13 +205,7 @@ def test_a_half_written_line_is_noted_and_the_rest_shown(run, shown):
     assert "line 2 cannot be read" in " ".join(lines) and "the other 1 can" in " ".join(lines)
 
 
-@pytest.mark.parametrize("arguments", ['{"a":' * 100_000, "[" * 100_000, '{"a": 1', "[1]"])
-def test_arguments_that_are_no_object_are_shown_as_they_were_written(arguments):
-    (told,) = parts(Message("assistant", "", tool_calls=[ToolCall("add", arguments)]))
-    assert told[1] == f"add({arguments})"
-
-
-def test_nothing_that_was_said_is_obeyed(run, capsys):
+def test_no_message_controls_the_terminal(run, capsys):
     evil = "\x1b]0;title\x07 \x1b[31mred\x1b[0m \x9b2J \u202eback\r\x08 [red]plain[/red] [/] [link=x]y :smile:"
     seen = r"\x1b]0;title\x07 \x1b[31mred\x1b[0m \x9b2J \u202eback\r\x08 [red]plain[/red] [/] [link=x]y :smile:"
     call = {"name": evil, "arguments": json.dumps({evil: evil}, ensure_ascii=False)}
@@ -251,12 +230,6 @@ def test_nothing_that_was_said_is_obeyed(run, capsys):
     assert seen in " ".join(out.split()) and "[red]plain[/red]" in err
 
 
-def test_control_characters_are_written_out_and_other_scripts_left_alone():
-    assert safe("a\tb\nc") == "a\tb\nc"
-    assert safe("\x1b\x00\x7f\x85\u2028\ud800") == r"\x1b\x00\x7f\x85\u2028\ud800"
-    assert safe("日本語 é 👩‍🔬 می‌خواهم") == "日本語 é 👩‍🔬 می‌خواهم"
-
-
 def test_long_texts_are_wrapped_in_columns_and_never_cut():
     words = " ".join(f"word{i}" for i in range(200))
     lines = beside("user", 11, words, Console(width=50)).splitlines()
@@ -267,42 +240,29 @@ def test_long_texts_are_wrapped_in_columns_and_never_cut():
 
 
 @pytest.mark.parametrize(
-    ("argv", "status", "said"),
+    ("argv", "status", "named"),
     [
-        (["toy", "--step", "3"], 2, "has no rollouts of step 3; it has: 2, 4"),
-        (["toy", "--env", "guess"], 2, "has no rollouts of env 'guess'; it has: calculator, kuhn, math"),
-        (["toy", "--eval", "--step", "2"], 2, "has no evaluation at step 2; it has: 3 to 4"),
-        (["toy", "--eval", "--env", "guess"], 2, "has no evaluation of env 'guess'; it has: kuhn, math"),
-        (["nope"], 2, "there is no directory nope, nor outputs/nope. Give a run directory; here are: outputs/toy"),
-        (["outputs"], 2, "outputs is not a run but holds several; give one of them: outputs/toy"),
-        (["."], 2, ". is not a run: it has no rollouts/. Give a run directory; here are: outputs/toy"),
-        (["young"], 1, "the run in outputs/young has no rollouts yet"),
-        (["bare"], 1, "outputs/bare has no rollouts of a training step yet"),
-        (["torn"], 1, "outputs/torn/rollouts/step_000001.jsonl: line 1 and 1 more cannot be read"),
+        (["toy", "--step", "3"], 2, "step 3; it has: 2, 4"),
+        (["toy", "--env", "guess"], 2, "env 'guess'; it has: calculator, kuhn, math"),
+        (["toy", "--eval", "--step", "2"], 2, "evaluation at step 2; it has: 3 to 4"),
+        (["toy", "--eval", "--env", "guess"], 1, "no evaluation of env 'guess'"),
+        (["nope"], 2, "outputs/toy"),
+        (["outputs"], 2, "here are: outputs/toy"),
+        (["torn"], 1, "outputs/torn/rollouts/step_000001.jsonl: line 1 and 1 more"),
     ],
 )
-def test_errors_name_what_there_is(run, tmp_path, capsys, argv, status, said):
-    outputs = tmp_path / "outputs"
-    if argv[0] == "young":
-        (outputs / "young").mkdir()
-        (outputs / "young" / "config.yaml").touch()
-    elif argv[0] in ("bare", "torn"):
-        (outputs / argv[0] / "rollouts").mkdir(parents=True)
-    if argv[0] == "torn":
-        (outputs / "torn" / "rollouts" / "step_000001.jsonl").write_bytes(b'{"step": 1, \xff\n3\n')
+def test_errors_name_what_there_is(run, tmp_path, capsys, argv, status, named):
+    torn = tmp_path / "outputs" / "torn" / "rollouts"
+    if argv == ["torn"]:
+        torn.mkdir(parents=True)
+        (torn / "step_000001.jsonl").write_bytes(b'{"step": 1, \xff\n3\n')
     assert main(argv) == status
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and said in err
+    assert out == "" and err.startswith("error: ") and named in err
 
 
 def command(*argv):
     return subprocess.run(argv, check=False, capture_output=True, text=True, timeout=60)
-
-
-def test_a_pipe_gets_plain_text(run):
-    done = command(sys.executable, "-m", "prl.viewer", "toy")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\x1b" not in done.stdout and "assistant  55" in done.stdout
 
 
 def test_a_reader_that_goes_away_is_no_error(run):
