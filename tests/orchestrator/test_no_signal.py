@@ -22,7 +22,7 @@ def test_rewards_and_a_reply_in_one_harmless_line(replying):
     assert said.endswith(r"with reward 0: I\x1b[31m think that \u202e2+2=4") and "\n" not in said
 
 
-def test_rewards_that_differ_and_a_reply_that_is_long_or_empty(replying):
+def test_long_and_empty_replies_are_cut_and_named(replying):
     said = what_to_look_at([replying(0.25, "word " * 200), replying(1.0, "")])
     assert said.startswith("Rewards are from 0.25 to 1; a length limit cut off 1 of 2 replies.")
     assert said.endswith(" …") and len(said.split("reward 0.25: ")[1]) < 410

@@ -1,8 +1,6 @@
 """Real conversations in verifiers' graph, a reference model that answers by formula, a package of the user's own."""
 
 import asyncio
-import sys
-from types import ModuleType
 
 import pytest
 import verifiers.v1 as vf
@@ -160,22 +158,6 @@ def frozen(monkeypatch):
     made = []
     monkeypatch.setattr("prl.inference.frozen.FrozenPool", lambda *given: made.append(Reference(*given)) or made[-1])
     return made
-
-
-@pytest.fixture
-def user_package(monkeypatch):
-    """Puts functions and classes into an importable module; returns their dotted paths."""
-
-    def make(*things):
-        module = ModuleType("a_users_package")
-        for thing in things:
-            thing.__module__, thing.__qualname__ = module.__name__, thing.__name__
-            setattr(module, thing.__name__, thing)
-        monkeypatch.setitem(sys.modules, "a_users_package", module)
-        paths = [f"a_users_package.{thing.__name__}" for thing in things]
-        return paths[0] if len(paths) == 1 else paths
-
-    return make
 
 
 @pytest.fixture
