@@ -176,33 +176,19 @@ def test_rollout_trains_if_a_token_feeds_a_component(make_sample, streams, expec
     assert trains(SimpleNamespace(samples=[nothing, make_sample(**streams)]), 4) is expected
 
 
-def test_what_is_cut_away_trains_nothing(make_sample):
-    late = [0.0, 0.0, 0.0, 0.5]
-    for streams in (
-        {"rl_weights": late},
-        *({"rl_weights": [0.0] * 4, name: late} for name in ("ce_weights", "ref_kl_weights")),
-    ):
-        rollout = SimpleNamespace(samples=[make_sample(**streams)])
-        assert [trains(rollout, seq_len) for seq_len in (2, 3, 4, 9)] == [False, False, True, True]
-    assert [trains(SimpleNamespace(samples=[make_sample()]), seq_len) for seq_len in (1, 2)] == [
-        False,
-        True,
-    ]  # a prompt of one
+@pytest.mark.parametrize("stream", ["rl_weights", "ce_weights", "ref_kl_weights"])
+def test_tokens_beyond_seq_len_train_nothing(make_sample, stream):
+    rollout = SimpleNamespace(samples=[make_sample(**{"rl_weights": [0.0] * 4, stream: [0.0, 0.0, 0.0, 0.5]})])
+    assert [trains(rollout, seq_len) for seq_len in (2, 3, 4, 9)] == [False, False, True, True]
 
 
 def test_reasons_are_named_by_frequency(make_rollout):
-    late, early = [make_rollout() for _ in range(3)], [make_rollout() for _ in range(2)]
-    for rollout in late:
-        drop(rollout, "post_batch", "zero_advantage")
-    for rollout in early:
-        drop(rollout, "pre_batch", "gibberish")
-    trained, failed, unlearnable = make_rollout(), make_rollout(error="EngineError: gone"), make_rollout()
-    end([trained], Stage.TRAINED)
-    end([unlearnable])
-    assert why_untrained([*early, *late, trained]) == "filter zero_advantage: 3, filter gibberish: 2"
-    why = why_untrained([unlearnable, *late[:2], failed])
-    assert why.startswith("filter zero_advantage: 2")
-    assert "EngineError: gone: 1" in why and "nothing of it within trainer.seq_len feeds a loss: 1" in why
+    rollouts = [make_rollout() for _ in range(6)]
+    for number, rollout in enumerate(rollouts):
+        drop(rollout, "pre_batch", "gibberish") if number < 2 else drop(rollout, "post_batch", "zero")
+    trained = end([make_rollout()], Stage.TRAINED)
+    failed = make_rollout(error="EngineError: gone")
+    assert why_untrained([*rollouts, *trained, failed]) == "filter zero: 4, filter gibberish: 2, EngineError: gone: 1"
 
 
 def test_line_of_a_step_by_hand(caplog):

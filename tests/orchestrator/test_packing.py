@@ -131,13 +131,6 @@ def test_no_samples_give_each_rank_one_masked_dummy():
         assert all(getattr(row, name) is None for name in STREAM_FILL)
 
 
-def test_dummies_fill_up_the_ranks_that_came_short():
-    dealt, _ = pack([sample(8, first) for first in (1, 9, 17)], 8, 2)
-    assert sorted(len(row.sequence_lengths) for rows in dealt for row in rows) == [0, 1, 1, 1]
-    (dummy,) = [row for rows in dealt for row in rows if not row.sequence_lengths]
-    assert not any(dummy.mask) and len(dummy.input_ids) == 8
-
-
 @pytest.mark.parametrize("has_it_first", [True, False])
 @pytest.mark.parametrize(
     ("stream", "fill"),

@@ -313,15 +313,6 @@ async def test_difficulty_filtering_trains_groups_with_a_signal_alone(train, mak
         assert run.total(f"filtered_rollouts/toy/{kind}") == dropped > 0
 
 
-async def test_numbers_of_arrival_count_what_was_dropped(train, make_env):
-    run = await train([make_env(task=Graded, buffer=ODF)], steps=6, max_async_level=0)
-    for step, line in enumerate(run.lines, 1):
-        records = run.records(step)
-        assert line["reward/all/mean"] == pytest.approx(sum(record["reward"] for record in run.trained(step)) / 8)
-        assert line["reward/all/arrived"] == pytest.approx(sum(record["reward"] for record in records) / len(records))
-        assert line["tokens/generated"] == sum(record["completion_tokens"] for record in records)
-
-
 async def test_retired_tasks_are_not_sampled_again(train, make_env):
     run = await train([make_env(task=Graded, tasks=8, buffer=POOLS)], steps=12, max_async_level=0)
     assert run.sizes == [8] * 12 and run.ended_because is None

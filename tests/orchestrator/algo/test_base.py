@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-from dataclasses import dataclass
 
 import pytest
 
@@ -22,77 +21,10 @@ class Ce(Algorithm):
     action_loss_type = "ce"
 
 
-class RefKl(Algorithm):
-    action_loss_type = "ref_kl"
-
-
-class Recording(Algorithm):
-    """Notes which rollouts its hooks saw."""
-
-    def __init__(self):
-        super().__init__()
-        self.scored, self.groups = [], []
-
-    async def score_rollout(self, rollout):
-        self.scored.append(rollout)
-
-    async def score_group(self, group):
-        await asyncio.sleep(0)
-        self.groups.append(list(group))
-        for rollout in group:
-            rollout.assign_advantages(2.0)
-
-
-@dataclass(kw_only=True)
-class Failing(Algorithm):
-    """Raises its knob, after a while."""
-
-    error: Exception
-
-    async def score_rollout(self, rollout):
-        await asyncio.sleep(0.02)
-        raise self.error
-
-
-async def test_errored_rollouts_skip_every_hook(make_rollout):
-    algorithm, fine, bad = Recording(), make_rollout(), make_rollout(error="ValueError: no")
-    for rollout in (fine, bad):
-        await algorithm.finalize_rollout(rollout)
-    await algorithm.finalize_group([bad, fine])
-    assert algorithm.scored == [fine] and algorithm.groups == [[fine]]
-
-
-async def test_an_async_score_group_is_awaited_before_stamping(make_rollout):
-    rollout = make_rollout(lengths=(3, 2))
-    await Recording().finalize_group([rollout])
-    assert [sample.advantages for sample in rollout.samples] == [[0.0, 2.0, 2.0], [0.0, 2.0]]
-
-
 async def test_each_sample_gets_its_own_part_of_the_credit(make_rollout):
     rollout = make_rollout(lengths=(3, 2, 3), advantages=[float(i) for i in range(8)])
     await Silent().finalize_group([rollout])
     assert [sample.advantages for sample in rollout.samples] == [[0.0, 1.0, 2.0], [0.0, 4.0], [0.0, 6.0, 7.0]]
-
-
-@pytest.mark.parametrize(
-    ("cls", "stream", "other"), [(Ce, "ce_weights", "ref_kl_weights"), (RefKl, "ref_kl_weights", "ce_weights")]
-)
-async def test_sampled_tokens_of_another_component_weigh_nothing_on_rl(make_rollout, cls, stream, other):
-    rollout = make_rollout(lengths=(3, 2))
-    await cls().finalize_group([rollout])
-    assert [getattr(sample, stream) for sample in rollout.samples] == [[0.0, 1.0, 1.0], [0.0, 1.0]]
-    assert [sample.rl_weights for sample in rollout.samples] == [[0.0] * 3, [0.0] * 2]
-    assert all(getattr(sample, other) is None and sample.advantages is None for sample in rollout.samples)
-
-
-async def test_model_that_fails_costs_its_rollout(make_rollout):
-    rollout, other = make_rollout(), make_rollout()
-    algorithm = Failing(error=EngineError("gone", 503))
-    await algorithm.finalize_rollout(rollout)
-    assert rollout.error == "EngineError: gone" and rollout.trace.errors[0].message == "gone"
-    assert 0.02 <= rollout.scoring_s < 5
-    await algorithm.finalize_group([rollout, other])
-    assert rollout.samples[0].advantages is None and other.error is None
 
 
 async def test_what_is_connected_is_waited_for_and_closed(frozen, attached):
@@ -134,25 +66,6 @@ async def test_rollout_that_a_hook_gives_up_costs_no_other(make_rollout):
     assert [r.samples[0].ce_weights for r in rollouts] == [None, [0.0, 1.0, 1.0, 1.0], None]
 
 
-class Imitation(Algorithm):
-    """Cross-entropy on the first action alone, at two, and on the prompt's first token."""
-
-    action_loss_type = "ce"
-
-    async def score_rollout(self, rollout):
-        for sample in rollout.samples:
-            sample.ce_weights = [0.0] * len(sample.token_ids)
-            sample.ce_weights[0] = 0.25
-            sample.ce_weights[sample.mask.index(True)] = 2.0
-
-
-async def test_stream_of_a_hook_is_kept(make_rollout, play):
-    (rollout,) = await play(Imitation(), [make_rollout(lengths=(5, 3))])
-    assert [s.ce_weights for s in rollout.samples] == [[0.25, 2.0, 0.0, 0.0, 0.0], [0.25, 2.0, 0.0]]
-    assert [s.rl_weights for s in rollout.samples] == [[0.0] * 5, [0.0] * 3]
-    assert all(s.ref_kl_weights is s.advantages is None for s in rollout.samples)
-
-
 @pytest.mark.parametrize("component", ["ce", "ref_kl"])
 @pytest.mark.parametrize(
     ("written", "stamped"),
@@ -183,33 +96,6 @@ async def test_weights_on_observations_are_added_to_the_default(
     (sample,) = rollout.samples
     assert getattr(sample, f"{component}_weights") == stamped
     assert sample.rl_weights == [0.0] * 5 and sample.mask == [False, False, True, False, True]
-
-
-class Mixed(Algorithm):
-    """Policy gradient on the actions, at a weight of its own, and cross-entropy on the prompt."""
-
-    async def score_rollout(self, rollout):
-        for sample in rollout.samples:
-            sample.rl_weights = [0.5 * trains for trains in sample.mask]
-            sample.ce_weights = [0.1 * (not trains) for trains in sample.mask]
-        rollout.assign_advantages(3)
-
-
-async def test_an_rl_class_keeps_every_stream_of_its_own(make_rollout, play):
-    (rollout,) = await play(Mixed(), [make_rollout(lengths=(3,))])
-    (sample,) = rollout.samples
-    assert (sample.rl_weights, sample.ce_weights) == ([0.0, 0.5, 0.5], [0.1, 0.0, 0.0])
-    assert sample.advantages == [0.0, 3.0, 3.0]
-
-
-async def test_what_sampled_nothing_is_no_baseline_for_what_did(make_rollout):
-    group = [make_rollout(reward=1.0), make_rollout(reward=0.0), make_rollout(reward=1.0)]
-    group[2].leave(Stage.EMPTY, "nothing was sampled")
-    for rollout in group:
-        await GRPOAlgorithm().finalize_rollout(rollout)
-    await GRPOAlgorithm().finalize_group(group)
-    credits = [{a for a in rollout.advantages if a} for rollout in group[:2]]
-    assert credits == [{0.5}, {-0.5}] and group[2].advantages is None
 
 
 class BatchNormalised(GRPOAlgorithm):
@@ -288,3 +174,29 @@ async def test_stream_that_is_not_finite_is_refused(make_rollout, play, hook, mo
     with pytest.raises(ValueError, match="rl_weights of a sample holds a number that is not finite"):
         group = await play(Silent(), [make_rollout(1.0, advantages=1.0)])
         Silent().finalize_batch([group])
+
+
+async def test_hooks_see_active_rollouts_and_are_awaited(make_rollout, play):
+    class Mixed(Algorithm):
+        """Policy gradient on the actions, at a weight of its own, and cross-entropy on the prompt."""
+
+        async def score_rollout(self, rollout):
+            if rollout.reward < 0:
+                raise EngineError("gone", 503)
+            for sample in rollout.samples:
+                sample.rl_weights = [0.5 * trains for trains in sample.mask]
+                sample.ce_weights = [0.1 * (not trains) for trains in sample.mask]
+
+        async def score_group(self, group):
+            await asyncio.sleep(0.02)
+            for rollout in group:
+                rollout.assign_advantages(float(len(group)))
+
+    empty, failed = make_rollout(), make_rollout(error="ValueError: no")
+    empty.leave(Stage.EMPTY, "nothing was sampled")
+    group = await play(Mixed(), [make_rollout(lengths=(3, 2)), make_rollout(-1.0), empty, failed])
+    assert [rollout.error for rollout in group] == [None, "EngineError: gone", None, "ValueError: no"]
+    one, two = group[0].samples
+    assert (one.advantages, two.advantages) == ([0.0, 1.0, 1.0], [0.0, 1.0])
+    assert (one.rl_weights, one.ce_weights, one.ref_kl_weights) == ([0.0, 0.5, 0.5], [0.1, 0.0, 0.0], None)
+    assert all(rollout.advantages is rollout.samples[0].advantages is None for rollout in group[1:])

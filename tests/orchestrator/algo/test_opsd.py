@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import verifiers.v1 as vf
@@ -46,32 +47,13 @@ def hint_ids(renderer):
     return lambda text: tokenizer.encode(f"<|im_start|>system\n{text}<|im_end|>\n", add_special_tokens=False)
 
 
-async def test_hint_is_one_system_message_in_front(opsd, shown, reference, hint_ids, play):
-    (rollout,) = await play(opsd(template="See: {demonstration}!"), [shown()])
-    hint = hint_ids("See: from the task!")
-    assert reference.asked == [hint + [0, 1, 2, 3]]
-    (sample,) = rollout.samples
-    assert sample.ref_logprobs == reference.logprobs(reference.asked[0])[len(hint) :]
-    assert sample.token_ids == [0, 1, 2, 3], "the hint is no part of what is trained on"
-
-
-async def test_default_template_shows_the_demonstration(opsd, shown, reference, renderer, play):
-    await play(opsd(), [shown()])
-    text = renderer._tokenizer.decode(reference.asked[0][:-4])
-    assert "\nfrom the task\n" in text and text.count("<|im_start|>") == 1 and "answer" in text
-
-
-async def test_a_template_may_hold_other_braces(opsd, shown, reference, hint_ids, play):
-    await play(opsd(template='{"shown": {demonstration}, "x": {}}'), [shown()])
-    assert reference.asked == [hint_ids('{"shown": from the task, "x": {}}') + [0, 1, 2, 3]]
-
-
-async def test_every_sample_is_behind_the_same_hint(opsd, shown, reference, hint_ids, play):
-    (rollout,) = await play(opsd(template="{demonstration}"), [shown(lengths=(4, 2, 3))])
-    hint = hint_ids("from the task")
+async def test_hint_is_one_system_message_in_front_of_every_sample(opsd, shown, reference, hint_ids, play):
+    (rollout,) = await play(opsd(template="{See}: {demonstration}!"), [shown(lengths=(4, 2, 3))])
+    hint = hint_ids("{See}: from the task!")
     assert sorted(reference.asked, key=len) == [hint + list(range(n)) for n in (2, 3, 4)]
     for sample in rollout.samples:
         assert sample.ref_logprobs == reference.logprobs(hint + sample.token_ids)[len(hint) :]
+        assert sample.token_ids == list(range(len(sample.mask))), "the hint is no part of what is trained on"
 
 
 @pytest.mark.parametrize(
@@ -123,25 +105,6 @@ async def test_auto_is_the_runs_own_renderer(reference, renderer, shown, play, a
     assert rollout.samples[0].ref_logprobs == reference.logprobs([*hint, 0, 1, 2, 3])[len(hint) :]
 
 
-class WithoutSystem(Other):
-    """A chat format that leaves system messages out, or refuses one alone."""
-
-    refuses = False
-
-    def render_ids(self, messages, **options):
-        if self.refuses:
-            raise ValueError("no user message")
-        return []
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-def test_a_template_that_shows_no_hint_is_refused(attached, renderer, refuses):
-    other = WithoutSystem(renderer._tokenizer)
-    other.refuses = refuses
-    with pytest.raises(ConfigError, match="hint"):
-        attached(OPSDAlgorithm(), renderer=other)
-
-
 async def test_renderer_by_name_uses_the_policys_tokenizer(reference, renderer, shown, hint_ids, play, attached):
     other = Other(renderer._tokenizer)
     await play(attached(OPSDAlgorithm(template="{demonstration}", renderer="qwen3"), renderer=other), [shown()])
@@ -159,3 +122,11 @@ def test_room_is_kept_for_the_longest_hint(opsd, hint_ids):
     assert opsd(template="See: {demonstration}").reserve(tasks) == max(len(hint_ids(f"See: {text}")) for text in shown)
     assert opsd().reserve([]) == 0
     assert Algorithm().reserve(tasks) == 0
+
+
+@pytest.mark.parametrize("tokens", [[], ValueError("no user message")])
+def test_renderer_that_shows_no_hint_is_refused(attached, renderer, monkeypatch, tokens):
+    other = Other(renderer._tokenizer)
+    monkeypatch.setattr(other, "render_ids", Mock(side_effect=[tokens]))
+    with pytest.raises(ConfigError, match="hint"):
+        attached(OPSDAlgorithm(), renderer=other)

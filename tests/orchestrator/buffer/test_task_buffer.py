@@ -118,19 +118,6 @@ def test_the_seats_of_a_game_have_to_agree(seats, pool):
     assert buffer.update(buffer.tasks[0], *seats) == pool
 
 
-def test_env_without_tasks_has_ended_with_one_warning(caplog):
-    buffer = pooled(3)
-    for task, reward in zip(buffer.tasks, (1.0, 0.0, 1.0)):
-        assert not buffer.ended
-        buffer.update(task, reward)
-    assert buffer.ended
-    buffer.update(buffer.tasks[0], 1.0)
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "env math has no task left (2 easy, 1 hard of 3)" in said and "buffer.refill" in said
-    with pytest.raises(PrlError, match="env 'math' has no task left"):
-        buffer.next()
-
-
 def test_a_buffer_that_refills_begins_again_with_all(caplog):
     caplog.set_level("INFO")
     buffer = pooled(3, refill=True)
@@ -283,20 +270,19 @@ def test_a_line_can_be_read(save):
 # --- the interface ----------------------------------------------------------------------------------------------------
 
 
-def test_retired_task_returns_only_by_refill():
-    for refill in (False, True):
-        buffer = pooled(refill=refill)
-        assert all(map(buffer.returns, buffer.tasks))
-        buffer.update(buffer.tasks[0], 1.0)
-        assert list(map(buffer.returns, buffer.tasks)) == [refill, True, True, True]
-    plain = loaded(sums(1))
-    plain.update(plain.tasks[0], 1.0)
-    assert plain.returns(plain.tasks[0])
+@pytest.mark.parametrize("refill", [False, True])
+def test_retired_task_returns_only_by_refill(refill):
+    buffer = pooled(2, refill=refill)
+    buffer.update(buffer.tasks[0], 1.0)
+    assert list(map(buffer.returns, buffer.tasks)) == [refill, True]
+    buffer.update(buffer.tasks[1], 0.0)
+    assert buffer.ended is not refill
+    if not refill:
+        with pytest.raises(PrlError, match="env 'math' has no task left"):
+            buffer.next()
 
 
-def test_a_buffer_of_ones_own_writes_two_methods():
-    """Everything else that the orchestrator asks has an answer: no pools, and no end."""
-
+def test_buffer_of_ones_own_writes_two_methods():
     class Cycle(Buffer):
         def load(self, tasks, *, seed, env_name):
             self.left = list(tasks)
@@ -306,11 +292,7 @@ def test_a_buffer_of_ones_own_writes_two_methods():
             return self.left[-1]
 
     buffer = Cycle(online_difficulty_filtering=True)
-    buffer.check("envs.math.buffer")
     buffer.load(["a", "b"], seed=0, env_name="math")
-    assert [buffer.next() for _ in range(3)] == ["a", "b", "a"]
-    assert buffer.update("a", 1.0) is None and buffer.pool_of("a") is None and buffer.returns("a")
-    assert not buffer.ended and not buffer.pooled and buffer.reads_rewards
-    assert (buffer.counts(), buffer.describe(), buffer.retired_to("easy"), buffer.take_evicted()) == ({}, "", [], {})
-    with pytest.raises(TypeError, match="abstract"):
-        Buffer()
+    assert [buffer.next() for _ in range(3)] == ["a", "b", "a"] and buffer.reads_rewards
+    assert buffer.update("a", 1.0) is buffer.pool_of("a") is None and buffer.returns("a")
+    assert not (buffer.ended or buffer.pooled or buffer.counts() or buffer.retired_to("easy") or buffer.take_evicted())
