@@ -3,21 +3,16 @@
 import asyncio
 import random
 import selectors
+import shutil
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from prl.config.schema import ModelConfig
-from prl.inference.traffic import Traffic
-from prl.models import model_path
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.config import EvalConfig, OrchestratorConfig
-from prl.orchestrator.orchestrator import Orchestrator
+from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.staleness import Staleness
 from prl.rollouts.rollout import Stage
-from prl.wire.transport import Transport
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
 
@@ -90,42 +85,6 @@ class SkippingSelector(selectors.DefaultSelector):
         return super().select(0)
 
 
-class Memory(Transport):
-    """Keeps what crosses in memory."""
-
-    def __init__(self):
-        super().__init__(Path("nowhere"))
-        self.batches, self.metrics, self.end = {}, {}, None
-
-    def send_batch(self, batch, rank):
-        assert batch.step == len(self.batches) + 1
-        self.batches[batch.step] = batch
-
-    def receive_batch(self, step, rank):
-        return self.batches.get(step)
-
-    def discard_batch(self, step):
-        pass
-
-    def send_end(self, last_step):
-        self.end = last_step
-
-    def receive_end(self):
-        return self.end
-
-    def publish(self, version, metrics, write_weights=None):
-        self.metrics[version] = metrics
-
-    def receive_metrics(self, version):
-        return self.metrics.get(version)
-
-    def weights_path(self, version):
-        return Path(f"v{version}")
-
-    def discard_weights(self, version):
-        pass
-
-
 class Credits(Algorithm):
     def score_group(self, group):
         for rollout in group:
@@ -139,51 +98,24 @@ class Run:
     """
 
     def __init__(
-        self,
-        monkeypatch,
-        make_env,
-        make_rollout,
-        *,
-        steps,
-        duration,
-        trainer_s,
-        sizes=(2,),
-        fails=lambda: False,
-        more_s=(),
-        **knobs,
+        self, made, *, steps, duration, trainer_s, sizes=(2,), fails=lambda: False, more_s=(), batch_size=8, **options
     ):
+        self.monkeypatch, make_env, self.make_rollout, make_orchestrator, self.pool = made
         self.loop = SkippingLoop()
         self.starts, self.ends, self.dropped, self.recorded, self.shipped, self.lines = {}, [], [], [], {}, []
         self.duration, self.trainer_s, self.steps = duration, trainer_s, steps
-        self.fails, self.end_of = fails, {}
-        self.pool = SimpleNamespace(
-            version=0, counts={}, update_weights=self.update_weights, traffic=Traffic(["http://fake"])
-        )
-        self.update_s = lambda: 0.1
-        self.transport, self.make_rollout = Memory(), make_rollout
-        self.more_s = dict(more_s)
+        self.fails, self.end_of, self.more_s = fails, {}, dict(more_s)
+        self.pool.version = 0
+        self.pool.update_weights = self.update_weights
         envs = [make_env(f"e{size}", group_size=size, algorithm=Credits) for size in sizes]
         for env in envs:
-            env.sampler.pool = self.pool
-            monkeypatch.setattr(env.environment, "play", self.play)
-        self.orchestrator = Orchestrator(
-            envs=envs,
-            pool=self.pool,
-            transport=self.transport,
-            monitors=SimpleNamespace(step=self.lines.append),
-            run_dir=Path("nothing is written"),
-            model=ModelConfig(path=model_path("tiny")),
-            max_steps=steps,
-            seq_len=64,
-            trainer_ranks=1,
-            update_timeout_s=1e9,
-            **{"batch_size": 8, "eval": EvalConfig(every=None), "batch_timeout_s": 200, "policy_timeout_s": 200}
-            | {"max_error_share": 0.9}
-            | knobs,
-        )
-        self.config = self.orchestrator.config
-        self.rule = self.orchestrator.staleness
-        self._watch(monkeypatch)
+            env.environment.play = self.play
+        limits = {"batch_timeout_s": 200, "policy_timeout_s": 200, "max_error_share": 0.9}
+        monitors = SimpleNamespace(step=self.lines.append)
+        self.orchestrator = make_orchestrator(envs, monitors, steps, batch_size=batch_size, **limits | options)
+        self.transport = self.orchestrator.transport
+        self.config, self.rule = self.orchestrator.config, self.orchestrator.staleness
+        self._watch(self.monkeypatch)
         try:
             self.loop.run_until_complete(self._run())
         finally:
@@ -202,7 +134,7 @@ class Run:
 
     async def update_weights(self, version, path, timeout_s):
         assert version > self.pool.version
-        await asyncio.sleep(self.update_s())
+        await asyncio.sleep(0.1)
         self.pool.version = version
 
     async def _train(self):
@@ -229,9 +161,7 @@ class Run:
             for group in set(dispatcher.in_flight) - before:
                 version, shipped = self.pool.version, own.weight_sync.shipped
                 assert group.start_version == version and not own.weight_sync.busy
-                steps = [
-                    n for n in range(shipped + 1, self.steps + 1) if n <= version + 1 + self.config.max_async_level
-                ]
+                steps = range(shipped + 1, min(self.steps, version + 1 + self.config.max_async_level) + 1)
                 assert steps, "no step to be meant for"
                 most = self.config.oversampling_factor * (self.config.batch_size or 0) * len(steps)
                 assert self.config.batch_size is None or under_way < most, "more than these steps take"
@@ -244,9 +174,9 @@ class Run:
             return admit(group)
 
         def dropped(last_chance):
-            held = set(dispatcher.in_flight)
+            before = set(dispatcher.in_flight)
             count = drop(last_chance)
-            self.dropped += (cancelled := held - set(dispatcher.in_flight))
+            self.dropped += (cancelled := before - set(dispatcher.in_flight))
             self.end_of |= dict.fromkeys(cancelled, self.loop.time())
             return count
 
@@ -274,9 +204,11 @@ class Run:
 
 
 @pytest.fixture
-def run(monkeypatch, make_env, make_rollout):
+def run(monkeypatch, make_env, make_rollout, make_orchestrator, pool, tmp_path):
     def start(**how):
-        return Run(monkeypatch, make_env, make_rollout, **how)
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        return Run((monkeypatch, make_env, make_rollout, make_orchestrator, pool), **how)
 
     return start
 
