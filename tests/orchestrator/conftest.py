@@ -201,33 +201,6 @@ class ToyEnvironment(Environment):
         self.uses_harness, self._in_process = False, []
 
 
-# --- components: the only place that knows how they are made from knobs ---
-
-
-@pytest.fixture
-def make_algorithm(pool, renderer):
-    """`make_algorithm(cls)`: an algorithm that is attached to the pool."""
-
-    def make(cls):
-        algorithm = cls()
-        algorithm.attach(policy_pool=pool, renderer=renderer)
-        return algorithm
-
-    return make
-
-
-@pytest.fixture
-def make_buffer():
-    """`make_buffer(tasks, env_name, **knobs)`."""
-
-    def make(tasks, name="", **knobs):
-        buffer = TaskBuffer(**knobs)
-        buffer.load(tasks, seed=0, env_name=name)
-        return buffer
-
-    return make
-
-
 @pytest.fixture
 def make_sampler(renderer):
     """`make_sampler(pool)`: a sampler of at most 64 tokens, prompt included."""
@@ -240,26 +213,14 @@ def make_sampler(renderer):
     return make
 
 
-def make_filter(cls, **knobs):
-    """A filter that is attached."""
-    made = cls(**knobs)
-    made.attach(vocab_size=64, longest=64)
-    return made
-
-
-@pytest.fixture(name="make_filter")
-def _make_filter():
-    return make_filter
-
-
 @pytest.fixture
 def zero():
     """`zero(enforce=True)`: the zero_advantage filter."""
-    return lambda enforce=True: make_filter(ZeroAdvantage, enforce=enforce)
+    return lambda enforce=True: ZeroAdvantage(enforce=enforce)
 
 
 @pytest.fixture
-def make_env(pool, make_algorithm, make_buffer, make_sampler):
+def make_env(pool, renderer, make_sampler):
     def make(
         name="toy",
         *,
@@ -282,12 +243,15 @@ def make_env(pool, make_algorithm, make_buffer, make_sampler):
         config = EnvConfig(taskset="toy", weight=weight, timeout_s=timeout_s)
         environment = ToyEnvironment(name, config, made, made[:held_out])
 
-        made_algorithm = make_algorithm(algorithm or GRPOAlgorithm)
+        made_algorithm = (algorithm or GRPOAlgorithm)()
+        made_algorithm.attach(policy_pool=pool, renderer=renderer)
         made_algorithm.pools += [*references] if source is None else [source, *references]
+        made_buffer = TaskBuffer(**(buffer or {}))
+        made_buffer.load(made, seed=0, env_name=name)
         eval_sampler = make_sampler(pool)
         return TrainEnv(
             environment=environment,
-            buffer=make_buffer(made, name, **(buffer or {})),
+            buffer=made_buffer,
             sampler=eval_sampler if source is None else make_sampler(source),
             eval_sampler=eval_sampler,
             algorithm=made_algorithm,

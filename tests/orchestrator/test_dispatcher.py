@@ -14,6 +14,7 @@ from prl.episodes.environment import Environment
 from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
+from prl.orchestrator.buffer.task_buffer import TaskBuffer
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.types import TrainEnv, by_seat
 
@@ -271,24 +272,6 @@ async def test_group_deadline_cuts_slow_credit(make_env, pool):
 # --- envs that converse -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def make_conversing(make_algorithm, make_buffer, scripted):
-    def make(taskset, script, *, group_size=4, weight=1.0, **args):
-        """An env of a module's, in which the model says what the script has for it."""
-        config = EnvConfig(taskset=taskset, args={"num_tasks": 12, **args}, weight=weight)
-        environment, sampler = Environment(taskset.rpartition(".")[2], config, eval_tasks=0), scripted(script)
-        return TrainEnv(
-            environment=environment,
-            buffer=make_buffer(environment.tasks),
-            sampler=sampler,
-            eval_sampler=sampler,
-            algorithm=make_algorithm(GRPOAlgorithm),
-            group_size=group_size,
-        )
-
-    return make
-
-
 def credit(rollout):
     return max(rollout.advantages, key=abs)
 
@@ -299,13 +282,18 @@ def kuhn(conversation, turn):
     return "bet" if side == "player" else "call" if episode in "12" else "fold"
 
 
-async def test_sides_of_a_game_have_baselines_of_their_own(make_conversing):
-    env = make_conversing("prl.envs.kuhn_poker", kuhn)
-    king_first = next(task for task in env.environment.tasks if task.data.cards == "KJ" and task.data.seat == 0)
-    env.buffer.next = lambda: king_first
-    async with env.environment.serving(), dispatching(env) as dispatcher:
-        dispatcher.start_group()
-        assert env.rollouts_per_group == dispatcher.rollouts_in_flight == 8, "shares count both sides"
+async def test_sides_of_a_game_have_baselines_of_their_own(scripted):
+    environment = Environment(
+        "kuhn_poker", EnvConfig(taskset="prl.envs.kuhn_poker", args={"num_tasks": 12}), eval_tasks=0
+    )
+    task = next(task for task in environment.tasks if task.data.cards == "KJ" and task.data.seat == 0)
+    algorithm, sampler, buffer = GRPOAlgorithm(), scripted(kuhn), TaskBuffer()
+    algorithm.attach(policy_pool=None, renderer=None)
+    buffer.load([task], seed=0, env_name="kuhn_poker")
+    parts = {"environment": environment, "buffer": buffer, "algorithm": algorithm, "group_size": 4}
+    env = TrainEnv(sampler=sampler, eval_sampler=sampler, **parts)
+    async with environment.serving(), dispatching(env) as dispatcher:
+        assert dispatcher.start_group() == dispatcher.rollouts_in_flight == 8, "shares count both sides"
         (group,) = await finish(dispatcher)
     mine, theirs = by_seat(group.rollouts)
     assert [rollout.reward for rollout in mine] == [0.75, 1.0, 1.0, 0.75]

@@ -40,13 +40,13 @@ HOOKS = {  # the hook's class, and how the error begins
 
 
 @pytest.fixture
-def run(train, make_env, make_filter, tmp_path):
+def run(train, make_env, tmp_path):
     """`run()`: two steps, with a checkpoint at each."""
 
     def start():
         monitors = Monitors({"mine": Mine()})
         monitors.start(tmp_path, max_steps=2, run_config={})
-        env = make_env(pre={"mine": make_filter(Never)}, buffer={"easy_threshold": 1.0})
+        env = make_env(pre={"mine": Never()}, buffer={"easy_threshold": 1.0})
         return train([env], steps=2, every=1, monitors=monitors)
 
     return start

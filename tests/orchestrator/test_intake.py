@@ -44,17 +44,12 @@ def arrive(make_env, make_rollout):
     [
         ((1.0, 1.0), False),
         ((0.0, 0.0), False),
-        ((0.7 + 0.2 + 0.1, 0.7 + 0.2 + 0.1), False),
         ((0.7 + 0.2 + 0.1, 1.0, None), False),
         ((0.1 + 0.2 - 0.3, 0.0), False),
         ((1e-9, 0.0), True),
         ((1.0, 1.0 - 1e-9), True),
-        ((1.0, 0.99), True),
-        ((0.0, 0.01), True),
-        ((0.5, 0.5), True),
         ((0.0, 1.0), True),
         ((1.0, None, 1.0), False),
-        ((None, 0.0), False),
         ((None, None), True),
     ],
 )

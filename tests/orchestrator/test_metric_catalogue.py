@@ -16,17 +16,12 @@ from prl.trainer.trainer import COUNTED
 @pytest.mark.parametrize(
     ("key", "entry"),
     [
-        ("reward/all/mean", "reward/<env>/mean"),
         ("reward/my.env-2/arrived", "reward/<env>/arrived"),
-        ("errors/all/overlong_prompt", "errors/<env>/<kind>"),
         ("filters/math/is_filtered", "filters/<env>/is_filtered"),
         ("filters/math/gibberish", "filters/<env>/<filter>"),
         ("eval/math/avg@16", "eval/<env>/avg@<k>"),
-        ("eval/math/correct", "eval/<env>/<metric>"),
         ("metric/math/tools/used", "metric/<env>/<metric>"),
         ("loss/ref_kl", "loss/<component>"),
-        ("loss/mean", "loss/mean"),
-        ("tokens/trained", "tokens/trained"),
         ("tokens/ce", "tokens/<component>"),
     ],
 )

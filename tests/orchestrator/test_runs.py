@@ -213,8 +213,8 @@ class AfterTheFirst(Filter):
         return 8 < self.seen <= 24
 
 
-async def test_rollouts_of_empty_batches_count_in_the_next_line(train, make_env, make_filter):
-    env = make_env(post={"first": make_filter(AfterTheFirst, enforce=True)})
+async def test_rollouts_of_empty_batches_count_in_the_next_line(train, make_env):
+    env = make_env(post={"first": AfterTheFirst(enforce=True)})
     run = await train([env], steps=3, max_async_level=0)
     assert [line["rollouts/batch"] for line in run.lines] == [8.0, 24.0, 8.0]
     assert [line["rollouts/filtered"] for line in run.lines] == [0.0, 16.0, 0.0]
@@ -248,8 +248,8 @@ class Everything(Filter):
         return True
 
 
-async def test_evaluation_is_never_filtered(train, make_env, make_filter, tmp_path):
-    env = make_env(held_out=3, pre={"a": make_filter(Everything)}, post={"b": make_filter(Everything)})
+async def test_evaluation_is_never_filtered(train, make_env, tmp_path):
+    env = make_env(held_out=3, pre={"a": Everything()}, post={"b": Everything()})
     run = await train([env], steps=1, eval=EvalConfig(every=1, num_tasks=3))
     assert all(record["matched"] == {"pre_batch": "a", "post_batch": "b"} for record in run.records(1))
     lines = (tmp_path / "rollouts" / "eval_toy_step_000001.jsonl").read_text().splitlines()

@@ -61,17 +61,6 @@ async def test_versions_rise_and_every_step_has_its_line(make_sync, pool):
     assert sync.updates_s > 0 and not sync.busy
 
 
-async def test_strict_version_is_loaded_once_its_batch_is_shipped(make_sync, pool):
-    sync = make_sync(steps=9, strict_async_level=True, max_async_level=1)
-    for step in (1, 2, 3):
-        sync.transport.publish(step, TRAINED)
-        sync.expect(step, SHIPPED)
-    running = asyncio.create_task(sync.run())
-    await asyncio.sleep(0.1)
-    assert pool.version == 2
-    running.cancel()
-
-
 async def test_it_is_busy_from_before_an_update_until_its_event(make_sync, pool, monkeypatch):
     sync, update = make_sync(steps=1), pool.update_weights
 

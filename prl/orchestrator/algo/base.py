@@ -191,11 +191,6 @@ class Algorithm:
             self._kl_scorer = ReferenceLogprobs(await self.connect(self.kl.reference))
         await self.setup()
 
-    @property
-    def scores_rollouts(self) -> bool:
-        """Whether it does anything with a rollout that arrives, which may then take its time."""
-        return self._overrides("score_rollout") or self._kl_scorer is not None
-
     async def finalize_rollout(self, rollout: Rollout) -> None:
         """Score a rollout as it arrives, unless it has failed. A model that fails makes the rollout an errored one."""
         if not rollout.is_active:
@@ -223,7 +218,7 @@ class Algorithm:
 
     def finalize_batch(self, groups: list[list[Rollout]]) -> None:
         """Score the rollouts of a batch, and write their streams again. Raises ValueError for bad ones."""
-        if self._overrides("score_batch"):
+        if type(self).score_batch is not Algorithm.score_batch:
             self.score_batch(groups)
             self._stamp(chain.from_iterable(groups), again=True)
 
@@ -231,10 +226,6 @@ class Algorithm:
         """Close the clients of frozen models."""
         for pool in self.pools:
             await pool.close()
-
-    def _overrides(self, hook: str) -> bool:
-        """Whether a hook is not this class's, which does nothing."""
-        return getattr(getattr(self, hook), "__func__", None) is not getattr(Algorithm, hook)
 
     def _stamp(self, rollouts: Iterable[Rollout], *, again: bool = False) -> None:
         """Write the advantages and the component weights onto the rollouts' samples. Raises ValueError for bad ones.

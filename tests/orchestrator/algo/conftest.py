@@ -10,11 +10,8 @@ from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
-from prl.config.build import build
 from prl.episodes.turn import parse
 from prl.errors import EngineError
-from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.validate import validate_algorithm
 from prl.rollouts.rollout import Rollout
 
 
@@ -169,26 +166,6 @@ def attached(reference, renderer):
         return algorithm
 
     return attach
-
-
-@pytest.fixture
-def validated():
-    """`validated(node)`: the algorithm that a node describes, built and validated as the run's, in env `math`."""
-
-    def make(node, where="algo", *, group_size=8, temperature=1.0, hosted=(), uses_reward_thresholds=False, env="math"):
-        algorithm = build(node, Algorithm, where)
-        validate_algorithm(
-            algorithm,
-            where,
-            group_size=group_size,
-            temperature=temperature,
-            hosts=lambda reference: reference.base_url is None and reference.name in hosted,
-            uses_reward_thresholds=uses_reward_thresholds,
-            env=env,
-        )
-        return algorithm
-
-    return make
 
 
 @pytest.fixture

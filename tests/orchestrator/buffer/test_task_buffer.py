@@ -61,15 +61,12 @@ def pooled(tasks=4, *, seed=0, name="math", **knobs):
 @pytest.mark.parametrize(
     ("reward", "pool"),
     [
-        (1.0, "easy"),
         (0.75, "easy"),
         (0.75 - 1e-16, "easy"),
         (0.7499, "normal"),
-        (0.5, "normal"),
         (0.2501, "normal"),
         (0.25 + 1e-16, "hard"),
         (0.25, "hard"),
-        (0.0, "hard"),
     ],
 )
 def test_thresholds_are_inclusive(reward, pool):

@@ -44,11 +44,9 @@ def test_all_zero_advantages_match(make_rollout):
     ("reward", "advantage", "matches"),
     [
         (0.3, 5.6e-17, True),  # 0.1 + 0.2 - 0.3, of an algorithm with a mean of its own
-        (1.0, -1.1e-16, True),
         (0.0, 5.6e-17, True),
         (1e6, 1.2e-10, True),
         (1e-9, 5e-10, False),
-        (0.0, 1e-9, False),
         (1e6, 0.5, False),
     ],
 )
