@@ -26,6 +26,7 @@ from prl.inference.traffic import Traffic
 from prl.models import model_path
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
+from prl.orchestrator.algo.sft import SFTDistillAlgorithm
 from prl.orchestrator.buffer.task_buffer import TaskBuffer
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.filters.zero_advantage import ZeroAdvantage
@@ -237,8 +238,8 @@ def make_env(pool, renderer, make_sampler):
         pre=None,
         post=None,
     ):
-        """`algorithm` is a class, `buffer` are knobs, `pre` and `post` are filters by name. `source` is a frozen model
-        that generates the rollouts, `references` are those that the algorithm asks."""
+        """`algorithm` is a class, `buffer` are options, `pre` and `post` are filters by name. `source` is a frozen
+        model that generates the rollouts, `references` are those that the algorithm asks."""
         made = [task(vf.TaskData(idx=i, prompt=f"{i}=")) for i in range(tasks)]
         config = EnvConfig(taskset="toy", weight=weight, timeout_s=timeout_s)
         environment = ToyEnvironment(name, config, made, made[:held_out])
@@ -262,12 +263,6 @@ def make_env(pool, renderer, make_sampler):
     return make
 
 
-class Imitates(Algorithm):
-    """As sft: what the frozen model said is to be said."""
-
-    action_loss_type = "ce"
-
-
 class Distils(Algorithm):
     """As opd: asks its reference about each rollout on arrival."""
 
@@ -281,7 +276,7 @@ class Distils(Algorithm):
 @pytest.fixture
 def make_imitating(make_env):
     """An env whose rollouts come from a frozen model."""
-    return lambda source, name="imitating", **how: make_env(name, source=source, algorithm=Imitates, **how)
+    return lambda source, name="imitating", **how: make_env(name, source=source, algorithm=SFTDistillAlgorithm, **how)
 
 
 @pytest.fixture

@@ -252,8 +252,8 @@ async def test_group_deadline_cuts_slow_scoring(make_env, pool):
     late = [rollout for rollout in group.rollouts if rollout.error]
     assert env.algorithm.going_on == 0 and 0 < len(late) < 16
     assert {len(rollout.trace.last_reply) for rollout in late} == {3}
-    said = "TimeoutError: not scored when its group had taken 0.3 s (envs.slow.group_timeout_s)"
-    assert {(rollout.error, rollout.error_kind) for rollout in late} == {(said, "timeout")}
+    message = "TimeoutError: not scored when its group had taken 0.3 s (envs.slow.group_timeout_s)"
+    assert {(rollout.error, rollout.error_kind) for rollout in late} == {(message, "timeout")}
     assert {max(rollout.advantages) for rollout in group.survivors} == {float(16 - len(late))}
 
 
@@ -265,8 +265,8 @@ async def test_group_deadline_cuts_slow_credit(make_env, pool):
     env = make_env("slow", group_size=4, algorithm=CreditsSlowly)
     env.environment.config.group_timeout_s = 0.5
     group = await play_one(env)
-    said = "TimeoutError: not scored when its group had taken 0.5 s (envs.slow.group_timeout_s)"
-    assert [(rollout.error, rollout.error_kind) for rollout in group.rollouts] == [(said, "timeout")] * 4
+    message = "TimeoutError: not scored when its group had taken 0.5 s (envs.slow.group_timeout_s)"
+    assert [(rollout.error, rollout.error_kind) for rollout in group.rollouts] == [(message, "timeout")] * 4
 
 
 # --- envs that converse -----------------------------------------------------------------------------------------------

@@ -44,9 +44,9 @@ def of_evaluations(rewards, **stop):
     ],
 )
 def test_target_and_patience(rewards, stop, reason, best):
-    said, found = of_evaluations(rewards, **stop)
+    message, found = of_evaluations(rewards, **stop)
     assert found == best
-    assert said is None if reason is None else said.startswith(reason)
+    assert message is None if reason is None else message.startswith(reason)
 
 
 def test_the_time_budget(monkeypatch):

@@ -53,17 +53,17 @@ class Nothing(vf.Task):
 
 
 @pytest.mark.parametrize(
-    ("task", "version", "algorithm", "said"),
+    ("task", "version", "algorithm", "warnings"),
     [(Nothing, 0, None, 1), (Nothing, 1, None, 0), (Fixed, 0, None, 0), (Nothing, 0, Distils, 0)],
 )
 async def test_a_first_evaluation_that_earns_nothing_shows_a_reply(
-    make_env, tmp_path, caplog, task, version, algorithm, said
+    make_env, tmp_path, caplog, task, version, algorithm, warnings
 ):
     """Not of an algorithm that reads no reward."""
     env = make_env(task=task, held_out=4, algorithm=algorithm)
     await evaluate([env], EvalConfig(k=1), tmp_path, version=version)
-    assert caplog.text.count("env toy: the first evaluation earned nothing") == said
-    if said:
+    assert caplog.text.count("env toy: the first evaluation earned nothing") == warnings
+    if warnings:
         first = json.loads((tmp_path / "rollouts" / "eval_toy_step_000000.jsonl").read_text().splitlines()[0])
         assert "Rewards are from -3 to 0; a length limit cut off 0 of 3 replies" in caplog.text
         assert caplog.text.rstrip().endswith(f"with reward 0: {first['messages'][-1]['content']}")

@@ -102,10 +102,11 @@ def test_a_steps_numbers_by_hand(arrive):
     both(0.0, None, task=1)
     both(0.5, 0.25, task=2)
     both(0.0, of="b")
+    both(None, task=3)  # no group for a pool: it has no mean
     line = {key: value for key, value in both.intake.take().items() if not key.startswith(("errors/", "rollouts/err"))}
     assert line == {
-        "tokens/generated": 40.0,  # those of what failed and of what was dropped too
-        "rollouts/arrived": 8.0,  # likewise
+        "tokens/generated": 45.0,  # those of what failed and of what was dropped too
+        "rollouts/arrived": 9.0,  # likewise
         "reward/all/arrived": pytest.approx(3.75 / 7),
         "reward/a/arrived": pytest.approx(3.75 / 6),
         "reward/b/arrived": 0.0,
@@ -147,20 +148,20 @@ def test_groups_dropped_in_a_row_warn_and_end_the_run(arrive, caplog, config):
     for env in dropped.envs.values():
         env.filters = {"pre_batch": {"nothing": EarnsNothing(enforce=True)}}
 
-    def said(batch_size):
+    def warnings_of(batch_size):
         caplog.clear()
         dropped.intake.check(1, MAX_EMPTY_BATCHES * batch_size)
         return [record.getMessage() for record in caplog.records]
 
     dropped(None, 0.0, 0.0)
-    assert said(3) == [], "what failed is another's matter"
+    assert warnings_of(3) == [], "what failed is another's matter"
     dropped(0.0, 0.0)
-    (first,) = said(4)
-    assert "Every reward is 0" in first and "too easy or too hard" in first and said(4) == [], "once"
+    (first,) = warnings_of(4)
+    assert "Every reward is 0" in first and "too easy or too hard" in first and warnings_of(4) == [], "once"
     dropped(0.5, 1.0)
-    assert said(1) == [] and "dropped" not in caplog.text
+    assert warnings_of(1) == [] and "dropped" not in caplog.text
     dropped(0.0, 0.0)
-    assert len(said(2)) == 1, "and once more after a group with a signal"
+    assert len(warnings_of(2)) == 1, "and once more after a group with a signal"
     for _ in range(9):
         dropped(0.0, 0.0)
     dropped(None, None)

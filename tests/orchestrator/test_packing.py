@@ -12,7 +12,7 @@ LENGTHS = st.lists(st.integers(1, 20), max_size=40)
 
 
 def sample(length: int, first: int = 1, env: str = "toy", **streams) -> TrainingSample:
-    """Tokens count up from `first`; every per-token value can be told from its neighbour's."""
+    """Tokens count up from `first`; every per-token value differs from its neighbour's."""
     ids = list(range(first, first + length))
     streams = {"advantages": [i / 7 for i in ids]} | streams
     return TrainingSample(

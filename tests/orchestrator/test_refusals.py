@@ -134,7 +134,7 @@ def test_settings_that_can_work_pass_without_warning(overrides):
 
 
 @pytest.mark.parametrize(
-    ("knobs", "limit"),
+    ("options", "limit"),
     [
         ({}, 8),
         ({"max_async_level": 1, "max_off_policy_steps": 1}, 1),
@@ -142,8 +142,8 @@ def test_settings_that_can_work_pass_without_warning(overrides):
         ({"max_async_level": 2, "strict_async_level": True}, 2),
     ],
 )
-def test_age_limit_is_exact_where_training_is(knobs, limit):
-    config = OrchestratorConfig(**knobs)
+def test_age_limit_is_exact_where_training_is(options, limit):
+    config = OrchestratorConfig(**options)
     config.check("orchestrator")
     assert config.age_limit == limit
 
@@ -197,8 +197,8 @@ def test_class_without_the_base_class_options_is_refused(user_package):
 
 
 def test_opsd_warns_where_no_task_has_a_demonstration():
-    def warned(taskset, **knobs):
-        algorithm = build({"_target_": "prl.orchestrator.algo.opsd.OPSDAlgorithm", **knobs}, Algorithm, "algo")
+    def warned(taskset, **options):
+        algorithm = build({"_target_": "prl.orchestrator.algo.opsd.OPSDAlgorithm", **options}, Algorithm, "algo")
         tasks = list(load_taskset(f"prl.envs.{taskset}", {"num_tasks": 3}, taskset))
         return warned_by(algorithm.check_tasks, "algo", tasks)
 
@@ -208,7 +208,7 @@ def test_opsd_warns_where_no_task_has_a_demonstration():
 
 
 @pytest.mark.parametrize(
-    ("cls", "knobs", "option"),
+    ("cls", "options", "option"),
     [
         (Gibberish, {"token_id_threshold": 63}, "token_id_threshold=63"),  # ids are 0 to 63
         (Gibberish, {"token_id_threshold": 62}, None),
@@ -220,8 +220,8 @@ def test_opsd_warns_where_no_task_has_a_demonstration():
         (Repetition, {}, None),
     ],
 )
-def test_filter_that_can_match_nothing_warns(cls, knobs, option):
-    made: Filter = cls(**knobs)
+def test_filter_that_can_match_nothing_warns(cls, options, option):
+    made: Filter = cls(**options)
     made.check("filters.pre_batch.x")
     messages = warned_by(lambda: made.attach(vocab_size=64, longest=64))
     assert [text.split()[0] for text in messages] == ([] if option is None else [f"filters.pre_batch.x.{option}"])
@@ -241,8 +241,8 @@ def pools(tmp_path):
     return save
 
 
-def load(**knobs):
-    buffer = TaskBuffer(**knobs)
+def load(**options):
+    buffer = TaskBuffer(**options)
     buffer.check("envs.math.buffer")
     buffer.load([vf.Task(vf.TaskData(idx=0, prompt="1+1="))], seed=0, env_name="math")
 

@@ -92,7 +92,7 @@ def read_state(run_dir, step):
     return decode(path.read_bytes(), path)
 
 
-KNOBS = [
+OPTIONS = [
     {"max_async_level": 0},
     {"max_async_level": 1},
     {"max_async_level": 2, "oversampling_factor": 1.5},
@@ -101,8 +101,8 @@ KNOBS = [
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("knobs", KNOBS, ids=str)
-async def test_tasks_come_in_the_same_order_after_any_crash(start, make_env, tmp_path, monkeypatch, knobs, seed):
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+async def test_tasks_come_in_the_same_order_after_any_crash(start, make_env, tmp_path, monkeypatch, options, seed):
     monkeypatch.setattr("prl.orchestrator.checkpoints.POLL_S", 0.001)  # a step takes milliseconds here
 
     def envs():
@@ -110,7 +110,7 @@ async def test_tasks_come_in_the_same_order_after_any_crash(start, make_env, tmp
 
     chance, steps, state, lines = random.Random(seed), 10, None, []
     while state is None or state.step < steps:
-        orchestrator, train, new = start(envs(), state, steps=steps, **knobs)
+        orchestrator, train, new = start(envs(), state, steps=steps, **options)
         training, running = asyncio.create_task(train()), asyncio.create_task(orchestrator.run())
         goal = min(steps, (state.step if state else 0) + chance.randint(1, 4))
         async with asyncio.timeout(20):
@@ -146,7 +146,7 @@ async def test_tasks_come_in_the_same_order_after_any_crash(start, make_env, tmp
         counts[env.name] += 4
         expected.append((env.name, env.buffer.next().data.idx))
     assert all(expected[group] == found[group] for group in found)
-    if "oversampling_factor" not in knobs:
+    if "oversampling_factor" not in options:
         unfinished = {task.group for task in state.dispatcher.in_flight}
         assert set(found) | unfinished == set(range(max(found) + 1)), "no group is lost"
     assert sorted(line["step"] for line in lines) == list(range(steps + 1)), "every step has its line, once"

@@ -4,16 +4,8 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-import verifiers.v1 as vf
 
 from prl.orchestrator.waiting import waiting
-
-
-class Slow(vf.Task):
-    @vf.reward
-    async def answer(self, trace: vf.Trace) -> float:
-        await asyncio.sleep(30)
-        return 0.0
 
 
 @pytest.fixture
@@ -50,8 +42,3 @@ async def test_run_waits_for_engine_then_trainer_then_weights(running, make_env,
     orchestrator.transport.publish(1, {"tokens/trained": 60.0})
     third = await until(orchestrator, "rollouts of env math")
     assert len({first, second, third}) == 3, "each is progress"
-
-
-async def test_run_waits_for_graders(running, make_env):
-    orchestrator = running([make_env("math", task=Slow, timeout_s=60.0)])
-    await until(orchestrator, "8 rollouts of env math from other models, tools and graders")

@@ -21,7 +21,7 @@ def system():
 
 
 @pytest.fixture
-def said():
+def prefilled():
     """A message of the assistant's that the model never sampled."""
     import verifiers.v1 as vf
 
@@ -29,12 +29,12 @@ def said():
 
 
 @pytest.fixture
-def long_talk(talk, system, user, tool, said, call):
+def long_talk(talk, system, user, tool, prefilled, call):
     """Every role before the first model turn and after it; four turns of the model's."""
-    opening = [system("Be brief."), user("example"), said("given"), tool("a given result"), user("What is at 1?")]
+    opening = [system("Be brief."), user("example"), prefilled("given"), tool("a given result"), user("What is at 1?")]
     messages = talk.turn(opening, "I look.\n" + call)
     messages = talk.turn([*messages, tool("a\nlamp é"), tool("second", "call_1")], "A lamp.")
-    messages = talk.turn([*messages, user("Sure?"), said("Prefilled."), system("Hurry.")], call)
+    messages = talk.turn([*messages, user("Sure?"), prefilled("Prefilled."), system("Hurry.")], call)
     talk.turn([*messages, tool("a shoe"), user("So?")], "A shoe.")
     return talk
 
@@ -122,8 +122,8 @@ def asks_twice(new_talk, user, tool, call):
 @pytest.mark.parametrize(("who", "roles"), [("user", "user"), (None, "none")])
 async def test_three_steps_without_an_observation_warn_once(steps, asks_twice, who, roles):
     assert await steps(echo(tool=0.1, system=0.1), [[asks_twice(who)]] * 2) == []
-    (said,) = await steps(echo(tool=0.1, system=0.1), [[asks_twice(who)] * 2] * 8)
-    assert said == (
+    (message,) = await steps(echo(tool=0.1, system=0.1), [[asks_twice(who)] * 2] * 8)
+    assert message == (
         "env toy: echo has trained no observation in 3 steps: algo.roles has tool, system; after the model's first "
         f"turn the env has messages of the roles: {roles}"
     )

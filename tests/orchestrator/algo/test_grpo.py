@@ -9,43 +9,38 @@ from prl.orchestrator.algo.advantage import overlong_penalty
 from prl.orchestrator.algo.grpo import GRPOAlgorithm, OverlongPenalty
 
 
-@pytest.fixture
-def grpo():
-    return GRPOAlgorithm()
-
-
 def penalised(by, **weights):
     return GRPOAlgorithm(length_penalty=by, **weights)
 
 
 @pytest.fixture
 def asks_a_tool(new_talk, user, tool, call):
-    """A rollout of two turns: a call, what the tool said, and an answer."""
+    """A rollout of two turns: a call, what the tool answered, and an answer."""
 
-    def make(reward, said, answer="4"):
+    def make(reward, response, answer="4"):
         talk = new_talk()
-        talk.turn([*talk.turn([user("2+2=")], call), tool(said)], answer)
+        talk.turn([*talk.turn([user("2+2=")], call), tool(response)], answer)
         return talk.rollout(reward)
 
     return make
 
 
-async def test_credit_is_reward_minus_group_mean(grpo, make_rollout, credit):
+async def test_credit_is_reward_minus_group_mean(make_rollout, credit):
     group = [make_rollout(reward) for reward in (1.0, 0.0, 0.0, 1.0, 0.5)]
-    await grpo.finalize_group(group)
+    await GRPOAlgorithm().finalize_group(group)
     assert [credit(rollout) for rollout in group] == [0.5, -0.5, -0.5, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("rewards", [(0.7,), (0.7,) * 3, (0.1,) * 8])
-async def test_group_of_one_or_of_equals_earns_nothing(grpo, make_rollout, credit, rewards):
+async def test_group_of_one_or_of_equals_earns_nothing(make_rollout, credit, rewards):
     group = [make_rollout(reward) for reward in rewards]
-    await grpo.finalize_group(group)
+    await GRPOAlgorithm().finalize_group(group)
     assert all(credit(rollout) == 0.0 and rollout.advantages is not None for rollout in group)
 
 
-async def test_failed_rollouts_are_no_baseline(grpo, make_rollout, credit):
+async def test_failed_rollouts_are_no_baseline(make_rollout, credit):
     group = [make_rollout(1.0), make_rollout(0.0), make_rollout(9.0, error="ValueError: no")]
-    await grpo.finalize_group(group)
+    await GRPOAlgorithm().finalize_group(group)
     assert [credit(rollout) for rollout in group[:2]] == [0.5, -0.5]
     assert group[2].advantages is None and group[2].samples[0].advantages is None
 
@@ -85,9 +80,9 @@ EPS = 1e-6
 
 @pytest.fixture
 def credits(make_rollout, credit):
-    async def of(rewards, **knobs):
+    async def of(rewards, **options):
         group = [make_rollout(reward) for reward in rewards]
-        await GRPOAlgorithm(**knobs).finalize_group(group)
+        await GRPOAlgorithm(**options).finalize_group(group)
         return [credit(rollout) for rollout in group]
 
     return of
@@ -133,33 +128,25 @@ def test_overlong_penalty_falls_over_its_buffer(max_tokens, buffer, penalties):
     assert found == pytest.approx(penalties)
 
 
-async def test_the_penalty_shapes_credit_and_leaves_the_reward(new_talk, user, credit, play):
+async def test_the_penalty_shapes_credit_and_leaves_the_reward(answers, credit, play):
     """10, 15 and 31 sampled tokens, the last one of each the end of the turn; max 20, buffer 10: 0, -0.5, -1."""
-    group = []
-    for reward, length in ((1.0, 9), (1.0, 14), (0.0, 30)):
-        talk = new_talk()
-        talk.turn([user("2+2=")], "4" * length)
-        group.append(talk.rollout(reward))
+    group = [answers(reward, "4" * length) for reward, length in ((1.0, 9), (1.0, 14), (0.0, 30))]
     assert [rollout.num_completion_tokens for rollout in group] == [10, 15, 31]
     shaped = [1.0, 0.5, -1.0]
-    for knobs in ({}, {"normalize": "std"}, {"baseline": "leave_one_out"}):
+    for options in ({}, {"normalize": "std"}, {"baseline": "leave_one_out"}):
         for rollout in group:
             rollout.advantages = None
-        grpo = GRPOAlgorithm(overlong_penalty=OverlongPenalty(max_tokens=20, buffer=10), **knobs)
+        grpo = GRPOAlgorithm(overlong_penalty=OverlongPenalty(max_tokens=20, buffer=10), **options)
         await play(grpo, group)
         middle = [value - sum(shaped) / 3 for value in shaped]
-        scale = 1 / (np.std(shaped, ddof=1) + EPS) if "normalize" in knobs else 1.5 if knobs else 1.0
+        scale = 1 / (np.std(shaped, ddof=1) + EPS) if "normalize" in options else 1.5 if options else 1.0
         assert [credit(rollout) for rollout in group] == pytest.approx([value * scale for value in middle])
     assert [rollout.reward for rollout in group] == [1.0, 1.0, 0.0]
 
 
-async def test_the_length_penalty_comes_before_baseline_and_deviation(new_talk, user, credit, play):
+async def test_the_length_penalty_comes_before_baseline_and_deviation(answers, credit, play):
     """Costs 10, 30 and 2: shaped rewards 1.5, 1 and 0."""
-    group = []
-    for reward, length in ((1.0, 9), (1.0, 29), (0.0, 1)):
-        talk = new_talk()
-        talk.turn([user("2+2=")], "4" * length)
-        group.append(talk.rollout(reward))
+    group = [answers(reward, "4" * length) for reward, length in ((1.0, 9), (1.0, 29), (0.0, 1))]
     await play(GRPOAlgorithm(length_penalty="tokens", baseline="leave_one_out", normalize="std"), group)
     std = np.std([1.5, 1.0, 0.0], ddof=1) + EPS
     assert [credit(rollout) for rollout in group] == pytest.approx([1.0 / std, 0.25 / std, -1.25 / std])

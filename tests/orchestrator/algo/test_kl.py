@@ -22,7 +22,7 @@ MAKE: list[Callable[..., Algorithm]] = [
     MaxRLAlgorithm,
     RewardAlgorithm,
     EchoAlgorithm,
-    lambda **knobs: CustomAlgorithm(fn=lambda group: [1.0] * len(group), **knobs),
+    lambda **options: CustomAlgorithm(fn=lambda group: [1.0] * len(group), **options),
 ]
 
 

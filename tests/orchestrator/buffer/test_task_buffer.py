@@ -11,8 +11,8 @@ from prl.orchestrator.buffer.base import Buffer
 from prl.orchestrator.buffer.task_buffer import RETIRED, TaskBuffer, write_pools
 
 
-def loaded(tasks, seed=0, name="math", **knobs):
-    buffer = TaskBuffer(**knobs)
+def loaded(tasks, seed=0, name="math", **options):
+    buffer = TaskBuffer(**options)
     buffer.load(tasks, seed=seed, env_name=name)
     return buffer
 
@@ -52,10 +52,10 @@ def sums(n, **changed):
     return [Sum(SumData(**{"idx": i, "prompt": f"{i}+1=", "left": i} | changed)) for i in range(n)]
 
 
-def pooled(tasks=4, *, seed=0, name="math", **knobs):
+def pooled(tasks=4, *, seed=0, name="math", **options):
     """A buffer over `tasks` sums, or over those given."""
     made = sums(tasks) if isinstance(tasks, int) else tasks
-    return loaded(made, seed, name, **{"easy_threshold": 0.75, "hard_threshold": 0.25} | knobs)
+    return loaded(made, seed, name, **{"easy_threshold": 0.75, "hard_threshold": 0.25} | options)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_a_buffer_that_refills_begins_again_with_all(caplog):
             assert buffer.update(task, 1.0) == "easy" and not buffer.ended
         assert buffer.counts()["easy"] == 3
     assert seen == [{0, 1, 2}] * 2
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["env math: no normal task left (3 easy, 0 hard of 3); all are sampled again"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["env math: no normal task left (3 easy, 0 hard of 3); all are sampled again"]
     buffer.next()
     assert buffer.counts() == {"easy": 0, "normal": 3, "hard": 0}
 
@@ -194,8 +194,8 @@ def test_shares_given_at_resume_are_drawn_once(saved, seed):
     before = pooled(10, load_from=saved)
     state = before.state_dict()
 
-    def going_on(state, **knobs):
-        buffer = pooled(10, seed=seed, **knobs)
+    def going_on(state, **options):
+        buffer = pooled(10, seed=seed, **options)
         buffer.load_state_dict(state)
         return buffer
 
@@ -204,8 +204,8 @@ def test_shares_given_at_resume_are_drawn_once(saved, seed):
     assert len(left) == 3 and left.items() <= EASY.items() and after.counts() == {"easy": 3, "normal": 7, "hard": 0}
     assert retired(going_on(state, easy_fraction=0.5, hard_fraction=1.0)) == left, "by the seed of the run"
     assert {after.next().data.left for _ in range(20)} == set(range(10)) - left.keys()
-    for knobs in ({"easy_fraction": 0.5, "hard_fraction": 1.0}, {"load_from": saved, "easy_fraction": 0.0}):
-        again = going_on(after.state_dict(), **knobs)
+    for options in ({"easy_fraction": 0.5, "hard_fraction": 1.0}, {"load_from": saved, "easy_fraction": 0.0}):
+        again = going_on(after.state_dict(), **options)
         assert retired(again) == left, "the shares have been drawn"
     assert retired(going_on(after.state_dict(), easy_fraction=1.0)) == {}, "another share is another wish"
     free = next(task for task in after.tasks if task.data.left not in left and task.data.left < 6)
@@ -247,8 +247,8 @@ def test_equal_tasks_are_retired_by_their_number(save):
 def test_pools_of_other_tasks_are_worth_a_warning(saved, caplog):
     buffer = pooled(sums(3, prompt="?"), load_from=saved)
     assert retired(buffer) == {}
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert ["0 of the 6 easy" in said[0], "0 of the 3 hard" in said[1]] == [True, True] and len(said) == 2
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert ["0 of the 6 easy" in messages[0], "0 of the 3 hard" in messages[1]] == [True, True] and len(messages) == 2
 
 
 def test_a_line_can_be_read(save):

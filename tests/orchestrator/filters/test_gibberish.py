@@ -10,8 +10,8 @@ LOW = -math.log(150_000) - 2.0  # -13.918...
 NOT_MEASURED = (-math.inf, math.nan, math.inf, -9999.0, -9984.0)
 
 
-def gibberish(*, vocab_size=150_000, **knobs):
-    made = Gibberish(**knobs)
+def gibberish(*, vocab_size=150_000, **options):
+    made = Gibberish(**options)
     made.attach(vocab_size=vocab_size)
     return made
 

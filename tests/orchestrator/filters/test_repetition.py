@@ -10,8 +10,8 @@ SURE, UNSURE = math.log(0.995), math.log(0.9)
 NOT_MEASURED = (math.inf, math.nan, -math.inf, -9999.0)
 
 
-def repetition(**knobs):
-    return Repetition(**knobs)
+def repetition(**options):
+    return Repetition(**options)
 
 
 def ngram(n, threshold=0.4):
