@@ -1,7 +1,6 @@
 """The batcher: whole groups in, batches out, oldest policy first."""
 
 import math
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -129,30 +128,6 @@ def test_batch_that_trains_a_tenth_or_less_warns(make_group, caplog, size, warns
     Batcher(size, None).check_batch(3, rollouts)
     message = f"step 3: only 1 of {size} rollouts train: filter most: {size - 1}"
     assert [record.getMessage() for record in caplog.records] == [message] * warns
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_every_group_leaves_once_within_its_age(make_group, seed):
-    """Random arrivals, cuts and drops: no cut holds a group that was stale, and none waits that the cut had to take."""
-    choose, batcher = random.Random(seed), Batcher(6, None)
-    left, version, added = [], 0, 0
-    for number in range(60):
-        version += choose.random() < 0.3
-        size = choose.randrange(1, 4)
-        batcher.add(make_group(number, version=max(0, version - choose.randrange(4)), size=size))
-        added += size
-        if choose.random() < 0.3:
-            dropped = drop_stale(batcher, version, 2)
-            assert all(version - rollout.start_version > 2 for rollout in dropped)
-            assert all(version - group.start_version <= 2 for group in batcher.groups)
-            left += dropped
-        if batcher.full() or choose.random() < 0.1:
-            last_chance = version - 1
-            cut = batcher.cut(last_chance)
-            assert all(group.start_version > last_chance for group in batcher.groups)
-            left += [rollout for group in cut for rollout in group.rollouts]
-    left += [rollout for group in batcher.cut(math.inf) for rollout in group.rollouts]
-    assert len(left) == len(set(map(id, left))) == added and not batcher.groups
 
 
 # --- the mix of envs --------------------------------------------------------------------------------------------------

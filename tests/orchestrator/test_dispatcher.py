@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import math
-from typing import ClassVar
 
 import pytest
 import verifiers.v1 as vf
@@ -16,6 +15,7 @@ from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.buffer.task_buffer import TaskBuffer
 from prl.orchestrator.dispatcher import Dispatcher
+from prl.orchestrator.state import DispatcherState, SavedTask
 from prl.orchestrator.types import TrainEnv, by_seat
 
 
@@ -83,6 +83,17 @@ async def test_stale_groups_are_cancelled_and_counted(make_env, pool):
         assert dispatcher.drop(math.inf) == 4 and not dispatcher.in_flight
 
 
+async def test_tasks_of_an_earlier_part_start_first_and_are_kept_until_then(make_env):
+    state = DispatcherState(5, {"toy": 20.0}, [SavedTask(3, "toy", 7), SavedTask(4, "toy", 2)])
+    async with dispatching(make_env(buffer={"shuffle": False})) as dispatcher:
+        dispatcher.load_state_dict(state)
+        assert dispatcher.state_dict() == state, "before any of them has started"
+        for _ in range(3):
+            dispatcher.start_group()
+        started = [(group.id, group.task.data.idx) for group in dispatcher.in_flight]
+        assert started == [(3, 7), (4, 2), (5, 0)] and dispatcher.state_dict().started == {"toy": 24.0}
+
+
 # --- credit on arrival ------------------------------------------------------------------------------------------------
 
 
@@ -108,58 +119,28 @@ async def test_a_reference_without_an_answer_costs_that_rollout_alone(make_env, 
     assert {max(rollout.advantages) for rollout in group.survivors} == {float(16 - len(lost))}
 
 
-class GradedLast(vf.Task):
-    """Grades the longest replies once another rollout has been scored."""
+async def test_rollout_is_scored_on_arrival(make_env):
+    scored, seen = asyncio.Event(), []
 
-    @vf.reward
-    async def answer(self, trace: vf.Trace) -> float:
-        if len(trace.last_reply) == 3:
-            await Notes.scored.wait()
-        return 1.0
+    class GradedLast(vf.Task):
+        """Grades the longest replies once another rollout has been scored."""
 
+        @vf.reward
+        async def answer(self, trace: vf.Trace) -> float:
+            if len(trace.last_reply) == 3:
+                await scored.wait()
+            return 1.0
 
-class Notes(Algorithm):
-    async def score_rollout(self, rollout):
-        self.seen.append(rollout)
-        self.scored.set()
+    class Scores(Algorithm):
+        async def score_rollout(self, rollout):
+            seen.append(rollout)
+            scored.set()
 
-
-async def test_rollout_is_scored_on_arrival(make_env, pool, monkeypatch):
-    monkeypatch.setattr(Notes, "scored", asyncio.Event(), raising=False)
-    monkeypatch.setattr(Notes, "seen", [], raising=False)
-    env = make_env(group_size=16, task=GradedLast, algorithm=Notes, timeout_s=2.0)
-    group = await play_one(env)
+    group = await play_one(make_env(group_size=16, task=GradedLast, algorithm=Scores, timeout_s=2.0))
     assert len(group.survivors) == 16, "the scores came in time for the graders"
-    assert len(Notes.seen) == 16 and set(map(id, Notes.seen)) == set(map(id, group.rollouts)), "each one once"
-    waited = [len(rollout.trace.last_reply) == 3 for rollout in Notes.seen]
+    assert len(seen) == 16 and set(map(id, seen)) == set(map(id, group.rollouts)), "each one once"
+    waited = [len(rollout.trace.last_reply) == 3 for rollout in seen]
     assert waited == sorted(waited) and 0 < sum(waited) < 16
-
-
-class Breaks(Algorithm):
-    """A user's own class, with a bug in one of its hooks."""
-
-    hook: ClassVar[str]
-    raises: ClassVar[BaseException]
-
-    async def score_rollout(self, rollout):
-        if self.hook == "score_rollout":
-            raise self.raises.with_traceback(None)
-
-    def score_group(self, group):
-        if self.hook == "score_group":
-            raise self.raises.with_traceback(None)
-
-
-@pytest.fixture
-def breaks(monkeypatch):
-    """`breaks(hook, error)`: the class, with that bug."""
-
-    def make(hook, error):
-        monkeypatch.setattr(Breaks, "hook", hook, raising=False)
-        monkeypatch.setattr(Breaks, "raises", error, raising=False)
-        return Breaks
-
-    return make
 
 
 @pytest.mark.parametrize("hook", ["score_rollout", "score_group"])
@@ -174,15 +155,22 @@ def breaks(monkeypatch):
         (asyncio.CancelledError(), "env 'mine': the work on a group was cancelled from within"),
     ],
 )
-async def test_error_of_an_algorithm_ends_the_run_by_its_name(make_env, breaks, hook, error, message):
-    env = make_env("mine", algorithm=breaks(hook, error))
+async def test_error_of_an_algorithm_ends_the_run_by_its_name(make_env, hook, error, message):
+    def fails(*_):
+        raise error.with_traceback(None)
+
+    async def fails_later(*_):
+        fails()
+
+    algorithm = type("Breaks", (Algorithm,), {hook: fails_later if hook == "score_rollout" else fails})
+    env = make_env("mine", algorithm=algorithm)
     env.environment.config.group_timeout_s = 30.0
     with pytest.raises(PrlError) as raised:
         async with dispatching(env, make_env("other")) as dispatcher:
             dispatcher.start_group()
             dispatcher.start_group()
             await asyncio.sleep(60)
-    where = f"{__file__}, line {getattr(Breaks, hook).__code__.co_firstlineno + 2})" * message.endswith("(")
+    where = f"{__file__}, line {fails.__code__.co_firstlineno + 1})" * message.endswith("(")
     assert type(raised.value) is PrlError and str(raised.value) == message + where and not dispatcher.in_flight
 
 

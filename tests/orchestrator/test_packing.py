@@ -36,8 +36,8 @@ def sequences(row: MicroBatch) -> list[slice]:
     return [slice(end - length, end) for end, length in zip(ends, row.sequence_lengths, strict=True)]
 
 
-@settings(max_examples=40, deadline=None)
-@given(lengths=LENGTHS, ranks=st.integers(1, 4), seq_len=st.integers(8, 24))
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, ranks=st.integers(1, 5), seq_len=st.integers(8, 100))
 def test_every_token_is_in_one_row_with_its_values(lengths, ranks, seq_len):
     originals = {s.token_ids[0]: truncate(s, seq_len) for s in samples_of(lengths)}
     dealt, truncated = pack(samples_of(lengths), seq_len, ranks)
@@ -59,27 +59,15 @@ def test_every_token_is_in_one_row_with_its_values(lengths, ranks, seq_len):
         assert not any((row.advantages or [])[padding])
         assert all(value == 1.0 for value in row.temperatures[padding])
     assert sorted(seen) == sorted(originals)
+    tokens = [tokens_of(rows) for rows in dealt]
+    assert max(tokens) - min(tokens) <= min(seq_len, max(lengths, default=0)), "ranks differ by the longest sample"
+    for rows in dealt:
+        samples = sum(len(row.sequence_lengths) for row in rows)
+        assert sum(not row.sequence_lengths for row in rows) == max(0, len(rows) - samples), "dummies"
 
 
 def tokens_of(rows: list[MicroBatch]) -> int:
     return sum(sum(row.sequence_lengths) for row in rows)
-
-
-@settings(max_examples=40, deadline=None)
-@given(lengths=LENGTHS, ranks=st.integers(1, 5), seq_len=st.integers(8, 100))
-def test_ranks_differ_by_at_most_the_longest_sample(lengths, ranks, seq_len):
-    packed, _ = pack(samples_of(lengths), seq_len, ranks)
-    tokens = [tokens_of(rows) for rows in packed]
-    assert max(tokens) - min(tokens) <= min(seq_len, max(lengths, default=0))
-
-
-@settings(max_examples=40, deadline=None)
-@given(lengths=LENGTHS, ranks=st.integers(1, 5), seq_len=st.integers(20, 100))
-def test_dummies_only_where_samples_are_fewer_than_rows(lengths, ranks, seq_len):
-    packed, _ = pack(samples_of(lengths), seq_len, ranks)
-    for rows in packed:
-        samples = sum(len(row.sequence_lengths) for row in rows)
-        assert sum(not row.sequence_lengths for row in rows) == max(0, len(rows) - samples)
 
 
 @pytest.mark.parametrize(
