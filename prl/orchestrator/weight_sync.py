@@ -58,7 +58,7 @@ class WeightSync:
 
     def __post_init__(self) -> None:
         path, remote = self.model.path, self.model.trust_remote_code
-        self._tokenizer = tokenizer_files(path, trust_remote_code=remote) if self.config.eval.keep_best else {}
+        self._tokenizer_files = tokenizer_files(path, trust_remote_code=remote) if self.config.eval.keep_best else {}
         self.early_stopping = EarlyStopping(self.config.stop)
         self.last_step = self.max_steps
         """The last step of the run: `max_steps`, or less once every env has run out of tasks."""
@@ -226,7 +226,7 @@ class WeightSync:
         is_best = reward is not None and self.early_stopping.evaluated(version, reward)
         if reward is not None and is_best and self.config.eval.keep_best:
             weights = self.transport.weights_path(version)
-            await asyncio.to_thread(keep_best, self.run_dir, weights, self._tokenizer, version, reward)
+            await asyncio.to_thread(keep_best, self.run_dir, weights, self._tokenizer_files, version, reward)
         return metrics
 
     def _finished(self, step: int, trained: dict[str, float]) -> dict[str, float]:
