@@ -3,7 +3,7 @@
 import pytest
 
 from prl.compose import compose
-from prl.config.instantiate import build
+from prl.config.build import build
 from prl.config.validate import validate
 from prl.launch.components import build_components
 from prl.orchestrator.algo.base import Algorithm

@@ -6,7 +6,7 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.compose import compose
-from prl.config.instantiate import build
+from prl.config.build import build
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.validate import validate
 from prl.episodes.environment import load_taskset
