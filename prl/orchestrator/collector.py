@@ -2,13 +2,14 @@
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES, Batcher
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.intake import Intake
 from prl.orchestrator.staleness import Staleness
-from prl.orchestrator.types import Event, Group
+from prl.orchestrator.types import Event
 from prl.orchestrator.weight_sync import WeightSync, no_policy
 from prl.rollouts.rollout import Rollout
 from prl.wire import events
@@ -18,33 +19,23 @@ PAUSE_S = 0.2
 """Between two looks for a frozen model that is away."""
 
 
+@dataclass
 class Collector:
     """Moves groups from their start to the batcher, until a batch is complete.
 
     Starts groups as long as the steps that they are meant for need them. Stragglers count once they finish.
     """
 
-    def __init__(
-        self,
-        config: OrchestratorConfig,
-        queue: asyncio.Queue[Event],
-        dispatcher: Dispatcher,
-        intake: Intake,
-        batcher: Batcher,
-        weight_sync: WeightSync,
-        staleness: Staleness,
-        lane: Lane,
-    ):
-        self.config = config
-        self.queue = queue
-        self.dispatcher = dispatcher
-        self.intake = intake
-        self.batcher = batcher
-        self.weight_sync = weight_sync
-        self.staleness = staleness
-        self.lane = lane
-        self.left: list[Rollout] = []
-        """Rollouts of groups that no batch holds, to be recorded with the next one."""
+    config: OrchestratorConfig
+    queue: asyncio.Queue[Event]
+    dispatcher: Dispatcher
+    intake: Intake
+    batcher: Batcher
+    weight_sync: WeightSync
+    staleness: Staleness
+    lane: Lane
+    left: list[Rollout] = field(default_factory=list)
+    """Rollouts of groups that no batch holds, to be recorded with the next one."""
 
     async def collect(self, step: int) -> dict[str, float]:
         """Start groups and take in finished ones until the batch of `step` is complete, or the run is to end.
@@ -110,7 +101,7 @@ class Collector:
         return True
 
     def _handle(self, event: Event) -> None:
-        if isinstance(event, Group) and not (self.intake.admit(event) and self.batcher.add(event)):
+        if event is not None and not (self.intake.admit(event) and self.batcher.add(event)):
             self.left += event.rollouts  # it does not wait for a batch
 
     def fill(self) -> bool:

@@ -1,4 +1,4 @@
-"""Knobs of the orchestrator."""
+"""Options of the orchestrator."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -86,12 +86,12 @@ class OrchestratorConfig:
 
     @property
     def on_evaluations(self) -> list[str]:
-        """The knobs that are set and look at evaluations."""
+        """The options that are set and look at evaluations."""
         stops = [f"stop.{name}" for name in ("target", "patience") if getattr(self.stop, name) is not None]
         return stops + ["eval.keep_best"] * self.eval.keep_best
 
     def check(self, where: str) -> None:
-        """Raise ConfigError for knobs that contradict each other."""
+        """Raise ConfigError for options that contradict each other."""
         sizes = {"batch_size": self.batch_size, "token_batch_size": self.token_batch_size}
         if sum(size is not None for size in sizes.values()) != 1:
             raise ConfigError(

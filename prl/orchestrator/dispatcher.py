@@ -174,11 +174,7 @@ async def play_and_credit(group: Group) -> None:
     async with task_group() as scoring, contextlib.aclosing(playing):
         async for rollout in playing:
             group.rollouts.append(rollout)
-            scored = _score(group, rollout, started)
-            if env.algorithm.scores_rollouts:
-                scoring.create_task(scored)
-            else:  # nothing that could wait: not worth a task
-                await scored
+            scoring.create_task(_score(group, rollout, started))
     group.rollouts.sort(key=lambda rollout: rollout.index)
     played = now()
     for seat in by_seat(group.rollouts):
@@ -203,11 +199,8 @@ async def _in_time(env: TrainEnv, scoring: Awaitable[None], rollouts: list[Rollo
     rollouts that are active fail.
     """
     limit_s = env.environment.config.group_timeout_s
-    if limit_s is None:
-        with attribute_errors_to(env):
-            return await scoring
     try:
-        async with asyncio.timeout_at(started + limit_s) as clock:
+        async with asyncio.timeout_at(None if limit_s is None else started + limit_s) as clock:
             with attribute_errors_to(env):
                 await scoring
     except TimeoutError:

@@ -89,7 +89,8 @@ def keep_best(run_dir: Path, weights: Path, tokenizer: Mapping[str, bytes], vers
     with naming(final):
         folder.mkdir(parents=True)
         if version:
-            link_files(weights, folder)
+            without_metrics = shutil.ignore_patterns("metrics.json")  # what the trainer says of it
+            shutil.copytree(weights, folder, ignore=without_metrics, copy_function=link_or_copy, dirs_exist_ok=True)
             write_files(tokenizer, folder)
         (folder / "best.json").write_text(json.dumps({"step": version, "reward": reward}) + "\n", encoding="utf-8")
         if version:
@@ -97,12 +98,9 @@ def keep_best(run_dir: Path, weights: Path, tokenizer: Mapping[str, bytes], vers
         announce(folder, final)
 
 
-def link_files(weights: Path, folder: Path) -> None:
-    """Have a version's files in `folder`, too, less what the trainer says of it: links where the file system can."""
-    for file in weights.iterdir():
-        if file.name == "metrics.json":
-            continue
-        try:
-            os.link(file, folder / file.name)
-        except OSError:
-            shutil.copyfile(file, folder / file.name)
+def link_or_copy(source: str, target: str) -> None:
+    """Have a file at `target`, too: a link where the file system can."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -39,7 +39,7 @@ from prl.orchestrator.collector import Collector
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.intake import Intake
-from prl.orchestrator.metrics import count, of_step
+from prl.orchestrator.metrics import count, metrics_of_step
 from prl.orchestrator.packing import pack
 from prl.orchestrator.staleness import ENDED_EARLY, NONE_DROPPED, Dropped, Staleness
 from prl.orchestrator.state import IntakeState, RunState, load_components, restored, save_components, saved_alone
@@ -78,7 +78,7 @@ class Orchestrator:
         checkpoint: When checkpoints are written, and which are kept.
         state: Of the checkpoint that the run goes on from, its weights loaded; None = a new run.
         lane: Records what the orchestrator does.
-        **knobs: Fields of `OrchestratorConfig`.
+        **options: Fields of `OrchestratorConfig`.
     """
 
     Config: ClassVar = OrchestratorConfig
@@ -104,9 +104,9 @@ class Orchestrator:
         checkpoint: CheckpointConfig | None = None,
         state: RunState | None = None,
         lane: Lane | None = None,
-        **knobs: Any,
+        **options: Any,
     ):
-        self.config = config = OrchestratorConfig(**knobs)
+        self.config = config = OrchestratorConfig(**options)
         self.lane = lane or Lane(events.ORCHESTRATOR)
         self.envs, self.pool = envs, pool
         self.transport, self.monitors = transport, monitors
@@ -281,7 +281,7 @@ class Orchestrator:
         checkpoint = self.checkpoints.due(step)
         for rank, micro_batches in enumerate(rows):
             self.transport.send_batch(StepBatch(step, micro_batches, truncated, checkpoint), rank)
-        line = of_step(self.counted, step, self.envs, self.batcher.size_of)
+        line = metrics_of_step(self.counted, step, self.envs, self.batcher.size_of)
         self.weight_sync.expect(step, line | NONE_DROPPED | self.sums | self.intake.take())
         self.counted.clear()
         self.sums.clear()

@@ -192,7 +192,7 @@ def components_of(envs: Iterable[TrainEnv]) -> Iterator[tuple[str, Any]]:
         yield f"{env.name}.buffer", env.buffer
         yield f"{env.name}.algo", env.algorithm
         for slot, filters in env.filters.items():
-            yield from ((f"{env.name}.filters.{slot}.{name}", each) for name, each in filters.items())
+            yield from ((f"{env.name}.filters.{slot}.{name}", made) for name, made in filters.items())
 
 
 def save_components(envs: Iterable[TrainEnv]) -> dict[str, bytes]:
@@ -258,21 +258,21 @@ def restored(saved: SavedGroup, env: TrainEnv) -> Group:
     task = tasks[saved.task] if saved.task >= 0 else tasks[0]
     version = math.inf if saved.start_version is None else saved.start_version
     group = Group(saved.id, env, version, task, excused=saved.excused)
-    for each in saved.rollouts:
-        trace = vf.Trace.model_validate(json.loads(each.trace))
+    for kept in saved.rollouts:
+        trace = vf.Trace.model_validate(json.loads(kept.trace))
         if saved.task >= 0:
             trace.task = trace_task(task)  # verifiers reads the fields back that every task has, and no others
         rollout = Rollout(
             trace,
             env_name=saved.env,
             group_id=saved.id,
-            start_version=each.start_version,
-            temperature=each.temperature,
+            start_version=kept.start_version,
+            temperature=kept.temperature,
         )
         for name in KEPT:
-            setattr(rollout, name, getattr(each, name))
+            setattr(rollout, name, getattr(kept, name))
         branches = trace.branches
-        rollout.sample_branches = [branches[number] for number in each.branches]
-        rollout.matched = each.matched
+        rollout.sample_branches = [branches[number] for number in kept.branches]
+        rollout.matched = kept.matched
         group.rollouts.append(rollout)
     return group

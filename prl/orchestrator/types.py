@@ -138,20 +138,9 @@ class Group:
         return [rollout for rollout in self.rollouts if rollout.is_active]
 
 
-@dataclass(frozen=True)
-class PolicyUpdated:
-    """The engines run a new policy version."""
-
-    version: int
-
-
-@dataclass(frozen=True)
-class GenerationResumed:
-    """An update, and the evaluation that followed it if one was due, is over: groups may start again."""
-
-
-Event = Group | PolicyUpdated | GenerationResumed
-"""What the loop of the orchestrator is told; a group, when it has been played, graded and credited."""
+Event = Group | None
+"""What wakes the loop of the orchestrator: a group that has been played, graded and credited; None once an update, and
+the evaluation that followed it if one was due, is over: groups may start again."""
 
 
 def by_seat(rollouts: list[Rollout]) -> list[list[Rollout]]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from prl.config.model_folder import tokenizer_files
@@ -14,9 +15,9 @@ from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.early_stopping import EarlyStopping, held_out_reward, keep_best
 from prl.orchestrator.evaluate import evaluate
-from prl.orchestrator.metrics import joined
+from prl.orchestrator.metrics import line_of_step
 from prl.orchestrator.state import SyncState
-from prl.orchestrator.types import Event, GenerationResumed, PolicyUpdated, TrainEnv
+from prl.orchestrator.types import Event, TrainEnv
 from prl.wire.events import EVALUATING, EVALUATION, Lane
 from prl.wire.transport import Transport
 
@@ -26,13 +27,14 @@ IDLE_S = 0.1
 """Likewise while it has no batch: it can only write a checkpoint then."""
 
 
+@dataclass
 class WeightSync:
     """Follows the trainer from version to version.
 
-    Invariants: versions are loaded in rising order, each announced by one PolicyUpdated when the engines run it. While
-    `busy`, from before an update begins until its evaluation has ended, no group may start; GenerationResumed follows.
-    Every shipped step gets one metrics line, in order, once a version that contains it is loaded; the line that may be
-    the last of a run that ends early waits until it is known to be or not, and is returned then.
+    Invariants: versions are loaded in rising order. While `busy`, from before an update begins until its evaluation has
+    ended, no group may start; an event follows. Every shipped step gets one metrics line, in order, once a version that
+    contains it is loaded; the line that may be the last of a run that ends early waits until it is known to be or not,
+    and is returned then.
 
     While `eval.every` is set, version 0, the last version, and each multiple of `every` that the run reaches or skips
     over are followed by one evaluation, of the version that is loaded then. No version is evaluated twice.
@@ -40,34 +42,25 @@ class WeightSync:
     A run that goes on begins with `load_state_dict`.
     """
 
-    def __init__(
-        self,
-        config: OrchestratorConfig,
-        pool: PolicyPool,
-        transport: Transport,
-        monitors: Monitors,
-        envs: list[TrainEnv],
-        events: asyncio.Queue[Event],
-        *,
-        checkpoints: Checkpoints,
-        run_dir: Path,
-        model: ModelConfig,
-        max_steps: int,
-        update_timeout_s: float,
-        lane: Lane | None = None,
-    ):
-        self.config = config
-        remote = model.trust_remote_code
-        self._beside = tokenizer_files(model.path, trust_remote_code=remote) if config.eval.keep_best else {}
-        self.early_stopping = EarlyStopping(config.stop)
-        self.checkpoints = checkpoints
-        self.pool = pool
-        self.transport, self.monitors = transport, monitors
-        self.envs, self.events = envs, events
-        self.run_dir = run_dir
-        self.update_timeout_s = update_timeout_s
-        self.max_steps = max_steps
-        self.last_step = max_steps
+    config: OrchestratorConfig
+    pool: PolicyPool
+    transport: Transport
+    monitors: Monitors
+    envs: list[TrainEnv]
+    events: asyncio.Queue[Event]
+    _: KW_ONLY
+    checkpoints: Checkpoints
+    run_dir: Path
+    model: ModelConfig
+    max_steps: int
+    update_timeout_s: float
+    lane: Lane = field(default_factory=lambda: Lane(EVALUATION))
+
+    def __post_init__(self) -> None:
+        path, remote = self.model.path, self.model.trust_remote_code
+        self._tokenizer_files = tokenizer_files(path, trust_remote_code=remote) if self.config.eval.keep_best else {}
+        self.early_stopping = EarlyStopping(self.config.stop)
+        self.last_step = self.max_steps
         """The last step of the run: `max_steps`, or less once every env has run out of tasks."""
         self.busy = False
         """Whether an update or an evaluation runs."""
@@ -82,7 +75,6 @@ class WeightSync:
         """Metrics of shipped steps that the trainer has not finished."""
         self._before = 0.0, 0.0
         """When the last line was made (of step 1: the run began), and the seconds of the engine's work by then."""
-        self.lane = lane or Lane(EVALUATION)
         self._trained: list[dict[str, float]] = []
         """Lines of finished steps that no monitor has."""
         self._evaluated = -1
@@ -121,11 +113,9 @@ class WeightSync:
         """
         waiting_since = time.monotonic()
         self._before = waiting_since, self.pool.traffic.busy_s
-        if (
-            self._loaded < self.pool.version
-        ):  # the run goes on, and the version that it begins with is not evaluated yet
+        if self._loaded < self.pool.version:  # the run goes on, and its first version is not evaluated yet
             await self._evaluate_loaded()
-            self.events.put_nowait(GenerationResumed())
+            self.events.put_nowait(None)
             self._hand_on()
         while self.pool.version < self.last_step:
             if self.shipped < self.last_step:
@@ -199,11 +189,10 @@ class WeightSync:
         for old in range(before, version):
             self.transport.discard_weights(old)
         self.early_stopping.trained(version)
-        self.events.put_nowait(PolicyUpdated(version))
         await self._evaluate_loaded()
         self.busy = False
         self.updates_s += time.monotonic() - started
-        self.events.put_nowait(GenerationResumed())
+        self.events.put_nowait(None)
 
     async def _evaluate_loaded(self) -> None:
         """Evaluate the version that is loaded if that is due; its line gets the metrics."""
@@ -237,7 +226,7 @@ class WeightSync:
         is_best = reward is not None and self.early_stopping.evaluated(version, reward)
         if reward is not None and is_best and self.config.eval.keep_best:
             weights = self.transport.weights_path(version)
-            await asyncio.to_thread(keep_best, self.run_dir, weights, self._beside, version, reward)
+            await asyncio.to_thread(keep_best, self.run_dir, weights, self._tokenizer_files, version, reward)
         return metrics
 
     def _finished(self, step: int, trained: dict[str, float]) -> dict[str, float]:
@@ -246,7 +235,7 @@ class WeightSync:
         if not self.config.keep_batches:
             self.transport.discard_batch(step)
         shipped = {"step": step} | self._lines.pop(step) | self.pool.counts
-        return joined(shipped, trained, self._before[0] - began, self._before[1] - busy_s)
+        return line_of_step(shipped, trained, self._before[0] - began, self._before[1] - busy_s)
 
 
 def no_policy(step: int, version: int, timeout_s: float) -> PrlError:

@@ -1,19 +1,23 @@
 """A toy task and rollouts made by hand; nothing here starts an engine."""
 
 import asyncio
+import functools
 import itertools
+import json
 import math
 import random
+import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
+from patience import patient
 from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
-from prl.config.schema import EnvConfig, ModelConfig
+from prl.config.schema import CheckpointConfig, EnvConfig, ModelConfig
 from prl.episodes.environment import Environment
 from prl.errors import DeadlinePassed, EngineError
 from prl.inference.replies import Completion
@@ -22,11 +26,14 @@ from prl.inference.traffic import Traffic
 from prl.models import model_path
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
+from prl.orchestrator.algo.sft import SFTDistillAlgorithm
 from prl.orchestrator.buffer.task_buffer import TaskBuffer
+from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.filters.zero_advantage import ZeroAdvantage
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import TrainEnv
 from prl.rollouts.rollout import Rollout, Stage
+from prl.wire.checkpoints import STATE, part_path
 from prl.wire.files import FileTransport
 from prl.wire.messages import TrainingSample
 
@@ -99,8 +106,6 @@ class FakePool:
         self.updates: list[int] = []
         self.delay = delay
         self.delay_of = None
-        self.held: dict[int, int] = {}
-        """By a request's number, from 1: the policy version that is loaded before it is answered."""
         self.random = random.Random(seed)
         self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.replies = [[*tokenizer.encode(text, add_special_tokens=False), self.eos] for text in REPLIES]
@@ -111,10 +116,7 @@ class FakePool:
         version = self.version
         try:
             with self.traffic.request("http://fake"):
-                awaited = self.held.get(self.requests, 0)
                 await asyncio.sleep(self.delay * self.random.random() if self.delay_of is None else self.delay_of(n))
-                while self.version < awaited:
-                    await asyncio.sleep(0.001)
         finally:
             self.requests_in_flight -= 1
         self.answered += 1
@@ -200,33 +202,6 @@ class ToyEnvironment(Environment):
         self.uses_harness, self._in_process = False, []
 
 
-# --- components: the only place that knows how they are made from knobs ---
-
-
-@pytest.fixture
-def make_algorithm(pool, renderer):
-    """`make_algorithm(cls)`: an algorithm that is attached to the pool."""
-
-    def make(cls):
-        algorithm = cls()
-        algorithm.attach(policy_pool=pool, renderer=renderer)
-        return algorithm
-
-    return make
-
-
-@pytest.fixture
-def make_buffer():
-    """`make_buffer(tasks, env_name, **knobs)`."""
-
-    def make(tasks, name="", **knobs):
-        buffer = TaskBuffer(**knobs)
-        buffer.load(tasks, seed=0, env_name=name)
-        return buffer
-
-    return make
-
-
 @pytest.fixture
 def make_sampler(renderer):
     """`make_sampler(pool)`: a sampler of at most 64 tokens, prompt included."""
@@ -239,26 +214,14 @@ def make_sampler(renderer):
     return make
 
 
-def make_filter(cls, **knobs):
-    """A filter that is attached."""
-    made = cls(**knobs)
-    made.attach(vocab_size=64, longest=64)
-    return made
-
-
-@pytest.fixture(name="make_filter")
-def _make_filter():
-    return make_filter
-
-
 @pytest.fixture
 def zero():
     """`zero(enforce=True)`: the zero_advantage filter."""
-    return lambda enforce=True: make_filter(ZeroAdvantage, enforce=enforce)
+    return lambda enforce=True: ZeroAdvantage(enforce=enforce)
 
 
 @pytest.fixture
-def make_env(pool, make_algorithm, make_buffer, make_sampler):
+def make_env(pool, renderer, make_sampler):
     def make(
         name="toy",
         *,
@@ -275,18 +238,21 @@ def make_env(pool, make_algorithm, make_buffer, make_sampler):
         pre=None,
         post=None,
     ):
-        """`algorithm` is a class, `buffer` are knobs, `pre` and `post` are filters by name. `source` is a frozen model
-        that generates the rollouts, `references` are those that the algorithm asks."""
+        """`algorithm` is a class, `buffer` are options, `pre` and `post` are filters by name. `source` is a frozen
+        model that generates the rollouts, `references` are those that the algorithm asks."""
         made = [task(vf.TaskData(idx=i, prompt=f"{i}=")) for i in range(tasks)]
         config = EnvConfig(taskset="toy", weight=weight, timeout_s=timeout_s)
         environment = ToyEnvironment(name, config, made, made[:held_out])
 
-        made_algorithm = make_algorithm(algorithm or GRPOAlgorithm)
+        made_algorithm = (algorithm or GRPOAlgorithm)()
+        made_algorithm.attach(policy_pool=pool, renderer=renderer)
         made_algorithm.pools += [*references] if source is None else [source, *references]
+        made_buffer = TaskBuffer(**(buffer or {}))
+        made_buffer.load(made, seed=0, env_name=name)
         eval_sampler = make_sampler(pool)
         return TrainEnv(
             environment=environment,
-            buffer=make_buffer(made, name, **(buffer or {})),
+            buffer=made_buffer,
             sampler=eval_sampler if source is None else make_sampler(source),
             eval_sampler=eval_sampler,
             algorithm=made_algorithm,
@@ -295,12 +261,6 @@ def make_env(pool, make_algorithm, make_buffer, make_sampler):
         )
 
     return make
-
-
-class Imitates(Algorithm):
-    """As sft: what the frozen model said is to be said."""
-
-    action_loss_type = "ce"
 
 
 class Distils(Algorithm):
@@ -316,7 +276,7 @@ class Distils(Algorithm):
 @pytest.fixture
 def make_imitating(make_env):
     """An env whose rollouts come from a frozen model."""
-    return lambda source, name="imitating", **how: make_env(name, source=source, algorithm=Imitates, **how)
+    return lambda source, name="imitating", **how: make_env(name, source=source, algorithm=SFTDistillAlgorithm, **how)
 
 
 @pytest.fixture
@@ -327,9 +287,10 @@ def make_distilling(make_env):
 
 @pytest.fixture
 def make_orchestrator(pool, tmp_path):
-    """`make_orchestrator(envs, monitors, steps, **knobs)`: small batches, and files in the test's folder."""
+    """`make_orchestrator(envs, monitors, steps, **options)`: small batches, and files in the test's folder."""
 
-    def make(envs, monitors, steps, **knobs):
+    def make(envs, monitors, steps, **options):
+        given = {"seq_len": 64, "trainer_ranks": 1, "batch_size": 8, "group_size": 4, "eval": EvalConfig(every=None)}
         return Orchestrator(
             envs=envs,
             pool=pool,
@@ -338,35 +299,110 @@ def make_orchestrator(pool, tmp_path):
             run_dir=tmp_path,
             model=ModelConfig(path=model_path("tiny")),
             max_steps=steps,
-            seq_len=64,
-            trainer_ranks=1,
             update_timeout_s=5.0,
-            **{"batch_size": 8, "group_size": 4} | knobs,
+            **given | options,
         )
 
     return make
 
 
+class FakeTrainer:
+    """Receives each batch, takes its time, publishes the next version, and writes its part of a checkpoint."""
+
+    def __init__(self, run_dir, *, delay=0.0, stop_after=10**9, ranks=1):
+        self.run_dir, self.transport = run_dir, FileTransport(run_dir)
+        self.delay, self.stop_after, self.ranks = delay, stop_after, ranks
+        self.random = random.Random(0)
+        self.batches = []
+
+    async def work(self, first=1):
+        for step in range(first, self.stop_after + 1):
+            while (batch := self.transport.receive_batch(step, self.ranks - 1)) is None:
+                last = self.transport.receive_end()
+                if last is not None and last < step:
+                    return self.write_part(last)
+                await asyncio.sleep(0.001)
+            self.batches.append([self.transport.receive_batch(step, rank) for rank in range(self.ranks)])
+            assert batch.step == step
+            await asyncio.sleep(self.delay * self.random.random())
+            self.transport.publish(step, {"loss/mean": 0.1, "tokens/trained": 60.0})
+            if batch.checkpoint:
+                self.write_part(step)
+
+    def write_part(self, step):
+        (part_path(self.run_dir, step) / STATE).mkdir(parents=True)
+
+
 @pytest.fixture
-def run_to_end(make_orchestrator, tmp_path):
-    """`run_to_end(envs, steps=, **knobs)`: train with a trainer that publishes at once; the lines."""
+def make_trainer(tmp_path):
+    """`make_trainer(delay=, stop_after=, ranks=)`."""
+    return functools.partial(FakeTrainer, tmp_path)
 
-    async def run(envs, *, steps, **knobs):
-        lines, transport = [], FileTransport(tmp_path)
-        orchestrator = make_orchestrator(envs, SimpleNamespace(step=lines.append), steps, **knobs)
 
-        async def trainer():
-            for step in range(1, steps + 1):
-                while transport.receive_batch(step, 0) is None:
-                    await asyncio.sleep(0.001)
-                transport.publish(step, {"tokens/trained": 60.0})
+class Result:
+    """What a run left behind."""
 
-        training = asyncio.create_task(trainer())
+    def __init__(self, orchestrator, trainer, lines, messages):
+        self.orchestrator, self.trainer, self.messages = orchestrator, trainer, messages
+        self.run_dir, self.ended_because = orchestrator.run_dir, orchestrator.ended_because
+        self.all_lines = lines
+        self.lines = [line for line in lines if line["step"] > 0]
+        self.rows = [[row for batch in ranks for row in batch.micro_batches] for ranks in trainer.batches]
+        self.sizes = [sum(len(row.sequence_lengths) for row in rows) for rows in self.rows]
+
+    def total(self, key):
+        return sum(line.get(key, 0.0) for line in self.all_lines)
+
+    def records(self, *steps):
+        """The records of these steps, or of all."""
+        names = [f"step_{step:06d}.jsonl" for step in steps] or ["step_*.jsonl"]
+        paths = [path for name in names for path in sorted((self.run_dir / "rollouts").glob(name))]
+        return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+    def trained(self, *steps):
+        return [record for record in self.records(*steps) if record["outcome"]["stage"] == "trained"]
+
+    def untrained(self, *steps):
+        return [record for record in self.records(*steps) if record["outcome"]["stage"] != "trained"]
+
+
+@pytest.fixture
+def train(make_orchestrator, make_trainer, pool):
+    """`train(envs, steps=, …)`: a run to its end, with a pool and a trainer that are both fake."""
+
+    async def run(envs, *, steps=8, delay=0.003, stop_after=10**9, limit_s=20.0, monitors=None, every=None, **options):
+        lines, messages = [], []
+        monitors = monitors or SimpleNamespace(step=lines.append, status=messages.append)
+        checkpoint = CheckpointConfig(every=every, keep_last=None)
+        orchestrator = make_orchestrator(envs, monitors, steps, checkpoint=checkpoint, **options)
+        pool.delay = pool.delay or delay
+        trainer = make_trainer(delay=delay, stop_after=stop_after, ranks=options.get("trainer_ranks", 1))
+        training = asyncio.create_task(trainer.work())
         try:
-            async with asyncio.timeout(20):
-                await orchestrator.run()
+            async with asyncio.timeout(patient(limit_s)):
+                if await orchestrator.run():
+                    await training
         finally:
+            if training.done():
+                training.result()
             training.cancel()
-        return lines
+        orchestrator.finish()
+        return Result(orchestrator, trainer, lines, messages)
 
     return run
+
+
+@pytest.fixture
+def user_package(monkeypatch):
+    """Puts functions and classes into an importable module; returns their dotted paths."""
+
+    def make(*things):
+        module = ModuleType("a_users_package")
+        for thing in things:
+            thing.__module__, thing.__qualname__ = module.__name__, thing.__name__
+            setattr(module, thing.__name__, thing)
+        monkeypatch.setitem(sys.modules, "a_users_package", module)
+        paths = [f"a_users_package.{thing.__name__}" for thing in things]
+        return paths[0] if len(paths) == 1 else paths
+
+    return make

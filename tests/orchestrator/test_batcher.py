@@ -1,7 +1,6 @@
 """The batcher: whole groups in, batches out, oldest policy first."""
 
 import math
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +15,6 @@ def drop_stale(batcher, version, limit):
     return batcher.drop(version - limit - 1, Stage.STALE, f"started from version {{start}}, now {version}")
 
 
-def drop_surplus(batcher, last_chance):
-    return batcher.drop(last_chance, Stage.SURPLUS, "the batch was full (orchestrator.oversampling_factor)")
-
-
 @pytest.fixture
 def make_group(make_rollout):
     def make(number, *, version=0, size=2, failed=0, tokens=4, excused=False, env=None) -> Group:
@@ -32,7 +27,7 @@ def make_group(make_rollout):
     return make
 
 
-def test_a_batch_is_the_oldest_groups_in_order_of_arrival(make_group):
+def test_batch_is_the_oldest_groups_in_order(make_group):
     batcher = Batcher(4, None)
     for number, version in ((1, 2), (2, 0), (3, 1), (4, 0)):
         batcher.add(make_group(number, version=version))
@@ -42,7 +37,7 @@ def test_a_batch_is_the_oldest_groups_in_order_of_arrival(make_group):
     assert not batcher.full()
 
 
-def test_groups_are_never_split_and_failed_rollouts_do_not_count(make_group):
+def test_groups_are_never_split(make_group):
     batcher = Batcher(4, None)
     batcher.add(make_group(1, size=3, failed=1))
     assert batcher.rollouts == 2 and not batcher.full()
@@ -50,7 +45,7 @@ def test_groups_are_never_split_and_failed_rollouts_do_not_count(make_group):
     assert [group.id for group in batcher.cut(-1)] == [1, 2]
 
 
-def test_a_batch_takes_what_would_be_too_old_for_the_next(make_group):
+def test_batch_takes_what_is_too_old_for_the_next(make_group):
     batcher = Batcher(2, None)
     for number, version in ((1, 3), (2, 3), (3, 4)):
         batcher.add(make_group(number, version=version))
@@ -58,7 +53,7 @@ def test_a_batch_takes_what_would_be_too_old_for_the_next(make_group):
     assert [group.id for group in batcher.groups] == [3]
 
 
-def test_a_token_batch_takes_groups_until_it_has_enough_tokens(make_group):
+def test_token_batch_takes_groups_until_full(make_group):
     batcher = Batcher(None, 20)
     for number in range(3):
         assert not batcher.full()
@@ -66,7 +61,7 @@ def test_a_token_batch_takes_groups_until_it_has_enough_tokens(make_group):
     assert batcher.full() and len(batcher.cut(-1)) == 3
 
 
-def test_the_rollouts_of_a_token_batch_are_estimated_from_those_seen(make_group):
+def test_rollouts_of_a_token_batch_are_estimated(make_group):
     batcher = Batcher(None, 100)
     assert batcher.batch_rollouts(8) == 8
     batcher.add(make_group(1, tokens=5))
@@ -84,52 +79,6 @@ def test_a_group_without_survivors_is_discarded(make_group):
     assert batcher.rollouts == 1
 
 
-def test_stale_groups_are_discarded_with_their_reason(make_group):
-    batcher = Batcher(8, None)
-    for number, version in ((1, 0), (2, 1), (3, 2)):
-        batcher.add(make_group(number, version=version))
-    stale = drop_stale(batcher, 3, 1)
-    assert [group.id for group in batcher.groups] == [3]
-    assert [rollout.outcome for rollout in stale] == [
-        *[Outcome(Stage.STALE, "started from version 0, now 3")] * 2,
-        *[Outcome(Stage.STALE, "started from version 1, now 3")] * 2,
-    ]
-    assert drop_stale(batcher, 3, 1) == []
-
-
-def test_only_what_had_a_place_can_lose_it(make_group):
-    def spoilt():
-        group = drop(make_group(1, size=4), 1)
-        group.rollouts[1].leave(Stage.EMPTY, "nothing was sampled")
-        group.rollouts[2].leave(Stage.FAILED, "ValueError: no", "env")
-        return group
-
-    stale, surplus = Batcher(8, None), Batcher(8, None)
-    stale.add(spoilt())
-    surplus.add(spoilt())
-    assert (stale.rollouts, surplus.rollouts) == (1, 1)
-    for dropped, stage in ((drop_stale(stale, 3, 1), Stage.STALE), (drop_surplus(surplus, 0), Stage.SURPLUS)):
-        stages = [rollout.outcome.stage for rollout in dropped]
-        assert stages == [Stage.PRE_FILTERED, Stage.EMPTY, Stage.FAILED, stage]
-
-
-def test_a_side_that_was_never_asked_takes_no_place(make_group):
-    batcher, group = Batcher(2, None), make_group(1, size=3)
-    for rollout in group.rollouts[:2]:
-        rollout.leave(Stage.EMPTY, "nothing was sampled")
-    batcher.add(group)
-    assert batcher.rollouts == 1 and not batcher.full() and not group.rollouts[0].is_active
-    batcher.add(make_group(2, size=1))
-    assert batcher.full() and [len(group.rollouts) for group in batcher.cut(-1)] == [3, 1], "it comes with its group"
-
-
-def test_what_survived_while_the_model_was_away_is_taken_as_any_other(make_group):
-    batcher = Batcher(2, None)
-    batcher.add(make_group(1, failed=2))
-    batcher.add(make_group(2, failed=1, excused=True))
-    assert batcher.rollouts == 1 and [group.id for group in batcher.groups] == [2]
-
-
 def drop(group, count):
     for rollout in [rollout for rollout in group.rollouts[:count] if rollout.is_active]:
         rollout.leave(Stage.PRE_FILTERED, "filter gibberish", "gibberish")
@@ -145,98 +94,40 @@ def test_what_a_filter_dropped_takes_no_place(make_group):
     assert [(group.id, len(group.rollouts)) for group in batcher.cut(-1)] == [(1, 4), (2, 4)], "it comes with its group"
 
 
-def test_nor_do_its_tokens(make_group):
-    batcher = Batcher(None, 12)
-    batcher.add(drop(make_group(1, size=3, tokens=4), 1))
-    assert not batcher.full()
-    batcher.add(make_group(2, size=1, tokens=4))
-    assert batcher.full()
+def test_dropping_marks_only_rollouts_that_had_a_place(make_group):
+    batcher = Batcher(8, None)
+    for number, version in ((1, 0), (2, 1), (3, 2)):
+        group = make_group(number, version=version, size=3, failed=number == 1)
+        batcher.add(drop(group, 2) if number == 2 else group)
+    outcomes = [rollout.outcome for rollout in drop_stale(batcher, 3, 1)]
+    filtered = Outcome(Stage.PRE_FILTERED, "filter gibberish", "gibberish")
+    assert outcomes == [
+        Outcome(Stage.FAILED, "ValueError: no", "env"),
+        *[Outcome(Stage.STALE, "started from version 0, now 3")] * 2,
+        *[filtered] * 2,
+        Outcome(Stage.STALE, "started from version 1, now 3"),
+    ]
+    assert [group.id for group in batcher.groups] == [3] and drop_stale(batcher, 3, 1) == []
 
 
-def test_a_group_that_filters_leave_nothing_of_never_enters(make_group):
+def test_frozen_models_groups_wait_and_never_grow_stale(make_group):
     batcher = Batcher(4, None)
-    assert not batcher.add(drop(make_group(1, size=3), 3))
-    assert not batcher.add(drop(make_group(2, size=3, failed=1), 3))
-    assert not batcher.groups
-    batcher.add(drop(make_group(4, size=3), 2))
-    assert batcher.rollouts == 1
-
-
-def test_what_was_filtered_does_not_grow_stale(make_group):
-    batcher = Batcher(8, None)
-    batcher.add(drop(make_group(1, size=2), 1))
-    stages = [rollout.outcome.stage for rollout in drop_stale(batcher, 3, 1)]
-    assert stages == [Stage.PRE_FILTERED, Stage.STALE]
-
-
-def test_a_frozen_models_groups_never_grow_stale(make_group):
-    batcher = Batcher(8, None)
-    for number, version in ((1, None), (2, 0), (3, None)):
+    for number, version in ((1, None), (2, 7), (3, None), (4, 5), (5, 8)):
         batcher.add(make_group(number, version=version))
-    assert len(drop_stale(batcher, 1000, 0)) == 2
-    assert [group.id for group in batcher.groups] == [1, 3] and all(
-        r.is_active for g in batcher.groups for r in g.rollouts
-    )
+    assert len(drop_stale(batcher, 7, 1)) == 2
+    assert [group.id for group in batcher.cut(1000)] == [2, 5], "the policy's own go first"
+    assert [group.id for group in batcher.cut(1000)] == [1, 3] and batcher.cut(1000) == []
 
 
-def test_a_frozen_models_groups_can_wait_and_let_the_policys_own_go_first(make_group):
-    batcher = Batcher(4, None)
-    for number, version in ((1, None), (2, 7), (3, None), (4, 5)):
-        batcher.add(make_group(number, version=version))
-    assert [group.id for group in batcher.cut(-1)] == [4, 2]
-    assert [group.id for group in batcher.cut(-1)] == [1, 3]
-
-
-def test_no_step_is_the_last_chance_of_a_frozen_models_group(make_group):
-    batcher = Batcher(2, None)
-    for number, version in ((1, None), (2, 7), (3, 8), (4, None)):
-        batcher.add(make_group(number, version=version))
-    assert [group.id for group in batcher.cut(1000)] == [2, 3]
-    assert [group.id for group in batcher.groups] == [1, 4]
-
-
-def test_what_is_left_is_a_batch_where_nothing_else_comes(make_group):
-    batcher = Batcher(8, None)
-    batcher.add(make_group(1))
-    assert not batcher.full() and [group.id for group in batcher.cut(-1)] == [1] and batcher.cut(-1) == []
-    tokens = Batcher(None, 100)
-    tokens.add(make_group(1))
-    assert len(tokens.cut(-math.inf)) == 1 and tokens.cut(-1) == []
-
-
-def test_surplus_is_dropped_up_to_a_version_and_says_so(make_group):
-    batcher = Batcher(2, None)
-    for number, version in ((1, 0), (2, 1), (3, 2), (4, None)):
-        batcher.add(make_group(number, version=version, failed=number == 1))
-    dropped = drop_surplus(batcher, 1)
-    assert [group.id for group in batcher.groups] == [3, 4]
-    surplus = Outcome(Stage.SURPLUS, "the batch was full (orchestrator.oversampling_factor)")
-    assert [rollout.outcome for rollout in dropped] == [Outcome(Stage.FAILED, "ValueError: no", "env"), *[surplus] * 3]
-    assert drop_surplus(batcher, 1) == [] and len(drop_surplus(batcher, math.inf)) == 4 and not batcher.groups
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_every_group_leaves_once_and_none_is_older_than_the_limits(make_group, seed):
-    """Random arrivals, cuts and drops: no cut holds a group that was stale, and none waits that the cut had to take."""
-    choose, batcher = random.Random(seed), Batcher(6, None)
-    left, version, added = [], 0, 0
-    for number in range(60):
-        version += choose.random() < 0.3
-        size = choose.randrange(1, 4)
-        batcher.add(make_group(number, version=max(0, version - choose.randrange(4)), size=size))
-        added += size
-        if choose.random() < 0.3:
-            dropped = drop_stale(batcher, version, 2)
-            assert all(version - rollout.start_version > 2 for rollout in dropped)
-            assert all(version - group.start_version <= 2 for group in batcher.groups)
-            left += dropped
-        if batcher.full() or choose.random() < 0.1:
-            last_chance = version - 1
-            cut = batcher.cut(last_chance)
-            assert all(group.start_version > last_chance for group in batcher.groups)
-            left += [rollout for group in cut for rollout in group.rollouts]
-    left += [rollout for group in batcher.cut(math.inf) for rollout in group.rollouts]
-    assert len(left) == len(set(map(id, left))) == added and not batcher.groups
+@pytest.mark.parametrize(("size", "warns"), [(20, True), (10, True), (9, False)])
+def test_batch_that_trains_a_tenth_or_less_warns(make_group, caplog, size, warns):
+    rollouts = make_group(1, size=size).rollouts
+    rollouts[0].leave(Stage.TRAINED)
+    for rollout in rollouts[1:]:
+        rollout.leave(Stage.POST_FILTERED, "filter most", "most")
+    Batcher(size, None).check_batch(3, rollouts)
+    message = f"step 3: only 1 of {size} rollouts train: filter most: {size - 1}"
+    assert [record.getMessage() for record in caplog.records] == [message] * warns
 
 
 # --- the mix of envs --------------------------------------------------------------------------------------------------
@@ -300,7 +191,7 @@ ONE_ONE, ONE_THREE, THREE = {"a": 1, "b": 1}, {"a": 1, "b": 3}, {"a": 1, "b": 1,
         (2, {"a": 1, "b": 99}, "a", "b", "", "a"),
     ],
 )
-def test_a_batch_takes_of_an_env_its_share_and_a_little_more(mixing, size, weights, arrived, coming, missing, cut):
+def test_batch_limits_each_env_to_its_share(mixing, size, weights, arrived, coming, missing, cut):
     batcher = mixing(size, weights, arrived)
     assert batcher.full()
     assert batcher.waits_for(set(coming), -1) == set(missing)
@@ -308,7 +199,7 @@ def test_a_batch_takes_of_an_env_its_share_and_a_little_more(mixing, size, weigh
     assert len(batcher.groups) + len(cut) == len(arrived)
 
 
-def test_of_one_policy_envs_take_turns_and_what_was_above_the_limit_waits(mixing):
+def test_envs_of_one_version_take_turns(mixing):
     batcher = mixing(12, ONE_THREE, "aaaaaabbbbb", versions=[0] * 11)
     assert [group.id for group in batcher.cut(-1)] == [0, 6, 7, 8, 1, 9]
     assert [group.id for group in batcher.groups] == [2, 3, 4, 5, 10]
@@ -316,7 +207,7 @@ def test_of_one_policy_envs_take_turns_and_what_was_above_the_limit_waits(mixing
     assert [group.id for group in older.cut(-1)] == [1, 2, 0, 3, 4, 5], "older ones of whatever env come first"
 
 
-def test_what_no_later_batch_may_train_is_taken_above_the_limit(mixing):
+def test_last_chance_goes_above_the_limit(mixing):
     batcher = mixing(8, ONE_ONE, "aaaaaabb", versions=[0, 0, 0, 0, 0, 1, 1, 1])
     assert batcher.waits_for({"b"}, 0) == set()
     assert cut_of(batcher, 0) == "aaaaa" and [group.start_version for group in batcher.groups] == [1, 1, 1]
@@ -336,14 +227,14 @@ def test_rollouts_that_failed_take_nothing_of_the_share(mixing):
     assert cut_of(mixing(20, ONE_ONE, "aaaaaaaaaabbbb", group=3, failed=1)) == "aaaaaabbbb"
 
 
-def test_an_env_that_has_ended_leaves_its_share_to_the_others(mixing):
+def test_ended_env_leaves_its_share_to_others(mixing):
     weights = {"a": 1, "b": 1, "c": 8}
     assert cut_of(mixing(20, weights, "aaaaaaaaaabbbb", ended="c")) == "aaaaaabbbb"
     assert cut_of(mixing(20, weights, "aaaaaaaaaabbbbc", ended="c")) == "aaaaaaabbc", "but for what still waits of it"
     assert mixing(20, weights, "aaaaaaaaaa", ended="bc").waits_for({"b"}, -1) == set(), "the last one has no limit"
 
 
-def test_by_arrival_a_batch_takes_what_comes_first(mixing):
+def test_without_a_mix_a_batch_takes_what_comes_first(mixing):
     batcher = mixing(20, ONE_ONE, "aaaaaaaaaabbbb")
     batcher.mixed_envs = []
     assert batcher.waits_for({"b"}, -1) == set() and cut_of(batcher) == "aaaaaaaaaa"

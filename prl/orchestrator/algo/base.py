@@ -1,11 +1,11 @@
-"""The base class of all algorithms: knobs, hooks to override, and the two drivers that the pipeline calls.
+"""The base class of all algorithms: options, hooks to override, and the two drivers that the pipeline calls.
 
 An algorithm turns rollouts into a training signal for each token, in two parts that belong together:
 
 - Credit: an advantage for each sampled token (`rollout.assign_advantages`), for components that need one.
 - Routing: the weight of each token in each loss component (`prl.wire.components`).
 
-The life of an instance: constructed from its knobs, `check`ed, `attach`ed to the run's models, `setup` once, then
+The life of an instance: constructed from its options, `check`ed, `attach`ed to the run's models, `setup` once, then
 `finalize_rollout` for every rollout on arrival, `finalize_group` once a group is complete, and `finalize_batch` once a
 batch is cut. After that the samples are frozen: no later stage changes a stream.
 
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 class Algorithm:
     """Decides the training signal of each token of a rollout.
 
-    Subclass it, set `action_loss_type`, and override the hook whose moment fits the signal. Knobs are keyword-only
-    dataclass fields, or arguments of an `__init__` that passes the rest on (`**knobs`) to `super().__init__`. Annotate
-    a frozen model of your own as `FrozenModelConfig`: then it is checked before the run starts, and `connect` makes its
-    client.
+    Subclass it, set `action_loss_type`, and override the hook whose moment fits the signal. Options are keyword-only
+    dataclass fields, or arguments of an `__init__` that passes the rest on (`**options`) to `super().__init__`.
+    Annotate a frozen model of your own as `FrozenModelConfig`: then it is checked before the run starts, and `connect`
+    makes its client.
 
     Hooks may write the weight stream of any component on a sample, e.g. `sample.ce_weights`, one float per token. What
     a sample lacks after the hooks is filled in:
@@ -101,9 +101,9 @@ class Algorithm:
     # --- hooks ----------------------------------------------------------------------------------------------------
 
     def check(self, where: str) -> None:
-        """Raise ConfigError for knobs that contradict each other; `where` is the algorithm's config key.
+        """Raise ConfigError for options that contradict each other; `where` is the algorithm's config key.
 
-        Bounds of one knob belong beside it, as `Annotated[float, Ge(0)]`. A subclass of an
+        Bounds of one option belong beside it, as `Annotated[float, Ge(0)]`. A subclass of an
         algorithm that has a check calls `super().check(where)` first.
         """
 
@@ -111,7 +111,7 @@ class Algorithm:
         """Raise ConfigError, or warn, for the tasks of an env that cannot be trained on."""
 
     async def setup(self) -> None:
-        """Connect the models that the algorithm's own knobs name. Called once, before the first rollout."""
+        """Connect the models that the algorithm's own options name. Called once, before the first rollout."""
 
     def reserve(self, tasks: Sequence[Any]) -> int:
         """Tokens of `model.max_model_len` to keep free of a rollout: what scoring puts in front of it."""
@@ -191,11 +191,6 @@ class Algorithm:
             self._kl_scorer = ReferenceLogprobs(await self.connect(self.kl.reference))
         await self.setup()
 
-    @property
-    def scores_rollouts(self) -> bool:
-        """Whether it does anything with a rollout that arrives, which may then take its time."""
-        return self._overrides("score_rollout") or self._kl_scorer is not None
-
     async def finalize_rollout(self, rollout: Rollout) -> None:
         """Score a rollout as it arrives, unless it has failed. A model that fails makes the rollout an errored one."""
         if not rollout.is_active:
@@ -223,7 +218,7 @@ class Algorithm:
 
     def finalize_batch(self, groups: list[list[Rollout]]) -> None:
         """Score the rollouts of a batch, and write their streams again. Raises ValueError for bad ones."""
-        if self._overrides("score_batch"):
+        if type(self).score_batch is not Algorithm.score_batch:
             self.score_batch(groups)
             self._stamp(chain.from_iterable(groups), again=True)
 
@@ -231,10 +226,6 @@ class Algorithm:
         """Close the clients of frozen models."""
         for pool in self.pools:
             await pool.close()
-
-    def _overrides(self, hook: str) -> bool:
-        """Whether a hook is not this class's, which does nothing."""
-        return getattr(getattr(self, hook), "__func__", None) is not getattr(Algorithm, hook)
 
     def _stamp(self, rollouts: Iterable[Rollout], *, again: bool = False) -> None:
         """Write the advantages and the component weights onto the rollouts' samples. Raises ValueError for bad ones.

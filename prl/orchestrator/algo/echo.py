@@ -41,7 +41,7 @@ class EchoAlgorithm(GRPOAlgorithm):
 
     _warned: bool = field(default=False, init=False)
     _silent: int = field(default=0, init=False)
-    """Steps in a row without an observation that trains; -1 once that has been said."""
+    """Steps in a row without an observation that trains; -1 once the warning is out."""
 
     @property
     def alphas(self) -> dict[str, float]:

@@ -12,7 +12,7 @@ from prl.rollouts.rollout import Rollout
 
 @dataclass(kw_only=True)
 class LengthPenalty:
-    """Knobs of the penalty. An algorithm with them takes the rewards of a group from `shaped_rewards`.
+    """Options of the penalty. An algorithm with them takes the rewards of a group from `shaped_rewards`.
 
     The rollouts keep their own rewards, which metrics, filters and records show.
     """

@@ -86,8 +86,8 @@ class OPSDAlgorithm(Algorithm):
             )
 
     def reserve(self, tasks: Sequence[Any]) -> int:
-        found = sorted((str(getattr(task.data, self.demo_key, "")) for task in tasks), key=len)
-        return max((len(self._hint(demonstration)) for demonstration in found[-LONGEST:]), default=0)
+        longest = sorted((str(getattr(task.data, self.demo_key, "")) for task in tasks), key=len)[-LONGEST:]
+        return max((len(self._hint(demonstration)) for demonstration in longest), default=0)
 
     async def score_rollout(self, rollout: Rollout) -> None:
         task = rollout.task.data

@@ -1,4 +1,4 @@
-"""References of `ref_kl`: the logprobs of one, and the knob `kl` that pulls any rl algorithm towards one."""
+"""References of `ref_kl`: the logprobs of one, and the option `kl` that pulls any rl algorithm towards one."""
 
 import asyncio
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class KLConfig:
         """Raise ConfigError for an algorithm without rl tokens, and for a reference that is none or is not read.
 
         Args:
-            where: the config key of these knobs.
+            where: the config key of these options.
             algorithm: the name of the algorithm's class.
             component: the loss component that its sampled tokens feed.
         """

@@ -37,7 +37,7 @@ def validate_algorithm(
     name = type(algorithm).__name__
     for key, kind in (("sampling.source", SourceConfig), ("kl.coef", KLConfig)):
         if not isinstance(getattr(algorithm, key.split(".")[0], None), kind):
-            remedy = "let its __init__ take **knobs and pass them on to super().__init__"
+            remedy = "let its __init__ take **options and pass them on to super().__init__"
             raise ConfigError(f"{where}: {name} has no {key}: {remedy}")
     source, component = algorithm.sampling.source, algorithm.action_loss_type
     check_source(algorithm.sampling, f"{where}.sampling")  # its form; its URL below
@@ -73,5 +73,9 @@ def hosted_references(
     algorithms: Iterable[Algorithm], hosts: Callable[[FrozenModelConfig], bool]
 ) -> list[FrozenModelConfig]:
     """The references of these algorithms to models that the launcher serves; equal ones once."""
-    found = [each for algorithm in algorithms for _, each in frozen_models(algorithm, "") if hosts(each)]
-    return [each for index, each in enumerate(found) if each not in found[:index]]
+    references = [reference for algorithm in algorithms for _, reference in frozen_models(algorithm, "")]
+    hosted: list[FrozenModelConfig] = []
+    for reference in references:
+        if hosts(reference) and reference not in hosted:
+            hosted.append(reference)
+    return hosted

@@ -23,15 +23,15 @@ class Buffer(ABC):
     """Drop a group whose mean reward is 0 or 1, up to rounding, before it takes a place in a batch. For rewards from 0
     to 1."""
 
-    where = "buffer"  # not a knob; `check` replaces it
+    where = "buffer"  # not an option; `check` replaces it
     """The buffer's config key, for the messages of `load`."""
 
     def check(self, where: str) -> None:
-        """Raise ConfigError for knobs that contradict each other; `where` is the buffer's config key."""
+        """Raise ConfigError for options that contradict each other; `where` is the buffer's config key."""
         self.where = where
 
     def check_start(self, *, goes_on: bool) -> None:  # noqa: B027
-        """Raise ConfigError for knobs that contradict how the run starts: anew, or going on (`run.resume`)."""
+        """Raise ConfigError for options that contradict how the run starts: anew, or going on (`run.resume`)."""
 
     @property
     def reads_rewards(self) -> bool:

@@ -231,14 +231,14 @@ class TaskBuffer(Buffer):
             own.setdefault(fingerprint(entry_of(self.env_name, task), hash_keys), []).append(index)
         self._retired = {}
         for pool, share in zip(RETIRED, shares, strict=True):
-            hashes = [each for each, retired_to in saved if retired_to == pool]
-            same = [own.get(each) for each in hashes]
-            found = [waiting.pop(0) for waiting in same if waiting]  # of equal tasks, as many as were saved
-            released = set(self.random.sample(found, round(share * len(found))))
-            self._retired |= {index: pool for index in found if index not in released}
-            said = f"{len(found)} of the {len(hashes)} {pool} tasks in {source} are among its own"
-            level = logging.WARNING if hashes and not found else logging.INFO
-            log.log(level, "env %s: %s; %d of them are sampled again", self.env_name, said, len(released))
+            hashes = [task_hash for task_hash, retired_to in saved if retired_to == pool]
+            candidates = [own.get(task_hash) for task_hash in hashes]
+            indices = [equal.pop(0) for equal in candidates if equal]  # of equal tasks, as many as were saved
+            released = set(self.random.sample(indices, round(share * len(indices))))
+            self._retired |= {index: pool for index in indices if index not in released}
+            level = logging.WARNING if hashes and not indices else logging.INFO
+            counts = f"{len(indices)} of the {len(hashes)} {pool} tasks in {source} are among its own"
+            log.log(level, "env %s: %s; %d of them are sampled again", self.env_name, counts, len(released))
         self._warn_if_ended()
 
 
@@ -275,8 +275,8 @@ def read_pool(folder: str, pool: str, where: str) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):  # text would also break at U+2028
         try:
             match json.loads(line):
-                case {"env": str(), "key": str(), "task": dict()} as found:
-                    entries.append(found)
+                case {"env": str(), "key": str(), "task": dict()} as entry:
+                    entries.append(entry)
                 case _:
                     raise ValueError("it must have env and key, which are strings, and task, an object")
         except UNREADABLE as error:

@@ -15,8 +15,8 @@ from prl.errors import ConfigError
 from prl.rollouts.rollout import Rollout, Stage
 from prl.user_code import called
 
-ModeKnobs = Mapping[str, Mapping[str, float]]
-"""The knobs that each mode of a filter reads, and their defaults."""
+ModeOptions = Mapping[str, Mapping[str, float]]
+"""The options that each mode of a filter reads, and their defaults."""
 MAX_COMPLETION = 1 << 32
 """Above the tokens of any completion."""
 SlotName = Literal["pre_batch", "post_batch"]
@@ -27,18 +27,18 @@ STAGES: dict[SlotName, Stage] = {"pre_batch": Stage.PRE_FILTERED, "post_batch": 
 class Filter(ABC):
     """Recognises rollouts of one kind: `matches` is asked about every credited rollout.
 
-    Subclass it, with knobs as keyword-only dataclass fields or as arguments of an `__init__` that passes the rest on
-    (`**knobs`) to `super().__init__`.
+    Subclass it, with options as keyword-only dataclass fields or as arguments of an `__init__` that passes the rest on
+    (`**options`) to `super().__init__`.
     """
 
     enforce: bool = False
     """Drop what matches; false only records it."""
 
-    mode_knobs: ClassVar[ModeKnobs] = {}
-    """For a filter with a field `mode`. The fields of such knobs are null by default, so that a knob set for another
-    mode is noticed and refused."""
+    mode_options: ClassVar[ModeOptions] = {}
+    """For a filter with a field `mode`. The fields of such options are null by default, so that one of another mode is
+    refused."""
 
-    where = "filter"  # not a knob; `check` replaces it
+    where = "filter"  # not an option; `check` replaces it
     """Its config key."""
 
     def attach(self, *, vocab_size: int, longest: int = MAX_COMPLETION) -> None:
@@ -49,18 +49,18 @@ class Filter(ABC):
         self.vocab_size, self.longest = vocab_size, longest
 
     def warn_unmatchable(self, name: str, why: str) -> None:
-        """Warn that no rollout can match because of the knob `name`."""
+        """Warn that no rollout can match because of the option `name`."""
         warnings.warn(f"{self.where}.{name}={getattr(self, name)} matches nothing in this run: {why}", stacklevel=2)
 
     def check(self, where: str) -> None:
-        """Raise ConfigError for knobs that contradict each other; `where` is the filter's config key.
+        """Raise ConfigError for options that contradict each other; `where` is the filter's config key.
 
-        Bounds of one knob belong beside it, as `Annotated[float, Ge(0)]`. Call `super().check(where)` first.
+        Bounds of one option belong beside it, as `Annotated[float, Ge(0)]`. Call `super().check(where)` first.
         """
         self.where = where
         mode = getattr(self, "mode", "")
-        for other, knobs in self.mode_knobs.items():
-            for name in knobs.keys() - self.mode_knobs[mode].keys():
+        for other, options in self.mode_options.items():
+            for name in options.keys() - self.mode_options[mode].keys():
                 if (value := getattr(self, name)) is not None:
                     raise ConfigError(
                         f"{where}.{name}={value}: {where}.mode={mode} does not read it; choose {where}.mode={other}, "
@@ -68,9 +68,11 @@ class Filter(ABC):
                     )
 
     def setting(self, name: str) -> float:
-        """The value of a knob in `mode_knobs`: as set, or its default."""
+        """The value of an option in `mode_options`: as set, or its default."""
         value: float | None = getattr(self, name)
-        return next(knobs[name] for knobs in self.mode_knobs.values() if name in knobs) if value is None else value
+        return (
+            next(options[name] for options in self.mode_options.values() if name in options) if value is None else value
+        )
 
     def state_dict(self) -> Any:
         """What the filter remembers from one group to the next, as plain data for a checkpoint; None = nothing.

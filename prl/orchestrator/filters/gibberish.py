@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
-from prl.orchestrator.filters.base import MAX_COMPLETION, Filter, ModeKnobs
+from prl.orchestrator.filters.base import MAX_COMPLETION, Filter, ModeOptions
 from prl.rollouts.rollout import Rollout
 from prl.wire.logprobs import is_measured
 
@@ -20,7 +20,7 @@ class Gibberish(Filter):
     matches.
     """
 
-    mode_knobs: ClassVar[ModeKnobs] = {
+    mode_options: ClassVar[ModeOptions] = {
         "token": {"token_id_threshold": 100_000, "logprob_offset": 2.0},
         "mean_logprob": {"threshold": -4.0},
     }

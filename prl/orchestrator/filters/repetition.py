@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from prl.orchestrator.filters.base import MAX_COMPLETION, Filter, ModeKnobs
+from prl.orchestrator.filters.base import MAX_COMPLETION, Filter, ModeOptions
 from prl.rollouts.rollout import Rollout
 from prl.wire.logprobs import is_measured
 
@@ -22,7 +22,7 @@ class Repetition(Filter):
     (seq-rep-n, arXiv 1908.04319), and a branch shorter than `n` has no n-grams.
     """
 
-    mode_knobs: ClassVar[ModeKnobs] = {
+    mode_options: ClassVar[ModeOptions] = {
         "prob": {"window": 3000, "prob_threshold": 0.99},
         "ngram": {"n": 4, "threshold": 0.4},
     }

@@ -1,8 +1,6 @@
 """Real conversations in verifiers' graph, a reference model that answers by formula, a package of the user's own."""
 
 import asyncio
-import sys
-from types import ModuleType
 
 import pytest
 import verifiers.v1 as vf
@@ -12,11 +10,8 @@ from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
-from prl.config.build import build
 from prl.episodes.turn import parse
 from prl.errors import EngineError
-from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.validate import validate_algorithm
 from prl.rollouts.rollout import Rollout
 
 
@@ -163,22 +158,6 @@ def frozen(monkeypatch):
 
 
 @pytest.fixture
-def user_package(monkeypatch):
-    """Puts functions and classes into an importable module; returns their dotted paths."""
-
-    def make(*things):
-        module = ModuleType("a_users_package")
-        for thing in things:
-            thing.__module__, thing.__qualname__ = module.__name__, thing.__name__
-            setattr(module, thing.__name__, thing)
-        monkeypatch.setitem(sys.modules, "a_users_package", module)
-        paths = [f"a_users_package.{thing.__name__}" for thing in things]
-        return paths[0] if len(paths) == 1 else paths
-
-    return make
-
-
-@pytest.fixture
 def attached(reference, renderer):
     """`attached(algorithm)`: the algorithm with the reference as its policy, and a renderer."""
 
@@ -187,26 +166,6 @@ def attached(reference, renderer):
         return algorithm
 
     return attach
-
-
-@pytest.fixture
-def validated():
-    """`validated(node)`: the algorithm that a node describes, built and validated as the run's, in env `math`."""
-
-    def make(node, where="algo", *, group_size=8, temperature=1.0, hosted=(), uses_reward_thresholds=False, env="math"):
-        algorithm = build(node, Algorithm, where)
-        validate_algorithm(
-            algorithm,
-            where,
-            group_size=group_size,
-            temperature=temperature,
-            hosts=lambda reference: reference.base_url is None and reference.name in hosted,
-            uses_reward_thresholds=uses_reward_thresholds,
-            env=env,
-        )
-        return algorithm
-
-    return make
 
 
 @pytest.fixture

@@ -76,14 +76,14 @@ SMALL = [[1e-9 * value for value in values] for values in ALIKE]
 
 
 @pytest.mark.parametrize("values", ALIKE + LARGE + SMALL)
-def test_rewards_that_are_equal_but_for_rounding_earn_no_credit(values):
+def test_rewards_equal_up_to_rounding_earn_no_credit(values):
     zeros = [0.0] * len(values)
     differences = centred(values)
     assert differences == leave_one_out(differences) == std_normalized(differences, differences) == zeros
     assert mean_normalized(values) == centred(efficiency_shaping(values, [5] * len(values))) == zeros
 
 
-def test_who_earned_the_mean_but_for_rounding_gets_exactly_no_credit():
+def test_reward_of_the_mean_up_to_rounding_earns_zero():
     assert centred([0.7 + 0.2 + 0.1, 0.1 + 0.2 - 0.3, 0.5])[2] == 0.0
 
 
@@ -94,48 +94,22 @@ def test_rewards_of_any_size_that_differ_earn_credit(unit):
     assert centred([1e6, 1e6 + 1e-3]) == pytest.approx([-5e-4, 5e-4], rel=1e-6)
 
 
-def test_the_best_but_for_rounding_is_the_best():
-    assert efficiency_shaping([0.7 + 0.2 + 0.1, 1.0, 0.0], [10, 30, 5]) == pytest.approx([1.5, 1.0, 0.0])
-
-
 @given(rewards)
-def test_mean_normalized_is_the_distance_from_the_mean_over_the_mean(values):
+def test_mean_normalized_is_its_definition(values):
     mean = sum(exact(values)) / len(values)
     expected = [(value - mean) / mean for value in exact(values)] if mean > 0 else [0] * len(values)
     assert close(mean_normalized(values), expected, scale=1e4)
 
 
-@given(st.lists(st.floats(0.01, 10), min_size=2, max_size=16))
-def test_mean_normalized_of_positive_rewards_sums_to_zero_and_ignores_their_scale(values):
-    once, doubled = mean_normalized(values), mean_normalized([2 * value for value in values])
-    assert abs(sum(once)) < 1e-9 * len(once) * 1e3 and doubled == pytest.approx(once)
-
-
-@pytest.mark.parametrize("values", [[0.0, 0.0], [-1.0, 1.0], [-1.0, 0.5], [-2.0], [-0.25, -0.5], [0.0]])
-def test_mean_normalized_is_zero_where_the_mean_is_not_above_it(values):
+@pytest.mark.parametrize("values", [[0.0, 0.0], [-1.0, 1.0], [-1.0, 0.5], [-2.0], [0.1, 0.2, -0.3]])
+def test_mean_normalized_is_zero_unless_the_mean_is_positive(values):
     assert mean_normalized(values) == [0.0] * len(values)
-
-
-@pytest.mark.parametrize("values", [[0.1] * 8, [0.7] * 3, [1.0], [1 / 3] * 7, [3.0] * 5])
-def test_mean_normalized_gives_equal_rewards_and_groups_of_one_exactly_zero(values):
-    assert mean_normalized(values) == [0.0] * len(values)
-
-
-def test_mean_normalized_keeps_a_negative_reward_in_a_good_group():
-    assert mean_normalized([3.0, -1.0]) == [2.0, -2.0]
-    assert mean_normalized([1.0, 0.0, 0.0, 0.0]) == [3.0, -1.0, -1.0, -1.0], "a hard task weighs like 1 / p"
 
 
 @given(pairs)
 def test_efficiency_shaping_is_its_definition(group):
     values, costs = [r for r, _ in group], [c for _, c in group]
     assert close(efficiency_shaping(values, costs), shaped_exactly(values, costs), scale=100)
-
-
-@given(pairs)
-def test_efficiency_shaping_does_not_mind_the_unit_of_cost(group):
-    values, costs = [r for r, _ in group], [c for _, c in group]
-    assert efficiency_shaping(values, [4 * c for c in costs]) == efficiency_shaping(values, costs)
 
 
 @pytest.mark.parametrize(
@@ -146,37 +120,17 @@ def test_efficiency_shaping_does_not_mind_the_unit_of_cost(group):
         ([1.0, 1.0], [0, 40], [2.0, 1.0]),  # cost 0: the whole bonus; cost 2m: clamped, not punished
         ([1.0, 0.0, 0.5], [9, 1, 1], [1.0, 0.0, 0.5]),  # one correct rollout: m is its own cost
         ([2.0, 2.0, 1.0], [1, 3, 0], [3.0, 2.0, 1.0]),  # the maximum is correct, whatever it is
-        ([1.0, 1.0, 1.0, -1.0], [6, 12, 18, 0], [1.5, 1.0, 1.0, -1.0]),
         ([1.0, 1.0, 0.0], [0, 0, 9], [1.0, 1.0, 0.0]),  # m = 0: plain
         ([0.0, 0.0, -1.0], [1, 3, 1], [0.0, 0.0, -1.0]),  # max = 0: plain
         ([-0.5, -1.0], [1, 3], [-0.5, -1.0]),  # max < 0: plain
-        ([-0.5, -0.5, -1.0], [1, 3, 1], [-0.5, -0.5, -1.0]),  # the same: the cheaper of the best is not punished
         ([1.0, 1.0], [-3, 1], [1.0, 1.0]),  # m < 0: plain
         ([1.0, 1.0], [-1, 3], [2.0, 1.0]),  # a bonus is at most 1
-        ([1.0], [7], [1.0]),
     ],
 )
 def test_efficiency_shaping_by_hand(values, costs, shaped):
     assert efficiency_shaping(values, costs) == shaped
 
 
-@pytest.mark.parametrize("count", [1, 3, 8])
-@pytest.mark.parametrize(("reward", "cost"), [(0.1, 7), (0.7, 0.1), (1 / 3, 0), (-0.1, 3), (0.0, 3)])
-def test_equal_rollouts_are_shaped_alike(count, reward, cost):
-    shaped = efficiency_shaping([reward] * count, [cost] * count)
-    assert centred(shaped) == [0.0] * count and shaped == pytest.approx([reward] * count)
-
-
-def test_rewards_that_are_equal_but_for_rounding_are_all_correct():
+def test_rewards_equal_up_to_rounding_are_all_correct():
     """0.7 + 0.2 + 0.1 is 1 - 1.1e-16 in floats: as good as the 1.0 beside it, and a third as expensive. m = 20."""
     assert efficiency_shaping([0.7 + 0.2 + 0.1, 1.0, 0.99], [10, 30, 1]) == pytest.approx([1.5, 1.0, 0.99])
-
-
-def test_a_wrong_rollout_gains_nothing_by_being_short():
-    short, long = efficiency_shaping([1.0, 0.0], [10, 1]), efficiency_shaping([1.0, 0.0], [10, 1000])
-    assert short == long == [1.0, 0.0]
-
-
-def test_efficiency_shaping_wants_one_cost_for_each_reward():
-    with pytest.raises(ValueError):
-        efficiency_shaping([1.0, 0.0], [1.0])

@@ -2,20 +2,15 @@
 
 import asyncio
 import copy
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 
 from prl.config.model_reference import FrozenModelConfig
-from prl.errors import ConfigError, DeadlinePassed, EngineError
-from prl.orchestrator.algo import base
+from prl.errors import ConfigError, EngineError
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.echo import EchoAlgorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.algo.reference import KLConfig
 from prl.rollouts.rollout import Stage
-from prl.wire.components import COMPONENTS
 
 
 class Silent(Algorithm):
@@ -26,125 +21,10 @@ class Ce(Algorithm):
     action_loss_type = "ce"
 
 
-class RefKl(Algorithm):
-    action_loss_type = "ref_kl"
-
-
-class Recording(Algorithm):
-    """Notes which rollouts its hooks saw."""
-
-    def __init__(self):
-        super().__init__()
-        self.scored, self.groups = [], []
-
-    async def score_rollout(self, rollout):
-        self.scored.append(rollout)
-
-    async def score_group(self, group):
-        await asyncio.sleep(0)
-        self.groups.append(list(group))
-        for rollout in group:
-            rollout.assign_advantages(2.0)
-
-
-@dataclass(kw_only=True)
-class Failing(Algorithm):
-    """Raises its knob, after a while."""
-
-    error: Exception
-
-    async def score_rollout(self, rollout):
-        await asyncio.sleep(0.02)
-        raise self.error
-
-
-def test_who_scores_rollouts_says_so():
-    assert Recording().scores_rollouts and Failing(error=ValueError()).scores_rollouts
-    assert not GRPOAlgorithm().scores_rollouts
-    penalised = GRPOAlgorithm()
-    penalised._kl_scorer = SimpleNamespace()
-    assert penalised.scores_rollouts
-    wrapped = GRPOAlgorithm()
-    wrapped.score_rollout = lambda rollout: None
-    assert wrapped.scores_rollouts
-
-
-async def test_errored_rollouts_skip_every_hook(make_rollout):
-    algorithm, fine, bad = Recording(), make_rollout(), make_rollout(error="ValueError: no")
-    for rollout in (fine, bad):
-        await algorithm.finalize_rollout(rollout)
-    await algorithm.finalize_group([bad, fine])
-    assert algorithm.scored == [fine] and algorithm.groups == [[fine]]
-
-
-async def test_a_group_without_survivors_is_not_scored(make_rollout):
-    algorithm = Recording()
-    await algorithm.finalize_group([make_rollout(error="x")])
-    assert algorithm.groups == []
-
-
-async def test_an_async_score_group_is_awaited_before_stamping(make_rollout):
-    rollout = make_rollout(lengths=(3, 2))
-    await Recording().finalize_group([rollout])
-    assert [sample.advantages for sample in rollout.samples] == [[0.0, 2.0, 2.0], [0.0, 2.0]]
-
-
 async def test_each_sample_gets_its_own_part_of_the_credit(make_rollout):
     rollout = make_rollout(lengths=(3, 2, 3), advantages=[float(i) for i in range(8)])
     await Silent().finalize_group([rollout])
     assert [sample.advantages for sample in rollout.samples] == [[0.0, 1.0, 2.0], [0.0, 4.0], [0.0, 6.0, 7.0]]
-
-
-async def test_rl_without_advantages_stamps_nothing(make_rollout):
-    rollout = make_rollout()
-    await Silent().finalize_group([rollout])
-    assert rollout.samples[0].advantages is None and rollout.samples[0].rl_weights is None
-
-
-@pytest.mark.parametrize(
-    ("cls", "stream", "other"), [(Ce, "ce_weights", "ref_kl_weights"), (RefKl, "ref_kl_weights", "ce_weights")]
-)
-async def test_actions_of_another_component_weigh_one_there_and_nothing_on_rl(make_rollout, cls, stream, other):
-    rollout = make_rollout(lengths=(3, 2))
-    await cls().finalize_group([rollout])
-    assert [getattr(sample, stream) for sample in rollout.samples] == [[0.0, 1.0, 1.0], [0.0, 1.0]]
-    assert [sample.rl_weights for sample in rollout.samples] == [[0.0] * 3, [0.0] * 2]
-    assert all(getattr(sample, other) is None and sample.advantages is None for sample in rollout.samples)
-
-
-async def test_a_rollout_that_failed_is_not_stamped(make_rollout):
-    rollout = make_rollout(advantages=1.0, error="ValueError: no")
-    await Ce().finalize_group([rollout, make_rollout()])
-    (sample,) = rollout.samples
-    assert sample.advantages is sample.ce_weights is sample.rl_weights is None
-
-
-async def test_a_model_that_fails_makes_an_errored_rollout_which_took_its_time(make_rollout):
-    rollout, other = make_rollout(), make_rollout()
-    algorithm = Failing(error=EngineError("gone", 503))
-    await algorithm.finalize_rollout(rollout)
-    assert rollout.error == "EngineError: gone" and rollout.trace.errors[0].message == "gone"
-    assert 0.02 <= rollout.scoring_s < 5
-    await algorithm.finalize_group([rollout, other])
-    assert rollout.samples[0].advantages is None and other.error is None
-
-
-async def test_the_time_of_scoring_is_measured(make_rollout, monkeypatch):
-    async def slow(self, rollout):
-        await asyncio.sleep(0.02)
-
-    monkeypatch.setattr(Silent, "score_rollout", slow)
-    rollout = make_rollout()
-    await Silent().finalize_rollout(rollout)
-    assert 0.02 <= rollout.scoring_s < 5 and rollout.error is None
-
-
-@pytest.mark.parametrize("error", [ValueError("a bug"), DeadlinePassed("teacher is down"), TimeoutError("t")])
-async def test_any_other_error_ends_the_run(make_rollout, error):
-    rollout = make_rollout()
-    with pytest.raises(type(error), match=str(error)):
-        await Failing(error=error).finalize_rollout(rollout)
-    assert rollout.error is None
 
 
 async def test_what_is_connected_is_waited_for_and_closed(frozen, attached):
@@ -156,7 +36,7 @@ async def test_what_is_connected_is_waited_for_and_closed(frozen, attached):
     assert pool.closed
 
 
-async def test_a_model_that_is_run_beside_the_policy_is_connected_by_its_name(frozen, reference, attached):
+async def test_hosted_model_is_connected_by_its_name(frozen, reference, attached):
     algorithm = attached(Silent(), hosted={"teacher": lambda asked: reference if asked.timeout_s == 7.0 else None})
     assert await algorithm.connect(FrozenModelConfig(name="teacher", timeout_s=7.0)) is reference
     assert reference.waited == [7.0] and algorithm.pools == [reference] and frozen == []
@@ -168,7 +48,7 @@ async def test_a_model_that_is_run_beside_the_policy_is_connected_by_its_name(fr
         await algorithm.connect("teacher")
 
 
-async def test_a_rollout_that_a_hook_gives_up_is_not_stamped_and_costs_no_other(make_rollout):
+async def test_rollout_that_a_hook_gives_up_costs_no_other(make_rollout):
     class GivesUp(Ce):
         async def score_rollout(self, rollout):
             if rollout.reward < 0:
@@ -186,25 +66,6 @@ async def test_a_rollout_that_a_hook_gives_up_is_not_stamped_and_costs_no_other(
     assert [r.samples[0].ce_weights for r in rollouts] == [None, [0.0, 1.0, 1.0, 1.0], None]
 
 
-class Imitation(Algorithm):
-    """Cross-entropy on the first action alone, at two, and on the prompt's first token."""
-
-    action_loss_type = "ce"
-
-    async def score_rollout(self, rollout):
-        for sample in rollout.samples:
-            sample.ce_weights = [0.0] * len(sample.token_ids)
-            sample.ce_weights[0] = 0.25
-            sample.ce_weights[sample.mask.index(True)] = 2.0
-
-
-async def test_a_stream_that_a_hook_has_written_stays_as_it_is(make_rollout, play):
-    (rollout,) = await play(Imitation(), [make_rollout(lengths=(5, 3))])
-    assert [s.ce_weights for s in rollout.samples] == [[0.25, 2.0, 0.0, 0.0, 0.0], [0.25, 2.0, 0.0]]
-    assert [s.rl_weights for s in rollout.samples] == [[0.0] * 5, [0.0] * 3]
-    assert all(s.ref_kl_weights is s.advantages is None for s in rollout.samples)
-
-
 @pytest.mark.parametrize("component", ["ce", "ref_kl"])
 @pytest.mark.parametrize(
     ("written", "stamped"),
@@ -218,7 +79,7 @@ async def test_a_stream_that_a_hook_has_written_stays_as_it_is(make_rollout, pla
         (None, [0.0, 0.0, 1.0, 0.0, 1.0]),
     ],
 )
-async def test_weights_on_observations_leave_the_default_of_sampled_tokens_in_place(
+async def test_weights_on_observations_are_added_to_the_default(
     make_rollout, make_sample, play, component, written, stamped
 ):
     class Adds(Algorithm):
@@ -237,119 +98,6 @@ async def test_weights_on_observations_leave_the_default_of_sampled_tokens_in_pl
     assert sample.rl_weights == [0.0] * 5 and sample.mask == [False, False, True, False, True]
 
 
-async def test_another_components_stream_is_never_completed(make_rollout, play):
-    class Observes(Algorithm):
-        async def score_rollout(self, rollout):
-            rollout.samples[0].ce_weights = [0.5, 0.0, 0.0, 0.0]
-            rollout.assign_advantages(1.0)
-
-    (rollout,) = await play(Observes(), [make_rollout()])
-    assert rollout.samples[0].ce_weights == [0.5, 0.0, 0.0, 0.0] and rollout.samples[0].rl_weights is None
-
-
-async def test_echo_on_top_of_imitation_trains_both_what_was_sampled_and_what_was_observed(
-    talk, user, tool, call, play
-):
-    class ImitationEcho(EchoAlgorithm):
-        action_loss_type = "ce"
-
-    talk.turn([*talk.turn([user("?")], call), tool("a lamp")], "A lamp.")
-    (rollout,) = await play(ImitationEcho(), [talk.rollout()])
-    (sample,) = rollout.samples
-    assert [w for w, trains in zip(sample.ce_weights, sample.mask, strict=True) if trains] == [1.0] * sum(sample.mask)
-    observed = [t for t, w in zip(sample.token_ids, sample.ce_weights, strict=True) if w == 0.1]
-    assert talk.tokenizer.decode(observed) == "a lamp"
-    assert set(sample.ce_weights) == {0.0, 0.1, 1.0} and not any(sample.rl_weights)
-
-
-async def test_a_component_that_the_table_gains_is_routed_like_the_others(make_rollout, play, monkeypatch):
-    """Sampled tokens weigh 0 in every component but the action's: by an absent stream, or by zeros."""
-    table = base.COMPONENTS | {"ce": replace(COMPONENTS["ce"], absent_weight=1.0)}
-    monkeypatch.setattr(base, "COMPONENTS", table)
-    (rollout,) = await play(Silent(), [make_rollout(lengths=(3,))])
-    assert rollout.samples[0].ce_weights == [0.0, 0.0, 0.0], "absent would mean 1"
-    (rollout,) = await play(Ce(), [make_rollout(lengths=(3,))])
-    assert rollout.samples[0].ce_weights is None, "absent means 1 already"
-
-
-class Mixed(Algorithm):
-    """Policy gradient on the actions, at a weight of its own, and cross-entropy on the prompt."""
-
-    async def score_rollout(self, rollout):
-        for sample in rollout.samples:
-            sample.rl_weights = [0.5 * trains for trains in sample.mask]
-            sample.ce_weights = [0.1 * (not trains) for trains in sample.mask]
-        rollout.assign_advantages(3)
-
-
-async def test_an_rl_class_keeps_every_stream_of_its_own(make_rollout, play):
-    (rollout,) = await play(Mixed(), [make_rollout(lengths=(3,))])
-    (sample,) = rollout.samples
-    assert (sample.rl_weights, sample.ce_weights) == ([0.0, 0.5, 0.5], [0.1, 0.0, 0.0])
-    assert sample.advantages == [0.0, 3.0, 3.0]
-
-
-async def test_what_sampled_nothing_is_no_baseline_for_what_did(make_rollout):
-    group = [make_rollout(reward=1.0), make_rollout(reward=0.0), make_rollout(reward=1.0)]
-    group[2].leave(Stage.EMPTY, "nothing was sampled")
-    for rollout in group:
-        await GRPOAlgorithm().finalize_rollout(rollout)
-    await GRPOAlgorithm().finalize_group(group)
-    credits = [{a for a in rollout.advantages if a} for rollout in group[:2]]
-    assert credits == [{0.5}, {-0.5}] and group[2].advantages is None
-
-
-@pytest.mark.parametrize("hook", ["score_rollout", "score_group"])
-@pytest.mark.parametrize(
-    "meddle",
-    [
-        lambda rollout: rollout.samples[0].token_ids.__setitem__(-1, 99),
-        lambda rollout: rollout.samples[0].mask.__setitem__(0, True),
-        lambda rollout: rollout.samples.pop(),
-    ],
-)
-async def test_no_algorithm_changes_what_was_sampled(make_rollout, hook, meddle):
-    """User code may not change the tokens that were sampled."""
-
-    class Meddler(Recording):
-        async def score_rollout(self, rollout):
-            if hook == "score_rollout":
-                meddle(rollout)
-
-        def score_group(self, group):
-            for rollout in group if hook == "score_group" else ():
-                meddle(rollout)
-
-    algorithm, rollout = Meddler(), make_rollout(lengths=(4, 5))
-    await algorithm.finalize_rollout(rollout)
-    with pytest.raises(ValueError, match="an algorithm may write its streams only"):
-        await algorithm.finalize_group([rollout])
-
-
-@pytest.mark.parametrize(
-    "streams", [{}, {"rl_weights": [0.0, 1.0]}, {"rl_weights": [0.0] * 2, "ref_kl_weights": [0.0, 1.0]}]
-)
-async def test_a_frozen_models_rollout_feeds_ce_alone(make_rollout, streams):
-    class Imitates(Algorithm):
-        action_loss_type = "ce"
-
-        def score_group(self, group):
-            for rollout in group:
-                for name, values in streams.items():
-                    setattr(rollout.samples[0], name, values)
-
-    frozen, live = (make_rollout(lengths=(2,), version=version, advantages=1.0) for version in (None, 0))
-    await Imitates().finalize_group([live])
-    if not streams:  # the driver gives it weights of ce alone
-        await Imitates().finalize_group([frozen])
-        assert frozen.samples[0].rl_weights == [0.0, 0.0] and frozen.samples[0].ce_weights == [0.0, 1.0]
-        return
-    with pytest.raises(
-        ValueError, match="a frozen model's rollout feeds the (rl|ref_kl) loss, which needs the policy's own"
-    ):
-        await Imitates().finalize_group([frozen])
-
-
 class BatchNormalised(GRPOAlgorithm):
     """Divides credit by the standard deviation over the batch."""
 
@@ -362,7 +110,7 @@ class BatchNormalised(GRPOAlgorithm):
             rollout.assign_advantages(credit / std)
 
 
-async def test_credit_of_a_batch_takes_the_place_of_a_groups(make_rollout, play, credit):
+async def test_score_batch_replaces_the_credit_of_groups(make_rollout, play, credit):
     """Rewards 1, 0, 0, 4: their mean is 1.25 and their standard deviation (10.75 / 4) ** .5."""
     algorithm = BatchNormalised(kl=KLConfig(coef=0.25))
     groups = [
@@ -380,18 +128,75 @@ async def test_credit_of_a_batch_takes_the_place_of_a_groups(make_rollout, play,
             assert (sample.rl_weights, sample.ce_weights) == (was.rl_weights, was.ce_weights)
 
 
-async def test_an_algorithm_without_credit_of_a_batch_leaves_it_as_it_is(make_rollout, play):
-    group = await play(GRPOAlgorithm(), [make_rollout(reward=1.0), make_rollout(reward=0.0)])
-    before = copy.deepcopy([rollout.samples for rollout in group])
-    GRPOAlgorithm().finalize_batch([group])
-    assert [rollout.samples for rollout in group] == before
+@pytest.mark.parametrize("hook", ["score_rollout", "score_group"])
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        lambda sample: sample.token_ids.__setitem__(-1, 99),
+        lambda sample: sample.mask.__setitem__(0, True),
+    ],
+)
+async def test_algorithm_that_changes_tokens_is_refused(make_rollout, play, hook, meddle):
+    class Meddler(Silent):
+        async def score_rollout(self, rollout):
+            if hook == "score_rollout":
+                meddle(rollout.samples[0])
+
+        def score_group(self, group):
+            if hook == "score_group":
+                meddle(group[0].samples[0])
+
+    with pytest.raises(ValueError, match="an algorithm may write its streams only"):
+        await play(Meddler(), [make_rollout(lengths=(4, 5))])
 
 
-async def test_credit_of_a_batch_that_is_not_finite_is_refused(make_rollout, play):
-    class Bad(GRPOAlgorithm):
-        def score_batch(self, groups):
-            groups[0][0].samples[0].rl_weights = [float("nan")] * len(groups[0][0].samples[0].token_ids)
+@pytest.mark.parametrize("stream", ["rl_weights", "ref_kl_weights"])
+async def test_frozen_models_rollout_feeds_ce_alone(make_rollout, stream):
+    class Feeds(Ce):
+        def score_group(self, group):
+            setattr(group[0].samples[0], stream, [0.0, 1.0])
 
-    group = await play(Bad(), [make_rollout(reward=1.0), make_rollout(reward=0.0)])
-    with pytest.raises(ValueError, match="not finite"):
-        Bad().finalize_batch([group])
+    frozen, live = (make_rollout(lengths=(2,), version=version, advantages=1.0) for version in (None, 0))
+    await Feeds().finalize_group([live])
+    with pytest.raises(ValueError, match="a frozen model's rollout feeds the (rl|ref_kl) loss"):
+        await Feeds().finalize_group([frozen])
+    await Ce().finalize_group([fine := make_rollout(lengths=(2,), version=None)])
+    assert (fine.samples[0].rl_weights, fine.samples[0].ce_weights) == ([0.0, 0.0], [0.0, 1.0])
+
+
+@pytest.mark.parametrize("hook", ["score_group", "score_batch"])
+async def test_stream_that_is_not_finite_is_refused(make_rollout, play, hook, monkeypatch):
+    def score(_, groups):
+        rollout = groups[0] if hook == "score_group" else groups[0][0]
+        rollout.samples[0].rl_weights = [float("nan")] * 4
+
+    monkeypatch.setattr(Silent, hook, score, raising=False)
+    with pytest.raises(ValueError, match="rl_weights of a sample holds a number that is not finite"):
+        group = await play(Silent(), [make_rollout(1.0, advantages=1.0)])
+        Silent().finalize_batch([group])
+
+
+async def test_hooks_see_active_rollouts_and_are_awaited(make_rollout, play):
+    class Mixed(Algorithm):
+        """Policy gradient on the actions, at a weight of its own, and cross-entropy on the prompt."""
+
+        async def score_rollout(self, rollout):
+            if rollout.reward < 0:
+                raise EngineError("gone", 503)
+            for sample in rollout.samples:
+                sample.rl_weights = [0.5 * trains for trains in sample.mask]
+                sample.ce_weights = [0.1 * (not trains) for trains in sample.mask]
+
+        async def score_group(self, group):
+            await asyncio.sleep(0.02)
+            for rollout in group:
+                rollout.assign_advantages(float(len(group)))
+
+    empty, failed = make_rollout(), make_rollout(error="ValueError: no")
+    empty.leave(Stage.EMPTY, "nothing was sampled")
+    group = await play(Mixed(), [make_rollout(lengths=(3, 2)), make_rollout(-1.0), empty, failed])
+    assert [rollout.error for rollout in group] == [None, "EngineError: gone", None, "ValueError: no"]
+    one, two = group[0].samples
+    assert (one.advantages, two.advantages) == ([0.0, 1.0, 1.0], [0.0, 1.0])
+    assert (one.rl_weights, one.ce_weights, one.ref_kl_weights) == ([0.0, 0.5, 0.5], [0.1, 0.0, 0.0], None)
+    assert all(rollout.advantages is rollout.samples[0].advantages is None for rollout in group[1:])

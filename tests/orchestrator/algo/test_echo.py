@@ -1,12 +1,11 @@
 """echo on real conversations: whose words train, token by token, and that nothing else does."""
 
+import functools
 import logging
 
 import pytest
 
 from prl.orchestrator.algo.echo import EchoAlgorithm
-from prl.orchestrator.filters.zero_advantage import ZeroAdvantage
-from prl.rollouts.rollout import Rollout
 
 
 def echo(**alphas):
@@ -22,7 +21,7 @@ def system():
 
 
 @pytest.fixture
-def said():
+def prefilled():
     """A message of the assistant's that the model never sampled."""
     import verifiers.v1 as vf
 
@@ -30,12 +29,12 @@ def said():
 
 
 @pytest.fixture
-def long_talk(talk, system, user, tool, said, call):
+def long_talk(talk, system, user, tool, prefilled, call):
     """Every role before the first model turn and after it; four turns of the model's."""
-    opening = [system("Be brief."), user("example"), said("given"), tool("a given result"), user("What is at 1?")]
+    opening = [system("Be brief."), user("example"), prefilled("given"), tool("a given result"), user("What is at 1?")]
     messages = talk.turn(opening, "I look.\n" + call)
     messages = talk.turn([*messages, tool("a\nlamp é"), tool("second", "call_1")], "A lamp.")
-    messages = talk.turn([*messages, user("Sure?"), said("Prefilled."), system("Hurry.")], call)
+    messages = talk.turn([*messages, user("Sure?"), prefilled("Prefilled."), system("Hurry.")], call)
     talk.turn([*messages, tool("a shoe"), user("So?")], "A shoe.")
     return talk
 
@@ -49,13 +48,6 @@ BODIES = {
 ORDER = ["a\nlamp é", "second", "Sure?", "Prefilled.<|im_end|>", "Hurry.", "a shoe", "So?"]
 
 
-@pytest.mark.parametrize("role", BODIES)
-async def test_the_bodies_of_a_role_train_after_the_first_model_turn_and_nothing_else(long_talk, play, role):
-    (rollout,) = await play(echo(**{role: 0.3}), [long_talk.rollout()])
-    (sample,) = rollout.samples
-    assert long_talk.spans(sample) == [(0.3, text) for text in BODIES[role]]
-
-
 async def test_several_roles_train_each_at_its_own_alpha(long_talk, play):
     alphas = {"tool": 0.1, "user": 0.05, "system": 2.0, "assistant": 0.7}
     (rollout,) = await play(echo(**alphas), [long_talk.rollout()])
@@ -63,14 +55,7 @@ async def test_several_roles_train_each_at_its_own_alpha(long_talk, play):
     assert long_talk.spans(rollout.samples[0]) == [(alphas[role_of[text]], text) for text in ORDER]
 
 
-async def test_the_default_is_the_tools_at_a_tenth_and_naming_a_role_replaces_it(long_talk, play):
-    assert EchoAlgorithm().alphas == {"tool": 0.1}
-    (rollout,) = await play(EchoAlgorithm(), [long_talk.rollout()])
-    assert long_talk.spans(rollout.samples[0]) == [(0.1, text) for text in BODIES["tool"]]
-    assert EchoAlgorithm(roles={"user": {"alpha": 0.05}}).alphas == {"user": 0.05}
-
-
-async def test_sampled_tokens_never_feed_ce_and_the_rl_mask_is_untouched(long_talk, play):
+async def test_sampled_tokens_never_feed_ce(long_talk, play):
     before = [list(sample.mask) for sample in long_talk.rollout(0.0).samples]
     rollout = long_talk.rollout(0.0)
     everybody = echo(tool=1.0, user=1.0, system=1.0, assistant=1.0)
@@ -83,20 +68,7 @@ async def test_sampled_tokens_never_feed_ce_and_the_rl_mask_is_untouched(long_ta
     assert sum(map(bool, sample.ce_weights)) == len(long_talk.encode(trained))
 
 
-async def test_credit_is_grpos(long_talk, make_rollout, play):
-    rollout, other = long_talk.rollout(1.0), make_rollout(0.0)
-    other.sample_branches = rollout.sample_branches
-    await echo(tool=0.1).finalize_group([rollout, other])
-    assert rollout.advantages == [0.5 * trains for trains in rollout.samples[0].mask]
-
-
-async def test_one_turn_has_no_observations_and_ships_no_stream(talk, user, play):
-    talk.turn([user("2+2=")], "4")
-    (rollout,) = await play(echo(user=0.1, tool=0.1), [talk.rollout()])
-    assert rollout.samples[0].ce_weights is None
-
-
-async def test_a_message_on_two_branches_trains_on_the_first_of_them_only(talk, user, tool, call, play):
+async def test_message_on_two_branches_trains_once(talk, user, tool, call, play):
     shared = [*talk.turn([user("What is at 1?")], call), tool("a lamp")]
     first = talk.turn(shared, "A lamp.")
     second = talk.turn(shared, "One lamp.")
@@ -110,50 +82,13 @@ async def test_a_message_on_two_branches_trains_on_the_first_of_them_only(talk, 
 
 
 @pytest.mark.parametrize("openings", [["Agent one.", "Agent two."], ["The same."] * 2])
-async def test_two_agents_and_two_replies_that_are_answered_the_same_both_train(talk, user, tool, call, play, openings):
+async def test_equal_answers_on_separate_branches_both_train(talk, user, tool, call, play, openings):
     for number, opening in enumerate(openings):
         asked = talk.turn([user(opening)], f"Try {number}.\n{call}")
         talk.turn([*asked, tool("ok")], "Done.")
     (rollout,) = await play(echo(tool=0.1), [talk.rollout()])
     assert [talk.spans(sample) for sample in rollout.samples] == [[(0.1, "ok")]] * 2
     assert rollout.num_tool_response_tokens == 2 * len(talk.encode("ok"))
-
-
-async def test_each_rollout_trains_its_own_copy_of_the_same_words(new_talk, user, tool, call, play):
-    talks = [new_talk(), new_talk()]
-    for talk in talks:
-        talk.turn([*talk.turn([user("?")], call), tool("a lamp")], "A lamp.")
-    group = await play(echo(tool=0.1), [talk.rollout() for talk in talks])
-    assert [talk.spans(rollout.samples[0]) for talk, rollout in zip(talks, group, strict=True)] == [
-        [(0.1, "a lamp")]
-    ] * 2
-
-
-async def test_without_attribution_whole_messages_train_and_one_warning_says_so(
-    new_talk, user, tool, call, play, caplog
-):
-    algorithm, talks = echo(tool=0.1), [new_talk() for _ in range(3)]
-    with caplog.at_level(logging.WARNING):
-        for talk in talks:
-            messages = talk.turn([*talk.turn([user("?")], call), tool("a lamp")], call)
-            talk.turn([*messages, tool("a shoe")], "Done.")
-            for node in talk.trace.nodes:
-                node.is_content = []
-        rollouts = await play(algorithm, [talk.rollout() for talk in talks])
-    tools = [node for node in talks[0].trace.nodes if node.message.role == "tool"]
-    spans = [(0.1, talks[0].tokenizer.decode(node.token_ids)) for node in tools]
-    assert all("a lamp" in text or "a shoe" in text for _, text in spans) and "<tool_response>" in spans[0][1]
-    for talk, rollout in zip(talks, rollouts, strict=True):
-        assert talk.spans(rollout.samples[0]) == spans
-    assert [record.message for record in caplog.records if "echo" in record.message] == [
-        "echo: this renderer does not tell a message's body from its template: whole messages are trained on"
-    ]
-
-
-async def test_with_attribution_there_is_no_warning(long_talk, play, caplog):
-    with caplog.at_level(logging.WARNING):
-        await play(echo(tool=0.1), [long_talk.rollout()])
-    assert not [record for record in caplog.records if "echo" in record.message]
 
 
 @pytest.fixture
@@ -185,12 +120,10 @@ def asks_twice(new_talk, user, tool, call):
 
 
 @pytest.mark.parametrize(("who", "roles"), [("user", "user"), (None, "none")])
-async def test_three_steps_without_an_observation_that_trains_warn_once_with_the_roles_there_are(
-    steps, asks_twice, who, roles
-):
+async def test_three_steps_without_an_observation_warn_once(steps, asks_twice, who, roles):
     assert await steps(echo(tool=0.1, system=0.1), [[asks_twice(who)]] * 2) == []
-    (said,) = await steps(echo(tool=0.1, system=0.1), [[asks_twice(who)] * 2] * 8)
-    assert said == (
+    (message,) = await steps(echo(tool=0.1, system=0.1), [[asks_twice(who)] * 2] * 8)
+    assert message == (
         "env toy: echo has trained no observation in 3 steps: algo.roles has tool, system; after the model's first "
         f"turn the env has messages of the roles: {roles}"
     )
@@ -202,17 +135,108 @@ async def test_one_observation_in_three_steps_is_enough(steps, asks_twice):
     assert await steps(echo(tool=0.1), [[], [], [], []]) == [], "batches of other envs"
 
 
-async def test_a_filter_that_keeps_nothing_is_named(steps, asks_twice):
-    algorithm = EchoAlgorithm(filter=lambda rollout: [[False] * len(b.token_ids) for b in rollout.branches])
-    (said,) = await steps(algorithm, [[asks_twice("tool")]] * 3)
-    assert "algo.roles has tool, narrowed by algo.filter; " in said and said.endswith("roles: tool")
+# --- history that is rendered again
+
+THINK = "<think>\nhm\n</think>\n\n"
 
 
-async def test_the_zero_advantage_filter_keeps_what_observations_teach(new_talk, user, tool, call, play):
-    observed, silent = new_talk(), new_talk()
-    observed.turn([*observed.turn([user("?")], call), tool("a lamp")], "A lamp.")
-    silent.turn([user("?")], "A lamp.")
-    group: list[Rollout] = [observed.rollout(0.5), silent.rollout(0.5)]
-    await play(echo(tool=0.1), group)
-    assert not any(any(rollout.advantages) for rollout in group)
-    assert [ZeroAdvantage().matches(rollout) for rollout in group] == [False, True]
+@pytest.fixture
+def broken_prefix(talk, user, tool, call):
+    """The template drops past thinking once a user speaks: the last turn starts a branch of its own."""
+    messages = talk.turn([user("u0")], call)
+    messages = talk.turn([*messages, tool("first tool")], THINK + call)
+    messages = talk.turn([*messages, tool("second tool")], "done")
+    talk.turn([*messages, user("u1")], "again")
+    return talk
+
+
+def test_tool_answer_rendered_again_costs_once(broken_prefix):
+    rollout, encode = broken_prefix.rollout(), broken_prefix.tokenizer.encode
+    assert len(rollout.samples) == 2
+    assert rollout.num_tool_response_tokens == len(encode("first tool")) + len(encode("second tool"))
+
+
+async def test_message_rendered_again_trains_once(broken_prefix, play):
+    roles = {"tool": {"alpha": 0.1}, "user": {"alpha": 0.1}, "assistant": {"alpha": 0.5}}
+    (rollout,) = await play(EchoAlgorithm(roles=roles), [broken_prefix.rollout()])
+    trained = [text for sample in rollout.samples for _, text in broken_prefix.spans(sample)]
+    assert sorted(trained) == ["first tool", "second tool", "u1"], "and never on the model's own words"
+
+
+async def test_tool_answer_after_dropped_thinking_trains_once(talk, user, tool, call, play):
+    messages = talk.turn([user("What is at 1?")], "<think>\nhm\n</think>\n\n" + call)
+    messages = talk.turn([*messages, tool("a lamp")], "A lamp.")
+    assert messages[1].reasoning_content == "hm"
+    stripped = [m.model_copy(update={"reasoning_content": None}) if m.role == "assistant" else m for m in messages]
+    talk.turn([*stripped, user("Why?")], "See.")
+    (rollout,) = await play(EchoAlgorithm(), [talk.rollout()])
+    assert [talk.spans(sample) for sample in rollout.samples] == [[(0.1, "a lamp")], []]
+    assert rollout.num_tool_response_tokens == len(talk.encode("a lamp"))
+
+
+async def test_filter_may_leave_a_message_to_a_later_branch(talk, user, tool, call, play):
+    shared = [*talk.turn([user("?")], call), tool("lamp")]
+    talk.turn(shared, "A")
+    talk.turn(shared, "B")
+
+    def keep(rollout):
+        return [[branch.index == 1] * len(branch.token_ids) for branch in rollout.branches]
+
+    (rollout,) = await play(EchoAlgorithm(filter=keep), [talk.rollout()])
+    assert [talk.spans(sample) for sample in rollout.samples] == [[], [(0.1, "lamp")]]
+
+
+# --- the filter
+
+
+@pytest.fixture
+def forked(talk, user, tool, call):
+    """Two branches, each with a tool's message of its own."""
+    start = [user("Where?")]
+    for found in ("a lamp", "a shoe"):
+        messages = talk.turn(start, f"I look for {found}.\n{call}")
+        talk.turn([*messages, tool(found)], "Found.")
+    return talk
+
+
+def everything(rollout):
+    return [[True] * len(branch.token_ids) for branch in rollout.branches]
+
+
+async def test_filter_narrows_token_by_token(forked, play):
+    def keep(rollout, *, drop):
+        return [[token != drop for token in branch.token_ids] for branch in rollout.branches]
+
+    (letter,) = forked.encode("a")
+    (rollout,) = await play(EchoAlgorithm(filter=functools.partial(keep, drop=letter)), [forked.rollout()])
+    assert [forked.spans(sample) for sample in rollout.samples] == [[(0.1, " l"), (0.1, "mp")], [(0.1, " shoe")]]
+
+
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        (lambda one, two: [one], "one keep-mask per trainable branch: 2, got 1"),
+        (lambda one, two: [one, two, two], "one keep-mask per trainable branch: 2, got 3"),
+        (lambda one, two: None, "one keep-mask per trainable branch: 2, got a NoneType"),
+        (lambda one, two: [one, two[1:]], "the keep-mask of branch 1 must span the branch's tokens"),
+        (lambda one, two: [one, True], "the keep-mask of branch 1 must span the branch's tokens"),
+    ],
+)
+async def test_filter_that_returns_other_masks_is_refused(forked, play, masks, message):
+    with pytest.raises(ValueError, match=message):
+        await play(EchoAlgorithm(filter=lambda rollout: masks(*everything(rollout))), [forked.rollout()])
+
+
+async def test_without_attribution_whole_messages_train_with_one_warning(long_talk, play, caplog):
+    for node in long_talk.trace.nodes:
+        node.is_content = []
+    rollouts = await play(EchoAlgorithm(), [long_talk.rollout(), long_talk.rollout()])
+    tools = [node for node in long_talk.trace.nodes if node.message.role == "tool"][1:]
+    spans = "".join(text for _, text in long_talk.spans(rollouts[1].samples[0]))
+    assert spans == "".join(long_talk.tokenizer.decode(node.token_ids) for node in tools)
+    assert "<tool_response>" in spans and caplog.text.count("echo: this renderer does not tell") == 1
+
+
+def test_default_trains_tools_at_a_tenth():
+    assert EchoAlgorithm().alphas == {"tool": 0.1}
+    assert EchoAlgorithm(roles={"user": {"alpha": 0.05}}).alphas == {"user": 0.05}

@@ -1,13 +1,12 @@
 """grpo's credit by hand, and its length penalty on what real conversations cost."""
 
+import statistics
+
+import numpy as np
 import pytest
 
-from prl.orchestrator.algo.grpo import GRPOAlgorithm
-
-
-@pytest.fixture
-def grpo():
-    return GRPOAlgorithm()
+from prl.orchestrator.algo.advantage import overlong_penalty
+from prl.orchestrator.algo.grpo import GRPOAlgorithm, OverlongPenalty
 
 
 def penalised(by, **weights):
@@ -16,73 +15,42 @@ def penalised(by, **weights):
 
 @pytest.fixture
 def asks_a_tool(new_talk, user, tool, call):
-    """A rollout of two turns: a call, what the tool said, and an answer."""
+    """A rollout of two turns: a call, what the tool answered, and an answer."""
 
-    def make(reward, said, answer="4"):
+    def make(reward, response, answer="4"):
         talk = new_talk()
-        talk.turn([*talk.turn([user("2+2=")], call), tool(said)], answer)
+        talk.turn([*talk.turn([user("2+2=")], call), tool(response)], answer)
         return talk.rollout(reward)
 
     return make
 
 
-async def test_grpo_credit_the_reward_minus_the_mean_of_the_group(grpo, make_rollout, credit):
+async def test_credit_is_reward_minus_group_mean(make_rollout, credit):
     group = [make_rollout(reward) for reward in (1.0, 0.0, 0.0, 1.0, 0.5)]
-    await grpo.finalize_group(group)
+    await GRPOAlgorithm().finalize_group(group)
     assert [credit(rollout) for rollout in group] == [0.5, -0.5, -0.5, 0.5, 0.0]
 
 
-async def test_grpo_ships_no_weight_streams(grpo, make_rollout):
-    rollout = make_rollout(1.0)
-    await grpo.finalize_group([rollout, make_rollout(0.0)])
-    (sample,) = rollout.samples
-    assert sample.rl_weights is sample.ce_weights is sample.ref_kl_weights is sample.ref_logprobs is None
-
-
 @pytest.mark.parametrize("rewards", [(0.7,), (0.7,) * 3, (0.1,) * 8])
-async def test_grpo_gives_a_group_of_one_and_a_group_of_equals_nothing(grpo, make_rollout, credit, rewards):
+async def test_group_of_one_or_of_equals_earns_nothing(make_rollout, credit, rewards):
     group = [make_rollout(reward) for reward in rewards]
-    await grpo.finalize_group(group)
+    await GRPOAlgorithm().finalize_group(group)
     assert all(credit(rollout) == 0.0 and rollout.advantages is not None for rollout in group)
 
 
-async def test_grpo_measures_survivors_against_survivors(grpo, make_rollout, credit):
+async def test_failed_rollouts_are_no_baseline(make_rollout, credit):
     group = [make_rollout(1.0), make_rollout(0.0), make_rollout(9.0, error="ValueError: no")]
-    await grpo.finalize_group(group)
+    await GRPOAlgorithm().finalize_group(group)
     assert [credit(rollout) for rollout in group[:2]] == [0.5, -0.5]
     assert group[2].advantages is None and group[2].samples[0].advantages is None
 
 
-async def test_the_penalty_is_off_by_default(grpo, answers, credit, play):
-    group = await play(grpo, [answers(1.0, "4"), answers(1.0, "4" * 30), answers(0.0, "5")])
-    assert [credit(rollout) for rollout in group] == pytest.approx([1 / 3, 1 / 3, -2 / 3])
-
-
-def test_a_rollouts_cost_counts_the_sampled_tokens_and_the_bodies_that_tools_answered(asks_a_tool, talk, call):
+def test_cost_counts_sampled_tokens_and_tool_answers(asks_a_tool, talk, call):
     rollout = asks_a_tool(1.0, "it is four", "yes")
     sampled = len(talk.encode(call)) + len("yes") + 2  # one token a byte; each turn ends with <|im_end|>
     assert rollout.num_completion_tokens == sampled == sum(map(sum, (s.mask for s in rollout.samples)))
     assert rollout.num_tool_response_tokens == len("it is four")
     assert rollout.num_turns == 2
-
-
-def test_where_the_renderer_does_not_attribute_content_a_tools_whole_span_counts(asks_a_tool):
-    rollout = asks_a_tool(1.0, "it is four")
-    (node,) = [node for node in rollout.nodes if node.message.role == "tool"]
-    node.is_content = []
-    assert rollout.num_tool_response_tokens == len(node.token_ids) > len("it is four")
-
-
-def test_a_user_who_answers_is_no_tool(talk, user):
-    talk.turn([*talk.turn([user("2+2=")], "5"), user("no")], "4")
-    assert talk.rollout().num_tool_response_tokens == 0
-
-
-async def test_the_penalty_by_tokens_favours_the_cheaper_of_the_correct(answers, credit, play):
-    group = [answers(1.0, "4" * 9), answers(1.0, "4" * 29), answers(0.0, "5")]  # 10 and 30 tokens: m = 20
-    assert [r.num_completion_tokens for r in group] == [10, 30, 2]
-    await play(penalised("tokens"), group)
-    assert [credit(r) for r in group] == pytest.approx([1.5 - 2.5 / 3, 1.0 - 2.5 / 3, 0.0 - 2.5 / 3])
 
 
 @pytest.mark.parametrize(("completion", "response"), [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.5, 2.0), (0.0, 0.0)])
@@ -106,13 +74,79 @@ async def test_the_penalty_by_turns_counts_turns_and_no_tokens(asks_a_tool, answ
     assert [credit(r) for r in group] == pytest.approx([s - sum(shaped) / 3 for s in shaped])
 
 
-async def test_rollouts_that_failed_have_no_part_in_the_mean_cost(answers, credit, play):
-    group = [answers(1.0, "4" * 9), answers(1.0, "4" * 29), answers(5.0, "4" * 999)]
-    group[2].fail(ValueError("no"))
-    await play(penalised("tokens"), group)
-    assert [credit(r) for r in group[:2]] == [0.25, -0.25] and group[2].advantages is None
+GROUPS = [(1.0, 0.0, 0.0, 1.0, 0.5), (0.7,), (0.1,) * 8, (-2.0, 3.5), (1e6, 0.0, 1e-6)]
+EPS = 1e-6
 
 
-async def test_equally_cheap_equals_get_exactly_nothing(answers, credit, play):
-    group = await play(penalised("tokens"), [answers(0.1, "4") for _ in range(8)])
-    assert all(credit(rollout) == 0.0 for rollout in group)
+@pytest.fixture
+def credits(make_rollout, credit):
+    async def of(rewards, **options):
+        group = [make_rollout(reward) for reward in rewards]
+        await GRPOAlgorithm(**options).finalize_group(group)
+        return [credit(rollout) for rollout in group]
+
+    return of
+
+
+@pytest.mark.parametrize("rewards", GROUPS)
+async def test_leave_one_out_by_brute_force(credits, rewards):
+    others = [[*rewards[:i], *rewards[i + 1 :]] for i in range(len(rewards))]
+    expected = [r - statistics.fmean(rest) if rest else 0.0 for r, rest in zip(rewards, others, strict=True)]
+    assert await credits(rewards, baseline="leave_one_out") == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("rewards", GROUPS)
+async def test_std_is_that_of_the_sample(credits, rewards):
+    std = float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0
+    expected = [(r - statistics.fmean(rewards)) / (std + EPS) for r in rewards]
+    found = await credits(rewards, normalize="std")
+    if len(set(rewards)) == 1:
+        assert all(value == 0.0 for value in found), "no noise of rounding, which 1 / eps would blow up"
+    else:
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+async def test_by_hand(credits):
+    """Rewards 1, 0, 0: mean 1/3, sample variance (4/9 + 1/9 + 1/9) / 2 = 1/3."""
+    std = (1 / 3) ** 0.5 + EPS
+    assert await credits((1.0, 0.0, 0.0), normalize="std") == pytest.approx([2 / 3 / std, -1 / 3 / std, -1 / 3 / std])
+    assert await credits((1.0, 0.0, 0.0), baseline="leave_one_out") == pytest.approx([1.0, -0.5, -0.5])
+    both = await credits((1.0, 0.0, 0.0), baseline="leave_one_out", normalize="std")
+    assert both == pytest.approx([1 / std, -0.5 / std, -0.5 / std])
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "buffer", "penalties"),
+    [
+        (100, 20, {1: 0.0, 80: 0.0, 85: -0.25, 90: -0.5, 99: -0.95, 100: -1.0, 101: -1.0, 5000: -1.0}),
+        (100, 0, {99: 0.0, 100: 0.0, 101: -1.0}),
+        (4, 4, {0: 0.0, 1: -0.25, 2: -0.5, 3: -0.75, 4: -1.0, 5: -1.0}),
+    ],
+)
+def test_overlong_penalty_falls_over_its_buffer(max_tokens, buffer, penalties):
+    found = {tokens: overlong_penalty(tokens, max_tokens, buffer) for tokens in penalties}
+    assert found == pytest.approx(penalties)
+
+
+async def test_the_penalty_shapes_credit_and_leaves_the_reward(answers, credit, play):
+    """10, 15 and 31 sampled tokens, the last one of each the end of the turn; max 20, buffer 10: 0, -0.5, -1."""
+    group = [answers(reward, "4" * length) for reward, length in ((1.0, 9), (1.0, 14), (0.0, 30))]
+    assert [rollout.num_completion_tokens for rollout in group] == [10, 15, 31]
+    shaped = [1.0, 0.5, -1.0]
+    for options in ({}, {"normalize": "std"}, {"baseline": "leave_one_out"}):
+        for rollout in group:
+            rollout.advantages = None
+        grpo = GRPOAlgorithm(overlong_penalty=OverlongPenalty(max_tokens=20, buffer=10), **options)
+        await play(grpo, group)
+        middle = [value - sum(shaped) / 3 for value in shaped]
+        scale = 1 / (np.std(shaped, ddof=1) + EPS) if "normalize" in options else 1.5 if options else 1.0
+        assert [credit(rollout) for rollout in group] == pytest.approx([value * scale for value in middle])
+    assert [rollout.reward for rollout in group] == [1.0, 1.0, 0.0]
+
+
+async def test_the_length_penalty_comes_before_baseline_and_deviation(answers, credit, play):
+    """Costs 10, 30 and 2: shaped rewards 1.5, 1 and 0."""
+    group = [answers(reward, "4" * length) for reward, length in ((1.0, 9), (1.0, 29), (0.0, 1))]
+    await play(GRPOAlgorithm(length_penalty="tokens", baseline="leave_one_out", normalize="std"), group)
+    std = np.std([1.5, 1.0, 0.0], ddof=1) + EPS
+    assert [credit(rollout) for rollout in group] == pytest.approx([1.0 / std, 0.25 / std, -1.25 / std])

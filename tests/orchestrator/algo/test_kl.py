@@ -13,7 +13,6 @@ from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.algo.max_rl import MaxRLAlgorithm
 from prl.orchestrator.algo.reference import KLConfig
 from prl.orchestrator.algo.reward import RewardAlgorithm
-from prl.orchestrator.filters.zero_advantage import ZeroAdvantage
 from prl.orchestrator.packing import pack
 from prl.wire.components import COMPONENTS
 
@@ -23,7 +22,7 @@ MAKE: list[Callable[..., Algorithm]] = [
     MaxRLAlgorithm,
     RewardAlgorithm,
     EchoAlgorithm,
-    lambda **knobs: CustomAlgorithm(fn=lambda group: [1.0] * len(group), **knobs),
+    lambda **options: CustomAlgorithm(fn=lambda group: [1.0] * len(group), **options),
 ]
 
 
@@ -44,7 +43,7 @@ def shipped(rollouts):
 
 
 @pytest.mark.parametrize("make", MAKE)
-async def test_the_tokens_of_rl_feed_ref_kl_and_nothing_else_changes(group, play, make):
+async def test_kl_weighs_the_rl_tokens_and_changes_nothing_else(group, play, make):
     plain = shipped(await play(make(), group()))
     pulled = shipped(await play(make(kl=KLConfig(coef=0.25)), group()))
     for before, after in zip(plain, pulled, strict=True):
@@ -57,7 +56,7 @@ async def test_the_tokens_of_rl_feed_ref_kl_and_nothing_else_changes(group, play
     assert [row.initial_reference for row in rows[0]] == [[True] * len(row.sequence_lengths) for row in rows[0]]
 
 
-async def test_tokens_that_an_algorithm_takes_out_of_rl_are_not_in_ref_kl(make_rollout, play):
+async def test_tokens_without_rl_weight_have_no_kl(make_rollout, play):
     class Half(RewardAlgorithm):
         async def score_rollout(self, rollout):
             await super().score_rollout(rollout)
@@ -65,12 +64,6 @@ async def test_tokens_that_an_algorithm_takes_out_of_rl_are_not_in_ref_kl(make_r
 
     (rollout,) = await play(Half(kl=KLConfig(coef=0.5)), [make_rollout(1.0)])
     assert rollout.samples[0].ref_kl_weights == [0.0, 0.0, 0.5, 0.5]
-
-
-async def test_a_rollout_without_advantage_still_has_its_kl(make_rollout, play):
-    for coef, matches in ((0.0, True), (0.1, False)):
-        rollouts = await play(GRPOAlgorithm(kl=KLConfig(coef=coef)), [make_rollout(1.0), make_rollout(1.0)])
-        assert [ZeroAdvantage().matches(rollout) for rollout in rollouts] == [matches] * 2
 
 
 @pytest.mark.parametrize("make", MAKE)
@@ -99,18 +92,7 @@ async def test_a_frozen_reference_that_fails_costs_the_rollout(frozen, attached,
     assert len(frozen[0].asked) == 1, "who has failed is not scored"
 
 
-async def test_a_rollout_that_its_algorithm_gives_up_is_not_scored(frozen, attached, make_rollout):
-    class GivesUp(RewardAlgorithm):
-        async def score_rollout(self, rollout):
-            rollout.fail(ValueError("no"))
-
-    algorithm = attached(GivesUp(kl=KLConfig(coef=0.5, reference=BIG)))
-    await algorithm.start()
-    await algorithm.finalize_rollout(make_rollout())
-    assert frozen[0].asked == []
-
-
-async def test_an_algorithm_with_ref_kl_tokens_of_its_own_cannot_have_it(make_rollout, play):
+async def test_algorithm_that_writes_ref_kl_weights_cannot_have_kl(make_rollout, play):
     class Own(RewardAlgorithm):
         async def score_rollout(self, rollout):
             await super().score_rollout(rollout)

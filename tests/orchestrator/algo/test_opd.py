@@ -1,12 +1,11 @@
 """Reference scoring: every sample verbatim, so many at a time, and a reference that fails costs one rollout."""
 
 import asyncio
-import math
 
 import pytest
 
 from prl.config.model_reference import FrozenModelConfig
-from prl.errors import DeadlinePassed, EngineError
+from prl.errors import EngineError
 from prl.orchestrator.algo.opd import OPDAlgorithm
 from prl.orchestrator.algo.reference import ReferenceLogprobs
 
@@ -26,12 +25,7 @@ async def opd(frozen, attached):
     return make
 
 
-async def test_setup_connects_the_teacher_and_waits_for_it(opd):
-    algorithm, teacher = await opd()
-    assert teacher.config is TEACHER and teacher.waited == [9.0] and algorithm.pools == [teacher]
-
-
-async def test_every_sample_is_scored_verbatim_and_keeps_its_own_logprobs(opd, make_rollout, make_sample):
+async def test_every_sample_is_scored_verbatim(opd, make_rollout, make_sample):
     algorithm, teacher = await opd()
     rollout = make_rollout()
     rollout.samples = [make_sample(5, start=10), make_sample(3, start=70), make_sample(1, prompt=0, start=90)]
@@ -54,24 +48,20 @@ async def test_context_is_scored_in_front_and_cut_off_again(reference, make_roll
 @pytest.mark.parametrize("limit", [1, 7, 32])
 async def test_so_many_requests_are_in_flight_and_no_more(opd, make_rollout, limit, lengths):
     algorithm, teacher = await opd(max_concurrent=limit)
-    rollouts = [make_rollout(lengths=lengths) for _ in range(100)]
+    rollouts = [make_rollout(lengths=lengths) for _ in range(40)]
     await asyncio.gather(*(algorithm.finalize_rollout(rollout) for rollout in rollouts))
-    assert teacher.most_in_flight == limit and len(teacher.asked) == 100 * len(lengths)
+    assert teacher.most_in_flight == limit and len(teacher.asked) == 40 * len(lengths)
     assert all(len(s.ref_logprobs) == len(s.token_ids) for rollout in rollouts for s in rollout.samples)
-
-
-def test_thirty_two_is_the_default():
-    assert OPDAlgorithm().max_concurrent == 32
 
 
 async def test_a_teacher_that_fails_costs_just_that_rollout(opd, make_rollout, make_sample):
     algorithm, teacher = await opd(max_concurrent=3)
     teacher.failing = {1000}
-    rollouts = [make_rollout() for _ in range(100)]
+    rollouts = [make_rollout() for _ in range(40)]
     for rollout in rollouts[::10]:
         rollout.samples = [make_sample(4, start=1000)]
     await asyncio.gather(*(algorithm.finalize_rollout(rollout) for rollout in rollouts))
-    assert [i for i, rollout in enumerate(rollouts) if rollout.error is not None] == list(range(0, 100, 10))
+    assert [i for i, rollout in enumerate(rollouts) if rollout.error is not None] == [0, 10, 20, 30]
     assert rollouts[0].error == "EngineError: no answer" and rollouts[0].samples[0].ref_logprobs is None
     assert all(0 < rollout.scoring_s < 10 for rollout in rollouts), "failed or not, it took its time"
     assert teacher.most_in_flight == 3
@@ -79,47 +69,12 @@ async def test_a_teacher_that_fails_costs_just_that_rollout(opd, make_rollout, m
     assert [r.samples[0].ref_kl_weights for r in rollouts[:2]] == [None, [0.0, 1.0, 1.0, 1.0]]
 
 
-async def test_one_sample_that_fails_fails_its_rollout(opd, make_rollout, make_sample):
-    algorithm, teacher = await opd()
-    teacher.failing = {1000}
+async def test_failed_request_cancels_the_rest_of_its_rollout(reference, make_rollout, make_sample):
+    reference.failing = {1000}
     rollout = make_rollout()
-    rollout.samples = [make_sample(), make_sample(start=1000)]
-    await algorithm.finalize_rollout(rollout)
-    assert rollout.error == "EngineError: no answer"
-
-
-@pytest.mark.parametrize("error", [ValueError("a bug"), DeadlinePassed("big did not come back")])
-async def test_any_other_error_goes_on(opd, make_rollout, make_sample, error):
-    algorithm, teacher = await opd()
-    teacher.failing, teacher.error = {0}, error
-    rollout = make_rollout()
-    with pytest.raises(type(error), match=str(error)):
-        await algorithm.finalize_rollout(rollout)
-    assert rollout.error is None
-
-
-async def test_failures_do_not_use_up_the_turns(reference, make_rollout):
-    scorer = ReferenceLogprobs(reference, 2)
-    reference.failing = {0}
-    for _ in range(5):
-        with pytest.raises(EngineError):
-            await scorer.compute(make_rollout())
-    reference.failing = set()
-    async with asyncio.timeout(5):
-        await asyncio.gather(*(scorer.compute(make_rollout()) for _ in range(10)))
-    assert reference.most_in_flight == 2
-
-
-async def test_a_rollout_that_failed_before_is_not_scored(opd, make_rollout):
-    algorithm, teacher = await opd()
-    await algorithm.finalize_rollout(make_rollout(error="ValueError: no"))
-    assert teacher.asked == []
-
-
-async def test_no_advantage_is_assigned_whatever_the_rewards(opd, make_rollout, play):
-    algorithm, _ = await opd()
-    for rollout in await play(algorithm, [make_rollout(1.0), make_rollout(0.0)]):
-        (sample,) = rollout.samples
-        assert rollout.advantages is sample.advantages is None
-        assert sample.ref_kl_weights == [0.0, 1.0, 1.0, 1.0] and sample.rl_weights == [0.0] * 4
-        assert all(map(math.isfinite, sample.ref_logprobs))
+    rollout.samples = [make_sample(start=1000), *(make_sample() for _ in range(20))]
+    with pytest.raises(EngineError):
+        await ReferenceLogprobs(reference, 1).compute(rollout)
+    asked = len(reference.asked)
+    await asyncio.sleep(0.1)
+    assert len(reference.asked) == asked

@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import verifiers.v1 as vf
@@ -46,43 +47,13 @@ def hint_ids(renderer):
     return lambda text: tokenizer.encode(f"<|im_start|>system\n{text}<|im_end|>\n", add_special_tokens=False)
 
 
-async def test_the_hint_is_one_system_message_in_front_of_the_rollouts_tokens(opsd, shown, reference, hint_ids, play):
-    (rollout,) = await play(opsd(template="See: {demonstration}!"), [shown()])
-    hint = hint_ids("See: from the task!")
-    assert reference.asked == [hint + [0, 1, 2, 3]]
-    (sample,) = rollout.samples
-    assert sample.ref_logprobs == reference.logprobs(reference.asked[0])[len(hint) :]
-    assert sample.token_ids == [0, 1, 2, 3], "the hint is no part of what is trained on"
-
-
-async def test_the_default_template_shows_the_demonstration_and_asks_for_an_answer(
-    opsd, shown, reference, renderer, play
-):
-    await play(opsd(), [shown()])
-    text = renderer._tokenizer.decode(reference.asked[0][:-4])
-    assert "\nfrom the task\n" in text and text.count("<|im_start|>") == 1 and "answer" in text
-
-
-async def test_a_template_may_hold_other_braces(opsd, shown, reference, hint_ids, play):
-    await play(opsd(template='{"shown": {demonstration}, "x": {}}'), [shown()])
-    assert reference.asked == [hint_ids('{"shown": from the task, "x": {}}') + [0, 1, 2, 3]]
-
-
-async def test_every_sample_of_a_rollout_is_behind_the_same_hint(opsd, shown, reference, hint_ids, play):
-    (rollout,) = await play(opsd(template="{demonstration}"), [shown(lengths=(4, 2, 3))])
-    hint = hint_ids("from the task")
+async def test_hint_is_one_system_message_in_front_of_every_sample(opsd, shown, reference, hint_ids, play):
+    (rollout,) = await play(opsd(template="{See}: {demonstration}!"), [shown(lengths=(4, 2, 3))])
+    hint = hint_ids("{See}: from the task!")
     assert sorted(reference.asked, key=len) == [hint + list(range(n)) for n in (2, 3, 4)]
     for sample in rollout.samples:
         assert sample.ref_logprobs == reference.logprobs(hint + sample.token_ids)[len(hint) :]
-
-
-async def test_any_number_of_turns_is_scored_in_one_go(opsd, reference, hint_ids, talk, user, tool, call, play):
-    talk.turn([*talk.turn([user("?")], call), tool("a lamp")], "A lamp.")
-    talk.trace.info["demonstration"] = "look"
-    (rollout,) = await play(opsd(template="{demonstration}"), [talk.rollout()])
-    (sample,) = rollout.samples
-    assert reference.asked == [hint_ids("look") + sample.token_ids]
-    assert sample.ref_kl_weights == [float(trains) for trains in sample.mask]
+        assert sample.token_ids == list(range(len(sample.mask))), "the hint is no part of what is trained on"
 
 
 @pytest.mark.parametrize(
@@ -90,10 +61,8 @@ async def test_any_number_of_turns_is_scored_in_one_go(opsd, reference, hint_ids
     [
         ({"demonstration": "from info"}, "demonstration", "from info"),
         ({}, "demonstration", "from the task"),
-        ({"other": "x"}, "solution", "solved"),
         ({"solution": "better", "demonstration": "x"}, "solution", "better"),
         ({"demonstration": ""}, "demonstration", "from the task"),
-        ({"demonstration": 42}, "demonstration", "42"),
         ({"demonstration": "{x} {demonstration} %s"}, "demonstration", "{x} {demonstration} %s"),
     ],
 )
@@ -102,13 +71,8 @@ async def test_info_comes_first_and_the_tasks_field_second(opsd, shown, referenc
     assert reference.asked == [hint_ids(found) + [0, 1, 2, 3]]
 
 
-async def test_two_rollouts_of_a_task_may_be_shown_different_things(opsd, shown, reference, hint_ids, play):
-    await play(opsd(template="{demonstration}"), [shown({"demonstration": text}) for text in ("a", "b")])
-    assert reference.asked == [hint_ids(text) + [0, 1, 2, 3] for text in ("a", "b")]
-
-
 @pytest.mark.parametrize(("identity", "named"), [({"idx": 8}, "task 8"), ({"idx": 8, "id": "gsm-3"}, "task gsm-3")])
-async def test_without_a_demonstration_the_rollout_fails_and_names_key_env_and_task(opsd, shown, play, identity, named):
+async def test_rollout_without_a_demonstration_fails_by_task(opsd, shown, play, identity, named):
     rollout = shown(data=vf.TaskData(prompt="?", **identity))
     rollout.env_name = "maths"
     other = shown()  # the field is there: its siblings go on
@@ -116,15 +80,6 @@ async def test_without_a_demonstration_the_rollout_fails_and_names_key_env_and_t
     assert re.match(rf"ValueError: no 'solution' to show.*{named} of env 'maths'", rollout.error)
     assert rollout.error_kind == "env" and rollout.samples[0].ref_logprobs is rollout.samples[0].ref_kl_weights is None
     assert other.error is None and other.samples[0].ref_kl_weights == [0.0, 1.0, 1.0, 1.0]
-
-
-async def test_at_most_so_many_requests_are_in_flight(opsd, shown, reference):
-    import asyncio
-
-    algorithm = opsd(max_concurrent=5)
-    await algorithm.setup()
-    await asyncio.gather(*(algorithm.finalize_rollout(shown(lengths=(3, 3))) for _ in range(20)))
-    assert reference.most_in_flight == 5
 
 
 class Other:
@@ -148,34 +103,13 @@ async def test_auto_is_the_runs_own_renderer(reference, renderer, shown, play, a
     assert rollout.samples[0].ref_logprobs == reference.logprobs([*hint, 0, 1, 2, 3])[len(hint) :]
 
 
-class WithoutSystem(Other):
-    """A chat format that leaves system messages out, or refuses one alone."""
-
-    refuses = False
-
-    def render_ids(self, messages, **options):
-        if self.refuses:
-            raise ValueError("no user message")
-        return []
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-def test_a_template_that_shows_no_hint_is_refused(attached, renderer, refuses):
-    other = WithoutSystem(renderer._tokenizer)
-    other.refuses = refuses
-    with pytest.raises(ConfigError, match="hint"):
-        attached(OPSDAlgorithm(), renderer=other)
-
-
-async def test_a_renderer_by_name_is_made_over_the_policys_tokenizer(
-    reference, renderer, shown, hint_ids, play, attached
-):
+async def test_renderer_by_name_uses_the_policys_tokenizer(reference, renderer, shown, hint_ids, play, attached):
     other = Other(renderer._tokenizer)
     await play(attached(OPSDAlgorithm(template="{demonstration}", renderer="qwen3"), renderer=other), [shown()])
     assert other.asked == [] and reference.asked == [hint_ids("from the task") + [0, 1, 2, 3]]
 
 
-def test_a_renderer_that_does_not_fit_the_tokenizer_is_refused(attached):
+def test_renderer_unfit_for_the_tokenizer_is_refused(attached):
     with pytest.raises(ConfigError, match="^OPSDAlgorithm.renderer=llama-3 does not fit"):
         attached(OPSDAlgorithm(renderer="llama-3"))
 
@@ -188,14 +122,9 @@ def test_room_is_kept_for_the_longest_hint(opsd, hint_ids):
     assert Algorithm().reserve(tasks) == 0
 
 
-async def test_a_policy_that_fails_makes_an_errored_rollout(opsd, shown, reference, hint_ids, play):
-    reference.failing = {hint_ids("")[0]}
-    (rollout,) = await play(opsd(), [shown()])
-    assert rollout.error == "EngineError: no answer" and rollout.samples[0].ref_kl_weights is None
-
-
-async def test_no_advantage_is_assigned_whatever_the_rewards(opsd, shown, play):
-    rollout = shown()
-    rollout.trace.rewards["answer"].score = 1.0
-    await play(opsd(), [rollout, shown()])
-    assert rollout.advantages is rollout.samples[0].advantages is None
+@pytest.mark.parametrize("tokens", [[], ValueError("no user message")])
+def test_renderer_that_shows_no_hint_is_refused(attached, renderer, monkeypatch, tokens):
+    other = Other(renderer._tokenizer)
+    monkeypatch.setattr(other, "render_ids", Mock(side_effect=[tokens]))
+    with pytest.raises(ConfigError, match="hint"):
+        attached(OPSDAlgorithm(), renderer=other)

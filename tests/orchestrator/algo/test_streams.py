@@ -49,12 +49,13 @@ def group(new_talk, user, tool, call):
 
 @pytest.fixture
 def algorithm_of(attached, frozen):
-    return lambda cls, knobs: attached(cls(**knobs))
+    return lambda cls, options: attached(cls(**options))
 
 
-@pytest.mark.parametrize(("cls", "knobs", "streams"), ALGORITHMS)
-async def test_an_algorithm_ships_its_own_streams_and_no_others(group, algorithm_of, play, cls, knobs, streams):
-    await play(algorithm_of(cls, knobs), group)
+@pytest.mark.parametrize(("cls", "options", "streams"), ALGORITHMS)
+async def test_algorithm_ships_its_own_streams_alone(group, algorithm_of, play, cls, options, streams):
+    await play(algorithm_of(cls, options), group)
+    assert all((rollout.advantages is not None) == ("advantages" in streams) for rollout in group)
     for sample in (sample for rollout in group for sample in rollout.samples):
         assert {name for name in STREAMS if getattr(sample, name) is not None} == streams
         assert all(len(getattr(sample, name)) == len(sample.token_ids) for name in streams)
@@ -66,23 +67,10 @@ async def test_an_algorithm_ships_its_own_streams_and_no_others(group, algorithm
             assert not any(w for w, trains in zip(sample.ce_weights, sample.mask, strict=True) if trains)
 
 
-@pytest.mark.parametrize(("cls", "knobs", "streams"), ALGORITHMS)
-async def test_only_an_algorithm_with_credit_of_its_own_assigns_advantages(
-    group, algorithm_of, play, cls, knobs, streams
-):
-    await play(algorithm_of(cls, knobs), group)
-    assert all((rollout.advantages is not None) == ("advantages" in streams) for rollout in group)
-
-
-@pytest.mark.parametrize(("cls", "knobs", "streams"), ALGORITHMS)
-async def test_the_zero_advantage_filter_drops_only_what_has_no_signal(group, algorithm_of, play, cls, knobs, streams):
+@pytest.mark.parametrize(("cls", "options", "streams"), ALGORITHMS)
+async def test_zero_advantage_drops_only_what_has_no_signal(group, algorithm_of, play, cls, options, streams):
     for rollout in group:
         rollout.trace.rewards["answer"].score = 0.0
-    await play(algorithm_of(cls, knobs), group)
+    await play(algorithm_of(cls, options), group)
     dropped = [ZeroAdvantage().matches(rollout) for rollout in group]
     assert dropped == [streams == {"advantages"} and cls is not CustomAlgorithm] * 2
-
-
-async def test_rollouts_of_several_samples_are_stamped_one_after_the_other(make_rollout, play):
-    (rollout,) = await play(SFTDistillAlgorithm(), [make_rollout(lengths=(3, 2, 4))])
-    assert [sample.ce_weights for sample in rollout.samples] == [[0.0, 1.0, 1.0], [0.0, 1.0], [0.0, 1.0, 1.0, 1.0]]

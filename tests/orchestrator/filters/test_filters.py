@@ -1,15 +1,13 @@
 """Filters: what zero_advantage matches, what a slot drops, and what both leave alone."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
 from prl.errors import PrlError
-from prl.orchestrator.filters import zero_advantage
 from prl.orchestrator.filters.base import Filter, apply_filters
 from prl.orchestrator.filters.zero_advantage import ZeroAdvantage
 from prl.rollouts.rollout import Outcome, Stage
-from prl.wire.components import COMPONENTS
 
 
 @dataclass(kw_only=True)
@@ -38,6 +36,7 @@ def test_all_zero_advantages_match(make_rollout):
     assert zero.enforce is True
     assert zero.matches(make_rollout(advantages=0.0))
     assert not zero.matches(make_rollout(advantages=-1e-9))
+    assert not zero.matches(make_rollout()), "of an algorithm that assigns none"
     assert not zero.matches(make_rollout(lengths=(3, 3), advantages=[0.0] * 5 + [0.1]))
 
 
@@ -45,20 +44,14 @@ def test_all_zero_advantages_match(make_rollout):
     ("reward", "advantage", "matches"),
     [
         (0.3, 5.6e-17, True),  # 0.1 + 0.2 - 0.3, of an algorithm with a mean of its own
-        (1.0, -1.1e-16, True),
         (0.0, 5.6e-17, True),
         (1e6, 1.2e-10, True),
         (1e-9, 5e-10, False),
-        (0.0, 1e-9, False),
         (1e6, 0.5, False),
     ],
 )
 def test_an_advantage_within_rounding_of_the_reward_is_zero(make_rollout, reward, advantage, matches):
     assert ZeroAdvantage().matches(make_rollout(reward, advantages=advantage)) is matches
-
-
-def test_no_advantages_at_all_never_match(make_rollout):
-    assert not ZeroAdvantage().matches(make_rollout())
 
 
 @pytest.mark.parametrize("stream", ["ce_weights", "ref_kl_weights"])
@@ -72,12 +65,6 @@ def test_weight_on_another_component_keeps_the_rollout(make_rollout, stream):
     assert ZeroAdvantage().matches(rollout), "rl has nothing to weigh without an advantage"
 
 
-def test_every_other_component_of_the_table_counts(make_rollout, monkeypatch):
-    everywhere = COMPONENTS | {"ce": replace(COMPONENTS["ce"], absent_weight=1.0)}
-    monkeypatch.setattr(zero_advantage, "COMPONENTS", everywhere)
-    assert not ZeroAdvantage().matches(make_rollout(advantages=0.0)), "an absent stream of ce means weight 1 here"
-
-
 def test_enforce_drops_and_leaves_reward_and_tokens_alone(make_rollout):
     flat, useful = make_rollout(1.0, advantages=0.0), make_rollout(1.0, advantages=0.5)
     apply([flat, useful], zero_advantage=ZeroAdvantage())
@@ -85,18 +72,6 @@ def test_enforce_drops_and_leaves_reward_and_tokens_alone(make_rollout):
     assert flat.outcome == dropped(Stage.POST_FILTERED, "zero_advantage")
     assert useful.matched == {} and useful.is_active
     assert flat.reward == 1.0 and flat.samples[0].token_ids == [0, 1, 2, 3]
-
-
-def test_without_enforce_a_match_is_recorded_and_kept(make_rollout):
-    rollout = make_rollout(advantages=0.0)
-    apply([rollout], zero_advantage=ZeroAdvantage(enforce=False))
-    assert rollout.matched == {"post_batch": "zero_advantage"} and rollout.is_active
-
-
-def test_the_first_filter_that_matches_is_the_one_recorded(make_rollout):
-    rollout = make_rollout(advantages=0.0)
-    apply([rollout], first=Everything(), second=ZeroAdvantage())
-    assert rollout.matched == {"post_batch": "first"} and rollout.is_active
 
 
 @pytest.mark.parametrize("stage", Stage)
@@ -115,12 +90,6 @@ def test_a_filter_that_fails_is_named(make_rollout):
 # --- two slots --------------------------------------------------------------------------------------------------------
 
 
-def test_a_filter_knows_the_size_of_the_vocabulary():
-    everything = Everything()
-    everything.attach(vocab_size=64, longest=64)
-    assert everything.vocab_size == 64
-
-
 @pytest.mark.parametrize(
     ("pre", "post", "matched", "outcome"),
     [
@@ -136,20 +105,3 @@ def test_each_slot_has_a_record_of_its_own(make_rollout, pre, post, matched, out
     assert rollout.is_active is not pre
     apply_filters(filters, "post_batch", [rollout])
     assert (rollout.matched, rollout.outcome, rollout.reward) == (matched, outcome, 1.0)
-
-
-def test_the_name_is_that_of_the_filter_that_dropped_it(make_rollout):
-    rollout = make_rollout(advantages=0.0)
-    filters = {"pre_batch": {"watch": Everything()}, "post_batch": {"zero": ZeroAdvantage()}}
-    apply_filters(filters, "pre_batch", [rollout])
-    assert rollout.outcome is None
-    apply_filters(filters, "post_batch", [rollout])
-    assert rollout.outcome.source == "zero" and rollout.matched == {"pre_batch": "watch", "post_batch": "zero"}
-
-
-def test_empty_slots_find_nothing(make_rollout):
-    rollout = make_rollout(advantages=0.0)
-    for filters in ({}, {"pre_batch": {}, "post_batch": {}}):
-        for slot in ("pre_batch", "post_batch"):
-            apply_filters(filters, slot, [rollout])
-    assert rollout.is_active and rollout.matched == {}

@@ -1,0 +1,292 @@
+"""Refusals and warnings before anything starts: algorithms, filters, buffers and the orchestrator's options."""
+
+import warnings
+
+import pytest
+import verifiers.v1 as vf
+
+from prl.compose import compose
+from prl.config.build import build
+from prl.config.model_reference import FrozenModelConfig
+from prl.config.validate import validate
+from prl.episodes.environment import load_taskset
+from prl.errors import ConfigError
+from prl.launch.components import build_components
+from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.buffer.task_buffer import TaskBuffer, warn_of_other_envs, write_pools
+from prl.orchestrator.config import OrchestratorConfig
+from prl.orchestrator.filters.base import Filter
+from prl.orchestrator.filters.gibberish import Gibberish
+from prl.orchestrator.filters.repetition import Repetition
+
+FROZEN = "{name:big,base_url:http://h/v1}"
+FN = "algo.fn._target_=prl.models.model_path"
+SLOT, ENV_SLOT = "filters.post_batch", "envs.math.filters.pre_batch"
+
+
+def components(overrides):
+    """Every component of a run, checked."""
+    config = compose(["run.name=x", *overrides.split()])
+    validate(config)
+    return build_components(config)
+
+
+def warned_by(run, *args):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(*args)
+    return [str(warning.message) for warning in caught]
+
+
+REFUSED = [  # overrides, key that the error names
+    ("algo=sft algo.sampling.source=policy", "algo.sampling.source"),
+    ("algo=opd algo.teacher=policy", "algo.teacher"),
+    ("algo=opd algo.teacher=null", "algo.teacher"),
+    ("algo=opd algo.teacher.name=x", "algo.teacher"),
+    ("algo=opd algo.teacher.base_url=localhost:8001", "algo.teacher.base_url"),
+    (f"algo=grpo algo.sampling.source={FROZEN}", "algo.sampling.source"),
+    (f"algo=opsd algo.sampling.source={FROZEN}", "algo.sampling.source"),
+    (f"algo=custom {FN} algo.sampling.source=demonstrations", "algo.sampling.source"),
+    ("algo=opd algo.kl.coef=0.1", "algo.kl.coef"),
+    ("algo=sft algo.kl.coef=1", "algo.kl.coef"),
+    ("algo=grpo algo.kl.coef=-0.1", "algo.kl.coef"),
+    ("algo=grpo algo.kl.coef=1 algo.kl.reference=policy", "algo.kl.reference"),
+    ("algo=grpo algo.kl.coef=1 algo.kl.reference=base", "algo.kl.reference"),
+    ("algo=grpo algo.kl.coef=1 algo.kl.reference={name:a}", "algo.kl.reference"),
+    (f"algo=grpo algo.kl.reference={FROZEN}", "algo.kl.coef is 0"),
+    ("algo=opd algo.max_concurrent=0", "algo.max_concurrent"),
+    ("algo=opsd algo.template=look", "algo.template"),
+    ("algo=opsd algo.renderer=qwen99", "algo.renderer"),
+    ("algo=grpo algo.length_penalty=chars", "algo.length_penalty"),
+    ("algo=grpo algo.completion_weight=-1", "algo.completion_weight"),
+    ("algo=grpo algo.normalize=mean", "algo.normalize"),
+    ("algo=echo algo.baseline=rloo", "algo.baseline"),
+    ("algo=grpo algo.overlong_penalty.max_tokens=9 algo.length_penalty=turns", "length_penalty and overlong_penalty"),
+    ("algo=grpo algo.overlong_penalty.buffer=3", "algo.overlong_penalty.buffer=3"),
+    ("algo=echo algo.overlong_penalty.max_tokens=2 algo.overlong_penalty.buffer=3", "algo.overlong_penalty.buffer=3"),
+    ("algo=echo +algo.roles.bob.alpha=1", "algo.roles.bob"),
+    ("algo=echo +algo.roles.user.alpha=0", "algo.roles.user"),
+    ("algo=echo +algo.roles.tool.beta=1", "algo.roles.tool"),
+    ("algo=echo algo.roles={}", "algo.roles"),
+    ("algo=echo algo.filter=keep", "algo.filter"),
+    ("algo=custom", "algo.fn._target_"),
+    ("algo=custom algo.fn=credit", "algo.fn"),
+    ("algo=custom algo.fn._target_=prl.orchestrator.batcher.Batcher", "algo.fn"),
+    ("algo=custom_class", "algo._target_"),
+    ("algo=custom_class algo._target_=prl.orchestrator.batcher.Batcher", "algo._target_"),
+    ("algo=grpo +algo.lenght_penalty=turns", "did you mean algo.length_penalty"),
+    ("+algo@envs.math.algo=opd envs.math.algo.teacher=policy", "envs.math.algo.teacher"),
+    (f"{SLOT}.gibberish.mode=prob", f"{SLOT}.gibberish.mode"),
+    (f"{SLOT}.gibberish.threshold=0.5 {SLOT}.gibberish.mode=mean_logprob", f"{SLOT}.gibberish.threshold"),
+    (f"{SLOT}.gibberish.threshold=-4", f"{SLOT}.gibberish.mode=mean_logprob"),
+    (f"{SLOT}.gibberish.mode=mean_logprob {SLOT}.gibberish.token_id_threshold=0", f"{SLOT}.gibberish.mode=token"),
+    (f"{SLOT}.repetition.window=0", f"{SLOT}.repetition.window"),
+    (f"{SLOT}.repetition.prob_threshold=1.0", f"{SLOT}.repetition.prob_threshold"),
+    (f"{SLOT}.repetition.threshold=0.4", f"{SLOT}.repetition.mode=ngram"),
+    (f"{SLOT}.repetition.mode=ngram {SLOT}.repetition.window=9", f"{SLOT}.repetition.mode=prob"),
+    (f"{SLOT}.repetition=null", f"~{SLOT}.repetition"),
+    (f"+filter@{SLOT}.again=repetition", f"{SLOT}.again and {SLOT}.repetition"),
+    (f"{SLOT}.repetition._target_=prl.orchestrator.batcher.Batcher", f"{SLOT}.repetition._target_"),
+    (f"+filters@envs.math.filters=default {ENV_SLOT}.repetition.n=0", f"{ENV_SLOT}.repetition.n"),
+    ("buffer.easy_fraction=-0.1", "buffer.easy_fraction"),
+    ("buffer.easy_threshold=0.5 buffer.hard_threshold=0.5", "buffer.hard_threshold"),
+    ("buffer.refill=true", "buffer.refill"),
+    ("buffer.load_from=/nowhere", "buffer.load_from"),
+    ("+buffer@envs.math.buffer=pools envs.math.buffer.hard_threshold=2", "envs.math.buffer.easy_threshold"),
+    ("orchestrator.batch_size=null", "orchestrator.token_batch_size"),
+    ("orchestrator.token_batch_size=100", "orchestrator.batch_size"),
+    ("orchestrator.max_off_policy_steps=0", "orchestrator.max_async_level=1"),
+    ("orchestrator.max_async_level=9", "orchestrator.max_off_policy_steps=8 is below"),
+    ("orchestrator.max_async_level=0 orchestrator.max_off_policy_steps=4", "orchestrator.max_async_level=0"),
+    ("orchestrator.strict_async_level=true orchestrator.max_off_policy_steps=4", "orchestrator.strict_async_level"),
+    ("orchestrator.eval.every=null orchestrator.stop.target=0.9", "orchestrator.stop.target"),
+    ("orchestrator.eval.every=null orchestrator.stop.patience=2", "orchestrator.stop.patience"),
+    ("orchestrator.eval.every=null orchestrator.eval.keep_best=true", "orchestrator.eval.keep_best"),
+    ("orchestrator.oversampling_factor=0.5", "orchestrator.oversampling_factor"),
+    ("orchestrator.max_error_share=1", "orchestrator.max_error_share"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key"), REFUSED)
+def test_contradiction_is_refused_by_key(overrides, key):
+    with pytest.raises(ConfigError) as caught:
+        components(overrides)
+    assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "algo=opd teacher=local",
+        "algo=sft teacher=local",
+        f"algo=opd algo.teacher={FROZEN}",
+        "algo=max_rl algo.kl.coef=0.1",
+        f"algo=reward algo.kl.coef=1 algo.kl.reference={FROZEN}",
+        "algo=opd algo.teacher=policy +algo@envs.math.algo=grpo",  # that no env runs
+        f"{SLOT}.repetition.mode=ngram {SLOT}.repetition.n=1 {SLOT}.repetition.threshold=0.0",
+        f"{SLOT}.gibberish.token_id_threshold=0 {SLOT}.gibberish.logprob_offset=0.0",
+        "buffer.easy_threshold=-1 buffer.refill=true",
+        "orchestrator.eval.every=null orchestrator.stop.time_budget_s=5",
+    ],
+)
+def test_settings_that_can_work_pass_without_warning(overrides):
+    assert warned_by(components, overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({}, 8),
+        ({"max_async_level": 1, "max_off_policy_steps": 1}, 1),
+        ({"max_async_level": 0}, 0),
+        ({"max_async_level": 2, "strict_async_level": True}, 2),
+    ],
+)
+def test_age_limit_is_exact_where_training_is(options, limit):
+    config = OrchestratorConfig(**options)
+    config.check("orchestrator")
+    assert config.age_limit == limit
+
+
+ONE = "orchestrator.group_size=1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warns"),
+    [
+        (f"algo=grpo {ONE}", "env 'math': GRPOAlgorithm gives a group of one no advantage"),
+        ("algo=max_rl envs.math.group_size=1", "env 'math': MaxRLAlgorithm gives a group of one"),
+        (f"algo=echo {ONE} envs.math.group_size=2", None),
+        (f"algo=reward {ONE}", None),
+        (f"algo=opd teacher=local {ONE}", None),
+        (f"algo=custom {FN} {ONE}", None),
+        ("algo=opsd sampling.temperature=0.5", "envs.math.sampling.temperature=0.5: OPSDAlgorithm scores"),
+        (f"algo.kl.coef=1 algo.kl.reference={FROZEN} sampling.temperature=0.5", "envs.math.sampling.temperature=0.5"),
+        ("algo.kl.coef=1 sampling.temperature=0.5", None),
+        ("algo=opsd buffer=odf", "but OPSDAlgorithm reads no reward"),
+        ("algo=sft teacher=local buffer=pools", "but SFTDistillAlgorithm reads no reward"),
+        ("algo=opsd", None),
+    ],
+)
+def test_settings_that_make_no_sense_together_warn(overrides, warns):
+    messages = [text for text in warned_by(components, overrides) if "token_id_threshold" not in text]
+    assert len(messages) == (warns is not None) and all(warns in text for text in messages)
+
+
+def test_references_to_the_served_teacher_are_hosted_once():
+    assert components("algo=opd teacher=local env=[math,reverse_text]").hosted == [FrozenModelConfig("teacher")]
+    assert components(f"algo=opd algo.teacher={FROZEN}").hosted == []
+    kl = components("teacher=local algo.kl.coef=1 algo.kl.reference={name:teacher}")
+    assert kl.hosted == [FrozenModelConfig("teacher")] and not kl.initial_reference
+    assert components("algo.kl.coef=1").initial_reference
+
+
+def test_class_without_the_base_class_options_is_refused(user_package):
+    class Forgetful(Algorithm):
+        def __init__(self, *, bonus=1.0):
+            self.bonus = bonus
+
+    class Entropy(Algorithm):
+        action_loss_type = "entropy"
+
+    forgetful, entropy = user_package(Forgetful, Entropy)
+    for path, names in ((forgetful, "Forgetful has no"), (entropy, "action_loss_type='entropy'")):
+        with pytest.raises(ConfigError) as caught:
+            components(f"algo=custom_class algo._target_={path}")
+        assert names in str(caught.value)
+
+
+def test_opsd_warns_where_no_task_has_a_demonstration():
+    def warned(taskset, **options):
+        algorithm = build({"_target_": "prl.orchestrator.algo.opsd.OPSDAlgorithm", **options}, Algorithm, "algo")
+        tasks = list(load_taskset(f"prl.envs.{taskset}", {"num_tasks": 3}, taskset))
+        return warned_by(algorithm.check_tasks, "algo", tasks)
+
+    assert warned("math") == []
+    for texts in (warned("guess", demo_key="demonstration"), warned("math", demo_key="hint")):
+        assert len(texts) == 1 and texts[0].startswith("algo.demo_key=")
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "option"),
+    [
+        (Gibberish, {"token_id_threshold": 63}, "token_id_threshold=63"),  # ids are 0 to 63
+        (Gibberish, {"token_id_threshold": 62}, None),
+        (Gibberish, {}, None),
+        (Gibberish, {"mode": "mean_logprob"}, None),
+        (Repetition, {"window": 65}, "window=65"),
+        (Repetition, {"window": 64}, None),
+        (Repetition, {"mode": "ngram", "n": 65}, "n=65"),
+        (Repetition, {}, None),
+    ],
+)
+def test_filter_that_can_match_nothing_warns(cls, options, option):
+    made: Filter = cls(**options)
+    made.check("filters.pre_batch.x")
+    messages = warned_by(lambda: made.attach(vocab_size=64, longest=64))
+    assert [text.split()[0] for text in messages] == ([] if option is None else [f"filters.pre_batch.x.{option}"])
+
+
+# --- pools of an earlier run ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pools(tmp_path):
+    """`pools(envs…)`: a folder in which each env named has a hard task."""
+
+    def save(*envs):
+        write_pools(tmp_path, {"easy": [], "hard": [{"env": env, "key": "k", "task": {}} for env in envs]})
+        return str(tmp_path)
+
+    return save
+
+
+def load(**options):
+    buffer = TaskBuffer(**options)
+    buffer.check("envs.math.buffer")
+    buffer.load([vf.Task(vf.TaskData(idx=0, prompt="1+1="))], seed=0, env_name="math")
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "pooled", "refused"), [(False, True, True), (True, False, True), (True, True, False)]
+)
+def test_share_of_pools_needs_pools_to_begin_with(goes_on, pooled, refused, pools):
+    buffer = TaskBuffer(easy_fraction=0.1, easy_threshold=1.0 if pooled else None)
+    if refused:
+        with pytest.raises(ConfigError, match="buffer.easy_fraction=0.1"):
+            buffer.check_start(goes_on=goes_on)
+    else:
+        buffer.check_start(goes_on=goes_on)
+    TaskBuffer(easy_fraction=0.1, load_from=pools("math")).check_start(goes_on=False)
+
+
+@pytest.mark.parametrize("keys", [["prompt", "promt"], []])
+def test_hash_keys_must_be_fields_of_the_task(keys):
+    with pytest.raises(ConfigError, match=r"^envs\.math\.buffer\.hash_keys"):
+        load(hash_keys=keys)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '{"env": "math", "key": "k"}',
+        '{"env": "math", "key": "k", "task": 3}',
+        '{"env": 3, "key": "k", "task": {}}',
+        '{"env": "math", "key": null, "task": {}}',
+        '{"env": "math", "key": "k", "task": ' + "[" * 100_000,
+    ],
+)
+def test_line_of_a_pool_that_is_no_task_is_refused(pools, tmp_path, line):
+    folder = pools("math", "math")
+    path = tmp_path / "hard_examples.jsonl"
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ConfigError, match=r"^envs\.math\.buffer\.load_from: line 3 of .*hard_examples\.jsonl"):
+        load(load_from=folder)
+
+
+def test_pools_of_other_envs_warn(pools):
+    (text,) = warned_by(warn_of_other_envs, pools("maths", "sums"), {"math": None})
+    assert "its tasks belong to the envs maths, sums" in text
+    assert warned_by(warn_of_other_envs, pools("maths", "math"), {"math": None}) == []

@@ -1,0 +1,430 @@
+"""Whole runs, with a pool that answers after random delays and a trainer that only announces."""
+
+import asyncio
+import json
+import math
+import time
+from itertools import pairwise
+
+import pytest
+import verifiers.v1 as vf
+from patience import patient
+
+from prl.errors import PrlError
+from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
+from prl.orchestrator.config import EvalConfig, StopConfig
+from prl.orchestrator.filters.base import Filter
+from prl.report.shares import read_spans, union, within
+from prl.wire.checkpoints import verify
+from prl.wire.events import OWN_WORK, Lane
+
+ODF = {"online_difficulty_filtering": True}
+POOLS = {"easy_threshold": 1.0, "hard_threshold": 0.0}
+
+
+class Flat(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return 0.1
+
+
+class Easy(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return 1.0
+
+
+class Ungradable(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        raise RuntimeError("no grade for anyone")
+
+
+class Graded(vf.Task):
+    """By its number's remainder by 3: always right (0), never (1), or rewarded for the length of the reply."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        kind = self.data.idx % 3
+        return 1.0 - kind if kind < 2 else len(trace.last_reply) / 4
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+async def test_every_step_has_its_batch_line_and_records(train, make_env, k):
+    run = await train([make_env()], steps=10, max_async_level=k, max_off_policy_steps=k)
+    assert [line["step"] for line in run.all_lines] == list(range(11)), "once and in order"
+    assert run.sizes == [8] * 10 and run.orchestrator.pool.version == 10
+    assert {(line["rollouts/batch"], line["rollouts/trained"], line["loss/mean"]) for line in run.lines} == {
+        (8, 8, 0.1)
+    }
+    assert max(line["off_policy/max"] for line in run.lines) <= k and run.total("off_policy/dropped") == 0
+    groups = [(record["group"], record["task"]) for record in run.trained()]
+    assert len(groups) == 80 and len(set(groups)) == 20, "a group trains in one step only"
+    for step in range(1, 11):
+        for record in run.records(step):
+            assert step - 1 - k <= record["start_version"] <= record["end_version"] <= step - 1
+
+
+async def test_token_batches_reach_their_size(train, make_env):
+    run = await train([make_env()], batch_size=None, token_batch_size=150)
+    tokens = [sum(sum(row.sequence_lengths) for row in rows) for rows in run.rows]
+    assert len(tokens) == 8 and min(tokens) >= 150 and max(tokens) < 450
+
+
+async def test_ranks_share_a_batch_in_equal_rows(train, make_env):
+    run = await train([make_env()], steps=3, trainer_ranks=3, seq_len=32)
+    assert run.sizes == [8] * 3
+    for ranks in run.trainer.batches:
+        assert len({len(batch.micro_batches) for batch in ranks}) == 1
+
+
+@pytest.mark.parametrize("keep", [False, True])
+async def test_batches_are_kept_if_asked_and_old_weights_never(train, make_env, tmp_path, keep):
+    await train([make_env()], steps=3, keep_batches=keep)
+    batches = sorted(path.name for path in (tmp_path / "batches").iterdir())
+    assert batches == [f"step_00000{step}" for step in (1, 2, 3) if keep]
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["step_000003"]
+
+
+async def test_spans_are_recorded_and_give_the_idle_share(train, make_env, pool, tmp_path):
+    lane = Lane("orchestrator", tmp_path)
+    pool.traffic.record(lane)
+    options = {"lane": lane, "eval": EvalConfig(every=2), "max_async_level": 0}
+    run = await train([make_env()], steps=4, delay=0.02, **options)
+    lane.close()
+    problems = []
+    spans = read_spans(tmp_path, problems, steps=4)
+    assert not problems and {span.process for span in spans} == {"orchestrator", "engine", "evaluation"}
+    own = [span for span in spans if span.process == "orchestrator"]
+    assert all(before.stop <= after.start for before, after in pairwise(own))
+    work = [(span.step, span.what) for span in own if span.what in OWN_WORK]
+    assert work == [(step, what) for step in range(1, 5) for what in OWN_WORK]
+    assert [span.step for span in spans if span.what == "evaluating"] == [0, 2, 4]
+    assert [span.step for span in spans if span.what == "loading weights"] == [1, 2, 3, 4]
+    wall = sum(line["time/step"] for line in run.lines)
+    busy = sum((1 - line["idle/engine"]) * line["time/step"] for line in run.lines)
+    began = min(span.start for span in own if span.step == 1)
+    requests = union([(span.start, span.stop) for span in spans if span.process == "engine"])
+    assert busy == pytest.approx(within(began, began + wall, requests), abs=0.02)
+
+
+async def test_evaluation_comes_first_last_and_every_so_many_steps(train, make_env):
+    run = await train([make_env(held_out=3)], steps=5, eval=EvalConfig(every=2), max_async_level=0)
+    assert [line["step"] for line in run.all_lines if "eval/toy/avg@1" in line] == [0, 2, 4, 5]
+
+
+# --- deadlines and failures -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop_after", [2, 3])
+async def test_trainer_that_stops_ends_the_run_within_its_deadline(train, make_env, stop_after):
+    """3: after the last batch."""
+    message = rf"step {stop_after + 1}: no policy newer than version {stop_after} .* 0\.2 s \(orchestrator\.policy"
+    with pytest.raises(PrlError, match=message):
+        await train([make_env()], steps=4, stop_after=stop_after, policy_timeout_s=0.2)
+
+
+async def test_trainer_that_stops_is_named_while_a_straggler_plays(train, make_env, pool):
+    """With the rest of six groups both steps that a rollout of version 0 is meant for were shipped."""
+    pool.delay_of = lambda n: 60.0 if pool.requests == 1 else 0.002
+    options = {"oversampling_factor": 1.5, "policy_timeout_s": 0.2, "batch_timeout_s": 60.0}
+    with pytest.raises(PrlError, match=r"step 3: no policy newer than version 0 .*policy_timeout_s"):
+        await train([make_env(timeout_s=90.0)], stop_after=0, **options)
+
+
+async def test_rollouts_may_take_longer_than_the_policy_timeout(train, make_env, pool):
+    pool.delay = patient(0.4)
+    run = await train([make_env()], steps=2, max_async_level=0, policy_timeout_s=patient(0.3))
+    assert len(run.sizes) == 2
+
+
+async def test_rollouts_that_do_not_come_end_the_run_within_their_deadline(train, make_env, pool):
+    pool.delay = 1e6
+    message = r"step 1: 0 rollouts after 0\.2 s \(orchestrator\.batch_timeout_s\).*of env slow"
+    with pytest.raises(PrlError, match=message):
+        await train([make_env("slow", timeout_s=1e6)], batch_timeout_s=0.2)
+
+
+async def test_long_evaluation_counts_against_no_deadline(make_env, train, monkeypatch):
+    async def slow(envs, config, run_dir, version):
+        await asyncio.sleep(patient(0.6))
+        return {"eval/toy/avg@1": 0.0}
+
+    monkeypatch.setattr("prl.orchestrator.weight_sync.evaluate", slow)
+    deadlines = {"policy_timeout_s": patient(0.3), "batch_timeout_s": patient(0.3)}
+    run = await train([make_env(held_out=2)], steps=2, eval=EvalConfig(every=1), **deadlines)
+    assert [line["step"] for line in run.all_lines] == [0, 1, 2]
+
+
+async def test_frozen_model_that_is_away_counts_against_no_deadline(train, make_imitating, frozen, pool, monkeypatch):
+    limit_s, update = patient(0.3), pool.update_weights
+
+    async def update_and_leave(version, *args):
+        await update(version, *args)
+        if version == 2:
+            frozen.go_away()
+            asyncio.get_running_loop().call_later(2 * limit_s, frozen.come_back)
+
+    monkeypatch.setattr(pool, "update_weights", update_and_leave)
+    started = time.monotonic()
+    run = await train([make_imitating(frozen)], steps=5, batch_timeout_s=limit_s, policy_timeout_s=limit_s)
+    assert len(run.sizes) == 5 and time.monotonic() - started > 1.75 * limit_s
+
+
+async def test_env_of_which_every_group_fails_ends_the_run(train, make_env):
+    message = r"step 1: (\d+) of the last \1 rollouts of env .toy. failed.*no grade for anyone"
+    with pytest.raises(PrlError, match=message):
+        await train([make_env(task=Ungradable)])
+
+
+async def test_failed_weight_update_ends_the_run(train, make_env, pool, monkeypatch):
+    async def broken(version, path, timeout_s):
+        raise TimeoutError("http://engine did not load policy version 1")
+
+    monkeypatch.setattr(pool, "update_weights", broken)
+    with pytest.raises(TimeoutError, match="policy version 1"):
+        await train([make_env()])
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("filtered", "options", "reason"),
+    [(True, {}, "filter zero"), (False, {"seq_len": 2}, "nothing of it within trainer.seq_len feeds a loss")],
+)
+async def test_ten_empty_batches_in_a_row_end_the_run(train, make_env, zero, tmp_path, filtered, options, reason):
+    env = make_env(task=Flat, post={"zero": zero()}) if filtered else make_env()
+    with pytest.raises(PrlError, match=f"{MAX_EMPTY_BATCHES} batches in a row.*{reason}: 8"):
+        await train([env], **options)
+    records = [json.loads(line) for line in (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    assert len(records) == 8 * MAX_EMPTY_BATCHES and {record["outcome"]["reason"] for record in records} == {reason}
+    assert not (tmp_path / "batches").exists()
+
+
+class AfterTheFirst(Filter):
+    """Matches what would be two batches of eight, after the first one."""
+
+    seen = 0
+
+    def matches(self, rollout):
+        self.seen += 1
+        return 8 < self.seen <= 24
+
+
+async def test_rollouts_of_empty_batches_count_in_the_next_line(train, make_env):
+    env = make_env(post={"first": AfterTheFirst(enforce=True)})
+    run = await train([env], steps=3, max_async_level=0)
+    assert [line["rollouts/batch"] for line in run.lines] == [8.0, 24.0, 8.0]
+    assert [line["rollouts/filtered"] for line in run.lines] == [0.0, 16.0, 0.0]
+    assert [line["rollouts/trained"] for line in run.lines] == [8.0] * 3
+    assert run.lines[1]["filters/all/first"] == run.lines[1]["filters/toy/is_filtered"] == pytest.approx(16 / 24)
+    assert [len(run.trained(step)) for step in (1, 2, 3)] == [8] * 3
+
+
+async def test_rollouts_filtered_after_a_batch_are_recorded_and_not_shipped(train, make_env, zero):
+    envs = [make_env(name, task=task, post={"zero": zero()}) for name, task in (("graded", Graded), ("flat", Flat))]
+    run = await train(envs, steps=4)
+    assert {name for rows in run.rows for row in rows for name in row.env_names} == {"graded"}
+    flat = [record for record in run.records() if record["env"] == "flat"]
+    assert flat and {(record["outcome"]["reason"], record["reward"]) for record in flat} == {("filter zero", 0.1)}
+
+
+async def test_rollouts_filtered_before_a_batch_take_no_place_in_it(train, make_env, zero):
+    envs = [make_env("toy", pre={"zero": zero()}), make_env("flat", task=Flat, pre={"zero": zero()})]
+    run = await train(envs, steps=4)
+    assert {(line["rollouts/batch"], line["rollouts/trained"]) for line in run.lines} == {(8.0, 8.0)}
+    assert {record["env"] for record in run.trained()} == {"toy"} and len(run.trained()) == 32
+    assert all(record["matched"] == {"pre_batch": "zero"} for record in run.untrained())
+    for step, line in enumerate(run.lines, 1):
+        records, dropped = run.records(step), run.untrained(step)
+        assert line["reward/all/mean"] == pytest.approx(sum(record["reward"] for record in records) / len(records))
+        assert line["pre_filters/all/zero"] == pytest.approx(len(dropped) / len(records))
+
+
+class Everything(Filter):
+    def matches(self, rollout):
+        return True
+
+
+async def test_evaluation_is_never_filtered(train, make_env, tmp_path):
+    env = make_env(held_out=3, pre={"a": Everything()}, post={"b": Everything()})
+    run = await train([env], steps=1, eval=EvalConfig(every=1, num_tasks=3))
+    assert all(record["matched"] == {"pre_batch": "a", "post_batch": "b"} for record in run.records(1))
+    lines = (tmp_path / "rollouts" / "eval_toy_step_000001.jsonl").read_text().splitlines()
+    assert [(json.loads(line)["matched"], json.loads(line)["outcome"]) for line in lines] == [({}, None)] * 3
+
+
+async def test_algorithm_sees_each_batch_and_its_batch_credit_is_shipped(train, make_env):
+    class ByBatch(Algorithm):
+        scored, observed = [], []
+
+        def score_batch(self, groups):
+            self.scored.append(sum(len(group) for group in groups))
+            for rollout in [rollout for group in groups for rollout in group]:
+                rollout.assign_advantages(7.0 + self.scored[-1])
+
+        def observe_batch(self, rollouts):
+            self.observed.append([rollout.stage for rollout in rollouts])
+
+    run = await train([make_env(algorithm=ByBatch)], steps=2)
+    assert ByBatch.scored == [8, 8] and ByBatch.observed == [["trained"] * 8] * 2
+    assert {credit for rows in run.rows for row in rows for credit in row.advantages} == {0.0, 15.0}
+
+
+async def test_every_algorithm_is_set_up_before_the_first_request(train, make_env, pool):
+    requests = []
+
+    class Connecting(Algorithm):
+        async def setup(self):
+            requests.append(pool.requests)
+
+        def score_group(self, group):
+            for rollout in group:
+                rollout.assign_advantages(1.0)
+
+    await train([make_env(name, algorithm=Connecting) for name in "ab"], steps=1)
+    assert requests == [0, 0]
+
+
+async def test_frozen_models_rollouts_have_no_version_logprob_or_age(train, make_imitating, frozen):
+    frozen.delay = 0.03  # far longer than a step takes
+    run = await train([make_imitating(frozen)], steps=6, max_off_policy_steps=1, delay=0.001)
+    ages = {(line["off_policy/mean"], line["off_policy/max"], line["off_policy/dropped"]) for line in run.lines}
+    assert ages == {(0.0, 0.0, 0.0)} and len(run.trained()) == 48
+    assert {(record["start_version"], record["end_version"]) for record in run.records()} == {(None, None)}
+    for row in [row for rows in run.rows for row in rows]:
+        assert not any(row.logprobs) and any(row.ce_weights) and row.advantages is None
+
+
+# --- curriculum -------------------------------------------------------------------------------------------------------
+
+
+async def test_difficulty_filtering_trains_groups_with_a_signal_alone(train, make_env):
+    run = await train([make_env(task=Graded, buffer=ODF)], steps=6)
+    assert run.sizes == [8] * 6 and {record["task"] % 3 for record in run.trained()} == {2}
+    assert {(record["task"] % 3, record["outcome"]["reason"]) for record in run.untrained()} == {
+        (0, "online difficulty filtering: mean reward 1"),
+        (1, "online difficulty filtering: mean reward 0"),
+    }
+    for kind, remainder in (("easy", 0), ("hard", 1)):
+        dropped = sum(record["task"] % 3 == remainder for record in run.untrained())
+        assert run.total(f"filtered_rollouts/toy/{kind}") == dropped > 0
+
+
+async def test_retired_tasks_are_not_sampled_again(train, make_env):
+    run = await train([make_env(task=Graded, tasks=8, buffer=POOLS)], steps=12, max_async_level=0)
+    assert run.sizes == [8] * 12 and run.ended_because is None
+    for remainder, pool in ((0, "easy"), (1, "hard")):
+        records = [record for record in run.records() if record["task"] % 3 == remainder]
+        assert len(records) == 3 * 4, "each of the three tasks once"
+        assert {record["difficulty_pool"] for record in records} == {pool}
+        assert run.total(f"evicted_examples/toy/{pool}") == 3
+    assert [run.lines[-1][f"pool/toy/{pool}"] for pool in ("easy", "normal", "hard")] == [3 / 8, 2 / 8, 3 / 8]
+
+
+async def test_env_that_ends_leaves_the_other_to_train_on(train, make_env, caplog):
+    small = make_env("small", task=Easy, tasks=3, weight=3.0, buffer=POOLS)
+    run = await train([small, make_env("large", buffer=POOLS)], steps=10, max_async_level=0)
+    assert run.sizes == [8] * 10 and run.ended_because is None
+    assert caplog.text.count("env small has no task left (3 easy, 0 hard of 3)") == 1
+    envs = [{record["env"] for record in run.records(step)} for step in range(1, 11)]
+    assert "small" in envs[0] and set().union(*envs[4:]) == {"large"}
+
+
+@pytest.mark.parametrize("k", [0, 2])
+async def test_run_ends_in_order_when_every_env_has_ended(train, make_env, k):
+    """Everything is retired at first sight."""
+    envs = [make_env(name, tasks=5, buffer={"easy_threshold": 0.0}) for name in "ab"]
+    run = await train(envs, steps=50, max_async_level=k)
+    assert len(run.sizes) == run.orchestrator.weight_sync.shipped == len(run.lines) < 12
+    assert sum(run.sizes) == len(run.trained()) == len(run.records()) >= 40
+    assert run.sizes[:-1] == [8] * (len(run.sizes) - 1)
+    assert {(record["env"], record["task"]) for record in run.records()} == {(e, i) for e in "ab" for i in range(5)}
+    assert run.ended_because == "every env has run out of tasks (a: 5 easy, 0 hard of 5, b: 5 easy, 0 hard of 5)"
+    assert run.lines[-1]["step"] == len(run.sizes) and run.lines[-1]["pool/a/easy"] == 1.0
+
+
+@pytest.mark.parametrize("k", [0, 1])
+async def test_last_batch_is_as_large_as_what_is_left(train, make_env, k):
+    """Of three tasks one has a signal; all are retired the first time they are seen."""
+    buffer = {"easy_threshold": 0.1, "hard_threshold": 0.0, **ODF}
+    run = await train([make_env(task=Graded, tasks=3, buffer=buffer)], batch_size=32, max_async_level=k)
+    (size,) = run.sizes
+    assert 4 <= size < 32 and size % 4 == 0 and {record["task"] for record in run.trained()} == {2}
+    assert run.total("tokens/generated") == sum(record["completion_tokens"] for record in run.records())
+
+
+async def test_run_of_which_nothing_trains_ends_without_a_step(train, make_env):
+    """More of it than ten batches, and yet no error: it has an end."""
+    tasks = 4 * MAX_EMPTY_BATCHES
+    run = await train([make_env(task=Easy, tasks=tasks, held_out=2, buffer=POOLS | ODF)], eval=EvalConfig(every=5))
+    assert (run.sizes, run.lines) == ([], [])
+    last = run.all_lines[-1]
+    assert last["step"] == 0 and last["filtered_rollouts/toy/easy"] == len(run.records(0)) >= 4 * tasks
+    assert "eval/toy/avg@1" not in last, "version 0 has been evaluated"
+    assert {path.name for path in (run.run_dir / "checkpoints").iterdir()} == {"step_000000"}
+
+
+class AtFirst(vf.Task):
+    """The first four have a signal, what follows has none."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return len(trace.last_reply) / 4 if self.data.idx < 4 else 1.0
+
+
+@pytest.mark.parametrize(("tasks", "steps"), [(4, [1, 2]), (6, [1, 2, 2])])
+async def test_last_version_is_evaluated_once(train, make_env, tasks, steps):
+    """With six tasks it is known to be the last only after its line was written."""
+    buffer = {"easy_threshold": 0.1, "shuffle": False, **ODF}
+    env = make_env(task=AtFirst, tasks=tasks, held_out=2, buffer=buffer)
+    run = await train([env], max_async_level=0, eval=EvalConfig(every=5))
+    assert run.sizes == [8, 8] and [line["step"] for line in run.lines] == steps
+    assert ["eval/toy/avg@1" in line for line in run.lines] == [False] * (len(steps) - 1) + [True]
+
+
+async def test_pools_are_saved_with_each_checkpoint(train, make_env):
+    env = make_env(task=Graded, tasks=9, buffer=POOLS)
+    run = await train([env, make_env("plain")], steps=7, every=3)
+    folders = sorted((run.run_dir / "checkpoints").iterdir())
+    assert [folder.name for folder in folders] == ["step_000003", "step_000006"]
+    for folder in folders:
+        assert verify(folder) == int(folder.name[-6:])
+        for remainder, pool in enumerate(("easy", "hard")):
+            entries = [json.loads(line) for line in (folder / f"{pool}_examples.jsonl").open()]
+            assert {(entry["env"], entry["task"]["idx"] % 3) for entry in entries} <= {("toy", remainder)}
+            assert folder is folders[0] or entries
+
+
+async def test_surplus_of_a_full_batch_is_recorded_with_its_step(train, make_env, pool):
+    pool.delay_of = lambda n: 0.0  # three groups for a batch of two, which finish together whatever else the CPU does
+    run = await train([make_env()], steps=3, max_async_level=0, oversampling_factor=1.5)
+    assert [len(run.records(step)) for step in (1, 2, 3)] == [12] * 3
+    assert [line["rollouts/surplus"] for line in run.lines] == [4.0] * 3
+
+
+# --- early stopping ---------------------------------------------------------------------------------------------------
+
+
+async def test_run_whose_base_model_is_good_enough_trains_nothing(train, make_env):
+    run = await train([make_env(held_out=2)], eval=EvalConfig(every=2), stop=StopConfig(target=-math.inf))
+    assert run.sizes == [] and run.ended_because.startswith("version 0 has a held-out reward of ")
+    assert run.messages == [f"the run ends after step 0 of 8: {run.ended_because}"]
+    (line,) = run.all_lines
+    assert line["step"] == 0 and "eval/toy/avg@1" in line
+
+
+@pytest.mark.parametrize("k", [0, 2])
+async def test_run_that_no_longer_improves_ends_in_order(train, make_env, k):
+    env = make_env(held_out=2, buffer=ODF)
+    run = await train([env], steps=30, max_async_level=k, eval=EvalConfig(every=2), stop=StopConfig(patience=2))
+    last = run.orchestrator.weight_sync.shipped
+    assert 4 <= last == len(run.sizes) == run.orchestrator.pool.version < 30
+    assert "2 evaluations in a row had no better held-out reward" in run.ended_because
+    assert [line["step"] for line in run.all_lines] == [*range(last + 1)], "a line a step"
+    assert {"loss/mean", "reward/all/mean", "time/step", "eval/toy/avg@1"} <= {*run.lines[-1]}
+    assert run.total("tokens/generated") == sum(record["completion_tokens"] for record in run.records())
+    surplus = [record for record in run.records() if record["outcome"]["stage"] == "surplus"]
+    assert {record["outcome"]["reason"] for record in surplus} <= {"the run ended early (orchestrator.stop)"}
