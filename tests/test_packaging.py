@@ -126,8 +126,8 @@ PARTS = [
     "ruff format",
     "ruff check",
     "mypy",
-    "pytest -q -m not engine and not slow and not chaos --durations=12 -n ",
-    "pytest -m (engine or slow) and not chaos",
+    "pytest -q -m not engine and not slow --durations=12 -n ",
+    "pytest -m engine or slow",
 ]
 
 
