@@ -111,19 +111,9 @@ class LocalLauncher(Launcher):
     def restart_engine(self, name: str) -> bool:
         if name not in self.engines:
             return False
-        for process in [each for each in self.processes if each.name == name]:
+        for process in [process for process in self.processes if process.name == name]:
             process.end()
             self.processes.remove(process)
-        spec, port = self.engines[name]
-        deadline = time.monotonic() + 2 * children.GRACE_S
-        while True:
-            try:
-                free_port(spec.config.host, port)  # said in our words where another program took it
-                break
-            except PrlError:  # or it is the dead engine's still
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
         self._serve(name)
         return True
 
@@ -197,7 +187,9 @@ def free_port(host: str, port: int | None = None) -> int:
             sock.bind((host, port or 0))
         except (OSError, UnicodeError) as error:  # a name that is none
             reason = getattr(error, "strerror", None) or error
-            raise PrlError(f"cannot listen on {host[:80]}, port {port or 'any'}: {reason}") from error
+            raise PrlError(
+                f"an engine cannot listen on {host[:80]}, port {port or 'any'}: {reason}: choose another"
+            ) from error
         return sock.getsockname()[1]
 
 

@@ -1,6 +1,5 @@
 """Replies that come as messages: what a chat endpoint is asked, the policy's tokens of what it says, demonstrations."""
 
-
 import pytest
 import verifiers.v1 as vf
 

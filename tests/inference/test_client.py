@@ -247,35 +247,7 @@ async def test_wait_ready_with_a_wrong_token_gives_up_at_once(server, pool):
     assert raised.value.status == 401 and server.calls == ["/health"]
 
 
-async def test_wait_ready_ends_when_the_server_process_died(pool):
-    def dead():
-        raise KeyError("process died")
-
-    with pytest.raises(KeyError, match="process died"):
-        await pool.wait_ready(60, dead)
-
-
 # --- spreading --------------------------------------------------------------------------------------------------------
-
-
-async def test_a_server_that_just_failed_comes_last_while_another_is_there(servers):
-    first, second = servers
-    first.replies[GENERATE] = (500, "")
-    second.replies[GENERATE] = {"choices": [choice([3])]}
-    pool = InferencePool([s.url for s in servers], "policy", "t")
-    try:
-        with pytest.raises(EngineError):
-            await pool.generate([1], {})
-        for _ in range(3):
-            await pool.generate([1], {})
-        assert (first.calls.count(GENERATE), second.calls.count(GENERATE)) == (1, 3)
-        second.replies[GENERATE] = (400, "too long")  # the request's fault, not the server's
-        for _ in range(2):
-            with pytest.raises(EngineError, match="400"):
-                await pool.generate([1], {})
-        assert (first.calls.count(GENERATE), second.calls.count(GENERATE)) == (1, 5)
-    finally:
-        await pool.close()
 
 
 async def test_two_connections_that_are_closed_in_a_row_cost_no_request_and_a_third_is_an_error():

@@ -90,23 +90,14 @@ async def test_no_key_is_sent_unless_its_variable_is_named(server, connect, monk
     monkeypatch.setenv("LARGE_MODEL_KEY", "s3cret")
     await connect().generate([1], {})
     assert "Authorization" not in server.headers
+    await connect("the-runs-own", api_key_var="LARGE_MODEL_KEY").generate([1], {})
+    assert server.headers["Authorization"] == "Bearer the-runs-own", "one that is passed, as for a hosted model"
     pool = connect(api_key_var="LARGE_MODEL_KEY")
     await pool.generate([1], {})
     assert server.headers["Authorization"] == "Bearer s3cret"
     server.headers = None
     await pool.wait_ready(1)
     assert server.headers["Authorization"] == "Bearer s3cret"
-
-
-async def test_a_token_that_is_passed_needs_no_environment(server, connect, monkeypatch):
-    """As for a model that the launcher hosts."""
-    pool = connect("the-runs-own")
-    await pool.generate([1], {})
-    assert server.headers["Authorization"] == "Bearer the-runs-own" and pool.http.token == "the-runs-own"
-    monkeypatch.setenv("LARGE_MODEL_KEY", "s3cret")
-    await connect("passed", api_key_var="LARGE_MODEL_KEY").generate([1], {})
-    assert server.headers["Authorization"] == "Bearer passed"
-    assert connect().http.token is None and connect(api_key_var="LARGE_MODEL_KEY").http.token == "s3cret"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +127,7 @@ async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, m
 # --- servers of strangers ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("status", [302, 307])
 async def test_a_redirect_is_not_followed_and_the_key_goes_nowhere_else(servers, connect, status):
     away = web.Response(status=status, headers={"Location": f"{servers[1].url}{COMPLETIONS}"})
     pool = connect("the key")
@@ -168,13 +159,6 @@ async def test_a_server_that_asks_for_time_gets_it(server, pool, status, wait_s)
     (completion,) = await pool.generate([1], {})
     assert completion.token_ids == [3] and len(asked) == 3
     assert min(later - earlier for earlier, later in itertools.pairwise(asked)) >= float(wait_s or 0.05)
-
-
-async def test_a_server_that_asks_for_more_time_than_there_is_fails_the_request(server, connect):
-    server.replies[COMPLETIONS] = web.Response(status=429, text="slower", headers={"Retry-After": "3600"})
-    with pytest.raises(EngineError, match="429"):
-        await asyncio.wait_for(connect(timeout_s=60.0).generate([1], {}), 30)
-    assert server.calls == [COMPLETIONS]
 
 
 # --- prompt_logprobs --------------------------------------------------------------------------------------------------
@@ -337,17 +321,12 @@ def asking(pool, what):
     return pool.generate([1], {}) if what == "generate" else pool.prompt_logprobs([5, 7])
 
 
-def searches():
-    return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.endswith(".wait_ready")]
-
-
 async def fails(pool, what="generate"):
     with pytest.raises(EngineError):
         await asyncio.wait_for(asking(pool, what), 5)
 
 
-@pytest.mark.parametrize("what", ["generate", "prompt_logprobs"])
-@pytest.mark.parametrize("status", [500, 502, 503])
+@pytest.mark.parametrize(("what", "status"), [("generate", 500), ("prompt_logprobs", 503)])
 async def test_a_server_error_fails_the_request_and_the_model_is_away_until_it_is_found_again(
     server, pool, what, status
 ):
@@ -392,17 +371,6 @@ async def test_a_model_that_stays_away_is_named_from_its_deadline_on(server, con
     for _ in range(2):  # whoever looks next hears it too
         with pytest.raises(DeadlinePassed, match=server.url):
             pool.up  # noqa: B018
-
-
-async def test_closing_while_searching_leaves_no_task(server, pool):
-    server.replies |= {COMPLETIONS: (503, ""), MODELS: hang}
-    await fails(pool)
-    await until(lambda: MODELS in server.calls)
-    assert not pool.up and len(searches()) == 1
-    await pool.close()
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert not searches()
 
 
 async def test_another_server_of_the_same_model_goes_on(servers, connect):

@@ -107,21 +107,6 @@ def hold(server, route):
 # --- load and prefix --------------------------------------------------------------------------------------------------
 
 
-async def test_a_request_counts_as_many_as_it_asks_for(pool, policies):
-    first, second = policies
-    gates = [hold(server, GENERATE) for server in policies]
-    tasks = [start(pool, 4)]
-    await until(lambda: first.asked() == 1)
-    for number in range(4):
-        tasks.append(start(pool))
-        await until(lambda number=number: second.asked() == number + 1)
-    assert pool.traffic.load == {first.url: 4, second.url: 4}
-    for gate in gates:
-        gate.set()
-    assert await asyncio.gather(*tasks) == [(1, 1)] * 5
-    assert (first.asked(), second.asked()) == (1, 4) and pool.traffic.load == {first.url: 0, second.url: 0}
-
-
 # --- death and comeback -----------------------------------------------------------------------------------------------
 
 

@@ -210,14 +210,6 @@ def sampler_of(config, env):
     return build(plain(config.sampling) | plain(config.envs[env].sampling), Sampler, f"envs.{env}.sampling")
 
 
-def test_an_envs_setting_changes_that_one_and_keeps_the_rest():
-    config = compose("sampling.temperature=0.9", "sampling.stop=[x,y]", "envs.math.sampling.temperature=0.7")
-    run = asdict(build(config.sampling, Sampler, "sampling"))
-    assert (run["temperature"], run["stop"]) == (0.9, ["x", "y"])
-    assert asdict(sampler_of(config, "math")) == run | {"temperature": 0.7}
-    assert asdict(sampler_of(config, "b")) == run
-
-
 def test_each_knob_of_an_env_can_be_set_alone_or_follows_the_run():
     values = OTHERS | {"temperature": 0.5, "max_tokens": 7, "stop": ["q"], "seed": 3}
     assert values.keys() == {knob.name for knob in fields(Sampler)}
@@ -232,23 +224,6 @@ def test_each_knob_of_an_env_can_be_set_alone_or_follows_the_run():
 def test_an_env_may_take_a_limit_back():
     config = compose("sampling.max_tokens=7", "envs.math.sampling.max_tokens=null")
     assert sampler_of(config, "math").max_tokens is None and sampler_of(config, "b").max_tokens == 7
-
-
-def test_a_sampler_of_ones_own_hands_its_knobs_on_to_the_envs(tmp_path, monkeypatch):
-    (tmp_path / "my_samplers.py").write_text(
-        "from dataclasses import dataclass\n"
-        "from prl.inference.sampler import Sampler\n"
-        "@dataclass(kw_only=True)\n"
-        "class Mine(Sampler):\n"
-        "    top_a: float = 0.0\n"
-        "    def parameters(self, key):\n"
-        "        return super().parameters(key) | {'top_a': self.top_a}\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    config = compose("sampling._target_=my_samplers.Mine", "envs.math.sampling.temperature=0.5")
-    OmegaConf.update(config, "sampling.top_a", 0.2, force_add=True)
-    found = sampler_of(config, "math")
-    assert (type(found).__name__, found.top_a, found.temperature) == ("Mine", 0.2, 0.5)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

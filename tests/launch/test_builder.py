@@ -42,7 +42,6 @@ def token(monkeypatch):
     monkeypatch.delenv(TOKEN)
     # Nothing is started here: a port may be that of a stand-in which listens already.
     monkeypatch.setattr("prl.launch.local.free_port", lambda host, port=None: port or 1)
-    monkeypatch.setattr("prl.launch.checks.check_address", lambda inference, prefix: None)
     return monkeypatch.setenv
 
 
@@ -309,28 +308,6 @@ async def test_several_servers_of_policy_and_teacher_are_started_and_all_are_ask
     finally:
         for server in second.values():
             await server.stop()
-
-
-async def test_every_reference_to_the_hosted_model_reaches_it_and_no_other_does(run, servers):
-    elsewhere = "http://127.0.0.1:9/v1"
-    made = run(
-        "algo=opd",
-        "env=[math,reverse_text]",
-        "+algo@envs.math.algo=sft",
-        "+env@envs.third=math",
-        "+algo@envs.reverse_text.algo=opd",
-        f"envs.reverse_text.algo.teacher.base_url={elsewhere}",
-        "envs.reverse_text.args.num_tasks=8",
-    )
-    envs = {env.name: env for env in assemble(made.run, await start(made), made.transport, made.dir).envs}
-    assert envs["math"].sampler.pool.urls == [servers[1].url]
-    third = await envs["third"].algorithm.connect(envs["third"].algorithm.teacher)
-    assert third.urls == [servers[1].url]
-    other = envs["reverse_text"].algorithm.teacher
-    assert (other.base_url, other.api_key_var) == (elsewhere, None)
-    assert [reference.name for reference in made.run.components.hosted] == ["teacher"]
-    for env in envs.values():
-        await env.algorithm.close()
 
 
 async def test_the_server_of_the_teacher_is_started_with_its_name_its_model_and_the_runs_token(run, servers):
