@@ -80,7 +80,7 @@ class LocalLauncher(Launcher):
         self.standby[name] = Process(name, command, env, log, self.scratch, order)
 
     def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
-        with contextlib.suppress(OSError, PrlError, UnicodeError):  # what is wrong is said where they are started
+        with contextlib.suppress(OSError, PrlError, UnicodeError):  # `start_engine` and `start_trainer` raise them
             self._import_ahead(engines, trainer)
 
     def _import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
@@ -145,7 +145,7 @@ class LocalLauncher(Launcher):
         bad = [(p, status) for p in self.processes if (status := p.status) is not None and (status or not p.may_finish)]
         if bad:
             # A rank that loses another ends with an error; one that a signal ended is the cause of that.
-            process = max(bad, key=lambda found: found[1] > 128)[0]
+            process = max(bad, key=lambda pair: pair[1] > 128)[0]
             raise ProcessDied(process.ending(), process.name)
 
     async def finish(self, timeout_s: float) -> None:
@@ -180,7 +180,7 @@ class LocalLauncher(Launcher):
 
 
 def free_port(host: str, port: int | None = None) -> int:
-    """A TCP port nobody listens on now: `port` if it is given. Raises PrlError where that cannot be had."""
+    """A TCP port that is free now: `port` if it is given. Raises PrlError where an engine cannot listen there."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be had
         try:

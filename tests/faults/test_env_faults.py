@@ -26,18 +26,17 @@ ENV = """
             for number in range(50):
                 yield StuckTask(vf.TaskData(prompt=f"{number}+{number}="))
 """
-CHOSEN = (
-    *("env=math", "envs.math.taskset=stuck_env", "envs.math.args=null", "envs.math.eval_args=null"),
-    *("orchestrator.eval.every=null", "envs.math.timeout_s=600"),
-)
+CHOSEN = ("env=stuck", "hydra.searchpath=[file://.]", "orchestrator.eval.every=null", "envs.stuck.timeout_s=600")
 
 
 def test_a_run_whose_graders_spin_answers_sigterm(inline_command, tmp_path):
     (tmp_path / "stuck_env.py").write_text(textwrap.dedent(ENV).lstrip())
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "stuck.yaml").write_text("# @package envs.stuck\ntaskset: stuck_env\n")
     argv, env = inline_command(*CHOSEN)
     process = subprocess.Popen(argv, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
     try:
-        wait_until((tmp_path / "spins").exists, 120, "a grader spins")
+        wait_until(lambda: (tmp_path / "spins").exists() or process.poll() is not None, 240, "a grader spins")
         processes = family(process.pid)
         os.kill(process.pid, signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
