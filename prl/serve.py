@@ -44,10 +44,9 @@ def main(config: ServeConfig) -> None:
             f"inference.servers={config.inference.servers}: this command serves one; start it once for each, with "
             "ports of their own, and name them all in inference.urls or teacher.base_url"
         )
-    from prl.launch.checks import check_address, check_loadable  # transformers, once the config has passed
+    from prl.launch.checks import check_loadable  # transformers, once the config has passed
 
     check_loadable(config.model, config.inference, "model.", trained=False)
-    check_address(config.inference, "inference.")
     run_to_end(serve(config))
 
 

@@ -49,8 +49,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "teacher_url" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("teacher"))
-        elif "broken_run" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group(f"broken run: {item.callspec.params['name']}"))
 
 
 def gone(pid):

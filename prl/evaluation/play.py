@@ -20,10 +20,9 @@ from prl.evaluation.scores import EnvScore, TaskScore, score_env, score_tasks
 from prl.evaluation.targets import Target, by_engine, find_targets
 from prl.inference.client import ModelPool
 from prl.inference.sampler import Sampler
-from prl.launch.checks import check_address, check_loadable
+from prl.launch.checks import check_loadable
 from prl.launch.components import load_tokenizer, renderer_of
 from prl.launch.launcher import Launcher
-from prl.launch.local import LocalLauncher
 from prl.launch.prompts import rendered_prompts
 from prl.launch.specs import run_token
 from prl.monitors.base import Monitor, Monitors
@@ -143,7 +142,7 @@ def prepare_targets(config: EvaluationConfig) -> list[list[Target]]:
     check_device(config.inference.device, "inference.device")
     check_run_name(config.run.name)
     check_run_dir(config.run.dir)
-    launcher = build(config.launcher, Launcher, "launcher")
+    build(config.launcher, Launcher, "launcher")
     build(config.sampling, Sampler, "sampling")
     targets = find_targets(config)
     for target in targets:
@@ -154,8 +153,6 @@ def prepare_targets(config: EvaluationConfig) -> list[list[Target]]:
     check_engines(config, engines)
     if any(group[0].endpoint is None for group in engines):
         run_token(config)
-        if isinstance(launcher, LocalLauncher) and not (config.inference.urls or config.inference.in_process):
-            check_address(config.inference, "inference.")
     return engines
 
 

@@ -1,57 +1,32 @@
-"""What an address and a model are refused for before a process starts.
+"""What a launcher and a model are refused for before a process starts.
 
-What engine and trainer say themselves when they load a model is left to them.
+What engine and trainer say themselves when they start and load a model is left to them.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from prl.config.hardware import MachineConfig
 from prl.config.model_folder import check_length, embedding_rows, local_folder, positions
 from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
-from prl.config.validate import ports
-from prl.errors import ConfigError, PrlError
+from prl.errors import ConfigError
 from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Launcher
-from prl.launch.local import LocalLauncher, free_port
 from prl.remembered import remembered
 from prl.text import in_one_line
 from prl.trainer import architecture
 
 
 def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> None:
-    """Refuse hosts and ports that the engines cannot have here, and processes for a launcher that starts none.
-
-    `hosted` says whether a teacher is one of the engines.
-
-    Another launcher may start them elsewhere, a dry run be about another machine, and a warm engine may have the port
-    already.
-    """
-    inline = isinstance(launcher, InlineLauncher)
-    if inline and config.trainer.num_processes > 1:
+    """Refuse processes for a launcher that starts none. `hosted` says whether a teacher is one of the engines."""
+    if not isinstance(launcher, InlineLauncher):
+        return
+    if config.trainer.num_processes > 1:
         ranks = config.trainer.num_processes
         raise ConfigError(f"trainer.num_processes={ranks}: launcher=inline has one thread for it")
-    for node, prefix, needed in (
-        (config.inference, "inference.", not config.inference.urls),
-        (config.teacher.inference, "teacher.inference.", hosted),
-    ):
-        if not needed or node.in_process:
-            continue
-        if inline:
-            remedy = "teacher=inline" if node is config.teacher.inference else "inference=transformers"
-            raise ConfigError(f"launcher=inline starts no server: choose {remedy}, or launcher=local")
-        if isinstance(launcher, LocalLauncher) and config.machine == MachineConfig():
-            check_address(node, prefix)
-
-
-def check_address(inference: InferenceConfig, prefix: str) -> None:
-    """Raise ConfigError where the engines could not listen at the host and ports of the node under `prefix`."""
-    for port in ports(inference) or [None]:
-        try:
-            free_port(inference.host, port)
-        except PrlError as error:
-            where = f"{prefix}port={port}" if port is not None else f"{prefix}host={inference.host[:80]!r}"
-            raise ConfigError(f"{where}: {error}: choose another, or leave it out") from error
+    if not config.inference.urls and not config.inference.in_process:
+        raise ConfigError("launcher=inline starts no server: choose inference=transformers, or launcher=local")
+    if hosted and not config.teacher.inference.in_process:
+        raise ConfigError("launcher=inline starts no server: choose teacher=inline, or launcher=local")
 
 
 @dataclass(frozen=True)
@@ -107,8 +82,7 @@ def sizes_of(model: ModelConfig, prefix: str, *, trained: bool, device: str | No
         architecture.check_served(config, model.path, device)
     except ValueError as error:
         raise ConfigError(f"{prefix}path={error}") from error
-    text = config.get_text_config()
-    if getattr(text, "num_hidden_layers", None) == 0:
-        raise ConfigError(f"{where}: it has no layers (num_hidden_layers=0)")
     rows = embedding_rows(model.path)
-    return ModelSizes(positions(config.to_dict()), rows if rows is not None else getattr(text, "vocab_size", None))
+    if rows is None:
+        rows = getattr(config.get_text_config(), "vocab_size", None)
+    return ModelSizes(positions(config.to_dict()), rows)

@@ -13,8 +13,8 @@ from prl.launch.launcher import Launcher, ProcessDied, TrainerSpec
 
 log = logging.getLogger(__name__)
 
-LEAVING_S = 10.0
-"""A trainer that is to stop is waited for, seconds: a step has to end first."""
+STOP_S = 10.0
+"""Deadline for a trainer that is to stop, seconds: it ends its step first."""
 
 
 @dataclass(kw_only=True)
@@ -64,4 +64,4 @@ class InlineLauncher(Launcher):
     def stop(self) -> None:
         self.stopping.set()
         if self.trainer is not None:
-            self.trainer.join(LEAVING_S)
+            self.trainer.join(STOP_S)

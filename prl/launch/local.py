@@ -80,7 +80,7 @@ class LocalLauncher(Launcher):
         self.standby[name] = Process(name, command, env, log, self.scratch, order)
 
     def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
-        with contextlib.suppress(OSError, PrlError, UnicodeError):  # what is wrong is said where they are started
+        with contextlib.suppress(OSError, PrlError, UnicodeError):  # `start_engine` and `start_trainer` raise them
             self._import_ahead(engines, trainer)
 
     def _import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
@@ -111,19 +111,9 @@ class LocalLauncher(Launcher):
     def restart_engine(self, name: str) -> bool:
         if name not in self.engines:
             return False
-        for process in [each for each in self.processes if each.name == name]:
+        for process in [process for process in self.processes if process.name == name]:
             process.end()
             self.processes.remove(process)
-        spec, port = self.engines[name]
-        deadline = time.monotonic() + 2 * children.GRACE_S
-        while True:
-            try:
-                free_port(spec.config.host, port)  # said in our words where another program took it
-                break
-            except PrlError:  # or it is the dead engine's still
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
         self._serve(name)
         return True
 
@@ -155,7 +145,7 @@ class LocalLauncher(Launcher):
         bad = [(p, status) for p in self.processes if (status := p.status) is not None and (status or not p.may_finish)]
         if bad:
             # A rank that loses another ends with an error; one that a signal ended is the cause of that.
-            process = max(bad, key=lambda found: found[1] > 128)[0]
+            process = max(bad, key=lambda pair: pair[1] > 128)[0]
             raise ProcessDied(process.ending(), process.name)
 
     async def finish(self, timeout_s: float) -> None:
@@ -190,14 +180,16 @@ class LocalLauncher(Launcher):
 
 
 def free_port(host: str, port: int | None = None) -> int:
-    """A TCP port nobody listens on now: `port` if it is given. Raises PrlError where that cannot be had."""
+    """A TCP port that is free now: `port` if it is given. Raises PrlError where an engine cannot listen there."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be had
         try:
             sock.bind((host, port or 0))
         except (OSError, UnicodeError) as error:  # a name that is none
             reason = getattr(error, "strerror", None) or error
-            raise PrlError(f"cannot listen on {host[:80]}, port {port or 'any'}: {reason}") from error
+            raise PrlError(
+                f"an engine cannot listen on {host[:80]}, port {port or 'any'}: {reason}: choose another"
+            ) from error
         return sock.getsockname()[1]
 
 

@@ -1,4 +1,4 @@
-"""One process of a run: how it is started, how it ended, and what its log says of that."""
+"""One process of a run: its start, its end, and the reason for that in its log."""
 
 import contextlib
 import os
@@ -93,11 +93,11 @@ class Process(subprocess.Popen[bytes]):
             self.wait()
 
     def ending(self) -> str:
-        """How it ended and why: in one line where its log has the reason in one, else with the last lines of that."""
+        """Describe its end: in one line where the log has the reason in one, else with the last lines of the log."""
         assert self.status is not None
         how = f"process {self.name!r} ended with status {self.status}"
         if self.status > 128:
-            how += f" ({of_signal(self.status - 128)})"
+            how += f" ({signal_name(self.status - 128)})"
         lines = self.last_lines()
         own_name, _, reason = lines[-1].partition(": ") if lines else ("", "", "")
         if own_name != self.name.partition(" ")[0]:  # it is not as `prl.trainer.worker` ends
@@ -120,8 +120,8 @@ class Process(subprocess.Popen[bytes]):
         return []
 
 
-def of_signal(number: int) -> str:
-    """Return what a signal that ended a process says: `killed by SIGKILL (out of memory?)`."""
+def signal_name(number: int) -> str:
+    """Describe the signal that ended a process: `killed by SIGKILL (out of memory?)`."""
     with contextlib.suppress(ValueError):
         name = signal.Signals(number).name
         return f"killed by {name}{' (out of memory?)' if number == signal.SIGKILL else ''}"

@@ -1,4 +1,4 @@
-"""What the tasks of an env are refused or warned of before a start: prompts and demonstrations, once rendered."""
+"""Refusals of tasks and warnings before a start: their prompts and demonstrations, once rendered."""
 
 import warnings
 from typing import Any
@@ -17,7 +17,7 @@ from prl.inference.renderer import UnrenderablePrompt, render_prompt, tokenizer_
 from prl.inference.template_check import call_and_answer, losses_of_prompt, marks_of
 from prl.orchestrator.algo.base import Algorithm
 
-LOOKED_AT = 16
+CHECKED = 16
 """First tasks of an env that are rendered; behind them the first of each other sequence of roles, as many at most."""
 
 
@@ -63,11 +63,11 @@ def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -
     Raises ConfigError, with the renderer's config key `where`, if none can be rendered or a message is left out. Warns
     of those that cannot be rendered, which fail their group, and of messages that come out changed.
     """
-    found: list[list[int]] = []
+    prompts: list[list[int]] = []
     refused: list[str] = []
     changed: list[str] = []
     called = False
-    for task in [] if environment.uses_harness else tasks_to_look_at(environment.tasks):
+    for task in [] if environment.uses_harness else tasks_to_check(environment.tasks):
         messages = [message_to_wire(message) for message in opening_messages(task.data)]
         if not messages:
             continue
@@ -75,7 +75,7 @@ def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -
         of_task = f"task {task.key} of env {environment.name!r}"
         try:
             losses = list(losses_of_prompt(renderer, messages, tools))
-            found.append(list(render_prompt(renderer, messages, tools).token_ids))
+            prompts.append(list(render_prompt(renderer, messages, tools).token_ids))
         except UnrenderablePrompt as error:
             if environment.verifiers_env is None:  # else the env may add the messages that are missing
                 refused.append(f"{of_task}: {error}")
@@ -90,12 +90,12 @@ def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -
                     "or leave it out of the tasks"
                 )
             changed.append(f"{of_task}: {loss.what}")
-    if refused and not found:
+    if refused and not prompts:
         raise ConfigError(f"{where}: {refused[0]}; or choose another with {where}.name=<name>")
     for what in (refused, changed):
         if what:
-            warnings.warn(f"{what[0]} (so with {len(what)} of the prompts that were looked at)", stacklevel=2)
-    return found
+            warnings.warn(f"{what[0]} (so with {len(what)} of the prompts that were rendered)", stacklevel=2)
+    return prompts
 
 
 def lost_after_a_call(renderer: Renderer, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[str]:
@@ -108,22 +108,22 @@ def lost_after_a_call(renderer: Renderer, messages: list[dict[str, Any]], tools:
     return [f"once a tool has been called, {loss.what}" for loss in losses]
 
 
-def tasks_to_look_at(tasks: list[vf.Task]) -> list[vf.Task]:
+def tasks_to_check(tasks: list[vf.Task]) -> list[vf.Task]:
     """Return the first tasks, and the first of each other sequence of roles: a template may refuse one or drop it."""
-    first, others = tasks[:LOOKED_AT], tasks[LOOKED_AT:]
+    first, others = tasks[:CHECKED], tasks[CHECKED:]
     by_roles: dict[tuple[str, ...], vf.Task] = {}
     for task in others:
         by_roles.setdefault(roles_of(task), task)
     for task in first:
         by_roles.pop(roles_of(task), None)
-    return [*first, *list(by_roles.values())[:LOOKED_AT]]
+    return [*first, *list(by_roles.values())[:CHECKED]]
 
 
 def roles_of(task: vf.Task) -> tuple[str, ...]:
     """Return the roles of the messages that a task's conversation starts with."""
     prompt, system = task.data.prompt, task.data.system_prompt
-    spoken = ("user",) if isinstance(prompt, str) else tuple(message.role for message in prompt or [])
-    return spoken if system is None else ("system", *spoken)
+    roles = ("user",) if isinstance(prompt, str) else tuple(message.role for message in prompt or [])
+    return roles if system is None else ("system", *roles)
 
 
 def warn_of_marks(environment: Environment, renderer: Renderer, demo_key: str | None = None) -> list[vf.Task]:
@@ -147,9 +147,9 @@ def warn_of_marks(environment: Environment, renderer: Renderer, demo_key: str | 
 
 
 def text_of(data: vf.TaskData, demo_key: str | None) -> str:
-    """Return all that a task says to the model, or has it say."""
-    said: list[Any] = [data.system_prompt, data.prompt, getattr(data, demo_key, None) if demo_key else None]
-    return "\n".join(each if isinstance(each, str) else str(each) for each in said if each is not None)
+    """Return all text of a task that the model reads or is to write."""
+    parts: list[Any] = [data.system_prompt, data.prompt, getattr(data, demo_key, None) if demo_key else None]
+    return "\n".join(str(part) for part in parts if part is not None)
 
 
 def check_demonstrations(
@@ -165,7 +165,7 @@ def check_demonstrations(
         raise ConfigError(f"{where}: env {env!r} is played by verifiers' harness, which asks a model server")
     check_template(renderer, f"{config.node_of(env, 'renderer')[0]}.name")
     spelling = warn_of_marks(environment, renderer, key)
-    looked_at = {id(task) for task in [*tasks_to_look_at(environment.tasks), *spelling]}
+    checked = {id(task) for task in [*tasks_to_check(environment.tasks), *spelling]}
     for task in environment.tasks:
         try:
             replies = replies_in(task.data, key)
@@ -173,7 +173,7 @@ def check_demonstrations(
             raise ConfigError(
                 f"{where}: task {task.key} of env {env!r}: its field {error}; demo_key names it"
             ) from error
-        if id(task) in looked_at:
+        if id(task) in checked:
             check_replies(renderer, task, replies, f"{where}: task {task.key} of env {env!r}")
         if len(replies) > 1 and environment.verifiers_env is None:
             raise ConfigError(
@@ -192,7 +192,7 @@ def check_replies(renderer: Renderer, task: vf.Task, replies: list[dict[str, Any
     """Raise ConfigError if a reply of a task's demonstration would not be trained whole."""
     opening, question = opening_messages(task.data), [{"role": "user", "content": "?"}]
     try:
-        for number, reply in enumerate(replies):  # what is said between the first and the others, the env knows
+        for number, reply in enumerate(replies):  # what comes between two of them, the env knows alone
             dialogue = Dialogue(question if number or not opening else opening, task=task.data)
             as_completion(renderer, dialogue, Answer(reply), max_tokens=1 << 30)
     except (UnusableReply, UnrenderablePrompt) as error:

@@ -22,7 +22,7 @@ ENGINE_DEAD = "EngineDeadError"
 GRACE_S = 1.0
 """Time for a process that broke a request to be seen dead, seconds."""
 QUIET_S = 10.0
-"""Time without progress after which it is said who waits for whom, seconds."""
+"""Time without progress after which the run shows who waits for whom, seconds."""
 Result = TypeVar("Result")
 
 
@@ -47,12 +47,12 @@ class Supervisor:
     """Beside it is recorded how long each process takes to start."""
     _reviving: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
     """Waits for engines that were started again to come back, by their processes."""
-    _done: Hashable = field(default=None, init=False)
+    _progress: Hashable = field(default=None, init=False)
     """How far the run is."""
     _since: float = field(default=0.0, init=False)
     """When there was progress last."""
     _reported: bool = field(default=False, init=False)
-    """Whether it was said since then who waits for whom."""
+    """Whether the run has shown since then who waits for whom."""
 
     @contextlib.contextmanager
     def awaiting(self, what: str, lanes: Sequence[str]) -> Iterator[None]:
@@ -69,7 +69,7 @@ class Supervisor:
     def serve(self, pool: ModelPool) -> None:
         """The run begins: requests of `pool` are sent again where its engine is started again."""
         self.pool = pool
-        self._tell_what_may_restart()
+        self._mark_restartable()
 
     def finishing(self) -> None:
         """The last batch is trained: nothing is started again any more."""
@@ -86,20 +86,20 @@ class Supervisor:
                     await self._restart(death)
                 for failed in [task for task in self._reviving.values() if task.done()]:
                     failed.result()
-                self._say_who_waits()
+                self._report_who_waits()
                 await asyncio.sleep(POLL_S)
         finally:
             while self._reviving:
                 self._reviving.popitem()[1].cancel()
 
-    def _say_who_waits(self) -> None:
-        """Say who waits for whom, once, where nothing has happened for `QUIET_S`."""
+    def _report_who_waits(self) -> None:
+        """Show who waits for whom, once, where nothing has happened for `QUIET_S`."""
         if self.waiting is None:
             now = Waiting(f"the start waits for {', '.join(self.starting) or 'nothing'}", tuple(self.starting))
         else:
             now = self.waiting()
-        if self._done != now.done:
-            self._done = now.done
+        if self._progress != now.done:
+            self._progress = now.done
             self._since = time.monotonic()
             self._reported = False
         elif not self._reported and time.monotonic() - self._since > QUIET_S:
@@ -113,11 +113,11 @@ class Supervisor:
         if not isinstance(pool, InferencePool) or self.restarts.get(name, 0) < 1:
             raise death
         self.restarts[name] -= 1
-        self._tell_what_may_restart()
+        self._mark_restartable()
         if name in self._reviving:
             self._reviving.pop(name).cancel()
         urls = [url for place, url in enumerate(pool.urls) if numbered(ENGINE, place) == name]
-        for url in urls:  # none for one of another model, whose clients look for it by themselves
+        for url in urls:  # empty for one of another model, whose clients look for it by themselves
             pool.rotation.pause(url)
         try:
             if not await asyncio.to_thread(self.launcher.restart_engine, name):
@@ -136,12 +136,12 @@ class Supervisor:
         try:
             await pool.rotation.revive(url, self.startup_timeout_s)
         except PrlError:
-            await asyncio.sleep(GRACE_S)  # where it has died again, its end says more
+            await asyncio.sleep(GRACE_S)  # where it has died again, the watch names that first
             raise
         del self._reviving[name]
         self.say(f"{name} answers again")
 
-    def _tell_what_may_restart(self) -> None:
+    def _mark_restartable(self) -> None:
         for place, server in enumerate(self.pool.servers if self.pool is not None else ()):
             server.restartable = self.restarts.get(numbered(ENGINE, place), 0) > 0
 
@@ -167,9 +167,9 @@ class Supervisor:
             await asyncio.gather(working, watching, return_exceptions=True)
 
     async def last_checkpoint(self, end: Callable[[], None], grace_s: float) -> None:
-        """Have the trainer finish what it has and write a checkpoint; give up, and say so, after `grace_s` seconds.
+        """Have the trainer finish its batch and write a checkpoint; give up with a message after `grace_s` seconds.
 
-        Called when the run has been stopped; another SIGINT cancels it. `end` tells the trainer that nothing follows.
+        For a run that has been stopped; another SIGINT cancels it. `end` tells the trainer that no batch follows.
         """
         self.say(f"stopping: the trainer writes a last checkpoint, for at most {grace_s:g} s (again Ctrl-C = at once)")
         try:

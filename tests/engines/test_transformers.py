@@ -96,29 +96,10 @@ async def test_a_prompt_without_room_for_a_token_is_refused(pool, length):
         await pool.prompt_logprobs([3] * (length + (length == 64)))
 
 
-async def test_a_reply_ends_where_the_model_does(pool):
-    (reply,) = await pool.generate([3] * 60, {"seed": 0, "max_tokens": 50, "temperature": 2.0})
-    assert len(reply.token_ids) <= 4
-
-
 async def test_weights_that_cannot_be_loaded_leave_the_old_ones(pool, tmp_path):
     with pytest.raises(EngineError, match=str(tmp_path)):
         await pool.update_weights(1, str(tmp_path))
     assert pool.version == 0 and (await pool.generate(PROMPT, SAMPLING))[0].start_version == 0
-
-
-async def test_an_option_that_is_not_known_is_refused(pool):
-    with pytest.raises(TypeError, match="logit_bias"):
-        await pool.generate(PROMPT, SAMPLING | {"logit_bias": {3: 1.0}})
-
-
-async def test_the_event_loop_is_free_while_it_samples(pool):
-    asked = asyncio.create_task(pool.generate(PROMPT, SAMPLING | {"max_tokens": 40, "temperature": 2.0}, n=8))
-    turns = 0
-    while not asked.done():
-        await asyncio.sleep(0.001)
-        turns += 1
-    assert turns > 5
 
 
 async def test_closing_ends_what_is_sampled(pool):

@@ -1,7 +1,5 @@
 """Replies that come as messages: what a chat endpoint is asked, the policy's tokens of what it says, demonstrations."""
 
-from types import SimpleNamespace
-
 import pytest
 import verifiers.v1 as vf
 
@@ -14,7 +12,6 @@ from prl.inference.chat import (
     Dialogue,
     UnusableReply,
     as_completion,
-    check_template,
     replies_in,
 )
 from prl.inference.frozen import FrozenPool
@@ -91,21 +88,6 @@ def test_a_reply_that_does_not_fit_is_cut_and_a_demonstration_is_not(renderer, t
     assert exactly == whole
     with pytest.raises(UnusableReply, match=rf"demonstration has {len(whole.token_ids)} tokens, where 8 fit"):
         as_completion(renderer, ASK, Answer(message, may_be_cut=False), max_tokens=8)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "whole", "says"),
-    [([1, 2], [1, 3, 9], "does not begin with the prompt"), ([1, 2], [1, 2, 3], "has no end-of-turn token")],
-)
-def test_a_template_without_a_place_for_a_reply_is_refused(prompt, whole, says):
-    odd = SimpleNamespace(
-        render=lambda messages, *, add_generation_prompt=False, tools=None: SimpleNamespace(
-            token_ids=prompt if add_generation_prompt else whole
-        ),
-        get_stop_token_ids=lambda: [9],
-    )
-    with pytest.raises(ConfigError, match=rf"^renderer\.name: .*{says}; choose another renderer"):
-        check_template(odd, "renderer.name")
 
 
 # --- a chat endpoint --------------------------------------------------------------------------------------------------
@@ -190,15 +172,6 @@ async def test_an_endpoint_is_asked_for_the_tokens_of_a_text(server, frozen, pro
     else:
         with pytest.raises(ConfigError, match=refusal):
             await frozen.require_tokenizer(probe)
-
-
-async def test_an_endpoint_without_the_route_exchanges_no_tokens_and_one_that_is_gone_is_an_error(
-    server, frozen, probe
-):
-    assert await frozen.shares_tokenizer(probe) is None  # 404
-    await server.stop()
-    with pytest.raises(EngineError, match="failed"):
-        await frozen.shares_tokenizer(probe)
 
 
 # --- demonstrations ---------------------------------------------------------------------------------------------------

@@ -117,38 +117,6 @@ async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, m
     assert raised.value.status == (reply[0] if isinstance(reply, tuple) and reply[0] != 200 else 0)
 
 
-async def test_the_failing_server_is_named(server, pool):
-    server.replies[GENERATE] = (503, "")
-    with pytest.raises(EngineError, match=f"{server.url}{GENERATE} answered HTTP 503"):
-        await pool.generate([1], {})
-
-
-async def test_a_reply_that_cannot_be_used_names_its_server_and_sends_the_next_request_elsewhere(servers):
-    pool = InferencePool([server.url for server in servers], "policy", "t")
-    servers[0].replies[GENERATE], servers[1].replies[GENERATE] = {"choices": []}, {"choices": [choice([3])]}
-    try:
-        with pytest.raises(EngineError, match=f"{servers[0].url}{GENERATE} sent no usable reply"):
-            await pool.generate([1], {})
-        for _ in range(3):
-            await pool.generate([1], {})
-        assert servers[0].calls.count(GENERATE) == 1
-    finally:
-        await pool.close()
-
-
-async def test_connection_refused():
-    port = free_port("127.0.0.1")
-    pool = InferencePool([f"http://127.0.0.1:{port}"], "policy", "t")
-    try:
-        with pytest.raises(
-            EngineError, match=rf"http://127.0.0.1:{port}{GENERATE} failed: .*refused|Connect"
-        ) as raised:
-            await pool.generate([1], {})
-        assert raised.value.status == 0
-    finally:
-        await pool.close()
-
-
 async def test_a_request_that_never_ends_is_an_error_with_the_url(server):
     server.replies[GENERATE] = hang
     pool = InferencePool([server.url], "policy", "t", request_timeout_s=0.3)
@@ -172,11 +140,6 @@ async def test_prompt_logprobs_come_by_the_route_that_samples(server, pool):
     (body,) = server.bodies[GENERATE]
     assert body["token_ids"] == [5, 7, 8] and body["cache_salt"] == "v0"
     assert body["sampling"]["max_tokens"] == 1 and body["sampling"]["prompt_logprobs"] == 0
-
-
-async def test_prompt_logprobs_of_one_token(server, pool):
-    server.replies[GENERATE] = scored(None)
-    assert await pool.prompt_logprobs([5]) == [0.0]
 
 
 @pytest.mark.parametrize("bad", [None, "-1", -9999.0, -10000.0, {"7": -1.0}, float("nan"), float("inf"), -float("inf")])
@@ -230,13 +193,6 @@ async def test_an_update_that_is_not_confirmed_is_none(server, pool):
     assert pool.version == 0
 
 
-async def test_a_slow_update_names_url_and_version(server, pool):
-    server.replies[UPDATE[0]] = hang
-    with pytest.raises(TimeoutError, match=f"{server.url} did not load policy version 12 within 0.3 s"):
-        await pool.update_weights(12, "/w", timeout_s=0.3)
-    assert pool.version == 0
-
-
 async def test_no_request_is_sent_during_an_update_and_one_sent_before_may_live_through_it(server, pool):
     loading, sampling = asyncio.Event(), asyncio.Event()
 
@@ -269,32 +225,7 @@ async def test_no_request_is_sent_during_an_update_and_one_sent_before_may_live_
     assert [body["cache_salt"] for body in server.bodies[GENERATE]] == ["v0", "v0", "v5"]
 
 
-async def test_every_server_is_updated(servers):
-    pool = InferencePool([s.url for s in servers], "policy", "t")
-    try:
-        await pool.update_weights(1, "/w")
-        assert [s.calls for s in servers] == [UPDATE] * 2 and pool.version == 1
-        servers[1].replies[UPDATE[0]] = (500, "")
-        with pytest.raises(EngineError, match=servers[1].url):
-            await pool.update_weights(2, "/w")
-        assert pool.version == 1
-    finally:
-        await pool.close()
-
-
 # --- wait_ready -------------------------------------------------------------------------------------------------------
-
-
-async def test_wait_ready_waits(server, pool):
-    server.replies["/health"] = (503, "")
-
-    async def get_ready():
-        await asyncio.sleep(0.3)
-        server.replies["/health"] = {}
-
-    waiting = asyncio.gather(pool.wait_ready(10), get_ready())
-    await waiting
-    assert len(server.calls) > 2
 
 
 async def test_wait_ready_names_the_endpoint_that_did_not_answer(server):
@@ -309,12 +240,6 @@ async def test_wait_ready_names_the_endpoint_that_did_not_answer(server):
         await pool.close()
 
 
-async def test_wait_ready_says_what_the_server_said_last(server, pool):
-    server.replies["/health"] = (503, "")
-    with pytest.raises(TimeoutError, match=r"not ready after 0.2 s \(.*HTTP 503"):
-        await pool.wait_ready(0.2)
-
-
 async def test_wait_ready_with_a_wrong_token_gives_up_at_once(server, pool):
     server.replies["/health"] = (401, "")
     with pytest.raises(EngineError, match=f"{server.url} refused the token.*PRL_TOKEN") as raised:
@@ -322,139 +247,7 @@ async def test_wait_ready_with_a_wrong_token_gives_up_at_once(server, pool):
     assert raised.value.status == 401 and server.calls == ["/health"]
 
 
-async def test_wait_ready_ends_when_the_server_process_died(pool):
-    def dead():
-        raise KeyError("process died")
-
-    with pytest.raises(KeyError, match="process died"):
-        await pool.wait_ready(60, dead)
-
-
 # --- spreading --------------------------------------------------------------------------------------------------------
-
-
-async def test_the_least_loaded_server_gets_the_next_request(servers):
-    gates = [asyncio.Event(), asyncio.Event()]
-
-    def behind(gate):
-        async def reply():
-            await gate.wait()
-            return {"choices": [choice([3])]}
-
-        return reply
-
-    for server, gate in zip(servers, gates, strict=True):
-        server.replies[GENERATE] = behind(gate)
-
-    async def settle(*expected):
-        async with asyncio.timeout(5):
-            while [len(s.calls) for s in servers] != list(expected):
-                await asyncio.sleep(0.01)
-
-    pool = InferencePool([s.url for s in servers], "policy", "t")
-    try:
-        tasks = [asyncio.create_task(pool.generate([1], {})) for _ in range(6)]
-        await settle(3, 3)
-        gates[0].set()  # the first server is done, the second still holds three
-        await asyncio.wait(tasks, timeout=0.3)
-        assert sum(task.done() for task in tasks) == 3
-        gates[0].clear()
-        tasks += [asyncio.create_task(pool.generate([1], {})) for _ in range(3)]
-        await settle(6, 3)
-        gates[0].set()
-        gates[1].set()
-        await asyncio.gather(*tasks)
-    finally:
-        await pool.close()
-
-
-async def test_failed_and_cancelled_requests_do_not_count_as_load(servers):
-    first, second = servers
-    first.replies[GENERATE] = (500, "")
-    second.replies[GENERATE] = hang
-    pool = InferencePool([s.url for s in servers], "policy", "t")
-    try:
-        for _ in range(3):  # always the first: nothing is in flight
-            with pytest.raises(EngineError):
-                await pool.generate([1], {})
-            pool.servers[0].failed_at = float("-inf")  # that one is avoided for a while is another test's
-        assert (first.calls.count(GENERATE), second.calls.count(GENERATE)) == (3, 0)
-        blocker = asyncio.create_task(hang_generate(pool, first))
-        await asyncio.sleep(0.1)
-        stuck = asyncio.create_task(pool.generate([1], {}))
-        await asyncio.sleep(0.1)
-        assert (first.calls.count(GENERATE), second.calls.count(GENERATE)) == (4, 1)
-        for task in (blocker, stuck):
-            task.cancel()
-        await asyncio.gather(blocker, stuck, return_exceptions=True)
-        first.replies[GENERATE] = {"choices": [choice([3])]}
-        await pool.generate([1], {})
-        assert (first.calls.count(GENERATE), second.calls.count(GENERATE)) == (5, 1)
-    finally:
-        await pool.close()
-
-
-async def hang_generate(pool, server):
-    server.replies[GENERATE] = hang
-    return await pool.generate([1], {})
-
-
-async def test_a_server_that_just_failed_comes_last_while_another_is_there(servers):
-    first, second = servers
-    first.replies[GENERATE] = (500, "")
-    second.replies[GENERATE] = {"choices": [choice([3])]}
-    pool = InferencePool([s.url for s in servers], "policy", "t")
-    try:
-        with pytest.raises(EngineError):
-            await pool.generate([1], {})
-        for _ in range(3):
-            await pool.generate([1], {})
-        assert (first.calls.count(GENERATE), second.calls.count(GENERATE)) == (1, 3)
-        second.replies[GENERATE] = (400, "too long")  # the request's fault, not the server's
-        for _ in range(2):
-            with pytest.raises(EngineError, match="400"):
-                await pool.generate([1], {})
-        assert (first.calls.count(GENERATE), second.calls.count(GENERATE)) == (1, 5)
-    finally:
-        await pool.close()
-
-
-async def test_a_connection_that_the_server_closed_unnoticed_costs_no_request():
-    """It closes one after it has answered, while we are too busy to hear of it until we write to it."""
-    closed, answered = threading.Event(), []
-
-    def serve(listening: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listening.accept()
-            except OSError:
-                return
-            with connection:
-                received = b""
-                while not received.endswith(b'"x"}') and (more := connection.recv(65536)):
-                    received += more
-                if not received:
-                    continue
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
-                answered.append(received.split()[1])
-            closed.set()
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=serve, args=(listening,), daemon=True)
-        thread.start()
-        pool = InferencePool([f"http://127.0.0.1:{listening.getsockname()[1]}"], "policy", "t")
-        try:
-            for rounds in (0, 1, 2, 3) * 3:  # how much of the closing our side has heard of
-                await pool.http.request("POST", pool.urls[0], "/prl/load_policy", {"path": "x"})
-                assert closed.wait(10)
-                closed.clear()
-                for _ in range(rounds):
-                    await asyncio.sleep(0)
-        finally:
-            await pool.close()
-        listening.shutdown(socket.SHUT_RDWR)
-        thread.join(10)
-    assert answered == [b"/prl/load_policy"] * 12
 
 
 async def test_two_connections_that_are_closed_in_a_row_cost_no_request_and_a_third_is_an_error():

@@ -17,29 +17,6 @@ def batch(*sequences, cached=None, tables=None, size=4):
     )
 
 
-def test_a_repeated_sequence_is_left_out_and_each_token_finds_the_one_that_it_repeats():
-    found = batch([5, 6, 7], [1], [5, 6, 7], [8, 6], [5, 6, 7])
-    assert found.rows.tolist() == [0, 1, 3] and found.starts.tolist() == [0, 3, 4, 6]
-    assert found.tokens.tolist() == [0, 1, 2, 3, 7, 8]
-    assert found.source.tolist() == [0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2]
-    ran = np.array([10, 11, 12, 13, 14, 15])  # what a model gives for the tokens left
-    assert ran[found.source].tolist() == [10, 11, 12, 13, 10, 11, 12, 14, 15, 10, 11, 12]
-
-
-def test_what_sequences_share_from_their_start_is_left_in_once():
-    found = batch([5, 6, 7, 1], [5, 6, 7, 2, 3], [5, 6], [9, 6])  # the third is the start of the first
-    assert len(found.tokens) == 4 + 2 + 2
-    ran = np.arange(8)
-    whole = ran[found.source].tolist()
-    assert whole[:3] == whole[4:7] and whole[:2] == whole[9:11] and len(set(whole)) == 8
-
-
-def test_nothing_repeats():
-    assert batch([1, 2], [3, 2], [4, 1, 2]) is None, "the same tokens after others"
-    assert batch([1], [1], [1]) is None, "the next token of a sequence, whose cached ones may be others"
-    assert batch() is None
-
-
 def test_what_saves_a_tenth_at_most_is_not_done():
     assert batch([1, *range(2, 11)], [1, *range(12, 21)], [30]) is None, "1 of 21"
     assert batch([1, 2, 3, *range(4, 11)], [1, 2, 3, *range(14, 21)]) is not None, "3 of 20"

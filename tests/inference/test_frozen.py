@@ -12,7 +12,6 @@ from patience import patient
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.inference.frozen import FrozenPool
-from prl.launch.local import free_port
 
 COMPLETIONS = "/v1/completions"
 MODELS = "/v1/models"
@@ -69,21 +68,11 @@ async def test_a_request_is_token_ids_and_plain_sampling_and_nothing_else(server
     assert server.calls == [COMPLETIONS]
 
 
-async def test_what_is_asked_for_is_stronger_than_the_plain_sampling(server, pool):
-    await pool.generate([1], {"top_p": 0.9})
-    (body,) = server.bodies[COMPLETIONS]
-    assert body["top_p"] == 0.9 and body["top_k"] == 0
-
-
 async def test_completions_come_in_their_order_and_without_logprobs(server, pool):
     server.replies[COMPLETIONS] = {"choices": [choice([3, 4], 1), choice([5], 0, finish_reason="length")]}
     first, second = await pool.generate([1], {}, n=2)
     assert (first.token_ids, first.logprobs, first.finish_reason) == ([5], [], "length")
     assert (second.token_ids, second.logprobs, second.finish_reason) == ([3, 4], [], "stop")
-
-
-async def test_a_frozen_model_has_no_version_and_so_no_salt(pool):
-    assert pool.version is None and pool.cache_salt is None and pool.up
 
 
 @pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/"])
@@ -96,44 +85,19 @@ async def test_the_url_may_end_in_v1_and_may_be_one_of_a_list(server, connect, t
     assert pool.urls == [server.url] and server.calls == [COMPLETIONS, MODELS]
 
 
-async def test_several_endpoints_share_the_requests(servers, connect):
-    gate = asyncio.Event()
-
-    async def reply():
-        await gate.wait()
-        return {"choices": [choice([3])]}
-
-    for server in servers:
-        server.replies[COMPLETIONS] = reply
-    pool = connect(base_url=[server.url for server in servers])
-    asked = asyncio.gather(*(pool.generate([1], {}) for _ in range(4)))
-    await until(lambda: [len(server.calls) for server in servers] == [2, 2])
-    gate.set()
-    await asked
-
-
 async def test_no_key_is_sent_unless_its_variable_is_named(server, connect, monkeypatch):
     monkeypatch.setenv("PRL_TOKEN", "the-runs-own")  # not anybody else's business
     monkeypatch.setenv("LARGE_MODEL_KEY", "s3cret")
     await connect().generate([1], {})
     assert "Authorization" not in server.headers
+    await connect("the-runs-own", api_key_var="LARGE_MODEL_KEY").generate([1], {})
+    assert server.headers["Authorization"] == "Bearer the-runs-own", "one that is passed, as for a hosted model"
     pool = connect(api_key_var="LARGE_MODEL_KEY")
     await pool.generate([1], {})
     assert server.headers["Authorization"] == "Bearer s3cret"
     server.headers = None
     await pool.wait_ready(1)
     assert server.headers["Authorization"] == "Bearer s3cret"
-
-
-async def test_a_token_that_is_passed_needs_no_environment(server, connect, monkeypatch):
-    """As for a model that the launcher hosts."""
-    pool = connect("the-runs-own")
-    await pool.generate([1], {})
-    assert server.headers["Authorization"] == "Bearer the-runs-own" and pool.http.token == "the-runs-own"
-    monkeypatch.setenv("LARGE_MODEL_KEY", "s3cret")
-    await connect("passed", api_key_var="LARGE_MODEL_KEY").generate([1], {})
-    assert server.headers["Authorization"] == "Bearer passed"
-    assert connect().http.token is None and connect(api_key_var="LARGE_MODEL_KEY").http.token == "s3cret"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +127,7 @@ async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, m
 # --- servers of strangers ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("status", [302, 307])
 async def test_a_redirect_is_not_followed_and_the_key_goes_nowhere_else(servers, connect, status):
     away = web.Response(status=status, headers={"Location": f"{servers[1].url}{COMPLETIONS}"})
     pool = connect("the key")
@@ -195,20 +159,6 @@ async def test_a_server_that_asks_for_time_gets_it(server, pool, status, wait_s)
     (completion,) = await pool.generate([1], {})
     assert completion.token_ids == [3] and len(asked) == 3
     assert min(later - earlier for earlier, later in itertools.pairwise(asked)) >= float(wait_s or 0.05)
-
-
-async def test_pauses_grow_until_the_deadline(server, connect):
-    server.replies[COMPLETIONS] = (429, "slower")
-    with pytest.raises(EngineError, match="429"):
-        await connect(timeout_s=1.0).generate([1], {})
-    assert 1 <= len(server.calls) <= 5, "one after another would be a hundred, with pauses of .1 s ten"
-
-
-async def test_a_server_that_asks_for_more_time_than_there_is_fails_the_request(server, connect):
-    server.replies[COMPLETIONS] = web.Response(status=429, text="slower", headers={"Retry-After": "3600"})
-    with pytest.raises(EngineError, match="429"):
-        await asyncio.wait_for(connect(timeout_s=60.0).generate([1], {}), 30)
-    assert server.calls == [COMPLETIONS]
 
 
 # --- prompt_logprobs --------------------------------------------------------------------------------------------------
@@ -248,13 +198,6 @@ async def test_a_missing_prompt_logprob_is_an_error(server, pool, bad):
     with pytest.raises(EngineError, match="no logprob for token 7 at position 2"):
         await pool.prompt_logprobs([5, 6, 7])
     assert server.calls == [COMPLETIONS]
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-async def test_a_prompt_logprob_that_is_not_finite_is_an_error(server, pool, bad):
-    server.replies[COMPLETIONS] = rows(None, row(_7=bad))
-    with pytest.raises(EngineError):
-        await pool.prompt_logprobs([5, 7])
 
 
 async def test_a_prompt_logprob_above_0_is_an_error_as_a_sampled_ones_is(server, pool):
@@ -304,13 +247,6 @@ async def test_a_reply_of_another_shape_is_an_error_of_the_server(server, pool, 
             await pool.generate([5, 7], {}, n=2)
 
 
-@pytest.mark.parametrize("reply", [{"data": None}, [], {"data": ["teacher"]}, {}], ids=str)
-async def test_a_list_of_models_of_another_shape_is_waited_for_to_become_one(server, pool, reply):
-    server.replies["/v1/models"] = reply
-    with pytest.raises(DeadlinePassed, match="cannot be read"):
-        await pool.wait_ready(0.3)
-
-
 async def test_an_endpoint_that_looks_well_and_answers_nothing_has_its_deadline(server, connect):
     """A dead engine behind a live front end."""
     pool = connect(timeout_s=0.4)
@@ -334,12 +270,6 @@ async def test_an_answer_ends_what_counts_as_one_failure(server, connect):
         assert await pool.prompt_logprobs([5, 7]) == [0.0, -1.0] and pool.up
 
 
-async def test_prompt_logprobs_that_do_not_come_are_an_error_with_the_url(server, connect):
-    server.replies[COMPLETIONS] = hang
-    with pytest.raises(EngineError, match=f"{server.url}{COMPLETIONS} failed: .*[Tt]ime"):
-        await asyncio.wait_for(connect(timeout_s=0.2).prompt_logprobs([5, 7]), 5)
-
-
 async def test_a_completion_may_take_longer_than_the_deadline_of_prompt_logprobs(server, connect):
     async def slow():
         await asyncio.sleep(0.4)
@@ -351,22 +281,6 @@ async def test_a_completion_may_take_longer_than_the_deadline_of_prompt_logprobs
 
 
 # --- wait_ready -------------------------------------------------------------------------------------------------------
-
-
-async def test_wait_ready_waits_until_the_model_is_served(server, pool):
-    server.replies[MODELS] = (503, "still loading")
-    waiting = asyncio.create_task(pool.wait_ready(10))
-    await until(lambda: len(server.calls) > 1)
-    assert not waiting.done()
-    server.replies[MODELS] = SERVED
-    await asyncio.wait_for(waiting, 5)
-    assert set(server.calls) == {MODELS}
-
-
-async def test_wait_ready_looks_at_every_endpoint(servers, connect):
-    servers[1].replies[MODELS] = (503, "")
-    with pytest.raises(DeadlinePassed, match=servers[1].url):
-        await connect(base_url=[server.url for server in servers]).wait_ready(0.2)
 
 
 @pytest.mark.parametrize(
@@ -400,12 +314,6 @@ async def test_wait_ready_names_the_endpoint_that_did_not_answer_and_the_last_it
         await pool.wait_ready(0.2)
 
 
-async def test_an_endpoint_that_nobody_listens_at_is_waited_for_and_named(connect):
-    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-    with pytest.raises(DeadlinePassed, match=f"{url} was not ready after 0.2 s"):
-        await connect(base_url=f"{url}/v1").wait_ready(0.2)
-
-
 # --- going away -------------------------------------------------------------------------------------------------------
 
 
@@ -413,17 +321,12 @@ def asking(pool, what):
     return pool.generate([1], {}) if what == "generate" else pool.prompt_logprobs([5, 7])
 
 
-def searches():
-    return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.endswith(".wait_ready")]
-
-
 async def fails(pool, what="generate"):
     with pytest.raises(EngineError):
         await asyncio.wait_for(asking(pool, what), 5)
 
 
-@pytest.mark.parametrize("what", ["generate", "prompt_logprobs"])
-@pytest.mark.parametrize("status", [500, 502, 503])
+@pytest.mark.parametrize(("what", "status"), [("generate", 500), ("prompt_logprobs", 503)])
 async def test_a_server_error_fails_the_request_and_the_model_is_away_until_it_is_found_again(
     server, pool, what, status
 ):
@@ -451,38 +354,12 @@ async def test_a_refused_connection_fails_the_request_and_the_model_is_away_unti
     await pool.generate([1], {})
 
 
-async def test_prompt_logprobs_that_do_not_come_mean_that_the_model_is_away(server, connect):
-    server.replies[COMPLETIONS] = hang
-    pool = connect(timeout_s=0.2)
-    await fails(pool, "prompt_logprobs")
-    assert not pool.up
-
-
-async def test_a_model_may_go_away_more_than_once(server, pool):
-    for _ in range(3):
-        server.replies |= {COMPLETIONS: (503, ""), MODELS: (503, "")}
-        await fails(pool)
-        assert not pool.up
-        server.replies |= {COMPLETIONS: {"choices": [choice([3])]}, MODELS: SERVED}
-        await until(lambda: pool.up)
-        await pool.generate([1], {})
-        assert pool.up
-
-
 @pytest.mark.parametrize("reply", [(400, "too long"), (404, "no such model"), {"choices": []}])
 async def test_an_answer_that_the_request_is_to_blame_for_does_not_mean_that_the_model_is_away(server, pool, reply):
     server.replies[COMPLETIONS] = reply
     await fails(pool)
     await asyncio.sleep(0.05)
     assert pool.up and server.calls == [COMPLETIONS], "nobody looks for it"
-
-
-async def test_many_failures_are_one_search(server, pool):
-    server.replies |= {COMPLETIONS: (503, ""), MODELS: (503, "")}
-    for _ in range(5):
-        await fails(pool)
-        assert not pool.up
-    assert len(searches()) == 1
 
 
 async def test_a_model_that_stays_away_is_named_from_its_deadline_on(server, connect):
@@ -494,35 +371,6 @@ async def test_a_model_that_stays_away_is_named_from_its_deadline_on(server, con
     for _ in range(2):  # whoever looks next hears it too
         with pytest.raises(DeadlinePassed, match=server.url):
             pool.up  # noqa: B018
-
-
-async def test_an_endpoint_that_comes_back_with_another_model_ends_the_search(server, pool):
-    server.replies |= {COMPLETIONS: (503, ""), MODELS: {"data": [{"id": "small"}]}}
-    await fails(pool)
-    with pytest.raises(PrlError, match=f"{server.url} serves 'small', not 'teacher'"):
-        await until(lambda: pool.up)
-
-
-async def test_closing_while_searching_leaves_no_task(server, pool):
-    server.replies |= {COMPLETIONS: (503, ""), MODELS: hang}
-    await fails(pool)
-    await until(lambda: MODELS in server.calls)
-    assert not pool.up and len(searches()) == 1
-    await pool.close()
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert not searches()
-
-
-async def test_one_failure_long_ago_is_no_failure_now(server, connect):
-    """A hiccup, then nobody asks anything for longer than the deadline."""
-    pool = connect(timeout_s=0.3)
-    server.replies[COMPLETIONS] = (500, "hiccup")
-    await fails(pool, "prompt_logprobs")
-    await asyncio.sleep(0.5)
-    assert pool.up
-    await fails(pool, "prompt_logprobs")
-    await until(lambda: pool.up)
 
 
 async def test_another_server_of_the_same_model_goes_on(servers, connect):

@@ -9,7 +9,6 @@ from typing import get_args
 
 import pytest
 from omegaconf import OmegaConf
-from renderers import Renderer
 from renderers import RendererConfig as PackageConfig
 
 from prl.config.build import function
@@ -20,9 +19,7 @@ from prl.inference.renderer import (
     RENDERERS,
     RendererConfig,
     make_renderer,
-    remember_short_texts,
     renderer_config,
-    tokenizer_of,
 )
 
 README = Path(__file__).parents[2] / "prl" / "inference" / "README.md"
@@ -75,11 +72,6 @@ def test_a_renderer_that_does_not_fit_the_tokenizer_is_refused(tokenizer):
 
 def test_every_renderer_of_the_package_has_its_name_here():
     assert sorted(RENDERERS) == FAMILIES
-
-
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"custom"}))
-def test_a_name_is_the_packages_own_config(name):
-    assert renderer_config(name, {}).name == name
 
 
 def composed(schema, *overrides):
@@ -168,19 +160,6 @@ def test_a_renderer_of_ones_own(tokenizer, tmp_path, monkeypatch):
 # --- what the package keeps private -----------------------------------------------------------------------------------
 
 
-def test_the_tokenizer_of_a_renderer(tokenizer):
-    for name in sorted(OF_THE_TINY_TOKENIZER):
-        assert tokenizer_of(make_renderer(tokenizer, name=name)) is tokenizer
-    assert tokenizer_of(object()) is None
-
-
-def test_the_package_has_no_public_way_to_it(tokenizer):
-    """When this fails, the package has one: `tokenizer_of` should use it, or go."""
-    assert not hasattr(Renderer, "tokenizer")
-    public = {name for name, value in vars(make_renderer(tokenizer, name="qwen3")).items() if value is tokenizer}
-    assert public == {"_tokenizer"}
-
-
 MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}] * 2
 
 
@@ -195,17 +174,6 @@ def encoded(tokenizer):
 
     tokenizer.encode = listening
     return texts
-
-
-def test_renderers_encode_the_same_short_texts_again_and_again(own_tokenizer):
-    """When this fails, the package remembers them itself: `remember_short_texts` should go."""
-    from renderers import create_renderer
-
-    texts = encoded(own_tokenizer)
-    renderer = create_renderer(own_tokenizer, renderer_config("qwen3", {}))
-    for _ in range(2):
-        renderer.render(MESSAGES, add_generation_prompt=True)
-    assert len(texts) > len(set(texts))
 
 
 def test_short_texts_are_encoded_once_and_to_the_same_tokens(own_tokenizer):
@@ -238,18 +206,6 @@ def called(tokenizer):
     return texts, markers
 
 
-def test_renderers_probe_a_tokenizer_and_look_markers_up_again_and_again(own_tokenizer):
-    """When this fails, the package remembers them itself: that part of `remember_short_texts` should go."""
-    from renderers import create_renderer
-
-    texts, markers = called(own_tokenizer)
-    renderer = create_renderer(own_tokenizer, renderer_config("qwen3", {}))
-    for _ in range(2):
-        renderer.render(MESSAGES, add_generation_prompt=True)
-        renderer.parse_response(own_tokenizer.encode("2", add_special_tokens=False))
-    assert texts.count(PROBE) > 2 and len(markers) > len(set(markers))
-
-
 def test_a_tokenizer_is_probed_once_and_does_the_same(own_tokenizer):
     from renderers import create_renderer
 
@@ -266,10 +222,3 @@ def test_a_tokenizer_is_probed_once_and_does_the_same(own_tokenizer):
     for text in (PROBE, "ab", ["a", "b"]):
         assert own_tokenizer(text, **PROBED) == fresh(text, **PROBED)
     assert own_tokenizer.convert_tokens_to_ids(["<think>", "a"]) == fresh.convert_tokens_to_ids(["<think>", "a"])
-
-
-def test_a_tokenizer_is_given_one_cache_however_many_renderers_it_has(own_tokenizer):
-    remember_short_texts(own_tokenizer)
-    cached = own_tokenizer.encode
-    make_renderer(own_tokenizer, name="qwen3")
-    assert own_tokenizer.encode is cached

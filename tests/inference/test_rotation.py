@@ -11,7 +11,6 @@ from aiohttp import web
 from prl.errors import EngineError
 from prl.inference import rotation
 from prl.inference.client import InferencePool
-from prl.inference.routing import Prefix
 from tests.conftest import Server
 
 GENERATE, UPDATE, HEALTH = "/prl/generate", "/prl/load_policy", "/health"
@@ -108,34 +107,6 @@ def hold(server, route):
 # --- load and prefix --------------------------------------------------------------------------------------------------
 
 
-async def test_a_request_counts_as_many_as_it_asks_for(pool, policies):
-    first, second = policies
-    gates = [hold(server, GENERATE) for server in policies]
-    tasks = [start(pool, 4)]
-    await until(lambda: first.asked() == 1)
-    for number in range(4):
-        tasks.append(start(pool))
-        await until(lambda number=number: second.asked() == number + 1)
-    assert pool.traffic.load == {first.url: 4, second.url: 4}
-    for gate in gates:
-        gate.set()
-    assert await asyncio.gather(*tasks) == [(1, 1)] * 5
-    assert (first.asked(), second.asked()) == (1, 4) and pool.traffic.load == {first.url: 0, second.url: 0}
-
-
-async def test_turns_follow_their_conversation(pool, policies):
-    first, second = policies
-    gate = hold(first, GENERATE)
-    blocker = start(pool, 3)
-    await until(lambda: first.asked() == 1)
-    await ask(pool, 1, Prefix("g", "g/0"))
-    gate.set()
-    await blocker
-    for _ in range(3):
-        await ask(pool, 1, Prefix("g", "g/0"))  # by load the first would be next
-    assert (first.asked(), second.asked()) == (1, 4)
-
-
 # --- death and comeback -----------------------------------------------------------------------------------------------
 
 
@@ -176,49 +147,6 @@ async def test_a_server_that_was_started_anew_between_two_requests_samples_nothi
     await until(lambda: not pool.servers[0].away)
     assert first.work == [GENERATE, UPDATE] and first.holds == 1, "refused, and brought up to date"
     assert second.asked() == 3
-
-
-async def test_an_only_server_that_was_started_anew_gets_the_weights_and_then_the_request(policies, monkeypatch):
-    monkeypatch.setattr(rotation, "LOOK_S", 0.02)
-    [server, _] = policies
-    pool = InferencePool([server.url], "policy", "t")
-    try:
-        await pool.update_weights(7, "/w7")
-        await server.stop()
-        await server.start()
-        server.calls.clear()
-        assert await asyncio.gather(*(ask(pool) for _ in range(4))) == [(7, 7)] * 4
-        assert server.asked(UPDATE) == 1
-        assert server.work.index(UPDATE) == 4, "four were refused, one load, four again"
-    finally:
-        await pool.close()
-
-
-async def test_with_all_servers_gone_a_request_is_an_error(pool, policies):
-    for server in policies:
-        await server.stop()
-    for _ in range(3):
-        with pytest.raises(EngineError, match="Cannot connect"):
-            await asyncio.wait_for(ask(pool), 5)
-    await policies[0].start()
-    await until(lambda: not any(server.away for server in pool.servers[:1]))
-    assert await ask(pool) == (1, 1), "and once one is back, requests go on"
-
-
-async def test_a_server_that_fails_a_request_and_is_well_stays(pool, policies):
-    first, _ = policies
-    first.replies[GENERATE] = (500, "no")
-    with pytest.raises(EngineError, match="HTTP 500: no"):
-        await ask(pool)
-    assert not pool.servers[0].away and pool.counts["engine/requests_reissued"] == 0
-
-
-async def test_what_a_server_gives_up_goes_elsewhere(pool, policies):
-    first, second = policies
-    first.replies[GENERATE] = {
-        "choices": [{"index": 0, "token_ids": [1], "logprobs": [-1.0], "finish_reason": "abort"}]
-    }
-    assert await ask(pool) == (1, 1) and second.asked() == 1
 
 
 async def test_weights_that_are_gone_before_a_server_has_loaded_them_are_followed_by_the_newest(pool, policies):
@@ -296,23 +224,3 @@ async def test_an_update_that_a_server_refuses_ends_with_its_name_although_anoth
     with pytest.raises(EngineError, match=f"{second.url}{UPDATE} answered HTTP 400: a tensor is missing"):
         await pool.update_weights(2, "/w2")
     assert pool.version == 1
-
-
-async def test_an_update_of_servers_that_are_all_gone_is_an_error(pool, policies):
-    for server in policies:
-        await server.stop()
-    with pytest.raises(EngineError, match="Cannot connect"):
-        await asyncio.wait_for(pool.update_weights(2, "/w2"), 5)
-    assert pool.version == 1
-
-
-async def test_a_search_ends_with_its_pool(policies, monkeypatch):
-    pool = InferencePool([server.url for server in policies], "policy", "t")
-    await pool.update_weights(1, "/w1")
-    await policies[0].stop()
-    before = asyncio.all_tasks()
-    assert await ask(pool) == (1, 1)
-    searching = asyncio.all_tasks() - before
-    assert searching
-    await pool.close()
-    assert all(task.done() for task in searching)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import shutil
 from types import SimpleNamespace
 
 import httpx
@@ -91,16 +90,6 @@ async def post(client):
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
-
-
-async def test_what_sampling_raises_is_answered_by_vllms_handlers(client, monkeypatch):
-    async def refuse(engine, asked, params):
-        raise ValueError(f"{asked.token_ids} is too odd")
-
-    monkeypatch.setattr("prl.inference.routes.sample", refuse)
-    monkeypatch.setattr("prl.inference.routes.params_of", lambda asked: None)
-    reply = await client.post(GENERATE, json=ASKED)
-    assert (reply.status_code, reply.text) == (418, "[3] is too odd")
 
 
 async def test_a_request_whose_client_goes_away_is_cancelled(engine, monkeypatch):
@@ -252,27 +241,8 @@ def truncated(folder):
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def flipped(folder):
-    path = folder / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[9] ^= 0xFF
-    path.write_bytes(bytes(data))
-
-
 def pickled(folder):
     torch.save({"w": torch.ones(1)}, folder / "model.safetensors")
-
-
-def elsewhere(folder):
-    (folder / "sub").mkdir()
-    shutil.copy(folder / "model.safetensors", folder / "sub" / "x.safetensors")
-    weight_map = {"w": "../model.safetensors"}
-    (folder / "sub" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return folder / "sub"
-
-
-def unindexed(folder):
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
 
 
 def emptied(folder):
@@ -284,20 +254,13 @@ def gone(folder):
     return folder / "gone"
 
 
-@pytest.mark.parametrize("damage", [truncated, flipped, pickled, elsewhere, unindexed, emptied, gone])
+@pytest.mark.parametrize("damage", [truncated, pickled, emptied, gone])
 async def test_files_that_cannot_be_read_are_refused_before_anything_is_touched(engine, post, tmp_path, damage):
     changed(tmp_path)
     folder = damage(tmp_path) or tmp_path
     reply = await post({"path": str(folder)})
     assert reply.status_code == 400 and str(folder) in reply.json()["error"] and engine.calls == []
     assert "\n" not in reply.json()["error"] and reply.json()["error"].endswith("the weights stay as they are")
-
-
-async def test_a_name_that_is_nowhere_is_refused(engine, post, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for name in ("tiny", "nobody/nothing", "../x", "a/b/c", ""):
-        reply = await post({"path": name})
-        assert reply.status_code == 400 and engine.calls == [], name
 
 
 async def test_names_as_transformers_writes_them_pass_too(engine, post, tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from prl.inference import routing
 from prl.inference.routing import Prefix, Router, Server
 
 A, B, C = "http://a", "http://b", "http://c"
@@ -83,17 +82,3 @@ def test_servers_that_are_away_or_load_get_nothing_and_those_that_failed_come_la
     assert router.choose() is c
     c.away = True
     assert router.choose(1, turn(0, 0)) is None
-
-
-def test_the_oldest_prefixes_are_forgotten(router, monkeypatch):
-    monkeypatch.setattr(routing, "REMEMBERED", 4)
-    for group in range(3):
-        router.choose(1, turn(group, 0))
-    assert list(router._seen) == ["g1", "g1/0", "g2", "g2/0"]
-
-
-def test_one_server_is_chosen_without_remembering_anything():
-    router = Router([Server(A)], {A: 0})
-    assert router.choose(8, turn(0, 0)).url == A and not router._seen
-    router.servers[0].loading = True
-    assert router.choose() is None

@@ -1,16 +1,13 @@
 """The sampler: its knobs, what a request carries, and what training refuses."""
 
-import copy
 from dataclasses import asdict, dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError
 
 from prl.config.build import build, plain
-from prl.config.model_reference import POLICY, FrozenModelConfig, SourceConfig
 from prl.config.schema import EnvSamplingConfig, EvalSamplingConfig
 from prl.config.signature import schema_of
 from prl.errors import ConfigError, EngineError
@@ -104,27 +101,6 @@ def test_stop_strings_are_searched_for_in_a_text_with_special_tokens(renderer):
     assert sampler.parameters("k") == make(renderer).parameters("k") | expected
 
 
-@pytest.mark.slow  # imports vLLM
-def test_the_engine_finds_stop_strings_only_in_text_and_keeps_the_tokens_that_complete_one(tokenizer):
-    """What the sampler's `skip_special_tokens` and the client's `detokenize` are for, with vLLM's own classes."""
-    from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
-    with pytest.raises(VLLMValidationError, match="detokenize=True to use stop"):
-        SamplingParams(stop=["a"], detokenize=False)
-
-    ids = tokenizer.encode("12<|im_end|>3\n45", add_special_tokens=False)
-    for skip, stopped_by, kept in ((True, "3\n4", ids[:-1]), (False, "<|im_end|>", ids[:3])):
-        parameters = SamplingParams(stop=["3\n4", "<|im_end|>"], skip_special_tokens=skip)
-        request = SimpleNamespace(
-            sampling_params=parameters, prompt_token_ids=[tokenizer.eos_token_id], prompt_embeds=None, request_id="r"
-        )
-        detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
-        found = next(stop for token_id in ids if (stop := detokenizer.update([token_id], False)))
-        assert (found, list(detokenizer.output_token_ids)) == (stopped_by, kept)
-
-
 @pytest.mark.parametrize(("max_tokens", "expected"), [(None, 6), (5, 5), (9, 6)])
 async def test_max_tokens_is_what_is_asked_for_or_what_the_model_has_room_for(renderer, max_tokens, expected):
     sampler = make(renderer, max_tokens=max_tokens)
@@ -197,11 +173,6 @@ async def test_greedy_samples_once_and_answers_for_all(renderer):
     assert (sampler.pool.asked.n, sampler.pool.asked.temperature) == (1, 0.0)
 
 
-def test_an_override_that_cannot_work_is_refused_by_its_own_key():
-    with pytest.raises(ConfigError, match=r"^orchestrator\.eval\.sampling\.stop has an empty string"):
-        Sampler().with_overrides(EvalSamplingConfig(stop=[""]), EVAL)
-
-
 def test_an_override_has_every_knob_and_none_of_them_set():
     knobs = [knob.name for knob in fields(Sampler)]
     assert [knob.name for knob in fields(EvalSamplingConfig)] == knobs
@@ -239,14 +210,6 @@ def sampler_of(config, env):
     return build(plain(config.sampling) | plain(config.envs[env].sampling), Sampler, f"envs.{env}.sampling")
 
 
-def test_an_envs_setting_changes_that_one_and_keeps_the_rest():
-    config = compose("sampling.temperature=0.9", "sampling.stop=[x,y]", "envs.math.sampling.temperature=0.7")
-    run = asdict(build(config.sampling, Sampler, "sampling"))
-    assert (run["temperature"], run["stop"]) == (0.9, ["x", "y"])
-    assert asdict(sampler_of(config, "math")) == run | {"temperature": 0.7}
-    assert asdict(sampler_of(config, "b")) == run
-
-
 def test_each_knob_of_an_env_can_be_set_alone_or_follows_the_run():
     values = OTHERS | {"temperature": 0.5, "max_tokens": 7, "stop": ["q"], "seed": 3}
     assert values.keys() == {knob.name for knob in fields(Sampler)}
@@ -263,121 +226,36 @@ def test_an_env_may_take_a_limit_back():
     assert sampler_of(config, "math").max_tokens is None and sampler_of(config, "b").max_tokens == 7
 
 
-def test_the_nodes_survive_being_resolved_and_made_objects():
-    config = OmegaConf.to_object(compose("sampling.top_k=5", "envs.b.sampling.top_k=0", "eval.sampling.stop=[z]"))
-    assert (sampler_of(config, "math").top_k, sampler_of(config, "b").top_k) == (5, 0)
-    resolved = build(config.sampling, Sampler, "sampling").with_overrides(config.eval.sampling, EVAL)
-    assert (resolved.top_k, resolved.stop) == (5, ["z"])
-    assert type(copy.deepcopy(config.eval.sampling)) is EvalSamplingConfig
-
-
-@pytest.mark.parametrize("key", ["sampling", "envs.math.sampling", "eval.sampling"])
-def test_a_misspelt_knob_is_refused_where_it_is_written(key):
-    with pytest.raises(ConfigAttributeError, match="temprature"):
-        compose(f"{key}.temprature=0.5")
-
-
-def test_a_sampler_of_ones_own_hands_its_knobs_on_to_the_envs(tmp_path, monkeypatch):
-    (tmp_path / "my_samplers.py").write_text(
-        "from dataclasses import dataclass\n"
-        "from prl.inference.sampler import Sampler\n"
-        "@dataclass(kw_only=True)\n"
-        "class Mine(Sampler):\n"
-        "    top_a: float = 0.0\n"
-        "    def parameters(self, key):\n"
-        "        return super().parameters(key) | {'top_a': self.top_a}\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    config = compose("sampling._target_=my_samplers.Mine", "envs.math.sampling.temperature=0.5")
-    OmegaConf.update(config, "sampling.top_a", 0.2, force_add=True)
-    found = sampler_of(config, "math")
-    assert (type(found).__name__, found.top_a, found.temperature) == ("Mine", 0.2, 0.5)
-
-
-def test_the_source_of_rollouts_is_the_policy_or_what_a_mapping_describes():
-    url = "http://127.0.0.1:8001/v1"
-    assert SourceConfig().source == POLICY
-    assert SourceConfig(source={"name": "m", "base_url": url}).source == FrozenModelConfig("m", url)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("temperature", -0.1, "="),
-        ("temperature", float("inf"), "="),
-        ("temperature", float("nan"), "="),
-        ("top_p", 0.0, "="),
-        ("top_p", 1.1, "="),
-        ("top_k", -1, "="),
-        ("min_p", -0.1, "="),
-        ("min_p", 1.0, "="),
-        ("max_tokens", 0, "="),
-        ("seed", -1, "="),
-        ("presence_penalty", 2.1, "="),
-        ("frequency_penalty", -2.1, "="),
-        ("repetition_penalty", 0.0, "="),
-    ],
-)
-def test_a_knob_out_of_range_is_refused_by_its_key(name, value, says):
-    node: dict[str, Any] = {"_target_": "prl.inference.sampler.Sampler", name: value}
-    with pytest.raises(ConfigError) as caught:
-        build(node, Sampler, "envs.math.sampling")
-    assert str(caught.value).startswith(f"envs.math.sampling.{name}{says}")
-
-
-def test_an_empty_stop_string_is_refused():
-    node = {"_target_": "prl.inference.sampler.Sampler", "stop": ["a", ""]}
-    with pytest.raises(ConfigError, match=r"^sampling\.stop has an empty string: it would end every completion"):
-        build(node, Sampler, "sampling")
-
-
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def refused(where="sampling", *, live=True, max_model_len=10, **knobs):
+REFUSED = [
+    ({"temperature": -0.1}, "sampling.temperature"),
+    ({"temperature": float("nan")}, "sampling.temperature"),
+    ({"top_p": 0.0}, "sampling.top_p"),
+    ({"min_p": 1.0}, "sampling.min_p"),
+    ({"max_tokens": 0}, "sampling.max_tokens"),
+    ({"seed": -1}, "sampling.seed"),
+    ({"repetition_penalty": 0.0}, "sampling.repetition_penalty"),
+    ({"stop": ["a", ""]}, "sampling.stop has an empty string"),
+    ({"max_tokens": 10}, "sampling.max_tokens=10 must be from 1 to below model.max_model_len=10"),
+]
+OF_THE_POLICY = [
+    *(({name: value}, f"sampling.{name}={value}: the engine would give") for name, value in OTHERS.items()),
+    ({"temperature": 0.0}, "sampling.temperature must be at least 0.01"),
+    ({"temperature": 0.0099}, "sampling.temperature must be at least 0.01"),
+]
+"""What a frozen source may do: its logprobs are not compared with the trainer's."""
+
+
+@pytest.mark.parametrize(("options", "key"), REFUSED + OF_THE_POLICY)
+def test_what_would_train_wrong_is_refused_by_its_key(options, key):
+    node: dict[str, Any] = {"_target_": "prl.inference.sampler.Sampler", **options}
     with pytest.raises(ConfigError) as caught:
-        validate_for_training(Sampler(**knobs), where, live=live, max_model_len=max_model_len)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])
-def test_the_live_policy_trains_on_the_whole_vocabulary(name):
-    assert refused("envs.math.sampling", **{name: OTHERS[name]}) == (
-        f"envs.math.sampling.{name}={OTHERS[name]}: the engine would give each token its probability over the tokens "
-        f"it keeps, and the trainer computes it over the whole vocabulary: leave {name} at {NEUTRAL[name]:g} for "
-        f"training (evaluation may set it with orchestrator.eval.sampling.{name})"
-    )
-
-
-@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
-def test_the_live_policy_trains_without_penalties(name):
-    assert refused(**{name: OTHERS[name]}) == (
-        f"sampling.{name}={OTHERS[name]}: the engine would give each token its probability with the penalty in it, "
-        f"and the trainer computes it without it: leave {name} at {NEUTRAL[name]:g} for training (evaluation may set "
-        f"it with orchestrator.eval.sampling.{name})"
-    )
-
-
-@pytest.mark.parametrize("temperature", [0.001, 0.0099])
-def test_a_temperature_that_the_engine_changes_is_refused_where_the_trainer_divides_by_it(temperature):
-    validate_for_training(Sampler(temperature=temperature), "sampling", live=False, max_model_len=10)
-    assert refused(temperature=temperature) == (
-        f"sampling.temperature must be at least 0.01, got {temperature}: below that the engine samples at another "
-        "temperature than the trainer divides by"
-    )
-
-
-def test_greedy_is_for_evaluation_and_frozen_sources():
-    assert refused(temperature=0.0).startswith("sampling.temperature must be at least 0.01, got 0.0: ")
-    validate_for_training(Sampler(temperature=0.0), "sampling", live=False, max_model_len=10)
-
-
-@pytest.mark.parametrize("live", [False, True])
-def test_a_limit_leaves_room_for_the_prompt(live):
-    assert refused(live=live, max_tokens=10) == (
-        "sampling.max_tokens=10 must be from 1 to below model.max_model_len=10, which holds the prompt too"
-    )
-    validate_for_training(Sampler(max_tokens=9), "sampling", live=live, max_model_len=10)
+        validate_for_training(build(node, Sampler, "sampling"), "sampling", live=True, max_model_len=10)
+    assert str(caught.value).startswith(key)
+    if (options, key) in OF_THE_POLICY:
+        validate_for_training(Sampler(**options), "sampling", live=False, max_model_len=10)
 
 
 @pytest.mark.parametrize(

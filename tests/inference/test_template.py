@@ -6,14 +6,13 @@ The shapes of real templates are in `test_template_matrix.py`; here are the sing
 import json
 
 import pytest
-from renderers.base import create_renderer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from prl.errors import ConfigError
 from prl.inference.chat import Answer, Dialogue, UnusableReply, as_completion
 from prl.inference.renderer import UnrenderablePrompt, make_renderer, render_prompt
-from prl.inference.template_check import first_lost, losses_of_prompt, marks_of
+from prl.inference.template_check import losses_of_prompt, marks_of
 
 BODY = "{{ '<|im_start|>' + m.role + '\n' + %s + '<|im_end|>\n' }}"
 OPEN = "{%% if add_generation_prompt %%}{{ '<|im_start|>assistant\n%s' }}{%% endif %%}"
@@ -123,13 +122,6 @@ def test_a_turn_ends_where_tokenizer_files_and_template_end_it(make, template, g
         assert parsed(tokenizer, f"4{end}", name=name).content == "4"
 
 
-def test_an_end_that_is_ordinary_text_of_the_tokenizer_is_none(make):
-    plain = make().encode("x", add_special_tokens=False)
-    tokenizer = make(generation_config={"eos_token_id": [*plain, 10**6, None]})
-    renderer = make_renderer(tokenizer, name="default")
-    assert {tokenizer.decode([token]) for token in renderer.get_stop_token_ids()} == {TEXT_END, END}
-
-
 def test_a_turn_that_a_family_does_not_end_so_is_rendered_again(make):
     tokenizer = make(eos=END, generation_config={"eos_token_id": [make().convert_tokens_to_ids(BOS)]})
     renderer = make_renderer(tokenizer, name="qwen3", thinking_retention="all")
@@ -138,14 +130,6 @@ def test_a_turn_that_a_family_does_not_end_so_is_rendered_again(make):
         reply = tokenizer.encode(f"4{end}", add_special_tokens=False)
         assert (renderer.bridge_to_next_turn(prompt, reply, [user("U2")]) is not None) == goes_on
     assert renderer.config.name == "qwen3", "else as it was"
-
-
-def test_verifiers_client_makes_the_same_renderer_from_its_config(make):
-    tokenizer = make()
-    renderer = make_renderer(tokenizer, name="default", tool_parser="qwen3", greeting="Hi")
-    again = create_renderer(tokenizer, renderer.importable_config())
-    assert type(again) is type(renderer) and again.config.model_extra == {"greeting": "Hi"} and again.supports_tools
-    assert again.get_stop_token_ids() == renderer.get_stop_token_ids()
 
 
 # --- thoughts ---------------------------------------------------------------------------------------------------------
@@ -200,21 +184,6 @@ def test_a_template_sees_the_conversation_whole(make):
 def test_a_template_whose_replies_are_read_as_others_is_refused(make, template):
     with pytest.raises(ConfigError, match=r"^renderer\.name=default does not fit .* so that it is read as '.+Reply"):
         make_renderer(make(template), name="default")
-
-
-def test_a_reply_that_loses_its_thought_as_history_does_not_shift_what_follows(make):
-    tokenizer = make(
-        EACH
-        + "{% if loop.last %}"
-        + BODY % "m.content"
-        + "{% else %}"
-        + BODY % "m.content.split('</think>')[-1]"
-        + "{% endif %}{% endfor %}"
-        + OPEN % ""
-    )
-    found = make_renderer(tokenizer, name="default").render([user("U1"), assistant("<think>R</think>A1"), user("U2")])
-    assert len(found.message_indices) == len(found.token_ids)
-    assert tokenizer.decode(found.token_ids).count("A1<|im_end|>") == 1 and found.message_indices[-1] == 2
 
 
 @pytest.mark.parametrize(
@@ -335,17 +304,6 @@ def test_a_demonstration_is_trained_whole_or_refused(make, template, message, tr
             completion()
     else:
         assert tokenizer.decode(completion().token_ids) == trained
-
-
-def test_parts_are_found_in_their_order(make):
-    tokenizer = make()
-
-    def lost(text, message):
-        return first_lost(tokenizer, tokenizer.encode(text, add_special_tokens=False), message)
-
-    assert lost("<think>\nR\n</think>\n\nA", assistant("<think>R</think>A")) is None
-    assert lost("A R", assistant("<think>R</think>A")) == "A"
-    assert lost("A", assistant([{"type": "text", "text": "A"}, {"type": "text", "text": "B"}])) == "B"
 
 
 def test_control_tokens_are_seen_in_a_text_and_marks_of_thoughts_are_none(make):

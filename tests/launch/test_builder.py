@@ -11,7 +11,7 @@ import pytest
 
 from prl.compose import compose
 from prl.config.gpus import Placement
-from prl.errors import ConfigError, DeadlinePassed
+from prl.errors import ConfigError
 from prl.inference.client import InferencePool
 from prl.inference.frozen import FrozenPool
 from prl.launch import builder as module
@@ -42,7 +42,6 @@ def token(monkeypatch):
     monkeypatch.delenv(TOKEN)
     # Nothing is started here: a port may be that of a stand-in which listens already.
     monkeypatch.setattr("prl.launch.local.free_port", lambda host, port=None: port or 1)
-    monkeypatch.setattr("prl.launch.checks.check_address", lambda inference, prefix: None)
     return monkeypatch.setenv
 
 
@@ -53,25 +52,14 @@ def config(*overrides):
 # --- the token --------------------------------------------------------------------------------------------------------
 
 
-def test_each_run_has_a_token_of_its_own():
-    tokens = {run_token(config()) for _ in range(3)}
-    assert len(tokens) == 3 and all(len(token) >= 32 for token in tokens)
-    assert TOKEN not in os.environ, "nothing has started"
-
-
-def test_a_token_that_is_given_is_that_of_running_engines_and_of_nobody_else(token):
-    token(TOKEN, "given")
-    assert run_token(config()) != "given"
-    assert run_token(config("inference.urls=[http://127.0.0.1:9]")) == "given"
-
-
-@pytest.mark.parametrize("given", [None, ""])
-def test_servers_that_already_run_have_a_token_that_has_to_be_told(token, given):
-    if given is not None:
-        token(TOKEN, given)
+def test_each_run_has_a_token_of_its_own_or_that_of_running_engines(token):
+    running = config("inference.urls=[http://127.0.0.1:9]")
     with pytest.raises(ConfigError, match=r"^inference\.urls names servers that already run: set PRL_TOKEN"):
-        run_token(config("inference.urls=[http://127.0.0.1:9]"))
-    assert run_token(config())
+        run_token(running)
+    token(TOKEN, "given")
+    tokens = {run_token(config()) for _ in range(3)}
+    assert len(tokens - {"given"}) == 3 and all(len(token) >= 32 for token in tokens)
+    assert run_token(running) == "given"
 
 
 # --- the teacher's tokenizer ------------------------------------------------------------------------------------------
@@ -81,14 +69,10 @@ def tokenizer(chat_template="{{ messages }}", **vocabulary):
     return SimpleNamespace(get_vocab=lambda: vocabulary, chat_template=chat_template)
 
 
-def test_a_teacher_of_the_same_vocabulary_is_welcome():
-    chosen = config("algo=opd")
-    check_vocabulary(tokenizer(a=0, b=1), tokenizer(None, b=1, a=0), chosen, build_components(chosen))
-
-
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
+        (["algo=opd"], "algo.teacher"),
         (["algo=sft"], None),
         (["algo=sft", "+algo@envs.math.algo=grpo"], None),
         (["env=[math,reverse_text]", "algo=sft", "+algo@envs.math.algo=opd"], "envs.math.algo.teacher"),
@@ -99,6 +83,7 @@ def test_a_teacher_of_the_same_vocabulary_is_welcome():
 def test_a_teacher_of_another_vocabulary_may_be_imitated_and_may_not_score(overrides, key):
     chosen = config(*overrides)
     given = tokenizer(a=0), tokenizer(a=1), chosen, build_components(chosen)
+    check_vocabulary(tokenizer(a=0, b=1), tokenizer(None, b=1, a=0), *given[2:])
     if key is None:
         check_vocabulary(*given)
     else:
@@ -112,63 +97,7 @@ def test_a_teacher_of_another_vocabulary_needs_a_chat_template():
         check_vocabulary(tokenizer(a=0), tokenizer(None, a=1), chosen, build_components(chosen))
 
 
-@pytest.mark.parametrize("other", [{"a": 1, "b": 0}, {"a": 0}, {"a": 0, "b": 1, "c": 2}])
-def test_a_teacher_of_another_vocabulary_is_refused_with_both_models(other):
-    chosen = config("algo=opd")
-    with pytest.raises(ConfigError) as caught:
-        check_vocabulary(tokenizer(a=0, b=1), tokenizer(**other), chosen, build_components(chosen))
-    for said in (chosen.model.path, chosen.teacher.model.path, "teacher.model.path", "teacher=endpoint"):
-        assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "looked_at"),
-    [
-        (["algo=opd"], 2),
-        (["algo=sft"], 2),
-        (["algo=grpo"], 1),
-        (["algo=opd", "algo.teacher.base_url=http://a/v1"], 1),
-    ],
-)
-def test_it_is_looked_at_where_a_teacher_is_hosted(monkeypatch, overrides, looked_at):
-    load, keys = module.load_tokenizer, []
-
-    def watched(model, key):
-        keys.append(key)
-        return load(model, key) if key == "model.path" else tokenizer(None, a=0)
-
-    monkeypatch.setattr(module, "load_tokenizer", watched)
-    if looked_at == 2:
-        with pytest.raises(ConfigError, match="another tokenizer than the policy"):
-            prepare(config(*overrides))
-    else:
-        prepare(config(*overrides))
-    assert keys == ["model.path", "teacher.model.path"][:looked_at]
-
-
 # --- filters ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("slot", ["pre_batch", "post_batch"])
-@pytest.mark.parametrize(
-    ("node", "says"),
-    [
-        ("{_target_: no_such.Filter, enforce: true}", "._target_='no_such.Filter'"),
-        (
-            "{_target_: prl.orchestrator.buffer.base.Buffer, enforce: true}",
-            "is not a subclass of prl.orchestrator.filt",
-        ),
-        ("{enforce: true}", " has no _target_"),
-        (
-            "{_target_: prl.orchestrator.filters.zero_advantage.ZeroAdvantage, enforce: sometimes}",
-            ".enforce=sometimes",
-        ),
-    ],
-)
-def test_a_filter_is_found_before_anything_starts(slot, node, says):
-    with pytest.raises(ConfigError) as caught:
-        prepare(config("filters=none", f"+filters.{slot}.mine={node}"))
-    assert f"filters.{slot}.mine" in str(caught.value) and says in str(caught.value)
 
 
 async def test_filters_know_the_size_of_the_policys_vocabulary(run):
@@ -214,28 +143,6 @@ def test_a_filter_that_matches_nothing_in_an_env_warns_with_its_key():
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("lines", "says"),
-    [
-        (
-            "easy_threshold: 1.0\n",
-            "buffer has no _target_",
-        ),
-        (
-            "_target_: prl.orchestrator.buffer.task_buffer.TaskBuffer\neasy_threshhold: 1.0\n",
-            "buffer.easy_threshhold: TaskBuffer has no such option; did you mean buffer.easy_threshold?",
-        ),
-        ("defaults: [default, _self_]\neasy_threshold: .nan\n", "buffer.easy_threshold="),
-    ],
-)
-def test_a_buffers_conf_file_of_ones_own_is_checked(tmp_path, lines, says):
-    (tmp_path / "buffer").mkdir()
-    (tmp_path / "buffer" / "mine.yaml").write_text(lines)
-    with pytest.raises(ConfigError) as caught:
-        prepare(config(f"hydra.searchpath=[file://{tmp_path}]", "buffer=mine"))
-    assert str(caught.value).startswith(says)
-
-
 def test_each_env_has_its_buffer_in_an_order_of_its_own():
     overrides = ("env=[math,reverse_text]", "envs.reverse_text.args.num_tasks=8", "buffer=pools")
     buffers = {name: env.buffer for name, env in prepare(config(*overrides)).components.envs.items()}
@@ -244,14 +151,6 @@ def test_each_env_has_its_buffer_in_an_order_of_its_own():
     again = prepare(config(*overrides)).components.envs["math"].buffer
     assert [again.tasks.index(again.next()) for _ in range(8)] == orders["math"]
     assert again.env_name == "math" and again.easy_threshold == 0.95
-
-
-async def test_the_orchestrator_gets_the_buffers_and_the_factor(run):
-    made = run("orchestrator.oversampling_factor=1.5")
-    orchestrator = assemble(made.run, await start(made), made.transport, made.dir)
-    assert orchestrator.config.oversampling_factor == 1.5
-    assert orchestrator.envs[0].buffer is made.run.components.envs["math"].buffer
-    await orchestrator.envs[0].algorithm.close()
 
 
 def pools_of(buffer, folder, easy=(), hard=()):
@@ -352,6 +251,9 @@ async def test_a_hosted_teachers_address_is_handed_on_and_not_written_into_the_c
         pool = env.sampler.pool
     assert (pool.urls, pool.model, pool.http.token) == ([servers[1].url], "teacher", made.run.token)
     assert made.given == made.before, "the same config can be run again"
+    trainer = made.processes.started["trainer"]
+    assert made.run.token not in json.dumps([trainer.command, trainer.env])
+    assert TOKEN not in os.environ, "the next job of a sweep sees nothing"
     await env.algorithm.close()
 
 
@@ -408,28 +310,6 @@ async def test_several_servers_of_policy_and_teacher_are_started_and_all_are_ask
             await server.stop()
 
 
-async def test_every_reference_to_the_hosted_model_reaches_it_and_no_other_does(run, servers):
-    elsewhere = "http://127.0.0.1:9/v1"
-    made = run(
-        "algo=opd",
-        "env=[math,reverse_text]",
-        "+algo@envs.math.algo=sft",
-        "+env@envs.third=math",
-        "+algo@envs.reverse_text.algo=opd",
-        f"envs.reverse_text.algo.teacher.base_url={elsewhere}",
-        "envs.reverse_text.args.num_tasks=8",
-    )
-    envs = {env.name: env for env in assemble(made.run, await start(made), made.transport, made.dir).envs}
-    assert envs["math"].sampler.pool.urls == [servers[1].url]
-    third = await envs["third"].algorithm.connect(envs["third"].algorithm.teacher)
-    assert third.urls == [servers[1].url]
-    other = envs["reverse_text"].algorithm.teacher
-    assert (other.base_url, other.api_key_var) == (elsewhere, None)
-    assert [reference.name for reference in made.run.components.hosted] == ["teacher"]
-    for env in envs.values():
-        await env.algorithm.close()
-
-
 async def test_the_server_of_the_teacher_is_started_with_its_name_its_model_and_the_runs_token(run, servers):
     made = run("algo=opd")
     await start(made)
@@ -448,24 +328,6 @@ async def test_the_server_of_the_teacher_is_started_with_its_name_its_model_and_
     assert [server.headers["Authorization"] for server in servers] == [f"Bearer {made.run.token}"] * 2
 
 
-@pytest.mark.parametrize("given", [None, "given"])
-async def test_the_runs_token_is_passed_and_the_environment_stays_as_it_was(run, token, given):
-    if given:
-        token(TOKEN, given)
-    made, before = run("algo=opd"), dict(os.environ)
-    services = await start(made)
-    assert dict(os.environ) == before, "the next job of a sweep finds nothing"
-    assert services.policy.http.token == services.teachers[0].http.token == made.run.token
-    assert run_token(config()) not in (given, made.run.token), "the next run has its own"
-
-
-async def test_no_token_reaches_the_trainer(run):
-    made = run("algo=opd")
-    await start(made)
-    trainer = made.processes.started["trainer"]
-    assert made.run.token not in json.dumps([trainer.command, trainer.env])
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -479,13 +341,6 @@ async def test_no_teacher_is_hosted_unless_one_is_referred_to(servers, run, over
     assert made.run.components.hosted == []
     await start(made)
     assert set(made.processes.started) == {"inference", "trainer"} and not servers[1].calls
-
-
-async def test_a_teacher_that_does_not_come_ends_the_start_and_is_named(run, servers):
-    servers[1].replies["/v1/models"] = (503, "")
-    made = run("algo=opd", "teacher.inference.startup_timeout_s=0.2")
-    with pytest.raises(DeadlinePassed, match=f"'teacher' at {servers[1].url} was not ready after 0.2 s"):
-        await start(made)
 
 
 @pytest.mark.parametrize("algo", ["sft", "opd", "grpo"])
@@ -504,48 +359,27 @@ async def test_an_env_samples_from_its_source_and_is_evaluated_with_the_policy(r
     await env.algorithm.close()
 
 
-def test_a_class_of_the_trainers_process_is_looked_up_before_anything_starts():
-    for override, says in (
-        ("trainer._target_=prl.trainer.trainer.Nope", "trainer._target_='prl.trainer.trainer.Nope'"),
-        (
-            "trainer._target_=rich.text.Text",
-            "trainer._target_='rich.text.Text' is not a subclass of prl.trainer.trainer.Tr",
-        ),
-        (
-            "trainer.optim._target_=torch.nn.Linear",
-            "trainer.optim._target_='torch.nn.Linear' is not a subclass of torch",
-        ),
-        ("+trainer.optim.rate=1", "trainer.optim.rate: AdamW has no such option"),
-        ("+trainer.optim.params=3", "trainer.optim.params: AdamW has no such option; its options: amsgrad"),
-        ("+trainer.max_steps=3", "trainer.max_steps: Trainer has no such option"),
-        ("+trainer.foo=3", "trainer.foo: Trainer has no such option"),
-        ("+orchestrator.foo=1", "orchestrator.foo: Orchestrator has no such option; its options: batch_size"),
-        ("+orchestrator.seq_len=32", "orchestrator.seq_len: Orchestrator has no such option"),
-        ("+transport.run_dir=/x", "transport.run_dir: FileTransport has no such option; its options: none"),
-        (
-            "transport._target_=prl.wire.transport.Transport",
-            "transport._target_='prl.wire.transport.Transport' is abst",
-        ),
-        ("+loss.foo=1", "loss.foo: this loss has no such option; its options: adv_tau"),
-        (
-            "orchestrator._target_=rich.text.Text",
-            "orchestrator._target_='rich.text.Text' is not a subclass of prl.orch",
-        ),
-        (
-            "transport._target_=rich.text.Text",
-            "transport._target_='rich.text.Text' is not a subclass of prl.wire.transport",
-        ),
-        (
-            "launcher._target_=rich.text.Text",
-            "launcher._target_='rich.text.Text' is not a subclass of prl.launch.launcher",
-        ),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            prepare(config(override))
-        assert str(caught.value).startswith(says), str(caught.value)
-    with pytest.raises(ConfigError, match="trainer.label: Trainer has no such option"):
-        prepare(config("+trainer.label=x"))
-    prepare(config("trainer.optim._target_=torch.optim.SGD", "+trainer.optim.momentum=0.9"))
+CLASSES = [
+    (
+        "trainer._target_=rich.text.Text",
+        "trainer._target_='rich.text.Text' is not a subclass of prl.trainer.trainer.Tr",
+    ),
+    ("trainer.optim._target_=torch.nn.Linear", "trainer.optim._target_='torch.nn.Linear' is not a subclass of torch"),
+    ("+trainer.optim.params=3", "trainer.optim.params: AdamW has no such option; its options: amsgrad"),
+    ("+trainer.max_steps=3", "trainer.max_steps: Trainer has no such option"),
+    ("+orchestrator.foo=1", "orchestrator.foo: Orchestrator has no such option; its options: batch_size"),
+    ("+transport.run_dir=/x", "transport.run_dir: FileTransport has no such option; its options: none"),
+    ("transport._target_=prl.wire.transport.Transport", "transport._target_='prl.wire.transport.Transport' is abst"),
+    ("orchestrator._target_=rich.text.Text", "orchestrator._target_='rich.text.Text' is not a subclass of prl.orch"),
+    ("launcher._target_=rich.text.Text", "launcher._target_='rich.text.Text' is not a subclass of prl.launch.launch"),
+]
+
+
+@pytest.mark.parametrize(("override", "says"), CLASSES)
+def test_a_class_that_does_not_fit_is_refused_before_anything_starts(override, says):
+    with pytest.raises(ConfigError) as caught:
+        prepare(config(override))
+    assert str(caught.value).startswith(says)
 
 
 async def test_each_env_has_a_renderer_and_a_loss_of_its_own(run):

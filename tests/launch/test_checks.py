@@ -4,17 +4,19 @@ import copy
 import json
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from engines import policy_spec
 from tokenizers import AddedToken
 
 from prl.compose import compose
 from prl.config.schema import InferenceConfig
-from prl.errors import ConfigError
+from prl.errors import ConfigError, PrlError
 from prl.launch.builder import prepare
-from prl.launch.checks import check_address
+from prl.launch.local import LocalLauncher
 from prl.launch.prompts import check_lengths, check_token_ids
 from prl.models import model_path
 
@@ -38,40 +40,15 @@ def change(file, **values):
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-# --- addresses --------------------------------------------------------------------------------------------------------
-
-
-def test_a_port_that_somebody_has_is_refused_and_can_be_had_afterwards():
-    with socket.socket() as taken:
+def test_an_engine_that_cannot_listen_is_refused_with_its_address(tmp_path):
+    with socket.socket() as taken, LocalLauncher() as launcher:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert refused(f"inference.port={port}").startswith(f"inference.port={port}: ")
-        teacher = refused("algo=opd", f"teacher.inference.port={port}")
-        assert teacher.startswith(f"teacher.inference.port={port}: ")
-    check_address(InferenceConfig(port=port), "inference.")
-    check_address(InferenceConfig(port=port), "inference.")  # it has not kept the port
-
-
-def test_each_of_several_servers_has_to_have_its_port():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"^inference\.port=({port - 1}|{port}): "):
-            check_address(InferenceConfig(port=port - 1, servers=2), "inference.")
-
-
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "x" * 300, "192.0.2.1"])
-def test_a_host_that_the_engine_cannot_listen_at(host):
-    with pytest.raises(ConfigError) as caught:
-        check_address(InferenceConfig(host=host), "inference.")
-    assert str(caught.value).startswith(f"inference.host={host[:80]!r}: ") and "\n" not in str(caught.value)
-
-
-def test_servers_that_run_already_need_no_address(monkeypatch):
-    monkeypatch.setenv("PRL_TOKEN", "x")
-    prepare(compose([*BASE, "inference.urls=[http://127.0.0.1:9]", "inference.host=no-such-host.invalid"]))
+        for options, address in (({"port": port}, f"127.0.0.1, port {port}"), ({"host": "a..b"}, "a..b, port any")):
+            with pytest.raises(PrlError, match=f"an engine cannot listen on {address}: "):
+                launcher.start_engine(replace(policy_spec("t", tmp_path / "log"), config=InferenceConfig(**options)))
+        assert not launcher.processes
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from prl.compose import compose
 from prl.config.build import build, function, plain
 from prl.config.validate import validate
 from prl.errors import ConfigError
-from prl.launch.components import build_components, check_loss
+from prl.launch.components import build_components
 from prl.launch.specs import trainer_payload
 from prl.trainer.loss import LossInputs, default_loss
 from prl.trainer.schedule import Schedule
@@ -66,19 +66,6 @@ def built(*overrides):
     return config, build_components(config)
 
 
-def test_an_algorithm():
-    _, parts = built("algo=grpo", "algo._target_=their_things.Scaled", "+algo.scale=2", "algo.normalize=std")
-    algorithm = parts.envs["math"].algorithm
-    assert (type(algorithm).__name__, algorithm.scale, algorithm.normalize) == ("Scaled", 2.0, "std")
-
-
-def test_a_filter():
-    slot = "filters.post_batch.repetition"
-    _, parts = built(f"{slot}._target_=their_things.Longer", f"+{slot}.least=5", f"{slot}.window=7")
-    filter = parts.envs["math"].filters["post_batch"]["repetition"]
-    assert (type(filter).__name__, filter.least, filter.window) == ("Longer", 5, 7)
-
-
 def test_a_schedule_with_none_of_prls_knobs_in_the_trainers_process():
     config, _ = built("trainer.schedule._target_=their_things.Halving", "+trainer.schedule.every=4")
     payload = json.loads(json.dumps(trainer_payload(config, config.model, initial_reference=False)))
@@ -123,9 +110,3 @@ def test_refusals_before_anything_starts(overrides, message):
     with pytest.raises(ConfigError) as caught:
         built(*overrides)
     assert str(caught.value).startswith(message)
-
-
-def test_a_constant_without_its_length_is_refused_in_a_saved_config_too():
-    """Where nodes are plain mappings."""
-    with pytest.raises(ConfigError, match=r"agg_mode=constant needs envs\.a\.loss\.constant_length"):
-        check_loss("envs.a.loss", {"_target_": "prl.trainer.loss.aipo_loss", "agg_mode": "constant"})

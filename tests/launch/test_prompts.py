@@ -13,7 +13,7 @@ from prl.episodes.tools import Tools
 from prl.errors import ConfigError
 from prl.inference.renderer import make_renderer
 from prl.launch.builder import prepare
-from prl.launch.prompts import LOOKED_AT, rendered_prompts
+from prl.launch.prompts import CHECKED, rendered_prompts
 
 FIRST_SYSTEM_ALONE = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
@@ -43,12 +43,12 @@ def look(tokenizer):
     return looked_at
 
 
-@pytest.mark.parametrize("place", [0, 5, 3 * LOOKED_AT])
+@pytest.mark.parametrize("place", [0, 5, 3 * CHECKED])
 def test_a_prompt_that_the_template_refuses_is_named_and_no_more(look, place):
-    prompts = [FINE] * (4 * LOOKED_AT)
+    prompts = [FINE] * (4 * CHECKED)
     prompts[place] = LATE
     rendered, (warning,) = look(prompts)
-    assert rendered == LOOKED_AT + (place >= LOOKED_AT) - 1
+    assert rendered == CHECKED + (place >= CHECKED) - 1
     assert "late" in warning
 
 
@@ -57,9 +57,9 @@ def test_prompts_of_which_none_can_be_rendered_are_refused(look):
         look([LATE] * 3)
 
 
-@pytest.mark.parametrize("place", [0, 3 * LOOKED_AT])
+@pytest.mark.parametrize("place", [0, 3 * CHECKED])
 def test_a_message_that_is_left_out_is_refused_wherever_its_roles_come_first(look, place):
-    prompts = [FINE] * (4 * LOOKED_AT)
+    prompts = [FINE] * (4 * CHECKED)
     prompts[place] = DROPPED
     with pytest.raises(ConfigError, match="leaves out message 2, the tool's '7'"):
         look(prompts)

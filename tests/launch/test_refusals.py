@@ -104,7 +104,6 @@ TABLE = [
     (["sampling.top_p=0.5"], "sampling.top_p=0.5"),
     # engines
     (["inference.urls=[http://127.0.0.1:9]"], "inference.urls names servers that already run: set PRL_TOKEN"),
-    (["inference.host=no.such.host.invalid"], "inference.host='no.such.host.invalid'"),
     # models and checkpoints
     (["model=hf", "model.path=./none"], "model.path='./none': there is no such folder"),
     (["run.resume=none"], "run.resume='none' is neither a run directory nor a checkpoint"),

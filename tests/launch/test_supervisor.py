@@ -9,9 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from patience import patient
 
-from prl.errors import EngineError, PrlError
+from prl.errors import EngineError
 from prl.inference.client import InferencePool
 from prl.launch.launcher import ProcessDied
 from prl.launch.local import LocalLauncher, free_port
@@ -177,19 +176,6 @@ async def test_a_core_that_died_under_an_update_is_the_cause_and_not_the_updates
             await supervisor.guard(update())
 
 
-async def test_a_failed_request_of_an_engine_that_lives_is_an_error_at_once(servers):
-    [server, _] = servers
-    server.replies |= {"/health": {}, "/prl/generate": (500, "no")}
-    pool = InferencePool([server.url], "policy", "t")
-    pool.servers[0].restartable = True
-    try:
-        with pytest.raises(Exception, match="HTTP 500: no"):
-            await asyncio.wait_for(pool.generate([1], {}), patient(2))
-        assert server.calls.count("/prl/generate") == 1
-    finally:
-        await pool.close()
-
-
 async def test_an_engine_may_not_be_started_again_before_the_run_has_begun(tmp_path):
     with Small() as launcher:
         launcher.begin(tmp_path)
@@ -248,36 +234,6 @@ async def test_while_one_of_two_is_started_again_the_other_has_its_requests_and_
     assert [server.restartable for server in run.pool.servers] == [False, True]
 
 
-async def test_a_run_may_finish_while_one_of_two_is_started_again(pair):
-    run, (first, _) = pair
-
-    async def work():
-        os.kill(engine(first), signal.SIGKILL)
-        await until(lambda: run._reviving)
-        return "trained"
-
-    assert await run.guard(work()) == "trained"
-    run.finishing()
-    assert await run.guard(asyncio.sleep(0.3, "finished")) == "finished"
-
-
-async def test_both_of_two_are_started_again_at_the_same_time(pair):
-    run, folders = pair
-
-    async def work():
-        asked = [asyncio.create_task(run.pool.generate([1, 2], {})) for _ in range(6)]
-        await until(lambda: all(len(calls(folder)) == 4 for folder in folders))
-        for folder in folders:
-            os.kill(engine(folder), signal.SIGKILL)
-            (folder / "go").touch()
-        return await asyncio.gather(*asked)
-
-    answers = await run.guard(work())
-    assert [(c.token_ids, c.start_version) for [c] in answers] == [([7], 3)] * 6
-    assert run.pool.counts["engine/restarts"] == 2
-    assert any("process 'inference 2' ended with status 137" in line for line in said)
-
-
 @pytest.mark.parametrize("name", ["inference 2", "teacher"])
 async def test_an_engine_that_dies_more_often_than_it_may_ends_the_run_with_its_last_lines(pair, tmp_path, name):
     run, (_, second) = pair
@@ -296,22 +252,6 @@ async def test_an_engine_that_dies_more_often_than_it_may_ends_the_run_with_its_
     with pytest.raises(ProcessDied, match=rf"^process '{name}' ended with status 137 (.|\n)*out of memory"):
         await run.guard(work())
     assert not run.pool.counts["engine/restarts"]
-
-
-async def test_an_engine_that_cannot_be_started_again_ends_the_run_with_both_reasons(pair, monkeypatch):
-    run, (first, _) = pair
-
-    def refuse(name):
-        raise PrlError("cannot listen on 127.0.0.1: Address already in use")
-
-    monkeypatch.setattr(run.launcher, "restart_engine", refuse)
-
-    async def work():
-        os.kill(engine(first), signal.SIGKILL)
-        await asyncio.sleep(60)
-
-    with pytest.raises(ProcessDied, match=r"^process 'inference' ended with status 137(.|\n)*cannot listen on"):
-        await run.guard(work())
 
 
 # --- who waits for whom -----------------------------------------------------------------------------------------------

@@ -1,21 +1,15 @@
 """Threads of each process: from the cores, those who share them, and the model's size; or as the config says."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from prl import command
 from prl.compose import compose
-from prl.config import machine
 from prl.config.model_folder import local_folder
-from prl.config.validate import validate
-from prl.errors import ConfigError
 from prl.launch import specs, threads
-from prl.launch.local import engine_environment, model_environment, trainer_environment
+from prl.launch.local import engine_environment, trainer_environment
 
 MILLION = 1_000_000
 
@@ -78,11 +72,6 @@ def test_the_tiny_model_has_one_thread_and_a_real_one_its_share(monkeypatch, con
     assert local_folder("someone/large") is None
 
 
-def test_the_cores_are_those_that_this_process_may_use(monkeypatch):
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {3, 5, 7})
-    assert machine.cores() == 3
-
-
 def test_each_process_has_its_threads_in_its_environment(monkeypatch, tmp_path):
     monkeypatch.setattr(threads, "cores", lambda: 8)
     config = compose(["run.name=x", "inference.device=cpu", "inference.threads=3", "trainer.threads=2"])
@@ -90,38 +79,6 @@ def test_each_process_has_its_threads_in_its_environment(monkeypatch, tmp_path):
     assert engine_environment(engine)["OMP_NUM_THREADS"] == "3"
     rank = trainer_environment(config.model, specs.trainer(config, tmp_path).threads)
     assert (rank["OMP_NUM_THREADS"], rank["OMP_WAIT_POLICY"]) == ("2", "PASSIVE")
-
-
-HUGE = """
-import re, torch
-def huge(tensor):
-    for mapping in re.split(r"(?m)^(?=[0-9a-f]+-)", open("/proc/self/smaps").read()):
-        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", mapping)
-        if found and int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16):
-            return "hg" in re.search(r"VmFlags:(.*)", mapping)[1].split()
-print(huge(torch.ones(8 << 18)))
-"""
-"""Whether the system may give a tensor of 8 MiB huge pages."""
-
-
-def test_the_trainers_large_tensors_may_have_huge_pages():
-    """By a variable of torch's, which another version may not read."""
-    config = compose(["run.name=x"])
-    available = Path("/sys/kernel/mm/transparent_hugepage").exists()
-    for environment, expected in ((model_environment, "False"), (trainer_environment, str(available))):
-        own = environment(config.model, 1)
-        done = subprocess.run([sys.executable, "-c", HUGE], env=own, capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == expected
-
-
-@pytest.mark.parametrize("key", ["inference.threads", "trainer.threads", "teacher.inference.threads"])
-@pytest.mark.parametrize("value", ["0", "-1"])
-def test_numbers_that_cannot_be(key, value, monkeypatch):
-    monkeypatch.setattr(machine, "cores", lambda: 2)
-    validate(compose(["run.name=x", f"{key}=2"]))
-    with pytest.raises(ConfigError, match=rf"^{key}.*{value}.*") as error:
-        validate(compose(["run.name=x", f"{key}={value}"]))
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("given", "has"), [(None, "1"), ("3", "3")])

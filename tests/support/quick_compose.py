@@ -22,7 +22,6 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.defaults_list import Overrides
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 
 MOST_FILES = 1000
@@ -178,18 +177,6 @@ def _remembered_file(load):
     return remembering
 
 
-def _remembered_override(parse):
-    known = {}
-
-    @_in_place_of(parse)
-    def remembering(parser, s, rule_name):
-        if (s, rule_name) not in known:
-            known[s, rule_name] = parse(parser, s, rule_name)
-        return copy.deepcopy(known[s, rule_name])
-
-    return remembering
-
-
 ConfigStore.__deepcopy__ = _itself
 ConfigStore.store = _counted(ConfigStore.store)
 defaults_list._create_interpolation_map = _only_where_needed(defaults_list._create_interpolation_map)
@@ -200,5 +187,4 @@ ConfigLoaderImpl._compose_config_from_defaults_list = _remembered_config(
 Plugins.instance()  # registers them
 FileConfigSource = SourcesRegistry.instance().resolve("file")
 FileConfigSource.load_config = _remembered_file(FileConfigSource.load_config)
-OverridesParser.parse_rule = _remembered_override(OverridesParser.parse_rule)
 omegaconf.base.parse = functools.lru_cache(maxsize=None)(omegaconf.grammar_parser.parse)
