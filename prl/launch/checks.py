@@ -3,18 +3,14 @@
 What engine and trainer say themselves when they load a model is left to them.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-
 from prl.config.hardware import MachineConfig
-from prl.config.model_folder import check_length, embedding_rows, local_folder, positions
+from prl.config.model_folder import check_length, embedding_rows, positions
 from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
 from prl.config.validate import ports
 from prl.errors import ConfigError, PrlError
 from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Launcher
 from prl.launch.local import LocalLauncher, free_port
-from prl.remembered import remembered
 from prl.text import in_one_line
 from prl.trainer import architecture
 
@@ -54,21 +50,11 @@ def check_address(inference: InferenceConfig, prefix: str) -> None:
             raise ConfigError(f"{where}: {error}: choose another, or leave it out") from error
 
 
-@dataclass(frozen=True)
-class ModelSizes:
-    """What a model's config says of sizes; None where it does not."""
-
-    positions: int | None
-    """Longest sequence, tokens."""
-    rows: int | None
-    """Of the embedding: of a folder by its weights' headers, else by the config."""
-
-
 def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, *, trained: bool) -> int | None:
-    """Return how many rows the model's embedding has; None where nothing says so.
+    """Return how many rows the model's embedding has, by its weights' headers or its config; None if neither says so.
 
     Raises ConfigError for a config that transformers cannot read, and for a model that would be trained or sampled from
-    as another one, without a word. A folder that has passed needs no transformers for it again.
+    as another one, without a word.
 
     Args:
         model: The model's node.
@@ -76,26 +62,9 @@ def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, 
         prefix: Of its keys, for messages.
         trained: Whether the trainer is to load it.
     """
-    device = None if inference.urls or inference.in_process else inference.device_type
-
-    def look() -> ModelSizes:
-        return sizes_of(model, prefix, trained=trained, device=device)
-
-    folder = local_folder(model.path)
-    if folder is None or model.trust_remote_code or not (folder / "config.json").is_file():
-        sizes = look()
-    else:
-        code = [Path(file).read_bytes() for file in (__file__, architecture.__file__)]
-        rows = str((embedding_rows(model.path), trained, device))
-        sizes = remembered([*code, (folder / "config.json").read_bytes(), rows.encode()], look, ModelSizes)
-    check_length(model.max_model_len, sizes.positions, prefix, model.path)
-    return sizes.rows
-
-
-def sizes_of(model: ModelConfig, prefix: str, *, trained: bool, device: str | None) -> ModelSizes:
-    """What `check_loadable` asks transformers. Raises ConfigError."""
     from transformers import AutoConfig
 
+    device = None if inference.urls or inference.in_process else inference.device_type
     where = f"{prefix}path={model.path!r}"
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -111,4 +80,5 @@ def sizes_of(model: ModelConfig, prefix: str, *, trained: bool, device: str | No
     if getattr(text, "num_hidden_layers", None) == 0:
         raise ConfigError(f"{where}: it has no layers (num_hidden_layers=0)")
     rows = embedding_rows(model.path)
-    return ModelSizes(positions(config.to_dict()), rows if rows is not None else getattr(text, "vocab_size", None))
+    check_length(model.max_model_len, positions(config.to_dict()), prefix, model.path)
+    return rows if rows is not None else getattr(text, "vocab_size", None)
