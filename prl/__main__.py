@@ -58,7 +58,11 @@ def main() -> None:
     # The user's own modules lie in the working directory.
     if not sys.flags.safe_path and sys.path[:1] != [os.getcwd()]:
         sys.path.insert(0, os.getcwd())
-    runpy.run_module(SUBCOMMANDS[name][0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(SUBCOMMANDS[name][0], run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:  # while it imports; from then on `prl.command` ends it
+        print("stopped", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

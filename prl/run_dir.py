@@ -79,6 +79,8 @@ def refuse_other_files(run_dir: Path) -> None:
 def other_files(run_dir: Path) -> list[str]:
     """What of a directory no run has put there: all of it, where none was there."""
     names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
+    if names == {"logs"}:  # of an engine whose run was killed before it began
+        return []
     if not names & {LOCK, *RUN_FILES}:
         return sorted(names)
     return sorted(name for name in names - KNOWN if not any(fnmatch(name, pattern) for pattern in TEMPORARY))
@@ -145,6 +147,16 @@ def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
         raise _taken(run_dir) from None
     write_config(run_dir, config)
     return run_dir
+
+
+def remove_logs(run_dir: Path) -> None:
+    """Remove the logs of engines whose run was refused, and its directory if nothing else is in it."""
+    if not holds_run(run_dir) and not (run_dir / LOCK).exists():
+        with contextlib.suppress(OSError):
+            for log in (run_dir / "logs").glob("inference*.log"):
+                log.unlink()
+            (run_dir / "logs").rmdir()
+            run_dir.rmdir()
 
 
 def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:

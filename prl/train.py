@@ -13,7 +13,6 @@ import functools
 import logging
 import multiprocessing.spawn
 import sys
-import threading
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +29,7 @@ from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.dry_run.command import dry_run
 from prl.errors import NoSignal, of_disk
-from prl.launch import specs
+from prl.launch import engines, specs
 from prl.launch.children import leave_none
 from prl.launch.launcher import Launcher
 from prl.log import hold_log, log_to
@@ -45,6 +44,7 @@ from prl.run_dir import (
     new_run_dir,
     recorded,
     refuse_other_files,
+    remove_logs,
 )
 from prl.run_yaml import data_of
 from prl.signals import run_to_end
@@ -85,7 +85,8 @@ def main(config: TrainConfig) -> RunResult:
 def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult":
     """What is left of a run to refuse, or its result where it is completed already. Raises ConfigError.
 
-    This is what a dry run and a run have in common: nothing is written, and only a run has its processes import ahead.
+    This is what a dry run and a run have in common. Only a run starts its engines, which take as long as what follows;
+    refused it leaves nothing of theirs behind.
     """
     run_dir = Path(config.run.dir)
     refuse_other_files(run_dir)
@@ -98,16 +99,19 @@ def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult
         return result
     refuse_owned(run_dir)
     token = specs.run_token(config)
-    if not config.dry_run:
-        engines = specs.policy_engines(config, config.model, token, specs.engine_log(run_dir))
-        launcher.import_ahead(engines, specs.trainer(config, run_dir))  # they take as long as what follows
-    from prl.launch import builder  # verifiers and transformers are imported once the config has passed
+    urls = [] if config.dry_run else engines.start_early(config, launcher, token, run_dir)
+    try:
+        from prl.launch import builder  # verifiers and transformers are imported once the config has passed
 
-    point = resume.find(config)
-    prepared = builder.prepare(config, launcher, token)
-    prepared.resume = point
-    if config.dry_run and point is not None:  # a run looks once nobody else may write there
-        resume.check_tasks(run_dir, builder.task_keys(prepared))
+        point = resume.find(config)
+        prepared = builder.prepare(config, launcher, token)
+        prepared.resume, prepared.urls = point, urls
+        if config.dry_run and point is not None:  # a run looks once nobody else may write there
+            resume.check_tasks(run_dir, builder.task_keys(prepared))
+    except BaseException:
+        launcher.stop()
+        remove_logs(run_dir)
+        raise
     return prepared
 
 
@@ -168,7 +172,6 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             ended_because = await supervisor.guard(orchestrator.run())
             monitors.status("writing the checkpoint")
             supervisor.finishing()
-            threading.Thread(target=report.import_ahead, name="prl-report", daemon=True).start()
             with lane.doing(events.LAST_CHECKPOINT, lane.step):
                 await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
             orchestrator.finish()

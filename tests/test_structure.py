@@ -15,20 +15,7 @@ PACKAGE = Path(prl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in FILES}
 FLOORS = [
-    {
-        "errors",
-        "lazy_compiler",
-        "lazy_imports",
-        "masking",
-        "remembered",
-        "signals",
-        "standby",
-        "tensor_names",
-        "terminal",
-        "text",
-        "transformers_start",
-        "user_code",
-    },
+    {"errors", "masking", "signals", "tensor_names", "terminal", "text", "user_code"},
     {"wire", "config", "models"},
     {"inference", "trainer"},
     {"engines"},

@@ -9,7 +9,6 @@ import secrets
 import sys
 from typing import TYPE_CHECKING
 
-from prl import standby
 from prl.inference import _vllm_start
 
 if TYPE_CHECKING:
@@ -72,9 +71,6 @@ def main() -> None:
     os.environ[INSTANCE_VARIABLE] = secrets.token_hex(8)
     os.environ["VLLM_PLUGINS"] = ",".join(_vllm_start.plugin_names(os.environ.get("VLLM_PLUGINS")))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    with standby.importing():
-        _vllm_start.import_ahead()
-    standby.wait()
     if not any(arg.startswith("--host") for arg in sys.argv[1:]):
         sys.argv += ["--host", "127.0.0.1"]
     sys.argv += REQUIRED if os.environ.get(FROZEN_VARIABLE) else REQUIRED + LIVE

@@ -7,6 +7,7 @@ orchestrator = assemble(prepared, services, transport, run_dir)
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +64,8 @@ class PreparedRun:
     """What every server of the run wants to be shown."""
     probe: TokenizerProbe
     """Of the policy's tokenizer."""
+    urls: Sequence[str] = ()
+    """Of the policy's engines, where they were started early."""
     resume: ResumePoint | None = None
     """Where the run goes on from; None for a new one."""
 
@@ -94,7 +97,7 @@ class Services:
 def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | None = None) -> PreparedRun:
     """Build and check the components, load tokenizer and tasks. Raises ConfigError.
 
-    `launcher` and `token` are those that the run's processes import ahead with, by `begin`; None = they do not.
+    `launcher` and `token` are those that engines were started with; None = new ones.
     """
     components = build_components(config, launcher)
     factory(config.orchestrator, Orchestrator, "orchestrator")  # made later: here its knobs are checked
@@ -156,7 +159,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
     they free any. So they do in one process: while transformers loads a model, it changes what torch does everywhere.
     """
     config, logs, launcher = run.config, run_dir / "logs", supervisor.launcher
-    policy = policy_pool(config, config.model, launcher, run.token, specs.engine_log(run_dir))
+    policy = policy_pool(config, config.model, launcher, run.token, specs.engine_log(run_dir), run.urls)
     services = Services(policy, {}, [])
     lanes = lanes_of(len(policy.urls))
 

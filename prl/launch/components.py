@@ -23,14 +23,10 @@ from prl.orchestrator.buffer.base import Buffer
 from prl.orchestrator.buffer.task_buffer import warn_of_other_envs
 from prl.orchestrator.filters.base import SlotName, build_filters
 from prl.orchestrator.types import EnvComponents
-from prl.remembered import remembered
 from prl.text import in_one_line
 from prl.trainer.config import check_aggregation
 from prl.trainer.schedule import Schedule
 from prl.user_code import contained, hook
-
-CHOOSING = ("config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model")
-"""Files of a model folder by which transformers chooses the class of its tokenizer."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,32 +97,13 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
 
 
 def load_tokenizer(model: ModelConfig, key: str) -> "PreTrainedTokenizerBase":
-    """The model's tokenizer; `key` names its path in the config, for messages.
+    """The model's tokenizer; `key` names its path in the config, for messages."""
+    from transformers import AutoTokenizer
 
-    transformers imports torch and its models to choose the tokenizer's class: of files that it has chosen for before,
-    the class is remembered.
-    """
-    import transformers
-
-    folder = local_folder(model.path)
-    options = {"trust_remote_code": model.trust_remote_code, "local_files_only": folder is not None}
-
-    def load() -> "PreTrainedTokenizerBase":
-        return transformers.AutoTokenizer.from_pretrained(model.path, **options)
-
+    local_files_only = local_folder(model.path) is not None
     try:
-        if folder is None or model.trust_remote_code:
-            return load()
-        files = [file for name in CHOOSING if (file := folder / name).is_file()]
-        chosen = remembered(
-            [__name__.encode(), *(part for file in files for part in (file.name.encode(), file.read_bytes()))],
-            lambda: type(load()).__name__,
-            str,
-        )
-        return (
-            load()
-            if (cls := getattr(transformers, chosen, None)) is None
-            else cls.from_pretrained(model.path, **options)
+        return AutoTokenizer.from_pretrained(
+            model.path, trust_remote_code=model.trust_remote_code, local_files_only=local_files_only
         )
     except Exception as error:  # of transformers, of its Rust part, of the hub
         raise ConfigError(

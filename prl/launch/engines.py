@@ -1,5 +1,7 @@
 """The models of a run, made by the classes that its `inference` nodes name."""
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +9,9 @@ from prl.config.build import class_of
 from prl.config.evaluation import EvaluationConfig
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.engines.base import Connect, Engine, EngineSpec
+from prl.errors import PrlError
 from prl.launch import specs, threads
+from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Launcher
 from prl.launch.local import resolve_model
 
@@ -23,14 +27,34 @@ def engine_of(inference: Any, where: str) -> type[Engine]:
     return class_of(inference, Engine, where)
 
 
+def start_early(config: TrainConfig, launcher: Launcher, token: str, run_dir: Path) -> list[str]:
+    """Start the policy's engines before the run is prepared; none where that has to wait or goes wrong.
+
+    What is wrong is said by `check_engines`, or where they are started later.
+    """
+    if config.inference.in_process or config.inference.urls or isinstance(launcher, InlineLauncher):
+        return []
+    with contextlib.suppress(OSError, PrlError, UnicodeError):
+        engines = specs.policy_engines(config, config.model, token, specs.engine_log(run_dir))
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return [launcher.start_engine(engine) for engine in engines]
+    return []
+
+
 def policy_pool(
-    config: TrainConfig | EvaluationConfig, model: ModelConfig, launcher: Launcher, token: str, log: Path
+    config: TrainConfig | EvaluationConfig,
+    model: ModelConfig,
+    launcher: Launcher,
+    token: str,
+    log: Path,
+    urls: Sequence[str] = (),
 ) -> "PolicyPool":
-    """The client of a policy, which is run, or runs already (`inference.urls`)."""
+    """The client of a policy, which is run, or runs already (`inference.urls`, or `urls` of engines started early)."""
+    running = [*config.inference.urls, *urls]
     places = specs.placement(config).engines
 
     def serve(spec: EngineSpec) -> list[str]:
-        return config.inference.urls or [launcher.start_engine(each) for each in specs.several(spec, places)]
+        return running or [launcher.start_engine(each) for each in specs.several(spec, places)]
 
     spec = specs.policy_engine(config, model, token, log)
     return engine_of(config.inference, "inference").policy(spec, serve)

@@ -2,7 +2,6 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -51,14 +50,6 @@ class Launcher(ABC):
 
     def check(self, where: str) -> None:  # noqa: B027
         """Raise ConfigError for knobs that contradict each other; `where` is the launcher's config key."""
-
-    def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:  # noqa: B027
-        """Have the processes of a run, which `start_engine` and `start_trainer` start later, import what they need.
-
-        Args:
-            engines: The policy's engines.
-            trainer: The trainer, whose payload is not known yet; None = none.
-        """
 
     @abstractmethod
     def start_engine(self, spec: EngineSpec) -> str:

@@ -1,22 +1,18 @@
 """The launcher for one machine: every process of the run is a child of this one, and none is left behind."""
 
 import asyncio
-import contextlib
 import json
 import os
-import secrets
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from prl.config.engine_options import as_arguments, logits_options
 from prl.config.gpus import visible_devices
-from prl.config.machine import cores
 from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec
 from prl.errors import PrlError
@@ -45,8 +41,6 @@ class LocalLauncher(Launcher):
     processes: list[Process] = field(default_factory=list, init=False, repr=False)
     engines: dict[str, tuple[EngineSpec, int]] = field(default_factory=dict, init=False, repr=False)
     """What the engines serve and their ports, by process."""
-    standby: dict[str, Process] = field(default_factory=dict, init=False, repr=False)
-    """Processes that import ahead, by name, until they are started."""
     leaving: list[Process] = field(default_factory=list, init=False, repr=False)
     """Engines that nobody needs any more, until all is stopped."""
     folder: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False, repr=False)
@@ -62,41 +56,14 @@ class LocalLauncher(Launcher):
         return Path(self.folder.name)
 
     def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path) -> Process:
-        """Start any command as a process of the run, or the one on standby that is to run it."""
-        process = self.standby.pop(name, None)
-        if process is not None and process.status is None and process.command == command:
-            process.begin(env, log)
-        else:
-            if process is not None:
-                process.end()
-            process = Process(name, command, env, log, self.scratch)
+        """Start any command as a process of the run."""
+        process = Process(name, command, env, log, self.scratch)
         self.processes.append(process)
         return process
 
-    def stand_by(self, name: str, command: list[str], *, env: dict[str, str]) -> None:
-        """Have a process import ahead until `start` is called with its name and command."""
-        early = self.scratch / f"standby-{secrets.token_hex(4)}"
-        log, order = early.with_suffix(".log"), early.with_suffix(".order")
-        self.standby[name] = Process(name, command, env, log, self.scratch, order)
-
-    def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
-        with contextlib.suppress(OSError, PrlError, UnicodeError):  # `start_engine` and `start_trainer` raise them
-            self._import_ahead(engines, trainer)
-
-    def _import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
-        for engine in engines:
-            port = self._port_for(engine)
-            self.engines[engine.process] = engine, port
-            command, env = engine_command(engine, port), engine_environment(engine)
-            self.stand_by(engine.process, command, env=env)
-        # On two cores the engine, whose imports take longest, and this process have one each: the trainer waits.
-        if trainer is not None and (not engines or cores() > 2):
-            for name, env in self._ranks(trainer).items():
-                self.stand_by(name, trainer_command(trainer), env=env)
-
     def start_engine(self, spec: EngineSpec) -> str:
         host = spec.config.host
-        port = self.engines[spec.process][1] if spec.process in self.standby else self._port_for(spec)
+        port = self._port_for(spec)
         self.engines[spec.process] = spec, port
         self._serve(spec.process)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -166,7 +133,7 @@ class LocalLauncher(Launcher):
 
     def stop(self) -> None:
         """Ask every process to stop, and end the whole tree of each once it has, or after the time of grace."""
-        processes = [*self.processes, *self.leaving, *self.standby.values()]
+        processes = [*self.processes, *self.leaving]
         for process in processes:
             process.ask()
         deadline = time.monotonic() + children.GRACE_S

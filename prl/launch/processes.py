@@ -6,10 +6,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
-from prl import standby
 from prl.launch import children
 from prl.wire.files import naming
 
@@ -32,17 +30,10 @@ class Process(subprocess.Popen[bytes]):
     may_finish = False
     """Whether ending with status 0 is expected while the run goes on."""
 
-    def __init__(
-        self, name: str, command: list[str], env: dict[str, str], log: Path, scratch: Path, order: Path | None = None
-    ):
-        """`order` is the file that has a process on standby begin (`prl.standby`); None = it begins at once."""
+    def __init__(self, name: str, command: list[str], env: dict[str, str], log: Path, scratch: Path):
         self.name = name
         self.command = command
         self.log = log
-        self.env = env
-        self.order = order
-        self.early_log = log
-        """Its output before it begins."""
         with naming(log):
             log.parent.mkdir(parents=True, exist_ok=True)
             output = log.open("ab")
@@ -55,19 +46,9 @@ class Process(subprocess.Popen[bytes]):
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **folders, **env, **({standby.VARIABLE: str(order)} if order else {})},
+                env={**os.environ, **folders, **env},
                 start_new_session=True,
             )
-
-    def begin(self, env: Mapping[str, str], log: Path) -> None:
-        """Have a process on standby begin, with what `env` has beyond its own, its output in `log`."""
-        assert self.order is not None
-        with naming(log):
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.touch()
-            self.log_start = log.stat().st_size
-        standby.give_order(self.order, env=dict(env.items() - self.env.items()), log=log, said=self.early_log)
-        self.log = log
 
     @property
     def status(self) -> int | None:
@@ -109,10 +90,6 @@ class Process(subprocess.Popen[bytes]):
 
     def last_lines(self) -> list[str]:
         """The last lines of its own output that may tell why it ended; none where the log is gone."""
-        if self.order is not None and self.order.exists() and self.status is not None:  # it ended on standby
-            with contextlib.suppress(OSError), self.log.open("ab") as log:
-                log.write(self.early_log.read_bytes())
-            self.order.unlink()
         with contextlib.suppress(FileNotFoundError), self.log.open("rb") as file:
             file.seek(max(self.log_start, self.log.stat().st_size - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()

@@ -129,7 +129,7 @@ def restarts_of(inference: InferenceConfig, name: str = ENGINE) -> dict[str, int
 
 
 def trainer(config: TrainConfig, run_dir: Path, payload: dict[str, Any] | None = None) -> TrainerSpec:
-    """The trainer; without its `payload` for `Launcher.import_ahead`."""
+    """The trainer."""
     return TrainerSpec(
         run_dir=run_dir,
         model=resolve_model(config.model, config.inference.device_type),

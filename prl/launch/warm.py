@@ -2,7 +2,6 @@
 
 import atexit
 import secrets
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,26 +32,17 @@ class WarmLauncher(Launcher):
         """The config of the launcher that starts the processes."""
         self.own = build(node, Launcher, "launcher")
         """Starts the trainer."""
-        self.ahead: dict[bytes, Launcher] = {}
-        """Of engines that import ahead, by what they are to serve and how."""
         self.used: dict[bytes, Launcher] = {}
 
     def key(self, spec: EngineSpec) -> bytes:
         """What two engines must have in common to stand for each other."""
         return msgspec.json.encode([plain(self.node), plain(replace(spec, seed=0, log=Path()))], enc_hook=str)
 
-    def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
-        self.own.import_ahead([], trainer)
-        for engine in engines:
-            if (key := self.key(engine)) not in _warm:
-                self.ahead[key] = build(self.node, Launcher, "launcher")
-                self.ahead[key].import_ahead([engine], None)
-
     def start_engine(self, spec: EngineSpec) -> str:
         key = self.key(spec)
         if key not in _warm:
             folder = spec.log.resolve().parents[2] / ENGINES  # beside the run's directory
-            launcher = self.ahead.pop(key, None) or build(self.node, Launcher, "launcher")
+            launcher = build(self.node, Launcher, "launcher")
             log = folder / f"{spec.process}-{secrets.token_hex(4)}.log"
             _warm[key] = launcher, launcher.start_engine(replace(spec, log=log))
         self.used[key], url = _warm[key]
@@ -72,8 +62,7 @@ class WarmLauncher(Launcher):
         await self.own.finish(timeout_s)
 
     def stop(self) -> None:
-        for launcher in (self.own, *self.ahead.values()):
-            launcher.stop()
+        self.own.stop()
 
     def __exit__(self, *error: object) -> None:
         self.stop()

@@ -1,6 +1,5 @@
 """What runs left in their directories, as pages and tables. Nothing here starts or changes a run."""
 
-import contextlib
 import logging
 from pathlib import Path
 
@@ -20,12 +19,6 @@ def try_to_sum_up(run_dir: Path) -> str | None:
     except Exception as error:
         log.warning("the events of the run could not be summed up: %s: %s", type(error).__name__, error)
         return None
-
-
-def import_ahead() -> None:
-    """Import what `try_to_write` needs, and nothing of what may be wrong with it."""
-    with contextlib.suppress(Exception):  # said where the page is written
-        from prl.report import page  # noqa: F401
 
 
 def try_to_write(run_dir: Path) -> None:

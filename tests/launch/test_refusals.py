@@ -50,7 +50,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("PRL_TOKEN", raising=False)
-    monkeypatch.setattr("prl.launch.local.LocalLauncher.import_ahead", lambda *_: None)
+    monkeypatch.setattr("prl.launch.engines.start_early", lambda *_: [])
 
 
 def refusals(overrides, tmp_path):

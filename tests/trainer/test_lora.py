@@ -53,8 +53,6 @@ def stack(make_sample):
 
 ALONE = """
 import sys
-from prl.trainer.__main__ import import_ahead
-import_ahead()
 import torch
 from prl.trainer.lora import add_adapters, weights_of
 from prl.trainer.model import load_model
@@ -67,7 +65,6 @@ assert [name for name, _ in weights_of(model)] == names
 
 
 def test_a_process_of_its_own_imports_peft_where_there_are_adapters_alone(tiny_path):
-    """As the trainer of one rank is, without torch's sharded tensors until then."""
     done = subprocess.run([sys.executable, "-c", ALONE, tiny_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

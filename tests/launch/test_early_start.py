@@ -1,0 +1,51 @@
+"""Engines that start before their run is prepared: the run uses them, and a refused one leaves nothing of them."""
+
+import sys
+
+import pytest
+
+from prl import train
+from prl.compose import compose
+from prl.errors import ConfigError
+from prl.launch import local, specs
+from prl.launch.engines import policy_pool
+from prl.launch.local import LocalLauncher
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """A launcher whose engines only wait."""
+    waiting = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(local, "engine_command", lambda spec, port: waiting)
+    with LocalLauncher() as launcher:
+        yield launcher
+
+
+async def test_a_prepared_run_has_its_engines_started_once(launcher, tmp_path):
+    config = compose([f"run.dir={tmp_path}/run", "inference.servers=2"])
+    prepared = train.prepare(config, launcher)
+    assert [process.name for process in launcher.processes] == ["inference", "inference 2"]
+    log = specs.engine_log(tmp_path / "run")
+    pool = policy_pool(config, config.model, launcher, prepared.token, log, prepared.urls)
+    await pool.close()
+    assert list(pool.urls) == prepared.urls and len(launcher.processes) == 2
+    assert log.exists() and (tmp_path / "run").stat().st_mode & 0o77 == 0
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_refused_run_leaves_neither_engine_nor_directory(launcher, tmp_path, there):
+    run_dir = tmp_path / "run"
+    if there:  # what a command leaves that was killed while it prepared
+        (run_dir / "logs").mkdir(parents=True)
+        (run_dir / "logs" / "inference.log").touch()
+    config = compose([f"run.dir={run_dir}", "env=jsonl", "envs.jsonl.args.path=none.jsonl"])
+    with pytest.raises(ConfigError, match="not a file"):
+        train.prepare(config, launcher)
+    assert [process.status is None for process in launcher.processes] == [False]
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("overrides", [["dry_run=true"], ["inference=transformers"]])
+def test_no_server_is_started_where_none_is_needed(launcher, tmp_path, overrides):
+    train.prepare(compose([f"run.dir={tmp_path}/run", *overrides]), launcher)
+    assert not launcher.processes and not (tmp_path / "run").exists()
