@@ -120,8 +120,9 @@ def hub_files(name: str, split: str) -> list[Path]:
     wanted: dict[str, Any] = {"repo_id": repo, "repo_type": "dataset"}
     wanted["allow_patterns"] = [f"{folder + '/' if folder else ''}*{split}*{suffix}" for suffix in SUFFIXES]
     try:
-        if found := _of_split(Path(snapshot_download(**wanted, local_files_only=True)) / folder, split):
-            return found
+        cached = _of_split(Path(snapshot_download(**wanted, local_files_only=True)) / folder, split)
+        if cached:
+            return cached
     except OSError:  # not in the cache
         pass
     try:
@@ -132,16 +133,17 @@ def hub_files(name: str, split: str) -> list[Path]:
             f"{repo} is not in the hub's cache on this machine, and the hub fails ({in_one_line(error)}): "
             f"set path to a {' or '.join(SUFFIXES)} file of its rows"
         ) from error
-    if not (found := _of_split(root, split)):
+    downloaded = _of_split(root, split)
+    if not downloaded:
         raise ValueError(f"{name} has no {split}*{', '.join(SUFFIXES)} on the hub")
-    return found
+    return downloaded
 
 
 def _of_split(root: Path, split: str) -> list[Path]:
-    """The readable files under `root` that belong to a split; raise ValueError if several folders have some."""
-    files = [path for path in sorted(root.rglob("*")) if path.suffix.lower() in SUFFIXES]
-    found = [path for path in files if path.name.startswith(split) or path.parent.name == split]
-    folders = sorted({path.parent.relative_to(root).as_posix() for path in found})
+    """Return the readable files under `root` that belong to a split; raise ValueError if several folders have some."""
+    readable = [path for path in sorted(root.rglob("*")) if path.suffix.lower() in SUFFIXES]
+    files = [path for path in readable if path.name.startswith(split) or path.parent.name == split]
+    folders = sorted({path.parent.relative_to(root).as_posix() for path in files})
     if len(folders) > 1:
         raise ValueError(f"several folders hold a {split} split ({', '.join(folders)}): name one, owner/name/folder")
-    return found
+    return files

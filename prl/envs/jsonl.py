@@ -121,17 +121,17 @@ def split_of(config: JsonlConfig) -> Iterator[JsonlData]:
     """Yield the rows of the chosen split; raise ValueError naming what cannot be read."""
     rows = [(_digest(row.prompt), row) for row in read(config, config.path)]
     if config.eval_path is not None:
-        kept_apart = read(config, config.eval_path)
-        chosen = {_digest(row.prompt) for row in kept_apart}
+        held_out = read(config, config.eval_path)
+        chosen = {_digest(row.prompt) for row in held_out}
     else:
         prompts = sorted({prompt for prompt, _ in rows})
         count = max(1, round(config.eval_fraction * len(prompts))) if config.eval_fraction and len(prompts) > 1 else 0
         chosen = set(prompts[:count])
-        kept_apart = [row for prompt, row in rows if prompt in chosen]
+        held_out = [row for prompt, row in rows if prompt in chosen]
     if config.split == "eval":
-        if not kept_apart:
+        if not held_out:
             raise ValueError("no prompt is held out: set eval_path or eval_fraction, or the env's eval_args to null")
-        yield from kept_apart
+        yield from held_out
         return
     yield from (row for prompt, row in rows if prompt not in chosen)
 
@@ -144,14 +144,14 @@ def read(config: JsonlConfig, path: str) -> list[JsonlData]:
         if not colon or name.count("/") < 1 or not split:
             raise ValueError(f"{path!r}: write hub:owner/name:split")
         files = hub_files(name, split)
-    found: dict[str, JsonlData] = {}
+    distinct: dict[str, JsonlData] = {}
     for file in files:
         for place, row in rows_of(file):
             data = task_of(config, row, f"{file}, {place}")
-            found.setdefault(str(data.id), data)
-    if not found:
+            distinct.setdefault(str(data.id), data)
+    if not distinct:
         raise ValueError(f"{path} has no rows")
-    return list(found.values())
+    return list(distinct.values())
 
 
 def task_of(config: JsonlConfig, row: Any, place: str) -> JsonlData:

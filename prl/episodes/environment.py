@@ -1,4 +1,4 @@
-"""An environment of a run: its taskset, found, configured and loaded, its tasks, and how they are played."""
+"""An environment of a run: the taskset by its name, its tasks, and how they are played."""
 
 import contextlib
 import importlib
@@ -207,15 +207,17 @@ def load_taskset(taskset: str, args: dict[str, Any], where: str) -> vf.Taskset:
 def find_taskset(taskset: str, where: str) -> type[vf.Taskset]:
     """Return the taskset class of a dotted module path or an installed id; `where` is the env's config key."""
     try:
-        found = _exported(taskset, vf.Taskset)
+        exported = _exported(taskset, vf.Taskset)
     except ModuleNotFoundError as error:
         hint = "; is the package installed?" if "." in taskset else ""  # verifiers gives a hint of its own
         raise ConfigError(f"{where}.taskset={taskset!r}: {error}{hint}") from error
     except BaseException as error:  # the module is user code
         raise failed(error, f"{where}.taskset={taskset!r}", "importing it") from error
-    if len(found) != 1:
-        raise ConfigError(f"{where}.taskset={taskset!r} must export exactly one Taskset in __all__, has {len(found)}")
-    return found[0]
+    if len(exported) != 1:
+        raise ConfigError(
+            f"{where}.taskset={taskset!r} must export exactly one Taskset in __all__, has {len(exported)}"
+        )
+    return exported[0]
 
 
 def _exported(taskset: str, base: type[T]) -> list[type[T]]:

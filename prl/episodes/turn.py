@@ -15,7 +15,7 @@ from prl.rollouts.rollout import encodable
 from prl.rollouts.samples import RecordedCall, token_hash
 
 WireTool = dict[str, Any]
-"""A tool as the model is told of it, in OpenAI's format."""
+"""A tool as it is declared to the model, in OpenAI's format."""
 
 AGENT = vf.AgentInfo.model_construct(
     config=WireAgentConfig.model_construct(), runtime=None, name="agent", trainable=True

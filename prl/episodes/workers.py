@@ -16,7 +16,7 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
 from typing import Any
@@ -39,7 +39,7 @@ MAX_PRINTED = 10_000
 NICE = 5
 """Added to the niceness of workers: model and trainer go first."""
 
-Call = Callable[[Any], Awaitable[Any]]
+Call = Callable[[bytes], Coroutine[Any, Any, Any]]
 """What a worker runs, by its module and name: (argument) -> result, which must be plain data."""
 
 
@@ -166,17 +166,13 @@ def run_call(code: Call, argument: bytes) -> bytes:
     worker = os.getpid()
     printed = sys.stdout = sys.stderr = Printed()
     try:
-        result = asyncio.run(awaited(code, argument))
+        result = asyncio.run(code(argument))
         encoded = msgspec.msgpack.encode({"result": result, "printed": printed.getvalue()})
     except BaseException as error:
         encoded = msgspec.msgpack.encode(described(error) | {"printed": printed.getvalue()})
     if os.getpid() != worker:  # a child that a grader has forked is no worker
         os._exit(1)
     return encoded
-
-
-async def awaited(code: Call, argument: bytes) -> Any:
-    return await code(argument)
 
 
 def described(error: BaseException) -> dict[str, str]:

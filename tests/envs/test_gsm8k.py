@@ -90,17 +90,6 @@ def test_without_hub_and_file_it_says_so_at_once(no_hub):
     assert time.monotonic() - started < 5
 
 
-def test_what_is_in_the_hubs_cache_needs_no_hub(no_hub):
-    stored = no_hub / "datasets--openai--gsm8k"
-    parquet(stored / "snapshots" / "abc" / "main" / "train-00000-of-00001.parquet", problems(range(30)))
-    parquet(stored / "snapshots" / "abc" / "main" / "test-00000-of-00001.parquet", problems(range(30, 37)))
-    (stored / "refs").mkdir()
-    (stored / "refs" / "main").write_text("abc")
-    config = EnvConfig(taskset="prl.envs.gsm8k", args={"num_tasks": 20}, eval_args={"split": "eval"})
-    environment = Environment("g", config, eval_tasks=100)
-    assert (len(environment.tasks), len(environment.eval_tasks)) == (20, 7)
-
-
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [

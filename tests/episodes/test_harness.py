@@ -107,22 +107,6 @@ async def test_each_trainable_trace_is_a_rollout_and_yielded_once(play, make_tra
     assert len(set(program.contexts)) == 2, "episodes are told apart"
 
 
-async def test_an_episodes_rollouts_are_yielded_when_it_ends_however_long_the_others_take(start, make_trace):
-    somebody = asyncio.Event()
-
-    async def later():
-        await somebody.wait()
-        return episode(make_trace("2", reward=0.2))
-
-    rewards = []
-    async with asyncio.timeout(10):
-        async for rollout in start(Program(later, episode(make_trace("1", reward=0.1))), 2, timeout_s=2.0):
-            assert rollout.error is None and rollout.samples, "complete"
-            rewards.append((rollout.index, rollout.reward))
-            somebody.set()
-    assert rewards == [(1, 0.1), (0, 0.2)]
-
-
 async def test_the_rollouts_of_a_frozen_model_have_no_version_and_no_logprobs(play, make_trace):
     (rollout,) = await play(Program(episode(make_trace())), 1, pool=Frozen)
     assert (rollout.start_version, rollout.end_version) == (None, None) and not rollout.live

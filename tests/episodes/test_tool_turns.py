@@ -214,19 +214,6 @@ async def test_a_call_that_gets_nowhere_is_answered_and_the_conversation_goes_on
     assert told.content.startswith(answer) and last.content == "then 3"
 
 
-async def test_who_converses_gets_the_whole_segment_and_may_go_on(play):
-    segments = []
-
-    async def run(self, task, agents):
-        async with agents.agent.interaction(task) as talk:
-            segments.append(await talk.turn())
-            segments.append(await talk.turn("and again?"))
-
-    (rollout,), _ = await play([call(a=1, b=2), "3", call(a=1, b=3), "4"], run=run)
-    assert [[m.role for m in segment.messages] for segment in segments] == [["assistant", "tool", "assistant"]] * 2
-    assert [segment.last_reply for segment in segments] == ["3", "4"] and len(rollout.samples) == 1
-
-
 # --- calls that cannot be read ----------------------------------------------------------------------------------------
 
 
@@ -427,23 +414,3 @@ async def test_a_hook_that_fails_fails_its_rollout(play):
 
     (rollout,), _ = await play(["done"], task=Opens)
     assert rollout.error == "OSError: the drawer is stuck" and rollout.error_kind == "env"
-
-
-async def test_a_seats_own_limit_of_a_reply_holds_where_the_run_has_none(renderer):
-    from prl.inference.sampler import Sampler
-
-    class Pool:
-        model, version, cache_salt, up = "policy", 0, "v0", True
-        limits = []
-
-        async def generate(self, prompt_ids, sampling, **_):
-            self.limits.append(sampling["max_tokens"])
-            raise RuntimeError("enough")
-
-    for own, run, used in ((16, None, 16), (16, 8, 8), (16, 32, 32)):
-        sampler = Sampler(max_tokens=run)
-        sampler.attach(pool=Pool(), renderer=renderer, max_model_len=64, seed=0)
-        sampler = sampler.limited(own)
-        with pytest.raises(RuntimeError, match="enough"):
-            await sampler.complete([1], n=1, key="k")
-        assert Pool.limits.pop() == used

@@ -7,7 +7,7 @@ import pytest
 import verifiers.v1 as vf
 from verifiers.v1.types import ToolCall
 
-from prl.episodes.tools import Tools, set_up
+from prl.episodes.tools import Tools
 
 
 class Count(vf.State):
@@ -178,10 +178,3 @@ async def test_a_tasks_own_tools_join_those_of_its_taskset():
     both = shared.joined([Bare(vf.ToolsetConfig())])
     assert [await ask(both, name, {"a": 1}) for name in ("desk_add", "add")] == ["2", "1"]
     assert shared.joined([]) is shared and await ask(shared, "add", {"a": 1}) == "error: there is no tool 'add'"
-
-
-async def test_the_hooks_of_a_toolset_run_once_and_those_of_a_task_only_where_there_is_one():
-    shared, own = Desk(), Desk()
-    await set_up([shared])
-    await set_up([own], vf.TaskData(prompt="hi"))
-    assert shared.order == ["setup"] and own.order == ["setup", ("setup_task", "hi")]
