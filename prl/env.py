@@ -164,15 +164,15 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     sampler.attach(pool=script, renderer=renderer, max_model_len=ROOM, seed=config.seed)  # type: ignore[arg-type]
     printed = logging.getLogger("prl.episodes.workers")  # by graders, which run in processes of their own
     printed.setLevel(logging.INFO)
-    shows = Said(console)
-    printed.addHandler(shows)
+    handler = ConsoleHandler(console)
+    printed.addHandler(handler)
     try:
         rollouts = asyncio.run(play(environment, task, sampler))
     finally:
-        printed.removeHandler(shows)
+        printed.removeHandler(handler)
     for prompt in script.prompts[:1]:
-        said = tokenizer.decode(prompt)
-        say(console, f"\nfirst prompt, {len(prompt)} tokens, in the template of {config.model.path}:\n{said}")
+        text = tokenizer.decode(prompt)
+        say(console, f"\nfirst prompt, {len(prompt)} tokens, in the template of {config.model.path}:\n{text}")
     say(console, f"\nreplies: {whose}")
     from prl.rollouts.records import record
     from prl.viewer.render import rollout as shown
@@ -208,8 +208,8 @@ def own_line(text: str) -> str:
     return f"\n{own[-1]['file']}, line {own[-1]['line']}: {(own[-1]['code'] or '').strip()}" if own else ""
 
 
-class Said(logging.Handler):
-    """Shows what is logged."""
+class ConsoleHandler(logging.Handler):
+    """Shows log messages on a console."""
 
     def __init__(self, console: Console):
         super().__init__()
@@ -242,8 +242,8 @@ def main() -> None:
         cause = error.__cause__
         problem = str(error) + (own_line("".join(traceback.format_exception(cause))) if cause else "")
     except (HydraException, OmegaConfBaseException) as error:  # Hydra says which key; what it caught says why
-        said = [str(each).strip().splitlines() for each in (error, error.__cause__) if each is not None]
-        problem = ": ".join(lines[0].rstrip(".") for lines in said if lines)
+        messages = [str(cause).strip().splitlines() for cause in (error, error.__cause__) if cause is not None]
+        problem = ": ".join(lines[0].rstrip(".") for lines in messages if lines)
     except Exception as error:  # of a chat template, say, that takes the prompt and not the reply
         if FULL_ERROR in os.environ:
             raise

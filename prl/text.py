@@ -31,5 +31,5 @@ def in_one_line(error: BaseException | str) -> str:
 def spans(steps: list[int]) -> str:
     """`1 to 4, 6` for [1, 2, 3, 4, 6]."""
     # Within a span, a step is as far from its place in the list as the next one.
-    found = [[step for _, step in span] for _, span in groupby(enumerate(steps), lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in found)
+    runs = [[step for _, step in span] for _, span in groupby(enumerate(steps), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in runs)

@@ -2,19 +2,13 @@
 
 import csv
 import json
-import logging
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-log = logging.getLogger(__name__)
+from prl.text import in_one_line
 
-T = TypeVar("T")
-
-LONG_S = 5.0
-"""[s] A file that takes longer to read is said to."""
 HUB_WAIT = 5.0
 """[s] Time for the hub to answer at all."""
 LONGEST_FIELD = 2**31 - 1
@@ -33,17 +27,7 @@ def rows_of(file: Path) -> Iterator[tuple[str, Any]]:
         reader = READERS[file.suffix.lower()]
     except KeyError:
         raise ValueError(f"{file}: read are {', '.join(SUFFIXES)}") from None
-    yield from counted(reader(file), f"reading {file}")
-
-
-def counted(items: Iterable[T], what: str) -> Iterator[T]:
-    """Yield the items, and say at growing intervals how many they are so far, where they take long."""
-    began, next_s = time.monotonic(), LONG_S
-    for number, item in enumerate(items, start=1):
-        yield item
-        if (passed_s := time.monotonic() - began) > next_s:
-            log.warning("%s: %s so far, after %.0f s", what, f"{number:,}", passed_s)
-            next_s = 2 * passed_s
+    yield from reader(file)
 
 
 def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
@@ -83,7 +67,7 @@ def _decoded(text: bytes, place: str) -> Any:
 
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:
-    limit = csv.field_size_limit(LONGEST_FIELD)  # of the whole process
+    csv.field_size_limit(LONGEST_FIELD)
     try:
         with file.open(encoding="utf-8-sig", newline="") as opened:
             reader = csv.DictReader(opened)
@@ -97,8 +81,6 @@ def _csv(file: Path) -> Iterator[tuple[str, Any]]:
                 yield f"line {reader.line_num}", row
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not CSV in UTF-8: {error}") from error
-    finally:
-        csv.field_size_limit(limit)
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
@@ -138,29 +120,30 @@ def hub_files(name: str, split: str) -> list[Path]:
     wanted: dict[str, Any] = {"repo_id": repo, "repo_type": "dataset"}
     wanted["allow_patterns"] = [f"{folder + '/' if folder else ''}*{split}*{suffix}" for suffix in SUFFIXES]
     try:
-        if found := _of_split(Path(snapshot_download(**wanted, local_files_only=True)) / folder, split):
-            return found
+        cached = _of_split(Path(snapshot_download(**wanted, local_files_only=True)) / folder, split)
+        if cached:
+            return cached
     except OSError:  # not in the cache
         pass
     try:
         HfApi().dataset_info(repo, timeout=HUB_WAIT)  # the download itself would retry for half a minute
         root = Path(snapshot_download(**wanted)) / folder
     except Exception as error:  # exceptions of httpx, the hub's client and the system have no common base
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
-            f"{repo} is not in the hub's cache on this machine, and the hub does not deliver it ({reason}): "
+            f"{repo} is not in the hub's cache on this machine, and the hub fails ({in_one_line(error)}): "
             f"set path to a {' or '.join(SUFFIXES)} file of its rows"
         ) from error
-    if not (found := _of_split(root, split)):
+    downloaded = _of_split(root, split)
+    if not downloaded:
         raise ValueError(f"{name} has no {split}*{', '.join(SUFFIXES)} on the hub")
-    return found
+    return downloaded
 
 
 def _of_split(root: Path, split: str) -> list[Path]:
-    """The readable files under `root` that belong to a split; raise ValueError if several folders have some."""
-    files = [path for path in sorted(root.rglob("*")) if path.suffix.lower() in SUFFIXES]
-    found = [path for path in files if path.name.startswith(split) or path.parent.name == split]
-    folders = sorted({path.parent.relative_to(root).as_posix() for path in found})
+    """Return the readable files under `root` that belong to a split; raise ValueError if several folders have some."""
+    readable = [path for path in sorted(root.rglob("*")) if path.suffix.lower() in SUFFIXES]
+    files = [path for path in readable if path.name.startswith(split) or path.parent.name == split]
+    folders = sorted({path.parent.relative_to(root).as_posix() for path in files})
     if len(folders) > 1:
         raise ValueError(f"several folders hold a {split} split ({', '.join(folders)}): name one, owner/name/folder")
-    return found
+    return files

@@ -89,8 +89,9 @@ def files_of(part: str, folder: Path | None) -> list[Path]:
     if folder is None:
         return hub_files(HUB, part)
     for place in (folder, folder / "main"):
-        if found := sorted(file for file in place.glob(f"{part}*") if file.suffix in SUFFIXES):
-            return found
+        files = sorted(file for file in place.glob(f"{part}*") if file.suffix in SUFFIXES)
+        if files:
+            return files
     raise ValueError(f"path={str(folder)!r} has no {part}*.jsonl and no {part}*.parquet")
 
 

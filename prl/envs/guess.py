@@ -31,7 +31,7 @@ def answer(guess: str, secret: int) -> str | None:
 
 class GuessData(vf.TaskData):
     secret: int
-    """The number to be found."""
+    """The number to be guessed."""
     guesses: int
     """Number of guesses allowed."""
 
@@ -104,7 +104,7 @@ class GuessEnv(vf.Env[GuessEnvConfig]):
         async with agents.agent.interaction(task) as talk:
             reply = await talk.turn()
             for _ in range(task.data.guesses - 1):
-                said = answer(reply.last_reply, task.data.secret)
-                if said is None or reply.terminated:
+                message = answer(reply.last_reply, task.data.secret)
+                if message is None or reply.terminated:
                     return
-                reply = await talk.turn(said)
+                reply = await talk.turn(message)

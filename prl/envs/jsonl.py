@@ -22,19 +22,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import verifiers.v1 as vf
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from prl.config.build import function
 from prl.envs.base import AnswerTask
 from prl.envs.files import hub_files, rows_of
 from prl.envs.graders import GRADERS, QUICK, fault_of
 from prl.errors import UNREADABLE, ConfigError
+from prl.text import in_one_line
 
 __all__ = ["JsonlTaskset"]
 
 Grade = Callable[[str, str], float]
 CHAT = re.compile(r'\s*\[\s*\{\s*"(?:role|content)"\s*:')
 """How a list of chat messages begins that is written as JSON."""
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+"""What JSON can spell, but no UTF-8."""
 
 
 def grader_of(value: str | dict[str, Any]) -> Grade:
@@ -118,17 +121,17 @@ def split_of(config: JsonlConfig) -> Iterator[JsonlData]:
     """Yield the rows of the chosen split; raise ValueError naming what cannot be read."""
     rows = [(_digest(row.prompt), row) for row in read(config, config.path)]
     if config.eval_path is not None:
-        kept_apart = read(config, config.eval_path)
-        chosen = {_digest(row.prompt) for row in kept_apart}
+        held_out = read(config, config.eval_path)
+        chosen = {_digest(row.prompt) for row in held_out}
     else:
         prompts = sorted({prompt for prompt, _ in rows})
         count = max(1, round(config.eval_fraction * len(prompts))) if config.eval_fraction and len(prompts) > 1 else 0
         chosen = set(prompts[:count])
-        kept_apart = [row for prompt, row in rows if prompt in chosen]
+        held_out = [row for prompt, row in rows if prompt in chosen]
     if config.split == "eval":
-        if not kept_apart:
+        if not held_out:
             raise ValueError("no prompt is held out: set eval_path or eval_fraction, or the env's eval_args to null")
-        yield from kept_apart
+        yield from held_out
         return
     yield from (row for prompt, row in rows if prompt not in chosen)
 
@@ -141,14 +144,14 @@ def read(config: JsonlConfig, path: str) -> list[JsonlData]:
         if not colon or name.count("/") < 1 or not split:
             raise ValueError(f"{path!r}: write hub:owner/name:split")
         files = hub_files(name, split)
-    found: dict[str, JsonlData] = {}
+    distinct: dict[str, JsonlData] = {}
     for file in files:
         for place, row in rows_of(file):
             data = task_of(config, row, f"{file}, {place}")
-            found.setdefault(str(data.id), data)
-    if not found:
+            distinct.setdefault(str(data.id), data)
+    if not distinct:
         raise ValueError(f"{path} has no rows")
-    return list(found.values())
+    return list(distinct.values())
 
 
 def task_of(config: JsonlConfig, row: Any, place: str) -> JsonlData:
@@ -164,77 +167,49 @@ def task_of(config: JsonlConfig, row: Any, place: str) -> JsonlData:
     if isinstance(prompt, str) and CHAT.match(prompt):  # a column of a CSV file has texts alone
         with contextlib.suppress(*UNREADABLE):
             prompt = json.loads(prompt)
-    if isinstance(demonstration, list):
-        demonstration = [with_text(message, f"{place}: {config.demonstration_key}") for message in demonstration]
-    unread = f"{place}: key {config.prompt_key!r} is no list of chat messages"
     try:
+        if isinstance(demonstration, list):
+            demonstration = [with_text(message) for message in demonstration]
         return JsonlData(
             id=_digest([prompt, answer, demonstration]),
-            prompt=prompt if isinstance(prompt, str) else chat_messages(prompt),
+            prompt=prompt if isinstance(prompt, str) else [as_verifiers(message) for message in prompt],
             system_prompt=config.system,
             answer=str(answer),
             demonstration=demonstration,
         )
-    except ValidationError as error:
-        # Of a list, pydantic says as well that it is no text.
-        problem = next(each for each in error.errors() if each["loc"][1:] != ("str",))
-        _, _, number, *path = problem["loc"]
-        field = ".".join(str(part) for part in path[1:] if part != "str" and "[" not in str(part))
-        raise ValueError(f"{unread}: message {int(number) + 1}: {field and field + ': '}{problem['msg']}") from error
-    except ValueError as error:
-        raise ValueError(f"{unread}: {error}") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        key = config.prompt_key
+        raise ValueError(f"{place}: key {key!r} is no list of chat messages: {in_one_line(error)}") from error
 
 
-def chat_messages(prompt: list[Any]) -> list[Any]:
-    """Return chat messages with their tool calls as verifiers has them, which OpenAI's format nests in `function`.
-
-    Raises ValueError naming message and field of a call that cannot be read.
-    """
-    messages = [with_text(message, f"message {number}") for number, message in enumerate(prompt, start=1)]
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict):
-            continue
-        if message.get("function_call"):
-            raise ValueError(f"message {number + 1}: function_call: write it as tool_calls, which have taken its place")
-        if message.get("role") == "developer":  # OpenAI's newer name
-            messages[number] = message = message | {"role": "system"}
-        calls = message.get("tool_calls")
-        if isinstance(calls, list):
-            where = f"message {number + 1}: tool_calls"
-            flat = [flat_call(call, f"{where}.{place}") for place, call in enumerate(calls)]
-            messages[number] = message | {"tool_calls": flat}
-    return messages
+def as_verifiers(message: Any) -> Any:
+    """Return a chat message with its tool calls as verifiers has them, which OpenAI's format nests in `function`."""
+    message = with_text(message)
+    if message.get("function_call"):
+        raise ValueError("function_call: write it as tool_calls, which have taken its place")
+    if not message.get("tool_calls"):
+        return message
+    calls = [call | (call.get("function") or {}) for call in message["tool_calls"]]
+    return message | {"tool_calls": [call | {"arguments": arguments_of(call)} for call in calls]}
 
 
-def with_text(message: Any, where: str) -> Any:
+def arguments_of(call: dict[str, Any]) -> str:
+    """Return the arguments of a tool call as text; raise ValueError if they are no JSON object."""
+    arguments = call.get("arguments") or "{}"  # a tool without parameters may have none
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(json.loads(text), dict):
+        raise ValueError(f"the arguments of a tool call must be a JSON object, got {text:.80}")
+    return text
+
+
+def with_text(message: Any) -> Any:
     """Return a message with the text parts of its content as one text; raise ValueError for another kind of part."""
-    content = message.get("content") if isinstance(message, dict) else None
+    content = message.get("content")
     if not isinstance(content, list):
         return message
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"{where}: content: a part must be {{type: text, text: <text>}}, got {part!r:.80}")
+    if any(part.get("type") != "text" for part in content):
+        raise ValueError(f"a part of a message's content must be {{type: text, text: <text>}}, got {content!r:.200}")
     return message | {"content": "".join(part["text"] for part in content)}
-
-
-def flat_call(call: Any, where: str) -> dict[str, Any]:
-    """Return a tool call with its name beside its arguments, and these as text; raise ValueError naming the field."""
-    nested = isinstance(call, dict) and call.get("function") is not None
-    function = call["function"] if nested else call
-    where += ".function" if nested else ""
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where}.name must be a text, got {function!r:.80}")
-    arguments = function.get("arguments")
-    if arguments in (None, ""):  # of a tool without parameters
-        arguments = "{}"
-    try:
-        read = arguments if isinstance(arguments, dict) else json.loads(str(arguments))
-    except UNREADABLE:
-        read = None
-    if not isinstance(read, dict):
-        raise ValueError(f"{where}.arguments must be a JSON object, as text or not, got {arguments!r:.80}")
-    text = arguments if isinstance(arguments, str) else json.dumps(read, ensure_ascii=False)
-    return call | {"name": function["name"], "arguments": text}
 
 
 def _value(row: dict[str, Any], place: str, key: str, *types: type) -> Any:
@@ -242,8 +217,8 @@ def _value(row: dict[str, Any], place: str, key: str, *types: type) -> Any:
     if key not in row and inner and isinstance(row.get(outer), dict):  # reward_model.ground_truth
         return _value(row[outer], f"{place}, {outer!r}", inner, *types)
     if key not in row:
-        held = ", ".join(map(repr, row)) or "none"
-        raise ValueError(f"{place}: there is no {key!r} (its keys: {held})")
+        keys = ", ".join(map(repr, row)) or "none"
+        raise ValueError(f"{place}: there is no {key!r} (its keys: {keys})")
     value = row[key]
     if value is None:
         raise ValueError(f"{place}: key {key!r} has no value")
@@ -251,11 +226,9 @@ def _value(row: dict[str, Any], place: str, key: str, *types: type) -> Any:
     if not isinstance(value, types) or odd or value in ("", []):
         wanted = " or ".join(cls.__name__ for cls in types)
         raise ValueError(f"{place}: key {key!r} must be {wanted} and not empty, got {value!r:.80}")
-    try:
-        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a character, which no tokenizer takes
-        half = ascii(error.object[error.start])
-        raise ValueError(f"{place}: key {key!r} has {half} in it, which is no character by itself") from error
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if HALF_CHARACTER.search(text):
+        raise ValueError(f"{place}: key {key!r} has a character in it that no tokenizer takes: {text!r:.80}")
     return value
 
 

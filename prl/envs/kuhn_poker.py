@@ -127,13 +127,13 @@ class KuhnPokerEnv(vf.Env[KuhnPokerEnvConfig]):
 
 def _speaking(talk, card: str) -> Act:
     """Return a side whose actions are the model's turns in a conversation."""
-    told = f"{card}. "
+    opening = f"{card}. "
 
     async def act(seen: str, legal: tuple[str, ...]) -> str:
-        nonlocal told
+        nonlocal opening
         words = " or ".join(legal) + "?"
-        question = told + (f"They {seen}: {words}" if seen else words)
-        told = ""  # once
+        question = opening + (f"They {seen}: {words}" if seen else words)
+        opening = ""  # once
         return (await talk.turn(question)).last_reply
 
     return act

@@ -138,8 +138,8 @@ def plain(text: str) -> str:
     text = respelt(text, SPELLINGS)
     text = THOUSANDS.sub(lambda match: match[0].replace(match[1], ""), text)
     for _ in range(MOST_NESTED):
-        text, found = GROUP.subn(opened, text)
-        if not found:
+        text, count = GROUP.subn(opened, text)
+        if not count:
             break
     return respelt(text, FLAT_SPELLINGS)
 

@@ -72,13 +72,14 @@ def tagged(reply: str) -> str | None:
     reply.
     """
     closed = reply.split("</answer>")[:-1]
-    found = [part.partition("<answer>")[2] for part in closed if "<answer>" in part]
-    return found[-1].strip() if found else None
+    answers = [part.partition("<answer>")[2] for part in closed if "<answer>" in part]
+    return answers[-1].strip() if answers else None
 
 
 def grade(reply: str, name: str, dataset: ProceduralDataset, entry: dict[str, Any]) -> float:
     """Return the reward of `reply` to the `entry` of generator `name`, in [0, 1], as above."""
-    answer = reply.strip() if (found := tagged(reply)) is None else found
+    in_tags = tagged(reply)
+    answer = reply.strip() if in_tags is None else in_tags
     if name in EXACT:
         return float(answer.split() == entry["answer"].split())
     if name in HARMLESS and not HARMLESS[name].fullmatch(answer):

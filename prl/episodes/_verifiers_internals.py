@@ -6,10 +6,7 @@ one, when something used here is gone, or when a patch is no longer needed. Impo
 
 import asyncio
 import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Iterator
-from types import MethodType, SimpleNamespace
 from typing import Any
 
 import verifiers.v1 as vf
@@ -32,7 +29,7 @@ VERSION = "0.4.0"
 def _validated_node(cls: type[graph.MessageNode], _fields_set: set[str] | None = None, **values: Any) -> Any:
     """Replace `model_construct`, which inspects the signature of each default factory: 1 ms a node instead of 5 us.
 
-    Until pydantic keeps what it found, or verifiers' `_commit_turn` calls the constructor.
+    Until pydantic caches that signature, or verifiers' `_commit_turn` calls the constructor.
     """
     return cls(**values)
 
@@ -44,19 +41,6 @@ BUILD: trace.VersionInfo = vf.Trace.model_fields["verifiers"].get_default(call_d
 
 
 # --- graders ----------------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(1024)
-def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(MethodType(function, object()))
-
-
-def signature(code: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a grader: for a method, work it out once and not for each trace, which takes 130 us.
-
-    Until verifiers keeps the signatures of a task's class.
-    """
-    return _signature_of_method(code.__func__) if isinstance(code, MethodType) else inspect.signature(code)
 
 
 async def _invoke_all(signals: list[Callable[..., Any]], available: dict[str, Any]) -> list[Any]:
@@ -129,6 +113,5 @@ def _resolve_api_key(config: vf.BaseClientConfig) -> str:
 
 
 task.invoke_all = _invoke_all  # until verifiers' own contains what a signal raises
-task.inspect = decorators.inspect = SimpleNamespace(signature=signature, Parameter=inspect.Parameter)
 client_base.resolve_api_key = _resolve_api_key  # of every request of a client
 interception_server.resolve_api_key = _resolve_api_key  # of `/v1/models`, which a program may ask for

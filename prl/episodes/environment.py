@@ -1,11 +1,10 @@
-"""An environment of a run: its taskset, found, configured and loaded, its tasks, and how they are played."""
+"""An environment of a run: the taskset by its name, its tasks, and how they are played."""
 
 import contextlib
-import gc
 import importlib
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
 import verifiers.v1 as vf
@@ -14,7 +13,6 @@ from renderers.base import Renderer
 from verifiers.v1.utils.generic import concrete_type
 
 from prl.config.schema import EnvConfig
-from prl.envs.files import counted
 from prl.episodes._verifiers_internals import agents_after_setup
 from prl.episodes.grading import give_to_workers
 from prl.episodes.group import GroupRequest, play_episodes, play_group
@@ -33,8 +31,6 @@ T = TypeVar("T")
 
 MAX_TASKS = 100_000
 """Tasks that are taken from a taskset that never ends."""
-COLLECTED = 100_000
-"""Objects after which Python looks for cycles while episodes are played; by itself after 700."""
 
 
 class Environment:
@@ -56,10 +52,8 @@ class Environment:
         self.config = config
         self.workers: Workers | None = None
         """Processes that its graders run in; None where they run in this one."""
-        with collecting_rarely():
-            self._load(eval_tasks)
-            elsewhere = self._grades_elsewhere()
-        if elsewhere and played:
+        self._load(eval_tasks)
+        if played and self._grades_elsewhere():
             modules = ["prl.episodes.grading", type(self.tasks[0]).__module__]
             self.workers = Workers(name, modules, config.worker_memory_gb)
             tasks = [*self.tasks, *self.eval_tasks]
@@ -131,7 +125,6 @@ class Environment:
     async def serving(self) -> AsyncGenerator[None, None]:
         """Hold open what episodes need: the servers of verifiers' harness, or what an in-process env starts."""
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(collecting_rarely())
             if self.workers is not None:
                 await stack.enter_async_context(self.workers.serving())
             if self.uses_harness and self.verifiers_env is not None:
@@ -176,21 +169,6 @@ class Environment:
         return play_episodes(env, harness_context if self.uses_harness else InProcessContext, request)
 
 
-@contextlib.contextmanager
-def collecting_rarely() -> Iterator[None]:
-    """Look for cycles less often, and not among what is there by now: rollouts leave few, and libraries are large."""
-    first, *others = gc.get_threshold()
-    frozen = gc.get_freeze_count()
-    gc.freeze()
-    gc.set_threshold(max(first, COLLECTED), *others)
-    try:
-        yield
-    finally:
-        gc.set_threshold(first, *others)
-        if not frozen:
-            gc.unfreeze()
-
-
 def promises_to_be_quick(taskset: vf.Taskset) -> bool:
     """Return whether the taskset says that its code may run in this process: `IN_PROCESS`, in its own module.
 
@@ -229,15 +207,17 @@ def load_taskset(taskset: str, args: dict[str, Any], where: str) -> vf.Taskset:
 def find_taskset(taskset: str, where: str) -> type[vf.Taskset]:
     """Return the taskset class of a dotted module path or an installed id; `where` is the env's config key."""
     try:
-        found = _exported(taskset, vf.Taskset)
+        exported = _exported(taskset, vf.Taskset)
     except ModuleNotFoundError as error:
         hint = "; is the package installed?" if "." in taskset else ""  # verifiers gives a hint of its own
         raise ConfigError(f"{where}.taskset={taskset!r}: {error}{hint}") from error
     except BaseException as error:  # the module is user code
         raise failed(error, f"{where}.taskset={taskset!r}", "importing it") from error
-    if len(found) != 1:
-        raise ConfigError(f"{where}.taskset={taskset!r} must export exactly one Taskset in __all__, has {len(found)}")
-    return found[0]
+    if len(exported) != 1:
+        raise ConfigError(
+            f"{where}.taskset={taskset!r} must export exactly one Taskset in __all__, has {len(exported)}"
+        )
+    return exported[0]
 
 
 def _exported(taskset: str, base: type[T]) -> list[type[T]]:
@@ -250,7 +230,7 @@ def _exported(taskset: str, base: type[T]) -> list[type[T]]:
 def take_tasks(taskset: vf.Taskset, limit: int, where: str) -> list[vf.Task]:
     """Return the first `limit` tasks, at least one; `where` is the config key of the taskset's settings."""
     try:
-        loaded = counted(taskset, f"{where}: loading tasks")
+        loaded = iter(taskset)
         tasks = list(itertools.islice(loaded, limit))
         if limit == MAX_TASKS and next(loaded, None) is not None:
             log.warning("%s: the first %s tasks are taken, and there are more", where, f"{limit:,}")

@@ -9,8 +9,8 @@ import functools
 import pickle
 from typing import Any
 
-import msgspec
 import verifiers.v1 as vf
+from pydantic import BaseModel, ValidationError
 from verifiers.v1.errors import TaskError
 from verifiers.v1.trace import Reward
 from verifiers.v1.types import Usage
@@ -24,14 +24,13 @@ WORKERS = "_prl_workers"
 """Attribute of the tasks of an env with workers; a copy of a task has it as well."""
 
 
-class Scores(msgspec.Struct):
+class Scores(BaseModel):
     """What grading leaves on a trace."""
 
-    rewards: dict[str, tuple[float, float] | None]
-    """Score and weight."""
+    rewards: dict[str, Reward | None]
     metrics: dict[str, float | None]
     info: dict[str, Any]
-    usage: list[dict[str, Any]]
+    extra_usage: list[Usage]
 
 
 async def grade(task: vf.Task, trace: vf.Trace) -> None:
@@ -48,18 +47,13 @@ async def grade(task: vf.Task, trace: vf.Trace) -> None:
     fields = trace.model_dump(exclude={"task", "agent", "state"}, exclude_computed_fields=True)
     try:
         argument = pickle.dumps((own(task), trace.agent, trace.state, fields))
-        scores = msgspec.convert(await workers.call(score, argument), Scores)
+        scores = Scores.model_validate(await workers.call(score, argument))
     except EnvCodeError as error:
         raise (TaskError if error.name == "TaskError" else RuntimeError)(str(error)) from error
-    except msgspec.ValidationError as error:
+    except ValidationError as error:
         raise EnvProcessEnded(f"what grading recorded cannot be read: {error}") from error
-    trace.rewards = {
-        name: None if reward is None else Reward(score=reward[0], weight=reward[1])
-        for name, reward in scores.rewards.items()
-    }
-    trace.metrics = scores.metrics
-    trace.info = scores.info
-    trace.extra_usage = [Usage.model_validate(usage) for usage in scores.usage]
+    for name in Scores.model_fields:
+        setattr(trace, name, getattr(scores, name))
 
 
 async def score(argument: bytes) -> dict[str, Any]:
@@ -67,12 +61,7 @@ async def score(argument: bytes) -> dict[str, Any]:
     task, agent, state, fields = pickle.loads(argument)  # of the run's making
     trace = vf.Trace(task=trace_task(task), agent=agent, state=state, **fields)
     await task.score(trace)
-    return {
-        "rewards": {name: reward and (reward.score, reward.weight) for name, reward in trace.rewards.items()},
-        "metrics": trace.metrics,
-        "info": trace.info,
-        "usage": [usage.model_dump() for usage in trace.extra_usage],
-    }
+    return trace.model_dump(include=set(Scores.model_fields), exclude_computed_fields=True)
 
 
 def give_to_workers(tasks: list[vf.Task], workers: Workers, *, played_by_verifiers: bool = False) -> None:

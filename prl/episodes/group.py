@@ -20,7 +20,7 @@ from prl.episodes._verifiers_internals import BUILD
 from prl.episodes.grading import grade
 from prl.episodes.isolation import as_failure, as_finished
 from prl.episodes.multi_turn import InProcessContext
-from prl.episodes.turn import AGENT, commit, commit_alike, opening_messages, trace_task
+from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
 from prl.errors import EngineError
 from prl.inference.chat import Dialogue
 from prl.inference.renderer import UnrenderablePrompt, render_prompt
@@ -67,10 +67,6 @@ class GroupRequest:
         rollout.index = index
         return rollout
 
-    def recorded_failure(self, recorded: vf.Error | None, stop_condition: str | None = None) -> "EpisodeError":
-        """Return the error of an attempt that verifiers recorded."""
-        return EpisodeError(recorded, stop_condition)
-
     def timeout_error(self, waited_for: str = "") -> TimeoutError:
         """Return the error of an attempt that took longer than `timeout_s`, and what it waited for then, if known."""
         return TimeoutError(
@@ -79,27 +75,24 @@ class GroupRequest:
         )
 
 
-_told: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 """Metrics of envs that were no finite number."""
 
 
 def complete(rollout: Rollout) -> None:
     """Attach the samples of a graded rollout; raise ValueError if its reward would make its group's credit infinite.
 
-    A metric that is no finite number is told, once for each env and name.
+    A metric that is no finite number is warned of, once for each env and name.
     """
-    if not abs(rollout.trace.reward) <= MAX_REWARD:  # NaN neither
-        given = ", ".join(f"{name}: {each.value}" for name, each in rollout.trace.rewards.items() if each is not None)
-        raise ValueError(f"the grader gave reward {rollout.trace.reward} ({given})")
-    for name, value in rollout.trace.metrics.items():
-        if value is not None and not math.isfinite(value) and (rollout.env_name, name) not in _told:
-            _told.add((rollout.env_name, name))
+    env, trace = rollout.env_name, rollout.trace
+    if not abs(trace.reward) <= MAX_REWARD:  # NaN neither
+        parts = ", ".join(f"{name}: {reward.value}" for name, reward in trace.rewards.items() if reward is not None)
+        raise ValueError(f"the grader gave reward {trace.reward} ({parts})")
+    for name, value in trace.metrics.items():
+        if value is not None and not math.isfinite(value) and (env, name) not in _warned:
+            _warned.add((env, name))
             log.warning(
-                "env %s: its metric %s is %s (the first such value): these are left out of its mean, and null in the "
-                "records of rollouts",
-                rollout.env_name,
-                name,
-                value,
+                "env %s: metric %s is %s; such values are left out of its mean and null in records", env, name, value
             )
     rollout.attach_samples()
 
@@ -114,8 +107,7 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
     messages = opening_messages(request.task.data)
     traces = [vf.Trace(task=task, agent=AGENT, verifiers=BUILD) for _ in range(request.n)]
     rollouts = [request.new_rollout(trace, index, sampler.version) for index, trace in enumerate(traces)]
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + request.timeout_s
+    deadline = asyncio.get_running_loop().time() + request.timeout_s
     started = events.now()
     try:
         rendered = render_prompt(sampler.renderer, [message_to_wire(message) for message in messages])
@@ -131,34 +123,31 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
             yield rollout
         return
     span = vf.TimeSpan(start=started, end=events.now())
-    first = rollouts[0].trace
     for rollout, completion in zip(rollouts, completions, strict=True):
-        if rollout.trace is first:
-            commit(graph.prepare_turn(first, messages), rendered, completion, sampler, span)
-        else:
-            commit_alike(rollout.trace, first, rendered, completion, sampler, span)
+        commit(graph.prepare_turn(rollout.trace, messages), rendered, completion, sampler, span)
         rollout.read_versions()
-    grading = (_grade(request, rollout, deadline, loop) for rollout in rollouts)
-    async with contextlib.aclosing(as_finished(grading, deadline)) as finished:
+    grading = (_grade(request, rollout, deadline) for rollout in rollouts)
+    async with contextlib.aclosing(as_finished(grading)) as finished:
         async for rollout in finished:
             yield rollout
 
 
-async def _grade(request: GroupRequest, rollout: Rollout, deadline: float, loop: asyncio.AbstractEventLoop) -> Rollout:
+async def _grade(request: GroupRequest, rollout: Rollout, deadline: float) -> Rollout:
     """Grade a finished rollout and attach its samples.
 
-    An exception of the env's reward functions, or their delay beyond `deadline`, in the time of `loop`, which is the
-    current one, fails this rollout only. So does being cancelled: by themselves, or by a group that is closed.
+    An exception of the env's reward functions, or their delay beyond `deadline`, fails this rollout only. So does being
+    cancelled: by themselves, or by a group that is closed.
     """
+    clock = asyncio.timeout_at(deadline)
     try:
-        await grade(request.task, rollout.trace)
-        if loop.time() >= deadline:
+        async with clock:
+            await grade(request.task, rollout.trace)
+        if clock.expired():  # the cancelled grader has gone on
             raise request.timeout_error()
         complete(rollout)
         rollout.trace.ok = rollout.trace.is_completed = True
     except BaseException as error:  # a Rust extension's panic, for one, is no Exception
-        # No name for it here: the exception has this frame, and they would keep each other and the rollout in memory.
-        rollout.fail(request.timeout_error() if loop.time() >= deadline else as_failure(error))
+        rollout.fail(request.timeout_error() if clock.expired() else as_failure(error))
     return rollout
 
 
@@ -192,7 +181,7 @@ async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRe
             raise request.timeout_error()
         traces = episode.traces
         if episode.errors:
-            failure = getattr(context, "failure", None) or request.recorded_failure(episode.errors[-1])
+            failure = getattr(context, "failure", None) or EpisodeError(episode.errors[-1])
     except BaseException as error:
         failure = request.timeout_error() if isinstance(error, TimeoutError) else as_failure(error)
         if failure is error:  # verifiers records the Exceptions of env code: this one is a bug
@@ -207,11 +196,10 @@ async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRe
         rollout.read_versions()
         try:
             if failure is not None or not rollout.trace.ok:
-                raise failure or request.recorded_failure(rollout.trace.last_error, rollout.trace.stop_condition)
+                raise failure or EpisodeError(rollout.trace.last_error, rollout.trace.stop_condition)
             complete(rollout)
         except Exception as error:
             rollout.fail(error)
-    failure = None  # it has this frame, and they would keep each other in memory
     return rollouts
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -10,31 +9,23 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def as_finished(work: Iterable[Coroutine[Any, Any, T]], deadline: float = math.inf) -> AsyncGenerator[T, None]:
+async def as_finished(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
     """Run coroutines concurrently and yield each result as soon as it is there.
 
     When the consumer stops early, is cancelled, or one of the coroutines raises, the others are cancelled and awaited
-    before the generator ends. Close it with `contextlib.aclosing`: a loop that is left by `break` does not. Those that
-    still run at `deadline`, in the event loop's time, are cancelled as well.
+    before the generator ends. Close it with `contextlib.aclosing`: a loop that is left by `break` does not.
     """
     finished: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
-    tasks = [asyncio.create_task(each) for each in work]
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
     for task in tasks:
         task.add_done_callback(finished.put_nowait)
-    timer = None if math.isinf(deadline) else asyncio.get_running_loop().call_at(deadline, _cancel, tasks)
     try:
         for _ in tasks:
             yield (await finished.get()).result()
     finally:
-        if timer is not None:
-            timer.cancel()
-        _cancel(tasks)
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
 
 
 async def run_contained(code: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:

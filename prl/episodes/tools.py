@@ -44,7 +44,7 @@ class Tools:
             for name, function in self._functions.items()
         ]
         self.wire = [tool_to_wire(tool) for tool in self.declared] or None
-        """The tools in OpenAI's format, as the model is told of them; None if there are none."""
+        """The tools in OpenAI's format, as they are declared to the model; None if there are none."""
 
     def joined(self, toolsets: Sequence[Toolset]) -> "Tools":
         """Return these tools together with those of `toolsets`."""

@@ -15,7 +15,7 @@ from prl.rollouts.rollout import encodable
 from prl.rollouts.samples import RecordedCall, token_hash
 
 WireTool = dict[str, Any]
-"""A tool as the model is told of it, in OpenAI's format."""
+"""A tool as it is declared to the model, in OpenAI's format."""
 
 AGENT = vf.AgentInfo.model_construct(
     config=WireAgentConfig.model_construct(), runtime=None, name="agent", trainable=True
@@ -57,7 +57,8 @@ def commit(
         bridged: `rendered` extends the tokens of the turn before, and attributes only the added tokens to messages.
         tools: The tools that the model may call.
     """
-    message = _read(completion, sampler.renderer, tools, rendered.token_ids)
+    cut_off = completion.finish_reason == "length"  # a call in it is merely incomplete, and no fault
+    message = parse(completion.token_ids, sampler.renderer, tools, prompt_ids=rendered.token_ids, cut_off=cut_off)
     tokens = vf.TurnTokens(
         prompt_ids=rendered.token_ids,
         completion_ids=completion.token_ids,
@@ -68,73 +69,20 @@ def commit(
     )
     about = {"model": sampler.pool.model, "finish_reason": completion.finish_reason}
     node = turn.commit(vf.Response.model_construct(id="", created=0, message=message, tokens=tokens, **about))
-    _record(turn.trace, node, rendered, completion, sampler, span)
-    return message
-
-
-def commit_alike(
-    trace: vf.Trace,
-    first: vf.Trace,
-    rendered: RenderedTokens,
-    completion: Completion,
-    sampler: Sampler,
-    span: vf.TimeSpan,
-) -> None:
-    """Add another reply to the prompt that `first` holds with its reply, and nothing else, to an empty trace.
-
-    The graph is the one that `commit` makes, whose messages need not be hashed and compared again.
-    """
-    *prompt, reply = first.nodes
-    ids, scaffold = completion.token_ids, reply.token_ids[: -sum(reply.mask)]
-    trace.nodes = [node.model_copy() for node in prompt]
-    sampled = [False] * len(scaffold) + [True] * len(ids)
-    trace.nodes.append(
-        graph.MessageNode(
-            parent=reply.parent,
-            message=_read(completion, sampler.renderer, None, rendered.token_ids),
-            sampled=True,
-            token_ids=scaffold + ids,
-            renderer_token_ids=scaffold + ids,
-            mask=sampled,
-            is_content=list(sampled) if reply.is_content else [],
-            logprobs=completion.logprobs,
-        )
-    )
-    _record(trace, len(prompt), rendered, completion, sampler, span)
-
-
-def _record(
-    trace: vf.Trace,
-    node: int,
-    rendered: RenderedTokens,
-    completion: Completion,
-    sampler: Sampler,
-    span: vf.TimeSpan,
-) -> None:
-    """Record the model call that sampled message `node`."""
+    lengths = {"prompt_tokens": len(rendered.token_ids), "completion_tokens": len(completion.token_ids)}
     call = RecordedCall.model_construct(
-        model=sampler.pool.model,
-        finish_reason=completion.finish_reason,
-        usage=vf.Usage.model_construct(
-            prompt_tokens=len(rendered.token_ids), completion_tokens=len(completion.token_ids)
-        ),
+        usage=vf.Usage.model_construct(**lengths),
         node=node,
         time=span,
         digest=token_hash(rendered.token_ids, completion.token_ids).digest(),
         start_version=completion.start_version,
         end_version=completion.end_version,
+        **about,
     )
-    trace.calls.append(call)
-    if completion.finish_reason == "length":
-        trace.stop("max_output_tokens")
-
-
-def _read(
-    completion: Completion, renderer: Renderer, tools: list[WireTool] | None, prompt_ids: list[int]
-) -> vf.AssistantMessage:
-    """Parse a completion. A call in a reply that its length cut off is merely incomplete, and no fault."""
-    cut_off = completion.finish_reason == "length"
-    return parse(completion.token_ids, renderer, tools, prompt_ids=prompt_ids, cut_off=cut_off)
+    turn.trace.calls.append(call)
+    if cut_off:
+        turn.trace.stop("max_output_tokens")
+    return message
 
 
 def parse(

@@ -16,7 +16,7 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
 from typing import Any
@@ -26,7 +26,7 @@ import psutil
 from pebble import ProcessExpired, ProcessPool
 
 from prl.episodes.isolation import message_of
-from prl.errors import UNREADABLE, PrlError
+from prl.errors import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -34,16 +34,12 @@ WORKERS = 8
 """Of an env. More than a small machine has cores: a grader that waits or spins has a worker to itself."""
 MAX_CALLS = 2000
 """Calls after which a worker is replaced: what its code leaves behind does not pile up."""
-MAX_REPLY = 16 << 20
-"""[bytes] Largest result of a call."""
 MAX_PRINTED = 10_000
 """Characters that a call may print; what comes after is dropped."""
-MAX_LOGGED = 200
-"""Printed lines of an env that are logged."""
 NICE = 5
 """Added to the niceness of workers: model and trainer go first."""
 
-Call = Callable[[Any], Awaitable[Any]]
+Call = Callable[[bytes], Coroutine[Any, Any, Any]]
 """What a worker runs, by its module and name: (argument) -> result, which must be plain data."""
 
 
@@ -57,8 +53,7 @@ class EnvCodeError(RuntimeError):
     def __init__(self, name: str, message: str, remote: str):
         super().__init__(message)
         self.name = name
-        if remote:
-            self.add_note(remote)
+        self.add_note(remote)
 
 
 # --- in the run -------------------------------------------------------------------------------------------------------
@@ -83,16 +78,12 @@ class Workers:
         self._context.set_forkserver_preload(preload)
         forkserver.ensure_running()  # its imports take seconds, which engine and trainer need as well
         self._pool: ProcessPool | None = None
-        self._lines = 0
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Have workers while the block lasts. Raises PrlError if they do not start."""
+        """Have workers while the block lasts."""
         try:
-            try:
-                await self.call(echo, b"")
-            except EnvProcessEnded as error:
-                raise PrlError(f"envs.{self.name}: the processes of its graders do not start: {error}") from error
+            self._pool = await asyncio.to_thread(self._new_pool)
             yield
         finally:
             await asyncio.to_thread(self._stop)
@@ -107,16 +98,18 @@ class Workers:
         if self._pool is None or not self._pool.active:
             self._pool = await asyncio.to_thread(self._new_pool)
         try:
-            reply = await asyncio.wrap_future(self._pool.schedule(carry_out, (code, argument)))
-            result = msgspec.msgpack.decode(reply)
+            reply = msgspec.msgpack.decode(await asyncio.wrap_future(self._pool.schedule(run_call, (code, argument))))
         except ProcessExpired as error:
-            raise EnvProcessEnded(f"the env's code {how_it_ended(error.exitcode)}") from error
+            status = error.exitcode
+            how = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+            raise EnvProcessEnded(f"the env's code ended its process: {how}") from error
         except (BrokenProcessPool, *UNREADABLE) as error:
             raise EnvProcessEnded(f"a worker has ended without an answer: {error}") from error
-        self._log(result["printed"])
-        if "error" in result:
-            raise EnvCodeError(result["error"], result["message"], result["traceback"])
-        return result["result"]
+        for line in reply["printed"].splitlines():
+            log.info("env %s printed: %s", self.name, line[:1000])
+        if "error" in reply:
+            raise EnvCodeError(reply["error"], reply["message"], reply["traceback"])
+        return reply["result"]
 
     def _new_pool(self) -> ProcessPool:
         self._stop()
@@ -130,21 +123,6 @@ class Workers:
             self._pool.join()
             self._pool = None
 
-    def _log(self, printed: str) -> None:
-        for line in printed.splitlines()[: MAX_LOGGED - self._lines]:
-            self._lines += 1
-            log.info("env %s printed: %s", self.name, line[:1000])
-            if self._lines == MAX_LOGGED:
-                log.info("env %s has printed %d lines: further ones are not logged", self.name, MAX_LOGGED)
-
-
-def how_it_ended(status: int) -> str:
-    """Return what a process's exit code says, as the end of a sentence about its code."""
-    if status >= 0:
-        return f"ended its process with exit status {status}"
-    of_memory = " (out of memory, or killed from outside)" if status == -signal.SIGKILL else ""
-    return f"ended its process: {signal.Signals(-status).name}{of_memory}"
-
 
 # --- in a worker ------------------------------------------------------------------------------------------------------
 
@@ -157,7 +135,6 @@ def begin(memory: int) -> None:
     # Of data, not of addresses: threads reserve much address space that nobody uses.
     limit = psutil.Process().memory_info().data + memory
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     nothing = os.open(os.devnull, os.O_WRONLY)  # what C code and children print could drive the terminal
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
@@ -184,28 +161,18 @@ class Printed(io.StringIO):
         return len(text)
 
 
-def carry_out(code: Call, argument: bytes) -> bytes:
+def run_call(code: Call, argument: bytes) -> bytes:
     """Return the result of `code(argument)` as msgpack, or what it raised: no object of the env's reaches the run."""
     worker = os.getpid()
     printed = sys.stdout = sys.stderr = Printed()
     try:
-        reply = {"result": asyncio.run(awaited(code, argument)), "printed": printed.getvalue()}
-        encoded = msgspec.msgpack.encode(reply)
-        if len(encoded) > MAX_REPLY:
-            raise ValueError(f"what it recorded has {len(encoded) >> 20} MiB, more than {MAX_REPLY >> 20}")
+        result = asyncio.run(code(argument))
+        encoded = msgspec.msgpack.encode({"result": result, "printed": printed.getvalue()})
     except BaseException as error:
         encoded = msgspec.msgpack.encode(described(error) | {"printed": printed.getvalue()})
     if os.getpid() != worker:  # a child that a grader has forked is no worker
         os._exit(1)
     return encoded
-
-
-async def awaited(code: Call, argument: bytes) -> Any:
-    return await code(argument)
-
-
-async def echo(argument: bytes) -> bytes:
-    return argument
 
 
 def described(error: BaseException) -> dict[str, str]:

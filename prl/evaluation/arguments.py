@@ -26,10 +26,10 @@ def to_overrides(arguments: Sequence[str]) -> list[str]:
     """
     targets = [argument for place, argument in enumerate(arguments) if is_target(arguments, place)]
     overrides = [argument for place, argument in enumerate(arguments) if not is_target(arguments, place)]
-    found = [f"targets={json.dumps(targets, ensure_ascii=False)}"] if targets else []
+    expanded = [f"targets={json.dumps(targets, ensure_ascii=False)}"] if targets else []
     folders = [folder for target in targets for folder in (Path(target).expanduser(), OUTPUTS / target)]
     run = next((run for folder in folders if (run := run_of(folder)) is not None), None)
-    return [*found, *(from_run(run, overrides) if run is not None else ()), *overrides]
+    return [*expanded, *(from_run(run, overrides) if run is not None else ()), *overrides]
 
 
 def is_target(arguments: Sequence[str], place: int) -> bool:
@@ -53,10 +53,10 @@ def from_run(run: Path, overrides: Sequence[str]) -> list[str]:
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{run / 'config.yaml'} is not the config of a training run: {error!r}") from error
     ConfigStore.instance().store(group="settings", name="run", node=settings, package="_global_")
-    found = ["settings=run", *(["env=[]"] if "env" not in typed else [])]
+    chosen = ["settings=run", *(["env=[]"] if "env" not in typed else [])]
     if "renderer" not in typed:
-        found += [f"++renderer.{name}={json.dumps(value)}" for name, value in renderer.items()]
-    return found
+        chosen += [f"++renderer.{name}={json.dumps(value)}" for name, value in renderer.items()]
+    return chosen
 
 
 def sampling_and_envs(config: dict[str, Any]) -> dict[str, Any]:

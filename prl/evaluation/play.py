@@ -85,13 +85,13 @@ class Evaluation:
         metrics: dict[str, float] = {}
         for env in self.envs:
             attach(env.eval_sampler, pool, self.renderers[target.name, env.name], target.model, self.config.seed)
-            rollouts, found = await evaluate_env(env, self.config.k, self.run_dir, step)
+            rollouts, env_metrics = await evaluate_env(env, self.config.k, self.run_dir, step)
             refuse_unanswered(target, rollouts)
             tasks = score_tasks(target.name, rollouts, self.config.correct_at)
             of_env = self.tasks.setdefault(env.name, [])
             of_env.append(tasks)
             score.envs.append(score_env(tasks, of_env[0] if step else None))
-            metrics |= found | {f"eval/{env.name}/pass@{k}": s.mean for k, s in score.envs[-1].pass_at.items()}
+            metrics |= env_metrics | {f"eval/{env.name}/pass@{k}": s.mean for k, s in score.envs[-1].pass_at.items()}
         self.result.targets.append(score)
         self.result.steps, self.result.metrics = step, {**self.result.metrics, **metrics}
         lines = [

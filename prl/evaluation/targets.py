@@ -19,6 +19,7 @@ from prl.config.schema import ModelConfig
 from prl.errors import UNREADABLE, ConfigError, EngineError
 from prl.inference.frozen import FrozenPool
 from prl.run_yaml import yaml_of
+from prl.text import in_one_line
 from prl.wire.checkpoints import checkpoint_path, steps_of
 from prl.wire.files import regular
 
@@ -49,16 +50,16 @@ def find_targets(config: EvaluationConfig) -> list[Target]:
         raise ConfigError(f"{twice[0]} is given twice")
     names = Counter(map(_name, given))
     own = {key: value for key, value in vars(config.model).items() if value is not None}
-    found = []
+    targets = []
     for argument in given:
         name = _name(argument) if names[_name(argument)] == 1 else argument
         if is_url(argument):
             check_url(argument, "targets", "http://127.0.0.1:8001/v1")
             reference, model = asyncio.run(look_up(argument, config.endpoint))
-            found.append(Target(name, replace(model, **own), reference))
+            targets.append(Target(name, replace(model, **own), reference))
         else:
-            found.append(Target(name, replace(model_of(argument), **own)))
-    return found
+            targets.append(Target(name, replace(model_of(argument), **own)))
+    return targets
 
 
 def _name(argument: str) -> str:
@@ -116,10 +117,10 @@ def run_of(folder: Path) -> Path | None:
 
 def checkpoint_of(run: Path) -> Path:
     """The best checkpoint of a run that has kept one, else its last. Raises ConfigError where there is none."""
-    found = [checkpoint_path(run, step) for step in steps_of(run)] + list((run / "checkpoints").glob("best"))
-    if not found:
+    checkpoints = [checkpoint_path(run, step) for step in steps_of(run)] + list((run / "checkpoints").glob("best"))
+    if not checkpoints:
         raise ConfigError(f"{run} has no checkpoints yet: evaluate its base model by name or folder")
-    return found[-1]
+    return checkpoints[-1]
 
 
 def is_base(checkpoint: Path) -> bool:
@@ -175,8 +176,9 @@ def shape_of(model: ModelConfig) -> str:
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).to_dict()
     except Exception as error:  # of transformers, of the hub
-        said = " ".join(str(error).split())[:400]
-        raise ConfigError(f"{model.path}: no model config there, on this machine or on the hub ({said})") from error
+        raise ConfigError(
+            f"{model.path}: no model config there, on this machine or on the hub ({in_one_line(error)})"
+        ) from error
     shape = {key: value for key, value in config.items() if key not in NOT_THE_SHAPE}
     return json.dumps([shape, model.dtype, model.max_model_len, model.trust_remote_code], sort_keys=True, default=str)
 

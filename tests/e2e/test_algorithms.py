@@ -116,31 +116,6 @@ def test_opsd_distils_from_the_policy_shown_a_demonstration(inline):
     assert sampled <= {"ref_kl kept", "ref_kl dropped"} and others == {"context"}
 
 
-def test_echo_trains_on_what_the_user_answers_as_well(inline):
-    run = inline("algo=echo", "+algo.roles.user.alpha=0.5", "env=math_retry", "max_steps=12", *EXPORT)
-    assert run.status == 0, run.stderr
-    assert rise(run.column("nll"), ends=4) < 0, "the mean over some steps: which corrections a batch holds is chance"
-    sampled, others = fates(run, 1)
-    assert sampled == {"rl kept"} and others == {"context", "ce"}
-    from transformers import AutoTokenizer
-
-    from prl.models import model_path
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))
-    records = {}
-    for record in run.rollouts(1):
-        if len(record["messages"]) > 2:
-            records.setdefault(record["messages"][2]["content"], record)
-    checked = 0
-    for line in run.tokens(1):
-        chosen = [t for t, fate in zip(line["token_ids"], line["fate"], strict=True) if fate == "ce"]
-        weights = {w for w, fate in zip(line["ce_weights"] or [], line["fate"], strict=False) if fate == "ce"}
-        if chosen:
-            assert tokenizer.decode(chosen) in records and weights == {0.5}
-            checked += 1
-    assert checked > 20
-
-
 def test_two_envs_with_two_algorithms_share_batches(inline):
     run = inline("experiment=mixed_grpo_opd", "max_steps=20", *EXPORT)
     assert run.status == 0, run.stderr

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prl.errors import EngineError
-from prl.launch.children import descendants
 from prl.models import model_path
 
 pytestmark = pytest.mark.engine
@@ -56,18 +55,6 @@ def test_an_engine_listens_on_loopback_alone_and_its_unix_sockets_are_of_its_use
         assert ("127.0.0.1", int(url.rpartition(":")[2])) in tcp and {host for host, _ in tcp} == {"127.0.0.1"}
         for path in unix:  # to connect takes the right to write
             assert not Path(path).stat().st_mode & 0o022 or not Path(path).parent.stat().st_mode & 0o011, path
-
-
-def test_the_processes_of_an_engine_are_forks_of_its_server(urls, sockets):
-    for url in urls:
-        names = {
-            pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").strip()
-            for pid in [each.pid for each in descendants(server_of(url, sockets))]
-        }
-        [core] = [pid for pid, name in names.items() if name == b"VLLM::EngineCore"]
-        [server] = names.keys() - {core}  # neither a tracker of what is spawned, nor a worker
-        assert b" -m prl.inference.server " in names[server]
-        assert sockets(server)[0]
 
 
 async def test_every_route_of_a_server_wants_the_token(urls, engine):

@@ -16,27 +16,19 @@ from prl.models import model_path
 from prl.wire.checkpoints import checkpoint_path
 from prl.wire.files import FileTransport
 
-pytestmark = pytest.mark.engine
-HALF = ("experiment=on_policy", "env=math", "model.dtype=bfloat16", "trainer.dtype=bfloat16")
+BFLOAT16 = ("model.dtype=bfloat16", "trainer.dtype=bfloat16")
+HALF = ("experiment=on_policy", "env=math", "orchestrator.eval.every=null", *BFLOAT16)
 
 
-def trained(tmp_path, *overrides):
-    """The metrics of each step of a run in `tmp_path/run`."""
-    argv = [sys.executable, "-m", "prl.train", *HALF, "orchestrator.eval.every=null", f"run.dir={tmp_path}/run"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*argv, *overrides], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][1:]
-
-
-def test_engine_and_trainer_in_bfloat16_train_and_keep_float32(tmp_path):
-    folder, lines = tmp_path / "run", trained(tmp_path, "max_steps=8")
-    assert len(lines) == 8
-    assert all(1e-3 < line["logprob_gap/mean"] < 0.03 for line in lines), "both round, and neither is of older weights"
-    rewards = [line["reward/all/mean"] for line in lines]
+@pytest.mark.slow
+def test_engine_and_trainer_in_bfloat16_train_and_keep_float32(inline):
+    run = inline(*HALF, "max_steps=8")
+    assert run.status == 0, run.stderr
+    gaps, rewards = run.column("logprob_gap/mean"), run.column("reward/all/mean")
+    assert len(gaps) == 8 and all(gap < 0.03 for gap in gaps), "both round, and neither is of older weights"
     assert statistics.mean(rewards[-3:]) > statistics.mean(rewards[:2]) + 0.1
-    published = load_file(FileTransport(folder).weights_path(8) / "model.safetensors")
-    kept = load_file(checkpoint_path(folder, 8) / "model.safetensors")
+    published = load_file(FileTransport(run.dir).weights_path(8) / "model.safetensors")
+    kept = load_file(checkpoint_path(run.dir, 8) / "model.safetensors")
     assert {each.dtype for each in published.values()} == {torch.bfloat16}
     assert {each.dtype for each in kept.values()} == {torch.float32}
     assert all(torch.equal(published[name], weight.bfloat16()) for name, weight in kept.items())
@@ -61,8 +53,14 @@ def with_large_logits(folder):
     return folder
 
 
+@pytest.mark.engine
 def test_logits_of_an_engine_in_bfloat16_are_in_float32_also_after_updates(tmp_path):
     """vLLM's own would be in bfloat16: of this model the gap is 0.03 then."""
-    lines = trained(tmp_path, f"model.path={with_large_logits(tmp_path / 'model')}", "max_steps=4")
+    model = with_large_logits(tmp_path / "model")
+    argv = [sys.executable, "-m", "prl.train", *HALF, f"model.path={model}", "max_steps=4", f"run.dir={tmp_path}/run"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][1:]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert 1e-3 < statistics.mean(line["logprob_gap/mean"] for line in lines) < 0.015

@@ -1,4 +1,7 @@
-"""Two envs of one run that differ in all six: algorithm, sampling, loss, filters, renderer and buffer."""
+"""Two envs of one run that differ in all six: algorithm, sampling, loss, filters, renderer and buffer.
+
+Options of losses and of grpo are read on the way.
+"""
 
 import pytest
 
@@ -7,6 +10,10 @@ pytestmark = pytest.mark.slow
 ENVS = ("math", "reverse_text")
 SIX = (
     "env=[math,reverse_text]",
+    "+algo@envs.math.algo=grpo",
+    "envs.math.algo.baseline=leave_one_out",
+    "+loss@envs.math.loss=gspo",
+    "envs.math.loss.entropy_coef=0.01",
     "+algo@envs.reverse_text.algo=max_rl",
     "envs.reverse_text.sampling.temperature=0.8",
     "envs.reverse_text.sampling.max_tokens=12",
@@ -41,8 +48,9 @@ def check_sampling_and_renderer(run, tokenizer):
 
 
 def check_algorithm_and_loss(run):
-    """max_rl divides by the group's mean reward, grpo does not; aipo reports a clipped ratio, default a mask."""
-    assert {"clipped_importance_ratio", "is_masked"} <= set(run.steps[1])
+    """max_rl divides by the group's mean reward, grpo leaves each one out of its mean; each loss has its metrics."""
+    assert {"clipped_importance_ratio", "sequence_ratio"} <= set(run.steps[1]), "aipo's, and gspo's"
+    assert run.column("sequence_ratio")[0] == pytest.approx(1.0, abs=1e-3), "the first step is on-policy"
     groups = {}
     for record in run.rollouts(1):
         groups.setdefault((record["env"], record["group"]), []).append(record)
@@ -53,7 +61,8 @@ def check_algorithm_and_loss(run):
         if len(set(rewards)) > 1 and not any(record["outcome"]["stage"] == "failed" for record in group):
             checked.add(env)
             for record in group:
-                expected = (record["reward"] - mean) / (mean if env == "reverse_text" else 1.0)
+                others = (sum(rewards) - record["reward"]) / (len(rewards) - 1)
+                expected = record["reward"] - others if env == "math" else (record["reward"] - mean) / mean
                 assert record["advantage"] == pytest.approx(expected, abs=1e-5)
     assert checked == set(ENVS)
 

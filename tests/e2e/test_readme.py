@@ -217,10 +217,11 @@ def write_files(folder):
         path.write_text(text)
 
 
-@pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", together(OWN), ids=" ".join)
-def test_the_examples_train(train, tmp_path, arguments):
+def test_the_examples_train(inline, tmp_path, monkeypatch, arguments):
     write_files(tmp_path)
-    run = train(*arguments, "max_steps=2", "orchestrator.batch_size=64", "orchestrator.eval.num_tasks=2")
+    monkeypatch.chdir(tmp_path)
+    run = inline(*arguments, "max_steps=2", "orchestrator.batch_size=64", "orchestrator.eval.num_tasks=2")
     assert run.status == 0, run.stderr
     assert all(line["tokens/rl"] > 0 for line in run.steps[1:])

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.slow
 
 SHORT = ("experiment=on_policy", "max_steps=1", "orchestrator.batch_size=64", "orchestrator.eval.every=null", "seed=5")
 NOTEBOOK = """
@@ -22,16 +22,18 @@ asyncio.run(cell())
 """
 
 
-def test_a_run_in_a_notebook_and_again_from_its_directory(train, command, said, tmp_path):
+def test_a_run_in_a_notebook_and_again_from_its_directory(inline_command, said, tmp_path):
     """The second sees the same tasks and samples the same replies."""
-    argv, env = command(*SHORT, name="first")
+    argv, env = inline_command(*SHORT, name="first")
     done = subprocess.run(
         [sys.executable, "-c", NOTEBOOK, *argv[3:]], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240
     )
     assert done.stdout == "completed 1\n", done.stderr
     first = tmp_path / "first"
-    again = train("--config-dir", str(first), "--config-name", "config", name="again")
-    assert again.status == 0, again.stderr
-    assert said(again.dir) == said(first)
-    recorded = [json.loads((folder / "provenance.json").read_text()) for folder in (first, again.dir)]
+    again = tmp_path / "again"
+    command = [*argv[:3], "--config-dir", str(first), "--config-name", "config", f"run.dir={again}"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert said(again) == said(first)
+    recorded = [json.loads((folder / "provenance.json").read_text()) for folder in (first, again)]
     assert recorded[0]["data"] == recorded[1]["data"] and recorded[0]["models"] == recorded[1]["models"]

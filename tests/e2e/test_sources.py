@@ -1,74 +1,66 @@
-"""sft from sources that give no token ids: a vLLM behind a gateway that passes chat messages alone, and a file."""
+"""sft from sources that give no token ids: an endpoint of chat messages, and a file."""
 
-import asyncio
 import json
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import aiohttp
 import pytest
-from aiohttp import web
 
-OUT = web.AppKey("out", aiohttp.ClientSession)
-PASSED = ("/v1/models", "/v1/chat/completions")
-BRIEF = ("trainer.token_export=true", "orchestrator.eval.every=null", "orchestrator.group_size=1")
+pytestmark = pytest.mark.slow
+
+BRIEF = ("trainer.token_export=true", "orchestrator.eval.every=null", "orchestrator.group_size=1", "max_steps=8")
+
+
+class Adds(BaseHTTPRequestHandler):
+    """A chat model that knows the answers of env=math, and wants a key."""
+
+    def do_GET(self):
+        self.reply({"object": "list", "data": [{"id": "adds", "object": "model"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self.path.endswith("/v1/chat/completions"):
+            return self.reply({"error": "no such route"}, 404)
+        answer = str(eval(body["messages"][-1]["content"].removesuffix("=")))
+        choice = {"message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}
+        self.reply({"choices": [choice | {"index": index} for index in range(body.get("n") or 1)]})
+
+    def reply(self, content, status=200):
+        allowed = self.headers["Authorization"] == "Bearer s3cret"
+        text = json.dumps(content).encode()
+        self.send_response(status if allowed else 401)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
 
 
 @pytest.fixture
-def gateway(teacher_url):
-    """The URL of a server that passes two routes on to the shared teacher, and refuses all others."""
-
-    async def forward(request):
-        if request.path not in PASSED:
-            return web.Response(status=404, text="no such route")
-        url, body = teacher_url.removesuffix("/v1") + request.path, await request.read()
-        headers = {"Authorization": request.headers["Authorization"], "Content-Type": "application/json"}
-        async with request.app[OUT].request(request.method, url, data=body or None, headers=headers) as reply:
-            return web.Response(status=reply.status, body=await reply.read(), content_type="application/json")
-
-    ready, found = threading.Event(), {}
-
-    async def serve():
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", forward)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as app[OUT]:
-            runner = web.AppRunner(app, shutdown_timeout=0.1)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            found.update(port=runner.addresses[0][1], loop=asyncio.get_running_loop(), stop=asyncio.Event())
-            ready.set()
-            await found["stop"].wait()
-            await runner.cleanup()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
-    thread.start()
-    assert ready.wait(10)
-    yield f"http://127.0.0.1:{found['port']}/v1"
-    found["loop"].call_soon_threadsafe(found["stop"].set)
-    thread.join(10)
+def endpoint(monkeypatch):
+    monkeypatch.setenv("ADDS_KEY", "s3cret")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Adds) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
 
 
 def trained_texts(run, tokenizer, step=1):
-    """What the tokens say that feed `ce`, of each sequence."""
+    """The text of the tokens that feed `ce`, of each sequence."""
     return [
         tokenizer.decode([t for t, fate in zip(line["token_ids"], line["fate"], strict=True) if fate == "ce"])
         for line in run.tokens(step)
     ]
 
 
-@pytest.mark.engine
-def test_sft_from_a_chat_endpoint_trains_on_its_text_in_the_policys_template(train, gateway, tokenizer):
-    run = train(
-        "algo=sft",
-        "max_steps=8",
-        "teacher=endpoint",
-        "teacher.name=tiny-teacher",
-        "teacher.api_key_var=PRL_TOKEN",
-        f"teacher.base_url={gateway}",
-        *BRIEF,
-    )
+def test_sft_from_a_chat_endpoint_trains_on_its_text_in_the_policys_template(inline, endpoint, tokenizer):
+    teacher = ("teacher=endpoint", "teacher.name=adds", "teacher.api_key_var=ADDS_KEY", f"teacher.base_url={endpoint}")
+    run = inline("algo=sft", *teacher, *BRIEF)
     assert run.status == 0, run.stderr
-    assert "samples from 'tiny-teacher' by chat messages" in (run.dir / "logs" / "orchestrator.log").read_text()
-    assert min(run.column("reward/all/mean")) > 0.8, "the teacher's"
+    assert "samples from 'adds' by chat messages" in (run.dir / "logs" / "orchestrator.log").read_text()
+    assert min(run.column("reward/all/mean")) == 1.0, "the teacher's"
     assert run.column("nll")[-1] < run.column("nll")[0] - 0.1
     texts = trained_texts(run, tokenizer)
     replies = {record["messages"][-1]["content"] for record in run.rollouts(1)}
@@ -78,7 +70,6 @@ def test_sft_from_a_chat_endpoint_trains_on_its_text_in_the_policys_template(tra
         assert text.rpartition("\n")[2].removesuffix("<|im_end|>") in replies
 
 
-@pytest.mark.slow
 def test_sft_on_demonstrations_of_a_file_asks_no_model(inline, tokenizer, tmp_path):
     path = tmp_path / "sums.jsonl"
     pairs = [(a, b) for a in range(20) for b in range(20)]
@@ -90,7 +81,6 @@ def test_sft_on_demonstrations_of_a_file_asks_no_model(inline, tokenizer, tmp_pa
         "algo.sampling.source=demonstrations",
         "env=jsonl",
         *(f"envs.jsonl.args.{setting}" for setting in env),
-        "max_steps=8",
         *BRIEF,
     )
     assert run.status == 0, run.stderr

@@ -13,27 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prl.report.shares import read_spans, shares
 
-PHASES = ("forward and backward", "optimiser", "waiting for a batch", "loading weights")
-PROMISED = [
-    "step",
-    "reward/all/mean",
-    "reward/math/mean",
-    "loss/mean",
-    "mismatch_kl/all/mean",
-    "entropy/all/mean",
-    "logprob_gap/mean",
-    "off_policy/mean",
-    "off_policy/max",
-    "time/step",
-    "time/rollout",
-    "time/train",
-    "time/update_weights",
-    "time/wait_for_batch",
-    "time/wait_for_policy",
-    "idle/engine",
-    "tokens/generated_per_second",
-    "tokens/trained_per_second",
-]
+PROMISED = """step reward/all/mean reward/math/mean loss/mean mismatch_kl/all/mean entropy/all/mean logprob_gap/mean
+    off_policy/mean off_policy/max time/step time/rollout time/train time/update_weights time/wait_for_batch
+    time/wait_for_policy idle/engine tokens/generated_per_second tokens/trained_per_second"""
 
 
 @pytest.mark.engine
@@ -52,7 +34,7 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
     assert "eval/math/avg@1" in lines[0] and "eval/math/avg@1" in lines[20] and "eval/math/avg@1" in lines[25]
     assert lines[25]["eval/math/avg@1"] > lines[0]["eval/math/avg@1"] + 0.2
     for line in lines[1:]:
-        assert not set(PROMISED) - set(line)
+        assert not set(PROMISED.split()) - set(line)
 
     result = json.loads((folder / "result.json").read_text())
     assert (result["status"], result["steps"], result["error"]) == ("completed", 25, None)
@@ -79,16 +61,19 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
 
     records = [json.loads(line) for line in (folder / "rollouts" / "step_000024.jsonl").read_text().splitlines()]
     assert len(records) == 256
-    assert all(
-        (record["outcome"]["stage"] == "trained") == (record["outcome"]["stage"] == "trained") for record in records
-    )
     assert [message["role"] for message in records[0]["messages"]] == ["user", "assistant"]
     assert any(
         record["matched"].get("post_batch") == "zero_advantage" and record["outcome"]["stage"] != "trained"
         for record in records
     )
 
-    check_events(folder, lines, done.stderr)
+    problems = []
+    spans = read_spans(folder, problems, steps=25)
+    busy = shares(spans)
+    assert not problems and busy.sentence in done.stderr
+    assert [name for name in busy.did if name != "evaluation"] == ["orchestrator", "engine", "trainer"]
+    evaluated = [span.step for span in spans if span.what == "evaluating"]
+    assert evaluated == [line["step"] for line in lines if "eval/math/avg@1" in line]
 
     exported = sorted(path.name for path in (folder / "tokens").iterdir())
     assert len(exported) == 8 and exported[0] == "step_000001" and exported[-1] == "step_000025"
@@ -97,8 +82,8 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
     replies = {(record["group"], record["rollout"]): record["messages"][1]["content"] for record in records}
     assert len(lines) == 32
     for line in lines:
-        said = "".join(text for text, sampled in zip(line["text"], line["mask"], strict=True) if sampled)
-        assert said.removesuffix("<|im_end|>") == replies[line["group"], line["rollout"]]
+        reply = "".join(text for text, sampled in zip(line["text"], line["mask"], strict=True) if sampled)
+        assert reply.removesuffix("<|im_end|>") == replies[line["group"], line["rollout"]]
     page = (folder / "report.html").read_text()
     assert "Completed 25 steps" in page and "Example groups" in page and '"log-ratio"' in page
 
@@ -110,64 +95,6 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
     assert again.returncode == 2
     assert "already holds a run" in again.stderr and "run.name" in again.stderr
     assert (folder / "metrics.jsonl").read_text().count("\n") == 26
-
-
-def check_events(folder, lines, said):
-    """What the events say is what the metrics say, which are measured apart."""
-    problems = []
-    spans = read_spans(folder, problems, steps=25)
-    found = shares(spans)
-    assert not problems and found.sentence in said
-    assert [name for name in found.did if name != "evaluation"] == ["orchestrator", "engine", "trainer"]
-    evaluated = [span.step for span in spans if span.what == "evaluating"]
-    assert evaluated == [line["step"] for line in lines if "eval/math/avg@1" in line]
-    differences = {name: [] for name in ("train", "wait_for_batch", "update_weights")}
-    for line in lines[1:]:
-        of_step = [span for span in spans if span.step == line["step"]]
-        took = {what: sum(span.stop - span.start for span in of_step if span.what == what) for what in PHASES}
-        trained = took["forward and backward"] + took["optimiser"]
-        for name, seconds in zip(
-            differences, (trained, took["waiting for a batch"], took["loading weights"]), strict=True
-        ):
-            differences[name].append(line.get(f"time/{name}", 0.0) - seconds)
-    for name, seconds in differences.items():  # a busy machine may do something else between the two clocks once
-        assert statistics.median(map(abs, seconds)) < 0.02, name
-    steps = sum(line["time/step"] for line in lines[1:])
-    idle = sum(line["idle/engine"] * line["time/step"] for line in lines[1:]) / steps
-    assert found.seconds == pytest.approx(steps, rel=0.03) and found.busy("engine") == pytest.approx(1 - idle, abs=0.03)
-    ends = {span.step: span.stop for span in spans if span.what == "optimiser"}
-    off = []
-    for line in lines[2:]:  # the wait of the first step is that for the start
-        period = ends[line["step"]] - ends[line["step"] - 1]
-        off.append(abs(line["idle/trainer"] - line["time/wait_for_batch"] / period))
-    assert statistics.median(off) < 0.05
-
-
-@pytest.mark.engine
-def test_on_eval_sampler_and_trainer_agree_after_every_update(train):
-    run = train("experiment=on_policy", "max_steps=8", "orchestrator.eval.every=null")
-    assert run.status == 0, run.stderr
-    assert all(gap < 1e-5 for gap in run.column("logprob_gap/mean"))
-    assert set(run.column("off_policy/max")) == {0.0}
-    assert run.column("grad_norm")[0] > 0.1  # the weights did change between those comparisons
-
-
-@pytest.mark.engine
-def test_token_batches_keep_to_their_size_and_the_async_level_and_truncated_samples_are_counted(train):
-    run = train(
-        "max_steps=5",
-        "orchestrator.batch_size=null",
-        "orchestrator.token_batch_size=2000",
-        "orchestrator.max_async_level=2",
-        "orchestrator.max_off_policy_steps=2",
-        "orchestrator.eval.every=null",
-        "trainer.seq_len=16",
-    )
-    assert run.status == 0, run.stderr
-    assert all(90 <= rollouts <= 140 for rollouts in run.column("rollouts/batch"))
-    assert all(staleness <= 2 for staleness in run.column("off_policy/max"))
-    assert all(count > 0 for count in run.column("samples/truncated"))
-    assert "trainer.seq_len=16" in run.stderr
 
 
 @pytest.mark.slow

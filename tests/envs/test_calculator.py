@@ -1,6 +1,5 @@
 """calculator: the value of an expression, the tasks, and echo on the tool's answer, token by token."""
 
-import asyncio
 import contextlib
 import json
 import random
@@ -29,23 +28,16 @@ def call(expression):
 @pytest.mark.parametrize(
     ("expression", "value"),
     [
-        ("7", 7),
         ("1+2*3", 7),
         ("(1+2)*3", 9),
-        ("2*3+4*5", 26),
         ("10-4-3", 3),
         ("10-(4-3)", 9),
         ("-3*-4", 12),
         ("--5", 5),
         ("-(2+3)", -5),
-        ("2-3", -1),
-        ("0*99", 0),
         (" 1 + 2 ", 3),
-        ("((((8))))", 8),
         ("37*48-512", 1264),
-        ("1-2-3*4+5", -8),
         ("9" * 50 + "*10", int("9" * 50 + "0")),
-        ("-" * 99 + "1", -1),
         ("(" * 49 + "1" + ")" * 49, 1),
     ],
 )
@@ -53,83 +45,25 @@ def test_an_expression_is_worth_what_it_says(expression, value):
     assert compute(expression) == value
 
 
-def test_any_nest_of_operations_is_worked_out():
-    rng = random.Random(0)
-
-    def nest(depth):
-        if depth == 0 or rng.random() < 0.2:
-            value = rng.randint(0, 99)
-            return str(value), value
-        (one, left), (two, right) = nest(depth - 1), nest(depth - 1)
-        sign, value = rng.choice([("+", left + right), ("-", left - right), ("*", left * right)])
-        return f"({one}{sign}{two})", value
-
-    drawn = [nest(3) for _ in range(500)]
-    assert all(compute(expression) == value for expression, value in drawn)
-    assert len({expression for expression, _ in drawn}) > 300
+NO_EXPRESSIONS = """2**3 7//2 7/2 7%2 x x+1 1.0 1e3 1j True None ~1 +1 1<2 abs(1) (1).real [1] (1,) '1' "a"*9 1+ (1 1)
+    1;2 a:=1 é ٣ () ... f'{1}' __import__('os') 0x10 0b11 1_0 1+2#3 # １+2 01"""
 
 
 @pytest.mark.parametrize(
     "expression",
     [
+        *NO_EXPRESSIONS.split(),
         "",
         " ",
-        "2**3",
-        "7//2",
-        "7/2",
-        "7%2",
-        "x",
-        "x+1",
-        "1.0",
-        "1e3",
-        "1j",
-        "True",
-        "None",
         "not 1",
-        "~1",
-        "+1",
-        "1<2",
-        "1 if 1 else 2",
-        "abs(1)",
-        "(1).real",
-        "[1]",
-        "(1,)",
-        "'1'",
-        '"a"*9',
-        "lambda: 1",
-        "1+",
-        "(1",
-        "1)",
-        "1;2",
-        "1\n2",
-        "a:=1",
-        "1+\0",
-        "\0",
-        "\ud800",
-        "é",
-        "٣",
         "1 2",
-        "()",
-        "...",
-        "f'{1}'",
-        "__import__('os')",
+        "1\n2",
+        "1\t+2",
+        "1+\0",
+        "\ud800",
         "1" * 101,
         "1+" * 50 + "1",
-        " " * 101,
         "(" * 100,
-        "0x10",
-        "0b11",
-        "0o7",
-        "1_0",
-        "1_000*2",
-        "1+2#3",
-        "1 # one",
-        "#",
-        "1\\\n+2",
-        " 1 + 2\n",
-        "1\t+2",
-        "１+2",
-        "01",
     ],
 )
 def test_what_is_none_is_refused(expression):
@@ -140,18 +74,7 @@ def test_what_is_none_is_refused(expression):
 @pytest.mark.filterwarnings("ignore")  # of Python's, about numbers that run into words
 def test_no_text_makes_it_raise_anything_else():
     rng = random.Random(0)
-    pieces = [
-        *"0123456789+-*()/.,:;=<>!%&|^~@#'\"\\[]{} \n\t\0é",
-        "**",
-        "//",
-        "1or",
-        "0x",
-        "True",
-        "lambda ",
-        "\ud800",
-        "f'",
-        "x",
-    ]
+    pieces = [*"0123456789+-*()/.,:;=<>!%&|^~@#'\"\\[]{} \n\t\0é", "**", "//", "1or", "0x", "True", "\ud800", "f'", "x"]
     for _ in range(20_000):
         with contextlib.suppress(ValueError):
             assert type(compute("".join(rng.choices(pieces, k=rng.randint(0, 40))))) is int
@@ -170,63 +93,22 @@ def test_a_task_asks_for_the_value_of_its_problem():
     assert {sign for task in drawn for sign in task.key if not sign.isdigit()} == set("+-*")
 
 
-def test_splits_share_no_problem_whatever_the_seeds():
-    train, held = (
-        {
-            task.key
-            for seed in range(3)
-            for task in tasks(split=split, operands=2, max_operand=9, num_tasks=n, seed=seed)
-        }
-        for split, n in (("train", 250), ("eval", 20))
-    )
-    assert train and held and not train & held
-
-
-def test_the_same_seed_draws_the_same_problems():
-    assert [task.key for task in tasks(num_tasks=50, seed=5)] == [task.key for task in tasks(num_tasks=50, seed=5)]
-    assert [task.key for task in tasks(num_tasks=50, seed=5)] != [task.key for task in tasks(num_tasks=50, seed=6)]
-
-
-def test_a_small_space_gives_what_it_has():
-    both = [
-        task.key for split in ("train", "eval") for task in tasks(split=split, operands=2, max_operand=1, num_tasks=99)
-    ]
-    assert sorted(both) == sorted(f"{a}{sign}{b}" for a in "01" for b in "01" for sign in "+-*")
-
-
-@pytest.mark.parametrize(
-    "knobs", [{"operands": 1}, {"operands": 11}, {"max_operand": 0}, {"num_tasks": 0}, {"split": "test"}]
-)
-def test_bad_knobs_say_which(knobs):
-    with pytest.raises(ValueError, match=next(iter(knobs))):
-        tasks(**knobs)
-
-
 @pytest.mark.parametrize(
     ("replies", "reward", "correct", "calls"),
     [
         (["46"], 1.0, 1.0, 0),
-        ([("", 1), "46"], 1.0, 1.0, 1),
-        ([("", 2), "56"], 0.05, 0.0, 2),
+        ([1, "46"], 1.0, 1.0, 1),
+        ([2, "56"], 0.05, 0.0, 2),
         (["about 46"], 0.0, 0.0, 0),
-        ([("", 1)], 0.0, 0.0, 1),
-        (["46", ("", 1)], 0.0, 0.0, 1),
+        ([1], 0.0, 0.0, 1),
+        (["46", 1], 0.0, 0.0, 1),
     ],
 )
-def test_the_last_reply_counts(replies, reward, correct, calls):
+def test_the_last_reply_counts(graded, replies, reward, correct, calls):
     task = tasks(num_tasks=1)[0].with_data(answer=46)
-    said = [(reply, 0) if isinstance(reply, str) else reply for reply in replies]
     made = vf.ToolCall(id="c", name="calculate", arguments="{}")
-    nodes = [
-        vf.MessageNode(message=vf.AssistantMessage(content=text or None, tool_calls=[made] * n or None), sampled=True)
-        for text, n in said
-    ]
-    trace = vf.Trace(
-        task=vf.TraceTask(type=type(task).__name__, data=task.data),
-        agent=vf.AgentInfo(config=vf.AgentConfig()),
-        nodes=nodes,
-    )
-    asyncio.run(task.score(trace))
+    calling = [vf.AssistantMessage(content="", tool_calls=[made] * n) if isinstance(n, int) else n for n in replies]
+    trace = graded(task, *calling)
     assert trace.reward == pytest.approx(reward) and trace.metrics == {"correct": correct, "tool_calls": calls}
 
 
@@ -246,13 +128,6 @@ async def play(scripted):
 
     async with environment.serving():
         yield one
-
-
-async def test_the_model_calls_reads_and_answers(play):
-    rollout = await play([call("37*48-512"), "1264"])
-    assert rollout.error is None and rollout.reward == 1.0
-    assert rollout.trace.messages[2].content == "1264"
-    assert rollout.metrics == {"correct": 1.0, "tool_calls": 1.0}
 
 
 async def test_what_the_calculator_cannot_do_it_says(play):

@@ -10,83 +10,35 @@ from prl.envs.graders import exact, math_verify, numeric
 from prl.envs.numbers import final_number, in_decimal
 
 SPELLINGS = {
-    "1500": [
-        "1.5e3",
-        "1.5E+3",
-        "15e02",
-        "1.5 * 10**3",
-        "1.5 \\times 10^{3}",
-        "1.5×10³",
-        "1.5 x 10^3",
-        "1,500.0",
-        "$1,500 dollars",
-    ],
-    "0.00001": ["1e-05", "1e-5", "10^{-5}", "10⁻⁵", "0.000010", ".00001", "1 \\cdot 10^{-5}"],
-    "100000": ["10^5", "1e5", "1e0005"],
-    "1/2": [
-        "0.5",
-        ".5",
-        "2/4",
-        "1 / 2",
-        "\\frac{1}{2}",
-        "\\dfrac{1}{2}",
-        "\\tfrac12",
-        "\\frac 1 2",
-        "½",
-        "$\\frac{1}{2}$",
-        "1\u20442",
-        "1\u22152",
-        "\\nicefrac{1}{2}",
-        "\\displaystyle\\frac{1}{2}",
-    ],
-    "-3/4": ["-0.75", "-\\frac{3}{4}", "\\frac{-3}{4}", "\u22123/4", "-¾", "3/-4"],
-    "5/2": ["2 1/2", "2\\frac{1}{2}", "2½", "2.5"],
-    "3/2000": ["1.5×10⁻³", "1.5e-3"],
-    "1/3": ["\\frac{1}{3}", "2/6"],
-    "-5": ["\u22125", "\u20135", "\u20105", "-5.0", "x = \u22125", "x = - 5", "-$5", "$-5", "-\\$5", "- 5", "minus 5"],
-    "5": [
-        "+5",
-        "5.",
-        "$5$",
-        "\\(5\\)",
-        "\\text{5}",
-        "**5**",
-        "5\\%",
-        "5%",
-        "x = 5",
-        "€5",
-        "5 °C",
-        "5^\\circ",
-        "5 km/h",
-        "{5}",
-        "(5)",
-        "\\left(5\\right)",
-        "\\approx 5",
-        "\uff15",
-    ],
-    "72": ["72 km", "72 cm^2", "72 cm²", "72\\text{ cm}^2", "72 \\mathrm{m}^{3}", "USD 72", "72\\,\\text{km}"],
-    "10000": [
-        *(
-            "10,000",
-            "10\uff0c000",
-            "10_000",
-            "10 000",
-            "10,\\!000",
-            "10\\,000",
-            "10{,}000",
-            "10'000",
-            "10\u2019000",
-            "10~000",
-            "10,000.00",
-        ),
-        *(f"10{blank}000" for blank in "\u00a0\u2007\u2008\u2009\u202f"),
-    ],
-    "1234567.5": ["1,234,567.5", "1 234 567.5", "1\\,234\\,567.5", "1{,}234{,}567.5"],
+    "1500": r"1.5e3 | 1.5E+3 | 15e02 | 1.5 * 10**3 | 1.5 \times 10^{3} | 1.5×10³ | 1.5 x 10^3 | 1,500.0 | $1,500"
+    " dollars",
+    "0.00001": r"1e-05 | 1e-5 | 10^{-5} | 10⁻⁵ | 0.000010 | .00001 | 1 \cdot 10^{-5}",
+    "100000": "10^5 | 1e5 | 1e0005",
+    "1/2": r"0.5 | .5 | 2/4 | 1 / 2 | \frac{1}{2} | \dfrac{1}{2} | \tfrac12 | \frac 1 2 | ½ | $\frac{1}{2}$ | 1⁄2 | 1∕2"
+    r" | \nicefrac{1}{2} | \displaystyle\frac{1}{2}",
+    "-3/4": r"-0.75 | -\frac{3}{4} | \frac{-3}{4} | −3/4 | -¾ | 3/-4",
+    "5/2": r"2 1/2 | 2\frac{1}{2} | 2½ | 2.5",
+    "3/2000": "1.5×10⁻³ | 1.5e-3",
+    "1/3": r"\frac{1}{3} | 2/6",
+    "-5": r"−5 | –5 | ‐5 | -5.0 | x = −5 | x = - 5 | -$5 | $-5 | -\$5 | - 5 | minus 5",
+    "5": r"+5 | 5. | $5$ | \(5\) | \text{5} | **5** | 5\% | 5% | x = 5 | €5 | 5 °C | 5^\circ | 5 km/h | {5} | (5)"
+    r" | \left(5\right) | \approx 5 | ５",
+    "72": r"72 km | 72 cm^2 | 72 cm² | 72\text{ cm}^2 | 72 \mathrm{m}^{3} | USD 72 | 72\,\text{km}",
+    "10000": r"10,000 | 10，000 | 10_000 | 10 000 | 10,\!000 | 10\,000 | 10{,}000 | 10'000 | 10’000"
+    " | 10~000 | 10,000.00",
+    "1234567.5": r"1,234,567.5 | 1 234 567.5 | 1\,234\,567.5 | 1{,}234{,}567.5",
 }
-PAIRS = [(answer, reply) for answer, spellings in SPELLINGS.items() for reply in spellings]
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
+def pairs_of(table):
+    """`(reply, answer)` of each reply in a table by answer."""
+    return [(reply, answer) for answer, replies in table.items() for reply in replies.split(" | ")]
+
+
+BLANKS = [(f"10{blank}000", "10000") for blank in "\u00a0\u2007\u2008\u2009\u202f"]
+
+
+@pytest.mark.parametrize(("one", "other"), [*pairs_of(SPELLINGS), *BLANKS])
 def test_equal_numbers_are_equal_however_they_are_written(one, other):
     for answer, reply in ((one, other), (other, one)):
         assert numeric(reply, answer) == 1.0
@@ -94,55 +46,50 @@ def test_equal_numbers_are_equal_however_they_are_written(one, other):
         assert numeric(f"I add 3 and 4.\n#### {reply}", answer) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("reply", "answer"),
-    [
-        ("5", "1e-05"),
-        ("2", "1/2"),
-        ("1", "1/2"),
-        ("1/3", "0.3333333333333333"),
-        ("0.1", "0.1000000000000000000001"),
-        ("5", "-5"),
-        ("\u22128", "8"),
-        ("it is 5:30", "30"),
-        ("1/2/2024", "2024"),
-        ("\\boxed{(2, 7)}", "2"),
-        ("\\boxed{(2, 7)}", "7"),
-        ("\\boxed{\\frac{\\sqrt{3}}{2}}", "3"),
-        ("\\boxed{2^{10}}", "10"),
-        ("2^10", "10"),
-        ("\\boxed{5\\sqrt{2}}", "5"),
-        ("1.2.3", "3"),
-        ("1/0", "0"),
-        ("1e999999999", "9"),
-        ("3 5/2", "2"),
-        ("10,0000", "10000"),
-        ("\\frac{3\\pi}{4}", "3/4"),
-        ("\\frac{3\\pi}{4}", "4"),
-        ("\\frac{\\sqrt3}{2}", "2"),
-        ("log 2", "2"),
-        ("2x", "2"),
-        ("2\\sqrt3", "3"),
-        ("sqrt(4)", "4"),
-        ("\\boxed{5!}", "5"),
-        ("2**10", "10"),
-        ("1.5\u00d710\u22123", "3"),
-        ("12,34,567", "567"),
-        ("1.234.567,89", "89"),
-        ("2024-01-02", "2"),
-        ("H2O", "2"),
-        ("a/2", "2"),
-        ("y = +-3", "-3"),
-        ("The radius is 4, so the area is $16\\pi$.", "4"),
-        ("It takes 3 hours, so she arrives at 7:30.", "3"),
-        ("From 3 bits we get 2^10.", "3"),
-        ("She pays $20. Final answer: 5x", "20"),
-        ("So 5, \\boxed{x}", "5"),
-        ("", "0"),
-    ],
-)
+PIECES = {
+    "1e-05": "5",
+    "1/2": "2 | 1",
+    "0.3333333333333333": "1/3",
+    "0.1000000000000000000001": "0.1",
+    "-5": "5",
+    "8": "−8",
+    "30": "it is 5:30",
+    "2024": "1/2/2024",
+    "2": r"\boxed{(2, 7)} | 3 5/2 | \frac{\sqrt3}{2} | log 2 | 2x | 2024-01-02 | H2O | a/2",
+    "7": r"\boxed{(2, 7)}",
+    "3": r"\boxed{\frac{\sqrt{3}}{2}} | 1.2.3 | 2\sqrt3 | 1.5×10−3"
+    " | It takes 3 hours, so she arrives at 7:30. | From 3 bits we get 2^10.",
+    "10": r"\boxed{2^{10}} | 2^10 | 2**10",
+    "5": r"\boxed{5\sqrt{2}} | \boxed{5!} | So 5, \boxed{x}",
+    "0": "1/0",
+    "9": "1e999999999",
+    "10000": "10,0000",
+    "3/4": r"\frac{3\pi}{4}",
+    "4": r"\frac{3\pi}{4} | sqrt(4) | The radius is 4, so the area is $16\pi$.",
+    "567": "12,34,567",
+    "89": "1.234.567,89",
+    "-3": "y = +-3",
+    "20": "She pays $20. Final answer: 5x",
+}
+
+
+@pytest.mark.parametrize(("reply", "answer"), [*pairs_of(PIECES), ("", "0")])
 def test_a_piece_of_a_number_is_not_the_number(reply, answer):
     assert numeric(reply, answer) == 0.0
+
+
+LONG = [unit * 50_000 for unit in ("9", "1,", "$", "#", ".", "1 ", "1/", "1e", "\\boxed{", "\\frac{1")]
+LONG += ["1e" + "9" * 50_000, "\\frac{" + " " * 100_000, "a" * 100_000 + "^"]
+WRONG = (
+    "about that many | #### | 1234 #### | #### none, 1234 #### | 1234 or 5 | -1234 | #### -1,234 | $-1234 | -$1234"
+    " | 1234.5 | 1234.0000000000000000000000001 | 12345 | 11,234 | 1,2345 | 1,23,4 | 12 34 | 0x4d2 | 1233+1 | 1.234e2"
+    " | ١٢٣٤ | .1234 | 1234.5.6 | 12:1234 | __import__('os')"
+)
+
+
+@pytest.mark.parametrize("reply", ["", *WRONG.split(" | "), *LONG], ids=lambda reply: reply[:30])
+def test_another_number_or_none_earns_nothing_and_soon(reply):
+    assert numeric(reply, "1234") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -152,41 +99,42 @@ def test_an_answer_that_is_no_single_number_is_refused(answer):
     assert graders.fault_of(answer, "numeric") is not None
 
 
+COUNTED = {
+    "5": r"#### 5 apples of 7 | 10 - 5 | \boxed{x_1 = 5} | \boxed{4} or rather \boxed{5}"
+    " | There are 5 atoms in H2O | 10-5 | x-5 | so it is 5. | #### 5. 6 | That is all of it.5"
+    " | f(x).5 | ...5",
+    "8": "5 + 3 = 8",
+    "100": "In 2024 100 people",
+    "72": "so the area is 72 m^2.",
+    "18": "She makes **$18** every day. | The total is **$18 per day**. | It is __18__ now"
+    " | She had 16 eggs and makes $18! | #### 9 + 9 = 18 | #### $9 * $2 = $18"
+    r" | \boxed{\textbf{(B) } 18} | \boxed{(B)\ 18} | \boxed{18 \text{ (dollars)}}"
+    r" | \\(\\boxed{18}\\) | Put it in \boxed{}: 18 | \boxed{\color{blue}{18}} | \boxed{\large 18}"
+    r" | \boxed{₹18} | \boxed{18^{\text{th}}}",
+    "6": r"Cost **$5**, tax **$1**, total **\$6**.",
+    "42": "#### 42!",
+    "1024": "#### 2^10 = 1024",
+    "21": "the 21st",
+    "30": "30mins",
+    "2.5": "2 and 1/2 cups",
+    "1234": r"The answer is $1,234.00. | \boxed{\$1{,}234} | 2000-766 = +1234 | it is 01234."
+    r" | \boxed{x = 1000 + 234 = 1234 \text{ pens}}",
+    "-5": "-$5 | = -5.0",
+    "0.5": r"0.50 | #### .5 | \boxed{.5} | it costs $.50. | 10-.5 | 1 or .5",
+    "1000000": "#### 1,000,000",
+    ".5": "0.5",
+    "-0.5": "-.5 | -$.5",
+}
+
+
 @pytest.mark.parametrize(
     ("reply", "answer"),
     [
+        *pairs_of(COUNTED),
         ("#### 72\nThat is all, and 3 more lines of talk: 1 2 3", "72"),
-        ("#### 5 apples of 7", "5"),
-        ("5 + 3 = 8", "8"),
-        ("10 - 5", "5"),
-        ("In 2024 100 people", "100"),
-        ("so the area is 72 m^2.", "72"),
-        ("\\boxed{x_1 = 5}", "5"),
-        ("\\boxed{4} or rather \\boxed{5}", "5"),
-        ("She makes **$18** every day.", "18"),
-        ("The total is **$18 per day**.", "18"),
-        ("Cost **$5**, tax **$1**, total **\\$6**.", "6"),
-        ("It is __18__ now", "18"),
-        ("She had 16 eggs and makes $18!", "18"),
-        ("#### 42!", "42"),
-        ("There are 5 atoms in H2O", "5"),
         ("#### Step 2: Multiply\n9 * 2 = 18\n\n**Answer: 18**", "18"),
-        ("#### 9 + 9 = 18", "18"),
-        ("#### $9 * $2 = $18", "18"),
-        ("#### 2^10 = 1024", "1024"),
-        ("\\boxed{\\textbf{(B) } 18}", "18"),
-        ("\\boxed{(B)\\ 18}", "18"),
-        ("\\boxed{18 \\text{ (dollars)}}", "18"),
-        ("\\\\(\\\\boxed{18}\\\\)", "18"),
-        ("Put it in \\boxed{}: 18", "18"),
-        ("\\boxed{\\color{blue}{18}}", "18"),
-        ("\\boxed{\\large 18}", "18"),
-        ("\\boxed{₹18}", "18"),
-        ("\\boxed{18^{\\text{th}}}", "18"),
-        ("the 21st", "21"),
-        ("30mins", "30"),
         ("Answer:\n- 18 eggs", "18"),
-        ("2 and 1/2 cups", "2.5"),
+        ("#### 5\nno, #### 1234", "1234"),
     ],
 )
 def test_which_number_of_a_reply_counts(reply, answer):

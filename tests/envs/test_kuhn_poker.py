@@ -1,7 +1,6 @@
 """kuhn_poker: every course of the game by hand, the equilibrium by brute force, two sides that see their own card."""
 
 import itertools
-from collections import Counter
 from fractions import Fraction
 
 import pytest
@@ -108,40 +107,18 @@ async def test_against_the_equilibrium_no_strategy_earns_more_than_the_games_val
     assert len(earned) == 64 and max(earned) == best > min(earned)
 
 
-async def test_the_equilibrium_bluffs_a_third_of_its_jacks():
-    acted = Counter()
-    for draw in range(6):
-        for card in CARDS:
-            for first in (True, False):
-                for legal in (OPEN, ANSWER):
-                    acted[card, first, await equilibrium(card, first, Grid([draw]))("", legal)] += 1
-    for first in (True, False):
-        assert {card: acted[card, first, "bet"] for card in CARDS} == {"J": 2, "Q": 0, "K": 6}
-        assert {card: acted[card, first, "call"] for card in CARDS} == {"J": 0, "Q": 4 if first else 2, "K": 6}
-
-
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_twelve_deals_come_equally_often_in_a_new_order_each_time():
     drawn = [(task.data.cards, task.data.seat) for task in tasks(num_tasks=120, seed=4)]
     rounds = [drawn[at : at + 12] for at in range(0, 120, 12)]
+    assert all(task.data.prompt == f"{task.data.cards[task.data.seat]}." for task in tasks(num_tasks=60))
+    assert len({task.key for task in tasks(num_tasks=60)}) == 60
     assert all(sorted(deals) == sorted((cards, seat) for cards in DEALS for seat in (0, 1)) for deals in rounds)
     assert len({tuple(deals) for deals in rounds}) == 10
     assert drawn == [(task.data.cards, task.data.seat) for task in tasks(num_tasks=120, seed=4)]
     assert drawn != [(task.data.cards, task.data.seat) for task in tasks(num_tasks=120, seed=5)]
-
-
-def test_tasks_are_told_apart_and_a_prompt_shows_the_players_card():
-    drawn = tasks(num_tasks=60)
-    assert len({task.key for task in drawn}) == 60
-    assert all(task.data.prompt == f"{task.data.cards[task.data.seat]}." for task in drawn)
-
-
-@pytest.mark.parametrize("knobs", [{"opponent": "nobody"}, {"num_tasks": 0}])
-def test_bad_knobs_say_which(knobs):
-    with pytest.raises(ValueError, match=next(iter(knobs))):
-        tasks(**knobs)
 
 
 # --- played -----------------------------------------------------------------------------------------------------------
@@ -161,7 +138,10 @@ def deal(env, cards, seat):
     return next(task for task in env.tasks if (task.data.cards, task.data.seat) == (cards, seat))
 
 
-def heard(rollout):
+THEY_BET = "They bet: call or fold?"
+
+
+def of_the_user(rollout):
     return [message.content for message in rollout.trace.messages if message.role == "user"]
 
 
@@ -170,24 +150,8 @@ def heard(rollout):
     [
         ("KJ", 0, ["bet"], ["call"], 2, ["K. check or bet?"], ["J. They bet: call or fold?"]),
         ("KJ", 1, ["call"], ["bet"], -2, ["J. They bet: call or fold?"], ["K. check or bet?"]),
-        (
-            "JQ",
-            0,
-            ["check", "fold"],
-            ["bet"],
-            -1,
-            ["J. check or bet?", "They bet: call or fold?"],
-            ["Q. They check: check or bet?"],
-        ),
-        (
-            "JQ",
-            1,
-            ["bet"],
-            ["check", "call"],
-            2,
-            ["Q. They check: check or bet?"],
-            ["J. check or bet?", "They bet: call or fold?"],
-        ),
+        ("JQ", 0, ["check", "fold"], ["bet"], -1, ["J. check or bet?", THEY_BET], ["Q. They check: check or bet?"]),
+        ("JQ", 1, ["bet"], ["check", "call"], 2, ["Q. They check: check or bet?"], ["J. check or bet?", THEY_BET]),
         ("QJ", 1, ["raise"], ["check"], -2, ["J. They check: check or bet?"], ["Q. check or bet?"]),
     ],
 )
@@ -202,20 +166,10 @@ async def test_both_sides_are_trained_their_rewards_add_up_and_each_sees_its_own
     assert (mine.error, theirs.error) == (None, None) and mine.samples and theirs.samples
     assert [mine.agent.name, theirs.agent.name] == ["player", "opponent"]
     assert (mine.reward, theirs.reward) == ((2 + chips) / 4, (2 - chips) / 4)
-    assert (heard(mine), heard(theirs)) == (to_player, to_opponent)
+    assert (of_the_user(mine), of_the_user(theirs)) == (to_player, to_opponent)
     for name, prompts in sampler.asked.items():
         card = cards[seat] if "/player/" in name else cards[1 - seat]
         assert set(sampler.tokenizer.decode(prompts[-1])) & set(CARDS) == {card}
-
-
-async def test_the_player_alone_is_trained_where_one_says_so(scripted):
-    env = environment(train_opponent=False)
-    sampler = scripted(by_side(player=["bet"], opponent=["fold"]))
-    async with env.serving():
-        assert env.seats == 1
-        (rollout,) = [rollout async for rollout in env.play(deal(env, "JK", 0), 1, sampler, group_id=0)]
-    assert rollout.agent.name == "player" and rollout.reward == 0.75
-    assert len(sampler.asked) == 2, "the opponent plays all the same"
 
 
 async def test_evaluation_is_against_the_equilibrium_whoever_one_trains_against(scripted, monkeypatch):
@@ -237,19 +191,6 @@ async def test_evaluation_is_against_the_equilibrium_whoever_one_trains_against(
             assert one.reward in (0.75, 1.0), "a king checked: the jack checks or bluffs"
         if task.data.cards == "JK" and task.data.seat == 0:
             assert one.reward == 0.0, "the king bets and is called"
-
-
-async def test_a_side_without_room_forfeits(scripted):
-    env = environment()
-    task, script = deal(env, "KQ", 0), by_side(player=["check", "call"], opponent=["bet"])
-    async with env.serving():
-        whole = scripted(script)
-        assert len([rollout async for rollout in env.play(task, 1, whole, group_id=0)]) == 2
-        longest = max(len(prompts[-1]) for prompts in whole.asked.values())
-        short = scripted(script, room=longest - 1)
-        mine, theirs = [rollout async for rollout in env.play(task, 1, short, group_id=0)]
-    assert (mine.reward, theirs.reward) == (0.0, 1.0) and not mine.error and not theirs.error
-    assert mine.trace.stop_condition == "context_length"
 
 
 async def test_a_side_is_compared_with_itself_alone(scripted):

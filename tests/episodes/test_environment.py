@@ -1,15 +1,10 @@
 """An env of a run: its tasks, its tools and seats, its held-out settings, and how it is played."""
 
-import gc
-import json
-
 import pytest
 from verifiers.v1.envs.single_agent import SingleAgentEnv
 
 from prl.config.schema import EnvConfig
-from prl.envs import files
-from prl.episodes import environment
-from prl.episodes.environment import COLLECTED, Environment, collecting_rarely, find_taskset
+from prl.episodes.environment import Environment, find_taskset
 from prl.errors import ConfigError
 from prl.inference.renderer import make_renderer
 
@@ -93,14 +88,7 @@ async def test_a_taskset_with_nothing_but_tools_is_played_here(module, scripted)
     assert rollout.trace.messages[2].content == "3"
 
 
-def test_two_tools_of_one_name_are_refused_with_the_env_that_has_them(module, refused):
-    both = "Sums(vf.ToolsetConfig()), Again(vf.ToolsetConfig())"
-    message = refused(module(TOOLS.format(made=both)))
-    assert message.startswith("envs.mine.taskset='package_of_tests.tasks': two tools are named 'add'")
-
-
-def test_states_that_do_not_fit_are_refused_with_the_env_that_has_them(module, refused):
-    states = """
+STATES = """
 class Red(vf.State):
     pass
 class Blue(vf.State):
@@ -110,8 +98,17 @@ class RedTools(vf.Toolset[vf.ToolsetConfig, Red]):
 class BlueTools(vf.Toolset[vf.ToolsetConfig, Blue]):
     IN_PROCESS = True
 """
-    message = refused(module(states + TOOLS.format(made="RedTools(vf.ToolsetConfig()), BlueTools(vf.ToolsetConfig())")))
-    assert message.startswith("envs.mine.taskset='package_of_tests.tasks': a rollout has one state")
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ("Sums(vf.ToolsetConfig()), Again(vf.ToolsetConfig())", "two tools are named 'add'"),
+        ("RedTools(vf.ToolsetConfig()), BlueTools(vf.ToolsetConfig())", "a rollout has one state"),
+    ],
+)
+def test_tools_that_do_not_go_together_are_refused(module, refused, made, message):
+    assert f"envs.mine.taskset='package_of_tests.tasks': {message}" in refused(module(STATES + TOOLS.format(made=made)))
 
 
 @pytest.mark.parametrize(
@@ -182,54 +179,3 @@ async def test_held_out_tasks_are_played_with_the_settings_they_were_made_with(m
             assert rollout.error is None
             assert [m.content for m in rollout.trace.messages] == [f"a {word} task", "hi", word, "ho"]
     assert not env.eval_verifiers_env.open
-
-
-# --- garbage ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def frozen(monkeypatch):
-    """`frozen(count)`: from now on, `count` objects are what was frozen before; what is called then is listed."""
-    called = []
-
-    def begin(count):
-        for name in ("freeze", "unfreeze"):
-            monkeypatch.setattr(gc, name, lambda name=name: called.append(name))
-        monkeypatch.setattr(gc, "get_freeze_count", lambda: count + called.count("freeze"))
-        return called
-
-    return begin
-
-
-async def test_python_looks_for_cycles_less_often_while_envs_are_served(frozen):
-    env = Environment("math", EnvConfig(taskset="prl.envs.math", args={"num_tasks": 3}), eval_tasks=0)
-    called, before = frozen(0), gc.get_threshold()
-    async with env.serving():
-        assert gc.get_threshold() == (COLLECTED, *before[1:]) and called == ["freeze"]
-        async with env.serving():  # as beside another env
-            assert called == ["freeze", "freeze"]
-        assert gc.get_threshold() == (COLLECTED, *before[1:]) and "unfreeze" not in called
-    assert gc.get_threshold() == before and called[-1] == "unfreeze"
-
-
-def test_what_somebody_else_froze_stays_frozen(frozen):
-    called = frozen(1)
-    with collecting_rarely():
-        pass
-    assert called == ["freeze"]
-
-
-def test_tasks_that_are_left_out_and_files_that_take_long_are_said(tmp_path, monkeypatch, caplog):
-    """And the tasks are those of a file that is read at once."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{n} + 1", "answer": n + 1}) + "\n" for n in range(40)))
-    config = EnvConfig(taskset="prl.envs.jsonl", args={"path": str(path)}, eval_args={"split": "eval"})
-    quiet = Environment("rows", config, eval_tasks=2)
-    assert len(quiet.tasks) == 36 and not caplog.messages
-    monkeypatch.setattr(files, "LONG_S", 0.0)
-    monkeypatch.setattr(environment, "MAX_TASKS", 30)
-    env = Environment("rows", config, eval_tasks=2)
-    assert [task.key for task in env.tasks] == [task.key for task in quiet.tasks[:30]]
-    assert [task.key for task in env.eval_tasks] == [task.key for task in quiet.eval_tasks]
-    assert any("the first 30 tasks are taken, and there are more" in message for message in caplog.messages)
-    assert any(f"reading {path}: 1 so far" in message for message in caplog.messages) and gc.isenabled()

@@ -1,7 +1,6 @@
 """Episodes that verifiers' own Env plays: its traces as rollouts, and with what it reaches the model."""
 
 import asyncio
-import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,6 @@ import verifiers.v1 as vf
 
 from prl.episodes.group import GroupRequest, play_episodes
 from prl.episodes.harness import harness_context, reason_for_harness
-from prl.errors import EngineError
 from prl.inference.sampler import Sampler
 
 
@@ -109,30 +107,6 @@ async def test_each_trainable_trace_is_a_rollout_and_yielded_once(play, make_tra
     assert len(set(program.contexts)) == 2, "episodes are told apart"
 
 
-async def test_an_episodes_rollouts_are_yielded_when_it_ends_however_long_the_others_take(start, make_trace):
-    somebody = asyncio.Event()
-
-    async def later():
-        await somebody.wait()
-        return episode(make_trace("2", reward=0.2))
-
-    rewards = []
-    async with asyncio.timeout(10):
-        async for rollout in start(Program(later, episode(make_trace("1", reward=0.1))), 2, timeout_s=2.0):
-            assert rollout.error is None and rollout.samples, "complete"
-            rewards.append((rollout.index, rollout.reward))
-            somebody.set()
-    assert rewards == [(1, 0.1), (0, 0.2)]
-
-
-async def test_the_time_that_the_consumer_takes_is_not_the_episodes(start, make_trace):
-    errors = []
-    async for rollout in start(Program(episode(make_trace()), episode(make_trace())), 2, timeout_s=0.2):
-        await asyncio.sleep(0.3)
-        errors.append(rollout.error)
-    assert errors == [None, None]
-
-
 async def test_the_rollouts_of_a_frozen_model_have_no_version_and_no_logprobs(play, make_trace):
     (rollout,) = await play(Program(episode(make_trace())), 1, pool=Frozen)
     assert (rollout.start_version, rollout.end_version) == (None, None) and not rollout.live
@@ -146,6 +120,10 @@ async def hang():
     await asyncio.sleep(60)
 
 
+async def exits():
+    raise SystemExit(3)
+
+
 @pytest.mark.parametrize(
     ("made", "error"),
     [
@@ -157,6 +135,7 @@ async def hang():
         (lambda make: episode(), "the episode left no trace"),
         (lambda make: episode(make(trainable=False)), "the episode left no trace"),
         (lambda make: hang, "TimeoutError: not finished after 0.2 s (timeout_s or group_timeout_s of envs.toy)"),
+        (lambda make: exits, "RuntimeError: the env's code let SystemExit escape: 3"),
     ],
 )
 async def test_an_episode_that_fails_is_an_errored_rollout_with_its_reason(play, make_trace, made, error):
@@ -164,65 +143,6 @@ async def test_an_episode_that_fails_is_an_errored_rollout_with_its_reason(play,
     bad, fine = sorted(rollouts, key=lambda rollout: rollout.index)
     assert error in bad.error and not bad.samples
     assert fine.error is None and fine.samples, "its sibling is none the worse"
-
-
-async def slips():
-    raise asyncio.CancelledError
-
-
-async def exits():
-    raise SystemExit(3)
-
-
-@pytest.mark.parametrize(("slip", "end"), [(slips, "CancelledError escape"), (exits, "SystemExit escape: 3")])
-async def test_what_an_envs_code_lets_slip_costs_its_own_episode(play, make_trace, slip, end):
-    bad, fine = sorted(await play(Program(slip, episode(make_trace())), 2), key=lambda rollout: rollout.index)
-    assert (bad.error, bad.error_kind) == (f"RuntimeError: the env's code let {end}", "env") and not bad.samples
-    assert fine.error is None and fine.samples
-
-
-async def test_a_group_that_somebody_cancels_is_cancelled(start, make_trace):
-    errors, ended = [], []
-
-    async def hang_and_tell():
-        try:
-            await hang()
-        except asyncio.CancelledError:
-            ended.append("cancelled")
-            raise
-
-    async def consume():
-        async for rollout in start(Program(hang_and_tell, slips), 2):
-            errors.append(rollout.error)
-
-    group = asyncio.create_task(consume())
-    await asyncio.sleep(0.05)
-    group.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(group, 3)
-    assert ended == ["cancelled"], "before the consumer goes on"
-    assert errors == ["RuntimeError: the env's code let CancelledError escape"], (
-        "the other one is no failure of the env"
-    )
-
-
-async def test_a_consumer_that_stops_early_cancels_the_episodes_that_still_run(start, make_trace):
-    ended = []
-
-    async def hang_and_tell():
-        try:
-            await hang()
-        except asyncio.CancelledError:
-            ended.append("cancelled")
-            raise
-
-    program = Program(hang_and_tell, episode(make_trace("1"), make_trace("2")), hang_and_tell)
-    async with contextlib.aclosing(start(program, 3)) as group:
-        async for rollout in group:
-            assert rollout.error is None
-            break
-        assert ended == []
-    assert ended == ["cancelled"] * 2
 
 
 @pytest.mark.parametrize(
@@ -240,13 +160,6 @@ async def test_a_consumer_that_stops_early_cancels_the_episodes_that_still_run(s
 async def test_what_verifiers_recorded_says_what_kind_of_failure_it_is(play, make_trace, recorded, kind):
     (rollout,) = await play(Program(episode(make_trace(), errors=[vf.Error(message="why", **recorded)])), 1)
     assert rollout.error == f"EpisodeError: {recorded['type']}: why" and rollout.error_kind == kind
-
-
-async def test_a_trace_that_ended_badly_says_so_itself(play, make_trace):
-    trace = make_trace(ok=False)
-    trace.record_error(EngineError("unclosed"))
-    (rollout,) = await play(Program(episode(trace)), 1)
-    assert rollout.error == "EpisodeError: EngineError: unclosed" and rollout.error_kind == "engine"
 
 
 def test_the_policy_is_reached_with_its_version_as_salt_and_the_runs_token(make_sampler):
@@ -310,6 +223,10 @@ class MayReadRuntime(vf.Task):
         return 1.0
 
 
+class NeedsUser(Graded):
+    pass
+
+
 class CallsTools(Graded):
     @classmethod
     def toolsets(cls, config):
@@ -326,12 +243,10 @@ class CallsTools(Graded):
         (Finalizes, "finalize hook"),
         (ReadsRuntime, "tests_pass reads a runtime"),
         (CallsTools, "call tools"),
+        (NeedsUser, "no prompt"),
     ],
 )
-def test_tasks_that_need_a_harness_are_told_apart(task, reason):
-    found = reason_for_harness(Taskset(vf.TasksetConfig(id="x")), task(vf.TaskData(prompt="1+1=")))
+def test_tasks_that_need_a_harness(task, reason):
+    data = vf.TaskData(prompt=None if task is NeedsUser else "1+1=")
+    found = reason_for_harness(Taskset(vf.TasksetConfig(id="x")), task(data))
     assert found is None if reason is None else reason in found
-
-
-def test_a_task_without_a_prompt_needs_a_user():
-    assert "no prompt" in reason_for_harness(Taskset(vf.TasksetConfig(id="x")), Graded(vf.TaskData(prompt=None)))

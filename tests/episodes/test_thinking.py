@@ -81,19 +81,6 @@ async def test_retained_thinking_stays_for_as_long_as_the_conversation_goes_on(c
     assert trained == replies, "every turn strips the one before"
 
 
-def test_the_renderers_setting_is_one_of_bridges_and_a_full_rendering_strips_all_the_same(tokenizer):
-    """What a conversation that is rendered from its messages loses; prl's conversations bridge from tokens."""
-    messages = [
-        {"role": "user", "content": "U1"},
-        {"role": "assistant", "content": "A1", "reasoning_content": "R1"},
-        {"role": "user", "content": "U2"},
-    ]
-    whole = make_renderer(tokenizer, name="qwen3", thinking_retention="all").render(
-        messages, add_generation_prompt=True
-    )
-    assert "R1" not in tokenizer.decode(whole.token_ids)
-
-
 async def test_thinking_that_never_ended_cannot_be_bridged_and_starts_a_new_sample(converse):
     _, trained, _ = await converse({"thinking_retention": "all"}, ["<think>R1<|im_end|>", "A2<|im_end|>"])
     assert trained == ["<think>R1<|im_end|>", "A2<|im_end|>"]

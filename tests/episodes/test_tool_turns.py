@@ -84,6 +84,23 @@ def play(scripted):
     return episodes
 
 
+def block(text):
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+UNREADABLE = [
+    '<tool_call>\n{"name": "add"',
+    block("{nope}"),
+    block('{"name": "add", "arguments": {"a": "say "one"", "b": 2}}'),
+    block('{"arguments": {"a": 1}}'),
+    block('{"name": ["add"], "arguments": {}}'),
+    block("[1]"),
+    block("[" * 3_000),
+    block('{"name": "add", "arguments": {"a": ' + "1" * 5000 + ', "b": 2}}'),
+]
+"""Calls without whole JSON, without a name, or of numbers and nesting that Python does not read."""
+
+
 def of_one(script, *, others="3"):
     """The script of a group whose first episode has `script`; all others say `others` at once."""
     return lambda conversation, turn: script[turn] if "/1/0/" in f"{conversation}/" else others
@@ -127,31 +144,6 @@ async def test_what_a_tool_lets_slip_costs_its_own_episode(play, how, end):
     assert fine.error is None and fine.reward == 1.0
 
 
-async def test_a_tool_at_work_is_cancelled_with_its_group(play):
-    group = asyncio.create_task(play([call("leave", how="hang")], toolsets=(Slips,)))
-    await asyncio.sleep(0.2)
-    assert not group.done()
-    group.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(group, 3)
-
-
-class Unready(Sums):
-    async def setup_task(self, task):
-        raise SystemExit(3)
-
-
-class WithUnready(Replies):
-    @classmethod
-    def toolsets(cls, config):
-        return [Unready(vf.ToolsetConfig())]
-
-
-async def test_what_the_setup_of_a_tool_lets_slip_costs_its_own_episode(play):
-    (rollout,), _ = await play(["3"], toolsets=(), task=WithUnready)
-    assert rollout.error == "RuntimeError: the env's code let SystemExit escape: 3" and rollout.error_kind == "env"
-
-
 # --- token for token --------------------------------------------------------------------------------------------------
 
 
@@ -189,12 +181,13 @@ async def test_what_the_model_reads_is_what_its_chat_template_says(play, rendere
 
 
 async def test_several_calls_of_one_reply_are_answered_in_their_order(play, tokenizer):
-    (rollout,), _ = await play([call(a=1, b=2) + "\n" + call("multiply") + "\n" + call(a=5, b=6), "done"])
+    calls = [call(a=1, b=2), call("multiply"), block("{nope}"), call(a=5, b=6)]
+    (rollout,), _ = await play(["\n".join(calls), "done"])
     assert rollout.error is None and len(rollout.samples) == 1
-    _, said, *answers, _ = rollout.trace.messages
-    assert [answer.content for answer in answers] == ["3", "error: there is no tool 'multiply'", "11"]
-    assert [answer.tool_call_id for answer in answers] == [made.id for made in said.tool_calls]
-    assert len({answer.tool_call_id for answer in answers}) == 3
+    _, reply, *answers, _ = rollout.trace.messages
+    assert [answer.content.split(":")[0] for answer in answers] == ["3", "error", "error", "11"]
+    assert [answer.tool_call_id for answer in answers] == [made.id for made in reply.tool_calls]
+    assert len({answer.tool_call_id for answer in answers}) == 4
     assert bodies(rollout, "tool", tokenizer) == [answer.content for answer in answers]
 
 
@@ -211,6 +204,7 @@ async def test_several_calls_of_one_reply_are_answered_in_their_order(play, toke
         ),
         ('<tool_call>\n{"name": "add", "arguments": "1, 2"}\n</tool_call>', "error: the arguments are not JSON"),
         ('<tool_call>\n{"name": "\\ud800"}\n</tool_call>', "error: there is no tool '?'"),
+        (block('{"name": "add", "arguments": {"a": ' + "[" * 500 + "]" * 500 + ', "b": 2}}'), "error: "),
     ],
 )
 async def test_a_call_that_gets_nowhere_is_answered_and_the_conversation_goes_on(play, said, answer):
@@ -220,43 +214,7 @@ async def test_a_call_that_gets_nowhere_is_answered_and_the_conversation_goes_on
     assert told.content.startswith(answer) and last.content == "then 3"
 
 
-async def test_who_converses_gets_the_whole_segment_and_may_go_on(play):
-    segments = []
-
-    async def run(self, task, agents):
-        async with agents.agent.interaction(task) as talk:
-            segments.append(await talk.turn())
-            segments.append(await talk.turn("and again?"))
-
-    (rollout,), _ = await play([call(a=1, b=2), "3", call(a=1, b=3), "4"], run=run)
-    assert [[m.role for m in segment.messages] for segment in segments] == [["assistant", "tool", "assistant"]] * 2
-    assert [segment.last_reply for segment in segments] == ["3", "4"] and len(rollout.samples) == 1
-
-
 # --- calls that cannot be read ----------------------------------------------------------------------------------------
-
-
-def block(text):
-    return f"<tool_call>\n{text}\n</tool_call>"
-
-
-UNREADABLE = [
-    '<tool_call>\n{"name": "add"',
-    block("{nope}"),
-    block('{"name": "add", "arguments": {"a": 1, "b": 2}'),
-    block('{"name": "add", "arguments": {"a": "say "one"", "b": 2}}'),
-    block('{"arguments": {"a": 1}}'),
-    block('{"name": "", "arguments": {}}'),
-    block('{"name": 5, "arguments": {}}'),
-    block('{"name": ["add"], "arguments": {}}'),
-    block("[1]"),
-    block(""),
-    block("[" * 3_000),
-    block('{"name": "add", "arguments": ' + "1" * 5000 + "}"),
-    block('{"name": "add", "arguments": {"a": ' + "1" * 5000 + ', "b": 2}}'),
-    block('{"name": "add", "arguments": {"a": ' + "[" * 3_000 + "}}"),
-]
-"""Calls without whole JSON, without a name, or of numbers and nesting that Python does not read."""
 
 
 @pytest.mark.parametrize("said", UNREADABLE)
@@ -271,22 +229,6 @@ async def test_the_model_is_told_of_a_call_that_cannot_be_read_and_goes_on(play,
     (sample,) = rollout.samples
     trained = [t for t, m in zip(sample.token_ids, sample.mask, strict=True) if m]
     assert tokenizer.decode(trained) == f"{said}<|im_end|>then 3<|im_end|>"
-
-
-async def test_calls_beside_one_that_cannot_be_read_are_answered(play):
-    (rollout,), _ = await play([call(a=1, b=2) + "\n" + block("{nope}") + "\n" + call(a=5, b=6), "done"])
-    _, said, *answers, last = rollout.trace.messages
-    assert [answer.content.split(":")[0] for answer in answers] == ["3", "error", "11"] and last.content == "done"
-    assert [answer.tool_call_id for answer in answers] == [made.id for made in said.tool_calls]
-
-
-@pytest.mark.parametrize("depth", range(20, 1000, 70))
-async def test_arguments_of_any_depth_get_an_answer(play, depth):
-    nested = '{"name": "add", "arguments": {"a": ' + "[" * depth + "]" * depth + ', "b": 2}}'
-    (rollout,), _ = await play([block(nested), "then 3"])
-    assert rollout.error is None
-    *_, told, last = rollout.trace.messages
-    assert told.content.startswith("error: ") and last.content == "then 3"
 
 
 @pytest.mark.parametrize("said", UNREADABLE)
@@ -309,13 +251,6 @@ async def test_a_reply_that_its_length_cut_is_truncated_calls_nothing_and_is_no_
     assert len(prompts(sampler)) == 1 and len(rollout.samples) == 1
 
 
-async def test_what_stands_before_a_call_that_was_cut_off_is_the_reply(play):
-    said = '<think>\nthree\n</think>\n\n46\n<tool_call>\n{"na'
-    (rollout,), _ = await play([(said, "length")])
-    message = rollout.trace.messages[-1]
-    assert (message.content, message.reasoning_content) == ("46", "three") and rollout.error is None
-
-
 async def test_after_max_turns_nobody_is_asked_again(play):
     ends = []
 
@@ -330,11 +265,6 @@ async def test_after_max_turns_nobody_is_asked_again(play):
     assert [(end.terminated, end.messages) for end in ends] == [(True, [])] * 2
     (sample,) = rollout.samples
     assert sample.token_ids[: len(prompts(sampler)[-1])] == prompts(sampler)[-1]
-
-
-async def test_max_turns_is_no_limit_to_who_needs_fewer(play):
-    (rollout,), _ = await play([call(a=1, b=2), "3"], max_turns=2)
-    assert rollout.error is None and rollout.trace.stop_condition is None and not rollout.is_truncated
 
 
 async def test_an_answer_that_fills_the_context_ends_the_conversation(play):
@@ -484,23 +414,3 @@ async def test_a_hook_that_fails_fails_its_rollout(play):
 
     (rollout,), _ = await play(["done"], task=Opens)
     assert rollout.error == "OSError: the drawer is stuck" and rollout.error_kind == "env"
-
-
-async def test_a_seats_own_limit_of_a_reply_holds_where_the_run_has_none(renderer):
-    from prl.inference.sampler import Sampler
-
-    class Pool:
-        model, version, cache_salt, up = "policy", 0, "v0", True
-        limits = []
-
-        async def generate(self, prompt_ids, sampling, **_):
-            self.limits.append(sampling["max_tokens"])
-            raise RuntimeError("enough")
-
-    for own, run, used in ((16, None, 16), (16, 8, 8), (16, 32, 32)):
-        sampler = Sampler(max_tokens=run)
-        sampler.attach(pool=Pool(), renderer=renderer, max_model_len=64, seed=0)
-        sampler = sampler.limited(own)
-        with pytest.raises(RuntimeError, match="enough"):
-            await sampler.complete([1], n=1, key="k")
-        assert Pool.limits.pop() == used

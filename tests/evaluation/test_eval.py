@@ -15,7 +15,6 @@ from prl.evaluation import play
 from prl.evaluation.arguments import to_overrides
 from prl.evaluation.engines import serve_each
 from prl.inference.client import InferencePool
-from prl.launch.local import LocalLauncher
 from prl.models import model_path
 from prl.viewer.__main__ import main as view
 
@@ -69,35 +68,6 @@ def test_what_an_evaluation_leaves(serve, capsys):
         command.main(compose("tiny"))
 
 
-THREE_PARTS = """
-import verifiers.v1 as vf
-__all__ = ["Parts"]
-class Task(vf.Task):
-    @vf.reward(weight=0.7)
-    async def a(self, trace) -> float: return 1.0
-    @vf.reward(weight=0.2)
-    async def b(self, trace) -> float: return 1.0
-    @vf.reward(weight=0.1)
-    async def c(self, trace) -> float: return 1.0
-class Config(vf.TasksetConfig, extra="allow"):
-    num_tasks: int = 4
-class Parts(vf.Taskset[Task, Config]):
-    def load(self):
-        for number in range(self.config.num_tasks):
-            yield Task(vf.TaskData(idx=number, prompt=f"{number}+1="))
-"""
-
-
-def test_rewards_that_make_1_but_for_rounding_pass(serve, tmp_path, monkeypatch):
-    (tmp_path / "parts_of_one.py").write_text(THREE_PARTS)
-    monkeypatch.syspath_prepend(tmp_path)
-    serve("any reply")
-    result = command.main(compose("tiny", "envs.math.taskset=parts_of_one", "num_tasks=3", "k=2"))
-    [env] = result.targets[0].envs
-    assert {k: share.mean for k, share in env.pass_at.items()} == {"1": 1.0, "2": 1.0}
-    assert env.avg.mean == pytest.approx(1.0) and env.errored == 0.0
-
-
 def test_the_table(serve):
     serve("no number", "also none")
     result = command.main(compose("tiny", "tiny-teacher", "num_tasks=2", "k=2"))
@@ -115,12 +85,6 @@ def test_a_model_that_does_not_answer_has_no_score(serve):
         command.main(compose("tiny", "num_tasks=3", "k=2"))
     result = json.loads(Path("outputs/x/result.json").read_text())
     assert result["status"] == "failed" and "did not answer" in result["error"] and result["targets"] == []
-
-
-def test_samples_that_are_all_the_same_are_warned_of(serve):
-    serve("7")
-    with pytest.warns(UserWarning, match="k=2 with temperature 0"):
-        command.main(compose("tiny", "num_tasks=1", "k=2", "sampling.temperature=0"))
 
 
 @pytest.mark.parametrize(
@@ -164,22 +128,3 @@ async def test_a_running_engine_is_given_the_weights_of_each_target(server, monk
 
     await serve_each(config, play.prepare_targets(config), Path("log"), work)
     assert seen == [("tiny", 0, model_path("tiny")), ("tiny-teacher", 1, model_path("tiny-teacher"))]
-
-
-async def test_several_engines_are_started_and_share_the_questions(servers, monkeypatch):
-    started = []
-
-    def start(self, spec):
-        started.append((spec.process, spec.log.name))
-        return servers[len(started) - 1].url
-
-    monkeypatch.setattr(LocalLauncher, "start_engine", start)
-    for server in servers:
-        server.replies["/health"] = {}
-    config = compose("tiny", "inference.servers=2")
-
-    async def work(target, pool):
-        assert pool.urls == [server.url for server in servers]
-
-    await serve_each(config, play.prepare_targets(config), Path("inference.log"), work)
-    assert started == [("inference", "inference.log"), ("inference 2", "inference_2.log")]

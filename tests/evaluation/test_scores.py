@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from scipy import stats
 
-from prl.evaluation.scores import Estimate, estimate, pass_at_k, powers, score_env, score_tasks
+from prl.evaluation.scores import Estimate, estimate, pass_at_k, score_env, score_tasks
 
 
 def test_the_estimator_is_the_share_of_subsets_with_a_correct_sample():
@@ -18,31 +18,10 @@ def test_the_estimator_is_the_share_of_subsets_with_a_correct_sample():
                 assert pass_at_k(n, correct, k) == pytest.approx(sum(subsets) / len(subsets), abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("n", "correct", "k", "expected"),
-    [
-        (4, 2, 2, 5 / 6),  # of the six pairs one has neither
-        (8, 3, 1, 3 / 8),
-        (8, 0, 8, 0.0),
-        (8, 8, 1, 1.0),
-        (8, 1, 8, 1.0),
-        (1, 1, 1, 1.0),
-        (2000, 1, 1000, 0.5),  # large binomials neither overflow nor lose digits
-    ],
-)
-def test_pass_at_k_by_hand(n, correct, k, expected):
-    assert pass_at_k(n, correct, k) == pytest.approx(expected, abs=1e-12)
-
-
 @pytest.mark.parametrize(("n", "correct", "k"), [(4, 2, 5), (4, 2, 0), (4, 5, 1), (4, -1, 1)])
 def test_what_the_estimator_cannot_say_is_refused(n, correct, k):
     with pytest.raises(ValueError, match=f"pass@{k} of {n} samples with {correct} correct"):
         pass_at_k(n, correct, k)
-
-
-@pytest.mark.parametrize(("n", "expected"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
-def test_which_ks_are_reported(n, expected):
-    assert powers(n) == expected
 
 
 def test_the_interval_is_students_over_tasks():

@@ -1,8 +1,6 @@
 """What an argument names, and which targets one engine can serve."""
 
-import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -113,11 +111,3 @@ async def test_an_endpoint_that_does_not_answer_is_named(server):
     await server.stop()
     with pytest.raises(ConfigError, match=f"{server.url}/v1/models failed: Cannot connect"):
         await look_up(server.url, EndpointConfig())
-
-
-def test_a_folder_of_few_positions_is_asked_for_no_more(tmp_path):
-    folder = Path(shutil.copytree(model_path("tiny"), tmp_path / "model"))
-    assert model_of(str(folder)).max_model_len == 1024
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**6}))
-    assert model_of(str(folder)).max_model_len == ModelConfig.max_model_len

@@ -60,10 +60,7 @@ def policy_spec(token: str, log: Path) -> EngineSpec:
 def engine(engine_launcher, server_logs, forks):
     """The policy's engine."""
     token = secrets.token_hex(16)
-    # vLLM's own development routes, for the test that leaves the head stale; prl does without them.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
-        url = engine_launcher.start_engine(policy_spec(token, server_logs / "inference.log"))
+    url = engine_launcher.start_engine(policy_spec(token, server_logs / "inference.log"))
 
     async def ready() -> None:
         pool = InferencePool([url], "policy", token)

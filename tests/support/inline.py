@@ -16,7 +16,9 @@ def inline_command(tmp_path):
     """The command line and environment of a run that is one process."""
 
     def make(*overrides, name="run"):
-        argv = [sys.executable, "-m", "prl.train", *IN_PROCESS, f"run.dir={tmp_path / name}", *overrides]
+        keys = {override.partition("=")[0] for override in overrides}
+        defaults = [default for default in IN_PROCESS if default.partition("=")[0] not in keys]
+        argv = [sys.executable, "-m", "prl.train", *defaults, f"run.dir={tmp_path / name}", *overrides]
         return argv, {**os.environ, "OMP_NUM_THREADS": "1"}
 
     return make
