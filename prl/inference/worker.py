@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 VERSION = "0.31.0"
 
+COPIED = ("GptOssForCausalLM",)
+"""Models that copy experts into place; those of others go through loaders that vLLM's reload alone makes ready."""
 Packed = list[tuple[Any, dict[str, "torch.Tensor"]]]
 """Layers that a CPU engine packs, each with what it packs away, as it was made: without numbers."""
 
@@ -38,6 +40,9 @@ class PolicyWorker:
         worker = cast("Worker", self)
         model: Any = worker.model_runner.get_model()
         self.halfway = True
+        for layer in filter(are_experts, model.modules()):
+            if current_platform.is_cpu():
+                layer.quant_method.moe_kernel = None  # else vLLM takes what has been loaded for packed
         if self.packed_layers is not None:
             with set_current_vllm_config(worker.vllm_config):
                 load_in_place(model, self.packed_layers, path)
@@ -75,6 +80,8 @@ def layers_to_pack(model: "nn.Module") -> Packed | None:
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
         experts, packs = are_experts(layer), hasattr(layer, "cpu_linear")
+        if experts and type(model).__name__ not in COPIED:
+            return None
         linear = type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
         if not experts and method is not None and not (linear and packs):
             return None
@@ -106,8 +113,6 @@ def load_in_place(model: Any, packed: Packed, path: str) -> None:
     names = {name for name, _ in model.named_parameters()}
     refuse_untaken(names - (model.load_weights(tensors_of(files_of(Path(path)))) or names))
     for layer, _ in packed:
-        if are_experts(layer):
-            layer.quant_method.moe_kernel = None  # else vLLM takes what has been loaded for packed
         layer.quant_method.process_weights_after_loading(layer)
     renew_sinks(model)
 
