@@ -47,7 +47,9 @@ class PolicyWorker:
             with set_current_vllm_config(worker.vllm_config):
                 load_in_place(model, self.packed_layers, path)
         else:
-            with all_taken(model) if worker.vllm_config.lora_config is None else contextlib.nullcontext():
+            unchecked = any(map(are_experts, model.modules())) and type(model).__name__ not in COPIED
+            checked = not unchecked and worker.vllm_config.lora_config is None
+            with all_taken(model) if checked else contextlib.nullcontext():
                 worker.reload_weights(weights_path=path)
             if current_platform.is_cpu():
                 pack_output_heads(model)
