@@ -83,7 +83,7 @@ class InferenceConfig(EngineConfig):
     tensor_parallel_size: Annotated[int, Ge(1)] = 1
     """GPUs one server spans."""
     cpu_patches: bool = True
-    """Patches of vLLM for engines on a CPU: a prompt runs once for all its continuations, and the start is faster."""
+    """Patches of vLLM for engines on a CPU: less work for the same replies, and a faster start."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further vLLM server arguments, added as +inference.args.block-size=16."""
     startup_timeout_s: Seconds = 600.0

@@ -1,6 +1,7 @@
 """Requests to prl's server and its replies, as JSON. Sampling: token ids in, token ids and logprobs out."""
 
 import json
+import math
 from typing import Any
 
 from msgspec import Struct
@@ -10,6 +11,8 @@ GENERATE = "/prl/generate"
 """Route: POST a `GenerateRequest`, get `Generated`."""
 LOAD = "/prl/load_policy"
 """Route: POST the `path` of a safetensors folder, which the server loads as the policy."""
+LEAST = -9999.0
+"""vLLM's stand-in for a logprob below it, as JSON has no infinities."""
 JSON = {"Content-Type": "application/json"}
 
 
@@ -43,6 +46,11 @@ class Generated(Struct):
     choices: list[Sampled]
     prompt_logprobs: list[float | None] | None = None
     """Of each token of the prompt, where `sampling` asks for them; None for the first."""
+
+
+def measured(logprob: float) -> float | None:
+    """A logprob as JSON can express it; None where it is not a number, or above all numbers."""
+    return max(logprob, LEAST) if logprob < math.inf else None
 
 
 def as_json(body: Any) -> bytes:

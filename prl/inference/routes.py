@@ -6,7 +6,6 @@ and vLLM's development routes stay off.
 """
 
 import asyncio
-import math
 import os
 import time
 import uuid
@@ -18,7 +17,8 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from prl.inference.protocol import GENERATE, LOAD, Generated, GenerateRequest, Sampled
+from prl.inference.cpu import replies
+from prl.inference.protocol import GENERATE, LOAD, Generated, GenerateRequest, Sampled, measured
 from prl.inference.server import FROZEN_VARIABLE, INSTANCE_VARIABLE
 from prl.inference.weights import ServedModel, WeightsError
 
@@ -32,8 +32,6 @@ T = TypeVar("T")
 
 ALIVE_S = 0.5
 """[s] Time between two looks at whether the engine still lives during an update."""
-LEAST = -9999.0
-"""vLLM's stand-in for a logprob below it, as JSON has no infinities."""
 REQUESTS = msgspec.json.Decoder(GenerateRequest)
 
 
@@ -78,7 +76,7 @@ async def generate(request: Request) -> Response:
         await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             return Response(status_code=499)  # nobody will see it
-        return Response(msgspec.json.encode(await work), media_type="application/json")
+        return Response(await work, media_type="application/json")
     finally:
         gone.cancel()
         work.cancel()
@@ -102,16 +100,21 @@ def params_of(asked: GenerateRequest) -> "SamplingParams":
     return params
 
 
-async def sample(engine: "AsyncLLM", asked: GenerateRequest, params: "SamplingParams") -> Generated:
+async def sample(engine: "AsyncLLM", asked: GenerateRequest, params: "SamplingParams") -> bytes:
     """Sample as vLLM's `/inference/v1/generate` does, for the same parameters and seeds bit by bit the same.
+
+    Returns:
+        `Generated` as JSON.
 
     Raises vLLM's errors.
     """
     from vllm.inputs.engine import tokens_input
 
-    prompt = tokens_input(asked.token_ids, cache_salt=asked.cache_salt)
-    [reply] = [final async for final in engine.generate(prompt, params, f"prl-{uuid.uuid4().hex}")]
-    return generated(reply, asked.token_ids)
+    prompt, name = tokens_input(asked.token_ids, cache_salt=asked.cache_salt), f"prl-{uuid.uuid4().hex}"
+    if replies.takes(engine, params):
+        return await replies.sample(engine, prompt, params, name)
+    [reply] = [final async for final in engine.generate(prompt, params, name)]
+    return msgspec.json.encode(generated(reply, asked.token_ids))
 
 
 def generated(reply: "RequestOutput", prompt: list[int]) -> Generated:
@@ -133,11 +136,6 @@ def prompt_logprobs(rows: "Sequence[dict[int, Any] | None]", prompt: list[int]) 
     """The logprob of each token of a prompt, looked up by its id; None for the first, and where there is none."""
     entries = [(row or {}).get(token_id) for token_id, row in zip(prompt, rows, strict=True)]
     return [None if entry is None else measured(entry.logprob) for entry in entries]
-
-
-def measured(logprob: float) -> float | None:
-    """A logprob as JSON can express it; None where it is not a number, or above all numbers."""
-    return max(logprob, LEAST) if logprob < math.inf else None
 
 
 # --- new weights ------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from fastapi.responses import PlainTextResponse
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from prl.inference.protocol import GENERATE, LOAD
-from prl.inference.routes import PolicyRoutes, measured, prompt_logprobs
+from prl.inference.protocol import GENERATE, LOAD, measured
+from prl.inference.routes import PolicyRoutes, prompt_logprobs
 from prl.inference.server import TokenAuth
 from prl.models import model_path
 

@@ -9,7 +9,10 @@ PATCHES_VARIABLE = "PRL_CPU_PATCHES"
 
 def install() -> None:
     """Apply all of them, before vLLM starts its engine core."""
-    from prl.inference.cpu import fork, prefixes
+    from prl.inference.cpu import fork, passes, prefixes, replies
 
     prefixes.run_prefixes_once()
+    passes.normalise_in_one_kernel()
+    passes.draw_noise_once()
+    replies.reply_once()
     fork.fork_engine()
