@@ -125,7 +125,7 @@ def runs_in_half(dtype: str, device: str) -> bool:
 
 @dataclass
 class PolicyLossConfig:
-    """What all rl losses of prl have. `prl.trainer.loss.interface.reduced` has the formulas."""
+    """What all rl losses of prl have. `prl.trainer.loss.rl.reduced` has the formulas."""
 
     entropy_coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Subtracts this times the mean entropy of the policy at rl tokens, in nats, from the loss. 0 = off."""

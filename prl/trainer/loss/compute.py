@@ -14,7 +14,7 @@ Left out: averaging over ranks. Gradients of ranks are summed (`prl.trainer.shar
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ from prl.trainer.loss.interface import (
 )
 from prl.wire.components import COMPONENTS, Component
 from prl.wire.messages import STREAM_FILL
+
+
+Term = tuple[Component, LossFunction, Tensor]
+"""A component, a loss function, and the tokens that it is computed on, bool `[tokens]`."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ def compute_loss(
     counts: LossCounts,
     rl_loss: LossFunction | Sequence[LossFunction] | None = None,
     fates: TokenFates | None = None,
-    **keywords: Any,
+    **streams: Tensor | None,
 ) -> tuple[Tensor, Metrics]:
     """Loss and metrics of one packed micro-batch. Every stream is `[tokens]`.
 
@@ -124,8 +128,7 @@ def compute_loss(
         counts: member tokens of the whole step.
         rl_loss: the rl loss of all sequences, or a list with that of each; None = `default_loss`.
         fates: filled with what became of each token.
-        keywords: the optional streams (`advantages`, `rl_weights`, ...) and `entropy`, None or left out where absent,
-            and `<component>_loss`, a loss function in place of the table's.
+        streams: the optional streams (`advantages`, `rl_weights`, ...) and `entropy`, None or left out where absent.
 
     Returns:
         The loss, a float64 scalar, attached to the graph even without members, and metrics as (sum, count), where a
@@ -135,13 +138,13 @@ def compute_loss(
     Raises ValueError for a stream that does not align or is missing, and ValueError or TypeError, naming it, for a loss
     function that does not return an attached scalar in `LossOutputs`.
     """
-    losses = {name: keywords.pop(f"{name}_loss", None) for name in COMPONENTS} | {"rl": rl_loss}
     required = {"trainer_logprobs": trainer_logprobs, "inference_logprobs": inference_logprobs, "loss_mask": loss_mask}
-    row = _without_padding(required | keywords, sequence_lengths)
+    row = _without_padding(required | streams, sequence_lengths)
     found, sampled, invalid = _find_members(row)
-    terms = [
-        term for name, part in COMPONENTS.items() for term in _terms(part, losses[name], found[name], sequence_lengths)
-    ]
+    terms: list[Term] = []
+    for name, component in COMPONENTS.items():
+        losses = rl_loss if name == "rl" else None
+        terms += _terms(component, losses, found[name], sequence_lengths)
     *present, sampled_count = torch.stack([*(term[-1].sum() for term in terms), sampled.sum()]).tolist()  # one sync
     # All masked away: no gradient, no NaN whatever the logprobs hold, yet backward has a graph to run through.
     loss = select(torch.zeros_like(loss_mask, dtype=torch.bool), trainer_logprobs).sum(dtype=torch.float64)
@@ -173,8 +176,8 @@ def _terms(
     losses: LossFunction | Sequence[LossFunction] | None,
     members: Tensor,
     sequence_lengths: Sequence[int],
-) -> list[tuple[Component, LossFunction, Tensor]]:
-    """The terms of a component, one or one per function of its sequences: function and members, bool `[tokens]`."""
+) -> list[Term]:
+    """The terms of a component: one, or one for each function that `losses` has for its sequences."""
     losses = pkgutil.resolve_name(component.loss) if losses is None else losses
     if callable(losses):
         return [(component, losses, members)]

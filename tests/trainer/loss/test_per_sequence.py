@@ -68,11 +68,6 @@ def test_metrics_of_one_name_add_up():
     assert metrics["masked_mismatch_kl"] == (pytest.approx(2 - math.log(2) - 1), 1)
 
 
-def test_the_same_loss_for_all_is_that_loss():
-    assert run([WIDE, WIDE]) == run(WIDE)
-    assert run([squared, squared]) == run(squared)
-
-
 def test_a_loss_sees_its_own_sequences_only():
     seen = []
 
@@ -96,13 +91,3 @@ def test_fates_say_what_each_loss_did():
         found = {label: tokens.tolist() for label, tokens in fates.labels.items() if tokens.any()}
         assert found == expected
         assert fates.sampled.all()
-
-
-def test_one_function_for_each_sequence():
-    with pytest.raises(ValueError, match="rl_loss has 3 functions for 2 sequences"):
-        run([WIDE] * 3)
-
-
-def test_an_unknown_keyword_is_named():
-    with pytest.raises(TypeError, match="'rl_wieghts'"):
-        run(WIDE, rl_wieghts=None)
