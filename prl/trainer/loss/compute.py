@@ -35,7 +35,6 @@ from prl.trainer.loss.interface import (
 from prl.wire.components import COMPONENTS, Component
 from prl.wire.messages import STREAM_FILL
 
-
 Term = tuple[Component, LossFunction, Tensor]
 """A component, a loss function, and the tokens that it is computed on, bool `[tokens]`."""
 
