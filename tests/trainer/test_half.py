@@ -38,13 +38,13 @@ def alone():
 def test_the_model_is_rounded_and_weights_and_gradients_are_not(alone, tiny_path, make_sample, monkeypatch, lora):
     seen = []
 
-    def spy(hidden, weight, *args, **knobs):
-        logprobs, entropy = chunked_logprobs(hidden, weight, *args, **knobs)
-        seen.append((weight.dtype, logprobs.dtype))
+    def spy(hidden, weight, targets, temperatures, **options):
+        logprobs, entropy = chunked_logprobs(hidden, weight, targets, temperatures, **options)
+        seen.append((weight.dtype, logprobs.dtype, set(temperatures.tolist())))
         return logprobs, entropy
 
     monkeypatch.setattr("prl.trainer.model.chunked_logprobs", spy)
-    rows, _ = pack([make_sample(20, 4, seed=seed) for seed in range(4)], 64, 1)
+    rows, _ = pack([make_sample(20, 4, seed=seed, temperatures=[1.1] * 20) for seed in range(4)], 64, 1)
     gradients = []
     for dtype in ("float32", "bfloat16"):
         config = {
@@ -67,7 +67,8 @@ def test_the_model_is_rounded_and_weights_and_gradients_are_not(alone, tiny_path
         of_all = [*trainer.model.parameters(), *(parameter.grad for parameter in trained), *state]
         assert {each.dtype for each in of_all} == {torch.float32}
         gradients.append(torch.cat([whole(parameter.grad).flatten() for parameter in trained]))
-    assert seen[0] == (torch.float32, torch.float32) and seen[-1] == (torch.bfloat16, torch.float32)
+    assert seen[0][:2] == (torch.float32, torch.float32) and seen[-1][:2] == (torch.bfloat16, torch.float32)
+    assert seen[-1][2] == {torch.tensor(1.1).item()}, "bfloat16 would have made it 1.1016"
     exact, rounded = gradients
     assert 1e-4 < (rounded - exact).norm() / exact.norm() < 0.1
 

@@ -103,6 +103,17 @@ def test_a_rank_waits_for_another_longer_than_any_does_by_itself():
             dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_reference_is_loaded_where_it_is_asked_for(config, tiny, asked):
+    lora = {"rank": 4, "alpha": 8.0, "target_modules": None}
+    config["initial_reference"], config["model"]["lora"] = asked, lora
+    reference = worker.make_trainer(config, torch.device("cpu")).reference
+    assert (reference is not None) == asked
+    if asked:
+        assert all(map(torch.equal, reference.parameters(), tiny.parameters()))
+        assert not any(parameter.requires_grad for parameter in reference.parameters())
+
+
 def batches(make_sample):
     for step in (1, 2):
         losses = ["", "math", "", "math", ""]

@@ -55,9 +55,9 @@ def check(inputs, found, seen, scale):
 
 
 @pytest.mark.parametrize("dtype", FAR)
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("heads", HEADS[:2])
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("tokens, longest", [(1, 2), (60, 9), (300, 200)])
+@pytest.mark.parametrize("tokens, longest", [(1, 2), (300, 200)])
 @pytest.mark.parametrize("kind", [BlockTree, FlexTree])
 def test_over_a_tree(graphs, kind, tokens, longest, window, heads, dtype):
     depths, starts, paths = branched(random.Random(tokens), tokens, longest)

@@ -2,15 +2,16 @@
 
 import copy
 import functools
+import json
 import math
 
-import msgspec
 import pytest
 import torch
 
 from prl.errors import PrlError
 from prl.orchestrator.packing import pack
 from prl.trainer.config import AdamWConfig, SGDConfig
+from prl.trainer.export import TokenExport
 from prl.trainer.loss import LossOutputs, aipo_loss, default_loss
 from prl.trainer.trainer import Trainer
 from prl.wire.messages import StepBatch
@@ -20,7 +21,7 @@ KL_TAU = 0.01
 DELTA = 8.0  # the default
 
 
-def make_trainer(model, *, tokens_per_forward=64, max_grad_norm=1e9, lr=1e-3, **settings):
+def make_trainer(model, *, tokens_per_forward=64, max_grad_norm=1e9, lr=1e-3, initial=None, **settings):
     rl_loss = functools.partial(default_loss, dppo_mask_low=LOW, dppo_mask_high=HIGH, kl_tau=KL_TAU)
     return Trainer(
         **{"rl_losses": {"": rl_loss}, "optim": AdamWConfig(lr=lr)} | settings,
@@ -29,6 +30,7 @@ def make_trainer(model, *, tokens_per_forward=64, max_grad_norm=1e9, lr=1e-3, **
         tokens_per_forward=tokens_per_forward,
         head_chunk=7,
         max_grad_norm=max_grad_norm,
+        reference=None if initial is None else lambda: copy.deepcopy(initial),
     )
 
 
@@ -80,13 +82,33 @@ def plain_logprobs(model, sample):
     return logp.gather(1, ids[1:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
 
-def reference(model, samples):
+@pytest.fixture
+def moved(tiny):
+    """The policy some updates later."""
+    model, generator = copy.deepcopy(tiny), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def pulled(make_sample, length, prompt, seed):
+    """A sample of grpo whose reference is the initial model."""
+    weights = [0.4 * (place >= prompt) for place in range(length)]
+    return make_sample(length, prompt, seed, ref_kl_weights=weights, initial_reference=True)
+
+
+def reference(model, samples, initial=None):
     """Gradients by name and the metrics, from the specification's formulas."""
     model = copy.deepcopy(model).double()
+    initial = None if initial is None else copy.deepcopy(initial).double()
     counts = [max(1, sum(w[c] != 0 for s in samples for w in members(s))) for c in range(3)]
     loss, terms, gaps, kls, entropies, kinds = 0.0, [0.0, 0.0, 0.0], [], [], [], set()
     for sample in samples:
         logprobs, entropy = plain_logprobs(model, sample)
+        ref_logprobs = sample.ref_logprobs
+        if sample.initial_reference:
+            ref_logprobs = [0.0, *plain_logprobs(initial, sample)[0].tolist()]
         for position, (rl, ce, ref) in enumerate(members(sample)):
             if not (rl or ce or ref):
                 continue
@@ -107,7 +129,7 @@ def reference(model, samples):
                 kinds.add("ce")
                 parts[1] = -ce * t
             if ref:
-                k = sample.ref_logprobs[position] - t.item()
+                k = ref_logprobs[position] - t.item()
                 drop = d < -0.2
                 kinds.add(("ref_kl", drop))
                 parts[2] = ref * (1e-3 * (t - i) ** 2 - (0.0 if drop else k * (t - i).exp()))
@@ -147,28 +169,40 @@ def assert_same(found, expected, tolerance):
         assert gap <= tolerance * expected[name].norm().item() + 1e-9, f"{name}: {gap}"
 
 
-def test_gradient_and_metrics_of_a_packed_step(tiny, samples):
-    expected, metrics, kinds = reference(tiny, samples)
+@pytest.mark.parametrize(("share", "tokens"), [(True, 64), (True, 1), (True, 100_000), (False, 70)])
+def test_gradient_and_metrics_of_a_step_are_those_of_the_formulas(moved, tiny, samples, make_sample, share, tokens):
+    """Also where the trainer fills in the logprobs of the model that the run began with."""
+    samples = [*samples, *(pulled(make_sample, 14 + i, 4, seed=3) for i in range(3))]
+    expected, metrics, kinds = reference(moved, samples, tiny)
     assert kinds == {("rl", True), ("rl", False), "ce", ("ref_kl", True), ("ref_kl", False)}, "the case is too easy"
     batch = batch_of(samples)
     assert len(batch.micro_batches) > 3
     assert any(len(row.sequence_lengths) > 1 for row in batch.micro_batches)
-    found = make_trainer(tiny).train_step(batch)
-    assert_same(gradients(tiny), expected, 2e-4)
+    assert any(len(set(row.initial_reference)) == 2 for row in batch.micro_batches), "no row has both sources"
+    found = make_trainer(moved, tokens_per_forward=tokens, share_prefixes=share, initial=tiny).train_step(batch)
+    assert_same(gradients(moved), expected, 2e-4)
+    forward = metrics.pop("tokens/forward")
+    assert (found["tokens/forward"] < forward) == (share and tokens > 1)
     assert {name: found[name] for name in metrics} == pytest.approx(metrics, rel=1e-4, abs=1e-6)
     norm = math.sqrt(sum(g.square().sum().item() for g in expected.values()))
     assert found["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_tokens_per_forward_does_not_change_the_gradient(tiny, samples):
-    found = []
-    for tokens in (1, 70, 100_000):
-        model = copy.deepcopy(tiny)
-        metrics = make_trainer(model, tokens_per_forward=tokens).train_step(batch_of(samples))
-        found.append((gradients(model), metrics))
-    for grads, metrics in found[1:]:
-        assert_same(grads, found[0][0], 1e-4)
-        assert metrics == pytest.approx(found[0][1], rel=1e-4, abs=1e-7)
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+def test_the_reference_stays_the_initial_model(request, tiny, make_sample, tmp_path, half):
+    """Its KL is zero until the policy moves: both go through the same layers. The export shows what the loss read."""
+    if half:
+        request.getfixturevalue("a_rank")
+    initial = copy.deepcopy(tiny)
+    trainer = make_trainer(tiny, initial=initial, half=half, export=TokenExport(tmp_path, 0))
+    batch = batch_of([pulled(make_sample, 14 + i, 4, seed=3) for i in range(3)])
+    assert abs(trainer.train_step(batch)["ref_kl"]) < 1e-6
+    assert abs(trainer.train_step(batch)["ref_kl"]) > 1e-3
+    line = json.loads((tmp_path / "tokens/step_000001/rank_0.jsonl").read_text().splitlines()[0])
+    (sample,) = [pulled(make_sample, len(line["mask"]), 4, seed=3)]
+    expected = plain_logprobs(initial.double(), sample)[0][3:].tolist()
+    assert line["ref_logprobs"][4:] == pytest.approx(expected, abs=0.2 if half else 2e-5)
+    assert all(parameter.grad is None for parameter in trainer.reference.parameters())
 
 
 def test_metric_names(tiny, samples):
@@ -290,11 +324,21 @@ def test_the_entropy_of_one_env_is_rewarded_exactly_once(tiny, make_sample):
     assert metrics["samples/rl"] == 3.0
 
 
-def test_an_unknown_loss_is_named_before_anything_is_trained(tiny, make_sample):
-    trainer = make_trainer(tiny)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss": "maths"}, "env 'test'.*rl loss 'maths'.*has only ''"),
+        (
+            {"initial_reference": True, "ref_kl_weights": [1.0] * 12},
+            r"the trainer holds none: set algo\.kl\.coef, or score .* as opd and opsd do",
+        ),
+    ],
+)
+def test_a_sample_that_asks_for_what_is_not_there_is_refused(tiny, make_sample, fields, message):
+    """Before anything is trained."""
     before = copy.deepcopy(tiny.state_dict())
-    with pytest.raises(ValueError, match="env 'test'.*rl loss 'maths'.*has only ''"):
-        trainer.train_step(batch_of([make_sample(12, 3), make_sample(12, 3, loss="maths")]))
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tiny).train_step(batch_of([make_sample(12, 3), make_sample(12, 3, **fields)]))
     assert all(torch.equal(value, before[name]) for name, value in tiny.state_dict().items())
 
 

@@ -41,10 +41,6 @@ def test_members_of_a_sample(fields, rl, ce, ref_kl):
         assert [found.feeds(COMPONENTS[name], n) for n in range(5)] == [any(members[:n]) for n in range(5)]
 
 
-def test_the_streams_come_in_the_order_of_the_table():
-    assert list(stream_fill(COMPONENTS)) == ["advantages", "ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"]
-
-
 def test_the_table_loads_neither_torch_nor_msgspec():
     code = "import sys, prl.wire.components, prl.wire.transport, prl.trainer.config as c, prl.wire\n"
     code += "c.TrainerConfig(); print([name for name in ('torch', 'msgspec', 'vllm') if name in sys.modules])"

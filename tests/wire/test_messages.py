@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from prl.wire.messages import STREAM_FILL, MicroBatch, StepBatch, TrainingSample
+from prl.wire.messages import STREAM_FILL, MicroBatch, TrainingSample
 
 
 def sample(**streams) -> TrainingSample:
@@ -49,29 +49,6 @@ def test_absent_streams_are_absent_in_the_bytes(make):
     for name in STREAM_FILL:
         one = msgspec.msgpack.encode(make(**{name: [0.0, 0.0, 0.0]}))
         assert [other for other in STREAM_FILL if other.encode() in one] == [name], "zeros are not absence"
-
-
-def test_the_streams_follow_from_the_table_of_components():
-    assert STREAM_FILL == {
-        "advantages": 0.0,
-        "ref_logprobs": 0.0,
-        "rl_weights": 1.0,
-        "ce_weights": 0.0,
-        "ref_kl_weights": 0.0,
-    }
-    for message in (sample(), row()):
-        assert all(getattr(message, name) is None for name in STREAM_FILL)
-
-
-def test_a_sample_trains_with_the_loss_of_the_run_unless_it_names_one():
-    assert sample().loss == "" and b"loss" not in msgspec.msgpack.encode(sample())
-    named = sample(loss="math")
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(named), type=TrainingSample).loss == "math"
-
-
-def test_a_step_batch_carries_its_rows():
-    batch = StepBatch(step=3, micro_batches=[row(), row(**EVERYTHING)], truncated=2)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=StepBatch) == batch
 
 
 @pytest.mark.parametrize("broken", [{"input_ids": "abc"}, {"mask": [1.5]}, {"logprobs": None}])
