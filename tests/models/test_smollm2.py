@@ -1,7 +1,5 @@
 """model=smollm2: made once from its package, with its numbers; what is missing is named, what is damaged made again."""
 
-import importlib.util
-import multiprocessing
 import os
 import re
 from importlib import metadata
@@ -18,7 +16,6 @@ from prl import models
 from prl.compose import compose
 from prl.config.model_folder import check_model
 from prl.errors import ConfigError
-from prl.evaluation.targets import model_of
 from prl.models import model_path, smollm2
 
 
@@ -180,16 +177,6 @@ def test_a_damaged_one_is_made_again(toy, damaged):
     assert models.make(toy) and makings(toy) == 2
 
 
-def test_of_several_commands_at_once_one_makes_it(toy):
-    fork = multiprocessing.get_context("fork")
-    commands = [fork.Process(target=models.make, args=(toy,)) for _ in range(6)]
-    for command in commands:
-        command.start()
-    for command in commands:
-        command.join(60)
-    assert [command.exitcode for command in commands] == [0] * 6 and makings(toy) == 1
-
-
 # --- refused in one line ----------------------------------------------------------------------------------------------
 
 
@@ -215,11 +202,3 @@ def test_a_package_that_is_missing_or_another(monkeypatch, tmp_path, version, me
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}[^\\n]*$"):
         check_model(model_path("smollm2"), "model.path")
     assert list(tmp_path.iterdir()) == [], "it leaves nothing"
-
-
-def test_without_the_reader(monkeypatch, tmp_path):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=f"model smollm2 takes the package gguf: {INSTALL}"):
-        model_of("smollm2")

@@ -109,29 +109,6 @@ def test_published_saved_and_sent_tensors_are_those_of_transformers_own_files(tm
         assert (head is embedding) == tied == ("lm_head.weight" not in file) == torch.equal(head, embedding)
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-def test_experts_have_the_tensors_of_models_on_the_hub(tmp_path, name):
-    """Each expert its own; those of gpt-oss are in one, transposed, with gate and up in turn."""
-    save_weights(loaded(tmp_path / "model", name, True), tmp_path / "saved", torch.float32)
-    saved = load_file(tmp_path / "saved" / "model.safetensors")
-    experts = {key: each.shape for key, each in saved.items() if ".1.mlp.experts." in key}
-    if name == "gpt-oss":
-        shapes = {
-            "gate_up_proj": (64, 192),
-            "gate_up_proj_bias": (192,),
-            "down_proj": (96, 64),
-            "down_proj_bias": (64,),
-        }
-        assert experts == {f"model.layers.1.mlp.experts.{key}": (32, *shape) for key, shape in shapes.items()}
-        return
-    up, down = ((32, 64), (64, 32))
-    assert experts == {
-        f"model.layers.1.mlp.experts.{number}.{matrix}.weight": shape
-        for number in range(32)
-        for matrix, shape in (("gate_proj", up), ("up_proj", up), ("down_proj", down))
-    }
-
-
 def test_a_file_that_is_made_of_several_tensors_is_refused(tmp_path, monkeypatch):
     model = loaded(tmp_path, "Qwen3", True)
     halves = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]

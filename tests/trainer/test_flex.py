@@ -10,10 +10,13 @@ import resource
 
 import numpy as np
 import pytest
+import rounding
 import sharded
 import torch
+from architectures import write_model
 from largest_tensor import LargestTensor
 from torch.nn.attention.flex_attention import flex_attention
+from transformers import AutoModelForCausalLM
 from trees import (
     CPU,
     alone,
@@ -146,6 +149,24 @@ def long_one(rng: random.Random, prompt: list[int], size: int) -> TrainingSample
 
 def test_layers_with_a_window_see_so_many_tokens_of_the_path(graphs, tmp_path):
     check_windowed(windowed(tmp_path))
+
+
+def test_gpt_oss_as_on_a_gpu_has_the_logprobs_and_gradients_of_sequences_alone(graphs, monkeypatch, tmp_path):
+    """Those of transformers' own attention and its loop over experts; windows are shorter than the sequences."""
+    monkeypatch.setattr("prl.trainer.tree.row_tree", FlexTree.of_row)
+    path, samples = str(write_model(tmp_path, "gpt-oss", tied=False)), forked(random.Random(1))
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **eager)
+    model = load_model(path, device=CPU)
+    found, expected = as_trees(model, samples, 10_000)[0], alone(plain, samples)[0]
+    assert graphs and (found - expected)[found != 0].abs().max() < rounding.of_model(plain, expected)
+    gradients = [
+        gradient_of(each, samples, logprobs, None, default_loss)
+        for each, logprobs in ((model, found), (plain, expected))
+    ]
+    for name, gradient in gradients[1].items():
+        assert 0 <= (gradients[0][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    assert sum(gradient.norm() > 0 for name, gradient in gradients[1].items() if name.endswith(".sinks")) == 2
 
 
 @torch.no_grad()

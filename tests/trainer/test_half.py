@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prl.dry_run.plan import pass_of
 from prl.orchestrator.packing import pack
 from prl.trainer.config import runs_in_half
 from prl.trainer.logprobs import chunked_logprobs
@@ -71,9 +70,3 @@ def test_the_model_is_rounded_and_weights_and_gradients_are_not(alone, tiny_path
     assert seen[-1][2] == {torch.tensor(1.1).item()}, "bfloat16 would have made it 1.1016"
     exact, rounded = gradients
     assert 1e-4 < (rounded - exact).norm() / exact.norm() < 0.1
-
-
-def test_a_dry_run_counts_the_format(config):
-    assert (pass_of(config).precision, pass_of(config).spread) == ("float32", False)
-    config.trainer.dtype = "bfloat16"
-    assert (pass_of(config).precision, pass_of(config).spread) == ("bfloat16", True)

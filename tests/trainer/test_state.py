@@ -7,7 +7,6 @@ import pytest
 import torch
 from architectures import write_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 from prl.errors import ConfigError, PrlError
 from prl.orchestrator.packing import pack
@@ -122,20 +121,6 @@ def test_a_fatal_gradient_leaves_the_last_good_weights(train):
 def test_a_checkpoint_is_written_where_the_batch_asks_for_it_and_at_the_end(train):
     assert parts_of(train("asked", [1, 2, 3], checkpoint=(1,))) == [1, 3]
     assert parts_of(train("last", [1, 2], checkpoint=(2,))) == [2]
-
-
-def test_a_model_that_is_gone_once_it_is_loaded_is_in_every_checkpoint(train, tiny_path, tmp_path, monkeypatch):
-    model, loop = shutil.copytree(tiny_path, tmp_path / "model"), worker.train
-
-    def gone(*args, **knobs):
-        shutil.rmtree(model)
-        loop(*args, **knobs)
-
-    monkeypatch.setattr(worker, "train", gone)
-    folder = train("gone", [1, 2], model=model, checkpoint=(1,))
-    for step in (1, 2):
-        found = AutoTokenizer.from_pretrained(part_path(folder, step))
-        assert found("12 + 7 =") == AutoTokenizer.from_pretrained(tiny_path)("12 + 7 =")
 
 
 class Counting:

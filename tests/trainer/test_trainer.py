@@ -10,9 +10,9 @@ import torch
 
 from prl.errors import PrlError
 from prl.orchestrator.packing import pack
-from prl.trainer.config import AdamWConfig, SGDConfig
+from prl.trainer.config import AdamWConfig
 from prl.trainer.export import TokenExport
-from prl.trainer.loss import LossOutputs, aipo_loss, default_loss
+from prl.trainer.loss import LossOutputs, default_loss
 from prl.trainer.trainer import Trainer
 from prl.wire.messages import StepBatch
 
@@ -231,7 +231,7 @@ def test_nothing_to_train_is_a_no_op(tiny, make_sample, what):
     assert all(math.isfinite(value) for value in found.values())
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf"), -9999.0])
+@pytest.mark.parametrize("bad", [float("nan"), -9999.0])
 def test_unusable_sampler_logprobs_leave_mask_and_count(tiny, make_sample, bad):
     samples = [make_sample(12, 3, seed=1), make_sample(10, 2, seed=2)]
     samples[0].logprobs[5] = samples[1].logprobs[2] = samples[1].logprobs[9] = bad
@@ -289,23 +289,6 @@ def nothing(inputs):
     return LossOutputs(0.0 * inputs.trainer_logprobs.sum(), {})
 
 
-def test_each_sequence_has_its_own_rl_loss(tiny, make_sample):
-    """Gradients and losses of two losses in the same rows are those of each, where the other is a loss of zero."""
-    samples = [make_sample(12, 3, seed=i, loss="math" if i % 2 else "") for i in range(6)]
-    batch = batch_of(samples)
-    assert any(set(row.losses) == {"", "math"} for row in batch.micro_batches)
-    found = []
-    for losses in ((default_loss, aipo_loss), (default_loss, nothing), (nothing, aipo_loss)):
-        model = copy.deepcopy(tiny)
-        metrics = make_trainer(model, rl_losses=dict(zip(("", "math"), losses, strict=True))).train_step(batch)
-        found.append((gradients(model), metrics))
-    (both, metrics), (first, first_metrics), (second, second_metrics) = found
-    assert_same(both, {name: first[name] + second[name] for name in first}, 1e-5)
-    assert metrics["loss/mean"] == pytest.approx(first_metrics["loss/mean"] + second_metrics["loss/mean"], rel=1e-5)
-    assert metrics["is_masked"] == first_metrics["is_masked"] and metrics["is_clipped"] == second_metrics["is_clipped"]
-    assert {line["tokens/rl"] for _, line in found} == {6 * 9}
-
-
 def test_the_entropy_of_one_env_is_rewarded_exactly_once(tiny, make_sample):
     """Against plain softmax in float64: mean entropy over all rl members of the step, in two of three envs' samples.
 
@@ -350,16 +333,6 @@ def test_a_subclass_takes_a_knob_of_its_own(tiny):
 
     trainer = Mine(model=tiny, rl_losses={}, max_steps=1, patience=5, seq_len=64)
     assert trainer.patience == 5 and trainer.config.seq_len == 64
-
-
-def test_another_optimiser_takes_its_step_at_the_rate_of_the_schedule(tiny, make_sample):
-    schedule = {"_target_": "prl.trainer.schedule.Constant", "warmup_steps": 1}
-    optim = SGDConfig(lr=1e-3)
-    trainer = make_trainer(tiny, optim=optim, schedule=schedule)
-    before = copy.deepcopy(tiny.state_dict())
-    assert trainer.train_step(batch_of([make_sample(12, 3)]))["lr"] == pytest.approx(5e-4)
-    for name, parameter in tiny.named_parameters():
-        torch.testing.assert_close(parameter.detach(), before[name] - 5e-4 * parameter.grad)
 
 
 @pytest.mark.slow

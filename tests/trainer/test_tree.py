@@ -170,16 +170,6 @@ def test_the_cost_of_attention_follows_the_paths(prompt, completion, count):
     assert len(blocks) <= -(-prompt // MOST) + count * -(-completion // MOST)
 
 
-def test_short_branches_share_a_block():
-    """After 12 tokens, 100 branches of 4: a block with `n` of them has 4 * 4 * (0 + 1 + ... + n - 1) pairs in vain."""
-    blocks = block_ranges(np.array([*range(12), *[12, 13, 14, 15] * 100]), [0, *range(12, 412, 4)])
-    sizes = [stop - start for start, stop in blocks]
-    assert len(set(sizes[1:-1])) == 1
-    branches = sizes[1] // 4
-    price = BLOCK + GATHER * 12
-    assert 8 * branches * (branches - 1) <= price < 8 * (branches + 1) * branches
-
-
 def test_a_long_branch_has_the_logprobs_of_its_sequence():
     rng = random.Random(0)
     prompt = [rng.randrange(48, 58) for _ in range(MOST + 20)]

@@ -133,13 +133,6 @@ def test_counts_by_hand(i, streams, counts):
     assert LossCounts.from_tensor(found, 0) == LossCounts(*(max(1, count) for count in counts[:3]), counts[3], 1)
 
 
-def test_absent_rl_weights_are_ones():
-    s = batch(ce_weights=None, ref_kl_weights=None)
-    ones = run(s | {"rl_weights": torch.ones_like(s["advantages"])})
-    absent = run(s | {"rl_weights": None})
-    assert absent[0] == ones[0] and torch.equal(absent[1], ones[1])
-
-
 def test_padding_never_enters_even_when_its_streams_are_not_zero():
     clean, dirty = batch(padding=0), batch(padding=3)
     for name in ("inference_logprobs", "advantages", "ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"):
@@ -215,14 +208,6 @@ def test_sequence_metrics_average_over_the_sequences_that_have_tokens():
     assert metrics["mismatch_kl"] == (pytest.approx(mismatch), 4)  # these two are per token
     assert metrics["logprob_gap"] == (pytest.approx(ln(2)), 4)
     assert metrics["loss/rl"][1] == 4 and "nll" not in metrics and "ref_kl" not in metrics
-
-
-def test_mismatch_kl_counts_a_token_of_both_rl_and_ref_kl_once():
-    s = batch()
-    sampled = (s["loss_mask"] & (s["rl_weights"] != 0)) | (s["ref_kl_weights"] != 0)
-    gap = (s["trainer_logprobs"].detach() - s["inference_logprobs"])[sampled]
-    total, count = run(s)[2]["logprob_gap"]
-    assert float(total) == pytest.approx(gap.abs().sum().item()) and count == sampled.sum()
 
 
 @pytest.mark.parametrize(

@@ -151,17 +151,6 @@ def test_the_entropy_term_is_the_mean_entropy_of_the_mode(fn, mode):
     torch.testing.assert_close(gradient, without[1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("fn", LOSSES)
-def test_a_coefficient_of_zero_changes_no_bit_and_asks_for_no_gradient(fn):
-    row = batch((5, 4, 6), seed=2)
-    loss, gradient, entropy_gradient = run(row, functools.partial(fn, entropy_coef=0.0), count([row]))
-    bare = {name: stream for name, stream in row.items() if name != "entropy"}
-    t = bare.pop("trainer_logprobs").clone().requires_grad_()
-    expected, _ = compute_loss(trainer_logprobs=t, **bare, counts=count([row]), rl_loss=fn)
-    expected.backward()
-    assert torch.equal(loss, expected.detach()) and torch.equal(gradient, t.grad) and entropy_gradient is None
-
-
 def test_an_entropy_that_is_broken_off_the_members_reaches_nobody():
     row = batch((5, 4), seed=2)
     row["entropy"][~members_of(row)] = math.nan
