@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from prl.trainer.batch import Stack
-from prl.trainer.loss import TokenFates
+from prl.trainer.loss import TokenTreatment
 from prl.wire.files import step_name, write_atomically
 from prl.wire.messages import STREAM_FILL, MicroBatch, Origin, StepBatch, sequence_slices
 
@@ -63,11 +63,15 @@ class TokenExport:
         """Whether anything of the step is written."""
         return self.examples is None or step in self.examples
 
-    def add(self, stack: Stack, logprobs: torch.Tensor, fates: TokenFates) -> None:
+    def add(self, stack: Stack, logprobs: torch.Tensor, treatment: TokenTreatment) -> None:
         """Take over the sequences of a stack after the loss; `logprobs` are the policy's, `[flat tokens]`."""
         known = stack.wanted & (stack.before >= 0)
         ratio = (logprobs.double() - stack.logprobs.double()).exp()
-        columns: tuple[list, list, list] = (_where(known, logprobs), _where(fates.sampled, ratio), _labels(fates))
+        columns: tuple[list, list, list] = (
+            _where(known, logprobs),
+            _where(treatment.sampled, ratio),
+            _labels(treatment),
+        )
         for origin, part in zip(stack.origins, sequence_slices(stack.sequence_lengths), strict=True):
             self._found[origin] = [column[part] for column in columns]
             if stack.initial[part].any():
@@ -138,7 +142,7 @@ def _where(members: torch.Tensor, values: torch.Tensor) -> list[float | None]:
     return [value if member else None for member, value in zip(members.tolist(), values.tolist(), strict=True)]
 
 
-def _labels(fates: TokenFates) -> list[str]:
+def _labels(treatment: TokenTreatment) -> list[str]:
     """The labels of each token, joined by "+"; "" for a token without one."""
-    rows = zip(*(tokens.tolist() for tokens in fates.labels.values()), strict=True)
-    return ["+".join(itertools.compress(fates.labels, row)) for row in rows]
+    rows = zip(*(tokens.tolist() for tokens in treatment.labels.values()), strict=True)
+    return ["+".join(itertools.compress(treatment.labels, row)) for row in rows]

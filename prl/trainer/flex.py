@@ -54,7 +54,7 @@ class FlexTree(TokenTree):
         ends, _ = walk(depths, starts, [])
         filling = np.arange(len(depths), LEAST)  # tokens that see themselves and are seen by no other
         whole = np.concatenate((depths, 0 * filling)), np.concatenate((ends, filling + 1))
-        depth, end = (torch.from_numpy(each.astype(np.int32)).to(device) for each in whole)
+        depth, end = (torch.from_numpy(numbers.astype(np.int32)).to(device) for numbers in whole)
         return cls(depth, end)
 
     def attend(
@@ -70,7 +70,7 @@ class FlexTree(TokenTree):
         tokens = query.shape[2]
         if filling := len(self.depths) - tokens:  # laid out in memory as those of a model
             query, key, value = (
-                pad(each.transpose(1, 2), (0, 0, 0, 0, 0, filling)).transpose(1, 2) for each in (query, key, value)
+                pad(tensor.transpose(1, 2), (0, 0, 0, 0, 0, filling)).transpose(1, 2) for tensor in (query, key, value)
             )
         further = {} if sinks is None else {"return_aux": AuxRequest(lse=True)}
         attended = compiled()(
@@ -158,7 +158,7 @@ def block_mask(depths: Tensor, ends: Tensor, until: Tensor) -> BlockMask:
     block = torch.arange(count, device=depths.device)
     before, start = block[None] <= block[:, None], BLOCK * block[:, None]
     (last, deepest, furthest), (first, highest, nearest) = (
-        [extreme(each[places], 1) for each in (ends, depths, until)] for extreme in (torch.amax, torch.amin)
+        [extreme(numbers[places], 1) for numbers in (ends, depths, until)] for extreme in (torch.amax, torch.amin)
     )
     some = before & (start < last) & (highest[:, None] < furthest)
     # Not a block with itself, whose tokens do not see those after them; and not the last, which may be a part of one.

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from prl.trainer.batch import Stack
-from prl.trainer.loss import TokenFates
+from prl.trainer.loss import TokenTreatment
 from prl.trainer.loss.interface import Metrics, add_metric, mismatch_kl, per_token
 from prl.wire.metric_names import QUANTILES
 
@@ -20,14 +20,14 @@ class EnvTokens:
         self._log_ratios: dict[str, list[torch.Tensor]] = {}
 
     @torch.no_grad()
-    def add(self, stack: Stack, logprobs: torch.Tensor, entropy: torch.Tensor, fates: TokenFates) -> Metrics:
+    def add(self, stack: Stack, logprobs: torch.Tensor, entropy: torch.Tensor, treatment: TokenTreatment) -> Metrics:
         """Take in a stack after the loss.
 
         Args:
             stack: the stack.
             logprobs: the trainer's, `[flat tokens]`.
             entropy: of the trainer's distribution, `[flat tokens]`, 0 where no logprob is wanted.
-            fates: as the loss has filled them in.
+            treatment: as the loss has filled them in.
 
         Returns:
             By env, as (sum, count): `entropy` over tokens whose logprob is wanted, `mismatch_kl` over members of
@@ -35,12 +35,12 @@ class EnvTokens:
         """
         envs = list(dict.fromkeys(stack.envs))
         of_token = per_token([envs.index(env) for env in stack.envs], stack.sequence_lengths, logprobs.device)
-        log_ratio = torch.where(fates.sampled, logprobs - stack.logprobs, 0.0)
-        pulled = [tokens for label, tokens in fates.labels.items() if label.split()[0] == "ref_kl"]
+        log_ratio = torch.where(treatment.sampled, logprobs - stack.logprobs, 0.0)
+        pulled = [tokens for label, tokens in treatment.labels.items() if label.split()[0] == "ref_kl"]
         metrics: Metrics = {}
         for number, env in enumerate(envs):
             own = of_token == number
-            sampled = own & fates.sampled
+            sampled = own & treatment.sampled
             metrics[f"entropy/{env}/mean"] = (entropy[own & stack.wanted].double().sum(), (own & stack.wanted).sum())
             metrics[f"mismatch_kl/{env}/mean"] = (mismatch_kl(log_ratio[sampled]).sum(), sampled.sum())
             if pulled:

@@ -101,7 +101,7 @@ def check_finite(model: PreTrainedModel, path: str) -> None:
     broken = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        raise ValueError(f"{path} holds weights that are not finite (NaN or infinite), in {broken[0]}{more}")
+        raise ValueError(f"{path} has weights that are not finite (NaN or infinite), in {broken[0]}{more}")
 
 
 @as_forward
@@ -123,10 +123,10 @@ def stack_logprobs(
     inputs: dict[str, Any] = {"input_ids": stack.input_ids, "position_ids": stack.position_ids, "use_cache": False}
     if stack.tree is not None:  # four dimensions = a finished mask, so that transformers builds none
         inputs |= {"tree": stack.tree, "attention_mask": torch.ones(1, 1, 1, 1, device=stack.input_ids.device)}
-    elif has_sinks(model.config):  # its masks are not told of positions; of embeddings they take shape and place
+    elif has_sinks(model.config):  # its masks do not get positions; of embeddings they take shape and place
         embedded, positions = stack.input_ids[..., None], stack.position_ids
         inputs["attention_mask"] = create_masks_for_generate(model.config, embedded, None, None, positions)
-    # Counted before the model runs: on a GPU each count waits for what has been asked of it.
+    # Counted before the model runs: on a GPU each count waits for all that was launched.
     known = (stack.wanted & (stack.before >= 0)).nonzero().squeeze(1)
     some, same = distinct(stack.before[known], stack.token_ids[known], stack.temperatures[known])
     place = known[some]

@@ -126,8 +126,8 @@ def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.
         text = json.dumps({"optimizer": state, "schedule": schedule})
     except TypeError as error:
         classes = [*trainer.optimizer.optimizers, trainer.schedule]
-        owners = " or ".join(type(each).__name__ for each in classes)
-        raise PrlError(f"the state of {owners} holds what a checkpoint cannot: {error}") from error
+        owners = " or ".join(type(owner).__name__ for owner in classes)
+        raise PrlError(f"the state of {owners} has what a checkpoint cannot hold: {error}") from error
     (folder / "trainer.json").write_text(text, encoding="utf-8")
     save_file(on_writer(_gathered(tensors), writes=True), folder / "trainer.safetensors")
 
@@ -180,5 +180,5 @@ def _generators(device: torch.device) -> dict[str, torch.Tensor]:
         state = state.to(device)
         states = [torch.empty_like(state) for _ in range(dist.get_world_size())]
         dist.all_gather(states, state)
-        generators |= {f"generator/{rank}/{name}": each.cpu() for rank, each in enumerate(states)}
+        generators |= {f"generator/{rank}/{name}": state.cpu() for rank, state in enumerate(states)}
     return generators

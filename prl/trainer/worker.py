@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def reason(error: BaseException) -> str | None:
-    """What an error that ends the trainer means to the user; None where its traceback says more."""
+    """One line on an error that ends the trainer; None where its traceback is of more use."""
     if isinstance(error, torch.OutOfMemoryError):
         return (
             f"{in_one_line(error)}: take fewer tokens at once, trainer.tokens_per_forward=…, or leave less to an "

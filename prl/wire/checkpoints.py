@@ -28,7 +28,7 @@ MANIFEST, STATE = "manifest.json", "state"
 
 
 class NewerFormat(ConfigError):
-    """A checkpoint was written by a newer prl; whether it is whole cannot be told."""
+    """A checkpoint was written by a newer prl; this one cannot check it."""
 
 
 class File(msgspec.Struct):

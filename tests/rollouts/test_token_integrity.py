@@ -49,7 +49,7 @@ def test_turns_that_hold_what_was_sent_and_sampled_pass(three_turns):
 def test_another_token_is_noticed_in_the_first_turn_that_was_sent_it(three_turns, node, place):
     trace, _ = three_turns
     trace.nodes[node].token_ids[place] += 1
-    with pytest.raises(TokenMismatch, match=rf"env 'toy', turn {node // 2 + 1}: the \d+ tokens that the trace holds"):
+    with pytest.raises(TokenMismatch, match=rf"env 'toy', turn {node // 2 + 1}: the \d+ tokens of the trace"):
         samples(trace)
 
 
@@ -64,7 +64,7 @@ def without_a_call(trace):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_a_token_too_many, r"turn 2: \d+ tokens were sent and 2 sampled, but the trace holds \d+ and 2"),
+        (with_a_token_too_many, r"turn 2: \d+ tokens were sent and 2 sampled, but the trace has \d+ and 2"),
         (without_a_call, "env 'toy': a sampled message belongs to no model call"),
     ],
 )
@@ -82,9 +82,7 @@ def test_calls_that_verifiers_records_are_checked_by_their_counts(talk, user):
     talk.trace.calls.append(ModelCall(node=1, usage=usage))
     assert len(samples(talk.trace)) == 1
     talk.trace.calls[0].usage = Usage(prompt_tokens=len(call.prompt) - 1, completion_tokens=4)
-    with pytest.raises(
-        TokenMismatch, match=r"turn 1: \d+ tokens were sent and 4 sampled, but the trace holds \d+ and 3"
-    ):
+    with pytest.raises(TokenMismatch, match=r"turn 1: \d+ tokens were sent and 4 sampled, but the trace has \d+ and 3"):
         samples(talk.trace)
 
 

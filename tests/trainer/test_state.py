@@ -156,7 +156,7 @@ def test_schedule_and_generators_come_back(trainer, tmp_path):
 def test_what_is_no_plain_data_is_refused_and_leaves_nothing(trainer, tmp_path):
     trainer.schedule = Counting()
     trainer.schedule.calls = object()
-    with pytest.raises(PrlError, match=r"state of AdamW or Counting holds what a checkpoint cannot: .*object"):
+    with pytest.raises(PrlError, match=r"state of AdamW or Counting has what a checkpoint cannot hold: .*object"):
         write_part(tmp_path, 1, trainer, {})
     assert list((tmp_path / "checkpoints").iterdir()) == []
 

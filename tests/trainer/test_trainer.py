@@ -313,7 +313,7 @@ def test_the_entropy_of_one_env_is_rewarded_exactly_once(tiny, make_sample):
         ({"loss": "maths"}, "env 'test'.*rl loss 'maths'.*has only ''"),
         (
             {"initial_reference": True, "ref_kl_weights": [1.0] * 12},
-            r"the trainer holds none: set algo\.kl\.coef, or score .* as opd and opsd do",
+            r"the trainer has none: set algo\.kl\.coef, or score .* as opd and opsd do",
         ),
     ],
 )

@@ -59,7 +59,7 @@ class LossCounts:
 
 
 @dataclass
-class TokenFates:
+class TokenTreatment:
     """What the loss did with each token of a micro-batch, for `compute_loss` to fill in. Bool tensors, `[tokens]`."""
 
     labels: dict[str, Tensor] = field(default_factory=dict)
@@ -99,14 +99,14 @@ def count_members(
     """
     lengths = [len(loss_mask)] if sequence_lengths is None else sequence_lengths
     row = _without_padding({"inference_logprobs": inference_logprobs, "loss_mask": loss_mask, **streams}, lengths)
-    found, _, invalid = _find_members(row)
-    return torch.stack([*(members.sum() for members in found.values()), invalid.sum()])
+    by_component, _, invalid = _find_members(row)
+    return torch.stack([*(members.sum() for members in by_component.values()), invalid.sum()])
 
 
 def count_sequences(*, sequence_lengths: Sequence[int], **streams: Tensor | None) -> Tensor:
     """The sequences with an rl member in one micro-batch, int64; arguments as of `count_members`."""
-    found, *_ = _find_members(_without_padding(streams, sequence_lengths))
-    return (sequence_sums(found["rl"].long(), sequence_lengths) > 0).sum()
+    by_component, *_ = _find_members(_without_padding(streams, sequence_lengths))
+    return (sequence_sums(by_component["rl"].long(), sequence_lengths) > 0).sum()
 
 
 def compute_loss(
@@ -117,7 +117,7 @@ def compute_loss(
     sequence_lengths: Sequence[int],
     counts: LossCounts,
     rl_loss: LossFunction | Sequence[LossFunction] | None = None,
-    fates: TokenFates | None = None,
+    treatment: TokenTreatment | None = None,
     **streams: Tensor | None,
 ) -> tuple[Tensor, Metrics]:
     """Loss and metrics of one packed micro-batch. Every stream is `[tokens]`.
@@ -126,7 +126,7 @@ def compute_loss(
         sequence_lengths: the first sum(sequence_lengths) tokens are the sequences; the rest is padding, never read.
         counts: member tokens of the whole step.
         rl_loss: the rl loss of all sequences, or a list with that of each; None = `default_loss`.
-        fates: filled with what became of each token.
+        treatment: filled with what became of each token.
         streams: the optional streams (`advantages`, `rl_weights`, ...) and `entropy`, None or left out where absent.
 
     Returns:
@@ -139,22 +139,22 @@ def compute_loss(
     """
     required = {"trainer_logprobs": trainer_logprobs, "inference_logprobs": inference_logprobs, "loss_mask": loss_mask}
     row = _without_padding(required | streams, sequence_lengths)
-    found, sampled, invalid = _find_members(row)
+    by_component, sampled, invalid = _find_members(row)
     terms: list[Term] = []
     for name, component in COMPONENTS.items():
         losses = rl_loss if name == "rl" else None
-        terms += _terms(component, losses, found[name], sequence_lengths)
+        terms += _terms(component, losses, by_component[name], sequence_lengths)
     *present, sampled_count = torch.stack([*(term[-1].sum() for term in terms), sampled.sum()]).tolist()  # one sync
-    # All masked away: no gradient, no NaN whatever the logprobs hold, yet backward has a graph to run through.
+    # All masked away: no gradient, no NaN whatever the logprobs are, yet backward has a graph to run through.
     loss = select(torch.zeros_like(loss_mask, dtype=torch.bool), trainer_logprobs).sum(dtype=torch.float64)
     metrics = _sampler_metrics(row, sampled, sampled_count) if sampled_count else {}
     for term, count in zip(terms, present, strict=True):
         if count:
-            total = _run_term(*term, count, row, sequence_lengths, counts, metrics, fates)
+            total = _run_term(*term, count, row, sequence_lengths, counts, metrics, treatment)
             loss = loss + total / getattr(counts, term[0].name)
-    if fates is not None:
-        fates.sampled = sampled
-        fates.mark("invalid logprob", invalid)
+    if treatment is not None:
+        treatment.sampled = sampled
+        treatment.mark("invalid logprob", invalid)
     return loss, metrics
 
 
@@ -196,9 +196,9 @@ def _run_term(
     sequence_lengths: Sequence[int],
     counts: LossCounts,
     metrics: Metrics,
-    fates: TokenFates | None,
+    treatment: TokenTreatment | None,
 ) -> Tensor:
-    """The sum of one term over its `count` members; its metrics and fates are added to those of the row."""
+    """The sum of one term over its `count` members; its metrics and treatment are added to those of the row."""
     if component.requires is not None and component.requires not in row:
         raise ValueError(
             f"{count} tokens feed the {component.name} loss, but the micro-batch has no {component.requires}: "
@@ -211,8 +211,8 @@ def _run_term(
     add_metric(metrics, f"loss/{component.name}", total.detach(), count)
     for key, pair in own.items():
         add_metric(metrics, f"{component.name}/{key}" if _is_taken(key, component) else key, *pair)
-    if fates is not None:
-        fates.add(component.name, members, excluded)
+    if treatment is not None:
+        treatment.add(component.name, members, excluded)
     return total
 
 
@@ -251,7 +251,7 @@ def _sampler_metrics(row: dict[str, Tensor], sampled: Tensor, count: int) -> Met
 
 
 def weighted_tokens(component: Component, mask: Tensor, weights: Tensor | None) -> Tensor:
-    """The tokens that feed a component, bool of the shape of `mask`, whatever the sampler's logprobs hold."""
+    """The tokens that feed a component, bool of the shape of `mask`, whatever the sampler's logprobs are."""
     on = torch.full_like(mask, component.absent_weight != 0) if weights is None else weights != 0
     return on & mask.bool() if component.on_mask else on.bool()
 

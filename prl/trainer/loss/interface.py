@@ -1,6 +1,6 @@
 """The interface of a loss: its inputs, its outputs, and how it is run over a packed row.
 
-A loss is any callable `fn(inputs: LossInputs, **knobs) -> LossOutputs` over one sequence. The built-in ones are
+A loss is any callable `fn(inputs: LossInputs, **options) -> LossOutputs` over one sequence. The built-in ones are
 written token by token and marked `@tokenwise`, so that `compute_loss` can run them once over a packed row instead of
 once per sequence; called directly they behave as any other loss. Two rules are shared by all: select before exp, and
 metrics as sums and counts, so that a mean over micro-batches and ranks is exact.
@@ -123,8 +123,8 @@ def tokenwise(terms: Callable[..., TokenTerms]) -> Callable[..., LossOutputs]:
     """
 
     @functools.wraps(terms)
-    def loss_fn(inputs: LossInputs, **knobs: Any) -> LossOutputs:
-        out = terms(inputs, **knobs)
+    def loss_fn(inputs: LossInputs, **options: Any) -> LossOutputs:
+        out = terms(inputs, **options)
         return LossOutputs(
             loss=out.loss.sum(),
             metrics={
@@ -193,9 +193,9 @@ def run_loss(
         The sum over the members, a float64 scalar; the metrics as (sum, count) over sequences; and
         `TokenTerms.excluded`, None for a loss that runs sequence by sequence.
     """
-    inner, knobs = (fn.func, fn.keywords) if isinstance(fn, functools.partial) and not fn.args else (fn, {})
+    inner, options = (fn.func, fn.keywords) if isinstance(fn, functools.partial) and not fn.args else (fn, {})
     if hasattr(inner, "terms"):
-        terms: TokenTerms = inner.terms(dataclasses.replace(inputs, sequence_lengths=sequence_lengths), **knobs)
+        terms: TokenTerms = inner.terms(dataclasses.replace(inputs, sequence_lengths=sequence_lengths), **options)
         return terms.loss.sum(dtype=torch.float64), _sequence_means(terms.metrics, sequence_lengths), terms.excluded
     losses: list[Tensor] = []
     metrics: Metrics = {}

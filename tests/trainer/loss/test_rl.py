@@ -8,7 +8,7 @@ import pytest
 import torch
 from loss_cases import inputs, mean, run
 
-from prl.trainer.loss import LossCounts, TokenFates, aipo_loss, compute_loss, default_loss, gspo_loss
+from prl.trainer.loss import LossCounts, TokenTreatment, aipo_loss, compute_loss, default_loss, gspo_loss
 
 ln = math.log
 
@@ -255,7 +255,7 @@ def test_gspo_takes_its_ratio_from_members_alone():
 def test_gspo_has_a_ratio_for_each_sequence_of_a_row():
     """Three sequences; the middle one has no member. S = 2, N = 5."""
     t = torch.tensor([-1.0, -1.0, -1.0, -2.0, -2.0, -2.0, -3.0], dtype=torch.float64, requires_grad=True)
-    fates = TokenFates()
+    treatment = TokenTreatment()
     loss, metrics = compute_loss(
         trainer_logprobs=t,
         inference_logprobs=torch.tensor([-1.4, -1.0, -1.0, -2.0, -2.3, -2.0, -3.0], dtype=torch.float64),
@@ -264,7 +264,7 @@ def test_gspo_has_a_ratio_for_each_sequence_of_a_row():
         advantages=torch.tensor([1.0, 1.0, 0.0, 0.0, -1.0, -1.0, -1.0], dtype=torch.float64),
         counts=LossCounts(rl=5, rl_sequences=2),
         rl_loss=gspo_loss,
-        fates=fates,
+        treatment=treatment,
     )
     loss.backward()
     s = math.exp(0.1)
@@ -272,5 +272,5 @@ def test_gspo_has_a_ratio_for_each_sequence_of_a_row():
     assert t.grad.tolist() == pytest.approx([0.0, 0.0, 0.0, 0.0, s / 6, s / 6, s / 6])
     assert metrics["sequence_ratio"] == (pytest.approx(math.exp(0.2) + s), 2)
     assert metrics["is_clipped"] == (1.0, 2)
-    found = {label: tokens.tolist() for label, tokens in fates.labels.items() if tokens.any()}
+    found = {label: tokens.tolist() for label, tokens in treatment.labels.items() if tokens.any()}
     assert found == {"rl clipped": [1, 1, 0, 0, 0, 0, 0], "rl kept": [0, 0, 0, 0, 1, 1, 1]}

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from prl.trainer.loss import LossCounts, LossOutputs, TokenFates, aipo_loss, compute_loss, default_loss
+from prl.trainer.loss import LossCounts, LossOutputs, TokenTreatment, aipo_loss, compute_loss, default_loss
 
 NAN = math.nan
 UP, DOWN = math.log(0.9), math.log(0.3)
@@ -40,7 +40,7 @@ TOKENS = [
 def labels_of(tokens, rl_loss):
     """The labels of each token of a row, and which tokens read the sampler."""
     t, i, advantages, mask, rl, ce, ref_kl = torch.tensor([token[:7] for token in tokens], dtype=torch.float64).T
-    fates = TokenFates()
+    treatment = TokenTreatment()
     compute_loss(
         trainer_logprobs=t.clone().requires_grad_(),
         inference_logprobs=i,
@@ -53,10 +53,10 @@ def labels_of(tokens, rl_loss):
         sequence_lengths=[len(tokens)],
         counts=LossCounts(),
         rl_loss=rl_loss,
-        fates=fates,
+        treatment=treatment,
     )
-    labels = [[label for label, on in fates.labels.items() if on[place]] for place in range(len(tokens))]
-    return labels, fates.sampled.tolist()
+    labels = [[label for label, on in treatment.labels.items() if on[place]] for place in range(len(tokens))]
+    return labels, treatment.sampled.tolist()
 
 
 def test_every_token_has_the_labels_of_its_components():
