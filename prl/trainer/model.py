@@ -1,8 +1,6 @@
 """The policy as a torch model: load it, run packed rows through it, write it out for the engine."""
 
-import functools
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,8 +20,6 @@ from prl.trainer.logprobs import chunked_logprobs
 from prl.trainer.sharding import as_forward
 from prl.trainer.weights import on_writer, whole_tensors
 from prl.wire.messages import MicroBatch
-
-CONFIG = "config.json"
 
 
 def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -262,15 +258,6 @@ def save_weights(model: PreTrainedModel, folder: Path | None, dtype: torch.dtype
         return
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    for name, content in configs_of(model).items():
-        (folder / name).write_bytes(content)
-
-
-@functools.lru_cache(maxsize=1)
-def configs_of(model: PreTrainedModel) -> dict[str, bytes]:
-    """The configs of a model by file name, which training does not change: to make them takes as long as `tiny`."""
-    with tempfile.TemporaryDirectory() as folder:
-        model.config.save_pretrained(folder)
-        config = (Path(folder) / CONFIG).read_bytes()
-    generation = model.generation_config.to_json_string()  # end-of-turn tokens; saving it would check its temperatures
-    return {CONFIG: config, "generation_config.json": generation.encode()}
+    model.config.save_pretrained(folder)
+    # The tokens that end a turn, among others. Its own `save_pretrained` would check temperatures.
+    (folder / "generation_config.json").write_text(model.generation_config.to_json_string(), encoding="utf-8")

@@ -34,13 +34,11 @@ POLL_S = 0.002
 TOLERANCE, HALF_TOLERANCE = 1e-2, 0.5
 """By which logprobs of the same tokens may differ with what runs beside them, in float32 and in bfloat16.
 
-In bfloat16 those of the random tokens that are compared differ by up to 0.1 for `tiny` and 0.2 for `smollm2`, which is
-sound, and on average by as much as 0.05 and 0.09: a bound of the mean would refuse them before it found more. Random
-mixtures of experts were off by 0.4 and 0.6 in two of 27 draws of tokens, where rounding chose other experts, in others
-by at most 0.03; with positions ignored by 0.4 to 3.3. So `check_layout` draws again before it refuses.
+In bfloat16 sound models differ by up to 0.2 on random tokens, mixtures of experts by 0.6 where rounding chooses other
+experts, and a model that ignores positions by 0.4 to 3.3: so `check_layout` draws again before it refuses.
 """
 PREFIX = "trainer: "
-"""How the line begins that gives the reason why this process ends."""
+"""The beginning of the line with the reason why this process ends."""
 
 
 def main() -> None:

@@ -9,11 +9,10 @@ import rounding
 import torch
 from architectures import write_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl.models import model_path
 from prl.trainer.batch import stacks
-from prl.trainer.model import check_layout, load_model, save_weights, stack_logprobs
+from prl.trainer.model import check_layout, load_model, stack_logprobs
 from prl.trainer.worker import HALF_TOLERANCE
 
 LENGTHS = [9, 1, 14, 6]
@@ -113,14 +112,6 @@ def test_check_layout_refuses_nan(tiny, monkeypatch):
         tiny.base_model.norm.weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="packed"):
         check_layout(tiny, stacks)
-
-
-def test_the_config_beside_weights_is_the_models(tiny, tmp_path, tiny_path):
-    untied = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_path, tie_word_embeddings=False))
-    for model in (tiny, untied, tiny):  # in turns: what is remembered is of the last one
-        save_weights(model, tmp_path / "weights", torch.float32)
-        model.config.save_pretrained(tmp_path)
-        assert (tmp_path / "weights/config.json").read_bytes() == (tmp_path / "config.json").read_bytes()
 
 
 def test_a_model_that_scales_its_logits_is_noticed(tiny):
