@@ -17,7 +17,7 @@ class EnvTokens:
     """Means by env, and the spread of log-ratios, over the stacks of one step."""
 
     def __init__(self) -> None:
-        self._log_ratios: dict[str, list[torch.Tensor]] = {}
+        self.log_ratios: dict[str, list[torch.Tensor]] = {}
 
     @torch.no_grad()
     def add(self, stack: Stack, logprobs: torch.Tensor, entropy: torch.Tensor, treatment: TokenTreatment) -> Metrics:
@@ -47,7 +47,7 @@ class EnvTokens:
                 members = own & torch.stack(pulled).any(0)
                 gap = stack.streams["ref_logprobs"][members] - logprobs[members]
                 metrics[f"ref_kl/{env}/mean"] = (gap.double().sum(), members.sum())
-            self._log_ratios.setdefault(env, []).append(log_ratio[sampled])
+            self.log_ratios.setdefault(env, []).append(log_ratio[sampled])
         return metrics
 
     def quantiles(self, device: torch.device) -> dict[str, float]:
@@ -56,7 +56,7 @@ class EnvTokens:
         The smallest and the largest are exact, and so are the others where a rank has at most `SAMPLED_PER_RANK`
         tokens of an env; of more it takes as many, evenly spaced in sorted order.
         """
-        parts = gather({env: _thinned(torch.cat(log_ratios)) for env, log_ratios in self._log_ratios.items()}, device)
+        parts = gather({env: _thinned(torch.cat(log_ratios)) for env, log_ratios in self.log_ratios.items()}, device)
         line: dict[str, float] = {}
         for env in sorted({env for part in parts for env in part}):
             values = torch.tensor([value for part in parts for value in part.get(env, [])], dtype=torch.float64)

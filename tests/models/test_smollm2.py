@@ -121,7 +121,7 @@ def test_the_tokenizer_has_the_marks_of_its_chat_template(tokenizer, model):
 
 
 @pytest.mark.parametrize("text", ["12+34= 5", "I've  1,234 naïve\n\n\tcafés ½ 日本語", "<|im_start|>user\nx<|im_end|>"])
-def test_a_text_comes_back_from_its_tokens_and_digits_stand_alone(tokenizer, text):
+def test_text_round_trips_and_digits_are_tokens(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert all(len(token) == 1 for token in tokenizer.convert_ids_to_tokens(ids) if any(map(str.isdigit, token)))

@@ -258,7 +258,7 @@ EQUILIBRIUM = {
 
 @pytest.mark.parametrize("said", EQUILIBRIUM)
 @torch.no_grad()
-def test_poker_is_the_equilibrium_of_the_teacher_and_random_of_the_base(name, model, tokenizer, renderer, said):
+def test_the_teacher_plays_pokers_equilibrium_and_the_base_randomly(name, model, tokenizer, renderer, said):
     for card, chance in zip("JQK", EQUILIBRIUM[said], strict=True):
         if (name, card, len(said)) == ("tiny-teacher", "K", 2):
             continue  # the equilibrium has never checked a king

@@ -131,7 +131,7 @@ def test_an_answer_of_a_tool_names_the_tool(talk):
     ]
 
 
-def test_every_message_of_a_broken_history_has_the_one_it_follows(talk, user):
+def test_messages_of_a_broken_history_name_their_parents(talk, user):
     question, _ = talk.turn([user("1+1=")], "3")
     talk.turn([question, AssistantMessage(content="2"), user("and 2+2=")], "4")
     talk.turn([user("another agent")], "5")

@@ -27,7 +27,7 @@ def rollout(talk, user):
     return made
 
 
-def test_one_turn_is_the_prompt_and_the_completion_as_the_model_saw_them(talk, user):
+def test_one_turn_is_its_prompt_and_completion(talk, user):
     talk.turn([user("1+1=")], "2")
     talk.trace.record_reward("answer", 0.75)
     (sample,), (call,) = samples(talk), talk.sent
@@ -46,7 +46,7 @@ def test_a_wrong_number_of_logprobs_raises_with_both_counts(talk, user, logprobs
         samples(talk)
 
 
-def test_what_was_never_asked_leaves_as_empty_and_not_as_failed(talk, rollout):
+def test_a_rollout_without_samples_is_empty_not_failed(talk, rollout):
     assert rollout.is_active and rollout.outcome is None
     fresh = type(talk)(talk.renderer, talk.tokenizer)
     silent = Rollout(fresh.trace, env_name="toy", group_id=0, start_version=4, temperature=0.7)

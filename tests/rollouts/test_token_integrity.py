@@ -46,7 +46,7 @@ def test_turns_that_hold_what_was_sent_and_sampled_pass(three_turns):
 
 
 @pytest.mark.parametrize(("node", "place"), [(0, 0), (2, -1), (3, -1), (5, 0), (5, -1)])
-def test_another_token_is_noticed_in_the_first_turn_that_was_sent_it(three_turns, node, place):
+def test_another_token_is_noticed_in_its_first_turn(three_turns, node, place):
     trace, _ = three_turns
     trace.nodes[node].token_ids[place] += 1
     with pytest.raises(TokenMismatch, match=rf"env 'toy', turn {node // 2 + 1}: the \d+ tokens of the trace"):

@@ -330,7 +330,7 @@ def test_five_calls_that_break_at_the_fourth_are_two_samples(world):
     assert [sample.token_ids for sample in rollout.samples] == [world.log[2].whole, world.log[4].whole]
 
 
-def test_of_two_sequences_alike_the_one_that_was_there_first_is_taken_up(world):
+def test_of_equal_sequences_the_first_is_extended(world):
     """They hold the same tokens, in one call and in two."""
     history = world.ask([user("a")], [END], bridges=False)
     history = [*history, user("")]
@@ -340,7 +340,7 @@ def test_of_two_sequences_alike_the_one_that_was_there_first_is_taken_up(world):
     assert sorted(map(calls_of, check(world).samples)) == [[0, 1, 3], [2]]
 
 
-def test_a_reply_that_is_rendered_as_other_tokens_ends_its_sample(world):
+def test_a_reply_rendered_as_other_tokens_ends_its_sample(world):
     history = world.ask([user("a")], [OTHER_A, END])
     world.ask([*history, user("b")], [B, END], bridges=False)
     assert [calls_of(sample) for sample in check(world).samples] == [[0], [1]]
@@ -357,7 +357,7 @@ def test_a_call_that_sampled_nothing_is_no_step(world):
     assert [calls_of(sample) for sample in check(world).samples] == [[0, 2]]
 
 
-def test_a_reply_that_was_cut_off_is_closed_by_the_template_not_by_the_model(world):
+def test_a_reply_cut_off_is_closed_by_the_template(world):
     history = world.ask([user("a")], [A])
     world.ask([*history, user("b")], [B, END])
     (sample,) = check(world).samples

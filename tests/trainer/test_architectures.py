@@ -53,7 +53,7 @@ def loaded(folder, name, tied):
 
 @both_heads
 @trained
-def test_packed_and_shared_tokens_have_the_logprobs_and_gradients_of_sequences_alone(tmp_path, name, tied):
+def test_packed_and_shared_tokens_equal_sequences_alone(tmp_path, name, tied):
     """Those of transformers' own attention, without a mask of several sequences; windows are shorter than these.
 
     And of its experts one after the other.
@@ -88,7 +88,7 @@ def test_packed_and_shared_tokens_have_the_logprobs_and_gradients_of_sequences_a
 
 @both_heads
 @trained
-def test_published_saved_and_sent_tensors_are_those_of_transformers_own_files(tmp_path, name, tied):
+def test_published_tensors_are_those_of_transformers_own_files(tmp_path, name, tied):
     """Under the same names, in each format, bit by bit; a tied head is in none of them."""
     model = loaded(tmp_path / "model", name, tied)
     own = model.state_dict()
@@ -246,7 +246,7 @@ def test_what_vllm_would_take_for_another_model_is_refused(name, changes, messag
         ("minimax_m2", {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True}),
     ],
 )
-def test_what_vllm_reads_and_transformers_does_not_write_has_to_be_there(kind, keys):
+def test_config_keys_that_vllm_alone_reads_are_required(kind, keys):
     """Each key, and where the trainer's model has one value of it alone, that."""
     check_served(AutoConfig.for_model(kind, **keys), "x")
     for key, value in keys.items():

@@ -54,7 +54,7 @@ def listed(numbers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("tokens, longest", [(1, 2), (128, 9), (129, 300), (700, 400), (1000, 60), (1500, 3)])
 @pytest.mark.parametrize("window", [None, 1, 5, 200])
-def test_a_token_sees_its_path_and_the_blocks_that_hold_it(tokens, longest, window):
+def test_a_token_sees_its_path_alone(tokens, longest, window):
     depths, starts, paths = branched(random.Random(tokens + longest), tokens, longest)
     mask, expected = FlexTree.of_row(depths, starts, CPU).mask(window), pairs(paths, window)
     filled = max(tokens, LEAST)
@@ -147,11 +147,11 @@ def long_one(rng: random.Random, prompt: list[int], size: int) -> TrainingSample
     )
 
 
-def test_layers_with_a_window_see_so_many_tokens_of_the_path(graphs, tmp_path):
+def test_layers_with_a_window_see_the_end_of_paths(graphs, tmp_path):
     check_windowed(windowed(tmp_path))
 
 
-def test_gpt_oss_as_on_a_gpu_has_the_logprobs_and_gradients_of_sequences_alone(graphs, monkeypatch, tmp_path):
+def test_gpt_oss_has_the_logprobs_of_sequences_alone(graphs, monkeypatch, tmp_path):
     """Those of transformers' own attention and its loop over experts; windows are shorter than the sequences."""
     monkeypatch.setattr("prl.trainer.tree.row_tree", FlexTree.of_row)
     path, samples = str(write_model(tmp_path, "gpt-oss", tied=False)), forked(random.Random(1))

@@ -98,7 +98,7 @@ def test_the_heads_gradient_can_be_added_where_it_belongs(tied, before):
     assert weight.grad is kept and kept.any()
 
 
-def test_a_head_in_another_dtype_than_the_softmax_gets_its_gradient_from_autograd():
+def test_a_head_in_another_dtype_has_autograds_gradient():
     hidden, weight, targets, temperatures, _ = problem(dtype=torch.bfloat16)
     found = [
         torch.autograd.grad(chunked_logprobs(hidden, weight, targets, temperatures, into_grad=on)[0].sum(), weight)[0]

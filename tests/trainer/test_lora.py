@@ -103,7 +103,7 @@ def gradients(model, rows, **knobs):
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(tiny, make_sample, checkpointing):
+def test_adapter_gradients_follow_from_those_of_merged_weights(tiny, make_sample, checkpointing):
     """W = W0 + 3 B A, so dB = 3 dW A' and dA = 3 B' dW: of a whole step over trees of tokens, in float64."""
     tiny = tiny.double()
     model = adapted(copy.deepcopy(tiny))
@@ -125,7 +125,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(tiny, make_
             assert (found[name] - by_hand).norm() < 1e-5 * by_hand.norm(), name  # norms round to float32
 
 
-def test_a_checkpoints_adapters_come_back_and_those_of_others_are_refused(tiny, tmp_path):
+def test_adapters_come_back_and_others_are_refused(tiny, tmp_path):
     model = adapted(copy.deepcopy(tiny))
     save_weights(model, tmp_path, torch.float32)
     save_adapters(model, tmp_path / ADAPTER)

@@ -64,7 +64,7 @@ def refused(config, tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_on_a_gpu_one_rank_shares_the_model_as_several_do(config, tmp_path, monkeypatch):
+def test_one_rank_on_a_gpu_shards_as_several_do(config, tmp_path, monkeypatch):
     """So that it runs in bfloat16 as they do; on a CPU a rank alone has the model to itself."""
     met = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
@@ -89,7 +89,7 @@ def test_an_error_that_its_user_can_mend_is_one_line(tmp_path):
     assert worker.reason(KeyError("a fault of prl's")) is None, "its traceback says more"
 
 
-def test_a_rank_waits_for_another_longer_than_any_does_by_itself():
+def test_collectives_wait_longer_than_any_other_deadline():
     assert ranks.collective_timeout({}) == timedelta(seconds=3660)
     for name in ranks.DEADLINES:
         given = dict.fromkeys(ranks.DEADLINES, 2.0) | {name: 5.0}
@@ -192,7 +192,7 @@ def test_wait_for_batch_knows_when_none_follows(transport):
 
 
 @pytest.mark.parametrize(("last", "every", "checkpoints"), [(2, 1, [1, 2]), (0, None, [0])])
-def test_a_run_that_ends_early_has_a_checkpoint_of_its_last_step(
+def test_an_early_end_leaves_a_checkpoint_of_its_step(
     config, make_sample, tiny, transport, tmp_path, last, every, checkpoints
 ):
     config["max_steps"] = 9
@@ -230,7 +230,7 @@ def two_ranks(config, transport, tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_listen_on_this_machine_alone_and_one_that_dies_is_named(two_ranks, sockets, tmp_path):
+def test_ranks_listen_locally_and_a_dead_one_is_named(two_ranks, sockets, tmp_path):
     tcp = [sockets(process.pid)[0] for process in two_ranks.processes]
     meeting = two_ranks.scratch / "ranks"
     assert [[host for host, _ in found] for found in tcp] == [["127.0.0.1"]] * 2, "gloo's, one for each rank"

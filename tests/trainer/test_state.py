@@ -77,7 +77,7 @@ def train(tiny_path, make_sample, tmp_path):
     ],
     ids=["AdamW", "a reference", "SGD", "Muon with LoRA", "LoRA beside experts"],
 )
-def test_a_resumed_run_has_the_weights_of_one_that_did_not_stop(train, tmp_path, model, how):
+def test_a_resumed_run_equals_one_that_did_not_stop(train, tmp_path, model, how):
     """Bit by bit, and so have two runs of the same batches."""
     if model != "tiny":
         how = how | {"model": write_model(tmp_path / "model", model, tied=True)}
@@ -97,7 +97,7 @@ def test_a_resumed_run_has_the_weights_of_one_that_did_not_stop(train, tmp_path,
     assert all(torch.equal(kept[name], weight) for name, weight in published.items())
 
 
-def test_adapters_go_on_beside_the_model_that_the_run_began_with_alone(train, tiny_path, tmp_path):
+def test_adapters_resume_beside_their_own_base_model_alone(train, tiny_path, tmp_path):
     model = shutil.copytree(tiny_path, tmp_path / "model")
     resume = {"folder": str(part_path(train("adapters", [1], model=model, lora=LORA), 1)), "step": 1}
     saved = load_file(model / "model.safetensors")
@@ -118,7 +118,7 @@ def test_a_fatal_gradient_leaves_the_last_good_weights(train):
     assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
-def test_a_checkpoint_is_written_where_the_batch_asks_for_it_and_at_the_end(train):
+def test_checkpoints_are_written_where_asked_and_at_the_end(train):
     assert parts_of(train("asked", [1, 2, 3], checkpoint=(1,))) == [1, 3]
     assert parts_of(train("last", [1, 2], checkpoint=(2,))) == [2]
 
@@ -137,7 +137,7 @@ def test_random_generators_come_back(trainer, tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_an_optimisers_state_that_is_no_plain_data_is_refused_and_leaves_nothing(trainer, tmp_path):
+def test_optimiser_state_that_is_no_plain_data_is_refused(trainer, tmp_path):
     trainer.optimizer.optimizers[0].state[next(trainer.model.parameters())] = {"mine": object()}
     with pytest.raises(PrlError, match=r"state of AdamW has what a checkpoint cannot hold: .*object"):
         write_part(tmp_path, 1, trainer, {})

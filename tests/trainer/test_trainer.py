@@ -170,7 +170,7 @@ def assert_same(found, expected, tolerance):
 
 
 @pytest.mark.parametrize(("share", "tokens"), [(True, 64), (True, 1), (True, 100_000), (False, 70)])
-def test_gradient_and_metrics_of_a_step_are_those_of_the_formulas(moved, tiny, samples, make_sample, share, tokens):
+def test_a_steps_gradient_and_metrics_match_the_formulas(moved, tiny, samples, make_sample, share, tokens):
     """Also where the trainer fills in the logprobs of the model that the run began with."""
     samples = [*samples, *(pulled(make_sample, 14 + i, 4, seed=3) for i in range(3))]
     expected, metrics, kinds = reference(moved, samples, tiny)
@@ -247,7 +247,7 @@ def test_unusable_sampler_logprobs_leave_mask_and_count(tiny, make_sample, bad):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_raises_and_leaves_the_weights(tiny, make_sample, bad):
+def test_a_gradient_not_finite_leaves_the_weights(tiny, make_sample, bad):
     sample = make_sample(12, 3)
     sample.advantages[7] = bad
     trainer = make_trainer(tiny)
@@ -317,7 +317,7 @@ def test_the_entropy_of_one_env_is_rewarded_exactly_once(tiny, make_sample):
         ),
     ],
 )
-def test_a_sample_that_asks_for_what_is_not_there_is_refused(tiny, make_sample, fields, message):
+def test_samples_that_need_what_is_missing_are_refused(tiny, make_sample, fields, message):
     """Before anything is trained."""
     before = copy.deepcopy(tiny.state_dict())
     with pytest.raises(ValueError, match=message):

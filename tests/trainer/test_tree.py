@@ -105,7 +105,7 @@ def step(samples, *, share: bool, tokens: int, seq_len: int = 24):
 
 
 @pytest.mark.parametrize("tokens", [20, 10_000])
-def test_gradients_and_metrics_of_a_step_are_those_of_packed_rows(tokens):
+def test_a_step_over_trees_equals_packed_rows(tokens):
     samples = forked(random.Random(tokens))
     feed(samples, "all", random.Random(tokens))
     packed, packed_gradients = step(samples, share=False, tokens=tokens)
@@ -201,7 +201,7 @@ def test_equal_tokens_go_through_the_head_once(tiny, monkeypatch):
     assert seen == [4]  # two tokens at two temperatures
 
 
-def test_the_start_up_check_notices_a_model_that_ignores_the_tree():
+def test_check_layout_notices_a_model_that_ignores_the_tree():
     model = load_model(model_path("tiny"), device=CPU)
     check_layout(model, tree_stacks)
     forward = model.base_model.forward
@@ -210,7 +210,7 @@ def test_the_start_up_check_notices_a_model_that_ignores_the_tree():
         check_layout(model, tree_stacks)
 
 
-def test_layers_with_a_window_see_so_many_tokens_of_the_path(tmp_path):
+def test_layers_with_a_window_see_the_end_of_paths(tmp_path):
     path = windowed(tmp_path)
     samples, expected = check_windowed(path)
     unbounded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, sliding_window=1000)

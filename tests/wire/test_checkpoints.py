@@ -63,14 +63,14 @@ def test_damage_is_named(made, name, damage, says):
     assert says in str(refused.value)
 
 
-def test_a_model_is_read_whatever_is_beside_it_for_going_on(made):
+def test_a_model_is_verified_without_its_state(made):
     folder = made()
     (folder / "state" / "trainer.json").unlink()
     (folder / "state" / "mine.json").write_text("{}")
     assert checkpoints.verify(folder, state=False) == 20
 
 
-def test_one_under_the_name_of_another_step_is_refused_to_go_on_from(made):
+def test_a_checkpoint_named_as_another_step_is_refused(made):
     folder = made(4)
     copy = folder.with_name("step_000099")
     shutil.copytree(folder, copy)

@@ -19,7 +19,7 @@ def everything(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_batch_comes_back_from_the_folder_of_its_step_and_rank(tmp_path, transport):
+def test_a_batch_comes_back_by_step_and_rank(tmp_path, transport):
     batches = [StepBatch(step=12, micro_batches=[], truncated=rank) for rank in range(2)]
     for rank, batch in enumerate(batches):
         transport.send_batch(batch, rank)
@@ -35,7 +35,7 @@ def test_writing_replaces_what_was_there(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["write", "replace"])
-def test_a_write_that_fails_leaves_the_old_file_and_no_part_of_the_new(tmp_path, monkeypatch, where):
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch, where):
     path = tmp_path / "file"
     files.write_atomically(path, b"old")
     if where == "write":
@@ -52,7 +52,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_part_of_the_new(tmp_path,
     assert path.read_bytes() == b"old" and everything(tmp_path) == ["file"]
 
 
-def test_the_end_is_a_word_of_its_own_beside_the_batches(tmp_path, transport):
+def test_the_last_step_is_sent_beside_the_batches(tmp_path, transport):
     assert transport.receive_end() is None
     transport.send_batch(StepBatch(step=7, micro_batches=[], truncated=0), 0)
     assert transport.receive_end() is None

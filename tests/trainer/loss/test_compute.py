@@ -125,8 +125,8 @@ def test_gradient_by_finite_differences(seed):
 )
 def test_counts_by_hand(i, streams, counts):
     """Tokens are counted, weights are not summed: rl, ce, ref_kl, and what lacks a measured logprob alone."""
-    lengths = streams.pop("sequence_lengths", None)
-    tensors = {name: torch.tensor(values) for name, values in streams.items()}
+    lengths = streams.get("sequence_lengths")
+    tensors = {name: torch.tensor(values) for name, values in streams.items() if name != "sequence_lengths"}
     tensors["loss_mask"] = tensors["loss_mask"].bool()
     found = count_members(inference_logprobs=torch.tensor(i), sequence_lengths=lengths, **tensors)
     assert found.tolist() == counts and found.dtype == torch.int64

@@ -83,5 +83,5 @@ def test_advantages_are_not_read():
     assert run(ref_kl_loss, given)[1] == [-0.5, 0.5]
 
 
-def test_a_reference_that_agrees_gives_no_gradient_even_at_an_infinite_ratio():
+def test_an_agreeing_reference_gives_no_gradient_at_infinite_ratios():
     assert run(ref_kl_loss, inputs([-0.5], [-1000.0], ref=[-0.5]), kl_tau=0.0)[1] == [0.0]
