@@ -245,8 +245,9 @@ class Rollout:
                 f"for {len(mask)} token_ids in {len(self.samples)} sample(s)"
             )
         credit = [float(a) if trains else 0.0 for a, trains in zip(values, mask, strict=True)]
-        if (bad := next((a for a in credit if not math.isfinite(a)), None)) is not None:
-            raise ValueError(f"an advantage must be a finite number, got {bad} (reward {self.reward})")
+        for advantage in credit:
+            if not math.isfinite(advantage):
+                raise ValueError(f"an advantage must be a finite number, got {advantage} (reward {self.reward})")
         self.advantages = credit
 
 

@@ -54,7 +54,7 @@ class TokenExport:
         self.rank = rank
         self.examples = examples
         self.decode = None if decode is None else functools.cache(decode)
-        self._found: dict[tuple[int, int], list[list]] = {}
+        self._treated: dict[tuple[int, int], list[list]] = {}
         """By `Stack.origins`: the policy's logprobs, the ratios and the labels of the loss ("" for none)."""
         self._filled: dict[tuple[int, int], list[float]] = {}
         """By `Stack.origins`: the reference's logprobs, where the trainer filled them."""
@@ -73,7 +73,7 @@ class TokenExport:
             _labels(treatment),
         )
         for origin, part in zip(stack.origins, sequence_slices(stack.sequence_lengths), strict=True):
-            self._found[origin] = [column[part] for column in columns]
+            self._treated[origin] = [column[part] for column in columns]
             if stack.initial[part].any():
                 self._filled[origin] = stack.streams["ref_logprobs"][part].tolist()
 
@@ -83,35 +83,40 @@ class TokenExport:
             self.run_dir / "tokens" / step_name(batch.step) / f"rank_{self.rank}.jsonl",
             msgspec.json.Encoder().encode_lines(self._lines(batch)),
         )
-        self._found, self._filled = {}, {}
+        self._treated, self._filled = {}, {}
 
     def _lines(self, batch: StepBatch) -> Iterator[dict[str, Any]]:
         chosen = None if self.examples is None else first_groups(batch.micro_batches)
         for number, row in enumerate(batch.micro_batches):
             for place, part in enumerate(sequence_slices(row.sequence_lengths)):
-                if chosen is not None and (number, place) not in chosen:
-                    continue
-                mask, origin = row.mask[part], row.origins[place] if row.origins else None
-                untrained = ["weight 0" if on else "context" for on in mask]
-                # A sequence without anything to train may have been left out of the forward.
-                nothing: list[list] = [[None] * len(mask), [None] * len(mask), untrained]
-                logprobs, ratio, labels = self._found.get((number, place), nothing)
-                yield {
-                    **{name: None if (s := getattr(row, name)) is None else s[part] for name in STREAM_FILL},
-                    **({"ref_logprobs": filled} if (filled := self._filled.get((number, place))) else {}),
-                    "step": batch.step,
-                    "rank": self.rank,
-                    "env": row.env_names[place],
-                    **{name: getattr(origin, name, None) for name in Origin.__struct_fields__},
-                    "text": None if self.decode is None else [self.decode(token) for token in row.input_ids[part]],
-                    "token_ids": row.input_ids[part],
-                    "mask": mask,
-                    "temperature": row.temperatures[part],
-                    "inference_logprobs": row.logprobs[part],
-                    "trainer_logprobs": logprobs,
-                    "ratio": ratio,
-                    "fate": [label or reason for label, reason in zip(labels, untrained, strict=True)],
-                }
+                if chosen is None or (number, place) in chosen:
+                    yield {"step": batch.step, "rank": self.rank} | self._line(row, part, number, place)
+
+    def _line(self, row: MicroBatch, part: slice, number: int, place: int) -> dict[str, Any]:
+        """The line of one sequence: the `place` in row `number` of the batch, `part` of the row's tokens."""
+        token_ids, mask = row.input_ids[part], row.mask[part]
+        origin = row.origins[place] if row.origins else None
+        streams = {name: getattr(row, name) for name in STREAM_FILL}
+        shipped = {name: None if stream is None else stream[part] for name, stream in streams.items()}
+        if (number, place) in self._filled:
+            shipped["ref_logprobs"] = self._filled[number, place]
+        # A sequence without anything to train may have been left out of the forward.
+        nothing: list[list] = [[None] * len(mask), [None] * len(mask), [""] * len(mask)]
+        logprobs, ratio, labels = self._treated.get((number, place), nothing)
+        untrained = ["weight 0" if on else "context" for on in mask]
+        return {
+            "env": row.env_names[place],
+            **{name: getattr(origin, name, None) for name in Origin.__struct_fields__},
+            "text": None if self.decode is None else [self.decode(token) for token in token_ids],
+            "token_ids": token_ids,
+            "mask": mask,
+            "temperature": row.temperatures[part],
+            "inference_logprobs": row.logprobs[part],
+            **shipped,
+            "trainer_logprobs": logprobs,
+            "ratio": ratio,
+            "fate": [label or reason for label, reason in zip(labels, untrained, strict=True)],
+        }
 
 
 def first_groups(rows: Sequence[MicroBatch]) -> set[tuple[int, int]]:

@@ -24,11 +24,10 @@ def collective_timeout(trainer: Mapping[str, Any]) -> timedelta:
 
 def meet(rank: int, world_size: int, device: torch.device, trainer: Mapping[str, Any]) -> None:
     """Connect this rank with the others."""
-    where: dict[str, Any] = {"init_method": None}
+    meeting = os.environ.get(MEETING_VARIABLE)
+    where: dict[str, Any] = {"init_method": None if meeting is None else f"file://{meeting}"}
     if world_size == 1:
         where = {"store": dist.HashStore()}
-    elif (meeting := os.environ.get(MEETING_VARIABLE)) is not None:
-        where = {"init_method": f"file://{meeting}"}
     cuda = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",  # gloo for what is kept in host memory

@@ -71,16 +71,18 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
     """
     saved = _read_state(folder)
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    if missing := sorted(set(saved["optimizer"]) - set(parameters)):
+    missing = sorted(saved["optimizer"].keys() - parameters.keys())
+    if missing:
         raise ConfigError(f"{folder}: the optimiser's state is of parameters that the model lacks: {missing[0]}")
     with safe_open(folder / STATE / "trainer.safetensors", "pt") as tensors:
         _load_optimizer(trainer.optimizer, parameters, saved["optimizer"], tensors.get_tensor)
-        own = {f"generator/{rank}/{kind}" for kind in ("cpu", "cuda")}
-        generators = {name: tensors.get_tensor(name) for name in own.intersection(tensors.keys())}
-    if (cpu := generators.get(f"generator/{rank}/cpu")) is not None:
-        torch.set_rng_state(cpu)
-    if (cuda := generators.get(f"generator/{rank}/cuda")) is not None and trainer.device.type == "cuda":
-        torch.cuda.set_rng_state(cuda, trainer.device)
+        own = {kind: f"generator/{rank}/{kind}" for kind in ("cpu", "cuda")}
+        saved_names = set(tensors.keys())
+        generators = {kind: tensors.get_tensor(name) for kind, name in own.items() if name in saved_names}
+    if "cpu" in generators:
+        torch.set_rng_state(generators["cpu"])
+    if "cuda" in generators and trainer.device.type == "cuda":
+        torch.cuda.set_rng_state(generators["cuda"], trainer.device)
 
 
 def _load_optimizer(

@@ -236,7 +236,8 @@ class Trainer:
                 f"the gradient's norm is {norm}: weights were left as they were. "
                 "Lower trainer.optim.lr, or look at the last batch's logprobs (orchestrator.keep_batches=true)"
             )
-        if (scale := self.config.max_grad_norm / (norm + 1e-6)) < 1:  # as torch.nn.utils.clip_grad_norm_ has it
+        scale = self.config.max_grad_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
+        if scale < 1:
             scale_gradients(parameters, scale)
         for group, rate in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = rate * factor

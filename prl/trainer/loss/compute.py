@@ -161,11 +161,13 @@ def compute_loss(
 def _without_padding(streams: Mapping[str, Tensor | None], sequence_lengths: Sequence[int]) -> dict[str, Tensor]:
     """The tokens of the sequences, of each stream that is there. Raises for one that is unknown or does not align."""
     known = {"trainer_logprobs", "inference_logprobs", "loss_mask", "entropy", *STREAM_FILL}
-    if unknown := streams.keys() - known:
+    unknown = streams.keys() - known
+    if unknown:
         raise TypeError(f"there is no keyword {min(unknown)!r}")
     present = {name: stream for name, stream in streams.items() if stream is not None}
     check_shapes(present)
-    if (tokens := sum(sequence_lengths)) > (room := len(present["loss_mask"])):
+    tokens, room = sum(sequence_lengths), len(present["loss_mask"])
+    if tokens > room:
         raise ValueError(f"sequence_lengths sum to {tokens}, but there are only {room} tokens")
     return {name: stream[:tokens] for name, stream in present.items()}
 
