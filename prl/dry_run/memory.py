@@ -160,7 +160,11 @@ def trainer_memory(
 
     whole = shape.parameters * FLOAT
     gathered = shape.outside + 2 * shape.layer + (0 if shape.adapters else shape.layer)
-    logits = min(how.tokens, how.head_chunk or usual_chunk(shape.vocabulary, shape.hidden, cuda=how.cuda)) * shape.vocabulary * FLOAT
+    logits = (
+        min(how.tokens, how.head_chunk or usual_chunk(shape.vocabulary, shape.hidden, cuda=how.cuda))
+        * shape.vocabulary
+        * FLOAT
+    )
     head = 0 if shape.adapters else shape.vocabulary * shape.hidden * FLOAT  # its gradient
     kept = activations(shape, how)
     at_head = {"activations": kept, "head": max(2 * logits, logits + head)}

@@ -122,9 +122,9 @@ class LongSequences(TokenTree):
         attended = []
         with sdpa_kernel(KERNELS, set_priority=True):
             for length, *parts in zip(self.lengths, *split, strict=True):
-                filled = [pad(part, (0, 0, 0, -length % ROUND)) for part in parts]  # seen by no token of the sequence
+                q, k, v = (pad(part, (0, 0, 0, -length % ROUND)) for part in parts)  # seen by no token of the sequence
                 gqa = query.shape[1] != key.shape[1]
-                out = scaled_dot_product_attention(*filled, is_causal=True, scale=scale, enable_gqa=gqa)
+                out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
                 attended.append(out[:, :, :length])
         return torch.cat(attended, dim=2).transpose(1, 2)
 
