@@ -58,8 +58,8 @@ def is_secret(name: str, value: str) -> bool:
     name = re.sub(r"\benvs\.[^.]+", "", name)  # what somebody has called an env
     if re.search(r"(?:^|[.+-])token$", name) and re.fullmatch(r"[\w.~+/=-]*[A-Za-z][\w.~+/=-]*", value):
         name = "api_token"
-    found = re.search(NAME, name) or (re.search(f"{MAYBE}$", name) and _is_drawn(value))
-    return bool(found and re.match(PLAIN, value))
+    match = re.search(NAME, name) or (re.search(f"{MAYBE}$", name) and _is_drawn(value))
+    return bool(match and re.match(PLAIN, value))
 
 
 def _is_drawn(value: str) -> bool:
@@ -70,23 +70,23 @@ def _is_drawn(value: str) -> bool:
     return bool(drawn) and not all(map(WORD.fullmatch, re.split(r"[^A-Za-z\d]+", value)))
 
 
-def _of_environment() -> list[str]:
+def _secrets_of_environment() -> list[str]:
     """The secrets among the environment's values, long ones first; a short one may be a word of any text."""
-    found = {value for name, value in os.environ.items() if len(value) >= 12 and is_secret(name, value)}
-    return sorted(found, key=len, reverse=True)
+    secrets = {value for name, value in os.environ.items() if len(value) >= 12 and is_secret(name, value)}
+    return sorted(secrets, key=len, reverse=True)
 
 
 def masked_text(text: str) -> str:
     """`text` with `***` for what looks like a secret, and for values of environment variables that do."""
-    for value in _of_environment():
+    for value in _secrets_of_environment():
         text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", HIDDEN, text)
     return _without_secrets(text)
 
 
 def _without_secrets(text: str) -> str:
     for pattern in (SHAPES, ASSIGNED):
-        text = pattern.sub(lambda found: (found[1] or "") + HIDDEN, text)
-    return MAYBE_ASSIGNED.sub(lambda found: found[1] + HIDDEN if _is_drawn(found[2]) else found[0], text)
+        text = pattern.sub(lambda match: (match[1] or "") + HIDDEN, text)
+    return MAYBE_ASSIGNED.sub(lambda match: match[1] + HIDDEN if _is_drawn(match[2]) else match[0], text)
 
 
 def masked(value: Any, name: str = "") -> Any:
@@ -111,4 +111,4 @@ def masked(value: Any, name: str = "") -> Any:
 
 def _is_hidden(name: str, value: str) -> bool:
     """Whether a value of a config is a secret by its name, or the same as one of the environment."""
-    return is_secret(name, value) or (_is_drawn(value) and value in _of_environment())
+    return is_secret(name, value) or (_is_drawn(value) and value in _secrets_of_environment())

@@ -29,7 +29,7 @@ from prl.run_dir import NOT_OF_A_RUN, clear, cut_back, holds_run, write_config
 from prl.run_yaml import data_of, has_config, load, quoted, without_run
 from prl.text import safe
 from prl.wire import checkpoints
-from prl.wire.files import content_of, regular, write_atomically
+from prl.wire.files import content_of, write_atomically
 
 if TYPE_CHECKING:
     from prl.orchestrator.state import ResumePoint
@@ -150,7 +150,7 @@ def find(config: TrainConfig) -> "ResumePoint | None":
         raise ConfigError(f"{run_dir} has no checkpoint to go on from; run.resume=auto begins again in its directory")
     path = folder / checkpoints.STATE / "run.msgpack"
     try:
-        state = decode(regular(path).read_bytes(), path)
+        state = decode(path.read_bytes(), path)
     except OSError as error:
         raise ConfigError(f"{folder} is no checkpoint to go on from: {error}") from error
     if state.step + (not whole) > config.max_steps:  # the run itself may be about to end
@@ -199,7 +199,7 @@ def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str,
 def check_tasks(run_dir: Path, tasks: Tasks) -> None:
     """Raise ConfigError where an env's training tasks are not those that the run began with."""
     try:
-        recorded = msgspec.json.decode(regular(run_dir / "provenance.json").read_bytes())["data"]
+        recorded = msgspec.json.decode((run_dir / "provenance.json").read_bytes())["data"]
         before = {env: splits["train"]["sha256"] for env, splits in recorded.items()}
     except (OSError, *UNREADABLE, KeyError, TypeError, AttributeError) as error:
         said = f"warning: {run_dir / 'provenance.json'} cannot be read ({error}): whether the tasks are the same"

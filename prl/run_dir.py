@@ -23,7 +23,7 @@ from prl.owner import HOLDER, LOCK, is_owned
 from prl.result import RunResult, read_result, write_result
 from prl.run_yaml import has_config, text_of
 from prl.text import spans
-from prl.wire.files import content_of, naming, regular, write_atomically
+from prl.wire.files import content_of, naming, write_atomically
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 """A directory with one of these holds a run."""
@@ -213,7 +213,7 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
                 _remove(path)
     best = run_dir / "checkpoints" / "best"
     try:
-        if best.exists() and msgspec.json.decode(regular(best / "best.json").read_bytes())["step"] > evaluated:
+        if best.exists() and msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:
             _remove(best)  # it is found again
     except (OSError, *UNREADABLE, KeyError, TypeError):
         print(f"warning: {best / 'best.json'} is damaged: it does not say which version it is", file=sys.stderr)

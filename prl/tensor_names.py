@@ -26,13 +26,14 @@ def as_in_files(model: Any, name: str, tensor: "torch.Tensor") -> "dict[str, tor
     from transformers.core_model_loading import revert_weight_conversion
 
     known = _KNOWN.setdefault(model, {})
-    if (same := known.get(name)) is not None:
-        return {same: tensor}
-    found: dict[str, torch.Tensor] = revert_weight_conversion(model, {name: tensor})
+    file_name = known.get(name)
+    if file_name is not None:
+        return {file_name: tensor}
+    in_files: dict[str, torch.Tensor] = revert_weight_conversion(model, {name: tensor})
     if name not in known:
-        only = next(iter(found.items())) if len(found) == 1 else ("", None)
-        known[name] = only[0] if only[1] is tensor else None
-    return found
+        same = [part for part, value in in_files.items() if value is tensor]
+        known[name] = same[0] if len(in_files) == len(same) == 1 else None
+    return in_files
 
 
 def check_names(model: Any) -> None:
@@ -41,9 +42,11 @@ def check_names(model: Any) -> None:
 
     state = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
     expected = {name: tensor.shape for name, tensor in revert_weight_conversion(model, dict(state)).items()}
-    found = [(part, each.shape) for name in state for part, each in as_in_files(model, name, state[name]).items()]
-    if len(found) != len(expected) or dict(found) != expected:
-        odd = next((name for name, shape in found if expected.get(name) != shape), next(iter(expected)))
+    shapes: list[tuple[str, torch.Size]] = []
+    for name, tensor in state.items():
+        shapes += [(part, value.shape) for part, value in as_in_files(model, name, tensor).items()]
+    if len(shapes) != len(expected) or dict(shapes) != expected:
+        odd = next((name for name, shape in shapes if expected.get(name) != shape), next(iter(expected)))
         raise ValueError(
             f"{type(model).__name__}: transformers makes {odd} of its files out of several tensors, which prl, "
             "writing one after the other, cannot"

@@ -57,13 +57,13 @@ def test_auto_starts_or_goes_on(run, tmp_path):
 
 
 @pytest.mark.parametrize("at", ["auto", "run"])
-@pytest.mark.parametrize("how", ["a file was added", "no manifest"])
+@pytest.mark.parametrize("how", ["a file is gone", "no manifest"])
 def test_where_no_checkpoint_is_whole_nothing_begins_again(run, at, how):
     folder = run(steps=(2,))
     checkpoint = checkpoint_path(folder, 2)
     manifest = checkpoint / "manifest.json"
-    if how == "a file was added":
-        (checkpoint / "notes.txt").touch()
+    if how == "a file is gone":
+        next(path for path in checkpoint.rglob("*") if path.is_file() and path != manifest).unlink()
     else:
         manifest.unlink()
     with pytest.raises(ConfigError, match="step_000002 .*; there is none before it"):

@@ -21,7 +21,6 @@ from prl.inference.frozen import FrozenPool
 from prl.run_yaml import yaml_of
 from prl.text import in_one_line
 from prl.wire.checkpoints import checkpoint_path, steps_of
-from prl.wire.files import regular
 
 OUTPUTS = Path("outputs")
 NOT_THE_SHAPE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
@@ -136,7 +135,7 @@ def read_run_config(run: Path) -> dict[str, Any]:
     """`config.yaml` of a run as plain data. Raises ConfigError where it cannot be read."""
     path = run / "config.yaml"
     try:
-        config = yaml_of(regular(path).read_text(encoding="utf-8"))
+        config = yaml_of(path.read_text(encoding="utf-8"))
     except Exception as error:  # of YAML or OmegaConf
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict) or "${" in json.dumps(config, default=str):

@@ -1,7 +1,6 @@
 """Small models: those that come with prl, one folder each, and those that are made from a package on first use."""
 
 import contextlib
-import fcntl
 import os
 import sys
 import time
@@ -41,13 +40,13 @@ def make(folder: Path) -> bool:
     if is_whole(folder):
         return True
     source = MADE[name].package_file()
+    from filelock import FileLock
+
     from prl.wire.checkpoints import seal, writing  # msgspec, which composing a config does not need
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_name(f".{folder.name}.lock").open("ab") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        with FileLock(folder.with_name(f".{folder.name}.lock")):
             if is_whole(folder):
                 return True
             began = time.monotonic()

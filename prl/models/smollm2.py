@@ -155,7 +155,7 @@ def bfloat16(numbers: "np.ndarray") -> "np.ndarray":
 
 
 def write_tokenizer(folder: Path, value: Callable[[str], Any]) -> None:
-    """Write tokenizer.json and tokenizer_config.json: BPE over bytes, as GPT-2's, but that each digit is alone."""
+    """Write tokenizer.json and tokenizer_config.json: BPE over bytes, as GPT-2's, with each digit alone."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokens, kinds = value("tokenizer.ggml.tokens"), value("tokenizer.ggml.token_type")

@@ -54,7 +54,7 @@ class Checkpoints:
 
     def awaited(self, step: int) -> bool:
         """Whether the trainer's part of `step` is there and `sync` has not been called for it."""
-        return step not in self._synced and files.has_part(self.run_dir, step)
+        return step not in self._synced and files.part_path(self.run_dir, step).exists()
 
     def sync(self, step: int, state: SyncState) -> None:
         """Take what `WeightSync` knew when `step` was trained and the next was not yet."""

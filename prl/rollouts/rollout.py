@@ -62,9 +62,9 @@ class Outcome:
 
 
 class Rollout:
-    """One attempt at a task. Its trace holds what happened, and answers for the parts declared first.
+    """One attempt at a task. The attributes declared first are those of its trace.
 
-    Invariant: `outcome` is written once. The first thing that takes a rollout off its road is its outcome.
+    `outcome` is written once: the first thing that takes a rollout out of the pipeline.
     """
 
     task: "TraceTask"
@@ -116,7 +116,7 @@ class Rollout:
         self.matched: dict[str, str] = {}
         """Filter slot -> the first filter of it that matched, enforced or not."""
         self.outcome: Outcome | None = None
-        """Where it left the road to the trainer, and why; None while it is under way."""
+        """Where it left the pipeline, and why; None while it is under way."""
         self.seal: int | None = None
         """Hash of its samples' tokens as its algorithm received them; from then on only streams may be written."""
 
@@ -131,7 +131,7 @@ class Rollout:
         """Write its outcome. Raises RuntimeError if it has one already."""
         outcome = Outcome(stage, reason, source)
         if self.outcome is not None:
-            raise RuntimeError(f"a rollout leaves once: it is {self.outcome}, and cannot become {outcome}")
+            raise RuntimeError(f"a rollout has one outcome: it is {self.outcome}, and cannot become {outcome}")
         self.outcome = outcome
 
     def fail(self, error: Exception, kind: str | None = None) -> None:
@@ -245,8 +245,9 @@ class Rollout:
                 f"for {len(mask)} token_ids in {len(self.samples)} sample(s)"
             )
         credit = [float(a) if trains else 0.0 for a, trains in zip(values, mask, strict=True)]
-        if (bad := next((a for a in credit if not math.isfinite(a)), None)) is not None:
-            raise ValueError(f"an advantage must be a finite number, got {bad} (reward {self.reward})")
+        for advantage in credit:
+            if not math.isfinite(advantage):
+                raise ValueError(f"an advantage must be a finite number, got {advantage} (reward {self.reward})")
         self.advantages = credit
 
 

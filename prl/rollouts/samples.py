@@ -38,7 +38,7 @@ class SampledSpan:
 
 
 class TokenMismatch(ValueError):
-    """A trace does not hold the tokens that a model call sent and sampled."""
+    """A trace does not have the tokens that a model call sent and sampled."""
 
     kind = "tokens"
 
@@ -75,7 +75,7 @@ def samples_of(
         trace: The episode, its rewards recorded.
         env_name: Name of the env, for the samples and for messages.
         temperature: The policy divided its logits by it where it sampled. All other tokens have temperature 1: what a
-            frozen model, a demonstration or an env wrote says nothing about how the policy would be sampled.
+            frozen model, a demonstration or an env wrote is no sample of the policy.
         live: Whether the live policy sampled. Otherwise there are no sampler logprobs, and they are 0.0.
         versions: First and last policy version of the rollout, for calls that were recorded without theirs.
 
@@ -170,12 +170,11 @@ def check_tokens(
     if usage is not None and (length - sampled, sampled) != (usage.prompt_tokens, usage.completion_tokens):
         raise TokenMismatch(
             f"env {env_name!r}, turn {turn}: {usage.prompt_tokens} tokens were sent and {usage.completion_tokens} "
-            f"sampled, but the trace holds {length - sampled} and {sampled}"
+            f"sampled, but the trace has {length - sampled} and {sampled}"
         )
     if isinstance(call, RecordedCall) and call.digest != digest:
         raise TokenMismatch(
-            f"env {env_name!r}, turn {turn}: the {length} tokens that the trace holds are not those that were sent and "
-            "sampled"
+            f"env {env_name!r}, turn {turn}: the {length} tokens of the trace are not those that were sent and sampled"
         )
 
 

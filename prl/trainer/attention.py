@@ -106,7 +106,7 @@ def tree_attention(
     Returns:
         `[1, tokens, heads, size]`, and None where other implementations have weights.
 
-    Raises ValueError for a model with a window that the layer does not tell.
+    Raises ValueError for a model with a window that the layer does not pass on.
     """
     if tree is None:
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -160,7 +160,7 @@ def use_tree_attention(model: PreTrainedModel) -> None:
 
 
 def can_attend_over_trees(model: PreTrainedModel) -> bool:
-    """Whether `use_tree_attention` has found it able to."""
+    """Whether the model attends over trees, by `use_tree_attention`."""
     return bool(model.config._attn_implementation == NAME)
 
 

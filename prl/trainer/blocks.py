@@ -1,7 +1,7 @@
 """Attention over a token tree on a CPU: blocks of queries, each with the keys of its path.
 
 The row is cut into blocks of queries; the keys of a block are the path before its first token and the block itself.
-Which of these are on a query's own path, its mask says. Blocks of similar size go through one call of torch's
+Which of these are on a query's own path, is in its mask. Blocks of similar size go through one call of torch's
 attention. One mask over the whole row would be quadratic in it.
 """
 
@@ -93,14 +93,14 @@ class BlockTree(TokenTree):
     ) -> Tensor:
         grouped, size = query.shape[1] != key.shape[1], query.shape[3]
         scale = size**-0.5 if scale is None else scale
-        rows = [each.transpose(1, 2)[0] for each in (query, key, value)]
+        rows = [tensor.transpose(1, 2)[0] for tensor in (query, key, value)]
         outputs = []
         for part in self.blocks:
             places = (part.queries, part.keys, part.keys)
             # index_select and not an index: its backward adds up in one order whatever the number of threads.
             q, k, v = (
-                each.index_select(0, place.flatten()).unflatten(0, place.shape).transpose(1, 2)
-                for each, place in zip(rows, places, strict=True)
+                row.index_select(0, place.flatten()).unflatten(0, place.shape).transpose(1, 2)
+                for row, place in zip(rows, places, strict=True)
             )
             mask = part.mask(window, q.dtype)
             if sinks is not None:

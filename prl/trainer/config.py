@@ -125,7 +125,7 @@ def runs_in_half(dtype: str, device: str) -> bool:
 
 @dataclass
 class PolicyLossConfig:
-    """What all rl losses of prl have. `prl.trainer.loss.interface.reduced` has the formulas."""
+    """What all rl losses of prl have. `prl.trainer.loss.rl.reduced` has the formulas."""
 
     entropy_coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Subtracts this times the mean entropy of the policy at rl tokens, in nats, from the loss. 0 = off."""
@@ -136,9 +136,9 @@ class PolicyLossConfig:
     """Tokens, for `agg_mode=constant` alone, e.g. the longest completion."""
 
 
-def check_aggregation(where: str, knobs: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the knobs of a loss name a constant length without using it, or the reverse."""
-    mode, length = knobs.get("agg_mode"), knobs.get("constant_length")
+def check_aggregation(where: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError where the options of a loss name a constant length without using it, or the reverse."""
+    mode, length = options.get("agg_mode"), options.get("constant_length")
     if mode == "constant" and length is None:
         raise ConfigError(f"{where}.agg_mode=constant needs {where}.constant_length=<tokens>")
     if mode not in (None, "constant") and length is not None:
@@ -195,7 +195,7 @@ class GSPOLossConfig(PolicyLossConfig):
 
 @dataclass
 class CustomLossConfig:
-    """A function of your own, `fn(inputs: LossInputs, **knobs) -> LossOutputs`, called once per sequence.
+    """A function of your own, `fn(inputs: LossInputs, **options) -> LossOutputs`, called once per sequence.
 
     Further keys are its keyword arguments: +loss.clip_eps=0.1.
     """

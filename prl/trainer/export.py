@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from prl.trainer.batch import Stack
-from prl.trainer.loss import TokenFates
+from prl.trainer.loss import TokenTreatment
 from prl.wire.files import step_name, write_atomically
 from prl.wire.messages import STREAM_FILL, MicroBatch, Origin, StepBatch, sequence_slices
 
@@ -54,7 +54,7 @@ class TokenExport:
         self.rank = rank
         self.examples = examples
         self.decode = None if decode is None else functools.cache(decode)
-        self._found: dict[tuple[int, int], list[list]] = {}
+        self._treated: dict[tuple[int, int], list[list]] = {}
         """By `Stack.origins`: the policy's logprobs, the ratios and the labels of the loss ("" for none)."""
         self._filled: dict[tuple[int, int], list[float]] = {}
         """By `Stack.origins`: the reference's logprobs, where the trainer filled them."""
@@ -63,13 +63,17 @@ class TokenExport:
         """Whether anything of the step is written."""
         return self.examples is None or step in self.examples
 
-    def add(self, stack: Stack, logprobs: torch.Tensor, fates: TokenFates) -> None:
+    def add(self, stack: Stack, logprobs: torch.Tensor, treatment: TokenTreatment) -> None:
         """Take over the sequences of a stack after the loss; `logprobs` are the policy's, `[flat tokens]`."""
         known = stack.wanted & (stack.before >= 0)
         ratio = (logprobs.double() - stack.logprobs.double()).exp()
-        columns: tuple[list, list, list] = (_where(known, logprobs), _where(fates.sampled, ratio), _labels(fates))
+        columns: tuple[list, list, list] = (
+            _where(known, logprobs),
+            _where(treatment.sampled, ratio),
+            _labels(treatment),
+        )
         for origin, part in zip(stack.origins, sequence_slices(stack.sequence_lengths), strict=True):
-            self._found[origin] = [column[part] for column in columns]
+            self._treated[origin] = [column[part] for column in columns]
             if stack.initial[part].any():
                 self._filled[origin] = stack.streams["ref_logprobs"][part].tolist()
 
@@ -79,35 +83,40 @@ class TokenExport:
             self.run_dir / "tokens" / step_name(batch.step) / f"rank_{self.rank}.jsonl",
             msgspec.json.Encoder().encode_lines(self._lines(batch)),
         )
-        self._found, self._filled = {}, {}
+        self._treated, self._filled = {}, {}
 
     def _lines(self, batch: StepBatch) -> Iterator[dict[str, Any]]:
         chosen = None if self.examples is None else first_groups(batch.micro_batches)
         for number, row in enumerate(batch.micro_batches):
             for place, part in enumerate(sequence_slices(row.sequence_lengths)):
-                if chosen is not None and (number, place) not in chosen:
-                    continue
-                mask, origin = row.mask[part], row.origins[place] if row.origins else None
-                untrained = ["weight 0" if on else "context" for on in mask]
-                # A sequence without anything to train may have been left out of the forward.
-                nothing: list[list] = [[None] * len(mask), [None] * len(mask), untrained]
-                logprobs, ratio, labels = self._found.get((number, place), nothing)
-                yield {
-                    **{name: None if (s := getattr(row, name)) is None else s[part] for name in STREAM_FILL},
-                    **({"ref_logprobs": filled} if (filled := self._filled.get((number, place))) else {}),
-                    "step": batch.step,
-                    "rank": self.rank,
-                    "env": row.env_names[place],
-                    **{name: getattr(origin, name, None) for name in Origin.__struct_fields__},
-                    "text": None if self.decode is None else [self.decode(token) for token in row.input_ids[part]],
-                    "token_ids": row.input_ids[part],
-                    "mask": mask,
-                    "temperature": row.temperatures[part],
-                    "inference_logprobs": row.logprobs[part],
-                    "trainer_logprobs": logprobs,
-                    "ratio": ratio,
-                    "fate": [label or reason for label, reason in zip(labels, untrained, strict=True)],
-                }
+                if chosen is None or (number, place) in chosen:
+                    yield {"step": batch.step, "rank": self.rank} | self._line(row, part, number, place)
+
+    def _line(self, row: MicroBatch, part: slice, number: int, place: int) -> dict[str, Any]:
+        """The line of one sequence: the `place` in row `number` of the batch, `part` of the row's tokens."""
+        token_ids, mask = row.input_ids[part], row.mask[part]
+        origin = row.origins[place] if row.origins else None
+        streams = {name: getattr(row, name) for name in STREAM_FILL}
+        shipped = {name: None if stream is None else stream[part] for name, stream in streams.items()}
+        if (number, place) in self._filled:
+            shipped["ref_logprobs"] = self._filled[number, place]
+        # A sequence without anything to train may have been left out of the forward.
+        nothing: list[list] = [[None] * len(mask), [None] * len(mask), [""] * len(mask)]
+        logprobs, ratio, labels = self._treated.get((number, place), nothing)
+        untrained = ["weight 0" if on else "context" for on in mask]
+        return {
+            "env": row.env_names[place],
+            **{name: getattr(origin, name, None) for name in Origin.__struct_fields__},
+            "text": None if self.decode is None else [self.decode(token) for token in token_ids],
+            "token_ids": token_ids,
+            "mask": mask,
+            "temperature": row.temperatures[part],
+            "inference_logprobs": row.logprobs[part],
+            **shipped,
+            "trainer_logprobs": logprobs,
+            "ratio": ratio,
+            "fate": [label or reason for label, reason in zip(labels, untrained, strict=True)],
+        }
 
 
 def first_groups(rows: Sequence[MicroBatch]) -> set[tuple[int, int]]:
@@ -138,7 +147,7 @@ def _where(members: torch.Tensor, values: torch.Tensor) -> list[float | None]:
     return [value if member else None for member, value in zip(members.tolist(), values.tolist(), strict=True)]
 
 
-def _labels(fates: TokenFates) -> list[str]:
+def _labels(treatment: TokenTreatment) -> list[str]:
     """The labels of each token, joined by "+"; "" for a token without one."""
-    rows = zip(*(tokens.tolist() for tokens in fates.labels.values()), strict=True)
-    return ["+".join(itertools.compress(fates.labels, row)) for row in rows]
+    rows = zip(*(tokens.tolist() for tokens in treatment.labels.values()), strict=True)
+    return ["+".join(itertools.compress(treatment.labels, row)) for row in rows]

@@ -31,12 +31,12 @@ def recompute_activations(model: PreTrainedModel, which: str) -> None:
     """
     if which == "none":
         return
-    knobs: dict[str, object] = {"use_reentrant": False}
+    options: dict[str, object] = {"use_reentrant": False}
     if which == "selective":
         biased = any(getattr(module, "has_bias", False) for module in model.modules())
         kept = [op for op in KEPT if op is not EXPERTS] if biased else KEPT  # they are added in place, to what is kept
-        knobs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=knobs)
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def compile_layers(model: PreTrainedModel) -> None:

@@ -66,7 +66,7 @@ def add_adapters(model: PreTrainedModel, node: Mapping[str, Any], path: str) -> 
 
 
 def check_targets(model: PreTrainedModel, named: list[str] | None) -> list[str] | str:
-    """What peft is to be told of the layers that get adapters: those named, or all linear ones that can.
+    """The `target_modules` of peft: those named, or all linear ones that can.
 
     The output head cannot: its weight is read where the layer is not run (`prl.trainer.logprobs`). Nor can layers that
     are named as matrices of experts are in files: peft takes these for the experts.
@@ -97,8 +97,11 @@ def check_targets(model: PreTrainedModel, named: list[str] | None) -> list[str] 
 
 def names_of_experts(model: PreTrainedModel) -> set[str]:
     """What files call the matrices of each expert (`up_proj`); empty where a model has no experts."""
-    fused = {name: each.to("meta") for name, each in model.named_parameters() if each.dim() == 3}
-    return {key.split(".")[-2] for name, each in fused.items() for key in as_in_files(model, name, each)}
+    names = set()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 3:
+            names |= {key.split(".")[-2] for key in as_in_files(model, name, parameter.to("meta"))}
+    return names
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
@@ -159,7 +162,7 @@ def load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
         saved = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} cannot be read, the adapters of the run ({in_one_line(error)})") from error
-    if {name: each.shape for name, each in own.items()} != {name: each.shape for name, each in saved.items()}:
+    if {name: matrix.shape for name, matrix in own.items()} != {name: matrix.shape for name, matrix in saved.items()}:
         raise ConfigError(f"{path} has adapters of other layers or shapes than model.lora asks for")
     for name, matrix in own.items():
         matrix.copy_(saved[name])

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from prl.trainer.batch import Stack
-from prl.trainer.loss import TokenFates
+from prl.trainer.loss import TokenTreatment
 from prl.trainer.loss.interface import Metrics, add_metric, mismatch_kl, per_token
 from prl.wire.metric_names import QUANTILES
 
@@ -17,17 +17,17 @@ class EnvTokens:
     """Means by env, and the spread of log-ratios, over the stacks of one step."""
 
     def __init__(self) -> None:
-        self._log_ratios: dict[str, list[torch.Tensor]] = {}
+        self.log_ratios: dict[str, list[torch.Tensor]] = {}
 
     @torch.no_grad()
-    def add(self, stack: Stack, logprobs: torch.Tensor, entropy: torch.Tensor, fates: TokenFates) -> Metrics:
+    def add(self, stack: Stack, logprobs: torch.Tensor, entropy: torch.Tensor, treatment: TokenTreatment) -> Metrics:
         """Take in a stack after the loss.
 
         Args:
             stack: the stack.
             logprobs: the trainer's, `[flat tokens]`.
             entropy: of the trainer's distribution, `[flat tokens]`, 0 where no logprob is wanted.
-            fates: as the loss has filled them in.
+            treatment: as the loss has filled them in.
 
         Returns:
             By env, as (sum, count): `entropy` over tokens whose logprob is wanted, `mismatch_kl` over members of
@@ -35,19 +35,19 @@ class EnvTokens:
         """
         envs = list(dict.fromkeys(stack.envs))
         of_token = per_token([envs.index(env) for env in stack.envs], stack.sequence_lengths, logprobs.device)
-        log_ratio = torch.where(fates.sampled, logprobs - stack.logprobs, 0.0)
-        pulled = [tokens for label, tokens in fates.labels.items() if label.split()[0] == "ref_kl"]
+        log_ratio = torch.where(treatment.sampled, logprobs - stack.logprobs, 0.0)
+        pulled = [tokens for label, tokens in treatment.labels.items() if label.split()[0] == "ref_kl"]
         metrics: Metrics = {}
         for number, env in enumerate(envs):
             own = of_token == number
-            sampled = own & fates.sampled
+            sampled = own & treatment.sampled
             metrics[f"entropy/{env}/mean"] = (entropy[own & stack.wanted].double().sum(), (own & stack.wanted).sum())
             metrics[f"mismatch_kl/{env}/mean"] = (mismatch_kl(log_ratio[sampled]).sum(), sampled.sum())
             if pulled:
                 members = own & torch.stack(pulled).any(0)
                 gap = stack.streams["ref_logprobs"][members] - logprobs[members]
                 metrics[f"ref_kl/{env}/mean"] = (gap.double().sum(), members.sum())
-            self._log_ratios.setdefault(env, []).append(log_ratio[sampled])
+            self.log_ratios.setdefault(env, []).append(log_ratio[sampled])
         return metrics
 
     def quantiles(self, device: torch.device) -> dict[str, float]:
@@ -56,7 +56,7 @@ class EnvTokens:
         The smallest and the largest are exact, and so are the others where a rank has at most `SAMPLED_PER_RANK`
         tokens of an env; of more it takes as many, evenly spaced in sorted order.
         """
-        parts = gather({env: _thinned(torch.cat(log_ratios)) for env, log_ratios in self._log_ratios.items()}, device)
+        parts = gather({env: _thinned(torch.cat(log_ratios)) for env, log_ratios in self.log_ratios.items()}, device)
         line: dict[str, float] = {}
         for env in sorted({env for part in parts for env in part}):
             values = torch.tensor([value for part in parts for value in part.get(env, [])], dtype=torch.float64)

@@ -1,8 +1,6 @@
 """The policy as a torch model: load it, run packed rows through it, write it out for the engine."""
 
-import functools
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,8 +20,6 @@ from prl.trainer.logprobs import chunked_logprobs
 from prl.trainer.sharding import as_forward
 from prl.trainer.weights import on_writer, whole_tensors
 from prl.wire.messages import MicroBatch
-
-CONFIG = "config.json"
 
 
 def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -101,7 +97,7 @@ def check_finite(model: PreTrainedModel, path: str) -> None:
     broken = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        raise ValueError(f"{path} holds weights that are not finite (NaN or infinite), in {broken[0]}{more}")
+        raise ValueError(f"{path} has weights that are not finite (NaN or infinite), in {broken[0]}{more}")
 
 
 @as_forward
@@ -123,10 +119,10 @@ def stack_logprobs(
     inputs: dict[str, Any] = {"input_ids": stack.input_ids, "position_ids": stack.position_ids, "use_cache": False}
     if stack.tree is not None:  # four dimensions = a finished mask, so that transformers builds none
         inputs |= {"tree": stack.tree, "attention_mask": torch.ones(1, 1, 1, 1, device=stack.input_ids.device)}
-    elif has_sinks(model.config):  # its masks are not told of positions; of embeddings they take shape and place
+    elif has_sinks(model.config):  # its masks do not get positions; of embeddings they take shape and place
         embedded, positions = stack.input_ids[..., None], stack.position_ids
         inputs["attention_mask"] = create_masks_for_generate(model.config, embedded, None, None, positions)
-    # Counted before the model runs: on a GPU each count waits for what has been asked of it.
+    # Counted before the model runs: on a GPU each count waits for all that was launched.
     known = (stack.wanted & (stack.before >= 0)).nonzero().squeeze(1)
     some, same = distinct(stack.before[known], stack.token_ids[known], stack.temperatures[known])
     place = known[some]
@@ -262,15 +258,6 @@ def save_weights(model: PreTrainedModel, folder: Path | None, dtype: torch.dtype
         return
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    for name, content in configs_of(model).items():
-        (folder / name).write_bytes(content)
-
-
-@functools.lru_cache(maxsize=1)
-def configs_of(model: PreTrainedModel) -> dict[str, bytes]:
-    """The configs of a model by file name, which training does not change: to make them takes as long as `tiny`."""
-    with tempfile.TemporaryDirectory() as folder:
-        model.config.save_pretrained(folder)
-        config = (Path(folder) / CONFIG).read_bytes()
-    generation = model.generation_config.to_json_string()  # end-of-turn tokens; saving it would check its temperatures
-    return {CONFIG: config, "generation_config.json": generation.encode()}
+    model.config.save_pretrained(folder)
+    # The tokens that end a turn, among others. Its own `save_pretrained` would check temperatures.
+    (folder / "generation_config.json").write_text(model.generation_config.to_json_string(), encoding="utf-8")

@@ -1,8 +1,6 @@
 """How the ranks of the trainer meet, and how long they wait for each other."""
 
-import functools
 import os
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -10,60 +8,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from prl.errors import PrlError
 from prl.trainer.config import MEETING_VARIABLE, TrainerConfig
-from prl.wire.process_group import connected
 
-POLL_S = 0.002
-BEHIND_S = 60.0
-"""By which a rank waits longer for another than that waits itself, whose error says more, seconds."""
+MARGIN_S = 60.0
+"""By which a rank waits longer for another than that waits for anything else, whose error says more, seconds."""
 DEADLINES = ("ready_timeout_s", "batch_timeout_s", "finish_timeout_s")
-"""Of what a rank does by itself."""
+"""Of what a rank does by itself: loading, waiting for its batch, writing."""
 
 
-def seconds(trainer: Mapping[str, Any], knob: str) -> float:
-    """A deadline in a trainer's node, or its default."""
-    return float(trainer.get(knob, getattr(TrainerConfig, knob)))
-
-
-def patience_s(trainer: Mapping[str, Any]) -> float:
-    """How long a rank waits for another in a collective, seconds.
-
-    The other may load, wait for its batch or write meanwhile: that has a deadline of its own, whose error says more.
-    """
-    return max(seconds(trainer, knob) for knob in DEADLINES) + BEHIND_S
-
-
-def patience(trainer: Mapping[str, Any]) -> str:
-    """How long that is, in words."""
-    knobs = ", ".join(f"trainer.{knob}" for knob in DEADLINES)
-    return f"within {patience_s(trainer):g} s ({BEHIND_S:g} s more than the longest of {knobs})"
+def collective_timeout(trainer: Mapping[str, Any]) -> timedelta:
+    """How long a rank waits for another in a collective, by the trainer's node."""
+    deadlines = [trainer.get(name, getattr(TrainerConfig, name)) for name in DEADLINES]
+    return timedelta(seconds=max(deadlines) + MARGIN_S)
 
 
 def meet(rank: int, world_size: int, device: torch.device, trainer: Mapping[str, Any]) -> None:
-    """Connect this rank with the others. Raises PrlError at the deadline in the trainer's node."""
-    cuda = device.type == "cuda"
-    where: dict[str, Any] = {"init_method": None}
+    """Connect this rank with the others."""
+    meeting = os.environ.get(MEETING_VARIABLE)
+    where: dict[str, Any] = {"init_method": None if meeting is None else f"file://{meeting}"}
     if world_size == 1:
         where = {"store": dist.HashStore()}
-    elif (meeting := os.environ.get(MEETING_VARIABLE)) is not None:
-        where = {"init_method": f"file://{meeting}"}
-    begin = functools.partial(
-        dist.init_process_group,
+    cuda = device.type == "cuda"
+    dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",  # gloo for what is kept in host memory
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=patience_s(trainer)),
+        timeout=collective_timeout(trainer),
         device_id=torch.device("cuda", torch.cuda.current_device()) if cuda else None,
         **where,
     )
-    timeout_s = seconds(trainer, "ready_timeout_s")
-    deadline = time.monotonic() + timeout_s
-
-    def pause() -> None:
-        if time.monotonic() > deadline:
-            late = f"rank {rank} had not met all {world_size} ranks after {timeout_s:g} s (trainer.ready_timeout_s)"
-            raise PrlError(f"{late}: do all run?")
-        time.sleep(POLL_S)
-
-    connected(begin, pause)

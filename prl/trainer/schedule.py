@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 
 
 class Schedule(ABC):
-    """Scales the peak learning rate of every step. Extend it, as a dataclass whose fields are its knobs."""
+    """Scales the peak learning rate of every step. Extend it, as a dataclass whose fields are its options."""
 
     @abstractmethod
     def factor(self, step: int, max_steps: int) -> float:

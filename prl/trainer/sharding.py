@@ -10,13 +10,13 @@ import functools
 import math
 import types
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import PreTrainedModel
-
-from prl.wire.process_group import share_deadline
 
 if TYPE_CHECKING:  # what follows is imported where ranks share a model: it takes a process alone half a second
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,8 +44,15 @@ def make_mesh(device: torch.device, shard_size: int | None) -> "DeviceMesh":
     if size == ranks:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("replicate", "shard"))
-    share_deadline(mesh.get_all_groups(), device)
+    for group in mesh.get_all_groups():  # which have torch's own deadline, NCCL's of ten minutes
+        _set_pg_timeout(timeout_of(dist.group.WORLD, device), group)
     return mesh
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta:
+    """How long a rank waits for the others in a collective of `group`, which torch 2.13 keeps to itself."""
+    timeout: timedelta = group._get_backend(torch.device(device.type)).options._timeout
+    return timeout
 
 
 def is_part(tensor: torch.Tensor) -> "TypeGuard[DTensor]":

@@ -1,7 +1,7 @@
-"""The trainer's part of a checkpoint: weights, optimiser, schedule and random generators.
+"""The trainer's part of a checkpoint: weights, optimiser and random generators.
 
 state/trainer.safetensors     every tensor: optimiser/…, generator/<rank>/{cpu,cuda}
-state/trainer.json            everything else of the optimiser, with the tensors' names in their places; the schedule
+state/trainer.json            everything else of the optimiser, with the tensors' names in their places
 adapter/                      with model.lora, the adapters as peft has them; the weights have them merged
 
 Tensors and JSON alone: nothing in a checkpoint is code. The optimiser's state is kept by parameter name, and its
@@ -64,25 +64,25 @@ def write_part(run_dir: Path, step: int, trainer: Trainer, tokenizer: Mapping[st
 
 
 def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
-    """Put optimiser, schedule and random generators back as `write_part` saved them; the weights are loaded already.
+    """Put optimiser and random generators back as `write_part` saved them; the weights are loaded already.
 
     A rank that the checkpoint does not know keeps its generators. Raises ConfigError where the optimiser's state does
     not fit the model's parameters.
     """
     saved = _read_state(folder)
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    if missing := sorted(set(saved["optimizer"]) - set(parameters)):
+    missing = sorted(saved["optimizer"].keys() - parameters.keys())
+    if missing:
         raise ConfigError(f"{folder}: the optimiser's state is of parameters that the model lacks: {missing[0]}")
     with safe_open(folder / STATE / "trainer.safetensors", "pt") as tensors:
         _load_optimizer(trainer.optimizer, parameters, saved["optimizer"], tensors.get_tensor)
-        own = {f"generator/{rank}/{kind}" for kind in ("cpu", "cuda")}
-        generators = {name: tensors.get_tensor(name) for name in own.intersection(tensors.keys())}
-    if (schedule := saved.get("schedule")) is not None and hasattr(trainer.schedule, "load_state_dict"):
-        trainer.schedule.load_state_dict(schedule)
-    if (cpu := generators.get(f"generator/{rank}/cpu")) is not None:
-        torch.set_rng_state(cpu)
-    if (cuda := generators.get(f"generator/{rank}/cuda")) is not None and trainer.device.type == "cuda":
-        torch.cuda.set_rng_state(cuda, trainer.device)
+        own = {kind: f"generator/{rank}/{kind}" for kind in ("cpu", "cuda")}
+        saved_names = set(tensors.keys())
+        generators = {kind: tensors.get_tensor(name) for kind, name in own.items() if name in saved_names}
+    if "cpu" in generators:
+        torch.set_rng_state(generators["cpu"])
+    if "cuda" in generators and trainer.device.type == "cuda":
+        torch.cuda.set_rng_state(generators["cuda"], trainer.device)
 
 
 def _load_optimizer(
@@ -121,13 +121,11 @@ def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.
     folder.mkdir()
     state, tensors = _optimizer_state(trainer)
     tensors |= generators
-    schedule = trainer.schedule.state_dict() if hasattr(trainer.schedule, "state_dict") else None
     try:
-        text = json.dumps({"optimizer": state, "schedule": schedule})
+        text = json.dumps({"optimizer": state})
     except TypeError as error:
-        classes = [*trainer.optimizer.optimizers, trainer.schedule]
-        owners = " or ".join(type(each).__name__ for each in classes)
-        raise PrlError(f"the state of {owners} holds what a checkpoint cannot: {error}") from error
+        owners = " or ".join(type(optimizer).__name__ for optimizer in trainer.optimizer.optimizers)
+        raise PrlError(f"the state of {owners} has what a checkpoint cannot hold: {error}") from error
     (folder / "trainer.json").write_text(text, encoding="utf-8")
     save_file(on_writer(_gathered(tensors), writes=True), folder / "trainer.safetensors")
 
@@ -180,5 +178,5 @@ def _generators(device: torch.device) -> dict[str, torch.Tensor]:
         state = state.to(device)
         states = [torch.empty_like(state) for _ in range(dist.get_world_size())]
         dist.all_gather(states, state)
-        generators |= {f"generator/{rank}/{name}": each.cpu() for rank, each in enumerate(states)}
+        generators |= {f"generator/{rank}/{name}": state.cpu() for rank, state in enumerate(states)}
     return generators

@@ -18,7 +18,7 @@ from prl.trainer.batch import Stack, empty_stack, stacks
 from prl.trainer.config import AdamWConfig, TrainerConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.layers import compile_layers, recompute_activations
-from prl.trainer.loss import LossCounts, TokenFates, compute_loss, count_members, count_sequences
+from prl.trainer.loss import LossCounts, TokenTreatment, compute_loss, count_members, count_sequences
 from prl.trainer.loss.interface import LossFunction, Metrics, add_metric
 from prl.trainer.metrics import EnvTokens, means_over_ranks
 from prl.trainer.model import stack_logprobs
@@ -47,7 +47,7 @@ class Trainer:
         reference: loads the model that the run began with, where samples ask for its logprobs.
         export: writes what became of each token of a step.
         lane: records what this rank does.
-        knobs: the fields of `TrainerConfig`. A subclass takes its own by keyword and passes the rest on.
+        options: the fields of `TrainerConfig`. A subclass takes its own by keyword and passes the rest on.
     """
 
     Config = TrainerConfig
@@ -62,9 +62,9 @@ class Trainer:
         reference: Callable[[], PreTrainedModel] | None = None,
         export: TokenExport | None = None,
         lane: Lane | None = None,
-        **knobs: Any,
+        **options: Any,
     ):
-        self.config = TrainerConfig(**knobs)
+        self.config = TrainerConfig(**options)
         self.model = model
         self.rl_losses = rl_losses
         self.max_steps = max_steps
@@ -152,7 +152,7 @@ class Trainer:
         for row in batch.micro_batches:
             if self.reference is None and any(row.initial_reference):
                 raise ValueError(
-                    "a sample feeds ref_kl with the initial model as its reference, but the trainer holds none: set "
+                    "a sample feeds ref_kl with the initial model as its reference, but the trainer has none: set "
                     "algo.kl.coef, or score a reference as opd and opsd do"
                 )
             for env, name in zip(row.env_names, row.losses, strict=True):
@@ -197,7 +197,7 @@ class Trainer:
     ) -> None:
         """Add one stack's gradient, its metrics to `totals` and `spread`, and its tokens to the step's export."""
         logprobs, entropy = stack_logprobs(self.model, stack, head_chunk=self.config.head_chunk)
-        fates = TokenFates()
+        treatment = TokenTreatment()
         loss, metrics = compute_loss(
             trainer_logprobs=logprobs,
             inference_logprobs=stack.logprobs,
@@ -205,16 +205,16 @@ class Trainer:
             sequence_lengths=stack.sequence_lengths,
             counts=counts,
             rl_loss=[self.rl_losses[name] for name in stack.losses],
-            fates=fates,
+            treatment=treatment,
             entropy=entropy,
             **stack.streams,
         )
         loss.backward()
         if export is not None:
-            export.add(stack, logprobs.detach(), fates)
+            export.add(stack, logprobs.detach(), treatment)
         entropy = entropy.detach()
         metrics["entropy/all/mean"] = (entropy.sum(dtype=torch.float64), stack.wanted.sum())
-        metrics |= spread.add(stack, logprobs.detach(), entropy, fates)
+        metrics |= spread.add(stack, logprobs.detach(), entropy, treatment)
         for name, pair in metrics.items():
             add_metric(totals, name, *pair)
 
@@ -236,7 +236,8 @@ class Trainer:
                 f"the gradient's norm is {norm}: weights were left as they were. "
                 "Lower trainer.optim.lr, or look at the last batch's logprobs (orchestrator.keep_batches=true)"
             )
-        if (scale := self.config.max_grad_norm / (norm + 1e-6)) < 1:  # as torch.nn.utils.clip_grad_norm_ has it
+        scale = self.config.max_grad_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
+        if scale < 1:
             scale_gradients(parameters, scale)
         for group, rate in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = rate * factor

@@ -1,7 +1,7 @@
 """Checkpoints of a run: folders that appear whole or not at all, each with a manifest of its files.
 
 checkpoints/step_000020/        a Hugging Face model folder, for `from_pretrained` and `model.path`, and beside it
-    state/trainer.*             optimiser, schedule, random generators (prl/trainer/state.py)
+    state/trainer.*             optimiser, random generators (prl/trainer/state.py)
     state/run.msgpack           the orchestrator's side (prl/orchestrator/state.py)
     manifest.json               size and SHA-256 of every other file; written last
 checkpoints/.step_000020/       the trainer's part, complete; the orchestrator adds its own and renames the folder
@@ -20,7 +20,7 @@ import msgspec
 
 from prl.errors import UNREADABLE, ConfigError
 from prl.text import as_message
-from prl.wire.files import is_within, regular, step_name, write_atomically
+from prl.wire.files import step_name, write_atomically
 
 FORMAT = 1
 """Of the manifest and of what is under `state/`. A later format is refused."""
@@ -28,7 +28,7 @@ MANIFEST, STATE = "manifest.json", "state"
 
 
 class NewerFormat(ConfigError):
-    """A checkpoint was written by a newer prl; whether it is whole cannot be told."""
+    """A checkpoint was written by a newer prl; this one cannot check it."""
 
 
 class File(msgspec.Struct):
@@ -60,16 +60,7 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 def part_path(run_dir: Path, step: int) -> Path:
     """Folder of the trainer's part of a checkpoint that is not finished."""
-    return Path(_part(run_dir, step))
-
-
-def has_part(run_dir: Path, step: int) -> bool:
-    """Whether the trainer's part of `step` is there. Asked hundreds of times a second: it makes no Path."""
-    return os.path.exists(_part(run_dir, step))
-
-
-def _part(run_dir: Path, step: int) -> str:
-    return f"{run_dir}/checkpoints/.{step_name(step)}"
+    return run_dir / "checkpoints" / f".{step_name(step)}"
 
 
 @contextlib.contextmanager
@@ -117,13 +108,13 @@ def seal(folder: Path, step: int) -> None:
 
 
 def verify(folder: Path, *, state: bool = True) -> int:
-    """The step of a checkpoint. Raises ConfigError naming what is damaged, missing or added in it, and NewerFormat.
+    """The step of a checkpoint. Raises ConfigError naming what is damaged or missing in it, and NewerFormat.
 
     Without `state` only the model is looked at, not what a run needs beside it to go on: whoever copies that may name
     the copy as they like. One that a run goes on from is cut back to by its name.
     """
     try:
-        written = regular(folder / MANIFEST).read_bytes()
+        written = (folder / MANIFEST).read_bytes()
         version = msgspec.json.decode(written, type=Version).format
         if version > FORMAT:  # asked first: whatever else is in it may be of other types
             raise NewerFormat(f"{folder} was written by a newer prl (format {version}; this one reads {FORMAT})")
@@ -141,17 +132,13 @@ def verify(folder: Path, *, state: bool = True) -> int:
         if not state and name.startswith(f"{STATE}/"):
             continue
         path = folder / name
-        if not is_within(folder, name):
-            raise ConfigError(f"{folder} is damaged: {name!r}, which its {MANIFEST} names, is not in that folder")
-        size = path.stat().st_size if path.is_file() else None
-        if size is None:
-            what = "no regular file" if path.exists() else "missing"
-            raise ConfigError(f"{folder} is damaged: {name} is {what}")
+        if not path.is_file():
+            raise ConfigError(f"{folder} is damaged: {name} is missing")
+        size = path.stat().st_size
         if size != file.bytes:
             raise ConfigError(f"{folder} is damaged: {name} has {size} bytes instead of {file.bytes}")
         if _sha256(path) != file.sha256:
             raise ConfigError(f"{folder} is damaged: the content of {name} is not what was written")
-    _refuse_unlisted(folder, manifest, state=state)
     return manifest.step
 
 
@@ -177,16 +164,6 @@ def newest(run_dir: Path, steps: list[int], *, fall_back: bool) -> Path | None:
     return None
 
 
-def _refuse_unlisted(folder: Path, manifest: Manifest, *, state: bool) -> None:
-    """Raise ConfigError for a file that the manifest does not have: whoever loads the folder might read it, too."""
-    if not manifest.files:
-        raise ConfigError(f"{folder} is damaged: {MANIFEST} lists no files")
-    there = (str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if not path.is_dir())
-    for name in there:
-        if name != MANIFEST and name not in manifest.files and (state or not name.startswith(f"{STATE}/")):
-            raise ConfigError(f"{folder} is not as it was written: {name} was added: take it out of there")
-
-
 def prune(run_dir: Path, *, keep_last: int | None, keep_every: int | None) -> None:
     """Remove the checkpoints that are neither among the last `keep_last` nor of a multiple of `keep_every`."""
     for step in steps_of(run_dir)[: -keep_last if keep_last else 0]:
@@ -198,7 +175,8 @@ def prune(run_dir: Path, *, keep_last: int | None, keep_every: int | None) -> No
 
 def _steps(names: Iterable[str]) -> list[int]:
     """The steps of folders, ascending; other names are somebody's own, as of a copy."""
-    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step_([0-9]{6,})", name)))
+    matches = [re.fullmatch(r"step_([0-9]{6,})", name) for name in names]
+    return sorted(int(match[1]) for match in matches if match is not None)
 
 
 def sync_folder(folder: Path) -> None:

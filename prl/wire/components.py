@@ -37,17 +37,17 @@ class Component:
 COMPONENTS: dict[str, Component] = {
     "rl": Component(
         name="rl",
-        loss="prl.trainer.loss.functions.default_loss",
+        loss="prl.trainer.loss.rl.default_loss",
         absent_weight=1.0,
         on_mask=True,
         reads_sampler=True,
         requires="advantages",
         provider="its algorithm must call rollout.assign_advantages, or declare another action_loss_type",
     ),
-    "ce": Component(name="ce", loss="prl.trainer.loss.functions.ce_loss", metrics=frozenset({"nll"})),
+    "ce": Component(name="ce", loss="prl.trainer.loss.ce.ce_loss", metrics=frozenset({"nll"})),
     "ref_kl": Component(
         name="ref_kl",
-        loss="prl.trainer.loss.functions.ref_kl_loss",
+        loss="prl.trainer.loss.ref_kl.ref_kl_loss",
         reads_sampler=True,
         requires="ref_logprobs",
         provider="its algorithm must score a reference model, as opd and opsd do",

@@ -1,23 +1,19 @@
 """What each process of a run does and waits for: spans of time, in `events/<process>.jsonl` of the run directory.
 
 A lane is one process, which does one thing at a time; a file has the lanes that one process writes. Times are seconds
-since 1970, the same clock for every process of a machine. A process that cannot write its file any more says so and
-goes on without: the run does not depend on it.
+since 1970, the same clock for every process of a machine.
 """
 
 import contextlib
-import logging
 import math
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import psutil
-
-log = logging.getLogger(__name__)
 
 FOLDER = "events"
 WAITING = "waiting for "
@@ -34,8 +30,6 @@ LAST_UPDATE, LAST_CHECKPOINT = f"{WAITING}the last update", f"{WAITING}the last 
 MODEL, FORWARD, OPTIMISER = "loading the model", "forward and backward", "optimiser"
 EXPORTING, CHECKPOINT = "exporting weights", "checkpoint"
 
-FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-"""A link is not followed, and nobody waits for the reader of a FIFO."""
 _SINCE_1970 = time.time() - time.monotonic()  # taken once, so that a clock that is set leaves no gap
 
 
@@ -80,7 +74,11 @@ class Lane:
 
     def __init__(self, process: str, run_dir: Path | None = None):
         self.process = process
-        self._file = None if run_dir is None else _File(run_dir / FOLDER / f"{process.replace(' ', '_')}.jsonl")
+        self._file: BinaryIO | None = None
+        if run_dir is not None:
+            path = run_dir / FOLDER / f"{process.replace(' ', '_')}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)  # what a killed process has done is there
         self.step = 0
         """Of what it does."""
         self._what: str | None = None
@@ -107,8 +105,9 @@ class Lane:
         at = now() if since is None else since
         if self._what is not None:
             self._spent_s += at - self._since
-            if self._file is not None:
-                self._file.write(Span(self.process, self._what, round(self._since, 6), round(at, 6), self.step))
+            if self._file is not None and not self._file.closed:
+                span = Span(self.process, self._what, round(self._since, 6), round(at, 6), self.step)
+                self._file.write(msgspec.json.encode(span) + b"\n")
         self._what, self.step, self._since = what, step, at
 
     @contextlib.contextmanager
@@ -131,34 +130,3 @@ class Lane:
         self.enter(None)
         if self._file is not None:
             self._file.close()
-
-
-class _File:
-    """A file that spans are appended to, each at once: what a killed process has done is there."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._encode = msgspec.json.Encoder().encode
-        self._descriptor: int | None = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, FLAGS, 0o666)
-        except OSError as error:
-            self._give_up(error)
-
-    def write(self, span: Span) -> None:
-        if self._descriptor is None:
-            return
-        try:
-            os.write(self._descriptor, self._encode(span) + b"\n")
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        log.warning("%s cannot be written: %s. The run's timeline ends here", self.path, error.strerror)
-        self.close()
-
-    def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)

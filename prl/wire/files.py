@@ -6,11 +6,8 @@ weights/step_000001/{model.safetensors, config.json, generation_config.json, met
 """
 
 import contextlib
-import errno
 import os
-import re
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -31,46 +28,29 @@ def step_name(step: int) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have what keeps `path` from being written raise an OSError that names it, whichever library writes it."""
+    """Have an OSError that keeps `path` from being written name it."""
     try:
         yield
     except OSError as error:
         if error.errno is not None:  # a library's own error says what it is about
             mark_written(error, str(path))
         raise
-    except Exception as error:
-        if found := re.search(r"\(os error (\d+)\)", str(error)):  # as libraries written in Rust have it
-            raise mark_written(OSError(int(found[1]), os.strerror(int(found[1]))), str(path)) from error
-        raise
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write `path` so that a reader sees all of it or nothing; `durable`: also after a crash of the machine."""
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with naming(path):
-        if folder and not os.path.isdir(folder):
-            os.makedirs(folder, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(temporary, "wb") as file:
+            with temporary.open("wb") as file:
                 file.write(data)
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):  # where it could not even be made
-                os.unlink(temporary)
-            raise
-
-
-def regular(path: Path) -> Path:
-    """`path` itself, to be read. Raises OSError for what is no regular file: a reader of a FIFO waits for ever."""
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        raise OSError(number, os.strerror(number) if number == errno.EISDIR else "Not a regular file", str(path))
-    return path
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def is_within(folder: Path, name: str) -> bool:
@@ -84,35 +64,19 @@ def is_within(folder: Path, name: str) -> bool:
 
 
 def content_of(path: Path) -> bytes:
-    """What a file holds that may not be there yet. Raises PrlError where it cannot be read."""
+    """The content of a file that may not be there yet. Raises PrlError where it cannot be read."""
     try:
-        return regular(path).read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
         return b""
     except OSError as error:
         raise PrlError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def remove(folder: str) -> None:
-    """Remove a folder and what is in it, as far as possible; one that is not there is no error."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            for name in os.listdir(descriptor):
-                os.unlink(name, dir_fd=descriptor)
-        finally:
-            os.close(descriptor)
-        os.rmdir(folder)
-    except FileNotFoundError:
-        pass
-    except OSError:  # there are folders in it, or it is none
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def announce(folder: Path, final: Path) -> None:
     """Make the finished `folder` visible under its final name."""
     shutil.rmtree(final, ignore_errors=True)
-    os.replace(folder, final)
+    folder.replace(final)
 
 
 class FileTransport(Transport):
@@ -120,28 +84,27 @@ class FileTransport(Transport):
 
     def __init__(self, run_dir: Path):
         super().__init__(run_dir)
-        # As text: a receiver looks hundreds of times a second, and a Path takes longer to make than to look for.
-        self._batches, self._weights = str(self.run_dir / "batches"), str(self.run_dir / "weights")
-        self._end = f"{self._batches}/end.json"
+        self._end = self.run_dir / "batches" / "end.json"
 
     def batch_path(self, step: int, rank: int) -> Path:
         """The file that holds one rank's batch."""
-        return Path(self._batch(step, rank))
+        return self.run_dir / "batches" / step_name(step) / f"rank_{rank}.msgpack"
 
-    def _batch(self, step: int, rank: int) -> str:
-        return f"{self._batches}/{step_name(step)}/rank_{rank}.msgpack"
+    def weights_path(self, version: int) -> Path:
+        return self.run_dir / "weights" / step_name(version)
 
     def send_batch(self, batch: StepBatch, rank: int) -> None:
         write_atomically(self.batch_path(batch.step, rank), msgspec.msgpack.encode(batch))
 
     def receive_batch(self, step: int, rank: int) -> StepBatch | None:
-        return _read(self._batch(step, rank), "a batch", lambda data: msgspec.msgpack.decode(data, type=StepBatch))
+        path = self.batch_path(step, rank)
+        return _read(path, "a batch", lambda data: msgspec.msgpack.decode(data, type=StepBatch))
 
     def discard_batch(self, step: int) -> None:
-        remove(f"{self._batches}/{step_name(step)}")
+        shutil.rmtree(self.run_dir / "batches" / step_name(step), ignore_errors=True)
 
     def send_end(self, last_step: int) -> None:
-        write_atomically(Path(self._end), msgspec.json.encode({"last_step": last_step}))
+        write_atomically(self._end, msgspec.json.encode({"last_step": last_step}))
 
     def receive_end(self) -> int | None:
         return _read(self._end, "the last step", lambda data: int(msgspec.json.decode(data)["last_step"]))
@@ -161,21 +124,17 @@ class FileTransport(Transport):
             shutil.rmtree(folder, ignore_errors=True)
 
     def receive_metrics(self, version: int) -> dict[str, float] | None:
-        path = f"{self._weights}/{step_name(version)}/metrics.json"
+        path = self.weights_path(version) / "metrics.json"
         return _read(path, "metrics", lambda data: dict(msgspec.json.decode(data)))
 
-    def weights_path(self, version: int) -> Path:
-        return Path(self._weights, step_name(version))
-
     def discard_weights(self, version: int) -> None:
-        remove(f"{self._weights}/{step_name(version)}")
+        shutil.rmtree(self.weights_path(version), ignore_errors=True)
 
 
-def _read(path: str, what: str, decode: Callable[[bytes], T]) -> T | None:
-    """What a file holds, None where it is not there. Raises PrlError, naming it, where it does not hold `what`."""
+def _read(path: Path, what: str, decode: Callable[[bytes], T]) -> T | None:
+    """The message in a file, None where there is no file. Raises PrlError, naming it, where it does not hold `what`."""
     try:
-        os.stat(path)
-        return decode(regular(Path(path)).read_bytes())
+        return decode(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, *UNREADABLE, LookupError, TypeError) as error:

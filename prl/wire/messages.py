@@ -68,7 +68,7 @@ class TrainingSample(Streams, omit_defaults=True):
     origin: Origin | None = None
 
     def members(self, component: Component) -> list[bool]:
-        """Which tokens feed the component, `[tokens]`, whatever the sampler's logprobs hold."""
+        """Which tokens feed the component, `[tokens]`, whatever the sampler's logprobs are."""
         weights = getattr(self, component.stream) or [component.absent_weight] * len(self.token_ids)
         return [weight != 0 and (on or not component.on_mask) for on, weight in zip(self.mask, weights, strict=True)]
 

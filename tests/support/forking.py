@@ -32,8 +32,3 @@ def ranks() -> Ranks:
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Python 3.11's server is not told of
         SERVER.ensure_running()  # `sys.path`, and passes over in silence what it does not find
     return Ranks()
-
-
-def leave_unless_imported(names: set[str]) -> None:
-    """End this process with status 1 where it has not imported all of `names`."""
-    sys.exit(not names <= sys.modules.keys())

@@ -3,29 +3,23 @@
 import functools
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from prl.orchestrator.packing import pack
 from prl.trainer.attention import use_tree_attention
 from prl.trainer.config import AdamWConfig
-from prl.trainer.export import TokenExport
 from prl.trainer.lora import add_adapters
 from prl.trainer.loss import aipo_loss, default_loss, gspo_loss
-from prl.trainer.model import load_model, save_weights
-from prl.trainer.sharding import whole
+from prl.trainer.model import save_weights
 from prl.trainer.state import load_state, write_part
 from prl.trainer.trainer import Trainer
 from prl.wire.checkpoints import part_path
 from prl.wire.components import COMPONENTS
-from prl.wire.files import FileTransport
 from prl.wire.messages import MicroBatch, StepBatch, TrainingSample
 
 LOSSES = {
@@ -34,7 +28,7 @@ LOSSES = {
     "gspo": functools.partial(gspo_loss, clip_ratio_low=0.3, clip_ratio_high=0.3, entropy_coef=0.1),
     "constant": functools.partial(default_loss, agg_mode="constant", constant_length=9),
 }
-STEPS = (1, 2, 3)
+STEPS, NEXT = (1, 2), 3
 FED: dict[int, dict[str, float]] = {1: {"rl": 1.0, "ce": 0.5}, 2: {"ref_kl": 1.0}, 3: {"rl": 1.0, "ref_kl": 0.3}}
 """By group the weights of the components that it feeds; of others rl alone."""
 FAR = AdamWConfig(lr=1e-3, eps=1e-4)
@@ -43,31 +37,20 @@ SGD = {"_target_": "torch.optim.SGD", "lr": 1e-2, "momentum": 0.9, "fused": True
 MUON = {"match": "^(?!.*(embed|lm_head))", "dims": 2, "_target_": "torch.optim.Muon", "lr": 1e-2}
 CASES = {
     "untied": {},
-    "tied, packed rows": {"tied": True, "share_prefixes": False},
-    "tied, copies of two": {"tied": True, "shard_size": 2, "gradient_checkpointing": "selective"},
-    "each a copy": {"shard_size": 1, "gradient_checkpointing": "full"},
+    "copies of two": {"tied": True, "shard_size": 2, "gradient_checkpointing": "selective"},
+    "each a copy": {"shard_size": 1, "tied": True, "share_prefixes": False, "gradient_checkpointing": "full"},
     "ranks without a row": {"rows": 1, "tied": True, "cpu_offload": True},
     "another optimiser, a frozen layer": {"optim": SGD, "frozen": True},
     "Muon": {"optim": AdamWConfig(eps=1e-4, parts={"muon": MUON | {"adjust_lr_fn": "match_rms_adamw"}})},
     "float32": {"dtype": "float32", "optim": FAR},
-    "float32, idle ranks": {"dtype": "float32", "optim": FAR, "rows": 2},
-    "float32, copies of two": {"dtype": "float32", "optim": FAR, "shard_size": 2, "tied": True, "rows": 2},
-    "float32, rl": {"dtype": "float32", "optim": FAR, "fed": "rl", "tied": True},
-    "float32, ce": {"dtype": "float32", "optim": FAR, "fed": "ce", "tied": True},
-    "float32, ref_kl": {"dtype": "float32", "optim": FAR, "fed": "ref_kl", "tied": True},
     "adapters": {
         "lora": {"rank": 4, "alpha": 8.0, "target_modules": None},
         "tied": True,
         "gradient_checkpointing": "full",
     },
 }
-"""Knobs of the trainer; `tied`, `frozen`, `lora` and `dtype` of the model; `rows`, the most of a step, and `fed`, the
-component that they feed alone."""
-RANKS = {
-    2: [name for name in CASES if "shard_size" not in CASES[name]],
-    3: ["float32", "float32, idle ranks"],
-    4: list(CASES),
-}
+"""Options of the trainer; `tied`, `frozen`, `lora` and `dtype` of the model; `rows`, the most of a step."""
+RANKS = {2: [name for name in CASES if "shard_size" not in CASES[name]], 4: list(CASES)}
 """What each number of ranks runs."""
 
 
@@ -87,8 +70,8 @@ def make_model(
     return model.train()
 
 
-def make_rows(step: int, most: int | None = None, fed: str | None = None) -> list[MicroBatch]:
-    """Packed rows of groups with a common prompt, which feed every loss and every component, or `fed` alone.
+def make_rows(step: int, most: int | None = None) -> list[MicroBatch]:
+    """Packed rows of groups with a common prompt, which feed every loss and every component.
 
     What six digits of float32 can be asked of: terms of the loss that do not nearly cancel out, most are positive, and
     ratios to the sampler near 1, since temperatures make all tokens about as likely.
@@ -97,7 +80,7 @@ def make_rows(step: int, most: int | None = None, fed: str | None = None) -> lis
     samples = []
     for group in range(6):
         prompt = [draw.randrange(101) for _ in range(6)]
-        into = FED.get(group, {"rl": 1.0}) if fed is None else {fed: 1.0}
+        into = FED.get(group, {"rl": 1.0})
         for name in LOSSES:
             length, far = draw.randrange(3, 14), draw.choice([4.1, 4.6, 5.1])
             mask = [False] * 6 + [True] * length
@@ -172,9 +155,9 @@ def give_adapters(model: Qwen3ForCausalLM, lora: dict) -> None:
                 parameter.normal_(0, 0.3)
 
 
-def train(trainer: Trainer, steps: tuple[int, ...], rank: int = 0, ranks: int = 1, **which: Any) -> list:
-    """The metrics of each step; `which` as `make_rows` has it."""
-    batches = [StepBatch(step, share_of(make_rows(step, **which), rank, ranks), 0) for step in steps]
+def train(trainer: Trainer, steps: tuple[int, ...], rank: int = 0, ranks: int = 1, most: int | None = None) -> list:
+    """The metrics of each step; `most` as of `make_rows`."""
+    batches = [StepBatch(step, share_of(make_rows(step, most), rank, ranks), 0) for step in steps]
     return [trainer.train_step(batch) for batch in batches]
 
 
@@ -186,11 +169,10 @@ def held(trainer: Trainer) -> int:
     return sum(each.to_local().nbytes if hasattr(each, "to_local") else each.nbytes for each in tensors)
 
 
-def knobs_of(name: str) -> tuple[dict, dict]:
-    """Of a case, what `make_trainer` takes and what `make_rows` does."""
-    case = CASES[name]
-    which = {"most": case.get("rows"), "fed": case.get("fed")}
-    return {key: value for key, value in case.items() if key not in ("rows", "fed")}, which
+def options_of(name: str) -> tuple[dict, int | None]:
+    """Of a case, what `make_trainer` takes and the most rows of a step."""
+    options = dict(CASES[name])
+    return options, options.pop("rows", None)
 
 
 def main(folder: Path, rank: int, ranks: int) -> None:
@@ -200,52 +182,19 @@ def main(folder: Path, rank: int, ranks: int) -> None:
     lines = {name: run(folder, name, rank, ranks) for name in RANKS[ranks]}
     before = folder / "checkpoint of 2"
     if ranks == 4:
-        trainer = make_trainer(rank=rank, checkpoint=part_path(before, 3))
-        lines["gone on"] = {"metrics": train(trainer, (4,), rank, ranks)}
+        trainer = make_trainer(rank=rank, checkpoint=part_path(before, STEPS[-1]))
+        lines["gone on"] = {"metrics": train(trainer, (NEXT,), rank, ranks)}
     (folder / f"lines_{ranks}_{rank}.json").write_text(json.dumps(lines))
     dist.destroy_process_group()
 
 
 def run(folder: Path, name: str, rank: int, ranks: int) -> dict:
     """Run a case, and write what it ends with."""
-    knobs, which = knobs_of(name)
-    trainer = make_trainer(rank=rank, **knobs)
-    metrics = train(trainer, STEPS, rank, ranks, **which)
+    options, most = options_of(name)
+    trainer = make_trainer(rank=rank, **options)
+    metrics = train(trainer, STEPS, rank, ranks, most)
     save_weights(trainer.model, None if rank else folder / f"{name} {ranks}", torch.float64)
     if name in ("untied", "adapters"):
-        write_part(
-            folder / f"checkpoint of {ranks}{' with adapters' * (name == 'adapters')}", 3, trainer, {}, rank=rank
-        )
+        run_dir = folder / f"checkpoint of {ranks}{' with adapters' * (name == 'adapters')}"
+        write_part(run_dir, STEPS[-1], trainer, {}, rank=rank)
     return {"metrics": metrics, "bytes": held(trainer)}
-
-
-def pair_trainer(model: PreTrainedModel, reference: Callable[[], PreTrainedModel], export: TokenExport) -> Trainer:
-    """Two losses that normalise differently: one by the tokens of all ranks, one by their sequences."""
-    return Trainer(
-        model=model,
-        rl_losses={
-            "": LOSSES[""],
-            "gspo": functools.partial(gspo_loss, clip_ratio_low=0.1, clip_ratio_high=0.1, entropy_coef=0.1),
-        },
-        max_steps=4,
-        tokens_per_forward=64,
-        max_grad_norm=0.7,
-        optim=AdamWConfig(lr=1e-4, eps=1e-4),
-        reference=reference,
-        export=export,
-    )
-
-
-def pair(folder: Path, model_path: str, rank: int) -> None:
-    """One of two ranks that train three steps on the batches of the folder, and what it ends with."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    load = functools.partial(load_model, model_path, device=torch.device("cpu"))
-    model = load()
-    trainer = pair_trainer(model, load, TokenExport(folder, rank))
-    transport = FileTransport(folder)
-    metrics = [trainer.train_step(transport.receive_batch(step, rank)) for step in (1, 2, 3)]
-    (folder / f"metrics_{rank}.json").write_bytes(msgspec.json.encode(metrics))
-    weights = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
-    save_file(weights, folder / f"rank_{rank}.safetensors")
-    dist.destroy_process_group()

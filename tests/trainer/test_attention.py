@@ -1,11 +1,13 @@
 """Attention over rows of several blocks, and its gradients, against attention over all pairs of tokens."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from prl.trainer.attention import tree_attention
 from prl.trainer.blocks import BlockTree
 from prl.trainer.flex import FlexTree
 
@@ -31,7 +33,7 @@ def row(branches):
 
 
 def of_all_pairs(query, key, value, *, visible, sinks):
-    """Attention from the scores of all pairs; `visible` is bool `[queries, keys]`."""
+    """Attention from the scores of all pairs; `visible` is bool `[..., queries, keys]`."""
     sharing = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(sharing, 1) for each in (key, value))
     scores = (query @ key.mT * query.shape[3] ** -0.5).masked_fill(~visible, -torch.inf)
@@ -92,3 +94,28 @@ def test_a_gpus_row_attends_as_all_pairs_do(graphs, window, has_sinks):
 @pytest.mark.parametrize("window", [512, 700])
 def test_the_edge_of_a_window_longer_than_blocks(window):
     check(BlockTree.of_row, ((0, window + 64), (window, 64)), 2, window, has_sinks=False)
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (4, 1)])
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_in_packed_rows(window, heads):
+    """Two rows, of sequences of other lengths, with the masks that transformers makes; and one sequence without."""
+    module = SimpleNamespace(num_key_value_groups=heads[0] // heads[1], is_causal=True, config=SimpleNamespace())
+    visible = torch.stack([torch.block_diag(*map(torch.ones, [(5, 5), (9, 9)])), torch.ones(14, 14)]).tril()
+    visible = (visible if window is None else visible.triu(1 - window)).bool()[:, None]
+    draw = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(2, count, 14, 16, generator=draw, dtype=torch.float64) for count in (heads[0], heads[1], heads[1])
+    ]
+    inputs.append(torch.linspace(-4, 4, heads[0], dtype=torch.float64))
+    weight = torch.randn(2, 14, heads[0], 16, generator=draw, dtype=torch.float64)
+    for mask, seen in ((visible, visible), (None, torch.ones(14, 14).tril().bool())):
+
+        def ours(query, key, value, sinks, mask=mask):
+            return tree_attention(module, query, key, value, mask, s_aux=sinks, sliding_window=window)[0]
+
+        def exact(query, key, value, sinks, seen=seen):
+            return of_all_pairs(query, key, value, visible=seen, sinks=sinks)
+
+        for one, other in zip(with_gradients(ours, inputs, weight), with_gradients(exact, inputs, weight), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)

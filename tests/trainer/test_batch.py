@@ -1,11 +1,14 @@
 """Packed rows stacked into tensors."""
 
+import math
+
+import msgspec
 import pytest
 import torch
 
 from prl.orchestrator.packing import pack_row
 from prl.trainer.batch import stacks
-from prl.wire.messages import STREAM_FILL, MicroBatch
+from prl.wire.messages import STREAM_FILL
 
 CPU = torch.device("cpu")
 
@@ -28,57 +31,30 @@ def rows(make_sample):
         ref_kl_weights=[0.0, 1.0, 1.0],
         ref_logprobs=[0.0, -1.5, -2.5],
     )
-    long, short = [make_sample(5, 2, seed=1), opd], [make_sample(4, 2, seed=3)]
+    opd.loss = "x"
+    long, short = [make_sample(5, 2, seed=1), opd], [make_sample(4, 2, seed=3, loss="math")]
     return long, short, [pack_row(short, 12), pack_row(long, 12)]
 
 
 def test_rows_of_different_length(rows):
+    """Padding, whatever stands in it, reaches none of the flat tensors."""
     long, short, packed = rows
-    stack = one_stack(packed)
-    assert stack.sequence_lengths == [5, 3, 4]  # longest row first
-    assert stack.input_ids.shape == stack.position_ids.shape == (2, 8)
-    assert (
-        stack.token_ids.shape == stack.temperatures.shape == stack.wanted.shape == (12,) and stack.forward_tokens == 12
+    packed[0] = msgspec.structs.replace(
+        packed[0], mask=[True] * 12, logprobs=[*packed[0].logprobs[:4], *[math.nan] * 8]
     )
+    packed[0].mask[:4] = short[0].mask
+    stack = one_stack([*packed, pack_row([], 12)])
+    samples = [*long, *short]
+    assert stack.sequence_lengths == [5, 3, 4]  # longest row first
+    assert stack.input_ids.shape == stack.position_ids.shape == (3, 8) and stack.forward_tokens == 12
     assert stack.input_ids[0].tolist() == long[0].token_ids + long[1].token_ids
     assert stack.input_ids[1].tolist() == short[0].token_ids + [0] * 4
     assert stack.position_ids[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
-    assert (stack.temperatures > 0).all()
-
-
-def test_padding_never_reaches_the_flat_arrays(rows):
-    long, short, packed = rows
-    stack = one_stack(packed)
-    samples = [*long, *short]
     assert stack.before.tolist() == [-1, 0, 1, 2, 3, -1, 5, 6, -1, 8, 9, 10]
     assert stack.token_ids.tolist() == [t for s in samples for t in s.token_ids]
     assert stack.mask.tolist() == [m for s in samples for m in s.mask]
     assert stack.logprobs.tolist() == pytest.approx([x for s in samples for x in s.logprobs])
-    for values in stack.streams.values():
-        assert values is None or len(values) == 12
-
-
-def test_padding_values_are_never_seen():
-    """Whatever stands in the padding: the mask, NaN logprobs, weights."""
-    nan = float("nan")
-    row = MicroBatch(
-        input_ids=[5, 6, 7, 8],
-        mask=[False, True, True, True],
-        logprobs=[0.0, -1.0, nan, nan],
-        temperatures=[1.0] * 4,
-        position_ids=[0, 1, 0, 0],
-        sequence_lengths=[2],
-        env_names=["a"],
-        losses=[""],
-        advantages=[0.0, 1.0, nan, nan],
-        ce_weights=[0.0, 0.0, 9.0, 9.0],
-    )
-    stack = one_stack([row])
-    assert stack.mask.tolist() == [False, True]
-    assert stack.logprobs.tolist() == [0.0, -1.0]
-    assert stack.streams["advantages"].tolist() == [0.0, 1.0]
-    assert stack.streams["ce_weights"].tolist() == [0.0, 0.0]
-    assert stack.wanted.tolist() == [False, True]
+    assert stack.losses == ["", "x", "math"] and (stack.temperatures > 0).all()
 
 
 def test_a_stream_of_one_row_is_neutral_in_the_other(rows):
@@ -106,20 +82,6 @@ def test_wanted_is_exactly_the_member_tokens(make_sample):
     ]
 
 
-def test_each_sequence_keeps_the_name_of_its_loss(make_sample):
-    rows = [
-        pack_row([make_sample(4, 2, loss="math")], 12),
-        pack_row([make_sample(5, 2), make_sample(3, 1, loss="x")], 12),
-    ]
-    stack = one_stack([*rows, pack_row([], 12)])
-    assert stack.sequence_lengths == [5, 3, 4] and stack.losses == ["", "x", "math"]
-
-
-def test_wanted_without_any_weight_stream_is_the_mask(make_sample):
-    sample = make_sample(6, 3)
-    assert one_stack([pack_row([sample], 9)]).wanted.tolist() == sample.mask
-
-
 @pytest.mark.parametrize(
     "budget, shapes", [(1, [(1, 8), (1, 4), (1, 2)]), (8, [(1, 8), (2, 4)]), (16, [(2, 8), (1, 2)])]
 )
@@ -128,10 +90,3 @@ def test_tokens_per_forward(make_sample, budget, shapes):
     found = list(stacks(packed, budget, CPU))
     assert [tuple(s.input_ids.shape) for s in found] == shapes
     assert [n for s in found for n in s.sequence_lengths] == [8, 4, 2]
-
-
-def test_a_dummy_row_has_no_flat_tokens():
-    stack = one_stack([pack_row([], 16)])
-    assert stack.token_ids.numel() == 0 and stack.sequence_lengths == []
-    assert not stack.wanted.any()
-    assert len(stack.mask) == len(stack.logprobs) == 0

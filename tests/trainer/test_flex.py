@@ -10,10 +10,13 @@ import resource
 
 import numpy as np
 import pytest
+import rounding
 import sharded
 import torch
+from architectures import write_model
+from largest_tensor import LargestTensor
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 from trees import (
     CPU,
     alone,
@@ -51,7 +54,7 @@ def listed(numbers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("tokens, longest", [(1, 2), (128, 9), (129, 300), (700, 400), (1000, 60), (1500, 3)])
 @pytest.mark.parametrize("window", [None, 1, 5, 200])
-def test_a_token_sees_its_path_and_the_blocks_that_hold_it(tokens, longest, window):
+def test_a_token_sees_its_path_alone(tokens, longest, window):
     depths, starts, paths = branched(random.Random(tokens + longest), tokens, longest)
     mask, expected = FlexTree.of_row(depths, starts, CPU).mask(window), pairs(paths, window)
     filled = max(tokens, LEAST)
@@ -77,25 +80,8 @@ def test_a_token_sees_its_path_and_the_blocks_that_hold_it(tokens, longest, wind
 
 def test_a_window_skips_what_lies_far_behind():
     """Of 20 blocks of one sequence, 200 tokens are in three."""
-    depths = np.arange(20 * BLOCK)
-    mask = FlexTree.of_row(depths, [0], CPU).mask(200)
+    mask = FlexTree.of_row(np.arange(20 * BLOCK), [0], CPU).mask(200)
     assert (mask.kv_num_blocks + mask.full_kv_num_blocks).flatten().tolist() == [1, 2, *[3] * 18]
-    mask = FlexTree.of_row(depths, [0], CPU).mask(None)
-    assert mask.full_kv_num_blocks.flatten().tolist() == list(range(20))
-    assert mask.kv_num_blocks.flatten().tolist() == [1] * 20
-
-
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation makes."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for each in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(each, torch.Tensor):
-                self.size = max(self.size, each.numel())
-        return made
 
 
 def group(prompt: int, completion: int, count: int) -> tuple[np.ndarray, list[int]]:
@@ -109,10 +95,10 @@ def test_no_tensor_is_as_large_as_tokens_times_tokens(tokens):
     """A tree of one prompt with eight completions: as many elements as tokens, or as pairs of blocks and one more."""
     depths, starts = group(tokens // 8, tokens // 64 * 7, 8)
     assert len(depths) == tokens
-    with Largest() as largest:
+    with LargestTensor() as largest:
         mask = FlexTree.of_row(depths, starts, CPU).mask(1024)
     blocks = tokens // BLOCK
-    assert largest.size == max(tokens, blocks * (blocks + 1))
+    assert largest.elements == max(tokens, blocks * (blocks + 1))
     own = (
         0.5 + tokens / 64 * 7 / BLOCK / 2
     )  # blocks that a block of a completion has of it, in the mean, and the prompt
@@ -120,15 +106,13 @@ def test_no_tensor_is_as_large_as_tokens_times_tokens(tokens):
 
 
 @pytest.mark.parametrize(
-    "component, share, dtype, far",
-    [(name, name in ("rl", "entropy"), torch.float64, 1e-12) for name in ("rl", "ce", "ref_kl", "entropy")]
-    + [("all", share, torch.float32, 1e-5) for share in (True, False)],
-)  # a component takes logprobs and entropies, however tokens attended
-def test_logprobs_and_gradients_are_those_of_each_sequence_alone(graphs, component, share, dtype, far):
+    "share, dtype, far", [(True, torch.float64, 1e-12), (True, torch.float32, 1e-5), (False, torch.float32, 1e-5)]
+)
+def test_logprobs_and_gradients_are_those_of_each_sequence_alone(graphs, share, dtype, far):
     """Traces that fork on three levels; fewer key heads than query heads. Rows of a block, and of several."""
     samples = forked(random.Random(1)) + long_ones(random.Random(3))
-    feed(samples, "rl" if component == "entropy" else component, random.Random(2))
-    rl_loss = functools.partial(default_loss, entropy_coef=0.1 if component in ("entropy", "all") else 0.0)
+    feed(samples, "all", random.Random(2))
+    rl_loss = functools.partial(default_loss, entropy_coef=0.1)
     plain, model = plain_model().to(dtype), load_model(model_path("tiny"), device=CPU).to(dtype)
     assert model.config.num_key_value_heads < model.config.num_attention_heads
     expected, found = alone(plain, samples), as_trees(model, samples, 2000, share=share)
@@ -163,8 +147,26 @@ def long_one(rng: random.Random, prompt: list[int], size: int) -> TrainingSample
     )
 
 
-def test_layers_with_a_window_see_so_many_tokens_of_the_path(graphs, tmp_path):
+def test_layers_with_a_window_see_the_end_of_paths(graphs, tmp_path):
     check_windowed(windowed(tmp_path))
+
+
+def test_gpt_oss_has_the_logprobs_of_sequences_alone(graphs, monkeypatch, tmp_path):
+    """Those of transformers' own attention and its loop over experts; windows are shorter than the sequences."""
+    monkeypatch.setattr("prl.trainer.tree.row_tree", FlexTree.of_row)
+    path, samples = str(write_model(tmp_path, "gpt-oss", tied=False)), forked(random.Random(1))
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **eager)
+    model = load_model(path, device=CPU)
+    found, expected = as_trees(model, samples, 10_000)[0], alone(plain, samples)[0]
+    assert graphs and (found - expected)[found != 0].abs().max() < rounding.of_model(plain, expected)
+    gradients = [
+        gradient_of(each, samples, logprobs, None, default_loss)
+        for each, logprobs in ((model, found), (plain, expected))
+    ]
+    for name, gradient in gradients[1].items():
+        assert 0 <= (gradients[0][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    assert sum(gradient.norm() > 0 for name, gradient in gradients[1].items() if name.endswith(".sinks")) == 2
 
 
 @torch.no_grad()
@@ -185,13 +187,8 @@ def test_in_bfloat16_it_is_as_near_as_on_a_cpu(graphs, a_rank, tiny, monkeypatch
 
 @pytest.mark.parametrize(
     "knobs",
-    [
-        {},
-        {"share_prefixes": False},
-        {"gradient_checkpointing": "full"},
-        {"gradient_checkpointing": "selective", "tied": True},
-    ],
-    ids=["trees", "documents", "full", "selective"],
+    [{"share_prefixes": False}, {"gradient_checkpointing": "selective", "tied": True}],
+    ids=["documents", "trees, computed again"],
 )
 def test_steps_are_those_of_the_cpu(graphs, knobs, monkeypatch):
     """Every loss and component, references and metrics, float64."""
@@ -304,6 +301,6 @@ def test_a_step_has_nothing_as_large_as_tokens_times_tokens(tiny, monkeypatch):
     samples = [long_one(rng, [], size) for size in (tokens // 2, tokens // 4, tokens // 4 + 3)]
     trainer = Trainer(model=tiny, rl_losses={"": default_loss}, max_steps=1, head_chunk=512)
     trainer.layout = functools.partial(tree_stacks, share=False)  # as on a GPU
-    with Largest() as largest:
+    with LargestTensor() as largest:
         trainer.train_step(StepBatch(1, pack(samples, tokens, 1)[0][0], 0))
-    assert tokens < largest.size == tokens * tiny.config.intermediate_size < tokens**2 / 10
+    assert tokens < largest.elements == tokens * tiny.config.intermediate_size < tokens**2 / 10

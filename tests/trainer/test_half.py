@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prl.dry_run.plan import pass_of
 from prl.orchestrator.packing import pack
 from prl.trainer.config import runs_in_half
 from prl.trainer.logprobs import chunked_logprobs
@@ -38,13 +37,13 @@ def alone():
 def test_the_model_is_rounded_and_weights_and_gradients_are_not(alone, tiny_path, make_sample, monkeypatch, lora):
     seen = []
 
-    def spy(hidden, weight, *args, **knobs):
-        logprobs, entropy = chunked_logprobs(hidden, weight, *args, **knobs)
-        seen.append((weight.dtype, logprobs.dtype))
+    def spy(hidden, weight, targets, temperatures, **options):
+        logprobs, entropy = chunked_logprobs(hidden, weight, targets, temperatures, **options)
+        seen.append((weight.dtype, logprobs.dtype, set(temperatures.tolist())))
         return logprobs, entropy
 
     monkeypatch.setattr("prl.trainer.model.chunked_logprobs", spy)
-    rows, _ = pack([make_sample(20, 4, seed=seed) for seed in range(4)], 64, 1)
+    rows, _ = pack([make_sample(20, 4, seed=seed, temperatures=[1.1] * 20) for seed in range(4)], 64, 1)
     gradients = []
     for dtype in ("float32", "bfloat16"):
         config = {
@@ -67,12 +66,7 @@ def test_the_model_is_rounded_and_weights_and_gradients_are_not(alone, tiny_path
         of_all = [*trainer.model.parameters(), *(parameter.grad for parameter in trained), *state]
         assert {each.dtype for each in of_all} == {torch.float32}
         gradients.append(torch.cat([whole(parameter.grad).flatten() for parameter in trained]))
-    assert seen[0] == (torch.float32, torch.float32) and seen[-1] == (torch.bfloat16, torch.float32)
+    assert seen[0][:2] == (torch.float32, torch.float32) and seen[-1][:2] == (torch.bfloat16, torch.float32)
+    assert seen[-1][2] == {torch.tensor(1.1).item()}, "bfloat16 would have made it 1.1016"
     exact, rounded = gradients
     assert 1e-4 < (rounded - exact).norm() / exact.norm() < 0.1
-
-
-def test_a_dry_run_counts_the_format(config):
-    assert (pass_of(config).precision, pass_of(config).spread) == ("float32", False)
-    config.trainer.dtype = "bfloat16"
-    assert (pass_of(config).precision, pass_of(config).spread) == ("bfloat16", True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prl.trainer.batch import stacks
-from prl.trainer.loss import TokenFates
+from prl.trainer.loss import TokenTreatment
 from prl.trainer.metrics import SAMPLED_PER_RANK, EnvTokens
 from prl.wire.messages import MicroBatch
 
@@ -36,15 +36,16 @@ def stack():
 
 def test_means_and_quantiles_by_hand(stack):
     """The last token has no measured logprob: it is in no component that reads the sampler."""
-    tokens, fates = EnvTokens(), TokenFates()
-    fates.sampled = torch.tensor([False, True, True, False, True, False])
-    fates.mark("rl kept", torch.tensor([False, True, True, False, False, False]))
-    fates.mark("ref_kl dropped", torch.tensor([False, False, False, False, True, False]))
-    fates.mark("invalid logprob", torch.tensor([False, False, False, False, False, True]))
+    tokens, treatment = EnvTokens(), TokenTreatment()
+    treatment.sampled = torch.tensor([False, True, True, False, True, False])
+    treatment.mark("rl kept", torch.tensor([False, True, True, False, False, False]))
+    treatment.mark("ref_kl dropped", torch.tensor([False, False, False, False, True, False]))
+    treatment.mark("invalid logprob", torch.tensor([False, False, False, False, False, True]))
     logprobs = torch.tensor([0.0, -0.5, -3.0, 0.0, -2.5, -9.0])
     entropy = torch.tensor([9.0, 1.0, 2.0, 9.0, 0.5, 0.25])
     found = {
-        name: (float(total), int(count)) for name, (total, count) in tokens.add(stack, logprobs, entropy, fates).items()
+        name: (float(total), int(count))
+        for name, (total, count) in tokens.add(stack, logprobs, entropy, treatment).items()
     }
     k3 = {x: math.exp(x) - x - 1 for x in (0.5, -1.0)}
     assert found == {
@@ -65,11 +66,11 @@ def test_means_and_quantiles_by_hand(stack):
     }
 
 
-def test_of_many_tokens_the_ends_are_exact_and_the_rest_is_close(stack):
+def test_quantiles_of_many_tokens(stack):
     tokens = EnvTokens()
     assert tokens.quantiles(CPU) == {}
     values = torch.randn(10 * SAMPLED_PER_RANK, generator=torch.Generator().manual_seed(0))
-    tokens._log_ratios["a"] = [values[:7], values[7:]]
+    tokens.log_ratios["a"] = [values[:7], values[7:]]
     line = tokens.quantiles(CPU)
     assert (line["log_ratio/a/min"], line["log_ratio/a/max"]) == (float(values.min()), float(values.max()))
     for name, share in (("p10", 0.1), ("p50", 0.5), ("p90", 0.9)):

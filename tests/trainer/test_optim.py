@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from prl.compose import compose
-from prl.config.build import check_values, plain
+from prl.config.build import plain
 from prl.errors import ConfigError
-from prl.trainer.config import AdamWConfig, TrainerConfig
+from prl.trainer.config import AdamWConfig
 from prl.trainer.optim import make_optimizers
 
 
@@ -134,20 +134,6 @@ def test_the_first_part_that_matches_takes_a_parameter(model):
     assert rates["norm.weight"] == rates["first.bias"] == 5e-4
 
 
-def test_weight_decay_is_for_matrices(tiny):
-    matrices, others = make_optimizers(tiny, adamw(weight_decay=0.2)).param_groups
-    assert (matrices["weight_decay"], others["weight_decay"]) == (0.2, 0.0)
-    assert all(p.dim() < 2 for p in others["params"]) and all(p.dim() >= 2 for p in matrices["params"])
-
-
-def test_another_class_needs_nothing_but_its_name():
-    """Settings of AdamW at their defaults, which SGD does not take, are left out."""
-    node = node_of("trainer.optim._target_=torch.optim.SGD", "trainer.optim.lr=0.1")
-    assert (node["_target_"], node["lr"]) == ("torch.optim.SGD", 0.1) and "betas" not in node
-    (optimizer,) = make_optimizers(TwoLayers(), node).optimizers
-    assert type(optimizer) is torch.optim.SGD
-
-
 def test_a_class_of_the_users_own(tiny):
     groups = make_optimizers(tiny, {"_target_": f"{__name__}.Halver", "lr": 0.1, "share": 0.25}).param_groups
     assert [(group["lr"], group["share"]) for group in groups] == [(0.1, 0.25)] * 2
@@ -175,20 +161,3 @@ SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 def test_what_cannot_be_is_refused(tiny, node, key):
     with pytest.raises(ConfigError, match=f"^{key}\\b"):
         make_optimizers(tiny, node)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("lr", 0.0),
-        ("lr", float("nan")),
-        ("eps", -1.0),
-        ("weight_decay", -0.1),
-        ("betas", [0.9, 1.0]),
-        ("betas", [-0.1, 0.9]),
-    ],
-)
-def test_bounds_stand_beside_the_settings(key, value):
-    config = TrainerConfig(optim=AdamWConfig(**{key: value}))
-    with pytest.raises(ConfigError, match=rf"^trainer\.optim\.{key}\b"):
-        check_values(config, "trainer")

@@ -53,9 +53,6 @@ def flip(path):
         ("manifest.json", lambda path: path.write_text(path.read_text()[:-9]), "manifest.json cannot be read"),
         ("manifest.json", lambda path: path.unlink(), "it has no manifest.json"),
         ("manifest.json", lambda path: path.write_text('{"step": 1, "files": {}, "format": 2}'), "by a newer prl"),
-        ("manifest.json", lambda path: path.write_text('{"step": 20, "files": {}}'), "manifest.json lists no files"),
-        ("model-2.safetensors", lambda path: path.write_bytes(b""), "model-2.safetensors was added: take it out"),
-        ("state/run.msgpack", lambda path: path.write_bytes(b""), "state/run.msgpack was added: take it out"),
     ],
 )
 def test_damage_is_named(made, name, damage, says):
@@ -66,30 +63,14 @@ def test_damage_is_named(made, name, damage, says):
     assert says in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["../other.txt", "state/../../other.txt", "{}/other.txt", "link", "link/a", "a\0b"])
-def test_what_a_manifest_names_outside_of_its_folder_is_refused(made, tmp_path, name):
-    folder = made()
-    (tmp_path / "other.txt").write_text("somebody's")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "a").write_text("somebody's")
-    (folder / "link").symlink_to(tmp_path / ("other" if name == "link/a" else "other.txt"))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    name = name.format(tmp_path)
-    whole = {"bytes": 10, "sha256": hashlib.sha256(b"somebody's").hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"files": {name: whole} | manifest["files"]}))
-    with pytest.raises(ConfigError, match="step_000020 is damaged") as refused:
-        checkpoints.verify(folder)
-    assert f"{name!r}, which its manifest.json names, is not in that folder" in str(refused.value)
-
-
-def test_a_model_is_read_whatever_is_beside_it_for_going_on(made):
+def test_a_model_is_verified_without_its_state(made):
     folder = made()
     (folder / "state" / "trainer.json").unlink()
     (folder / "state" / "mine.json").write_text("{}")
     assert checkpoints.verify(folder, state=False) == 20
 
 
-def test_one_under_the_name_of_another_step_is_refused_to_go_on_from(made):
+def test_a_checkpoint_named_as_another_step_is_refused(made):
     folder = made(4)
     copy = folder.with_name("step_000099")
     shutil.copytree(folder, copy)

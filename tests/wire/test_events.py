@@ -1,8 +1,5 @@
 """Lanes: what they record, what they count, and what a disk that is full does to them."""
 
-import os
-import time
-
 import msgspec
 import pytest
 
@@ -48,38 +45,3 @@ def test_lanes_side_by_side_share_a_file(tmp_path, clock):
     lane.close()
     found = recorded(tmp_path, "orchestrator")
     assert found == [Span("engine 1", "starting", 0, 5, 4), Span("orchestrator", "preparing", -2, 5, 4)]
-
-
-def test_a_lane_that_goes_on_appends(tmp_path, clock):
-    for number in (1, 2):
-        lane = Lane("trainer rank 1", tmp_path)
-        lane.enter("a", number)
-        clock(number)
-        lane.close()
-    assert [span.step for span in recorded(tmp_path, "trainer_rank_1")] == [1, 2]
-
-
-def test_without_a_run_it_counts_alone(clock):
-    lane = Lane("engine")
-    lane.enter("generating", 1)
-    clock(2)
-    lane.close()
-    assert lane.busy_s == 2
-
-
-@pytest.mark.parametrize("at_start", [True, False])
-def test_a_file_that_cannot_be_written_ends_the_record_and_not_the_run(tmp_path, monkeypatch, caplog, at_start):
-    if at_start:
-        (tmp_path / "events").write_text("")
-    lane = Lane("trainer", tmp_path)
-    monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    for step in range(5):
-        lane.enter("a", step)
-    lane.close()
-    [said] = caplog.messages
-    assert f"{tmp_path}/events/trainer.jsonl cannot be written: " in said and said.count("timeline ends here") == 1
-
-
-def test_times_are_the_wall_clocks_and_a_process_began_before_it_asks():
-    assert abs(events.now() - time.time()) < 1.0
-    assert 0.0 < events.now() - events.process_began() < 24 * 3600

@@ -24,7 +24,7 @@ class KLConfig:
     """KL of the policy to a reference, beside the policy gradient: rl tokens have weight `coef` in `ref_kl` as well.
 
     The loss term is `coef` times the score-function gradient with the k1 estimate as its reward, which the docstring
-    of `prl.trainer.loss.functions.ref_kl_loss` describes.
+    of `prl.trainer.loss.ref_kl.ref_kl_loss` describes.
     """
 
     coef: Annotated[float, Ge(0), Le(1e6)] = 0.0

@@ -14,7 +14,7 @@ Left out: averaging over ranks. Gradients of ranks are summed (`prl.trainer.shar
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from prl.trainer.loss.interface import (
 )
 from prl.wire.components import COMPONENTS, Component
 from prl.wire.messages import STREAM_FILL
+
+Term = tuple[Component, LossFunction, Tensor]
+"""A component, a loss function, and the tokens that it is computed on, bool `[tokens]`."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class LossCounts:
 
 
 @dataclass
-class TokenFates:
+class TokenTreatment:
     """What the loss did with each token of a micro-batch, for `compute_loss` to fill in. Bool tensors, `[tokens]`."""
 
     labels: dict[str, Tensor] = field(default_factory=dict)
@@ -96,14 +99,14 @@ def count_members(
     """
     lengths = [len(loss_mask)] if sequence_lengths is None else sequence_lengths
     row = _without_padding({"inference_logprobs": inference_logprobs, "loss_mask": loss_mask, **streams}, lengths)
-    found, _, invalid = _find_members(row)
-    return torch.stack([*(members.sum() for members in found.values()), invalid.sum()])
+    by_component, _, invalid = _find_members(row)
+    return torch.stack([*(members.sum() for members in by_component.values()), invalid.sum()])
 
 
 def count_sequences(*, sequence_lengths: Sequence[int], **streams: Tensor | None) -> Tensor:
     """The sequences with an rl member in one micro-batch, int64; arguments as of `count_members`."""
-    found, *_ = _find_members(_without_padding(streams, sequence_lengths))
-    return (sequence_sums(found["rl"].long(), sequence_lengths) > 0).sum()
+    by_component, *_ = _find_members(_without_padding(streams, sequence_lengths))
+    return (sequence_sums(by_component["rl"].long(), sequence_lengths) > 0).sum()
 
 
 def compute_loss(
@@ -114,8 +117,8 @@ def compute_loss(
     sequence_lengths: Sequence[int],
     counts: LossCounts,
     rl_loss: LossFunction | Sequence[LossFunction] | None = None,
-    fates: TokenFates | None = None,
-    **keywords: Any,
+    treatment: TokenTreatment | None = None,
+    **streams: Tensor | None,
 ) -> tuple[Tensor, Metrics]:
     """Loss and metrics of one packed micro-batch. Every stream is `[tokens]`.
 
@@ -123,9 +126,8 @@ def compute_loss(
         sequence_lengths: the first sum(sequence_lengths) tokens are the sequences; the rest is padding, never read.
         counts: member tokens of the whole step.
         rl_loss: the rl loss of all sequences, or a list with that of each; None = `default_loss`.
-        fates: filled with what became of each token.
-        keywords: the optional streams (`advantages`, `rl_weights`, ...) and `entropy`, None or left out where absent,
-            and `<component>_loss`, a loss function in place of the table's.
+        treatment: filled with what became of each token.
+        streams: the optional streams (`advantages`, `rl_weights`, ...) and `entropy`, None or left out where absent.
 
     Returns:
         The loss, a float64 scalar, attached to the graph even without members, and metrics as (sum, count), where a
@@ -135,35 +137,37 @@ def compute_loss(
     Raises ValueError for a stream that does not align or is missing, and ValueError or TypeError, naming it, for a loss
     function that does not return an attached scalar in `LossOutputs`.
     """
-    losses = {name: keywords.pop(f"{name}_loss", None) for name in COMPONENTS} | {"rl": rl_loss}
     required = {"trainer_logprobs": trainer_logprobs, "inference_logprobs": inference_logprobs, "loss_mask": loss_mask}
-    row = _without_padding(required | keywords, sequence_lengths)
-    found, sampled, invalid = _find_members(row)
-    terms = [
-        term for name, part in COMPONENTS.items() for term in _terms(part, losses[name], found[name], sequence_lengths)
-    ]
+    row = _without_padding(required | streams, sequence_lengths)
+    by_component, sampled, invalid = _find_members(row)
+    terms: list[Term] = []
+    for name, component in COMPONENTS.items():
+        losses = rl_loss if name == "rl" else None
+        terms += _terms(component, losses, by_component[name], sequence_lengths)
     *present, sampled_count = torch.stack([*(term[-1].sum() for term in terms), sampled.sum()]).tolist()  # one sync
-    # All masked away: no gradient, no NaN whatever the logprobs hold, yet backward has a graph to run through.
+    # All masked away: no gradient, no NaN whatever the logprobs are, yet backward has a graph to run through.
     loss = select(torch.zeros_like(loss_mask, dtype=torch.bool), trainer_logprobs).sum(dtype=torch.float64)
     metrics = _sampler_metrics(row, sampled, sampled_count) if sampled_count else {}
     for term, count in zip(terms, present, strict=True):
         if count:
-            total = _run_term(*term, count, row, sequence_lengths, counts, metrics, fates)
+            total = _run_term(*term, count, row, sequence_lengths, counts, metrics, treatment)
             loss = loss + total / getattr(counts, term[0].name)
-    if fates is not None:
-        fates.sampled = sampled
-        fates.mark("invalid logprob", invalid)
+    if treatment is not None:
+        treatment.sampled = sampled
+        treatment.mark("invalid logprob", invalid)
     return loss, metrics
 
 
 def _without_padding(streams: Mapping[str, Tensor | None], sequence_lengths: Sequence[int]) -> dict[str, Tensor]:
     """The tokens of the sequences, of each stream that is there. Raises for one that is unknown or does not align."""
     known = {"trainer_logprobs", "inference_logprobs", "loss_mask", "entropy", *STREAM_FILL}
-    if unknown := streams.keys() - known:
+    unknown = streams.keys() - known
+    if unknown:
         raise TypeError(f"there is no keyword {min(unknown)!r}")
     present = {name: stream for name, stream in streams.items() if stream is not None}
     check_shapes(present)
-    if (tokens := sum(sequence_lengths)) > (room := len(present["loss_mask"])):
+    tokens, room = sum(sequence_lengths), len(present["loss_mask"])
+    if tokens > room:
         raise ValueError(f"sequence_lengths sum to {tokens}, but there are only {room} tokens")
     return {name: stream[:tokens] for name, stream in present.items()}
 
@@ -173,8 +177,8 @@ def _terms(
     losses: LossFunction | Sequence[LossFunction] | None,
     members: Tensor,
     sequence_lengths: Sequence[int],
-) -> list[tuple[Component, LossFunction, Tensor]]:
-    """The terms of a component, one or one per function of its sequences: function and members, bool `[tokens]`."""
+) -> list[Term]:
+    """The terms of a component: one, or one for each function that `losses` has for its sequences."""
     losses = pkgutil.resolve_name(component.loss) if losses is None else losses
     if callable(losses):
         return [(component, losses, members)]
@@ -194,9 +198,9 @@ def _run_term(
     sequence_lengths: Sequence[int],
     counts: LossCounts,
     metrics: Metrics,
-    fates: TokenFates | None,
+    treatment: TokenTreatment | None,
 ) -> Tensor:
-    """The sum of one term over its `count` members; its metrics and fates are added to those of the row."""
+    """The sum of one term over its `count` members; its metrics and treatment are added to those of the row."""
     if component.requires is not None and component.requires not in row:
         raise ValueError(
             f"{count} tokens feed the {component.name} loss, but the micro-batch has no {component.requires}: "
@@ -209,8 +213,8 @@ def _run_term(
     add_metric(metrics, f"loss/{component.name}", total.detach(), count)
     for key, pair in own.items():
         add_metric(metrics, f"{component.name}/{key}" if _is_taken(key, component) else key, *pair)
-    if fates is not None:
-        fates.add(component.name, members, excluded)
+    if treatment is not None:
+        treatment.add(component.name, members, excluded)
     return total
 
 
@@ -249,7 +253,7 @@ def _sampler_metrics(row: dict[str, Tensor], sampled: Tensor, count: int) -> Met
 
 
 def weighted_tokens(component: Component, mask: Tensor, weights: Tensor | None) -> Tensor:
-    """The tokens that feed a component, bool of the shape of `mask`, whatever the sampler's logprobs hold."""
+    """The tokens that feed a component, bool of the shape of `mask`, whatever the sampler's logprobs are."""
     on = torch.full_like(mask, component.absent_weight != 0) if weights is None else weights != 0
     return on & mask.bool() if component.on_mask else on.bool()
 

@@ -1,6 +1,6 @@
 """The interface of a loss: its inputs, its outputs, and how it is run over a packed row.
 
-A loss is any callable `fn(inputs: LossInputs, **knobs) -> LossOutputs` over one sequence. The built-in ones are
+A loss is any callable `fn(inputs: LossInputs, **options) -> LossOutputs` over one sequence. The built-in ones are
 written token by token and marked `@tokenwise`, so that `compute_loss` can run them once over a packed row instead of
 once per sequence; called directly they behave as any other loss. Two rules are shared by all: select before exp, and
 metrics as sums and counts, so that a mean over micro-batches and ranks is exact.
@@ -9,7 +9,7 @@ metrics as sums and counts, so that a mean over micro-batches and ranks is exact
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -21,11 +21,6 @@ from prl.wire.messages import sequence_slices
 
 Metrics = dict[str, tuple[Tensor | float, Tensor | float]]
 """By name: sum and count, to be added up over micro-batches and ranks."""
-
-
-def missing_mask() -> Tensor:
-    """Refuse inputs without a mask."""
-    raise TypeError("LossInputs needs loss_mask, a bool tensor [tokens]")
 
 
 @dataclass
@@ -44,15 +39,15 @@ class LossInputs:
     - `mean_length`: rl members per sequence with any, over the whole step. What an rl loss returns is divided by the
       number of members later; times `mean_length`, it is divided by the number of sequences instead.
 
-    Raises `TypeError` without a `loss_mask` and `ValueError`, naming the array, where shapes differ.
+    Raises ValueError, naming the tensor, where shapes differ.
     """
 
     trainer_logprobs: Tensor
     inference_logprobs: Tensor
+    _: KW_ONLY
+    loss_mask: Tensor
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
-    # Required, though optional arrays come before it: this order is that of the published interface.
-    loss_mask: Tensor = field(default_factory=missing_mask)
     loss_weights: Tensor | None = None
     streams: dict[str, Tensor] = field(default_factory=dict)
     entropy: Tensor | None = None
@@ -128,8 +123,8 @@ def tokenwise(terms: Callable[..., TokenTerms]) -> Callable[..., LossOutputs]:
     """
 
     @functools.wraps(terms)
-    def loss_fn(inputs: LossInputs, **knobs: Any) -> LossOutputs:
-        out = terms(inputs, **knobs)
+    def loss_fn(inputs: LossInputs, **options: Any) -> LossOutputs:
+        out = terms(inputs, **options)
         return LossOutputs(
             loss=out.loss.sum(),
             metrics={
@@ -159,42 +154,6 @@ def weighted(inputs: LossInputs, members: Tensor, loss: Tensor) -> Tensor:
     """The loss times its weight, `[tokens]`. `loss` must be finite off the members and is zeroed there."""
     weights = members.to(loss.dtype) if inputs.loss_weights is None else select(members, inputs.loss_weights)
     return loss * weights
-
-
-def reduced(
-    inputs: LossInputs,
-    members: Tensor,
-    loss: Tensor,
-    entropy_coef: float,
-    agg_mode: str,
-    constant_length: int | None,
-) -> Tensor:
-    """What an rl loss is, `[tokens]`: `loss`, minus `entropy_coef` times the entropy, weighted and normalised.
-
-    With N member tokens in S sequences over the whole step, all envs and ranks, and n of them in one sequence, the rl
-    term of L becomes, by `agg_mode`:
-
-    - `token_mean`: the sum over tokens / N. Source: DAPO (arXiv 2503.14476).
-    - `sequence_mean`: the sum over sequences of (the sum over its tokens / n), / S. Source: GRPO (arXiv 2402.03300).
-    - `constant`: the sum over tokens / (`constant_length` * S). Source: Dr. GRPO (arXiv 2503.20783).
-
-    N and S count the tokens and sequences of all rl losses of the step, whatever their `agg_mode`. So each sequence
-    counts as if the whole step had its mode, and envs with different modes do not change each other's gradient.
-
-    Raises ValueError for another mode, for `constant` without its length, and for an entropy that is not there.
-    """
-    if entropy_coef:
-        if inputs.entropy is None:
-            raise ValueError("entropy_coef: these LossInputs have no entropy")
-        loss = loss - entropy_coef * select(members, inputs.entropy)
-    loss = weighted(inputs, members, loss)
-    if agg_mode == "token_mean":
-        return loss
-    if agg_mode == "sequence_mean":
-        return loss * (inputs.mean_length / inputs.sequence_sum(members.to(loss.dtype)).clamp_min(1))
-    if agg_mode != "constant" or constant_length is None:
-        raise ValueError(f"agg_mode={agg_mode!r} with constant_length={constant_length}: only constant needs a length")
-    return loss * (inputs.mean_length / constant_length)
 
 
 def importance_weighted(factor: Tensor, log_ratio: Tensor, keep: Tensor, delta: float | None = None) -> Tensor:
@@ -234,16 +193,16 @@ def run_loss(
         The sum over the members, a float64 scalar; the metrics as (sum, count) over sequences; and
         `TokenTerms.excluded`, None for a loss that runs sequence by sequence.
     """
-    inner, knobs = (fn.func, fn.keywords) if isinstance(fn, functools.partial) and not fn.args else (fn, {})
+    inner, options = (fn.func, fn.keywords) if isinstance(fn, functools.partial) and not fn.args else (fn, {})
     if hasattr(inner, "terms"):
-        terms: TokenTerms = inner.terms(dataclasses.replace(inputs, sequence_lengths=sequence_lengths), **knobs)
+        terms: TokenTerms = inner.terms(dataclasses.replace(inputs, sequence_lengths=sequence_lengths), **options)
         return terms.loss.sum(dtype=torch.float64), _sequence_means(terms.metrics, sequence_lengths), terms.excluded
     losses: list[Tensor] = []
     metrics: Metrics = {}
     for sequence in map(inputs.part, sequence_slices(sequence_lengths)):
         if not sequence.loss_mask.any():
             continue
-        out = _checked(name_of(fn), fn(sequence), attached=sequence.trainer_logprobs.requires_grad)
+        out = _checked(name_of(fn), fn(sequence))
         losses.append(out.loss)
         for name, value in out.metrics.items():
             value = torch.as_tensor(value).detach().double()
@@ -279,7 +238,7 @@ def _sequence_means(metrics: dict[str, tuple[Tensor, Tensor]], sequence_lengths:
     return dict(zip(metrics, zip(means, (sizes > 0).sum(1), strict=True), strict=True))
 
 
-def _checked(name: str, out: object, *, attached: bool) -> LossOutputs:
+def _checked(name: str, out: object) -> LossOutputs:
     """`out` as LossOutputs. Raises where the loss function `name` does not keep to its contract."""
     if not isinstance(out, LossOutputs):
         raise TypeError(f"{name} must return LossOutputs(loss, metrics), not {type(out).__name__}")
@@ -287,6 +246,6 @@ def _checked(name: str, out: object, *, attached: bool) -> LossOutputs:
         raise TypeError(f"{name} must return a tensor as its loss, not {type(out.loss).__name__}")
     if out.loss.dim():
         raise ValueError(f"{name} must return a scalar loss, a sum over the sequence, not {list(out.loss.shape)}")
-    if attached and not out.loss.requires_grad:
+    if not out.loss.requires_grad:
         raise ValueError(f"{name} returned a loss without gradient: compute it from inputs.trainer_logprobs")
     return out

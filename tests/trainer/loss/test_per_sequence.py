@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from prl.trainer.loss import LossCounts, LossOutputs, TokenFates, aipo_loss, compute_loss, default_loss
+from prl.trainer.loss import LossCounts, LossOutputs, aipo_loss, compute_loss, default_loss
 
 # Two sequences of two tokens. Probabilities of the policy and of the sampler: rho = 2, 1 and 3, 1.
 POLICY, SAMPLER, ADVANTAGES = [0.5, 0.5, 0.6, 0.4], [0.25, 0.5, 0.2, 0.4], [1.0, 1.0, 2.0, -1.0]
@@ -61,18 +61,6 @@ def test_together_is_the_sum_of_each_alone(losses):
         assert pair == (pytest.approx(sum(a for a, _ in parts)), sum(b for _, b in parts)), name
 
 
-def test_metrics_of_one_name_add_up():
-    """TIGHT drops the token whose probability rose by 0.25 in the first sequence, WIDE none in the second."""
-    metrics = run([TIGHT, WIDE])[2]
-    assert metrics["is_masked"] == (0.5, 2) and metrics["is_masked_high"] == (0.5, 2)
-    assert metrics["masked_mismatch_kl"] == (pytest.approx(2 - math.log(2) - 1), 1)
-
-
-def test_the_same_loss_for_all_is_that_loss():
-    assert run([WIDE, WIDE]) == run(WIDE)
-    assert run([squared, squared]) == run(squared)
-
-
 def test_a_loss_sees_its_own_sequences_only():
     seen = []
 
@@ -83,26 +71,3 @@ def test_a_loss_sees_its_own_sequences_only():
     assert run([spy, CLIPPED])[2]["mine"] == (2.0, 1)
     assert seen == [[math.log(0.5)] * 2]
     assert run([squared, spy], mask=(True, True, False, False))[2]["mine"] == (2.0, 1) and len(seen) == 1
-
-
-def test_fates_say_what_each_loss_did():
-    for losses, expected in (
-        ([TIGHT, squared], {"rl dropped": [1, 0, 0, 0], "rl kept": [0, 1, 0, 0], "rl": [0, 0, 1, 1]}),
-        ([TIGHT, WIDE], {"rl dropped": [1, 0, 0, 0], "rl kept": [0, 1, 1, 1]}),
-        ([WIDE, CLIPPED], {"rl kept": [1, 1, 0, 1], "rl clipped": [0, 0, 1, 0]}),
-    ):
-        fates = TokenFates()
-        run(losses, fates=fates)
-        found = {label: tokens.tolist() for label, tokens in fates.labels.items() if tokens.any()}
-        assert found == expected
-        assert fates.sampled.all()
-
-
-def test_one_function_for_each_sequence():
-    with pytest.raises(ValueError, match="rl_loss has 3 functions for 2 sequences"):
-        run([WIDE] * 3)
-
-
-def test_an_unknown_keyword_is_named():
-    with pytest.raises(TypeError, match="'rl_wieghts'"):
-        run(WIDE, rl_wieghts=None)

@@ -1,20 +1,17 @@
-"""The loss functions of the components. Per token: rho = exp(t - i), d = exp(t) - exp(i).
+"""The rl losses: policy gradients. Per token: rho = exp(t - i), d = exp(t) - exp(i).
 
-- `rl`: `default_loss`, `aipo_loss` and `gspo_loss`, policy gradients. `entropy_coef`, `agg_mode` and `constant_length`
-  are explained at `prl.trainer.loss.interface.reduced`.
-- `ce`: cross-entropy on given tokens: the samples of a frozen model (`sft`), the observations of an env (`echo`).
-- `ref_kl`: reverse KL to a reference model as a per-token policy gradient: on-policy distillation (`opd`, `opsd`), or
-  beside a policy gradient (`algo.kl`).
+`default_loss`, `aipo_loss` and `gspo_loss` take `entropy_coef`, `agg_mode` and `constant_length`, which `reduced`
+explains. Another one is a function like these and its node in `prl/trainer/config.py`.
 """
 
 import torch
+from torch import Tensor
 
 from prl.trainer.loss.interface import (
     LossInputs,
     TokenTerms,
     importance_weighted,
     mismatch_kl,
-    reduced,
     select,
     tokenwise,
     weighted,
@@ -47,7 +44,7 @@ def default_loss(
     """
     members = inputs.members(sampler=True)
     t, i = select(members, inputs.trainer_logprobs), select(members, inputs.inference_logprobs)
-    advantages = select(members, _advantages(inputs))
+    advantages = select(members, advantages_of(inputs))
     log_ratio = t - i
 
     moved = t.detach().exp() - i.exp()
@@ -91,7 +88,7 @@ def aipo_loss(
     members = inputs.members(sampler=True)
     t, i = select(members, inputs.trainer_logprobs), select(members, inputs.inference_logprobs)
     log_ratio = t - i
-    policy = importance_weighted(select(members, _advantages(inputs)), log_ratio, members, delta)
+    policy = importance_weighted(select(members, advantages_of(inputs)), log_ratio, members, delta)
     ratio = log_ratio.detach().exp()
     clipped = ratio > delta
     return TokenTerms(
@@ -127,7 +124,7 @@ def gspo_loss(
     """
     members = inputs.members(sampler=True)
     t, i = select(members, inputs.trainer_logprobs), select(members, inputs.inference_logprobs)
-    advantages = select(members, _advantages(inputs))
+    advantages = select(members, advantages_of(inputs))
     size = inputs.sequence_sum(members.to(t.dtype)).clamp_min(1)
     log_ratio = inputs.sequence_sum((t - i).detach()) / size
     ratio = log_ratio.exp()
@@ -145,59 +142,44 @@ def gspo_loss(
     )
 
 
-@tokenwise
-def ce_loss(inputs: LossInputs) -> TokenTerms:
-    """sum w * -t. Reads neither the sampler's logprobs nor advantages. Metric `nll`: the unweighted mean of -t."""
-    members = inputs.members(sampler=False)
-    nll = -select(members, inputs.trainer_logprobs)
-    return TokenTerms(loss=weighted(inputs, members, nll), metrics={"nll": (nll.detach(), members)})
+def reduced(
+    inputs: LossInputs,
+    members: Tensor,
+    loss: Tensor,
+    entropy_coef: float,
+    agg_mode: str,
+    constant_length: int | None,
+) -> Tensor:
+    """What an rl loss is, `[tokens]`: `loss`, minus `entropy_coef` times the entropy, weighted and normalised.
 
+    With N member tokens in S sequences over the whole step, all envs and ranks, and n of them in one sequence, the rl
+    term of L becomes, by `agg_mode`:
 
-@tokenwise
-def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e-3) -> TokenTerms:
-    """sum w * (-keep * stopgrad(k) * rho + kl_tau * (t - i)^2), with k = ref - t, rho = exp(t - i).
+    - `token_mean`: the sum over tokens / N. Source: DAPO (arXiv 2503.14476).
+    - `sequence_mean`: the sum over sequences of (the sum over its tokens / n), / S. Source: GRPO (arXiv 2402.03300).
+    - `constant`: the sum over tokens / (`constant_length` * S). Source: Dr. GRPO (arXiv 2503.20783).
 
-    The score-function (policy-gradient) estimator of reverse KL: k, minus Schulman's k1 = log policy - log reference
-    ("Approximating KL Divergence", 2020), takes the place of an advantage. On-policy, with kl_tau = 0 and no token
-    masked, the expected gradient is exactly that of the sum over tokens of KL(policy || reference) given the tokens
-    before, these taken as they were sampled. It is not that of the KL of whole sequences: what a token does to the KL
-    of later ones is left out. Off-policy, rho corrects for the token, not for those before it. To differentiate k1
-    itself would be no estimate at all: its expected gradient is zero.
+    N and S count the tokens and sequences of all rl losses of the step, whatever their `agg_mode`. So each sequence
+    counts as if the whole step had its mode, and envs with different modes do not change each other's gradient.
 
-    A token leaves the first term when exp(t) - exp(i) < -mask_low. The trust region is one-sided: a token whose
-    probability rose is still pulled towards the reference, up or down. Advantages are never read.
-
-    Metrics over members: `ref_kl` (mean k; its negative estimates the KL), `ref_kl/is_masked`; and `ref_kl/
-    masked_mismatch_kl`, `ref_kl/unmasked_mismatch_kl` over dropped and kept tokens. Raises `ValueError` without
-    `ref_logprobs`.
+    Raises ValueError for another mode, for `constant` without its length, and for an entropy that is not there.
     """
-    if inputs.ref_logprobs is None:
-        raise ValueError(
-            "the ref_kl loss needs ref_logprobs, which this sequence lacks: only algorithms that score a reference "
-            "model (opd, opsd) may put tokens in ref_kl"
-        )
-    members = inputs.members(sampler=True)
-    t, i = select(members, inputs.trainer_logprobs), select(members, inputs.inference_logprobs)
-    k = select(members, inputs.ref_logprobs) - t.detach()
-    log_ratio = t - i
-    dropped = members & (t.detach().exp() - i.exp() < -mask_low)
-    keep = members & ~dropped
-
-    policy = importance_weighted(k, log_ratio, keep)
-    mismatch = mismatch_kl(log_ratio)
-    return TokenTerms(
-        loss=weighted(inputs, members, kl_tau * log_ratio.square() - policy),
-        metrics={
-            "ref_kl": (k, members),
-            "ref_kl/is_masked": (dropped, members),
-            "ref_kl/masked_mismatch_kl": (mismatch, dropped),
-            "ref_kl/unmasked_mismatch_kl": (mismatch, keep),
-        },
-        excluded={"dropped": dropped},
-    )
+    if entropy_coef:
+        if inputs.entropy is None:
+            raise ValueError("entropy_coef: these LossInputs have no entropy")
+        loss = loss - entropy_coef * select(members, inputs.entropy)
+    loss = weighted(inputs, members, loss)
+    if agg_mode == "token_mean":
+        return loss
+    if agg_mode == "sequence_mean":
+        return loss * (inputs.mean_length / inputs.sequence_sum(members.to(loss.dtype)).clamp_min(1))
+    if agg_mode != "constant" or constant_length is None:
+        raise ValueError(f"agg_mode={agg_mode!r} with constant_length={constant_length}: only constant needs a length")
+    return loss * (inputs.mean_length / constant_length)
 
 
-def _advantages(inputs: LossInputs) -> torch.Tensor:
+def advantages_of(inputs: LossInputs) -> Tensor:
+    """The advantages. Raises ValueError where the sequence has none."""
     if inputs.advantages is None:
         raise ValueError("the rl loss needs advantages, but this sequence has none")
     return inputs.advantages
