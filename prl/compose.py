@@ -212,16 +212,26 @@ def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
 
 
 def give_types(cfg: DictConfig) -> None:
-    """Make typed nodes of those that a file wrote without their schema, as the `config.yaml` of a run is."""
+    """Give nodes the schema of the class that they name.
+
+    A file may have written them without, as the `config.yaml` of a run is, or an override named another class.
+    """
     by_target = {getattr(schema, "_target_", None): schema for schema in schemas().values()}
     for key, of_other_classes in READ.items():
         node = OmegaConf.select(cfg, key)
-        if not isinstance(node, DictConfig) or OmegaConf.get_type(node) is not dict:
+        if not isinstance(node, DictConfig):
             continue
-        if kind := by_target.get(node.get("_target_"), of_other_classes):
-            # Not struct: a class of the user's own may have further options.
-            typed_node = OmegaConf.merge(OmegaConf.structured(kind, flags={"struct": False}), node)
-            OmegaConf.update(cfg, key, typed_node, merge=False)
+        present = OmegaConf.get_type(node)
+        kind = by_target.get(node.get("_target_"), of_other_classes if present is dict else None)
+        if kind in (None, present):
+            continue
+        options = OmegaConf.to_container(node)
+        if present is not dict:  # what the other class alone has goes, where it is at its default
+            unset, taken = schema_defaults(node), plain(kind())
+            options = {name: value for name, value in options.items() if name in taken or value != unset.get(name)}
+        # Not struct: a class of the user's own may have further options.
+        typed_node = OmegaConf.merge(OmegaConf.structured(kind, flags={"struct": False}), options)
+        OmegaConf.update(cfg, key, typed_node, merge=False)
 
 
 def replace_chosen(cfg: DictConfig, overrides: list[str]) -> None:

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -149,14 +149,15 @@ def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
     return run_dir
 
 
-def remove_logs(run_dir: Path) -> None:
-    """Remove the logs of engines whose run was refused, and its directory if nothing else is in it."""
+def remove_logs(run_dir: Path, absent: Iterable[Path]) -> None:
+    """Remove the logs of engines whose run was refused, and what was made for them of the folders `absent` before."""
     if not holds_run(run_dir) and not (run_dir / LOCK).exists():
         with contextlib.suppress(OSError):
             for log in (run_dir / "logs").glob("inference*.log"):
                 log.unlink()
             (run_dir / "logs").rmdir()
-            run_dir.rmdir()
+            for folder in dict.fromkeys((run_dir, *absent)):
+                folder.rmdir()
 
 
 def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:

@@ -99,6 +99,7 @@ def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult
         return result
     refuse_owned(run_dir)
     token = specs.run_token(config)
+    absent = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     urls = [] if config.dry_run else engines.start_early(config, launcher, token, run_dir)
     try:
         from prl.launch import builder  # verifiers and transformers are imported once the config has passed
@@ -110,7 +111,7 @@ def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult
             resume.check_tasks(run_dir, builder.task_keys(prepared))
     except BaseException:
         launcher.stop()
-        remove_logs(run_dir)
+        remove_logs(run_dir, absent)
         raise
     return prepared
 

@@ -39,6 +39,7 @@ ARGUED = {
     ("tests/support/quick_compose.py", "pickle"): "copies what the process itself has composed, and writes nothing",
     ("tests/e2e/test_readme.py", "compile"): "the blocks of the README, as a reader would run them",
     ("tests/e2e/test_readme.py", "exec"): "the same",
+    ("tests/e2e/test_sources.py", "eval"): "the arithmetic of tasks that the env draws, to answer them",
     ("tests/envs/test_math.py", "eval"): "the arithmetic of a task that the test itself has drawn, by another route",
 }
 """What there is all the same, and why."""

@@ -155,7 +155,7 @@ def test_an_optimisers_state_is_what_a_real_step_makes(bare, built, name, settin
 def test_an_optimiser_that_needs_values_is_refused(bare):
     _, model = shape(bare())
     with pytest.raises(ConfigError, match="what it keeps is not known without a real step"):
-        optimiser_bytes(model, AdamWConfig(_target_="torch.optim.Adagrad"))
+        optimiser_bytes(model, {"_target_": "torch.optim.LBFGS"})
 
 
 def test_what_ranks_share_is_divided_and_what_they_run_is_not(bare):

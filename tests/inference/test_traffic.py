@@ -1,5 +1,6 @@
 """When a server counts as at work."""
 
+import msgspec
 import pytest
 
 from prl.inference.traffic import Traffic
@@ -18,6 +19,8 @@ def clock(monkeypatch):
 class Recording(events.Lane):
     """Keeps its spans, and those of the lanes beside it."""
 
+    closed = False
+
     def __init__(self, process="orchestrator", spans=None):
         super().__init__(process)
         self.spans = [] if spans is None else spans
@@ -26,7 +29,8 @@ class Recording(events.Lane):
     def beside(self, process):
         return Recording(process, self.spans)
 
-    def write(self, span):
+    def write(self, line):
+        span = msgspec.json.decode(line, type=events.Span)
         self.spans.append((span.process, span.what, span.start, span.stop, span.step))
 
 

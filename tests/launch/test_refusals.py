@@ -7,6 +7,7 @@ import pytest
 
 from prl.compose import compose
 from prl.config.hardware import assuming
+from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch import specs
 from prl.owner import owned
@@ -60,7 +61,10 @@ def refusals(overrides, tmp_path):
         with pytest.raises(ConfigError) as caught:
             config = compose([f"run.dir={tmp_path}/run", *overrides, f"dry_run={dry}"])
             with specs.launcher_of(config) as launcher, assuming(config.machine):
-                main(config) if config.dry_run else prepare(config, launcher)
+                if config.dry_run:
+                    main(config)
+                validate(config)
+                prepare(config, launcher)
         words.append(str(caught.value))
     return words
 
@@ -97,7 +101,7 @@ TABLE = [
     (["+filters.post_batch.mine={_target_: refused_mine.Algo}"], "filters.post_batch.mine._target_='refused_mine.A"),
     (["+monitor.mine={_target_: no_such.Monitor}"], "monitor.mine._target_='no_such.Monitor'"),
     (["+trainer.optim.rate=1"], "trainer.optim.rate: AdamW has no such option"),
-    (["trainer.optim._target_=torch.optim.SGD", "+trainer.optim.nesterov=true"], "trainer.optim.nesterov"),
+    (["trainer.optim._target_=torch.optim.SGD", "+trainer.optim.nesterov=true"], "trainer.optim"),
     (["trainer.optim._target_=torch.optim.Muon"], "trainer.optim._target_=torch.optim.Muon: Muon only supports 2D"),
     (["trainer.schedule._target_=no_such.Schedule"], "trainer.schedule._target_='no_such.Schedule'"),
     (["sampling.stop=['']"], "sampling.stop has an empty string"),

@@ -87,6 +87,5 @@ def test_the_command_itself_computes_with_one_unless_it_is_told_to(given, has, m
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr("sys.argv", ["prl train"])
-    monkeypatch.setattr(command, "guard", lambda: None)
     command.run(lambda: None, [])
     assert os.environ["OMP_NUM_THREADS"] == has

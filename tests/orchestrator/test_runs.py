@@ -94,7 +94,7 @@ async def test_spans_are_recorded_and_give_the_idle_share(train, make_env, pool,
     run = await train([make_env()], steps=4, delay=0.02, **options)
     lane.close()
     problems = []
-    spans = read_spans(tmp_path, problems, steps=4)
+    spans = read_spans(tmp_path, problems)
     assert not problems and {span.process for span in spans} == {"orchestrator", "engine", "evaluation"}
     own = [span for span in spans if span.process == "orchestrator"]
     assert all(before.stop <= after.start for before, after in pairwise(own))
