@@ -20,7 +20,6 @@ from prl.dry_run.memory import (
     trainer_memory,
 )
 from prl.dry_run.shape import optimiser_bytes, shape_of, with_adapters
-from prl.errors import ConfigError
 from prl.trainer.attention import use_tree_attention
 from prl.trainer.batch import stacks
 from prl.trainer.config import AdamWConfig
@@ -150,12 +149,6 @@ def test_an_optimisers_state_is_what_a_real_step_makes(bare, built, name, settin
     counted = optimiser_bytes(model, node)
     assert counted == sum(each.nbytes for each in state)
     assert 0 <= counted - 4 * floats * found.parameters <= 4 * len(list(real.parameters())), "and a count of steps"
-
-
-def test_an_optimiser_that_needs_values_is_refused(bare):
-    _, model = shape(bare())
-    with pytest.raises(ConfigError, match="what it keeps is not known without a real step"):
-        optimiser_bytes(model, {"_target_": "torch.optim.LBFGS"})
 
 
 def test_what_ranks_share_is_divided_and_what_they_run_is_not(bare):
