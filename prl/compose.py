@@ -151,7 +151,8 @@ def options() -> dict[str, list[str]]:
 
 def choice(group: str, *, _root_: Any) -> str:
     """The option chosen of a config group."""
-    return (_root_.get("hydra") or HydraConfig.get()).runtime.choices.get(group, "run")
+    chosen: str = (_root_.get("hydra") or HydraConfig.get()).runtime.choices.get(group, "run")
+    return chosen
 
 
 def compose(overrides: list[str], run_dir: Path | None = None) -> TrainConfig:
@@ -225,7 +226,7 @@ def give_types(cfg: DictConfig) -> None:
         kind = by_target.get(node.get("_target_"), of_other_classes if present is dict else None)
         if kind in (None, present):
             continue
-        options = OmegaConf.to_container(node)
+        options: Any = OmegaConf.to_container(node)
         if present is not dict:  # what the other class alone has goes, where it is at its default
             unset, taken = schema_defaults(node), plain(kind())
             options = {name: value for name, value in options.items() if name in taken or value != unset.get(name)}
