@@ -6,7 +6,7 @@ __all__ = ["ChatHarness"]
 
 def __getattr__(name: str):
     if name == "ChatHarness":
-        from prl.episodes.harness import ChatHarness
+        from prl.envs.harness import ChatHarness
 
         return ChatHarness
     if name == "__version__":

@@ -2,12 +2,12 @@
 
 prl train [group=option …] [key=value …]       python -m prl.train
 prl serve model=tiny-teacher [key=value …]     python -m prl.serve
-prl rollouts <run> [--step N] …                python -m prl.viewer
+prl rollouts <run> [--step N] …                python -m prl.tools.rollouts
 prl eval <target> … [key=value …]              python -m prl.eval
-prl chat <target> [key=value …]                python -m prl.chat
-prl report <run or sweep> …                    python -m prl.report
-prl timeline <run>                             python -m prl.report.timeline
-prl env check math …                           python -m prl.env check
+prl chat <target> [key=value …]                python -m prl.tools.chat
+prl report <run or sweep> …                    python -m prl.tools.report
+prl timeline <run>                             python -m prl.tools.report.timeline
+prl env check math …                           python -m prl.tools.env_check check
 """
 
 import os
@@ -17,12 +17,12 @@ import sys
 SUBCOMMANDS = {
     "train": ("prl.train", "train a policy, or sweep over configs with -m"),
     "serve": ("prl.serve", "serve a frozen model, for runs to distil from"),
-    "rollouts": ("prl.viewer", "page through the rollouts of a run"),
+    "rollouts": ("prl.tools.rollouts", "page through the rollouts of a run"),
     "eval": ("prl.eval", "evaluate checkpoints, runs, models or endpoints"),
-    "report": ("prl.report", "write the page of a run, or the summary of several"),
-    "timeline": ("prl.report.timeline", "write a trace of who was at work when, and name the bottleneck"),
-    "chat": ("prl.chat", "talk to one of them"),
-    "env": ("prl.env", "check a taskset: prl env check <taskset>"),
+    "report": ("prl.tools.report", "write the page of a run, or the summary of several"),
+    "timeline": ("prl.tools.report.timeline", "write a trace of who was at work when, and name the bottleneck"),
+    "chat": ("prl.tools.chat", "talk to one of them"),
+    "env": ("prl.tools.env_check", "check a taskset: prl env check <taskset>"),
 }
 """The module of each subcommand, and what it does. Only the chosen one is imported."""
 
@@ -60,7 +60,7 @@ def main() -> None:
         sys.path.insert(0, os.getcwd())
     try:
         runpy.run_module(SUBCOMMANDS[name][0], run_name="__main__", alter_sys=True)
-    except KeyboardInterrupt:  # while it imports; from then on `prl.command` ends it
+    except KeyboardInterrupt:  # while it imports; from then on `prl.launch.command` ends it
         print("stopped", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
 

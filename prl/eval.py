@@ -17,24 +17,25 @@ from omegaconf import DictConfig
 from rich.markup import escape
 from rich.table import Table
 
-from prl import command, report
-from prl.compose import CONF, to_config, typed
+from prl.config.compose import CONF, to_config, typed
 from prl.config.evaluation import EvaluationConfig
 from prl.config.machine import check_run_dir
 from prl.config.suggestions import override_key
 from prl.errors import ConfigError
-from prl.evaluation.arguments import to_overrides
+from prl.launch import command
 from prl.launch.children import leave_none
-from prl.log import hold_log, log_to
-from prl.owner import owned
-from prl.run_dir import absolute, make_way, new_run_dir, recorded, refuse_other_files
-from prl.signals import run_to_end
-from prl.terminal import Console
-from prl.text import as_message, safe
+from prl.launch.signals import run_to_end
+from prl.monitors.log import hold_log, log_to
+from prl.monitors.terminal import Console
+from prl.monitors.text import as_message, safe
+from prl.runs.owner import owned
+from prl.runs.run_dir import absolute, make_way, new_run_dir, recorded, refuse_other_files
+from prl.tools import report
+from prl.tools.evaluation.arguments import to_overrides
 
 if TYPE_CHECKING:
-    from prl.evaluation.play import EvaluationResult
-    from prl.evaluation.scores import Estimate
+    from prl.tools.evaluation.play import EvaluationResult
+    from prl.tools.evaluation.scores import Estimate
 
 PIPED = 130
 """Width of the table where nothing says how wide it may be, characters."""
@@ -49,7 +50,7 @@ def main(config: EvaluationConfig) -> "EvaluationResult":
     check_run_dir(config.run.dir)
     refuse_other_files(Path(config.run.dir))
     make_way(Path(config.run.dir))
-    from prl.evaluation import play  # verifiers and transformers
+    from prl.tools.evaluation import play  # verifiers and transformers
 
     evaluation = play.prepare(config)
     if config.k > 1 and any(env.eval_sampler.temperature == 0 for env in evaluation.envs):

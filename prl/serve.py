@@ -3,7 +3,7 @@
     python -m prl.serve model=tiny-teacher [key=value …]
     python -m prl.serve policy=true model=tiny [key=value …]    runs begin seconds sooner than with one of their own
 
-Prints how a run refers to it, and serves until it is stopped. Its port is `inference.port` (8001); its key is
+Prints how a run refers to it, and serves until it is stopped. Its port is `engine.port` (8001); its key is
 PRL_TOKEN, or a fresh one where the environment has none.
 """
 
@@ -15,20 +15,20 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from prl import command
-from prl.compose import CONF, to_config
 from prl.config.build import check_values
+from prl.config.compose import CONF, to_config
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ServeConfig
 from prl.config.validate import validate_server
 from prl.engines.base import EngineSpec
+from prl.engines.vllm.server import TOKEN_VARIABLE
 from prl.errors import ConfigError
-from prl.inference.server import TOKEN_VARIABLE
+from prl.launch import command
 from prl.launch.children import leave_none
 from prl.launch.local import LocalLauncher, resolve_model
+from prl.launch.signals import run_to_end
 from prl.launch.specs import POLICY_NAME
 from prl.launch.threads import share
-from prl.signals import run_to_end
 
 KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model need not command a run's engine
 
@@ -36,25 +36,25 @@ KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model ne
 def main(config: ServeConfig) -> None:
     """Serve until stopped. Raises ConfigError before anything has started, PrlError when the server ends by itself."""
     check_values(config)
-    validate_server(config.model, config.inference)
-    if config.inference.urls:
-        raise ConfigError("inference.urls names servers that already run; nothing is left to serve")
-    if config.inference.servers > 1:
+    validate_server(config.model, config.engine)
+    if config.engine.urls:
+        raise ConfigError("engine.urls names servers that already run; nothing is left to serve")
+    if config.engine.servers > 1:
         raise ConfigError(
-            f"inference.servers={config.inference.servers}: this command serves one; start it once for each, with "
-            "ports of their own, and name them all in inference.urls or teacher.base_url"
+            f"engine.servers={config.engine.servers}: this command serves one; start it once for each, with "
+            "ports of their own, and name them all in engine.urls or teacher.base_url"
         )
     from prl.launch.checks import check_loadable  # transformers, once the config has passed
 
-    check_loadable(config.model, config.inference, "model.", trained=False)
+    check_loadable(config.model, config.engine, "model.", trained=False)
     run_to_end(serve(config))
 
 
 async def serve(config: ServeConfig) -> None:
     """Start the server, print where it is, and watch it."""
-    from prl.inference.frozen import wait_until_served  # its HTTP client is imported once the config has passed
+    from prl.engines.frozen import wait_until_served  # its HTTP client is imported once the config has passed
 
-    device = config.inference.device_type
+    device = config.engine.device_type
     given = os.environ.get(TOKEN_VARIABLE)
     token = given or secrets.token_hex(24)
     name = POLICY_NAME if config.policy else config.name
@@ -64,18 +64,18 @@ async def serve(config: ServeConfig) -> None:
                 process=config.name,
                 served_name=name,
                 model=resolve_model(config.model, device),
-                config=config.inference,
+                config=config.engine,
                 device=device,
                 seed=0,
                 token=token,
                 log=Path(config.log),
                 frozen=not config.policy,
-                threads=share(config.inference.threads, config.model, device, 2 if config.policy else 3),
+                threads=share(config.engine.threads, config.model, device, 2 if config.policy else 3),
             )
         )
         print(f"starting {config.name} from {config.model.path}; log: {config.log}", file=sys.stderr, flush=True)
         served = FrozenModelConfig(name, f"{url}/v1")
-        await wait_until_served(served, token, config.inference.startup_timeout_s, launcher.ensure_alive)
+        await wait_until_served(served, token, config.engine.startup_timeout_s, launcher.ensure_alive)
         use = for_runs(config, url) if config.policy else for_teaching(config.name, url)
         variable = TOKEN_VARIABLE if config.policy else KEY_VARIABLE
         key = "" if given and config.policy else f"  export {variable}={f'${TOKEN_VARIABLE}' if given else token}\n"
@@ -96,7 +96,7 @@ def for_runs(config: ServeConfig, url: str) -> str:
     """How a run trains with an engine; `{key}` stands for the line that makes its token known."""
     return (
         f"an engine for {config.name} is at {url}. Train with it in another terminal, one run at a time:\n\n{{key}}"
-        f"  python -m prl.train model={config.name} inference.urls=[{url}]"
+        f"  python -m prl.train model={config.name} engine.urls=[{url}]"
     )
 
 

@@ -4,7 +4,7 @@
     python -m prl.train -m seed=0,1,2          a sweep: one run directory each (conf/sweep/README.md)
     python -m prl.train … dry_run=true         starts nothing: what the run would start, and whether it fits
 
-From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.compose.compose`).
+From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.config.compose.compose`).
 """
 
 import asyncio
@@ -21,22 +21,25 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from prl import command, report, resume, sweep
-from prl.compose import CONF, to_config, typed
 from prl.config.build import factory
+from prl.config.compose import CONF, to_config, typed
 from prl.config.hardware import assuming
+from prl.config.run_yaml import data_of
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
-from prl.dry_run.command import dry_run
 from prl.errors import NoSignal, of_disk
-from prl.launch import engines, specs
+from prl.launch import command, engines, specs
 from prl.launch.children import leave_none
 from prl.launch.launcher import Launcher
-from prl.log import hold_log, log_to
-from prl.owner import owned, refuse_owned
-from prl.provenance import write_provenance
-from prl.result import RunResult
-from prl.run_dir import (
+from prl.launch.signals import run_to_end
+from prl.monitors.log import hold_log, log_to
+from prl.monitors.metric_names import SAMPLED, held_out
+from prl.monitors.text import safe
+from prl.runs import resume
+from prl.runs.owner import owned, refuse_owned
+from prl.runs.provenance import write_provenance
+from prl.runs.result import RunResult
+from prl.runs.run_dir import (
     absolute,
     holds_run,
     last_metrics,
@@ -46,13 +49,11 @@ from prl.run_dir import (
     refuse_other_files,
     remove_logs,
 )
-from prl.run_yaml import data_of
-from prl.signals import run_to_end
-from prl.text import safe
-from prl.wire import checkpoints, events
-from prl.wire.events import Lane
-from prl.wire.metric_names import SAMPLED, held_out
-from prl.wire.transport import Transport
+from prl.tools import report, sweep
+from prl.tools.dry_run.command import dry_run
+from prl.transport import checkpoints, events
+from prl.transport.base import Transport
+from prl.transport.events import Lane
 
 if TYPE_CHECKING:
     from prl.launch.builder import PreparedRun
@@ -159,7 +160,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
         processes.callback(transport.close)
         processes.callback(launcher.stop)  # before the monitors hear the end; entered it was by `main`
         with lane.doing(events.PREPARING, first, since=events.process_began() if is_command() else None):
-            monitors.status(f"starting {'' if config.inference.urls else 'the engine and '}the trainer")
+            monitors.status(f"starting {'' if config.engine.urls else 'the engine and '}the trainer")
             supervisor = builder.supervise(prepared, lane)
         with lane.doing(events.PROCESSES, first):
             servers = await supervisor.guard(builder.start_services(prepared, supervisor, transport, run_dir))

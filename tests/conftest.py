@@ -114,7 +114,7 @@ def sockets():
 
 @pytest.fixture(scope="session")
 def default_config():
-    from prl.compose import compose
+    from prl.config.compose import compose
 
     return compose(["run.name=x"])
 
@@ -136,7 +136,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def renderer(tokenizer):
-    from prl.inference.renderer import make_renderer
+    from prl.engines.renderer import make_renderer
 
     return make_renderer(tokenizer, name="qwen3")
 
@@ -260,8 +260,8 @@ class Scripted:
         return self
 
     async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
-        from prl.inference.replies import Completion
-        from prl.inference.sampler import OverlongPrompt
+        from prl.engines.replies import Completion
+        from prl.engines.sampler import OverlongPrompt
 
         if len(prompt_ids) > self.room:
             raise OverlongPrompt("no room")

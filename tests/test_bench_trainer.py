@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from prl.trainer.tree import tree_stacks
+from prl.trainer.tree.tree import tree_stacks
 
 BENCH = SourceFileLoader("bench_trainer", str(Path(__file__).parents[1] / "scripts" / "bench_trainer")).load_module()
 CPU = torch.device("cpu")

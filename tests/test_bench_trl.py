@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import trl_loop
 
-from prl.compose import compose
-from prl.envs.math import MathConfig, MathTaskset
+from prl.config.compose import compose
+from prl.envs.tasksets.math import MathConfig, MathTaskset
 from prl.monitors.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]

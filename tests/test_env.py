@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from prl import env
 from prl.models import model_path
+from prl.tools import env_check as env
 
 TASKSET = """
 import verifiers.v1 as vf
@@ -116,13 +116,13 @@ def test_an_error_in_user_code_names_its_line(prl_env, taskset, tmp_path, name, 
         (["math", "args.max_operant=3"], "envs.math.args.max_operant"),
         (["math", "weight=-1x"], "weight"),
         (["mth"], "; did you mean math?\n"),
-        (["prl.envs.mth"], "did you mean prl.envs.math?"),
+        (["prl.envs.tasksets.mth"], "did you mean prl.envs.tasksets.math?"),
         (["math,guess"], "'math,guess' is neither an env ("),
         (["../x"], "'../x' is neither an env ("),
         (["math", "trainer.optim.lrr=1"], "trainer.optim.lrr"),
         (["math", "args.system=héllo"], "args.system=héllo"),
         (["jsonl"], "envs.jsonl.args.path"),
-        (["prl.envs.guess", "timeout_s=3"], "timeout_s"),
+        (["prl.envs.tasksets.guess", "timeout_s=3"], "timeout_s"),
         (["math", "timeout_s=-1"], "envs.math.timeout_s"),
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from prl.compose import compose
+from prl.config.compose import compose
 from prl.config.validate import validate
 from prl.launch.components import build_components
 

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 
-from prl.command import errors_as_exit_codes
 from prl.errors import PrlError
-from prl.log import hold_log, log_to
+from prl.launch.command import errors_as_exit_codes
+from prl.monitors.log import hold_log, log_to
 
 LIBRARY = sysconfig.get_path("purelib") + "/somelib/module.py"
 

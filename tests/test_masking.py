@@ -3,11 +3,11 @@
 import pytest
 from omegaconf import OmegaConf
 
-from prl.compose import compose
 from prl.config.build import plain
-from prl.masking import is_secret, masked, masked_text
-from prl.run_dir import new_run_dir
-from prl.run_yaml import without_run, yaml_of
+from prl.config.compose import compose
+from prl.config.run_yaml import without_run, yaml_of
+from prl.monitors.masking import is_secret, masked, masked_text
+from prl.runs.run_dir import new_run_dir
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJtZSJ9.c2lnbmVk"
 

@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from prl.errors import ConfigError
-from prl.owner import is_owned, owned, refuse_owned
+from prl.runs.owner import is_owned, owned, refuse_owned
 
 OWNS = """
 import pathlib, sys, time
-from prl.owner import owned
+from prl.runs.owner import owned
 with owned(pathlib.Path(sys.argv[1])):
     print("owns", flush=True)
     time.sleep(60)

@@ -67,8 +67,8 @@ def test_wheel_carries_nothing_else_and_names_the_command_and_the_plugin(wheel):
     (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     text = wheel.read(name).decode()
     assert "[console_scripts]\nprl = prl.__main__:main" in text
-    assert "[vllm.endpoint_plugins]\nprl = prl.inference.routes:PolicyRoutes" in text
-    assert {"prl/__main__.py", "prl/py.typed", "prl/inference/routes.py"} <= set(wheel.namelist())
+    assert "[vllm.endpoint_plugins]\nprl = prl.engines.vllm.routes:PolicyRoutes" in text
+    assert {"prl/__main__.py", "prl/py.typed", "prl/engines/vllm/routes.py"} <= set(wheel.namelist())
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

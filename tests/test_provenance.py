@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import version
 
 import prl
-from prl import provenance
+from prl.runs import provenance
 
 
 def test_provenance_has_command_code_and_data(tmp_path, monkeypatch, config):
@@ -26,7 +26,7 @@ def test_provenance_has_command_code_and_data(tmp_path, monkeypatch, config):
 
 def test_the_seed_governs_the_tasks(config):
     """What the page on determinism claims: the same seed, the same tasks in the same order."""
-    from prl.episodes.environment import Environment
+    from prl.envs.environment import Environment
 
     def of(seed):
         config.envs["math"].args |= {"seed": seed, "num_tasks": 50}

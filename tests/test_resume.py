@@ -9,17 +9,17 @@ import pytest
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from prl import resume
-from prl.command import expanded
-from prl.compose import CONF, compose
+from prl.config.compose import CONF, compose
+from prl.config.run_yaml import yaml_of
 from prl.config.validate import validate
 from prl.errors import ConfigError, PrlError
+from prl.launch.command import expanded
 from prl.orchestrator.state import RunState, SyncState, encode
-from prl.result import RunResult
-from prl.run_dir import clear, new_run_dir, refuse_existing
-from prl.run_yaml import yaml_of
-from prl.sweep.job import write_result
-from prl.wire.checkpoints import STATE, checkpoint_path, finish, part_path, writing
+from prl.runs import resume
+from prl.runs.result import RunResult
+from prl.runs.run_dir import clear, new_run_dir, refuse_existing
+from prl.tools.sweep.job import write_result
+from prl.transport.checkpoints import STATE, checkpoint_path, finish, part_path, writing
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_run_is_completed_where_itself_is_named_and_not_one_of_its_checkpoints
             completed(at, "seed=7")
 
 
-@pytest.mark.parametrize("change", ["buffer.refill=true", "orchestrator.stop.time_budget_s=9", "max_steps=9"])
+@pytest.mark.parametrize("change", ["curriculum.refill=true", "orchestrator.stop.time_budget_s=9", "max_steps=9"])
 def test_a_run_that_ended_early_goes_on_where_a_setting_has_changed_alone(run, change):
     folder = run("max_steps=8", steps=(2, 4))
     write_result(folder, RunResult(status="completed", steps=4, ended_because="every env has run out of tasks"))
@@ -167,7 +167,7 @@ def test_a_start_that_died_before_its_config_begins_again_unless_there_are_check
 
 def test_beginning_again_removes_the_config_last(run, monkeypatch):
     folder, gone = run(), []
-    monkeypatch.setattr("prl.run_dir._remove", lambda path: gone.append(path.name))
+    monkeypatch.setattr("prl.runs.run_dir._remove", lambda path: gone.append(path.name))
     clear(folder)
     assert gone[-1] == "config.yaml" and gone.count("config.yaml") == 1
 
@@ -267,7 +267,7 @@ def test_everything_else_may_change_and_is_told(run, capsys):
 def test_other_data_is_refused_and_nothing_is_touched(run):
     folder = run(steps=(10,))
     hashes = {"math": {"train": ["a", "b"]}}
-    from prl.provenance import data_hash
+    from prl.runs.provenance import data_hash
 
     recorded = {"data": {"math": {"train": data_hash(["a", "c"])}}}
     (folder / "provenance.json").write_text(json.dumps(recorded))

@@ -8,13 +8,13 @@ from threading import Barrier
 import pytest
 from omegaconf import OmegaConf
 
-from prl.compose import compose, load_config
 from prl.config.build import plain
+from prl.config.compose import compose, load_config
+from prl.config.run_yaml import without_run, yaml_of
 from prl.errors import ConfigError, PrlError
-from prl.owner import owned
-from prl.result import RunResult, write_result
-from prl.run_dir import new_run_dir, recorded, refuse_existing, refuse_other_files, set_aside
-from prl.run_yaml import without_run, yaml_of
+from prl.runs.owner import owned
+from prl.runs.result import RunResult, write_result
+from prl.runs.run_dir import new_run_dir, recorded, refuse_existing, refuse_other_files, set_aside
 
 
 def test_of_simultaneous_runs_one_gets_the_directory(tmp_path):

@@ -12,15 +12,15 @@ import time
 import pytest
 
 from prl.errors import PrlError
-from prl.result import read_result
-from prl.signals import run_to_end
+from prl.launch.signals import run_to_end
+from prl.runs.result import read_result
 
 COMMAND = """
 import asyncio, pathlib, sys, time
-from prl.command import errors_as_exit_codes
-from prl.result import RunResult
-from prl.run_dir import recorded
-from prl.signals import run_to_end
+from prl.launch.command import errors_as_exit_codes
+from prl.runs.result import RunResult
+from prl.runs.run_dir import recorded
+from prl.launch.signals import run_to_end
 async def work():
     try:
         print("ready", flush=True)

@@ -10,13 +10,13 @@ import pytest
 
 from prl.config.sweeps import OptimizedMetricConfig
 from prl.errors import PrlError
-from prl.result import read_result
 from prl.rollouts.record import read_records
-from prl.sweep.command import RECORD, read_record
-from prl.sweep.metric import optimized
-from prl.trainer.state import load_state
-from prl.wire.checkpoints import MANIFEST, verify
-from prl.wire.files import FileTransport
+from prl.runs.result import read_result
+from prl.tools.sweep.command import RECORD, read_record
+from prl.tools.sweep.metric import optimized
+from prl.trainer.checkpoint import load_state
+from prl.transport.checkpoints import MANIFEST, verify
+from prl.transport.files import FileTransport
 
 FIELDS = {"step": 1, "files": {"abc": {}}, "varied": ["abc"], "host": "abc", "status": "abc", "env": "abc"}
 """Texts where the readers expect some."""

@@ -11,15 +11,15 @@ from engines import started
 from patience import patient
 from run_processes import running, wait_until
 
+from prl.algorithms.base import Algorithm
 from prl.config.build import build
+from prl.config.user_code import contained
 from prl.errors import ConfigError
 from prl.launch.children import descendants
-from prl.orchestrator.algo.base import Algorithm
-from prl.user_code import contained
 
 CLASS = """
 import asyncio, os, sys
-from prl.orchestrator.algo.grpo import GRPOAlgorithm
+from prl.algorithms.grpo import GRPOAlgorithm
 class Stop(BaseException): pass
 {at_import}
 class Mine(GRPOAlgorithm):
@@ -39,7 +39,7 @@ class Loads(vf.Taskset[vf.Task, vf.TasksetConfig]):
 __all__ = ["Loads"]
 """
 # Of a server elsewhere: no engine imports ahead, for seconds, what none of these runs comes to.
-URLS = "inference.urls=[http://127.0.0.1:1]"
+URLS = "engine.urls=[http://127.0.0.1:1]"
 OF_TASKSET = ("env=[]", "+schema/env@envs.mine=default", "++envs.mine.taskset=mine_tasks", URLS)
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 import torch
 
+from prl.losses import default_loss
 from prl.models import model_path
-from prl.trainer.loss import default_loss
+from prl.rollouts.messages import STREAM_FILL, MicroBatch, StepBatch, sequence_slices
 from prl.trainer.model import load_model
 from prl.trainer.trainer import Trainer
-from prl.wire.messages import STREAM_FILL, MicroBatch, StepBatch, sequence_slices
 
 STEPS = (1, 10, 20)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from prl.orchestrator.algo.opd import OPDAlgorithm
+from prl.algorithms.opd import OPDAlgorithm
 
 
 @dataclass(kw_only=True)

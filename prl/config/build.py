@@ -19,9 +19,9 @@ from omegaconf import MISSING, OmegaConf
 from typing_extensions import TypedDict
 
 from prl.config.signature import options_taken
+from prl.config.user_code import contained, hook
 from prl.errors import ConfigError
-from prl.text import in_one_line
-from prl.user_code import contained, hook
+from prl.monitors.text import in_one_line
 
 T = TypeVar("T")
 

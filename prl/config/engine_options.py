@@ -1,4 +1,4 @@
-"""Options of vLLM's server: what `inference.args` must not hold, for prl sets it itself or it would open the engine."""
+"""Options of vLLM's server: what `engine.args` must not hold, for prl sets it itself or it would open the engine."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 from prl.errors import ConfigError
 
 OWN_KEYS = {
-    "host": "inference.host",
-    "port": "inference.port",
+    "host": "engine.host",
+    "port": "engine.port",
     "model": "model.path",
     "dtype": "model.dtype",
     "max-model-len": "model.max_model_len",
     "trust-remote-code": "model.trust_remote_code",
-    "max-num-seqs": "inference.max_num_seqs",
-    "gpu-memory-utilization": "inference.gpu_memory_utilization",
-    "device-memory-utilization": "inference.gpu_memory_utilization",
-    "tensor-parallel-size": "inference.tensor_parallel_size",
-    "data-parallel-size": "inference.servers",
+    "max-num-seqs": "engine.max_num_seqs",
+    "gpu-memory-utilization": "engine.gpu_memory_utilization",
+    "device-memory-utilization": "engine.gpu_memory_utilization",
+    "tensor-parallel-size": "engine.tensor_parallel_size",
+    "data-parallel-size": "engine.servers",
 }
 """Options that have a key of prl's own, under the prefix of the node."""
 REFUSED = frozenset(
@@ -88,7 +88,7 @@ def check_options(args: Mapping[str, Any], prefix: str, *, device: str) -> None:
     """
     refused = REFUSED | ON_A_CPU if device == "cpu" else REFUSED
     for given, value in args.items():
-        where = f"{prefix}inference.args.{given}"
+        where = f"{prefix}engine.args.{given}"
         name = str(given).replace("_", "-").partition("=")[0]
         for option in _meant(name, (*OWN_KEYS, *refused)):
             remedy = f"write {prefix}{OWN_KEYS[option]}=…" if option in OWN_KEYS else "leave it out"

@@ -1,4 +1,4 @@
-"""The typed root of an evaluation's config: `python -m prl.eval`, and of `python -m prl.chat`."""
+"""The typed root of an evaluation's config: `python -m prl.eval`, and of `python -m prl.tools.chat`."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -58,7 +58,7 @@ class EvaluationConfig:
     renderer: Any = MISSING
     envs: dict[str, EnvConfig] = field(default_factory=dict)
     sampling: Any = MISSING
-    inference: Any = MISSING
+    engine: Any = MISSING
     launcher: Any = MISSING
     monitor: dict[str, Any] = field(default_factory=dict)
     """Monitors by name: each is shown every target's metrics, the first as step 0."""

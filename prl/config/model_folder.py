@@ -61,7 +61,7 @@ def check_model(path: str, key: str, *, weights: bool = True) -> None:
 
 def check_manifest(folder: Path, where: str) -> None:
     """Raise ConfigError for a checkpoint of prl's whose files are not those that were written."""
-    from prl.wire.checkpoints import MANIFEST, verify  # msgspec, which composing a config does not need
+    from prl.transport.checkpoints import MANIFEST, verify  # msgspec, which composing a config does not need
 
     if (folder / MANIFEST).is_file():
         try:
@@ -102,7 +102,7 @@ def check_tokenizer_files(folder: Path, where: str) -> None:
 
 def instead(folder: Path) -> str:
     """What to give in place of a run directory, its newest checkpoint, or of an adapter, the model beside it; or ''."""
-    from prl.wire.checkpoints import checkpoint_path, steps_of  # as above
+    from prl.transport.checkpoints import checkpoint_path, steps_of  # as above
 
     if (folder / "adapter_config.json").is_file() and (folder.parent / "config.json").is_file():
         return f": it is an adapter; the model with it merged is {folder.parent}"
@@ -132,7 +132,7 @@ def tensors_of(folder: Path, where: str) -> Iterator[tuple[str, list[int]]]:
 
 def index_of(folder: Path, where: str) -> list[Path]:
     """The files that a folder's index names; none without one. Raises ConfigError if it is broken or one missing."""
-    from prl.wire.files import is_within  # as above
+    from prl.transport.files import is_within  # as above
 
     index = folder / "model.safetensors.index.json"
     if not index.is_file():

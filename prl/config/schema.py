@@ -63,7 +63,7 @@ class PolicyModelConfig(ModelConfig):
 
 
 @dataclass
-class InferenceConfig(EngineConfig):
+class VLLMConfig(EngineConfig):
     """vLLM servers of one model."""
 
     _target_: str = "prl.engines.vllm.engine.VLLMEngine"
@@ -85,7 +85,7 @@ class InferenceConfig(EngineConfig):
     cpu_patches: bool = True
     """Patches of vLLM for engines on a CPU: less work for the same replies, and a faster start."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Further vLLM server arguments, added as +inference.args.block-size=16."""
+    """Further vLLM server arguments, added as +engine.args.block-size=16."""
     startup_timeout_s: Seconds = 600.0
     """Deadline for the servers to answer, seconds."""
     restarts: Annotated[int, Ge(0)] = 1
@@ -100,7 +100,7 @@ class TeacherConfig(FrozenModelConfig):
 
     model: ModelConfig | None = None
     """A model for the launcher to host while the run lasts; null = `base_url` serves it already."""
-    inference: Any = None
+    engine: Any = None
     """The hosting server's settings."""
 
 
@@ -111,9 +111,9 @@ class ServeConfig:
     name: str = MISSING
     """Name that a frozen model is served under."""
     policy: bool = False
-    """It is an engine for runs to train with, one after another (their `inference.urls`), instead of a frozen model."""
+    """It is an engine for runs to train with, one after another (their `engine.urls`), instead of a frozen model."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    inference: Any = MISSING
+    engine: Any = MISSING
     log: str = MISSING
     """File that the server's output goes to."""
 
@@ -133,7 +133,7 @@ class FiltersConfig:
 
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """How replies are sampled: the knobs of `prl.inference.sampler.Sampler`."""
+    """How replies are sampled: the knobs of `prl.engines.sampler.Sampler`."""
 
     temperature: Annotated[float, Ge(0), Le(2)] = 1.0
     """Logits are divided by it in the engine, and in the trainer for tokens that the policy sampled; for all others the
@@ -185,7 +185,7 @@ EvalSamplingConfig = make_dataclass(
 class EnvConfig:
     """One environment: a verifiers taskset and its place in the run.
 
-    `algo`, `loss`, `filters`, `renderer` and `buffer` replace the run's node whole where they are set, as in
+    `algo`, `loss`, `filters`, `renderer` and `curriculum` replace the run's node whole where they are set, as in
     `+algo@envs.math.algo=opd`; `sampling` inherits knob by knob, as in `envs.math.sampling.temperature=0.7`.
     """
 
@@ -218,7 +218,7 @@ class EnvConfig:
     """Both filter slots of this env; null = the run's."""
     renderer: Any = None
     """The renderer of this env's messages; null = the run's."""
-    buffer: Any = None
+    curriculum: Any = None
     """The source of this env's tasks; null = the run's."""
 
 
@@ -257,10 +257,10 @@ class TrainConfig:
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     loss: Any = MISSING
     filters: FiltersConfig = field(default_factory=FiltersConfig)
-    buffer: Any = MISSING
+    curriculum: Any = MISSING
     orchestrator: Any = MISSING
     trainer: Any = MISSING
-    inference: Any = MISSING
+    engine: Any = MISSING
     transport: Any = MISSING
     launcher: Any = MISSING
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -274,7 +274,8 @@ class TrainConfig:
     machine: MachineConfig = field(default_factory=MachineConfig)
 
     def node_of(self, env: str, name: str) -> tuple[str, Any]:
-        """The node `name` (algo, loss, filters, renderer, buffer) that an env uses, own or the run's, and its key."""
+        """The node `name` (algo, loss, filters, renderer, curriculum) that an env uses, own or the run's, and its
+        key."""
         own = getattr(self.envs[env], name)
         return (name, getattr(self, name)) if own is None else (f"envs.{env}.{name}", own)
 

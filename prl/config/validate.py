@@ -16,19 +16,19 @@ from prl.config.lora import LoraConfig
 from prl.config.machine import check_memory, check_ranks, check_run_dir
 from prl.config.model_folder import check_length, check_model, local_folder, positions, read_config
 from prl.config.model_reference import check_url, frozen_models
-from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
+from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
 from prl.errors import ConfigError
-from prl.masking import HIDDEN
+from prl.monitors.masking import HIDDEN
 
 COMPONENTS = [
     "renderer",
     "algo",
     "sampling",
     "loss",
-    "buffer",
+    "curriculum",
     "orchestrator",
     "trainer",
-    "inference",
+    "engine",
     "transport",
     "launcher",
 ]
@@ -58,7 +58,7 @@ def validate(config: TrainConfig) -> None:
             stacklevel=2,
         )
     check_lora(config.model.lora)
-    validate_server(config.model, config.inference, weights=not config.dry_run)
+    validate_server(config.model, config.engine, weights=not config.dry_run)
     validate_teacher(config)
     if config.trainer.device_type == "cpu":
         check_ranks(config.trainer, config.model)
@@ -71,7 +71,7 @@ def check_components(config: TrainConfig) -> None:
     for name in ("optim", "schedule"):
         check_node(plain(config.trainer).get(name), f"trainer.{name}")
     if getattr(config.teacher, "model", None) is not None:
-        check_node(config.teacher.inference, "teacher.inference")
+        check_node(config.teacher.engine, "teacher.engine")
 
 
 def check_node(node: Any, key: str) -> None:
@@ -116,41 +116,41 @@ def check_run_name(name: str) -> None:
 
 
 def validate_server(
-    model: ModelConfig, inference: InferenceConfig, prefix: str = "", *, served: bool = True, weights: bool = True
+    model: ModelConfig, engine: VLLMConfig, prefix: str = "", *, served: bool = True, weights: bool = True
 ) -> None:
     """Two nodes under `prefix` of checked bounds. `served`: they are in use; `weights`: the model must have them."""
-    check_device(inference.device, f"{prefix}inference.device")
+    check_device(engine.device, f"{prefix}engine.device")
     check_model(model.path, f"{prefix}model.path", weights=weights)
     folder = local_folder(model.path)
-    if served and folder is not None and not any("hf" in str(option) for option in inference.args):
+    if served and folder is not None and not any("hf" in str(option) for option in engine.args):
         where = f"{prefix}model.path={model.path!r}"
         check_length(model.max_model_len, positions(read_config(folder, where)), f"{prefix}model.", model.path)
-    if inference.in_process:
+    if engine.in_process:
         return
-    for url in inference.urls:
-        check_url(url, f"{prefix}inference.urls", "http://127.0.0.1:8000")
-    if inference.urls:
-        if inference.servers > 1:
+    for url in engine.urls:
+        check_url(url, f"{prefix}engine.urls", "http://127.0.0.1:8000")
+    if engine.urls:
+        if engine.servers > 1:
             raise ConfigError(
-                f"{prefix}inference.servers={inference.servers} says how many are started, and inference.urls names "
-                f"{len(inference.urls)} that run: leave one of the two out"
+                f"{prefix}engine.servers={engine.servers} says how many are started, and engine.urls names "
+                f"{len(engine.urls)} that run: leave one of the two out"
             )
         return
-    device = inference.device_type
-    check_options(inference.args, prefix, device=device)
+    device = engine.device_type
+    check_options(engine.args, prefix, device=device)
     if device == "cpu":
-        of_each = f" for each of {inference.servers} servers" if inference.servers > 1 else ""
+        of_each = f" for each of {engine.servers} servers" if engine.servers > 1 else ""
         check_memory(
-            inference.kv_cache_gb * inference.servers,
-            f"{prefix}inference.kv_cache_gb={inference.kv_cache_gb}{of_each}",
+            engine.kv_cache_gb * engine.servers,
+            f"{prefix}engine.kv_cache_gb={engine.kv_cache_gb}{of_each}",
         )
-    if inference.host not in ("127.0.0.1", "localhost", "::1"):
-        warnings.warn(f"{prefix}inference.host={inference.host}: the engine listens beyond this machine", stacklevel=3)
+    if engine.host not in ("127.0.0.1", "localhost", "::1"):
+        warnings.warn(f"{prefix}engine.host={engine.host}: the engine listens beyond this machine", stacklevel=3)
 
 
-def ports(inference: InferenceConfig) -> range:
+def ports(engine: VLLMConfig) -> range:
     """The ports that the servers are to have; none where they take free ones."""
-    return range(0) if inference.port is None else range(inference.port, inference.port + inference.servers)
+    return range(0) if engine.port is None else range(engine.port, engine.port + engine.servers)
 
 
 def validate_teacher(config: TrainConfig) -> None:
@@ -166,12 +166,12 @@ def validate_teacher(config: TrainConfig) -> None:
             raise ConfigError(
                 "teacher.api_key_var: teacher=local has the run's own key; it belongs to teacher=endpoint"
             )
-        if teacher.inference.urls:
+        if teacher.engine.urls:
             raise ConfigError(
-                "teacher.inference.urls: for a model that is served already write teacher=endpoint teacher.base_url=…"
+                "teacher.engine.urls: for a model that is served already write teacher=endpoint teacher.base_url=…"
             )
         needed = {"served": hosts_teacher(config), "weights": not config.dry_run}
-        validate_server(teacher.model, teacher.inference, "teacher.", **needed)
+        validate_server(teacher.model, teacher.engine, "teacher.", **needed)
     elif not (teacher.name and teacher.base_url):
         missing = "base_url" if teacher.name else "name"
         for where, node in [config.node_of(env, "algo") for env in config.envs]:
@@ -202,7 +202,7 @@ def validate_envs(config: TrainConfig) -> None:
         key, group_size = config.group_size_of(name)
         if batch_size is not None and batch_size % group_size:
             raise ConfigError(f"orchestrator.batch_size={batch_size} must be divisible by {key}={group_size}")
-        for group in ("algo", "loss", "renderer", "buffer"):
+        for group in ("algo", "loss", "renderer", "curriculum"):
             if (own := getattr(env, group)) is not None:
                 check_node(own, f"envs.{name}.{group}")
 

@@ -38,7 +38,7 @@ WIDTH = 120
 
 def pages() -> dict[Path, str]:
     """The files of all commands and options, by path, as they are to be."""
-    from prl.compose import CONF, OF_TRAINER, options, schemas
+    from prl.config.compose import CONF, OF_TRAINER, options, schemas
 
     found = {path: schema for path, schema in schemas().items() if path not in ALWAYS}
     for group, schema in (("env", EnvConfig), ("model", ModelConfig), ("teacher", TeacherConfig)):
@@ -132,7 +132,7 @@ def type_of(annotation: Any) -> str:
 
 def about_option(group: str, name: str) -> str:
     """The first docstring line of an option's class, else the first comment of its conf file."""
-    from prl.compose import CONF, schemas
+    from prl.config.compose import CONF, schemas
 
     schema = schemas().get(f"{group}/{name}")
     text = first_line(described(schema)) if schema is not None else ""

@@ -1,5 +1,4 @@
-"""What runs models: `base.py` is the seam, and a class beside it is a way to do it.
+"""Model servers as the rest sees them: clients that sample and score, samplers, chat templates as token ids.
 
-Start reading at `base.py`, then `transformers.py`, which is the seam's shortest implementation. May import `config`,
-`errors` and `inference`.
+Start with `client.py` (the interface and the policy's pool) and `sampler.py`. Imports `config` and `rollouts`.
 """

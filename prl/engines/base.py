@@ -1,4 +1,4 @@
-"""The seam between a run and what runs its models: a class for each way, which an `inference` node names."""
+"""The seam between a run and what runs its models: a class for each way, which an `engine` node names."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig
 
 if TYPE_CHECKING:  # an HTTP client, which composing a config does without
-    from prl.inference.client import PolicyPool
-    from prl.inference.frozen import ReferencePool
+    from prl.engines.client import PolicyPool
+    from prl.engines.frozen import ReferencePool
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class EngineSpec:
     model: ModelConfig
     """With a path and a number format that are resolved for the machine."""
     config: Any
-    """The options of the engine: its `inference` node."""
+    """The options of the engine: its `engine` node."""
     device: str
     """`cpu` or `cuda`."""
     seed: int
@@ -48,7 +48,7 @@ Connect = Callable[[FrozenModelConfig], "ReferencePool"]
 
 
 class Engine(ABC):
-    """A way to run models. What it makes is asked as `prl.inference.client` says."""
+    """A way to run models. What it makes is asked as `prl.engines.client` says."""
 
     @classmethod
     @abstractmethod

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from prl.engines.base import Connect, Engine, EngineSpec, Serve
+from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.decoding import Continuation, Request, sample, score
+from prl.engines.frozen import ReferencePool
+from prl.engines.replies import Completion
+from prl.engines.routing import Prefix
+from prl.engines.tokenizers import TokenizerProbe
+from prl.engines.traffic import Traffic
 from prl.errors import ConfigError, DeadlinePassed, EngineError
-from prl.inference.client import ModelPool, PolicyPool
-from prl.inference.frozen import ReferencePool
-from prl.inference.replies import Completion
-from prl.inference.routing import Prefix
-from prl.inference.tokenizers import TokenizerProbe
-from prl.inference.traffic import Traffic
 
 HERE = "this process"
 SCORED_AT_ONCE = 2048

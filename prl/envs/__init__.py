@@ -1,4 +1,5 @@
-"""Tasksets that ship with prl: verifiers v1 plugins, one module each.
+"""Play tasks: a task and a sampler in, graded rollouts out.
 
-Each module can be copied to begin a new one. They share a few base classes and the split (`base.py`).
+Start with `environment.py`; `group.py` plays a group, `grading.py` grades it in processes of their own.
+Imports `engines`, `rollouts` and `config`.
 """

@@ -18,11 +18,11 @@ from prl.config.model_folder import embedding_rows
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.engines.base import Connect
-from prl.episodes.environment import Environment
+from prl.engines.client import ModelPool, PolicyPool
+from prl.engines.tokenizers import TokenizerProbe
+from prl.engines.traffic import lanes_of
+from prl.envs.environment import Environment
 from prl.errors import ConfigError, PrlError
-from prl.inference.client import ModelPool, PolicyPool
-from prl.inference.tokenizers import TokenizerProbe
-from prl.inference.traffic import lanes_of
 from prl.launch import specs
 from prl.launch.checks import check_engines, check_loadable
 from prl.launch.components import (
@@ -33,7 +33,7 @@ from prl.launch.components import (
     check_target,
     check_tasks,
     check_vocabulary,
-    load_buffers,
+    load_curricula,
     load_tokenizer,
     make_renderers,
 )
@@ -45,8 +45,8 @@ from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
 from prl.orchestrator.types import TrainEnv
-from prl.wire.events import TRAINER, Lane
-from prl.wire.transport import Transport
+from prl.transport.base import Transport
+from prl.transport.events import TRAINER, Lane
 
 
 @dataclass
@@ -106,26 +106,26 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     check_optimizers(config.trainer.optim)
     check_engines(config, components.launcher, hosted=bool(components.hosted))
     specs.warn_of_idle_gpus(config)
-    rows = check_loadable(config.model, config.inference, "model.", trained=True)
+    rows = check_loadable(config.model, config.engine, "model.", trained=True)
     tokenizer = load_tokenizer(config.model, "model.path")
     if components.hosted and config.teacher.model is not None:
-        check_loadable(config.teacher.model, config.teacher.inference, "teacher.model.", trained=False)
+        check_loadable(config.teacher.model, config.teacher.engine, "teacher.model.", trained=False)
         teacher = load_tokenizer(config.teacher.model, "teacher.model.path")
         check_vocabulary(tokenizer, teacher, config, components)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     played = not config.dry_run
-    engine_of(config.inference, "inference")
+    engine_of(config.engine, "engine")
     environments = {name: Environment(name, env, eval_tasks=count, played=played) for name, env in config.envs.items()}
     check_tasks(config, components, environments)
     attach_filters(config, components, environments, vocab_size=len(tokenizer))  # without padding rows of the embedding
-    load_buffers(config, components, environments)
+    load_curricula(config, components, environments)
     renderers = make_renderers(config, tokenizer)
     for name, environment in environments.items():
         environment.check_renderer(renderers[name])
-        if environment.uses_harness and config.inference.in_process:
+        if environment.uses_harness and config.engine.in_process:
             raise ConfigError(
                 f"env {name!r} is played by verifiers' harness, which asks the engine over HTTP: it needs "
-                "inference=default"
+                "engine=default"
             )
         check_prompts(config, environment, renderers[name], len(tokenizer), rows)
         check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
@@ -134,7 +134,7 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
         components=components,
         environments=environments,
         renderers=renderers,
-        model=resolve_model(config.model, config.inference.device_type),
+        model=resolve_model(config.model, config.engine.device_type),
         token=token or specs.run_token(config),
         probe=TokenizerProbe.of(tokenizer, config.model.path),
     )
@@ -165,10 +165,10 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
 
     async def serve_policy() -> None:
         with supervisor.awaiting(f"the engine to answer at {', '.join(policy.urls)}", lanes):
-            await policy.wait_ready(config.inference.startup_timeout_s, launcher.ensure_alive)
+            await policy.wait_ready(config.engine.startup_timeout_s, launcher.ensure_alive)
 
     async def serve_teacher() -> None:
-        name, timeout_s = config.teacher.name, config.teacher.inference.startup_timeout_s
+        name, timeout_s = config.teacher.name, config.teacher.engine.startup_timeout_s
         connect = services.hosted[name] = hosted_teacher(config, launcher, run.token, logs / "teacher.log")
         teacher = connect(FrozenModelConfig(name=name, timeout_s=config.teacher.timeout_s))
         services.teachers.append(teacher)
@@ -184,12 +184,12 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
 
     starts = [serve_policy, *[serve_teacher] * bool(run.components.hosted), load_trainer]
     try:
-        if specs.placement(config).shares_gpu or config.inference.in_process:
+        if specs.placement(config).shares_gpu or config.engine.in_process:
             for start in starts:
                 await start()
         else:
             await asyncio.gather(*(start() for start in starts))
-        if config.inference.urls or config.sweep.share_engine or run.first_version:  # it may hold another run's weights
+        if config.engine.urls or config.sweep.share_engine or run.first_version:  # it may hold another run's weights
             with supervisor.awaiting("the engine to load the weights", lanes):
                 await load_first_weights(run, policy, transport)
     except BaseException:
@@ -203,17 +203,17 @@ async def load_first_weights(run: PreparedRun, policy: PolicyPool, transport: Tr
     """Have the engine load the weights that the run begins with."""
     version = run.first_version
     path = str(transport.weights_path(version).resolve()) if version else run.model.path
-    await policy.update_weights(version, path, run.config.inference.update_timeout_s)
+    await policy.update_weights(version, path, run.config.engine.update_timeout_s)
 
 
 def supervise(run: PreparedRun, lane: Lane) -> Supervisor:
     """What watches the run's processes, and records in `lane` how long they take to start."""
     config = run.config
-    restarts = specs.restarts_of(config.inference)
+    restarts = specs.restarts_of(config.engine)
     if run.components.hosted:
-        restarts |= specs.restarts_of(config.teacher.inference, TEACHER)
+        restarts |= specs.restarts_of(config.teacher.engine, TEACHER)
     say = run.components.monitors.status
-    return Supervisor(run.components.launcher, say, restarts, config.inference.startup_timeout_s, lane=lane)
+    return Supervisor(run.components.launcher, say, restarts, config.engine.startup_timeout_s, lane=lane)
 
 
 async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Launcher) -> None:
@@ -247,7 +247,7 @@ def assemble(
         max_steps=run.config.max_steps,
         seq_len=run.config.trainer.seq_len,
         trainer_ranks=run.config.trainer.num_processes,
-        update_timeout_s=run.config.inference.update_timeout_s,
+        update_timeout_s=run.config.engine.update_timeout_s,
         checkpoint=run.config.checkpoint,
         state=None if run.resume is None else run.resume.state,
         lane=lane,

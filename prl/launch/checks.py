@@ -4,11 +4,11 @@ What engine and trainer say themselves when they start and load a model is left 
 """
 
 from prl.config.model_folder import check_length, embedding_rows, positions
-from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
+from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
 from prl.errors import ConfigError
 from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Launcher
-from prl.text import in_one_line
+from prl.monitors.text import in_one_line
 from prl.trainer import architecture
 
 
@@ -19,13 +19,13 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
     if config.trainer.num_processes > 1:
         ranks = config.trainer.num_processes
         raise ConfigError(f"trainer.num_processes={ranks}: launcher=inline has one thread for it")
-    if not config.inference.urls and not config.inference.in_process:
-        raise ConfigError("launcher=inline starts no server: choose inference=transformers, or launcher=local")
-    if hosted and not config.teacher.inference.in_process:
+    if not config.engine.urls and not config.engine.in_process:
+        raise ConfigError("launcher=inline starts no server: choose engine=transformers, or launcher=local")
+    if hosted and not config.teacher.engine.in_process:
         raise ConfigError("launcher=inline starts no server: choose teacher=inline, or launcher=local")
 
 
-def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, *, trained: bool) -> int | None:
+def check_loadable(model: ModelConfig, engine: VLLMConfig, prefix: str, *, trained: bool) -> int | None:
     """Return how many rows the model's embedding has, by its weights' headers or its config; None if neither says so.
 
     Raises ConfigError for a config that transformers cannot read, and for a model that would be trained or sampled from
@@ -33,13 +33,13 @@ def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, 
 
     Args:
         model: The model's node.
-        inference: That of its engine.
+        engine: That of its engine.
         prefix: Of its keys, for messages.
         trained: Whether the trainer is to load it.
     """
     from transformers import AutoConfig
 
-    device = None if inference.urls or inference.in_process else inference.device_type
+    device = None if engine.urls or engine.in_process else engine.device_type
     where = f"{prefix}path={model.path!r}"
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)

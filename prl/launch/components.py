@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING, Any, get_args
 import hydra.utils
 from renderers.base import Renderer
 
+from prl.algorithms.base import Algorithm
+from prl.algorithms.validate import hosted_references, validate_algorithm
 from prl.config.build import build, factory, function, nearest, plain, sampling_of, schema_defaults, settings_of
 from prl.config.model_folder import local_folder
 from prl.config.model_reference import POLICY, FrozenModelConfig, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
-from prl.episodes.environment import Environment
+from prl.config.user_code import contained, hook
+from prl.curriculum.base import Curriculum
+from prl.curriculum.pools import warn_of_other_envs
+from prl.engines.sampler import Sampler, derive_seed, validate_for_training
+from prl.envs.environment import Environment
 from prl.errors import ConfigError
-from prl.inference.sampler import Sampler, derive_seed, validate_for_training
+from prl.filters.base import SlotName, build_filters
 from prl.launch.launcher import Launcher
 from prl.launch.specs import launcher_of
 from prl.monitors.base import Monitor, Monitors
-from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.validate import hosted_references, validate_algorithm
-from prl.orchestrator.buffer.base import Buffer
-from prl.orchestrator.buffer.task_buffer import warn_of_other_envs
-from prl.orchestrator.filters.base import SlotName, build_filters
+from prl.monitors.text import in_one_line
 from prl.orchestrator.types import EnvComponents
-from prl.text import in_one_line
 from prl.trainer.config import check_aggregation
 from prl.trainer.schedule import Schedule
-from prl.user_code import contained, hook
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +65,7 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
     algorithm = build(node, Algorithm, where)
     sampling_key, sampling = sampling_of(config, name)
     sampler = build(sampling, Sampler, sampling_key)
-    buffer = build(config.node_of(name, "buffer")[1], Buffer, config.node_of(name, "buffer")[0])
+    curriculum = build(config.node_of(name, "curriculum")[1], Curriculum, config.node_of(name, "curriculum")[0])
     validate_algorithm(
         algorithm,
         where,
@@ -73,7 +73,7 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
         group_size=config.group_size_of(name)[1],
         temperature=sampler.temperature,
         hosts=config.hosts,
-        uses_reward_thresholds=buffer.reads_rewards,
+        uses_reward_thresholds=curriculum.reads_rewards,
     )
     validate_for_training(
         sampler,
@@ -89,7 +89,7 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
         algorithm=algorithm,
         sampler=sampler,
         eval_sampler=sampler.with_overrides(config.orchestrator.eval.sampling, "orchestrator.eval.sampling"),
-        buffer=buffer,
+        curriculum=curriculum,
         filters={slot: build_filters(slots.get(slot) or {}, f"{filters_key}.{slot}") for slot in get_args(SlotName)},
         group_size=config.group_size_of(name)[1],
         loss="" if config.envs[name].loss is None else name,
@@ -129,7 +129,7 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components:
             f"{scorers[0]}: {other}: choose one of the policy's family with teacher.model.path, or teacher=endpoint; "
             "algo=sft takes one of any tokenizer"
         )
-    if keys and config.teacher.inference.in_process:
+    if keys and config.teacher.engine.in_process:
         raise ConfigError(f"{keys[0]}: {other}, and one in this process is asked by tokens alone: choose teacher=local")
     if keys and not teacher.chat_template:
         raise ConfigError(f"{keys[0]}: {other}, and no chat template to be asked by: choose one that has")
@@ -157,20 +157,24 @@ def attach_filters(
                     each.attach(vocab_size=vocab_size, longest=longest)
 
 
-def load_buffers(config: TrainConfig, components: RunComponents, environments: dict[str, Environment]) -> None:
-    """Give each env's buffer its tasks. Raises ConfigError where `load_from` leaves nothing to train on."""
+def load_curricula(config: TrainConfig, components: RunComponents, environments: dict[str, Environment]) -> None:
+    """Give each env's curriculum its tasks. Raises ConfigError where `load_from` leaves nothing to train on."""
     for name, env in components.envs.items():
-        env.buffer.check_start(goes_on=config.run.resume is not None)
-        with hook(config.node_of(name, "buffer")[0], env.buffer, "load"):
-            env.buffer.load(environments[name].tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name)
-    buffers = [env.buffer for env in components.envs.values()]
-    folders = sorted(str(folder) for folder in {getattr(buffer, "load_from", None) for buffer in buffers} - {None})
+        env.curriculum.check_start(goes_on=config.run.resume is not None)
+        with hook(config.node_of(name, "curriculum")[0], env.curriculum, "load"):
+            env.curriculum.load(
+                environments[name].tasks, seed=derive_seed(config.seed, f"curriculum/{name}"), env_name=name
+            )
+    buffers = [env.curriculum for env in components.envs.values()]
+    folders = sorted(
+        str(folder) for folder in {getattr(curriculum, "load_from", None) for curriculum in buffers} - {None}
+    )
     for folder in folders:
         warn_of_other_envs(folder, config.envs)
-    if all(buffer.ended for buffer in buffers):
+    if all(curriculum.ended for curriculum in buffers):
         raise ConfigError(
-            f"buffer.load_from={', '.join(folders)!r} retires every task of every env: take a share of them "
-            "back with buffer.easy_fraction and buffer.hard_fraction, or all with buffer.refill=true"
+            f"curriculum.load_from={', '.join(folders)!r} retires every task of every env: take a share of them "
+            "back with curriculum.easy_fraction and curriculum.hard_fraction, or all with curriculum.refill=true"
         )
 
 

@@ -1,4 +1,4 @@
-"""The models of a run, made by the classes that its `inference` nodes name."""
+"""The models of a run, made by the classes that its `engine` nodes name."""
 
 import contextlib
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from prl.launch.launcher import Launcher
 from prl.launch.local import resolve_model
 
 if TYPE_CHECKING:
-    from prl.inference.client import PolicyPool
+    from prl.engines.client import PolicyPool
 
 TEACHER = "teacher"
 """Name of the process and the lane of a hosted teacher."""
 
 
-def engine_of(inference: Any, where: str) -> type[Engine]:
-    """The class that runs the models of an `inference` node. Raises ConfigError."""
-    return class_of(inference, Engine, where)
+def engine_of(engine: Any, where: str) -> type[Engine]:
+    """The class that runs the models of an `engine` node. Raises ConfigError."""
+    return class_of(engine, Engine, where)
 
 
 def start_early(config: TrainConfig, launcher: Launcher, token: str, run_dir: Path) -> list[str]:
@@ -32,7 +32,7 @@ def start_early(config: TrainConfig, launcher: Launcher, token: str, run_dir: Pa
 
     What is wrong is said by `check_engines`, or where they are started later.
     """
-    if config.inference.in_process or config.inference.urls or isinstance(launcher, InlineLauncher):
+    if config.engine.in_process or config.engine.urls or isinstance(launcher, InlineLauncher):
         return []
     with contextlib.suppress(OSError, PrlError, UnicodeError):
         engines = specs.policy_engines(config, config.model, token, specs.engine_log(run_dir))
@@ -49,22 +49,22 @@ def policy_pool(
     log: Path,
     urls: Sequence[str] = (),
 ) -> "PolicyPool":
-    """The client of a policy, which is run, or runs already (`inference.urls`, or `urls` of engines started early)."""
-    running = [*config.inference.urls, *urls]
+    """The client of a policy, which is run, or runs already (`engine.urls`, or `urls` of engines started early)."""
+    running = [*config.engine.urls, *urls]
     places = specs.placement(config).engines
 
     def serve(spec: EngineSpec) -> list[str]:
         return running or [launcher.start_engine(each) for each in specs.several(spec, places)]
 
     spec = specs.policy_engine(config, model, token, log)
-    return engine_of(config.inference, "inference").policy(spec, serve)
+    return engine_of(config.engine, "engine").policy(spec, serve)
 
 
 def hosted_teacher(config: TrainConfig, launcher: Launcher, token: str, log: Path) -> Connect:
     """Run the hosted teacher; returns what makes its clients."""
     teacher = config.teacher
     assert teacher.model is not None  # only a teacher with one is hosted
-    device = teacher.inference.device_type
+    device = teacher.engine.device_type
     places = specs.placement(config).teachers
 
     def serve(spec: EngineSpec) -> list[str]:
@@ -74,7 +74,7 @@ def hosted_teacher(config: TrainConfig, launcher: Launcher, token: str, log: Pat
         process=TEACHER,
         served_name=teacher.name,
         model=resolve_model(teacher.model, device),
-        config=teacher.inference,
+        config=teacher.engine,
         device=device,
         seed=config.seed,
         token=token,
@@ -82,4 +82,4 @@ def hosted_teacher(config: TrainConfig, launcher: Launcher, token: str, log: Pat
         frozen=True,
         threads=threads.of_teacher(config, teacher.model),
     )
-    return engine_of(teacher.inference, "teacher.inference").frozen(spec, serve)
+    return engine_of(teacher.engine, "teacher.engine").frozen(spec, serve)

@@ -19,7 +19,7 @@ STOP_S = 10.0
 
 @dataclass(kw_only=True)
 class InlineLauncher(Launcher):
-    """Trains in a thread of this process. With `inference=transformers`, a run needs nothing else."""
+    """Trains in a thread of this process. With `engine=transformers`, a run needs nothing else."""
 
     trainer: threading.Thread | None = field(default=None, init=False, repr=False)
     stopping: threading.Event = field(default_factory=threading.Event, init=False, repr=False)

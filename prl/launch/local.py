@@ -15,9 +15,9 @@ from prl.config.engine_options import as_arguments, logits_options
 from prl.config.gpus import visible_devices
 from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec
+from prl.engines.vllm.cpu import PATCHES_VARIABLE
+from prl.engines.vllm.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.errors import PrlError
-from prl.inference.cpu import PATCHES_VARIABLE
-from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch import children
 from prl.launch.launcher import Launcher, ProcessDied, TrainerSpec
 from prl.launch.processes import Process
@@ -236,7 +236,7 @@ def engine_command(spec: EngineSpec, port: int) -> list[str]:
             "gpu-memory-utilization": config.gpu_memory_utilization,
             "tensor-parallel-size": config.tensor_parallel_size,
         }
-    return [sys.executable, "-m", "prl.inference.server", *as_arguments(options | config.args)]
+    return [sys.executable, "-m", "prl.engines.vllm.server", *as_arguments(options | config.args)]
 
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from prl.launch import children
-from prl.wire.files import naming
+from prl.transport.files import naming
 
 LOG_TAIL_LINES = 25
 LONGEST = 1000

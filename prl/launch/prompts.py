@@ -7,15 +7,15 @@ import verifiers.v1 as vf
 from renderers.base import Renderer
 from verifiers.v1.dialects.chat import message_to_wire
 
+from prl.algorithms.base import Algorithm
 from prl.config.model_reference import DEMONSTRATIONS
 from prl.config.schema import TrainConfig
-from prl.episodes.environment import Environment
-from prl.episodes.turn import opening_messages
+from prl.engines.chat import Answer, Dialogue, UnusableReply, as_completion, check_template, replies_in
+from prl.engines.renderer import UnrenderablePrompt, render_prompt, tokenizer_of
+from prl.engines.template_check import call_and_answer, losses_of_prompt, marks_of
+from prl.envs.environment import Environment
+from prl.envs.turn import opening_messages
 from prl.errors import ConfigError
-from prl.inference.chat import Answer, Dialogue, UnusableReply, as_completion, check_template, replies_in
-from prl.inference.renderer import UnrenderablePrompt, render_prompt, tokenizer_of
-from prl.inference.template_check import call_and_answer, losses_of_prompt, marks_of
-from prl.orchestrator.algo.base import Algorithm
 
 CHECKED = 16
 """First tasks of an env that are rendered; behind them the first of each other sequence of roles, as many at most."""

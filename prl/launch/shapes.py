@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prl.errors import ConfigError
-from prl.text import in_one_line
+from prl.monitors.text import in_one_line
 from prl.trainer.architecture import has_sinks
 
 SIZES = (RuntimeError, ArithmeticError)

@@ -11,11 +11,11 @@ from typing import Any
 from prl.config.build import build, plain
 from prl.config.evaluation import EvaluationConfig
 from prl.config.gpus import Gpus, Needs, Placement, place, visible_gpus
-from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
+from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
 from prl.config.validate import hosts_teacher
 from prl.engines.base import EngineSpec
+from prl.engines.vllm.server import TOKEN_VARIABLE
 from prl.errors import ConfigError
-from prl.inference.server import TOKEN_VARIABLE
 from prl.launch import threads, warm
 from prl.launch.launcher import Launcher, TrainerSpec
 from prl.launch.local import resolve_model
@@ -34,27 +34,27 @@ def launcher_of(config: TrainConfig) -> Launcher:
 
 def run_token(config: TrainConfig | EvaluationConfig) -> str:
     """A fresh token for this run's servers, or the one that running or warm engines were started with."""
-    if not config.inference.urls:
+    if not config.engine.urls:
         shares = isinstance(config, TrainConfig) and config.sweep.share_engine
         return warm.TOKEN if shares else secrets.token_hex(24)
     if not os.environ.get(TOKEN_VARIABLE):
-        raise ConfigError(f"inference.urls names servers that already run: set {TOKEN_VARIABLE} to their token")
+        raise ConfigError(f"engine.urls names servers that already run: set {TOKEN_VARIABLE} to their token")
     return os.environ[TOKEN_VARIABLE]
 
 
 def engine_log(run_dir: Path) -> Path:
     """Where the output of a run's first engine goes; that of others beside it."""
-    return run_dir / "logs" / "inference.log"
+    return run_dir / "logs" / "engine.log"
 
 
 def policy_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig, token: str, log: Path) -> EngineSpec:
     """An engine of a policy: of the one that a run trains, or of one that an evaluation asks."""
-    device = config.inference.device_type
+    device = config.engine.device_type
     return EngineSpec(
         process=ENGINE,
         served_name=POLICY_NAME,
         model=resolve_model(model, device),
-        config=config.inference,
+        config=config.engine,
         device=device,
         seed=config.seed,
         token=token,
@@ -67,7 +67,7 @@ def policy_engines(
     config: TrainConfig | EvaluationConfig, model: ModelConfig, token: str, log: Path
 ) -> list[EngineSpec]:
     """All engines of a policy; none where they run already. Raises ConfigError where there are not GPUs enough."""
-    if config.inference.urls:
+    if config.engine.urls:
         return []
     return several(policy_engine(config, model, token, log), placement(config).engines)
 
@@ -100,7 +100,7 @@ def warn_of_idle_gpus(config: TrainConfig) -> None:
     taken = {gpu for kind in placement(config) for gpus in kind for gpu in gpus}
     if 0 < len(taken) < there:
         warnings.warn(
-            f"{len(taken)} of {there} GPUs are used: inference.servers, inference.tensor_parallel_size and "
+            f"{len(taken)} of {there} GPUs are used: engine.servers, engine.tensor_parallel_size and "
             "trainer.num_processes say of how many",
             stacklevel=2,
         )
@@ -108,31 +108,31 @@ def warn_of_idle_gpus(config: TrainConfig) -> None:
 
 def needs_of(config: TrainConfig | EvaluationConfig) -> Needs:
     """Processes of the run, and the GPUs that each takes."""
-    engines = 0 if config.inference.urls else config.inference.servers
-    needs = Needs(engines, spanned(config.inference))
+    engines = 0 if config.engine.urls else config.engine.servers
+    needs = Needs(engines, spanned(config.engine))
     if isinstance(config, TrainConfig):
-        teachers = config.teacher.inference.servers if hosts_teacher(config) else 0
+        teachers = config.teacher.engine.servers if hosts_teacher(config) else 0
         on_gpu = config.trainer.device_type == "cuda"
         needs = replace(needs, ranks=config.trainer.num_processes, rank_gpus=int(on_gpu))
-        needs = replace(needs, teachers=teachers, teacher_gpus=spanned(config.teacher.inference) if teachers else 0)
+        needs = replace(needs, teachers=teachers, teacher_gpus=spanned(config.teacher.engine) if teachers else 0)
     return needs
 
 
-def spanned(inference: InferenceConfig) -> int:
+def spanned(engine: VLLMConfig) -> int:
     """GPUs that each server spans."""
-    return inference.tensor_parallel_size if inference.device_type == "cuda" else 0
+    return engine.tensor_parallel_size if engine.device_type == "cuda" else 0
 
 
-def restarts_of(inference: InferenceConfig, name: str = ENGINE) -> dict[str, int]:
+def restarts_of(engine: VLLMConfig, name: str = ENGINE) -> dict[str, int]:
     """How often each of the servers that prl starts of a model may be started again, by its process."""
-    return {} if inference.urls else {numbered(name, place): inference.restarts for place in range(inference.servers)}
+    return {} if engine.urls else {numbered(name, place): engine.restarts for place in range(engine.servers)}
 
 
 def trainer(config: TrainConfig, run_dir: Path, payload: dict[str, Any] | None = None) -> TrainerSpec:
     """The trainer."""
     return TrainerSpec(
         run_dir=run_dir,
-        model=resolve_model(config.model, config.inference.device_type),
+        model=resolve_model(config.model, config.engine.device_type),
         payload=payload or {},
         num_processes=config.trainer.num_processes,
         threads=threads.of_trainer(config),

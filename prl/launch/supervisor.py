@@ -8,12 +8,12 @@ from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from prl.engines.client import InferencePool, ModelPool
+from prl.engines.rotation import DYING_S
 from prl.errors import PrlError
-from prl.inference.client import InferencePool, ModelPool
-from prl.inference.rotation import DYING_S
 from prl.launch.launcher import POLL_S, Launcher, ProcessDied
 from prl.orchestrator.waiting import ENGINE, Waiting, numbered
-from prl.wire.events import ORCHESTRATOR, STARTING, Lane
+from prl.transport.events import ORCHESTRATOR, STARTING, Lane
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Supervisor:
     waiting: Callable[[], Waiting] | None = None
     """What the run waits for; None = it is starting, and waits for what is in `starting`."""
     pool: ModelPool | None = None
-    """The policy's client, whose engines are `inference`, `inference 2` and so on; None before they have answered."""
+    """The policy's client, whose engines are `engine`, `engine 2` and so on; None before they have answered."""
     starting: list[str] = field(default_factory=list, init=False)
     """What the start waits for."""
     lane: Lane = field(default_factory=lambda: Lane(ORCHESTRATOR))

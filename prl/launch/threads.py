@@ -36,14 +36,14 @@ def share(given: int | None, model: ModelConfig, device: str, processes: int) ->
 
 def of_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig) -> int:
     """Threads of each of the policy's engines; in an evaluation they have the cores to themselves."""
-    processes = _sharing(config) if isinstance(config, TrainConfig) else config.inference.servers
-    return share(config.inference.threads, model, config.inference.device_type, processes)
+    processes = _sharing(config) if isinstance(config, TrainConfig) else config.engine.servers
+    return share(config.engine.threads, model, config.engine.device_type, processes)
 
 
 def of_teacher(config: TrainConfig, model: ModelConfig) -> int:
     """Threads of the frozen model that the launcher hosts."""
-    inference = config.teacher.inference
-    return share(inference.threads, model, inference.device_type, _sharing(config))
+    engine = config.teacher.engine
+    return share(engine.threads, model, engine.device_type, _sharing(config))
 
 
 def of_trainer(config: TrainConfig) -> int:
@@ -60,12 +60,12 @@ def of_trainer(config: TrainConfig) -> int:
 def _sharing(config: TrainConfig) -> int:
     """Processes that compute on this machine's cores while it samples.
 
-    With max_async_level=0 sampling and training take turns. A server of `inference.urls` counts: most are on the same
+    With max_async_level=0 sampling and training take turns. A server of `engine.urls` counts: most are on the same
     machine.
     """
-    servers = [config.inference.device_type] * (len(config.inference.urls) or max(1, config.inference.servers))
+    servers = [config.engine.device_type] * (len(config.engine.urls) or max(1, config.engine.servers))
     if hosts_teacher(config):
-        servers += [config.teacher.inference.device_type] * max(1, config.teacher.inference.servers)
+        servers += [config.teacher.engine.device_type] * max(1, config.teacher.engine.servers)
     sampling = servers.count("cpu")
     if config.orchestrator.max_async_level == 0 or config.trainer.device_type != "cpu":
         return sampling

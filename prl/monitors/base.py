@@ -71,7 +71,7 @@ class Monitors:
             monitor.resumed_at = resumed_at
             try:
                 monitor.start(run_dir, max_steps=max_steps, run_config=run_config)
-            except BaseException as error:  # it may be the user's own class (`prl.user_code.called`)
+            except BaseException as error:  # it may be the user's own class (`prl.config.user_code.called`)
                 self.close()
                 raise failure(name, monitor, "start", error) from error
             self._started[name] = monitor

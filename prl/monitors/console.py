@@ -12,10 +12,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from prl import terminal
+from prl.monitors import terminal
 from prl.monitors.base import Monitor
-from prl.text import as_message
-from prl.wire.metric_names import SAMPLED, held_out
+from prl.monitors.metric_names import SAMPLED, held_out
+from prl.monitors.text import as_message
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ class JsonLines(Monitor):
     """Appends one JSON object per step to `metrics.jsonl`; it is on disk when `step` returns."""
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
-        from prl.wire.files import naming  # composing a config does not need it
+        from prl.transport.files import naming  # composing a config does not need it
 
         path = run_dir / "metrics.jsonl"
         with naming(path):
@@ -21,7 +21,7 @@ class JsonLines(Monitor):
     def step(self, line: dict[str, float]) -> None:
         import msgspec  # composing a config does not need it
 
-        from prl.wire.files import naming
+        from prl.transport.files import naming
 
         with naming(Path(self._file.name)):
             self._file.write(msgspec.json.encode(line) + b"\n")

@@ -15,7 +15,7 @@ COLUMNS = ("env", "task", "group", "reward", "advantage", "stage", "filter", "to
 
 def read_rollouts(run_dir: Path, step: int) -> list[Record]:
     """What is recorded of a step; [] of a step that has no file. A line that cannot be read is left out."""
-    from prl.wire.files import step_name  # composing a config does not need it
+    from prl.transport.files import step_name  # composing a config does not need it
 
     path = run_dir / "rollouts" / f"{step_name(step)}.jsonl"
     return read_records([path])[0] if path.exists() else []
@@ -54,7 +54,7 @@ def log_ratios(run_dir: Path, step: int) -> dict[str, list[float]]:
 
     Every step has tokens with `trainer.token_export`; without it the first sequences of `trainer.example_steps` do.
     """
-    from prl.wire.files import step_name
+    from prl.transport.files import step_name
 
     by_env: dict[str, list[float]] = {}
     for path in sorted((run_dir / "tokens" / step_name(step)).glob("rank_*.jsonl")):

@@ -12,7 +12,7 @@ from annotated_types import Ge
 
 from prl.monitors.base import Monitor
 from prl.monitors.rollouts import COLUMNS, distributions, log_ratios, read_rollouts, rows
-from prl.wire.files import write_atomically
+from prl.transport.files import write_atomically
 
 
 @dataclass(kw_only=True, eq=False)

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from prl.errors import NoSignal
-from prl.orchestrator.filters.base import apply_filters
+from prl.filters.base import apply_filters
 from prl.orchestrator.metrics import count, why_untrained
 from prl.orchestrator.no_signal import what_to_look_at
 from prl.orchestrator.state import BatcherState, restored, saved_group
 from prl.orchestrator.types import Group, TrainEnv, attribute_errors_to
+from prl.rollouts.components import COMPONENTS
 from prl.rollouts.rollout import IN_BATCH, Rollout, Stage
-from prl.wire.components import COMPONENTS
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.schema import CheckpointConfig
-from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
+from prl.curriculum.pools import RETIRED, write_pools
 from prl.orchestrator.state import RunState, SyncState, encode
 from prl.orchestrator.types import TrainEnv
-from prl.wire import checkpoints as files
-from prl.wire.files import naming, write_atomically
+from prl.transport import checkpoints as files
+from prl.transport.files import naming, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ class Checkpoints:
         retired = dict[str, list[dict[str, Any]]]()
         for env in self.envs:
             with env.asking():
-                for pool in RETIRED if env.buffer.pooled else ():
-                    retired.setdefault(pool, []).extend(env.buffer.retired_to(pool))
+                for pool in RETIRED if env.curriculum.pooled else ():
+                    retired.setdefault(pool, []).extend(env.curriculum.retired_to(pool))
         return retired or None
 
     def _complete(self, step: int, pools: dict[str, list[dict[str, Any]]] | None) -> None:

@@ -12,8 +12,8 @@ from prl.orchestrator.staleness import Staleness
 from prl.orchestrator.types import Event
 from prl.orchestrator.weight_sync import WeightSync, no_policy
 from prl.rollouts.rollout import Rollout
-from prl.wire import events
-from prl.wire.events import Lane
+from prl.transport import events
+from prl.transport.events import Lane
 
 PAUSE_S = 0.2
 """Between two looks for a frozen model that is away."""

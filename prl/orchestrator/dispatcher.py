@@ -11,15 +11,7 @@ from verifiers.v1.task import Task
 
 from prl.errors import PrlError
 from prl.orchestrator.state import DispatcherState, SavedTask
-from prl.orchestrator.types import (
-    Event,
-    Group,
-    TrainEnv,
-    attribute_errors_to,
-    by_seat,
-    raise_unless_leaked,
-    task_group,
-)
+from prl.orchestrator.types import Event, Group, TrainEnv, attribute_errors_to, by_seat, raise_unless_leaked, task_group
 from prl.rollouts.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -110,7 +102,7 @@ class Dispatcher:
                 self.started[other.name] = max(share[other.name], share[env.name]) * other.environment.config.weight
         self.started[env.name] += env.rollouts_per_group
         with env.asking():
-            task = env.buffer.next()
+            task = env.curriculum.next()
         self.next_id += 1
         return self._start(self.next_id - 1, env, task)
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from prl.config.model_folder import write_files
+from prl.monitors.metric_names import held_out
 from prl.orchestrator.config import StopConfig
 from prl.orchestrator.state import StoppingState
 from prl.rollouts.rewards import at_least, at_most
-from prl.wire.checkpoints import seal
-from prl.wire.files import announce, naming
-from prl.wire.metric_names import held_out
+from prl.transport.checkpoints import seal
+from prl.transport.files import announce, naming
 
 
 def held_out_reward(metrics: Mapping[str, float]) -> float | None:

@@ -5,8 +5,8 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from prl.errors import NoSignal, PrlError
+from prl.filters.base import apply_filters
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
-from prl.orchestrator.filters.base import apply_filters
 from prl.orchestrator.metrics import by_env, count, mean, why_untrained
 from prl.orchestrator.no_signal import what_to_look_at
 from prl.orchestrator.state import IntakeState
@@ -31,14 +31,14 @@ def extreme_of(means: list[float]) -> str | None:
 
 
 class Intake:
-    """Counts what arrives, shows each finished group to its env's buffer, and drops what online difficulty filtering or
-    a `pre_batch` filter says.
+    """Counts what arrives, shows each finished group to its env's curriculum, and drops what online difficulty
+    filtering or a `pre_batch` filter says.
 
     It ends the run if an env loses more than the share `max_error_share` of its latest rollouts. A failure while a
     frozen model was away is not counted against the env: that model has a deadline of its own.
 
-    Invariant: every group that arrives is counted once, and shown to its buffer if a rollout of it survived, whether it
-    is admitted or not. The rollouts of a group that is not admitted are no longer active.
+    Invariant: every group that arrives is counted once, and shown to its curriculum if a rollout of it survived,
+    whether it is admitted or not. The rollouts of a group that is not admitted are no longer active.
     """
 
     def __init__(self, envs: list[TrainEnv], max_error_share: float):
@@ -47,7 +47,7 @@ class Intake:
         self.arrived: list[Rollout] = []
         """Since the last metrics."""
         self._judged: Counter[str] = Counter()
-        """By env: groups that the buffer has seen since the last metrics."""
+        """By env: groups that the curriculum has seen since the last metrics."""
         self._taken: tuple[list[Rollout], Counter[str], Counter[tuple[str, str]]] = ([], Counter(), Counter())
         """What the last metrics were about: rollouts, judged groups by env, evicted tasks by env and pool."""
         self._dropped_in_a_row: list[Rollout] = []
@@ -71,19 +71,19 @@ class Intake:
         Otherwise the `pre_batch` filters are asked about its rollouts, and may leave none.
         All rollouts of the group learn the difficulty pool that their task is in from now on.
         """
-        buffer = group.env.buffer
+        curriculum = group.env.curriculum
         survivors = group.survivors
         means = [mean(rollout.reward for rollout in seat) for seat in by_seat(survivors)]
         self.arrived += group.rollouts
         self._note_failures(group)
         self._judged[group.env.name] += bool(survivors)
         with group.env.asking():
-            pool = buffer.update(group.task, *means) if survivors else buffer.pool_of(group.task)
-            returns = buffer.returns(group.task)
+            pool = curriculum.update(group.task, *means) if survivors else curriculum.pool_of(group.task)
+            returns = curriculum.returns(group.task)
         for rollout in group.rollouts:
             rollout.difficulty_pool = pool
         kind = extreme_of(means)
-        dropped = buffer.online_difficulty_filtering and kind is not None
+        dropped = curriculum.online_difficulty_filtering and kind is not None
         if dropped:
             for rollout in group.active:
                 rollout.leave(Stage.DIFFICULTY, f"online difficulty filtering: mean reward {means[0]:g}", kind)
@@ -143,8 +143,8 @@ class Intake:
         evicted, pools = Counter[tuple[str, str]](), dict[str, dict[str, int]]()
         for env in self.envs:
             with env.asking():
-                evicted.update({(env.name, pool): n for pool, n in env.buffer.take_evicted().items()})
-                pools |= {env.name: env.buffer.counts()} if env.buffer.pooled else {}
+                evicted.update({(env.name, pool): n for pool, n in env.curriculum.take_evicted().items()})
+                pools |= {env.name: env.curriculum.counts()} if env.curriculum.pooled else {}
         new = (self.arrived, self._judged, evicted)
         self.arrived, self._judged = [], Counter()
         before = self._taken if again else ([], Counter(), Counter())
@@ -170,7 +170,7 @@ class Intake:
                 for pool in ("easy", "hard"):
                     line[f"evicted_examples/{name}/{pool}"] = float(evicted[name, pool])
                     line[f"evicted_examples/{name}/{pool}_rate"] = evicted[name, pool] / max(1, judged[name])
-            if env.buffer.online_difficulty_filtering:
+            if env.curriculum.online_difficulty_filtering:
                 ends = Counter(r.outcome.source for r in parts[name] if r.outcome and r.stage is Stage.DIFFICULTY)
                 line |= {f"filtered_rollouts/{name}/{kind}": float(ends[kind]) for kind in ("easy", "hard")}
         return line

@@ -1,6 +1,6 @@
-"""The metrics of orchestrator and evaluation, each declared once (`prl.report.catalogue` has those of all)."""
+"""The metrics of orchestrator and evaluation, each declared once (`prl.tools.report.catalogue` has those of all)."""
 
-from prl.wire.metric_names import Metric
+from prl.monitors.metric_names import Metric
 
 ORCHESTRATOR = (
     Metric("step", "steps", "Training step; 0 is the base model, before training."),
@@ -82,7 +82,7 @@ ORCHESTRATOR = (
         "share",
         "Likewise, matched first by this filter, enforced or not.",
         all=True,
-        healthy="zero_advantage below 0.8; else buffer=odf or other tasks",
+        healthy="zero_advantage below 0.8; else curriculum=odf or other tasks",
     ),
     Metric(
         "pre_filters/<env>/is_filtered", "share", "Of all active rollouts, dropped by the pre_batch slot.", all=True
@@ -113,7 +113,7 @@ ORCHESTRATOR = (
         "engine/restarts",
         "starts",
         "How often engines of the run have died and were started again, so far, all together.",
-        healthy="0; logs/inference*.log say why one died",
+        healthy="0; logs/engine*.log say why one died",
     ),
     Metric("engine/requests_reissued", "requests", "Requests and updates that were sent again because of it, so far."),
     Metric("time/step", "s", "From the line of the step before to this one."),

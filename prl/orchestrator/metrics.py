@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prl.orchestrator.filters.base import STAGES, Filters, SlotName
+from prl.filters.base import STAGES, Filters, SlotName
+from prl.monitors.metric_names import QUANTILES
 from prl.rollouts.rollout import IN_BATCH, Rollout, Stage
-from prl.wire.metric_names import QUANTILES
 
 if TYPE_CHECKING:
     from prl.orchestrator.types import TrainEnv

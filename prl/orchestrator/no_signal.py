@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
+from prl.monitors.text import in_one_line, safe
 from prl.rollouts.rollout import Rollout
-from prl.text import in_one_line, safe
 
 
 def what_to_look_at(rollouts: Iterable[Rollout]) -> str:

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from prl.config.schema import CheckpointConfig, ModelConfig
+from prl.engines.client import PolicyPool
 from prl.errors import NoSignal, PrlError
-from prl.inference.client import PolicyPool
 from prl.monitors.base import Monitors
 from prl.orchestrator.batcher import Batcher, decide
 from prl.orchestrator.checkpoints import Checkpoints
@@ -40,17 +40,17 @@ from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.intake import Intake
 from prl.orchestrator.metrics import count, metrics_of_step
-from prl.orchestrator.packing import pack
 from prl.orchestrator.staleness import ENDED_EARLY, NONE_DROPPED, Dropped, Staleness
 from prl.orchestrator.state import IntakeState, RunState, load_components, restored, save_components, saved_alone
 from prl.orchestrator.types import Event, TrainEnv, task_group
 from prl.orchestrator.weight_sync import WeightSync
+from prl.rollouts.messages import MicroBatch, StepBatch
+from prl.rollouts.packing import pack
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout, Stage
-from prl.wire import events
-from prl.wire.events import Lane
-from prl.wire.messages import MicroBatch, StepBatch
-from prl.wire.transport import Transport
+from prl.transport import events
+from prl.transport.base import Transport
+from prl.transport.events import Lane
 
 log = logging.getLogger(__name__)
 

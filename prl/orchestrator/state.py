@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 import verifiers.v1 as vf
 
-from prl.episodes.turn import trace_task
+from prl.config.user_code import called
+from prl.envs.turn import trace_task
 from prl.errors import UNREADABLE, ConfigError, of_own_code
 from prl.orchestrator.types import Group, TrainEnv
+from prl.rollouts.messages import TrainingSample
 from prl.rollouts.rollout import Outcome, Rollout
-from prl.user_code import called
-from prl.wire.messages import TrainingSample
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ def decode(data: bytes, path: object) -> RunState:
 def components_of(envs: Iterable[TrainEnv]) -> Iterator[tuple[str, Any]]:
     """The buffers, algorithms and filters of a run, each under a name that stays the same when the run goes on."""
     for env in envs:
-        yield f"{env.name}.buffer", env.buffer
+        yield f"{env.name}.curriculum", env.curriculum
         yield f"{env.name}.algo", env.algorithm
         for slot, filters in env.filters.items():
             yield from ((f"{env.name}.filters.{slot}.{name}", made) for name, made in filters.items())

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 
 from verifiers.v1.task import Task
 
-from prl.episodes.environment import Environment
+from prl.algorithms.base import Algorithm
+from prl.config.user_code import called
+from prl.curriculum.base import Curriculum
+from prl.engines.chat import ChatSource, check_template
+from prl.engines.frozen import FrozenPool
+from prl.engines.sampler import Sampler
+from prl.envs.environment import Environment
 from prl.errors import PrlError, of_own_code
-from prl.inference.chat import ChatSource, check_template
-from prl.inference.frozen import FrozenPool
-from prl.inference.sampler import Sampler
-from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.buffer.base import Buffer
-from prl.orchestrator.filters.base import Filters
+from prl.filters.base import Filters
 from prl.rollouts.rollout import Rollout
-from prl.user_code import called
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class EnvComponents:
     """The source of its training rollouts."""
     eval_sampler: Sampler
     """The policy with the sampling settings of the evaluation."""
-    buffer: Buffer
+    curriculum: Curriculum
     """The source of its tasks."""
     filters: Filters = field(default_factory=dict)
     group_size: int
@@ -75,18 +75,18 @@ class TrainEnv(EnvComponents, EvalEnv):
 
     @property
     def ended(self) -> bool:
-        """Whether its buffer has no task to hand out any more."""
+        """Whether its curriculum has no task to hand out any more."""
         with self.asking():
-            return self.buffer.ended
+            return self.curriculum.ended
 
     def describe(self) -> str:
-        """The state of its buffer in a few words."""
+        """The state of its curriculum in a few words."""
         with self.asking():
-            return self.buffer.describe()
+            return self.curriculum.describe()
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
-        """`called`, for a block that asks its buffer."""
-        return called(f"env {self.name!r}, buffer", self.buffer)
+        """`called`, for a block that asks its curriculum."""
+        return called(f"env {self.name!r}, curriculum", self.curriculum)
 
     async def setup(self) -> None:
         """Wait for the frozen models."""
@@ -116,7 +116,7 @@ class Group:
     start_version: float
     """Policy version that its rollouts started from; infinite if a frozen model generates them: they never age."""
     task: Task
-    """The task, as its env's buffer handed it out."""
+    """The task, as its env's curriculum handed it out."""
     rollouts: list[Rollout] = field(default_factory=list)
     """Those that have arrived; credited once the group is finished."""
     excused: bool = False
@@ -155,8 +155,8 @@ def by_seat(rollouts: list[Rollout]) -> list[list[Rollout]]:
 def attribute_errors_to(env: TrainEnv) -> Iterator[None]:
     """Raise exceptions of the env's algorithm, which may be the user's own class, as PrlError naming env and class.
 
-    Includes SystemExit and KeyboardInterrupt (`prl.user_code.called`), and a CancelledError that the algorithm leaks:
-    asyncio would take the work for cancelled, and nobody would learn that it did not finish.
+    Includes SystemExit and KeyboardInterrupt (`prl.config.user_code.called`), and a CancelledError that the algorithm
+    leaks: asyncio would take the work for cancelled, and nobody would learn that it did not finish.
     """
     try:
         yield

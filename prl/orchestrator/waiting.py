@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from prl.orchestrator.orchestrator import Orchestrator
 
-ENGINE = "inference"
-"""Name of the process of the policy's engine; several are `inference`, `inference 2`, `inference 3`."""
+ENGINE = "engine"
+"""Name of the process of the policy's engine; several are `engine`, `engine 2`, `engine 3`."""
 
 
 class Waiting(NamedTuple):

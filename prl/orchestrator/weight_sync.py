@@ -8,8 +8,8 @@ from pathlib import Path
 
 from prl.config.model_folder import tokenizer_files
 from prl.config.schema import ModelConfig
+from prl.engines.client import PolicyPool
 from prl.errors import PrlError
-from prl.inference.client import PolicyPool
 from prl.monitors.base import Monitors
 from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.config import OrchestratorConfig
@@ -18,8 +18,8 @@ from prl.orchestrator.evaluate import evaluate
 from prl.orchestrator.metrics import line_of_step
 from prl.orchestrator.state import SyncState
 from prl.orchestrator.types import Event, TrainEnv
-from prl.wire.events import EVALUATING, EVALUATION, Lane
-from prl.wire.transport import Transport
+from prl.transport.base import Transport
+from prl.transport.events import EVALUATING, EVALUATION, Lane
 
 POLL_S = 0.004
 """Between two looks for a version that the trainer may be about to publish."""

@@ -10,7 +10,7 @@ from verifiers.v1.types import content_text
 
 from prl.rollouts.record import Message, Record, ToolCall
 from prl.rollouts.rollout import Rollout
-from prl.wire.files import content_of, step_name, write_atomically
+from prl.transport.files import content_of, step_name, write_atomically
 
 
 def write_records(run_dir: Path, step: int, rollouts: Sequence[Rollout], prefix: str = "") -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from verifiers.v1.graph import MessageNode
     from verifiers.v1.trace import AgentInfo, Branch, Reward, Trace, TraceTask
 
-    from prl.wire.messages import TrainingSample
+    from prl.rollouts.messages import TrainingSample
 
 ERROR_KINDS = ("timeout", "overlong_prompt", "env", "engine", "reference", "tokens")
 """Causes of a failure: a deadline, a prompt that leaves no room for a reply, a tool call that cannot be parsed, an
@@ -205,8 +205,8 @@ class Rollout:
     def attach_samples(self) -> None:
         """Make its samples from the trace. It leaves as empty if nothing was sampled. Raises TokenMismatch."""
         # Configs name classes that work on rollouts, without verifiers.
+        from prl.rollouts.messages import Origin
         from prl.rollouts.samples import samples_of
-        from prl.wire.messages import Origin
 
         known = None if self.start_version is None else (self.start_version, self.end_version or self.start_version)
         made = samples_of(

@@ -17,7 +17,7 @@ from pydantic import Field
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch, ModelCall, Trace
 
-from prl.wire.messages import CallVersions, TrainingSample
+from prl.rollouts.messages import CallVersions, TrainingSample
 
 BranchSample = tuple[TrainingSample, Branch]
 """A sample and the branch of the trace that it was made from."""

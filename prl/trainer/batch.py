@@ -1,6 +1,6 @@
 """Micro-batches as tensors: the rows of a stack go through the model together.
 
-Here as packed rows, one sequence after the other; `prl.trainer.tree` has rows in which sequences share tokens.
+Here as packed rows, one sequence after the other; `prl.trainer.tree.tree` has rows in which sequences share tokens.
 """
 
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from prl.trainer.attention import TokenTree
-from prl.trainer.loss.compute import weighted_tokens
-from prl.trainer.loss.interface import per_token
-from prl.wire.components import COMPONENTS
-from prl.wire.messages import STREAM_FILL, MicroBatch
+from prl.losses.compute import weighted_tokens
+from prl.losses.interface import per_token
+from prl.rollouts.components import COMPONENTS
+from prl.rollouts.messages import STREAM_FILL, MicroBatch
+from prl.trainer.tree.attention import TokenTree
 
 
 @dataclass

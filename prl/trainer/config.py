@@ -125,7 +125,7 @@ def runs_in_half(dtype: str, device: str) -> bool:
 
 @dataclass
 class PolicyLossConfig:
-    """What all rl losses of prl have. `prl.trainer.loss.rl.reduced` has the formulas."""
+    """What all rl losses of prl have. `prl.losses.rl.reduced` has the formulas."""
 
     entropy_coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Subtracts this times the mean entropy of the policy at rl tokens, in nats, from the loss. 0 = off."""
@@ -151,7 +151,7 @@ def check_aggregation(where: str, options: Mapping[str, Any]) -> None:
 class DefaultLossConfig(PolicyLossConfig):
     """DPPO-masked policy gradient with a squared-log-ratio regulariser."""
 
-    _target_: str = "prl.trainer.loss.default_loss"
+    _target_: str = "prl.losses.default_loss"
     _partial_: bool = True
     dppo_mask_low: Annotated[float, Ge(0)] = 0.2
     """Drop tokens with A <= 0 whose probability fell by more than this since sampling."""
@@ -170,7 +170,7 @@ class DefaultLossConfig(PolicyLossConfig):
 class AIPOLossConfig(PolicyLossConfig):
     """Importance-weighted policy gradient with a one-sided clip (arXiv 2505.24034)."""
 
-    _target_: str = "prl.trainer.loss.aipo_loss"
+    _target_: str = "prl.losses.aipo_loss"
     _partial_: bool = True
     delta: Annotated[float, Gt(0), Le(1e30)] = 8.0
     """Upper clamp of the importance ratio."""
@@ -183,7 +183,7 @@ class GSPOLossConfig(PolicyLossConfig):
     The defaults are the paper's, for long completions; of short ones, more are clipped.
     """
 
-    _target_: str = "prl.trainer.loss.gspo_loss"
+    _target_: str = "prl.losses.gspo_loss"
     _partial_: bool = True
     clip_ratio_low: Annotated[float, Ge(0), Lt(1)] = 3e-4
     """A sequence with A < 0 has no gradient where its ratio is below 1 minus this."""
@@ -209,4 +209,4 @@ class CustomLossConfig:
 class FileTransportConfig:
     """Messages as files in the run directory, which launcher and trainer must both be able to read and write."""
 
-    _target_: str = "prl.wire.files.FileTransport"
+    _target_: str = "prl.transport.files.FileTransport"

@@ -9,7 +9,7 @@ model call: the tokens that it sampled, of policy versions from start to end; a 
 - `token_ids`, `mask`, `temperature`, `inference_logprobs`, and the streams by name, null where the packed row has none;
   `ref_logprobs` as the trainer filled them where it did.
 - `trainer_logprobs`: null where the loss needs none, and on a sequence's first token, which has none.
-- `ratio`: exp(trainer - inference) on members of components that read the sampler (rl, ref_kl), null elsewhere.
+- `ratio`: exp(trainer - sampler) on members of components that read the sampler (rl, ref_kl), null elsewhere.
 - `fate`: why the token was trained or not: "context" (off the mask), "weight 0" (on it), or, joined by "+", the
   components it is in ("rl kept", "rl dropped", "rl clipped", "ce", ...) and "invalid logprob" (kept out of rl or
   ref_kl).
@@ -24,10 +24,10 @@ from typing import Any
 import msgspec
 import torch
 
+from prl.losses import TokenTreatment
+from prl.rollouts.messages import STREAM_FILL, MicroBatch, Origin, StepBatch, sequence_slices
 from prl.trainer.batch import Stack
-from prl.trainer.loss import TokenTreatment
-from prl.wire.files import step_name, write_atomically
-from prl.wire.messages import STREAM_FILL, MicroBatch, Origin, StepBatch, sequence_slices
+from prl.transport.files import step_name, write_atomically
 
 EXAMPLES, EXAMPLE_TOKENS = 32, 16_384
 """Sequences of a rank, and their tokens, that a step of examples has at most."""

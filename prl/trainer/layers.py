@@ -6,8 +6,8 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
-from prl.trainer.attention import NAME, tree_attention
 from prl.trainer.sharding import layers_of
+from prl.trainer.tree.attention import NAME, tree_attention
 
 ATEN = torch.ops.aten
 EXPERTS = ATEN._grouped_mm.default

@@ -1,6 +1,6 @@
-"""The metrics of the trainer, each declared once (`prl.report.catalogue` has those of all)."""
+"""The metrics of the trainer, each declared once (`prl.tools.report.catalogue` has those of all)."""
 
-from prl.wire.metric_names import Metric
+from prl.monitors.metric_names import Metric
 
 TRAINER = (
     Metric("loss/mean", "nats/token", "The loss L: the sum of its components' terms."),

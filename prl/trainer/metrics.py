@@ -4,10 +4,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from prl.losses import TokenTreatment
+from prl.losses.interface import Metrics, add_metric, mismatch_kl, per_token
+from prl.monitors.metric_names import QUANTILES
 from prl.trainer.batch import Stack
-from prl.trainer.loss import TokenTreatment
-from prl.trainer.loss.interface import Metrics, add_metric, mismatch_kl, per_token
-from prl.wire.metric_names import QUANTILES
 
 SAMPLED_PER_RANK = 4096
 """Log-ratios of an env that each rank contributes to the quantiles between the smallest and the largest."""

@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from prl.tensor_names import check_names
+from prl.config.tensor_names import check_names
+from prl.rollouts.messages import MicroBatch
 from prl.trainer.architecture import check_architecture, has_sinks
-from prl.trainer.attention import NAME, use_tree_attention, without
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.logprobs import chunked_logprobs
 from prl.trainer.sharding import as_forward
+from prl.trainer.tree.attention import NAME, use_tree_attention, without
 from prl.trainer.weights import on_writer, whole_tensors
-from prl.wire.messages import MicroBatch
 
 
 def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:

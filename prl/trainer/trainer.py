@@ -13,22 +13,22 @@ from transformers import PreTrainedModel
 from prl.config.build import build, plain
 from prl.config.signature import schema_of
 from prl.errors import PrlError
-from prl.trainer.attention import can_attend_over_trees
+from prl.losses import LossCounts, TokenTreatment, compute_loss, count_members, count_sequences
+from prl.losses.interface import LossFunction, Metrics, add_metric
+from prl.rollouts.components import COMPONENTS
+from prl.rollouts.messages import MicroBatch, StepBatch
 from prl.trainer.batch import Stack, empty_stack, stacks
 from prl.trainer.config import AdamWConfig, TrainerConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.layers import compile_layers, recompute_activations
-from prl.trainer.loss import LossCounts, TokenTreatment, compute_loss, count_members, count_sequences
-from prl.trainer.loss.interface import LossFunction, Metrics, add_metric
 from prl.trainer.metrics import EnvTokens, means_over_ranks
 from prl.trainer.model import stack_logprobs
 from prl.trainer.optim import make_optimizers
 from prl.trainer.schedule import Linear, Schedule
 from prl.trainer.sharding import gradient_norm, make_mesh, most, reduce_over_replicas, scale_gradients, shard
-from prl.trainer.tree import tree_stacks
-from prl.wire.components import COMPONENTS
-from prl.wire.events import FORWARD, OPTIMISER, TRAINER, Lane
-from prl.wire.messages import MicroBatch, StepBatch
+from prl.trainer.tree.attention import can_attend_over_trees
+from prl.trainer.tree.tree import tree_stacks
+from prl.transport.events import FORWARD, OPTIMISER, TRAINER, Lane
 
 # Names in `metrics.jsonl` that differ from the loss's own.
 RENAMED = {"mismatch_kl": "mismatch_kl/all/mean", "logprob_gap": "logprob_gap/mean"}

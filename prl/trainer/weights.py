@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from transformers import PreTrainedModel
 
-from prl.tensor_names import as_in_files, stays_float32
+from prl.config.tensor_names import as_in_files, stays_float32
 from prl.trainer.lora import weights_of
 from prl.trainer.sharding import whole
 

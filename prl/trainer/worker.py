@@ -17,18 +17,18 @@ import torch.distributed as dist
 from prl.config.build import factory, function
 from prl.config.model_folder import tokenizer_files
 from prl.errors import PrlError, of_disk, of_own_code
-from prl.text import as_message, in_one_line
+from prl.monitors.text import as_message, in_one_line
+from prl.rollouts.messages import StepBatch
+from prl.trainer.checkpoint import load_state, write_part
 from prl.trainer.config import TrainerConfig, runs_in_half
 from prl.trainer.export import TokenExport, example_steps
 from prl.trainer.lora import add_adapters, load_adapters
 from prl.trainer.model import check_layout, load_model, save_weights, token_text
 from prl.trainer.ranks import meet
 from prl.trainer.sharding import reshard
-from prl.trainer.state import load_state, write_part
 from prl.trainer.trainer import Trainer
-from prl.wire.events import BATCH, CHECKPOINT, EXPORTING, MODEL, TRAINER, Lane
-from prl.wire.messages import StepBatch
-from prl.wire.transport import Transport
+from prl.transport.base import Transport
+from prl.transport.events import BATCH, CHECKPOINT, EXPORTING, MODEL, TRAINER, Lane
 
 POLL_S = 0.002
 TOLERANCE, HALF_TOLERANCE = 1e-2, 0.5
@@ -59,7 +59,7 @@ def reason(error: BaseException) -> str | None:
     if isinstance(error, torch.OutOfMemoryError):
         return (
             f"{in_one_line(error)}: take fewer tokens at once, trainer.tokens_per_forward=…, or leave less to an "
-            "engine on the same GPU, inference.gpu_memory_utilization=…; dry_run=true says what a run takes"
+            "engine on the same GPU, engine.gpu_memory_utilization=…; dry_run=true says what a run takes"
         )
     if isinstance(error, PrlError | ValueError | OSError):
         # Of a user's loss or schedule; a library's own error, which has no number, says it all.

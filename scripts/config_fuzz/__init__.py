@@ -16,13 +16,13 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from prl.command import about, one_line, refused
-from prl.compose import CONF, allow_new_filters, options, to_config
+from prl.config.compose import CONF, allow_new_filters, options, to_config
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch.builder import prepare
+from prl.launch.command import about, one_line, refused
 
-QUICK = ("run.name=fuzz", "inference.device=cpu", "trainer.device=cpu")
+QUICK = ("run.name=fuzz", "engine.device=cpu", "trainer.device=cpu")
 """Overrides of every base: what takes no time, on any machine."""
 VALUES: dict[str, str] = {
     "null": "null",
@@ -45,7 +45,7 @@ VALUES: dict[str, str] = {
     "list of null": "[null]",
     "dict": "{}",
     "dict of a key": "{nonsense: 1}",
-    "another's node": "{_target_: prl.wire.files.FileTransport}",
+    "another's node": "{_target_: prl.transport.files.FileTransport}",
     "missing": "'???'",
     "interpolation": "${nope}",
     "interpolation of itself": "${run}",
@@ -82,14 +82,26 @@ class Finding:
     said: str
 
 
-GROUPS = ("env", "algo", "loss", "filters", "buffer", "model", "renderer", "teacher", "experiment", "monitor", "sweep")
+GROUPS = (
+    "env",
+    "algo",
+    "loss",
+    "filters",
+    "curriculum",
+    "model",
+    "renderer",
+    "teacher",
+    "experiment",
+    "monitor",
+    "sweep",
+)
 """Groups whose options are bases of their own."""
 NEEDED: dict[str, tuple[str, ...]] = {
     "algo=opd": ("teacher=local",),
     "algo=sft": ("teacher=local",),
-    "algo=custom": ("algo.fn._target_=prl.orchestrator.algo.advantage.grpo_advantages",),
-    "algo=custom_class": ("algo._target_=prl.orchestrator.algo.grpo.GRPOAlgorithm",),
-    "loss=custom": ("loss._target_=prl.trainer.loss.aipo_loss",),
+    "algo=custom": ("algo.fn._target_=prl.algorithms.advantage.grpo_advantages",),
+    "algo=custom_class": ("algo._target_=prl.algorithms.grpo.GRPOAlgorithm",),
+    "loss=custom": ("loss._target_=prl.losses.aipo_loss",),
     "model=hf": ("model.path=${prl.model:tiny}", "model.max_model_len=512"),
     "teacher=endpoint": ("algo=opd", "teacher.name=t", "teacher.base_url=http://127.0.0.1:9/v1"),
     "env=jsonl": ("envs.jsonl.args.path=nowhere.jsonl",),

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from config_fuzz import Case, Finding
-from prl.config.schema import InferenceConfig, ModelConfig
+from prl.config.schema import ModelConfig, VLLMConfig
 from prl.launch.launcher import EngineSpec
 from prl.launch.local import LocalLauncher
 from prl.models import model_path
@@ -22,7 +22,7 @@ SHORT = ("max_steps=2", "orchestrator.batch_size=16", "orchestrator.eval.every=n
 STEPS = 2
 HANGS_S = 300.0
 """[s] A run that has neither trained nor ended by then hangs: on one core of two an engine alone starts in a minute."""
-OF_THE_ENGINE = ("inference", "model", "launcher")
+OF_THE_ENGINE = ("engine", "model", "launcher")
 """Keys that an engine is started with: these cases start one of their own."""
 NOT_ALONE = ("teacher=endpoint", "env=jsonl", "model=hf", "sweep=")
 """Bases that do not run as they are: a server, a file or another command is missing."""
@@ -40,14 +40,14 @@ class Engine:
     def url(self) -> str:
         self.found = self.found or self.launcher.start_engine(
             EngineSpec(
-                process="inference",
+                process="engine",
                 served_name="policy",
                 model=ModelConfig(path=model_path("tiny"), dtype="float32", max_model_len=512),
-                config=InferenceConfig(),
+                config=VLLMConfig(),
                 device="cpu",
                 seed=0,
                 token=self.token,
-                log=self.folder / "inference.log",
+                log=self.folder / "engine.log",
             )
         )
         return self.found
@@ -68,7 +68,7 @@ def started(case: Case, engine: Engine) -> Finding:
     """Run `prl train <base> <override>` until it has trained two steps, or has ended."""
     arguments, env = [*SHORT, *case.base, "run.dir=run"], {**os.environ, "OMP_NUM_THREADS": "1"}
     if not case.key.startswith(OF_THE_ENGINE):
-        arguments.append(f"inference.urls=[{engine.url}]")
+        arguments.append(f"engine.urls=[{engine.url}]")
         env["PRL_TOKEN"] = engine.token
     with tempfile.TemporaryDirectory(prefix="prl-fuzz-") as top:
         folder = Path(top, "a", "b", "c")  # a run directory `../../x` is still within

@@ -10,8 +10,8 @@ import random
 import string
 from collections.abc import Callable
 
-from prl.envs import kuhn_poker
-from prl.envs.calculator import compute
+from prl.envs.tasksets import kuhn_poker
+from prl.envs.tasksets.calculator import compute
 
 Reply = tuple[str, bool]
 Demonstrator = Callable[[list[str], list[str], float, random.Random], Reply]

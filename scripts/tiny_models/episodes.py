@@ -1,6 +1,6 @@
 """Episodes of prl's envs: demonstrated, as rows to learn from, or sampled from a model, for its reward.
 
-A demonstration runs the env's own rules over turns that are rendered as `prl.episodes.multi_turn` renders them. A
+A demonstration runs the env's own rules over turns that are rendered as `prl.envs.multi_turn` renders them. A
 sampled episode is a rollout as in a run, with a batched `generate` in place of the engine.
 """
 
@@ -20,9 +20,9 @@ from verifiers.v1.task import Task
 from verifiers.v1.types import AssistantMessage, Message, UserMessage
 
 from prl.config.schema import EnvConfig
-from prl.episodes.environment import Environment
-from prl.episodes.turn import opening_messages, parse
-from prl.inference.replies import Completion
+from prl.engines.replies import Completion
+from prl.envs.environment import Environment
+from prl.envs.turn import opening_messages, parse
 from prl.rollouts.rollout import Rollout
 
 from .demonstrations import DEMONSTRATORS
@@ -84,7 +84,7 @@ class Demonstrations:
 
 
 class Talk:
-    """What `prl.episodes.multi_turn.Conversation` is to an env, with a demonstrator that speaks for the model."""
+    """What `prl.envs.multi_turn.Conversation` is to an env, with a demonstrator that speaks for the model."""
 
     def __init__(self, by: Demonstrations, task: Any, right: float, echoed: bool, rng: random.Random):
         self.by, self.right, self.echoed, self.rng = by, right, echoed, rng
@@ -131,7 +131,7 @@ class Talk:
 
 
 class Batched:
-    """A `prl.inference.sampler.Sampler` of a model in this process: requests that wait together are one batch."""
+    """A `prl.engines.sampler.Sampler` of a model in this process: requests that wait together are one batch."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, renderer: Any, *, temperature: float

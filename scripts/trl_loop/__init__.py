@@ -13,7 +13,7 @@ import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-GRADER = Path(__file__).parents[2] / "prl" / "envs" / "integer.py"
+GRADER = Path(__file__).parents[2] / "prl" / "envs" / "tasksets" / "integer.py"
 
 grade = SourceFileLoader("integer", str(GRADER)).load_module().grade
 

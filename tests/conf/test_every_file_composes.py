@@ -11,31 +11,31 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException
 from hydra.utils import instantiate
 
-from prl.compose import CONF, compose, options
 from prl.config.build import build, plain
+from prl.config.compose import CONF, compose, options
 from prl.config.schema import TrainConfig
 from prl.config.signature import schema_of
 from prl.config.validate import validate
+from prl.curriculum.pools import TaskCurriculum
+from prl.filters.base import Filter
+from prl.filters.gibberish import Gibberish
+from prl.filters.repetition import Repetition
 from prl.launch.components import build_components
-from prl.orchestrator.buffer.task_buffer import TaskBuffer
-from prl.orchestrator.filters.base import Filter
-from prl.orchestrator.filters.gibberish import Gibberish
-from prl.orchestrator.filters.repetition import Repetition
-from prl.sweep.naming import LAUNCHERS, digest
+from prl.tools.sweep.naming import LAUNCHERS, digest
 
 REQUIRED = {  # what a user has to fill in for these options
     ("model", "hf"): ["model.path=some/model"],
     ("env", "jsonl"): ["envs.jsonl.args.path=my.jsonl"],
     ("loss", "custom"): ["loss._target_=prl.models.model_path"],
     ("algo", "custom"): ["algo.fn._target_=prl.models.model_path"],  # any function will do
-    ("algo", "custom_class"): ["algo._target_=prl.orchestrator.algo.reward.RewardAlgorithm"],
+    ("algo", "custom_class"): ["algo._target_=prl.algorithms.reward.RewardAlgorithm"],
     ("renderer", "custom"): ["renderer.import_path=my_renderers.Mine"],
     ("sampling", "greedy"): ["algo=sft"],  # a policy that trains on its own samples has to sample
     ("teacher", "endpoint"): ["teacher.name=large", "teacher.base_url=http://127.0.0.1:8001/v1"],
 }
 ROOTS = sorted(path.stem for path in CONF.glob("*.yaml"))
 OF_TRAIN = [
-    (group, option) for group, found in options().items() for option in found if group not in ("filter", "inference")
+    (group, option) for group, found in options().items() for option in found if group not in ("filter", "engine")
 ]
 
 
@@ -57,8 +57,8 @@ def test_option_composes_and_its_components_are_built(group, option, monkeypatch
 
 def test_every_file_is_an_option_and_every_option_is_composed_above():
     files = {(path.parent.name, path.stem) for path in CONF.glob("*/*.yaml")}
-    assert {(group, name) for group, name in files if group not in ("filter", "inference")} == set(OF_TRAIN)
-    assert {("algo", "grpo"), ("loss", "aipo"), ("renderer", "glm-5"), ("buffer", "default")} <= files
+    assert {(group, name) for group, name in files if group not in ("filter", "engine")} == set(OF_TRAIN)
+    assert {("algo", "grpo"), ("loss", "aipo"), ("renderer", "glm-5"), ("curriculum", "default")} <= files
 
 
 @pytest.mark.parametrize("name", options()["filter"])
@@ -115,7 +115,7 @@ def test_an_env_with_a_node_of_its_own_takes_nothing_from_the_runs():
     )
     assert config.algo.length_penalty == "turns" and config.envs["math"].algo.length_penalty is None
     assert plain(config.envs["math"].loss) == {
-        "_target_": "prl.trainer.loss.aipo_loss",
+        "_target_": "prl.losses.aipo_loss",
         "_partial_": True,
         "delta": 8.0,
         "entropy_coef": 0.0,
@@ -124,7 +124,9 @@ def test_an_env_with_a_node_of_its_own_takes_nothing_from_the_runs():
     }
 
 
-PER_ENV = [(group, option) for group, option in OF_TRAIN if group in ("algo", "loss", "filters", "renderer", "buffer")]
+PER_ENV = [
+    (group, option) for group, option in OF_TRAIN if group in ("algo", "loss", "filters", "renderer", "curriculum")
+]
 
 
 @pytest.mark.parametrize(("group", "option"), PER_ENV, ids=lambda value: value)
@@ -210,11 +212,11 @@ def test_filters_are_what_the_specification_says():
     ],
 )
 def test_what_each_buffer_turns_on(option, changed):
-    built = build_components(compose(["run.name=x", f"buffer={option}"])).envs["math"].buffer
-    assert vars(built) == vars(build({"_target_": TARGET, **changed}, TaskBuffer, "buffer"))
+    built = build_components(compose(["run.name=x", f"curriculum={option}"])).envs["math"].curriculum
+    assert vars(built) == vars(build({"_target_": TARGET, **changed}, TaskCurriculum, "curriculum"))
 
 
-TARGET = "prl.orchestrator.buffer.task_buffer.TaskBuffer"
+TARGET = "prl.curriculum.pools.TaskCurriculum"
 
 
 def test_a_buffer_without_options_is_the_one_that_was():
@@ -229,7 +231,7 @@ def test_a_buffer_without_options_is_the_one_that_was():
         "hard_fraction": 0.0,
         "online_difficulty_filtering": False,
     }
-    assert plain(schema_of(TaskBuffer)()) == {"_target_": TARGET, **defaults}
+    assert plain(schema_of(TaskCurriculum)()) == {"_target_": TARGET, **defaults}
 
 
 def test_without_filters_both_slots_are_empty():
@@ -268,7 +270,7 @@ def test_a_conf_file_of_ones_own_sets_the_slots_anew(tmp_path, monkeypatch):
         "defaults:\n  - /filter@post_batch.repetition: repetition\n  - _self_\n"
         "post_batch:\n  repetition: {mode: ngram, threshold: 0.3, enforce: true}\n"
     )
-    monkeypatch.setattr("prl.compose.CONF", copy)
+    monkeypatch.setattr("prl.config.compose.CONF", copy)
     filters = compose(["run.name=x", "filters=mine"]).filters
     assert filters.pre_batch == {}
     expected = schema_of(Repetition)(mode="ngram", threshold=0.3, enforce=True)
@@ -362,7 +364,7 @@ def test_a_search_optimises_what_optimized_metric_says_and_goes_on_after_a_failu
 def test_a_conf_file_that_does_not_fit_its_schema_would_be_found(tmp_path, monkeypatch):
     copy = shutil.copytree(CONF, tmp_path / "conf")
     (copy / "loss" / "mine.yaml").write_text("defaults:\n  - aipo\n  - _self_\ndelt: 3\n")
-    monkeypatch.setattr("prl.compose.CONF", copy)
+    monkeypatch.setattr("prl.config.compose.CONF", copy)
     with pytest.raises(Exception, match="delt"):
         compose(["run.name=x", "loss=mine"])
 
@@ -371,7 +373,7 @@ def test_a_conf_file_of_ones_own_for_sampling_sets_what_it_names_for_the_run_or_
     copy = shutil.copytree(CONF, tmp_path / "conf")
     (copy / "sampling" / "short.yaml").write_text("max_tokens: 9\n")
     (copy / "sampling" / "based.yaml").write_text("defaults: [short, _self_]\ntemperature: 0.5\n")
-    monkeypatch.setattr("prl.compose.CONF", copy)
+    monkeypatch.setattr("prl.config.compose.CONF", copy)
     for choice in ("sampling=based", "+sampling@envs.math.sampling=based"):
         own = compose(["run.name=x", choice]).envs["math"].sampling
         assert (own.max_tokens, own.temperature, own.top_p) == (9, 0.5, 1.0)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from prl.algorithms.grpo import GRPOAlgorithm
 from prl.config.build import build, check_values, factory, function, name_of, settled
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.signature import options_taken, schema_of
 from prl.errors import ConfigError
-from prl.orchestrator.algo.grpo import GRPOAlgorithm
 
 MODULE = """
 from collections.abc import Callable

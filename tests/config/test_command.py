@@ -8,8 +8,8 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from prl.compose import compose
 from prl.config.build import plain
+from prl.config.compose import compose
 from prl.config.suggestions import keys_of
 
 HEAVY = {"torch", "vllm", "verifiers", "transformers", "renderers", "aiohttp", "wandb"}

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from prl.compose import compose
+from prl.config.compose import compose
 from prl.config.engine_options import ON_A_CPU, OWN_KEYS, REFUSED, check_options
-from prl.config.schema import InferenceConfig
+from prl.config.schema import VLLMConfig
 from prl.config.signature import options_taken
 from prl.config.validate import validate
+from prl.engines.vllm.server import LIVE, REQUIRED
 from prl.errors import ConfigError
-from prl.inference.server import LIVE, REQUIRED
 from prl.launch import local
 from prl.launch.launcher import EngineSpec
 
@@ -26,15 +26,15 @@ def refused(args, prefix="", device="cpu"):
 def test_a_run_refuses_an_address_beside_its_own(where):
     teacher = ["algo=opd", "teacher=local"] if where else []
     for given, key in (("host=0.0.0.0", "host"), ("port=80", "port")):
-        config = compose(["run.name=x", *teacher, f"+{where}inference.args.{given}"])
-        with pytest.raises(ConfigError, match=re.escape(f"{where}inference.args.{key}")):
+        config = compose(["run.name=x", *teacher, f"+{where}engine.args.{given}"])
+        with pytest.raises(ConfigError, match=re.escape(f"{where}engine.args.{key}")):
             validate(config)
 
 
 @pytest.mark.parametrize("option", sorted({*OWN_KEYS, *REFUSED, *ON_A_CPU}))
 def test_both_spellings_are_refused(option):
     for spelt in (option, option.replace("-", "_")):
-        assert refused({"block-size": 16, spelt: "x"}, "teacher.").startswith(f"teacher.inference.args.{spelt}")
+        assert refused({"block-size": 16, spelt: "x"}, "teacher.").startswith(f"teacher.engine.args.{spelt}")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_both_spellings_are_refused(option):
     ],
 )
 def test_no_way_round(args):
-    assert refused(args).startswith("inference.args.")
+    assert refused(args).startswith("engine.args.")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_nothing_is_forgotten_that_prl_sets(device, config, tmp_path):
         process="engine",
         served_name="policy",
         model=config.model,
-        config=InferenceConfig(),
+        config=VLLMConfig(),
         device=device,
         seed=0,
         token="",

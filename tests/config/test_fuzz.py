@@ -7,7 +7,7 @@ from config_fuzz import DEFAULT, Case, cases, composed, outcome
 
 SEED, SAMPLE = 20, 40
 FOUND = [
-    "+buffer.hash_keys.x=1",
+    "+curriculum.hash_keys.x=1",
     "~envs",
     "loss=nonsense",
     "renderer=null",
@@ -19,8 +19,8 @@ FOUND = [
     "sweep=${run}",
     "monitor=${run}",
     "envs=${run}",
-    "inference.args=${run}",
-    "teacher.inference=null",
+    "engine.args=${run}",
+    "teacher.engine=null",
     "teacher=${run}",
     "model.path='a\nb'",
     f"model.path={'x' * 5000}",
@@ -43,20 +43,20 @@ FOUND = [
     "envs.math.weight=1e300",
     "envs.math.worker_memory_gb=1e30",
     "sampling.repetition_penalty=1e300",
-    "inference.max_num_seqs=5000000",
+    "engine.max_num_seqs=5000000",
     "orchestrator.group_size=50000000",
     "trainer.seq_len=2",
-    "inference.kv_cache_gb=5000000",
-    "inference.urls=[a]",
+    "engine.kv_cache_gb=5000000",
+    "engine.urls=[a]",
     "trainer._target_=prl.trainer.trainer.Trainr",
     "trainer.optim._target_=torch.optim.Adamm",
     "trainer.schedule._target_=prl.trainer.schedule.Lineary",
     "+trainer.optim.momentumm=1",
     "orchestrator._target_=prl.orchestrator.orchestrator.Orchestra",
-    "transport._target_=prl.wire.files.Files",
+    "transport._target_=prl.transport.files.Files",
     "launcher._target_=prl.launch.local.Local",
     "monitor.jsonl._target_=prl.monitors.jsonl.Json",
-    "loss._target_=prl.trainer.loss.defalt_loss",
+    "loss._target_=prl.losses.defalt_loss",
 ]
 """Overrides that once were taken, or ended in a traceback."""
 

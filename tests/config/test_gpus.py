@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from prl import provenance
 from prl.config import hardware
 from prl.config.gpus import Needs, Placement, device_type, place, visible_devices, visible_gpus
 from prl.config.validate import check_device
 from prl.errors import ConfigError
 from prl.launch import specs
 from prl.launch.local import LocalLauncher, engine_environment
+from prl.runs import provenance
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def test_each_process_has_gpus_of_its_own_in_order_unless_there_is_one_for_all(g
         (
             8,
             Needs(3, 2, 4, 1),
-            "inference.servers=3 of tensor_parallel_size=2 and trainer.num_processes=4 take 10 GPUs",
+            "engine.servers=3 of tensor_parallel_size=2 and trainer.num_processes=4 take 10 GPUs",
         ),
-        (1, Needs(2, 1, 1, 1), "inference.servers=2 of tensor_parallel_size=1 and trainer.num_process"),
+        (1, Needs(2, 1, 1, 1), "engine.servers=2 of tensor_parallel_size=1 and trainer.num_process"),
         (1, Needs(1, 1, 2, 1), "trainer.num_processes=2 take 3 GPUs"),
-        (1, Needs(1, 2), "inference.servers=1 of tensor_parallel_size=2 take 2 GPUs"),
-        (2, Needs(1, 1, 1, 1, 1, 1), "teacher.inference.servers=1 of tensor_parallel_size=1 ta"),
+        (1, Needs(1, 2), "engine.servers=1 of tensor_parallel_size=2 take 2 GPUs"),
+        (2, Needs(1, 1, 1, 1, 1, 1), "teacher.engine.servers=1 of tensor_parallel_size=1 ta"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_keys(gpus, needs, says):
@@ -117,7 +117,7 @@ def test_a_gpu_that_cannot_be_used_is_none(smi, monkeypatch, shown, packages, re
 
 
 def test_gpus_that_nobody_has_are_named(config):
-    config.inference.servers, config.trainer.num_processes = 2, 4
+    config.engine.servers, config.trainer.num_processes = 2, 4
     with hardware.assuming(hardware.MachineConfig(gpus=8)), pytest.warns(UserWarning, match="^6 of 8 GPUs are used: "):
         specs.warn_of_idle_gpus(config)
     for gpus in (6, 0):
@@ -140,7 +140,7 @@ def test_a_driver_that_hangs_is_said(smi, monkeypatch):
     monkeypatch.setattr(hardware, "ANSWER_S", 0.2)
     smi("exec sleep 60")
     began = time.monotonic()
-    with pytest.raises(ConfigError, match="nvidia-smi did not answer within 0.2 s: the driver .* inference.device=cpu"):
+    with pytest.raises(ConfigError, match="nvidia-smi did not answer within 0.2 s: the driver .* engine.device=cpu"):
         device_type("auto")
     assert time.monotonic() - began < 10 and device_type("cpu") == "cpu"
     assert provenance.gpus() == [], "a run on CPUs says no more of it"
@@ -148,12 +148,12 @@ def test_a_driver_that_hangs_is_said(smi, monkeypatch):
 
 def test_each_process_of_a_run_sees_its_own(monkeypatch, config, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,GPU-h")
-    config.inference.device = config.trainer.device = "cuda"
-    config.inference.servers, config.inference.tensor_parallel_size, config.trainer.num_processes = 2, 3, 2
-    config.inference.port = 9000
-    engines = specs.policy_engines(config, config.model, "t", tmp_path / "logs" / "inference.log")
-    assert [engine.process for engine in engines] == ["inference", "inference 2"]
-    assert [engine.log.name for engine in engines] == ["inference.log", "inference_2.log"]
+    config.engine.device = config.trainer.device = "cuda"
+    config.engine.servers, config.engine.tensor_parallel_size, config.trainer.num_processes = 2, 3, 2
+    config.engine.port = 9000
+    engines = specs.policy_engines(config, config.model, "t", tmp_path / "logs" / "engine.log")
+    assert [engine.process for engine in engines] == ["engine", "engine 2"]
+    assert [engine.log.name for engine in engines] == ["engine.log", "inference_2.log"]
     assert [engine.config.port for engine in engines] == [9000, 9001]
     started = {}
     with LocalLauncher() as launcher:
@@ -163,21 +163,21 @@ def test_each_process_of_a_run_sees_its_own(monkeypatch, config, tmp_path):
             launcher.start_engine(spec)
         launcher.start_trainer(specs.trainer(config, tmp_path))
     assert {name: env["CUDA_VISIBLE_DEVICES"] for name, env in started.items()} == {
-        "inference": "0,1,2",
-        "inference 2": "3,4,5",
+        "engine": "0,1,2",
+        "engine 2": "3,4,5",
         "trainer rank 0": "6",
         "trainer rank 1": "GPU-h",
     }
     assert [started[f"trainer rank {rank}"]["LOCAL_RANK"] for rank in range(2)] == ["0", "0"]
-    config.inference.urls = ["http://a:1"]
+    config.engine.urls = ["http://a:1"]
     assert specs.policy_engines(config, config.model, "t", tmp_path) == []
     assert specs.trainer(config, tmp_path).gpus == ((0,), (1,))
 
 
 def test_on_a_cpu_nothing_is_set(config, tmp_path):
-    config.inference.device = config.trainer.device = "cpu"
-    config.inference.servers = 3
-    engines = specs.policy_engines(config, config.model, "t", tmp_path / "inference.log")
+    config.engine.device = config.trainer.device = "cpu"
+    config.engine.servers = 3
+    engines = specs.policy_engines(config, config.model, "t", tmp_path / "engine.log")
     assert [engine.gpus for engine in engines] == [()] * 3
     assert all("CUDA_VISIBLE_DEVICES" not in engine_environment(each) for each in engines)
     assert [engine.config.port for engine in engines] == [None] * 3

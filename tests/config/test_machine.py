@@ -34,11 +34,11 @@ def test_the_memory_of_this_machine_is_known():
 
 
 def test_a_cache_larger_than_the_memory(config):
-    config.inference.kv_cache_gb = 8
+    config.engine.kv_cache_gb = 8
     validate(config)
-    config.inference.kv_cache_gb = 9
-    assert refused(config) == "inference.kv_cache_gb=9: that takes 9 GiB, and this machine has 8.0 GiB of memory"
-    config.inference.urls = ["http://127.0.0.1:9"]  # an engine that runs already has what it has
+    config.engine.kv_cache_gb = 9
+    assert refused(config) == "engine.kv_cache_gb=9: that takes 9 GiB, and this machine has 8.0 GiB of memory"
+    config.engine.urls = ["http://127.0.0.1:9"]  # an engine that runs already has what it has
     validate(config)
 
 
@@ -60,9 +60,9 @@ def test_a_run_name_that_no_directory_should_have(config, name):
 
 
 def test_a_model_is_served_on_its_own_by_one_server(config):
-    node = ServeConfig(name="x", policy=True, model=config.model, inference=config.inference, log="log")
-    config.inference.servers = 2
-    with pytest.raises(ConfigError, match=r"^inference\.servers=2: this command serves one; start it once for each"):
+    node = ServeConfig(name="x", policy=True, model=config.model, engine=config.engine, log="log")
+    config.engine.servers = 2
+    with pytest.raises(ConfigError, match=r"^engine\.servers=2: this command serves one; start it once for each"):
         serve.main(node)
 
 
@@ -75,5 +75,5 @@ def test_ranks_need_memory_for_their_weights(config, monkeypatch):
 
 
 def test_engines_that_run_are_not_started_as_well(config):
-    config.inference.servers, config.inference.urls = 3, ["http://127.0.0.1:1"]
-    assert refused(config).startswith("inference.servers=3 ")
+    config.engine.servers, config.engine.urls = 3, ["http://127.0.0.1:1"]
+    assert refused(config).startswith("engine.servers=3 ")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from prl.compose import compose
+from prl.config.compose import compose
 from prl.config.model_folder import check_length, check_model, embedding_rows, positions
 from prl.config.validate import validate
 from prl.errors import ConfigError

@@ -164,7 +164,7 @@ def test_a_hosted_model_needs_a_name_and_no_address():
 
 @pytest.mark.parametrize(("algo", "key"), [("opd", "teacher"), ("sft", "sampling.source")])
 def test_what_a_run_says_of_its_teacher_reaches_the_algorithm_that_uses_it(algo, key):
-    from prl.compose import compose
+    from prl.config.compose import compose
 
     settings = [
         "teacher.name=large",
@@ -179,7 +179,7 @@ def test_what_a_run_says_of_its_teacher_reaches_the_algorithm_that_uses_it(algo,
 
 
 def test_what_a_model_says_of_itself_is_stronger_than_what_the_run_says_of_its_teacher():
-    from prl.compose import compose
+    from prl.config.compose import compose
 
     config = compose(["run.name=x", "algo=opd", f"algo.teacher.base_url={URL}", "algo.teacher.name=mine"])
     assert as_reference(config.algo.teacher) == FrozenModelConfig("mine", URL)
@@ -187,7 +187,7 @@ def test_what_a_model_says_of_itself_is_stronger_than_what_the_run_says_of_its_t
 
 
 def test_only_a_reference_without_an_address_to_the_model_of_that_name_is_hosted():
-    from prl.compose import compose
+    from prl.config.compose import compose
 
     config = compose(["run.name=x", "algo=opd"])
     reference = as_reference(config.algo.teacher)

@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException
 from omegaconf import Container, OmegaConf
 
-from prl.compose import CONF, register
+from prl.config.compose import CONF, register
 
 OVERRIDES = [
     ["run.name=x"],
@@ -64,11 +64,11 @@ def test_nothing_that_is_done_to_a_config_is_in_the_next():
 
 
 def test_a_conf_file_that_has_changed_come_or_gone_is_read_again(tmp_path):
-    (tmp_path / "buffer").mkdir()
-    file = tmp_path / "buffer" / "mine.yaml"
+    (tmp_path / "curriculum").mkdir()
+    file = tmp_path / "curriculum" / "mine.yaml"
 
     def seed(option="mine"):
-        return composed("run.name=x", f"hydra.searchpath=[{tmp_path}]", f"buffer={option}").buffer.made_of
+        return composed("run.name=x", f"hydra.searchpath=[{tmp_path}]", f"curriculum={option}").curriculum.made_of
 
     for value in (1, 2, 3):
         file.write_text(f"made_of: {value}\n")
@@ -77,13 +77,13 @@ def test_a_conf_file_that_has_changed_come_or_gone_is_read_again(tmp_path):
     assert seed("other") == 3
     file.unlink()
     for option in ("mine", "other"):
-        with pytest.raises(MissingConfigException, match="buffer/mine"):
+        with pytest.raises(MissingConfigException, match="curriculum/mine"):
             seed(option)
 
 
 def test_a_schema_that_is_stored_again_is_asked_again():
     for value in (1, 2):
-        ConfigStore.instance().store(group="buffer", name="stored", node={"made_of": value})
-        assert composed("run.name=x", "buffer=stored").buffer.made_of == value
-    ConfigStore.instance().repo["buffer"].pop("stored.yaml")
+        ConfigStore.instance().store(group="curriculum", name="stored", node={"made_of": value})
+        assert composed("run.name=x", "curriculum=stored").curriculum.made_of == value
+    ConfigStore.instance().repo["curriculum"].pop("stored.yaml")
     register()

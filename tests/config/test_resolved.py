@@ -3,14 +3,14 @@
 import pytest
 from omegaconf import OmegaConf
 
-from prl.compose import compose, load_config
 from prl.config.build import function, plain
+from prl.config.compose import compose, load_config
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch.components import build_components, check_loss
 from prl.launch.specs import trainer_payload
-from prl.run_dir import new_run_dir, refuse_existing
+from prl.runs.run_dir import new_run_dir, refuse_existing
 
 OWN_CONF = """
 # @package _global_
@@ -20,7 +20,7 @@ trainer: {optim: {_target_: torch.optim.SGD, momentum: 0.9}}
 """
 OWN_CODE = """
 from dataclasses import dataclass
-from prl.orchestrator.algo.base import Algorithm
+from prl.algorithms.base import Algorithm
 class Scorer:
     def __init__(self, k: int): self.k = k
 def loss(inputs, *, k: int, scorer): return (inputs, k, scorer.k)
@@ -61,7 +61,7 @@ CHOICES = [
         "+algo.judge={name: ${teacher.name}, base_url: [http://a]}",
         "+algo.x={y: 1}",
     ],
-    ["+inference.args={block-size: 16}", "renderer=qwen3", "+renderer.thinking_retention=all", "seed=7"],
+    ["+engine.args={block-size: 16}", "renderer=qwen3", "+renderer.thinking_retention=all", "seed=7"],
 ]
 
 
@@ -71,7 +71,7 @@ def test_saved_and_loaded_it_is_the_same_config(overrides, tmp_path):
     path = new_run_dir(config) / "config.yaml"
     again = load_config(path)
     assert isinstance(again, TrainConfig) and plain(again) == plain(config)
-    for name in ("orchestrator", "trainer", "inference", "model", "teacher"):
+    for name in ("orchestrator", "trainer", "engine", "model", "teacher"):
         assert getattr(again, name) == getattr(config, name), "of the same types, with the same values"
     composed_again = compose(["run.name=x", f"run.dir={tmp_path}/x"], path.parent)
     assert plain(composed_again) == plain(config), "as by --config-dir <run> --config-name config"
@@ -84,7 +84,7 @@ def test_what_was_loaded_builds_the_same_components(overrides, tmp_path):
     validate(again)
     built, rebuilt = build_components(config).envs["math"], build_components(again).envs["math"]
     assert (rebuilt.algorithm, rebuilt.filters) == (built.algorithm, built.filters)
-    assert vars(rebuilt.sampler) == vars(built.sampler) and vars(rebuilt.buffer) == vars(built.buffer)
+    assert vars(rebuilt.sampler) == vars(built.sampler) and vars(rebuilt.curriculum) == vars(built.curriculum)
 
 
 def test_nothing_in_it_is_left_to_resolve(tmp_path):
@@ -96,13 +96,13 @@ def test_nothing_in_it_is_left_to_resolve(tmp_path):
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A search path of the user's with an experiment, a buffer and a loss, and the module that they name."""
+    """A search path of the user's with an experiment, a curriculum and a loss, and the module that they name."""
     (tmp_path / "conf_mine.py").write_text(OWN_CODE)
     files = {
         "experiment/own": OWN_CONF,
         "experiment/typo": "# @package _global_\nalgo: {baselin: mean}\n",
         "experiment/closed": "# @package _global_\nmax_stepz: 3\n",
-        "buffer/mine": "defaults: [default, _self_]\n_target_: conf_mine.Buffer\nenough: 0.5\n",
+        "curriculum/mine": "defaults: [default, _self_]\n_target_: conf_mine.Curriculum\nenough: 0.5\n",
         "loss/mine": "defaults: [custom, _self_]\n_target_: conf_mine.loss\nk: 1\nscorer: null\n",
     }
     for name, text in files.items():
@@ -131,7 +131,7 @@ def test_a_conf_file_sets_the_options_of_a_class_that_it_names(mine, tmp_path):
     saved = OmegaConf.load(new_run_dir(config) / "config.yaml")
     assert saved.loss.scorer == {"_target_": "conf_mine.Scorer", "k": 4} and saved.algo.n == 5
     assert compose([mine, "experiment=own", "loss.k=7", "algo.n=8"]).loss["k"] == 7
-    assert compose([mine, "buffer=mine"]).buffer.enough == 0.5
+    assert compose([mine, "curriculum=mine"]).curriculum.enough == 0.5
     assert plain(compose([mine, "experiment=own", "loss=mine"]).loss)["k"] == 3
 
 
@@ -186,5 +186,5 @@ def test_a_key_that_a_plus_appends_beside_a_schema_is_refused(override, says):
 
 
 def test_a_plus_may_add_where_keys_are_free():
-    config = compose(["run.name=x", "+inference.args.block-size=16", "+envs.math.args.mine=1"])
-    assert config.inference.args == {"block-size": 16} and config.envs["math"].args["mine"] == 1
+    config = compose(["run.name=x", "+engine.args.block-size=16", "+envs.math.args.mine=1"])
+    assert config.engine.args == {"block-size": 16} and config.envs["math"].args["mine"] == 1

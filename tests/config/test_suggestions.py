@@ -2,9 +2,9 @@
 
 import pytest
 
-from prl.command import composed
-from prl.compose import options
+from prl.config.compose import options
 from prl.config.suggestions import INSTEAD, hint, keys_of, override_key
+from prl.launch.command import composed
 
 
 @pytest.fixture(scope="module")

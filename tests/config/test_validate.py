@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from prl.compose import compose
+from prl.config.compose import compose
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch.components import build_components
@@ -43,7 +43,7 @@ def test_the_default_config_passes_without_a_warning(config):
     [
         ("model.dtype", "bfloat16"),
         ("trainer.device", "auto"),
-        ("inference.device", "auto"),
+        ("engine.device", "auto"),
         ("monitor.console.mode", "plain"),
     ],
 )
@@ -63,7 +63,7 @@ AT_LEAST_ONE = [
     "trainer.num_processes",
     "trainer.tokens_per_forward",
     "trainer.head_chunk",
-    "inference.tensor_parallel_size",
+    "engine.tensor_parallel_size",
     "orchestrator.eval.every",
     "checkpoint.every",
     "orchestrator.batch_size",
@@ -77,16 +77,16 @@ ABOVE_ZERO = [
     "trainer.optim.lr",
     "trainer.optim.eps",
     "trainer.max_grad_norm",
-    "inference.kv_cache_gb",
-    "inference.gpu_memory_utilization",
+    "engine.kv_cache_gb",
+    "engine.gpu_memory_utilization",
 ]
 DEADLINES = [
     "orchestrator.batch_timeout_s",
     "orchestrator.policy_timeout_s",
     "trainer.ready_timeout_s",
     "trainer.batch_timeout_s",
-    "inference.startup_timeout_s",
-    "inference.update_timeout_s",
+    "engine.startup_timeout_s",
+    "engine.update_timeout_s",
 ]
 
 
@@ -110,7 +110,7 @@ def test_what_looks_at_evaluations_is_refused_where_no_env_has_any(config, knob)
         ("trainer.optim.weight_decay", -1.0),
         *((key, value) for key in ABOVE_ZERO for value in (0, -1.0)),
         *((key, value) for key in DEADLINES for value in (0, -1.0, 1e-4, 2e9)),
-        *(("inference.max_num_seqs", value) for value in (0, 65537)),
+        *(("engine.max_num_seqs", value) for value in (0, 65537)),
         ("trainer.optim.weight_decay", math.nan),
         ("trainer.optim.lr", math.nan),
         ("orchestrator.eval.sampling.temperature", -0.1),
@@ -128,7 +128,7 @@ def test_what_looks_at_evaluations_is_refused_where_no_env_has_any(config, knob)
         *(("checkpoint.grace_s", value) for value in (-1.0, 1e300)),
         ("seed", 2**32),
         ("seed", -1),
-        ("inference.port", 0),
+        ("engine.port", 0),
         ("model.max_model_len", 1),
         *(("orchestrator.max_error_share", value) for value in (-0.1, 1.0, 1.5, math.nan)),
     ],
@@ -140,7 +140,7 @@ def test_a_number_out_of_range_is_refused_by_name(config, key, value):
 
 
 @pytest.mark.parametrize(
-    "key", ["orchestrator.eval.every", "checkpoint.every", "inference.port", "envs.math.group_timeout_s"]
+    "key", ["orchestrator.eval.every", "checkpoint.every", "engine.port", "envs.math.group_timeout_s"]
 )
 def test_null_is_fine_where_it_means_something(config, key):
     put(config, key, None)
@@ -257,7 +257,10 @@ def test_max_tokens_leaves_room_for_the_prompt(config, max_tokens):
             ["+loss@envs.math.loss=custom", "envs.math.loss._target_=prl.train.nope"],
             "envs.math.loss._target_='prl.train",
         ),
-        (["+buffer@envs.math.buffer=pools", "envs.math.buffer.easy_threshold=0"], "envs.math.buffer.easy_threshold=0"),
+        (
+            ["+curriculum@envs.math.curriculum=pools", "envs.math.curriculum.easy_threshold=0"],
+            "envs.math.curriculum.easy_threshold=0",
+        ),
         (
             ["+filters@envs.math.filters=default", "envs.math.filters.pre_batch.repetition.n=0"],
             "envs.math.filters.pre_batch.repetition.n=",
@@ -284,7 +287,7 @@ def test_a_model_brings_the_rate_that_suits_it():
 
 
 def test_thresholds_on_rewards_warn_where_no_reward_is_read(config):
-    distilled = compose(["run.name=x", "algo=opd", "buffer=pools"])
+    distilled = compose(["run.name=x", "algo=opd", "curriculum=pools"])
     with pytest.warns(UserWarning, match="OPDAlgorithm reads no reward"):
         check(distilled)
 
@@ -295,7 +298,7 @@ def test_a_run_name_is_one_directory(config, name):
     assert f"run.name={name!r}" in refused(config)
 
 
-@pytest.mark.parametrize("key", ["trainer.device", "inference.device"])
+@pytest.mark.parametrize("key", ["trainer.device", "engine.device"])
 def test_cuda_needs_a_gpu(config, monkeypatch, key):
     put(config, key, "cuda")
     monkeypatch.setattr("prl.config.gpus.has_gpu", lambda: False)
@@ -308,8 +311,8 @@ def test_cuda_needs_a_gpu(config, monkeypatch, key):
     ("key", "value"),
     [
         ("trainer.optim.lr", math.inf),
-        ("inference.port", 70_000),
-        ("inference.gpu_memory_utilization", 1.5),
+        ("engine.port", 70_000),
+        ("engine.gpu_memory_utilization", 1.5),
         ("envs.math.weight", math.inf),
         ("envs.math.sampling.temperature", math.inf),
         ("trainer.optim.betas", (0.9,)),
@@ -343,12 +346,12 @@ def test_a_teacher_that_is_served_elsewhere_has_a_name_and_an_address(algo, key)
 
 
 def test_an_engine_open_to_the_network_warns(config):
-    config.inference.host = "0.0.0.0"
-    with pytest.warns(UserWarning, match=r"inference\.host=0\.0\.0\.0"):
+    config.engine.host = "0.0.0.0"
+    with pytest.warns(UserWarning, match=r"engine\.host=0\.0\.0\.0"):
         check(config)
 
 
 def test_an_envs_own_filters_may_name_one_slot_alone():
-    node = "{post_batch: {mine: {_target_: prl.orchestrator.filters.zero_advantage.ZeroAdvantage}}}"
+    node = "{post_batch: {mine: {_target_: prl.filters.zero_advantage.ZeroAdvantage}}}"
     filters = build_components(compose(["run.name=x", f"+envs.math.filters={node}"])).envs["math"].filters
     assert filters["pre_batch"] == {} and list(filters["post_batch"]) == ["mine"]

@@ -6,11 +6,11 @@ import pytest
 import yaml
 from annotated_types import Ge, Lt
 
-import prl.trainer.loss  # noqa: F401  # the files are the same whatever has been imported
-from prl.compose import CONF, schemas
+import prl.losses  # noqa: F401  # the files are the same whatever has been imported
+from prl.algorithms.grpo import GRPOAlgorithm
+from prl.config.compose import CONF, schemas
 from prl.config.signature import OneOf
 from prl.config.write import MARK, as_yaml, main, page, pages, type_of
-from prl.orchestrator.algo.grpo import GRPOAlgorithm
 
 
 def test_every_file_is_as_it_is_written():

@@ -49,7 +49,9 @@ def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train):
         assert weights <= {0.1}
     assert chosen == answered and sum(chosen.values()) > 20
     shown = subprocess.run(
-        [sys.executable, "-m", "prl.viewer", str(run.dir), "--env", "calculator"], capture_output=True, text=True
+        [sys.executable, "-m", "prl.tools.rollouts", str(run.dir), "--env", "calculator"],
+        capture_output=True,
+        text=True,
     )
     assert shown.returncode == 0, shown.stderr
     assert "calculate(" in shown.stdout and "reward" in shown.stdout

@@ -84,7 +84,7 @@ def test_the_kl_to_the_initial_model_keeps_the_policy_near_it(inline):
         assert run.status == 0, run.stderr
         kl[name] = [-value for value in run.column("ref_kl")]  # k1, which may be negative
         assert abs(kl[name][0]) < 1e-5, "the trainer is the reference until its first update"
-        assert not list((run.dir / "logs").glob("*teacher*")) and not (run.dir / "logs" / "inference.log").exists()
+        assert not list((run.dir / "logs").glob("*teacher*")) and not (run.dir / "logs" / "engine.log").exists()
         assert fates(run, 1) == ({"rl kept+ref_kl kept"}, {"context"})
     assert rise(kl["free"]) > 0.05, "the policy leaves"
     assert statistics.mean(map(abs, kl["held"][-3:])) < statistics.mean(kl["free"][-3:]) / 2
@@ -151,7 +151,7 @@ def test_the_launcher_hosts_a_teacher_without_being_told(tmp_path, gone):
     )
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "outputs" / "hosted"
-    assert {"teacher.log", "inference.log"} <= {path.name for path in (folder / "logs").iterdir()}
+    assert {"teacher.log", "engine.log"} <= {path.name for path in (folder / "logs").iterdir()}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(line["tokens/ref_kl"] > 0 for line in lines[1:])
     assert "base_url: null" in (folder / "config.yaml").read_text(), "the address of a hosted model is of one run only"

@@ -10,16 +10,16 @@ import torch
 from architectures import MIXTURES, SERVED, give_adapters, write_model
 from safetensors.torch import load_file, save_file
 
-from prl.config.schema import InferenceConfig, ModelConfig
-from prl.inference.client import InferencePool
+from prl.config.schema import ModelConfig, VLLMConfig
+from prl.engines.client import InferencePool
 from prl.launch.launcher import EngineSpec
 from prl.launch.local import LocalLauncher
-from prl.orchestrator.packing import pack
+from prl.losses import default_loss
+from prl.rollouts.messages import StepBatch, TrainingSample
+from prl.rollouts.packing import pack
 from prl.trainer.config import AdamWConfig
-from prl.trainer.loss import default_loss
 from prl.trainer.model import load_model, save_weights
 from prl.trainer.trainer import Trainer
-from prl.wire.messages import StepBatch, TrainingSample
 
 pytestmark = pytest.mark.engine
 
@@ -59,14 +59,14 @@ async def served(request, tmp_path):
 async def serving(folder, tmp_path, dtype="float32"):
     """A client of an engine that serves the model in a folder."""
     spec = EngineSpec(
-        process="inference",
+        process="engine",
         served_name="policy",
         model=ModelConfig(path=str(folder), dtype=dtype, max_model_len=256),
-        config=InferenceConfig(max_num_seqs=16),
+        config=VLLMConfig(max_num_seqs=16),
         device="cpu",
         seed=0,
         token=secrets.token_hex(16),
-        log=tmp_path / "inference.log",
+        log=tmp_path / "engine.log",
     )
     with LocalLauncher() as launcher:
         pool = InferencePool([launcher.start_engine(spec)], "policy", spec.token)

@@ -36,7 +36,7 @@ def server_of(url: str, sockets) -> int:
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            if b"prl.inference.server\0--model" in (folder / "cmdline").read_bytes() and port in dict(
+            if b"prl.engines.vllm.server\0--model" in (folder / "cmdline").read_bytes() and port in dict(
                 map(reversed, sockets(pid)[0])
             ):
                 return pid
@@ -145,11 +145,11 @@ def test_the_token_is_in_no_file_of_a_run_and_in_no_command_line(engine, train):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             if folder.stat().st_uid == os.getuid():
                 lines[folder.name] = (folder / "cmdline").read_bytes()
-    assert any(b"prl.inference.server" in line for line in lines.values())
+    assert any(b"prl.engines.vllm.server" in line for line in lines.values())
     assert [line for line in lines.values() if token in line] == []
 
 
 def test_the_token_is_in_no_log_of_a_server(engine, teacher_url, server_logs):
     logs = {path.name: path.read_bytes() for path in server_logs.glob("*.log")}
-    assert {"inference.log", "teacher.log", "serve.log"} <= set(logs)
+    assert {"engine.log", "teacher.log", "serve.log"} <= set(logs)
     assert [name for name, text in logs.items() if engine.token.encode() in text] == []

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prl.config.schema import InferenceConfig, ModelConfig
-from prl.dry_run.memory import engine_memory, kv_tokens
-from prl.dry_run.shape import shape_of
+from prl.config.schema import ModelConfig, VLLMConfig
 from prl.models import model_path
+from prl.tools.dry_run.memory import engine_memory, kv_tokens
+from prl.tools.dry_run.shape import shape_of
 
 pytestmark = pytest.mark.engine
 
@@ -125,12 +125,12 @@ async def test_no_prefix_cached_under_older_weights_is_used(pool, prompt_ids, ch
 
 
 async def test_a_dry_run_knows_the_kv_cache(pool, server_logs):
-    log = (server_logs / "inference.log").read_text()
+    log = (server_logs / "engine.log").read_text()
     size = r"KV cache size: ([\d,]+) tokens, .* for (\d+) tokens .*: ([\d.]+)x"
     tokens, longest, sequences = re.findall(size, log)[0]
     model = ModelConfig(path=model_path("tiny"), dtype="float32", max_model_len=int(longest))
     shape, _ = shape_of(model, "model.path", trained=True)
-    parts = engine_memory(shape, "float32", InferenceConfig(device="cpu"), share=None, updated=True)
+    parts = engine_memory(shape, "float32", VLLMConfig(device="cpu"), share=None, updated=True)
     counted = kv_tokens(shape, "float32", "cpu", parts["KV cache"])
     assert counted == int(tokens.replace(",", ""))
     assert counted / int(longest) == float(sequences)

@@ -10,7 +10,7 @@ import pytest
 from engines import finished
 from run_processes import family, running, wait_until
 
-from prl.report.shares import read_spans, shares
+from prl.tools.report.shares import read_spans, shares
 
 pytestmark = pytest.mark.engine
 
@@ -20,7 +20,7 @@ WORK = ("generating", "loading weights")
 ON_POLICY = (
     "model=tiny",
     "env=math",
-    "inference.servers=2",
+    "engine.servers=2",
     f"max_steps={STEPS}",
     "orchestrator.batch_size=64",
     "orchestrator.max_async_level=0",
@@ -42,7 +42,7 @@ def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path
 
     try:
         wait_until(lambda: len(steps()) > 5, 240, "the run trains", pause_s=0.02)
-        engines = {pid: line for pid, line in family(process.pid).items() if "-m prl.inference.server" in line}
+        engines = {pid: line for pid, line in family(process.pid).items() if "-m prl.engines.vllm.server" in line}
         servers = sorted(pid for pid, line in engines.items() if "children.py" not in line)
         assert len(servers) == 2, engines
         killed_at = steps()[-1]["step"]
@@ -71,4 +71,4 @@ def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path
     for engine in lanes[1:3]:
         done = {what: {span.step for span in after if (span.process, span.what) == (engine, what)} for what in WORK}
         assert len(done["generating"]) > 3 and len(done["loading weights"]) > 3, f"{engine} is at work again"
-    assert {path.name for path in (folder / "logs").iterdir()} >= {"inference.log", "inference_2.log", "trainer.log"}
+    assert {path.name for path in (folder / "logs").iterdir()} >= {"engine.log", "inference_2.log", "trainer.log"}

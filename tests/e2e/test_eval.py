@@ -1,4 +1,4 @@
-"""`python -m prl.eval` and `python -m prl.chat` on the shared engines, against the evaluation of training."""
+"""`python -m prl.eval` and `python -m prl.tools.chat` on the shared engines, against the evaluation of training."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def prl(engine, tmp_path):
 def test_the_base_a_checkpoint_and_another_model_on_one_engine(train, prl, engine, tmp_path):
     evaluated = [f"orchestrator.eval.k={K}", f"orchestrator.eval.num_tasks={TASKS}"]
     run = train("max_steps=2", "trainer.optim.lr=1e-3", *evaluated)
-    shared = [f"inference.urls=[{engine.url}]", f"k={K}", f"num_tasks={TASKS}", "run.name=it"]
+    shared = [f"engine.urls=[{engine.url}]", f"k={K}", f"num_tasks={TASKS}", "run.name=it"]
     done = prl("prl.eval", "tiny", "run", "tiny-teacher", *shared)
     assert "run/step_000002" in done.stdout and f"{TASKS} tasks, {K} samples each" in done.stdout
     folder = tmp_path / "outputs" / "it"
@@ -58,9 +58,13 @@ def test_an_endpoint_of_a_game_and_a_chat(prl, engine, teacher_url):
     endpoint = [teacher_url, "endpoint.api_key_var=PRL_TOKEN"]
     done = prl("prl.eval", *endpoint, "env=kuhn_poker", "k=2", "num_tasks=12", "run.name=game")
     assert "kuhn_poker" in done.stdout and "avg@2" in done.stdout
-    done = prl("prl.chat", *endpoint, "sampling.temperature=0", said="12+34=\n/tokens\n/reset\n15+26=\n")
+    done = prl("prl.tools.chat", *endpoint, "sampling.temperature=0", said="12+34=\n/tokens\n/reset\n15+26=\n")
     assert done.stdout == "46\n41\n" and "no logprobs" in done.stderr
     done = prl(
-        "prl.chat", "tiny-teacher", f"inference.urls=[{engine.url}]", "sampling.temperature=0", said="/tokens\n12+34=\n"
+        "prl.tools.chat",
+        "tiny-teacher",
+        f"engine.urls=[{engine.url}]",
+        "sampling.temperature=0",
+        said="/tokens\n12+34=\n",
     )
     assert done.stdout == "46\n" and "<|im_end|> -0." in done.stderr

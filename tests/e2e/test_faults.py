@@ -86,9 +86,9 @@ def test_a_signal_stops_everything_in_order(running_run, number, code):
 
 def test_an_engine_that_is_not_there_is_named(tmp_path):
     """What is refused before any process starts is in tests/config/test_command.py."""
-    argv = [sys.executable, "-m", "prl.train", f"run.dir={tmp_path / 'run'}", "inference.urls=[http://127.0.0.1:9]"]
+    argv = [sys.executable, "-m", "prl.train", f"run.dir={tmp_path / 'run'}", "engine.urls=[http://127.0.0.1:9]"]
     env = {**os.environ, "PRL_TOKEN": "x"}
-    argv.append("inference.startup_timeout_s=1")
+    argv.append("engine.startup_timeout_s=1")
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "http://127.0.0.1:9 was not ready" in done.stderr and "Traceback" not in done.stderr

@@ -5,7 +5,7 @@ import json
 import aiohttp
 import pytest
 
-from prl.inference.protocol import GENERATE
+from prl.engines.vllm.protocol import GENERATE
 
 pytestmark = pytest.mark.engine
 

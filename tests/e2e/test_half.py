@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl.models import model_path
-from prl.wire.checkpoints import checkpoint_path
-from prl.wire.files import FileTransport
+from prl.transport.checkpoints import checkpoint_path
+from prl.transport.files import FileTransport
 
 BFLOAT16 = ("model.dtype=bfloat16", "trainer.dtype=bfloat16")
 HALF = ("experiment=on_policy", "env=math", "orchestrator.eval.every=null", *BFLOAT16)

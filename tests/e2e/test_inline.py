@@ -1,4 +1,4 @@
-"""A run in one process: `inference=transformers`, and the trainer in a thread."""
+"""A run in one process: `engine=transformers`, and the trainer in a thread."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ SHORT = ("max_steps=2", "orchestrator.batch_size=16", "orchestrator.eval.every=n
 
 
 def left_threads():
-    names = ("prl-trainer", "prl-inference", "prl-teacher")
+    names = ("prl-trainer", "prl-engine", "prl-teacher")
     return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
 
 
@@ -95,7 +95,7 @@ def test_ctrl_c_ends_it_with_a_checkpoint_and_it_goes_on(inline, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (("inference=default",), "launcher=inline"),
+        (("engine=default",), "launcher=inline"),
         (("algo=opd", "teacher=local"), "launcher=inline"),
         (("trainer.num_processes=2",), "trainer.num_processes"),
     ],

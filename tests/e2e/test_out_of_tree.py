@@ -11,7 +11,7 @@ PACKAGE = {
     "ours/algorithm.py": '''
         """Only the best of a group is reinforced."""
         from dataclasses import dataclass
-        from prl.orchestrator.algo.base import Algorithm
+        from prl.algorithms.base import Algorithm
 
         @dataclass(kw_only=True)
         class BestAlgorithm(Algorithm):
@@ -24,7 +24,7 @@ PACKAGE = {
                     rollout.assign_advantages(self.scale * (rollout.reward == best))
     ''',
     "ours/filter.py": """
-        from prl.orchestrator.filters.base import Filter
+        from prl.filters.base import Filter
 
         class Longer(Filter):  # an ordinary class, which passes on what it does not know
             def __init__(self, tokens, **options):
@@ -35,7 +35,7 @@ PACKAGE = {
                 return rollout.num_completion_tokens > self.tokens
     """,
     "ours/transport.py": """
-        from prl.wire.files import FileTransport
+        from prl.transport.files import FileTransport
 
         class CountingTransport(FileTransport):
             def __init__(self, run_dir, prefix="sent"):

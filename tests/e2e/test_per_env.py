@@ -1,4 +1,4 @@
-"""Two envs of one run that differ in all six: algorithm, sampling, loss, filters, renderer and buffer.
+"""Two envs of one run that differ in all six: algorithm, sampling, loss, filters, renderer and curriculum.
 
 Options of losses and of grpo are read on the way.
 """
@@ -21,7 +21,7 @@ SIX = (
     "+filters@envs.reverse_text.filters=none",
     "+renderer@envs.reverse_text.renderer=qwen3",
     "+envs.reverse_text.renderer.enable_thinking=false",
-    "+buffer@envs.reverse_text.buffer=pools",
+    "+curriculum@envs.reverse_text.curriculum=pools",
     "envs.reverse_text.args.num_tasks=40",
 )
 

@@ -12,16 +12,16 @@ import hydra
 import pytest
 import yaml
 
-import prl.env
-import prl.report.__main__
-import prl.report.timeline
-import prl.viewer.__main__
-from prl import resume
+import prl.tools.env_check
+import prl.tools.report.__main__
+import prl.tools.report.timeline
+import prl.tools.rollouts.__main__
 from prl.__main__ import SUBCOMMANDS
-from prl.compose import CONF, compose, to_config
+from prl.config.compose import CONF, compose, to_config
 from prl.config.validate import validate
-from prl.evaluation.arguments import to_overrides
 from prl.launch.components import build_components
+from prl.runs import resume
+from prl.tools.evaluation.arguments import to_overrides
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("prl", "conf", "experiments", ".github")
@@ -138,9 +138,9 @@ def test_another_command_parses(words, tmp_path, monkeypatch):
             assert hydra.compose("serve", arguments)
     elif program in ("report", "rollouts", "timeline"):
         module, last = {
-            "report": (prl.report.__main__, "report"),
-            "rollouts": (prl.viewer.__main__, "page"),
-            "timeline": (prl.report.timeline, "timeline"),
+            "report": (prl.tools.report.__main__, "report"),
+            "rollouts": (prl.tools.rollouts.__main__, "page"),
+            "timeline": (prl.tools.report.timeline, "timeline"),
         }[program]
         monkeypatch.setattr(module, last, lambda *args, **how: True)
         assert module.main(arguments) == 0
@@ -149,7 +149,7 @@ def test_another_command_parses(words, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setattr(sys, "argv", ["prl env", *arguments])
-        prl.env.main()
+        prl.tools.env_check.main()
     elif program.startswith("prl."):
         assert (ROOT / (program.replace(".", "/") + ".py")).exists()
     else:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 SHORT = ("experiment=on_policy", "max_steps=1", "orchestrator.batch_size=64", "orchestrator.eval.every=null", "seed=5")
 NOTEBOOK = """
 import asyncio, sys
-from prl.compose import compose
+from prl.config.compose import compose
 from prl.train import main
 
 async def cell():

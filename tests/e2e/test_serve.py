@@ -18,7 +18,7 @@ WAIT_S = 240
 def _served(tmp_path):
     """A server that was started without a token, and what it has said."""
     said = tmp_path / "said"
-    command = [sys.executable, "-m", "prl.serve", "policy=true", "model=tiny", "inference.port=null", f"log={said}.log"]
+    command = [sys.executable, "-m", "prl.serve", "policy=true", "model=tiny", "engine.port=null", f"log={said}.log"]
     env = {name: value for name, value in os.environ.items() if name != "PRL_TOKEN"} | {"OMP_NUM_THREADS": "1"}
     with said.open("wb") as output, subprocess.Popen(command, stderr=output, env=env) as process:
         try:
@@ -36,7 +36,7 @@ def test_runs_train_with_it_one_after_another(served, tmp_path):
     """With the command that it prints; each begins with the model's own weights, whatever the last one has trained."""
     process, said = served
     [token] = re.findall(r"^  export PRL_TOKEN=(\S+)$", said, re.M)
-    [command] = re.findall(r"^  python (-m prl\.train model=tiny inference\.urls=\[http://\S+\])$", said, re.M)
+    [command] = re.findall(r"^  python (-m prl\.train model=tiny engine\.urls=\[http://\S+\])$", said, re.M)
     knobs = ["max_steps=2", "trainer.optim.lr=1e-2", "orchestrator.eval.num_tasks=16", "orchestrator.batch_size=32"]
     found = []
     for name in ("first", "second"):

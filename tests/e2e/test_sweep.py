@@ -102,11 +102,11 @@ def test_jobs_of_one_process_share_a_warm_engine_and_the_seed_governs_each(train
     """Each begins from the base weights; its seed gives it the tasks and replies that it would have alone."""
     fixed = (*TINY, "experiment=on_policy")
     argv, env = command(*fixed, "seed=7,8", "run.name=s", "sweep.share_engine=true")
-    argv = [arg for arg in sweep_of(argv, env)[0] if not arg.startswith("inference.urls=")]
+    argv = [arg for arg in sweep_of(argv, env)[0] if not arg.startswith("engine.urls=")]
     done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "outputs" / "s"
-    assert len(list((folder / "engines").glob("inference-*.log"))) == 1
+    assert len(list((folder / "engines").glob("engine-*.log"))) == 1
     lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("*/metrics.jsonl")]
     assert [line["logprob_gap/mean"] < 1e-5 for run in lines for line in run[1:]] == [True, True]
     seven, eight = folder / "seed=7", folder / "seed=8"

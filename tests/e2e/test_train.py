@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prl.report.shares import read_spans, shares
+from prl.tools.report.shares import read_spans, shares
 
 PROMISED = """step reward/all/mean reward/math/mean loss/mean mismatch_kl/all/mean entropy/all/mean logprob_gap/mean
     off_policy/mean off_policy/max time/step time/rollout time/train time/update_weights time/wait_for_batch
@@ -42,7 +42,7 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
     saved = OmegaConf.load(folder / "config.yaml")
     assert saved.max_steps == 25 and saved.run.dir == str(folder)
     assert OmegaConf.load(folder / ".hydra" / "overrides.yaml") == argv[3:]
-    assert {path.name for path in (folder / "logs").iterdir()} >= {"orchestrator.log", "trainer.log", "inference.log"}
+    assert {path.name for path in (folder / "logs").iterdir()} >= {"orchestrator.log", "trainer.log", "engine.log"}
     assert [path.name for path in (folder / "weights").iterdir()] == ["step_000025"]  # older versions are gone
     assert list((folder / "wandb").glob("offline-run-*"))
     assert str(folder) in done.stderr and "completed 25 steps" in done.stderr
@@ -111,7 +111,7 @@ def test_the_other_knobs_are_read(inline):
         "schedule=cosine",
         "trainer.optim.weight_decay=0.1",
         "filters=none",
-        "buffer.shuffle=false",
+        "curriculum.shuffle=false",
         "sampling.max_tokens=3",
         "orchestrator.max_async_level=0",
         "orchestrator.eval.k=2",

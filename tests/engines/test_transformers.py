@@ -11,9 +11,9 @@ from prl.config.engines import TransformersConfig
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec
+from prl.engines.tokenizers import TokenizerProbe
 from prl.engines.transformers import TransformersEngine
 from prl.errors import ConfigError, EngineError
-from prl.inference.tokenizers import TokenizerProbe
 from prl.models import model_path
 
 PROMPT = list(range(30, 50))
@@ -23,7 +23,7 @@ SAMPLING = {"temperature": 1.0, "seed": 5, "max_tokens": 8}
 def spec(tmp_path, name="tiny", **options):
     model = ModelConfig(path=model_path(name), dtype="float32", max_model_len=64)
     config = TransformersConfig(max_num_seqs=8)
-    return EngineSpec("inference", "policy", model, config, "cpu", 0, "token", tmp_path / "log", **options)
+    return EngineSpec("engine", "policy", model, config, "cpu", 0, "token", tmp_path / "log", **options)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """vLLM's side of the seam: which clients ask the servers of a model."""
 
 from prl.config.model_reference import FrozenModelConfig
-from prl.config.schema import InferenceConfig, ModelConfig
+from prl.config.schema import ModelConfig, VLLMConfig
 from prl.engines.base import EngineSpec
 from prl.engines.vllm.engine import VLLMEngine
 
@@ -9,7 +9,7 @@ MODEL = ModelConfig(path="/m", dtype="float32")
 
 
 def spec(tmp_path, **options):
-    return EngineSpec("inference", "served", MODEL, InferenceConfig(), "cpu", 0, "secret", tmp_path / "log", **options)
+    return EngineSpec("engine", "served", MODEL, VLLMConfig(), "cpu", 0, "secret", tmp_path / "log", **options)
 
 
 async def test_the_policys_client_asks_the_servers_that_were_started(tmp_path):

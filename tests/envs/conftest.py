@@ -1,25 +1,40 @@
-"""Conversations that are graded as they stand."""
+"""Tasksets written for a test, and how an env that does not accept its settings is refused."""
 
-import asyncio
+import sys
 
 import pytest
-import verifiers.v1 as vf
+
+from prl.config.schema import EnvConfig
+from prl.envs.environment import Environment
+from prl.errors import ConfigError
+
+HEAD = "import verifiers.v1 as vf\n"
 
 
 @pytest.fixture
-def graded():
-    """`graded(task, *replies)`: the trace of a conversation with these replies of the model, graded."""
+def module(tmp_path, monkeypatch):
+    """`module(source)` makes `package_of_tests.tasks` out of `source`, and gives its name."""
+    folder = tmp_path / "package_of_tests"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
 
-    def grade(task, *replies):
-        messages = [
-            reply if isinstance(reply, vf.AssistantMessage) else vf.AssistantMessage(content=reply) for reply in replies
-        ]
-        trace = vf.Trace(
-            task=vf.TraceTask(type=type(task).__name__, data=task.data),
-            agent=vf.AgentInfo(config=vf.AgentConfig()),
-            nodes=[vf.MessageNode(message=message, sampled=True) for message in messages],
-        )
-        asyncio.run(task.score(trace))
-        return trace
+    def make(source):
+        (folder / "tasks.py").write_text(HEAD + source)
+        return "package_of_tests.tasks"
 
-    return grade
+    yield make
+    for name in ("package_of_tests.tasks", "package_of_tests"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def refused():
+    """`refused(taskset, args)`: the message of the ConfigError."""
+
+    def message(taskset, args=None):
+        with pytest.raises(ConfigError) as caught:
+            Environment("mine", EnvConfig(taskset=taskset, args=args or {}), eval_tasks=0)
+        return str(caught.value)
+
+    return message

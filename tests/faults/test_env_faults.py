@@ -1,4 +1,4 @@
-"""A grader of somebody else's that never returns: the run can be stopped. tests/episodes has what else they do."""
+"""A grader of somebody else's that never returns: the run can be stopped. tests/envs has what else they do."""
 
 import os
 import signal

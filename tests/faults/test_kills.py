@@ -12,13 +12,13 @@ import pytest
 from run_processes import family, running, wait_until
 from safetensors import safe_open
 
-from prl.report.runs import read_run
-from prl.wire.checkpoints import checkpoint_path, steps_of, verify
+from prl.tools.report.runs import read_run
+from prl.transport.checkpoints import checkpoint_path, steps_of, verify
 
 pytestmark = pytest.mark.slow
 
 OVERRIDES = (
-    *("inference=transformers", "launcher=local", "monitor.console.mode=plain", "run.resume=auto"),
+    *("engine=transformers", "launcher=local", "monitor.console.mode=plain", "run.resume=auto"),
     *("checkpoint.every=1", "orchestrator.batch_size=32", "orchestrator.eval.every=null"),
 )
 MOMENTS = {

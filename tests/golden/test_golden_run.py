@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from prl.algorithms.advantage import centred, efficiency_shaping, mean_normalized
+from prl.losses import aipo_loss, default_loss
 from prl.models import model_path
-from prl.orchestrator.algo.advantage import centred, efficiency_shaping, mean_normalized
-from prl.orchestrator.packing import pack
-from prl.trainer.loss import aipo_loss, default_loss
+from prl.rollouts.messages import StepBatch, TrainingSample
+from prl.rollouts.packing import pack
 from prl.trainer.model import load_model
 from prl.trainer.trainer import Trainer
-from prl.wire.messages import StepBatch, TrainingSample
 
 GOLDEN = Path(__file__).with_name("steps.json")
 KINDS = ("rl", "echo", "ref_kl", "ce")

@@ -9,20 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from prl.compose import compose
+from prl.config.compose import compose
 from prl.config.gpus import Placement
+from prl.curriculum.pools import RETIRED, write_pools
+from prl.engines.client import InferencePool
+from prl.engines.frozen import FrozenPool
 from prl.errors import ConfigError
-from prl.inference.client import InferencePool
-from prl.inference.frozen import FrozenPool
 from prl.launch import builder as module
 from prl.launch.builder import assemble, check_vocabulary, prepare, start_services, supervise
 from prl.launch.components import build_components
 from prl.launch.local import LocalLauncher
 from prl.launch.specs import run_token
 from prl.launch.supervisor import Supervisor
-from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
-from prl.wire.events import ORCHESTRATOR, Lane
-from prl.wire.files import FileTransport
+from prl.transport.events import ORCHESTRATOR, Lane
+from prl.transport.files import FileTransport
 from tests.conftest import Server
 
 TOKEN = "PRL_TOKEN"
@@ -30,7 +30,7 @@ ENVS = [
     "env=math",
     "envs.math.args.num_tasks=8",
     "envs.math.eval_args=null",
-    "inference.device=cpu",
+    "engine.device=cpu",
     "trainer.device=cpu",
 ]
 
@@ -53,8 +53,8 @@ def config(*overrides):
 
 
 def test_each_run_has_a_token_of_its_own_or_that_of_running_engines(token):
-    running = config("inference.urls=[http://127.0.0.1:9]")
-    with pytest.raises(ConfigError, match=r"^inference\.urls names servers that already run: set PRL_TOKEN"):
+    running = config("engine.urls=[http://127.0.0.1:9]")
+    with pytest.raises(ConfigError, match=r"^engine\.urls names servers that already run: set PRL_TOKEN"):
         run_token(running)
     token(TOKEN, "given")
     tokens = {run_token(config()) for _ in range(3)}
@@ -144,45 +144,52 @@ def test_a_filter_that_matches_nothing_in_an_env_warns_with_its_key():
 
 
 def test_each_env_has_its_buffer_in_an_order_of_its_own():
-    overrides = ("env=[math,reverse_text]", "envs.reverse_text.args.num_tasks=8", "buffer=pools")
-    buffers = {name: env.buffer for name, env in prepare(config(*overrides)).components.envs.items()}
-    orders = {name: [buffer.tasks.index(buffer.next()) for _ in range(8)] for name, buffer in buffers.items()}
+    overrides = ("env=[math,reverse_text]", "envs.reverse_text.args.num_tasks=8", "curriculum=pools")
+    buffers = {name: env.curriculum for name, env in prepare(config(*overrides)).components.envs.items()}
+    orders = {
+        name: [curriculum.tasks.index(curriculum.next()) for _ in range(8)] for name, curriculum in buffers.items()
+    }
     assert set(orders) == {"math", "reverse_text"} and orders["math"] != orders["reverse_text"]
-    again = prepare(config(*overrides)).components.envs["math"].buffer
+    again = prepare(config(*overrides)).components.envs["math"].curriculum
     assert [again.tasks.index(again.next()) for _ in range(8)] == orders["math"]
     assert again.env_name == "math" and again.easy_threshold == 0.95
 
 
-def pools_of(buffer, folder, easy=(), hard=()):
+def pools_of(curriculum, folder, easy=(), hard=()):
     for place in easy:
-        buffer.update(buffer.tasks[place], 1.0)
+        curriculum.update(curriculum.tasks[place], 1.0)
     for place in hard:
-        buffer.update(buffer.tasks[place], 0.0)
-    write_pools(folder, {pool: buffer.retired_to(pool) for pool in RETIRED})
+        curriculum.update(curriculum.tasks[place], 0.0)
+    write_pools(folder, {pool: curriculum.retired_to(pool) for pool in RETIRED})
 
 
 def test_pools_are_loaded_before_anything_starts(tmp_path):
     """The tasks of another seed are others: the prompt finds those that are the same."""
-    pools_of(prepare(config("buffer=pools")).components.envs["math"].buffer, tmp_path, easy=[0, 3], hard=[5])
-    load = f"buffer.load_from={tmp_path}"
-    same = prepare(config("buffer=pools", load, "buffer.hash_keys=[prompt]")).components.envs["math"].buffer
+    pools_of(prepare(config("curriculum=pools")).components.envs["math"].curriculum, tmp_path, easy=[0, 3], hard=[5])
+    load = f"curriculum.load_from={tmp_path}"
+    same = prepare(config("curriculum=pools", load, "curriculum.hash_keys=[prompt]")).components.envs["math"].curriculum
     assert [same.pool_of(task) for task in same.tasks] == [
         {0: "easy", 3: "easy", 5: "hard"}.get(place, "normal") for place in range(8)
     ]
-    assert prepare(config("buffer=pools", load, "seed=1")).components.envs["math"].buffer.counts()["normal"] == 8
-    with pytest.raises(ConfigError, match=r"buffer\.hash_keys: 'question' is not a field"):
-        prepare(config(load, "buffer.hash_keys=[question]"))
+    assert (
+        prepare(config("curriculum=pools", load, "seed=1")).components.envs["math"].curriculum.counts()["normal"] == 8
+    )
+    with pytest.raises(ConfigError, match=r"curriculum\.hash_keys: 'question' is not a field"):
+        prepare(config(load, "curriculum.hash_keys=[question]"))
 
 
 def test_pools_that_leave_nothing_to_train_on_are_refused(tmp_path):
-    pools_of(prepare(config("buffer=pools")).components.envs["math"].buffer, tmp_path, easy=range(8))
-    given = ("buffer=pools", "buffer.refill=false", f"buffer.load_from={tmp_path}")
+    pools_of(prepare(config("curriculum=pools")).components.envs["math"].curriculum, tmp_path, easy=range(8))
+    given = ("curriculum=pools", "curriculum.refill=false", f"curriculum.load_from={tmp_path}")
     with pytest.raises(
-        ConfigError, match=r"retires every task of every env: .*buffer\.easy_fraction.*buffer\.refill=true"
+        ConfigError, match=r"retires every task of every env: .*curriculum\.easy_fraction.*curriculum\.refill=true"
     ):
         prepare(config(*given))
-    assert prepare(config(*given, "buffer.easy_fraction=0.5")).components.envs["math"].buffer.counts()["normal"] == 4
-    assert not prepare(config(*given, "buffer.refill=true")).components.envs["math"].buffer.ended
+    assert (
+        prepare(config(*given, "curriculum.easy_fraction=0.5")).components.envs["math"].curriculum.counts()["normal"]
+        == 4
+    )
+    assert not prepare(config(*given, "curriculum.refill=true")).components.envs["math"].curriculum.ended
 
 
 # --- hosting a teacher ------------------------------------------------------------------------------------------------
@@ -211,9 +218,9 @@ def run(servers, tmp_path):
 
     def make(*overrides):
         given = config(*overrides)
-        given.inference.port = policy.port
-        if given.teacher.inference is not None:
-            given.teacher.inference.port = teacher.port
+        given.engine.port = policy.port
+        if given.teacher.engine is not None:
+            given.teacher.engine.port = teacher.port
         launcher, processes = LocalLauncher(), Processes()
         launcher.start = processes.start
         before, prepared = copy.deepcopy(given), prepare(given)
@@ -278,33 +285,33 @@ async def test_on_one_gpu_each_starts_when_the_one_before_has_its_memory(run, mo
     made.launcher.start = lambda name, *args, **kwargs: (order.append(name), begin(name, *args, **kwargs))[1]
     await start(made)
     if shared:
-        assert order == ["inference", "engine ready", "teacher", "teacher ready", "trainer"]
+        assert order == ["engine", "engine ready", "teacher", "teacher ready", "trainer"]
     else:
-        assert order[:3] == ["inference", "teacher", "trainer"]
+        assert order[:3] == ["engine", "teacher", "trainer"]
 
 
 async def test_several_servers_of_policy_and_teacher_are_started_and_all_are_asked(run, servers):
-    made = run("algo=opd", "inference.servers=2", "teacher.inference.servers=2")
+    made = run("algo=opd", "engine.servers=2", "teacher.engine.servers=2")
     policy, teacher = servers
-    second = {"inference 2": await Server().start(), "teacher 2": await Server().start()}
-    second["inference 2"].replies, second["teacher 2"].replies = policy.replies, teacher.replies
-    urls = {"inference": policy.url, "teacher": teacher.url} | {name: server.url for name, server in second.items()}
+    second = {"engine 2": await Server().start(), "teacher 2": await Server().start()}
+    second["engine 2"].replies, second["teacher 2"].replies = policy.replies, teacher.replies
+    urls = {"engine": policy.url, "teacher": teacher.url} | {name: server.url for name, server in second.items()}
     specs = []
     made.launcher.start_engine = lambda spec: specs.append(spec) or urls[spec.process]
     try:
         services = await start(made)
-        assert services.policy.urls == [policy.url, second["inference 2"].url]
+        assert services.policy.urls == [policy.url, second["engine 2"].url]
         assert services.teachers[0].urls == [teacher.url, second["teacher 2"].url]
         assert [(spec.process, spec.log.name, spec.frozen) for spec in specs] == [
-            ("inference", "inference.log", False),
-            ("inference 2", "inference_2.log", False),
+            ("engine", "engine.log", False),
+            ("engine 2", "inference_2.log", False),
             ("teacher", "teacher.log", True),
             ("teacher 2", "teacher_2.log", True),
         ]
         assert [spec.config.port for spec in specs] == [policy.port, policy.port + 1, teacher.port, teacher.port + 1]
-        assert all("/health" in server.calls for server in (policy, second["inference 2"]))
+        assert all("/health" in server.calls for server in (policy, second["engine 2"]))
         supervisor = supervise(made.run, Lane(ORCHESTRATOR))
-        assert supervisor.restarts == dict.fromkeys(["inference", "inference 2", "teacher", "teacher 2"], 1)
+        assert supervisor.restarts == dict.fromkeys(["engine", "engine 2", "teacher", "teacher 2"], 1)
     finally:
         for server in second.values():
             await server.stop()
@@ -313,8 +320,8 @@ async def test_several_servers_of_policy_and_teacher_are_started_and_all_are_ask
 async def test_the_server_of_the_teacher_is_started_with_its_name_its_model_and_the_runs_token(run, servers):
     made = run("algo=opd")
     await start(made)
-    assert set(made.processes.started) == {"inference", "teacher", "trainer"}
-    teacher, policy = made.processes.started["teacher"], made.processes.started["inference"]
+    assert set(made.processes.started) == {"engine", "teacher", "trainer"}
+    teacher, policy = made.processes.started["teacher"], made.processes.started["engine"]
     assert teacher.env[TOKEN] == policy.env[TOKEN] == made.run.token
     assert (teacher.env["PRL_FROZEN"], policy.env["PRL_FROZEN"]) == ("1", ""), "only the policy takes weights"
     for process, name, model, server in (
@@ -340,7 +347,7 @@ async def test_no_teacher_is_hosted_unless_one_is_referred_to(servers, run, over
     made = run(*overrides)
     assert made.run.components.hosted == []
     await start(made)
-    assert set(made.processes.started) == {"inference", "trainer"} and not servers[1].calls
+    assert set(made.processes.started) == {"engine", "trainer"} and not servers[1].calls
 
 
 @pytest.mark.parametrize("algo", ["sft", "opd", "grpo"])
@@ -369,7 +376,7 @@ CLASSES = [
     ("+trainer.max_steps=3", "trainer.max_steps: Trainer has no such option"),
     ("+orchestrator.foo=1", "orchestrator.foo: Orchestrator has no such option; its options: batch_size"),
     ("+transport.run_dir=/x", "transport.run_dir: FileTransport has no such option; its options: none"),
-    ("transport._target_=prl.wire.transport.Transport", "transport._target_='prl.wire.transport.Transport' is abst"),
+    ("transport._target_=prl.transport.base.Transport", "transport._target_='prl.transport.base.Transport' is abst"),
     ("orchestrator._target_=rich.text.Text", "orchestrator._target_='rich.text.Text' is not a subclass of prl.orch"),
     ("launcher._target_=rich.text.Text", "launcher._target_='rich.text.Text' is not a subclass of prl.launch.launch"),
 ]
@@ -395,8 +402,8 @@ async def test_each_env_has_a_renderer_and_a_loss_of_its_own(run):
     assert (envs["math"].loss, envs["reverse_text"].loss) == ("", "reverse_text")
     shipped = json.loads(made.processes.started["trainer"].env["PRL_CONFIG"])["losses"]
     assert {name: node["_target_"] for name, node in shipped.items()} == {
-        "": "prl.trainer.loss.default_loss",
-        "reverse_text": "prl.trainer.loss.aipo_loss",
+        "": "prl.losses.default_loss",
+        "reverse_text": "prl.losses.aipo_loss",
     }
 
 

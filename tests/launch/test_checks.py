@@ -12,15 +12,15 @@ import pytest
 from engines import policy_spec
 from tokenizers import AddedToken
 
-from prl.compose import compose
-from prl.config.schema import InferenceConfig
+from prl.config.compose import compose
+from prl.config.schema import VLLMConfig
 from prl.errors import ConfigError, PrlError
 from prl.launch.builder import prepare
 from prl.launch.local import LocalLauncher
 from prl.launch.prompts import check_lengths, check_token_ids
 from prl.models import model_path
 
-BASE = ("run.name=x", "envs.math.args.num_tasks=8", "envs.math.eval_args=null", "inference.device=cpu")
+BASE = ("run.name=x", "envs.math.args.num_tasks=8", "envs.math.eval_args=null", "engine.device=cpu")
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_an_engine_that_cannot_listen_is_refused_with_its_address(tmp_path):
         port = taken.getsockname()[1]
         for options, address in (({"port": port}, f"127.0.0.1, port {port}"), ({"host": "a..b"}, "a..b, port any")):
             with pytest.raises(PrlError, match=f"an engine cannot listen on {address}: "):
-                launcher.start_engine(replace(policy_spec("t", tmp_path / "log"), config=InferenceConfig(**options)))
+                launcher.start_engine(replace(policy_spec("t", tmp_path / "log"), config=VLLMConfig(**options)))
         assert not launcher.processes
 
 

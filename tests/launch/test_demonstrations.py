@@ -3,14 +3,14 @@ frozen source is asked with."""
 
 import pytest
 
-from prl.compose import compose
+from prl.config.compose import compose
+from prl.engines.chat import ChatSource, Demonstrations
+from prl.engines.frozen import FrozenPool
 from prl.errors import ConfigError
-from prl.inference.chat import ChatSource, Demonstrations
-from prl.inference.frozen import FrozenPool
 from prl.launch.builder import Services, assemble, prepare
-from prl.wire.files import FileTransport
+from prl.transport.files import FileTransport
 
-SMALL = ["run.name=x", "inference.device=cpu", "trainer.device=cpu", "orchestrator.eval.every=null"]
+SMALL = ["run.name=x", "engine.device=cpu", "trainer.device=cpu", "orchestrator.eval.every=null"]
 DEMONSTRATED = ["algo=sft", "algo.sampling.source=demonstrations", "orchestrator.group_size=1"]
 
 

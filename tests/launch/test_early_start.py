@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from prl import train
-from prl.compose import compose
+from prl.config.compose import compose
 from prl.errors import ConfigError
 from prl.launch import local, specs
 from prl.launch.engines import policy_pool
@@ -22,9 +22,9 @@ def launcher(monkeypatch):
 
 
 async def test_a_prepared_run_has_its_engines_started_once(launcher, tmp_path):
-    config = compose([f"run.dir={tmp_path}/run", "inference.servers=2"])
+    config = compose([f"run.dir={tmp_path}/run", "engine.servers=2"])
     prepared = train.prepare(config, launcher)
-    assert [process.name for process in launcher.processes] == ["inference", "inference 2"]
+    assert [process.name for process in launcher.processes] == ["engine", "engine 2"]
     log = specs.engine_log(tmp_path / "run")
     pool = policy_pool(config, config.model, launcher, prepared.token, log, prepared.urls)
     await pool.close()
@@ -37,7 +37,7 @@ def test_a_refused_run_leaves_neither_engine_nor_directory(launcher, tmp_path, t
     run_dir = tmp_path / "run"
     if there:  # what a command leaves that was killed while it prepared
         (run_dir / "logs").mkdir(parents=True)
-        (run_dir / "logs" / "inference.log").touch()
+        (run_dir / "logs" / "engine.log").touch()
     config = compose([f"run.dir={run_dir}", "env=jsonl", "envs.jsonl.args.path=none.jsonl"])
     with pytest.raises(ConfigError, match="not a file"):
         train.prepare(config, launcher)
@@ -45,7 +45,7 @@ def test_a_refused_run_leaves_neither_engine_nor_directory(launcher, tmp_path, t
     assert not run_dir.exists()
 
 
-@pytest.mark.parametrize("overrides", [["dry_run=true"], ["inference=transformers"]])
+@pytest.mark.parametrize("overrides", [["dry_run=true"], ["engine=transformers"]])
 def test_no_server_is_started_where_none_is_needed(launcher, tmp_path, overrides):
     train.prepare(compose([f"run.dir={tmp_path}/run", *overrides]), launcher)
     assert not launcher.processes and not (tmp_path / "run").exists()

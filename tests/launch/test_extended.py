@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 
-from prl.compose import compose
 from prl.config.build import build, function, plain
+from prl.config.compose import compose
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch.components import build_components
 from prl.launch.specs import trainer_payload
-from prl.trainer.loss import LossInputs, default_loss
+from prl.losses import LossInputs, default_loss
 from prl.trainer.schedule import Schedule
 
 MODULE = '''
@@ -21,9 +21,9 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from prl.orchestrator.algo.grpo import GRPOAlgorithm
-from prl.orchestrator.filters.repetition import Repetition
-from prl.trainer.loss import LossOutputs, default_loss
+from prl.algorithms.grpo import GRPOAlgorithm
+from prl.filters.repetition import Repetition
+from prl.losses import LossOutputs, default_loss
 from prl.trainer.schedule import Schedule
 
 

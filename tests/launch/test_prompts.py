@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import verifiers.v1 as vf
 
-from prl.compose import compose
-from prl.episodes.tools import Tools
+from prl.config.compose import compose
+from prl.engines.renderer import make_renderer
+from prl.envs.tools import Tools
 from prl.errors import ConfigError
-from prl.inference.renderer import make_renderer
 from prl.launch.builder import prepare
 from prl.launch.prompts import CHECKED, rendered_prompts
 
@@ -72,7 +72,7 @@ def test_a_demonstration_that_would_be_cut_is_refused_at_any_place(tmp_path, pla
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = [f"envs.jsonl.args.{each}" for each in (f"path={path}", "demonstration_key=shown", "eval_fraction=0")]
-    small = ["run.name=x", "inference.device=cpu", "trainer.device=cpu", "orchestrator.group_size=1"]
+    small = ["run.name=x", "engine.device=cpu", "trainer.device=cpu", "orchestrator.group_size=1"]
     with (
         pytest.raises(ConfigError, match="would leave out 'Write <.im_end.> to stop"),
         pytest.warns(UserWarning, match="1 of 24 tasks have a control token"),

@@ -5,17 +5,17 @@ import os
 
 import pytest
 
-from prl.compose import compose
+from prl.config.compose import compose
 from prl.config.hardware import assuming
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch import specs
-from prl.owner import owned
+from prl.runs.owner import owned
 from prl.train import main, prepare
 
 MINE = """
 from dataclasses import dataclass
-from prl.orchestrator.algo.base import Algorithm
+from prl.algorithms.base import Algorithm
 
 def loss(inputs, *, k: int = 1): ...
 def credit(group, scale: float = 1.0): ...
@@ -94,9 +94,9 @@ TABLE = [
     (["loss=custom", "loss._target_=refused_mine.loss", "+loss.kk=3"], "loss: refused_mine.loss(inputs"),
     (["loss=custom", "loss._target_=refused_mine.loss", "+loss.k=x"], "loss.k=x"),
     (["+loss.kl_tua=1"], "loss.kl_tua: this loss has no such option"),
-    (["buffer=pools", "buffer.easy_fraction=0.5"], "buffer.easy_fraction"),
-    (["buffer=pools", "buffer.hash_keys=[no_key]", "buffer.load_from=a_run"], "buffer."),
-    (["buffer.load_from=none"], "buffer.load_from"),
+    (["curriculum=pools", "curriculum.easy_fraction=0.5"], "curriculum.easy_fraction"),
+    (["curriculum=pools", "curriculum.hash_keys=[no_key]", "curriculum.load_from=a_run"], "curriculum."),
+    (["curriculum.load_from=none"], "curriculum.load_from"),
     (["+filters.post_batch.mine={_target_: no_such.Filter}"], "filters.post_batch.mine._target_='no_such.Filter'"),
     (["+filters.post_batch.mine={_target_: refused_mine.Algo}"], "filters.post_batch.mine._target_='refused_mine.A"),
     (["+monitor.mine={_target_: no_such.Monitor}"], "monitor.mine._target_='no_such.Monitor'"),
@@ -107,7 +107,7 @@ TABLE = [
     (["sampling.stop=['']"], "sampling.stop has an empty string"),
     (["sampling.top_p=0.5"], "sampling.top_p=0.5"),
     # engines
-    (["inference.urls=[http://127.0.0.1:9]"], "inference.urls names servers that already run: set PRL_TOKEN"),
+    (["engine.urls=[http://127.0.0.1:9]"], "engine.urls names servers that already run: set PRL_TOKEN"),
     # models and checkpoints
     (["model=hf", "model.path=./none"], "model.path='./none': there is no such folder"),
     (["run.resume=none"], "run.resume='none' is neither a run directory nor a checkpoint"),

@@ -4,7 +4,7 @@ import pytest
 import transformers
 from transformers import AutoModelForCausalLM
 
-from prl.config.schema import InferenceConfig, ModelConfig
+from prl.config.schema import ModelConfig, VLLMConfig
 from prl.errors import ConfigError
 from prl.launch.checks import check_loadable
 from prl.launch.shapes import build, setting
@@ -26,9 +26,9 @@ def test_latent_attention_is_for_an_engine_on_a_gpu(tmp_path):
     config = transformers.DeepseekV3Config(**sizes | served)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path), max_model_len=32)
-    check_loadable(model, InferenceConfig(urls=["http://127.0.0.1:9"]), "model.", trained=True)  # it runs elsewhere
+    check_loadable(model, VLLMConfig(urls=["http://127.0.0.1:9"]), "model.", trained=True)  # it runs elsewhere
     with pytest.raises(ConfigError, match=r"latent attention \(kv_lora_rank\), as a deepseek_v3 has, vLLM"):
-        check_loadable(model, InferenceConfig(device="cpu"), "model.", trained=True)
+        check_loadable(model, VLLMConfig(device="cpu"), "model.", trained=True)
 
 
 def test_layers_with_heads_of_their_own_are_known_by_the_largest():

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from prl.engines.client import InferencePool
 from prl.errors import EngineError
-from prl.inference.client import InferencePool
 from prl.launch.launcher import ProcessDied
 from prl.launch.local import LocalLauncher, free_port
 from prl.launch.supervisor import Supervisor
@@ -64,7 +64,7 @@ server.serve_forever()
 class Small(LocalLauncher):
     """Starts small servers as its engines."""
 
-    def begin(self, folder: Path, name: str = "inference") -> str:
+    def begin(self, folder: Path, name: str = "engine") -> str:
         self.small = {**getattr(self, "small", {}), name: (folder, free_port("127.0.0.1"))}
         self.engines[name] = None, self.small[name][1]
         self.serve(name)
@@ -92,7 +92,7 @@ async def run(tmp_path):
         pool = InferencePool([launcher.begin(tmp_path)], "policy", "t")
         await pool.wait_ready(20)
         await pool.update_weights(3, "/w3")
-        supervisor = Supervisor(launcher, said.append, {"inference": 1})
+        supervisor = Supervisor(launcher, said.append, {"engine": 1})
         said.clear()
         supervisor.serve(pool)
         yield supervisor
@@ -130,7 +130,7 @@ async def test_requests_that_a_dead_engine_had_are_answered_by_the_next_one_unde
     again = [call[1:] for call in calls(tmp_path) if call[0] != first]
     assert again == [["/prl/load_policy", "/w3"]] + [["/prl/generate", "v3"]] * 5, "the weights come first"
     assert run.pool.counts == {"engine/restarts": 1, "engine/requests_reissued": 5}
-    assert "process 'inference' ended with status 137 (killed by SIGKILL" in said[0] and "answers again" in said[1]
+    assert "process 'engine' ended with status 137 (killed by SIGKILL" in said[0] and "answers again" in said[1]
 
 
 async def test_an_update_that_a_dead_engine_was_at_is_done_by_the_next_one(run, tmp_path):
@@ -156,7 +156,7 @@ async def test_a_second_death_ends_the_run_with_its_cause(run, tmp_path):
             os.kill(engine(tmp_path), signal.SIGKILL)
         await asked
 
-    with pytest.raises(ProcessDied, match=r"^process 'inference' ended with status 137 \(killed by SIGKILL"):
+    with pytest.raises(ProcessDied, match=r"^process 'engine' ended with status 137 \(killed by SIGKILL"):
         await run.guard(work())
     assert run.pool.counts["engine/restarts"] == 1
 
@@ -165,8 +165,8 @@ async def test_a_core_that_died_under_an_update_is_the_cause_and_not_the_updates
     """vLLM answers for seconds after its core has died, before it ends."""
     died = "sleep 2.5; echo 'prl: EngineCore (process 7) was killed by SIGKILL'"
     with LocalLauncher() as launcher:
-        launcher.start("inference", ["sh", "-c", died], env={}, log=tmp_path / "inference.log")
-        supervisor = Supervisor(launcher, print, {"inference": 0})
+        launcher.start("engine", ["sh", "-c", died], env={}, log=tmp_path / "engine.log")
+        supervisor = Supervisor(launcher, print, {"engine": 0})
         supervisor.pool = SimpleNamespace(ailing=False, servers=[], urls=[])
 
         async def update():
@@ -179,10 +179,10 @@ async def test_a_core_that_died_under_an_update_is_the_cause_and_not_the_updates
 async def test_an_engine_may_not_be_started_again_before_the_run_has_begun(tmp_path):
     with Small() as launcher:
         launcher.begin(tmp_path)
-        supervisor = Supervisor(launcher, said.append, {"inference": 1})
+        supervisor = Supervisor(launcher, said.append, {"engine": 1})
         [process] = launcher.processes
         os.killpg(process.pid, signal.SIGKILL)
-        with pytest.raises(ProcessDied, match="'inference' ended with status 137"):
+        with pytest.raises(ProcessDied, match="'engine' ended with status 137"):
             await supervisor.guard(asyncio.sleep(20))
 
 
@@ -196,7 +196,7 @@ async def pair(tmp_path):
     for folder in folders:
         folder.mkdir()
     with Small() as launcher:
-        names = ("inference", "inference 2")
+        names = ("engine", "engine 2")
         pool = InferencePool([launcher.begin(*each) for each in zip(folders, names, strict=True)], "policy", "t")
         await pool.wait_ready(20)
         await pool.update_weights(3, "/w3")
@@ -230,18 +230,18 @@ async def test_while_one_of_two_is_started_again_the_other_has_its_requests_and_
     loads = [path for route, path in again if route == "/prl/load_policy"]
     assert loads[-1] == "/w4" and again[0][0] == "/prl/load_policy"
     assert run.pool.counts == {"engine/restarts": 1, "engine/requests_reissued": 3}
-    assert [run.restarts[name] for name in ("inference", "inference 2")] == [0, 1], "each has its own"
+    assert [run.restarts[name] for name in ("engine", "engine 2")] == [0, 1], "each has its own"
     assert [server.restartable for server in run.pool.servers] == [False, True]
 
 
-@pytest.mark.parametrize("name", ["inference 2", "teacher"])
+@pytest.mark.parametrize("name", ["engine 2", "teacher"])
 async def test_an_engine_that_dies_more_often_than_it_may_ends_the_run_with_its_last_lines(pair, tmp_path, name):
     run, (_, second) = pair
     (tmp_path / "teacher").mkdir()
     run.launcher.begin(tmp_path / "teacher", "teacher")
-    folder = second if name == "inference 2" else tmp_path / "teacher"
+    folder = second if name == "engine 2" else tmp_path / "teacher"
     await until(lambda: (folder / "engine.pid").exists() and (folder / "engine.pid").read_text())
-    run.restarts |= {"inference 2": 0, "teacher": 0}
+    run.restarts |= {"engine 2": 0, "teacher": 0}
     with (folder / f"{name}.log").open("a") as log:
         log.write("out of memory\n")
 

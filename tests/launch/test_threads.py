@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from prl import command
-from prl.compose import compose
+from prl.config.compose import compose
 from prl.config.model_folder import local_folder
-from prl.launch import specs, threads
+from prl.launch import command, specs, threads
 from prl.launch.local import engine_environment, trainer_environment
 
 MILLION = 1_000_000
@@ -23,7 +22,7 @@ def of(monkeypatch, tmp_path):
     def found(cores, size, *overrides):
         monkeypatch.setattr(threads, "cores", lambda: cores)
         monkeypatch.setattr(threads, "parameters_of", lambda model: size * MILLION)
-        config = compose(["run.name=x", "inference.device=cpu", "trainer.device=cpu", *overrides])
+        config = compose(["run.name=x", "engine.device=cpu", "trainer.device=cpu", *overrides])
         engine = specs.policy_engine(config, config.model, "t", tmp_path)
         return engine.threads, specs.trainer(config, tmp_path).threads
 
@@ -31,7 +30,7 @@ def of(monkeypatch, tmp_path):
 
 
 K0, RANKS, OPD = "orchestrator.max_async_level=0", "trainer.num_processes=2", "algo=opd"
-GPU = ("inference.device=cuda", "trainer.device=cuda")
+GPU = ("engine.device=cuda", "trainer.device=cuda")
 
 
 @pytest.mark.parametrize(
@@ -49,15 +48,15 @@ GPU = ("inference.device=cuda", "trainer.device=cuda")
         (16, 135, [OPD], (5, 16)),
         (16, 135, [OPD, K0], (8, 16)),
         (16, 135, ["trainer.device=cuda"], (16, 8)),
-        (16, 135, ["inference.device=cuda"], (8, 16)),
+        (16, 135, ["engine.device=cuda"], (8, 16)),
         (16, 135, [*GPU], (8, 8)),
         (16, 1, [*GPU], (1, 1)),
         (16, 135, [*GPU, "trainer.cpu_offload=true"], (8, 16)),
-        (16, 135, [*GPU, "inference.threads=3", "trainer.threads=4"], (3, 4)),
-        (16, 135, ["inference.urls=[http://a:1,http://b:2]"], (5, 16)),
-        (16, 135, ["inference.servers=2"], (5, 16)),
-        (16, 135, ["inference.servers=3", OPD, "teacher.inference.servers=2", K0], (3, 16)),
-        (16, 1, ["inference.threads=2"], (2, 1)),
+        (16, 135, [*GPU, "engine.threads=3", "trainer.threads=4"], (3, 4)),
+        (16, 135, ["engine.urls=[http://a:1,http://b:2]"], (5, 16)),
+        (16, 135, ["engine.servers=2"], (5, 16)),
+        (16, 135, ["engine.servers=3", OPD, "teacher.engine.servers=2", K0], (3, 16)),
+        (16, 1, ["engine.threads=2"], (2, 1)),
         (2, 135, ["trainer.threads=1"], (1, 1)),
     ],
 )
@@ -74,7 +73,7 @@ def test_the_tiny_model_has_one_thread_and_a_real_one_its_share(monkeypatch, con
 
 def test_each_process_has_its_threads_in_its_environment(monkeypatch, tmp_path):
     monkeypatch.setattr(threads, "cores", lambda: 8)
-    config = compose(["run.name=x", "inference.device=cpu", "inference.threads=3", "trainer.threads=2"])
+    config = compose(["run.name=x", "engine.device=cpu", "engine.threads=3", "trainer.threads=2"])
     engine = specs.policy_engine(config, config.model, "t", tmp_path)
     assert engine_environment(engine)["OMP_NUM_THREADS"] == "3"
     rank = trainer_environment(config.model, specs.trainer(config, tmp_path).threads)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prl import models
-from prl.compose import compose
+from prl.config.compose import compose
 from prl.config.model_folder import check_model
 from prl.errors import ConfigError
 from prl.models import model_path, smollm2

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from tiny_models.episodes import Batched, load, play, rewards
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prl.envs import kuhn_poker, math, math_retry, reverse_text
-from prl.orchestrator.algo.opsd import TEMPLATE
+from prl.algorithms.opsd import TEMPLATE
+from prl.envs.tasksets import kuhn_poker, math, math_retry, reverse_text
 
 MODELS = Path(math.__file__).parents[1] / "models"
 NAMES = ["tiny", "tiny-teacher"]

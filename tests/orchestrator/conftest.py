@@ -17,25 +17,25 @@ from patience import patient
 from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
+from prl.algorithms.base import Algorithm
+from prl.algorithms.grpo import GRPOAlgorithm
+from prl.algorithms.sft import SFTDistillAlgorithm
 from prl.config.schema import CheckpointConfig, EnvConfig, ModelConfig
-from prl.episodes.environment import Environment
+from prl.curriculum.pools import TaskCurriculum
+from prl.engines.replies import Completion
+from prl.engines.sampler import Sampler
+from prl.engines.traffic import Traffic
+from prl.envs.environment import Environment
 from prl.errors import DeadlinePassed, EngineError
-from prl.inference.replies import Completion
-from prl.inference.sampler import Sampler
-from prl.inference.traffic import Traffic
+from prl.filters.zero_advantage import ZeroAdvantage
 from prl.models import model_path
-from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.grpo import GRPOAlgorithm
-from prl.orchestrator.algo.sft import SFTDistillAlgorithm
-from prl.orchestrator.buffer.task_buffer import TaskBuffer
 from prl.orchestrator.config import EvalConfig
-from prl.orchestrator.filters.zero_advantage import ZeroAdvantage
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import TrainEnv
+from prl.rollouts.messages import TrainingSample
 from prl.rollouts.rollout import Rollout, Stage
-from prl.wire.checkpoints import STATE, part_path
-from prl.wire.files import FileTransport
-from prl.wire.messages import TrainingSample
+from prl.transport.checkpoints import STATE, part_path
+from prl.transport.files import FileTransport
 
 
 @pytest.fixture
@@ -234,11 +234,11 @@ def make_env(pool, renderer, make_sampler):
         held_out=0,
         source=None,
         references=(),
-        buffer=None,
+        curriculum=None,
         pre=None,
         post=None,
     ):
-        """`algorithm` is a class, `buffer` are options, `pre` and `post` are filters by name. `source` is a frozen
+        """`algorithm` is a class, `curriculum` are options, `pre` and `post` are filters by name. `source` is a frozen
         model that generates the rollouts, `references` are those that the algorithm asks."""
         made = [task(vf.TaskData(idx=i, prompt=f"{i}=")) for i in range(tasks)]
         config = EnvConfig(taskset="toy", weight=weight, timeout_s=timeout_s)
@@ -247,12 +247,12 @@ def make_env(pool, renderer, make_sampler):
         made_algorithm = (algorithm or GRPOAlgorithm)()
         made_algorithm.attach(policy_pool=pool, renderer=renderer)
         made_algorithm.pools += [*references] if source is None else [source, *references]
-        made_buffer = TaskBuffer(**(buffer or {}))
+        made_buffer = TaskCurriculum(**(curriculum or {}))
         made_buffer.load(made, seed=0, env_name=name)
         eval_sampler = make_sampler(pool)
         return TrainEnv(
             environment=environment,
-            buffer=made_buffer,
+            curriculum=made_buffer,
             sampler=eval_sampler if source is None else make_sampler(source),
             eval_sampler=eval_sampler,
             algorithm=made_algorithm,

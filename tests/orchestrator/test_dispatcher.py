@@ -8,12 +8,12 @@ import pytest
 import verifiers.v1 as vf
 from patience import patient
 
+from prl.algorithms.base import Algorithm
+from prl.algorithms.grpo import GRPOAlgorithm
 from prl.config.schema import EnvConfig
-from prl.episodes.environment import Environment
+from prl.curriculum.pools import TaskCurriculum
+from prl.envs.environment import Environment
 from prl.errors import DeadlinePassed, EngineError, PrlError
-from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.grpo import GRPOAlgorithm
-from prl.orchestrator.buffer.task_buffer import TaskBuffer
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.state import DispatcherState, SavedTask
 from prl.orchestrator.types import TrainEnv, by_seat
@@ -85,7 +85,7 @@ async def test_stale_groups_are_cancelled_and_counted(make_env, pool):
 
 async def test_tasks_of_an_earlier_part_start_first_and_are_kept_until_then(make_env):
     state = DispatcherState(5, {"toy": 20.0}, [SavedTask(3, "toy", 7), SavedTask(4, "toy", 2)])
-    async with dispatching(make_env(buffer={"shuffle": False})) as dispatcher:
+    async with dispatching(make_env(curriculum={"shuffle": False})) as dispatcher:
         dispatcher.load_state_dict(state)
         assert dispatcher.state_dict() == state, "before any of them has started"
         for _ in range(3):
@@ -272,13 +272,13 @@ def kuhn(conversation, turn):
 
 async def test_sides_of_a_game_have_baselines_of_their_own(scripted):
     environment = Environment(
-        "kuhn_poker", EnvConfig(taskset="prl.envs.kuhn_poker", args={"num_tasks": 12}), eval_tasks=0
+        "kuhn_poker", EnvConfig(taskset="prl.envs.tasksets.kuhn_poker", args={"num_tasks": 12}), eval_tasks=0
     )
     task = next(task for task in environment.tasks if task.data.cards == "KJ" and task.data.seat == 0)
-    algorithm, sampler, buffer = GRPOAlgorithm(), scripted(kuhn), TaskBuffer()
+    algorithm, sampler, curriculum = GRPOAlgorithm(), scripted(kuhn), TaskCurriculum()
     algorithm.attach(policy_pool=None, renderer=None)
-    buffer.load([task], seed=0, env_name="kuhn_poker")
-    parts = {"environment": environment, "buffer": buffer, "algorithm": algorithm, "group_size": 4}
+    curriculum.load([task], seed=0, env_name="kuhn_poker")
+    parts = {"environment": environment, "curriculum": curriculum, "algorithm": algorithm, "group_size": 4}
     env = TrainEnv(sampler=sampler, eval_sampler=sampler, **parts)
     async with environment.serving(), dispatching(env) as dispatcher:
         assert dispatcher.start_group() == dispatcher.rollouts_in_flight == 8, "shares count both sides"

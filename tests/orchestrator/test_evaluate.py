@@ -5,8 +5,8 @@ import json
 import pytest
 import verifiers.v1 as vf
 
+from prl.algorithms.base import Algorithm
 from prl.config.schema import EvalSamplingConfig
-from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.evaluate import evaluate
 

@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 
+from prl.algorithms.grpo import GRPOAlgorithm
+from prl.curriculum.pools import TaskCurriculum
 from prl.errors import PrlError
+from prl.filters.base import Filter
 from prl.monitors.base import Monitor, Monitors
-from prl.orchestrator.algo.grpo import GRPOAlgorithm
-from prl.orchestrator.buffer.task_buffer import TaskBuffer
-from prl.orchestrator.filters.base import Filter
 
 
 class Mine(Monitor):
@@ -29,12 +29,12 @@ HOOKS = {  # the hook's class, and how the error begins
     "observe_batch": (GRPOAlgorithm, "env 'toy', GRPOAlgorithm: "),
     "state_dict": (GRPOAlgorithm, "toy.algo: GRPOAlgorithm.state_dict failed: "),
     "matches": (Never, "filters.pre_batch.mine: Never.matches failed: "),
-    "next": (TaskBuffer, "env 'toy', buffer: TaskBuffer failed: "),
-    "update": (TaskBuffer, "env 'toy', buffer: TaskBuffer failed: "),
-    "returns": (TaskBuffer, "env 'toy', buffer: TaskBuffer failed: "),
-    "take_evicted": (TaskBuffer, "env 'toy', buffer: TaskBuffer failed: "),
-    "counts": (TaskBuffer, "env 'toy', buffer: TaskBuffer failed: "),
-    "retired_to": (TaskBuffer, "env 'toy', buffer: TaskBuffer failed: "),
+    "next": (TaskCurriculum, "env 'toy', curriculum: TaskCurriculum failed: "),
+    "update": (TaskCurriculum, "env 'toy', curriculum: TaskCurriculum failed: "),
+    "returns": (TaskCurriculum, "env 'toy', curriculum: TaskCurriculum failed: "),
+    "take_evicted": (TaskCurriculum, "env 'toy', curriculum: TaskCurriculum failed: "),
+    "counts": (TaskCurriculum, "env 'toy', curriculum: TaskCurriculum failed: "),
+    "retired_to": (TaskCurriculum, "env 'toy', curriculum: TaskCurriculum failed: "),
     "step": (Mine, "monitor.mine: Mine.step failed: "),
 }
 
@@ -46,7 +46,7 @@ def run(train, make_env, tmp_path):
     def start():
         monitors = Monitors({"mine": Mine()})
         monitors.start(tmp_path, max_steps=2, run_config={})
-        env = make_env(pre={"mine": Never()}, buffer={"easy_threshold": 1.0})
+        env = make_env(pre={"mine": Never()}, curriculum={"easy_threshold": 1.0})
         return train([env], steps=2, every=1, monitors=monitors)
 
     return start
@@ -71,8 +71,8 @@ async def test_failing_hook_ends_the_run_by_its_name(run, monkeypatch, hook):
 
 @pytest.mark.parametrize("name", ["ended", "pooled"])
 async def test_failing_property_ends_the_run_by_its_class(run, monkeypatch, name):
-    monkeypatch.setattr(TaskBuffer, name, property(lambda _: Counter()[1 / 0]))
-    with pytest.raises(PrlError, match="env 'toy', buffer: TaskBuffer failed: ZeroDivisionError"):
+    monkeypatch.setattr(TaskCurriculum, name, property(lambda _: Counter()[1 / 0]))
+    with pytest.raises(PrlError, match="env 'toy', curriculum: TaskCurriculum failed: ZeroDivisionError"):
         await run()
 
 

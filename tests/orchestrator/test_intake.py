@@ -1,12 +1,12 @@
-"""What arrives: shown to the buffer, dropped by online difficulty filtering or not, and counted to the last token.
+"""What arrives: shown to the curriculum, dropped by online difficulty filtering or not, and counted to the last token.
 
 Failed rollouts are counted by kind, and too many of them end the run."""
 
 import pytest
 
 from prl.errors import EngineError, NoSignal, PrlError
+from prl.filters.base import Filter
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
-from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.intake import LEAST, WINDOW, Intake
 from prl.orchestrator.types import Group
 from prl.rollouts.rollout import ERROR_KINDS, Outcome, Stage
@@ -21,7 +21,7 @@ def arrive(make_env, make_rollout):
 
     class Fixture:
         def __init__(self, tokens=5, **config):
-            envs = [make_env(name, tasks=4, buffer=config) for name in ("a", "b")]
+            envs = [make_env(name, tasks=4, curriculum=config) for name in ("a", "b")]
             self.intake, self.tokens = Intake(envs, 0.5), tokens
             self.envs = {env.name: env for env in envs}
 
@@ -33,7 +33,7 @@ def arrive(make_env, make_rollout):
                     rollout.trace.agent.name = agents[index]
                 rollout.__class__ = type("Counted", (type(rollout),), {"num_completion_tokens": self.tokens})
                 rollouts.append(rollout)
-            self.group = Group(0, self.envs[of], 0, self.envs[of].buffer.tasks[task], rollouts)
+            self.group = Group(0, self.envs[of], 0, self.envs[of].curriculum.tasks[task], rollouts)
             return self.intake.admit(self.group)
 
     return Fixture

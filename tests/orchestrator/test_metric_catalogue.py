@@ -9,7 +9,7 @@ import pytest
 import prl
 import prl.trainer
 from prl.orchestrator.config import EvalConfig
-from prl.report.catalogue import CATALOGUE, catalogue_markdown, metric_of
+from prl.tools.report.catalogue import CATALOGUE, catalogue_markdown, metric_of
 from prl.trainer.trainer import COUNTED
 
 
@@ -49,9 +49,10 @@ def test_every_key_of_a_run_is_in_the_catalogue(run_lines):
 @pytest.fixture
 async def run_lines(make_env, zero, train):
     """The lines of a run with two envs, pools, filtering, oversampling, filters in both slots and an evaluation."""
-    buffer = {"easy_threshold": 1.0, "online_difficulty_filtering": True}
+    curriculum = {"easy_threshold": 1.0, "online_difficulty_filtering": True}
     envs = [
-        make_env(name, held_out=2, buffer=buffer, pre={"zero": zero(False)}, post={"zero": zero(True)}) for name in "ab"
+        make_env(name, held_out=2, curriculum=curriculum, pre={"zero": zero(False)}, post={"zero": zero(True)})
+        for name in "ab"
     ]
     run = await train(envs, steps=3, eval=EvalConfig(every=1), oversampling_factor=1.5)
     return run.all_lines
@@ -77,6 +78,6 @@ def test_every_metric_of_the_trainer_is_in_the_catalogue():
 
 
 def test_the_page_of_metrics_is_the_catalogue():
-    """To renew it: python -m prl.report.catalogue > prl/METRICS.md"""
+    """To renew it: python -m prl.tools.report.catalogue > prl/METRICS.md"""
     page = Path(prl.__file__).parent / "METRICS.md"
     assert page.read_text() == catalogue_markdown()

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prl.filters.base import Filter
+from prl.monitors.metric_names import QUANTILES
 from prl.orchestrator.batcher import trains
-from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.metrics import line_of_step, mean, metrics_of_batch, metrics_of_filters, quantiles, why_untrained
+from prl.rollouts.messages import CallVersions
 from prl.rollouts.rollout import Stage
-from prl.wire.messages import CallVersions
-from prl.wire.metric_names import QUANTILES
 
 
 class Never(Filter):

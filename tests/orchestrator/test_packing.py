@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prl.orchestrator.packing import PER_TOKEN, balance, check_aligned, fit, pack, pack_row, split, truncate
-from prl.wire.messages import STREAM_FILL, MicroBatch, TrainingSample
+from prl.rollouts.messages import STREAM_FILL, MicroBatch, TrainingSample
+from prl.rollouts.packing import PER_TOKEN, balance, check_aligned, fit, pack, pack_row, split, truncate
 
 LENGTHS = st.lists(st.integers(1, 20), max_size=40)
 

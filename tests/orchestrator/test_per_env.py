@@ -2,11 +2,11 @@
 
 import pytest
 
-from prl.compose import compose
+from prl.algorithms.base import Algorithm
 from prl.config.build import build
+from prl.config.compose import compose
 from prl.config.validate import validate
 from prl.launch.components import build_components
-from prl.orchestrator.algo.base import Algorithm
 
 GROUPS = (
     "+algo@envs.math.algo=max_rl",
@@ -15,7 +15,7 @@ GROUPS = (
     "+loss@envs.math.loss=aipo",
     "+filters@envs.math.filters=none",
     "+renderer@envs.math.renderer=qwen3",
-    "+buffer@envs.math.buffer=pools_odf",
+    "+curriculum@envs.math.curriculum=pools_odf",
 )
 
 
@@ -29,7 +29,7 @@ def test_every_group_can_be_chosen_per_env():
             env.sampler.temperature,
             env.loss,
             len(env.filters["post_batch"]),
-            env.buffer.pooled and env.buffer.online_difficulty_filtering,
+            env.curriculum.pooled and env.curriculum.online_difficulty_filtering,
             config.node_of(name, "renderer")[1].name,
         )
         for name, env in envs.items()

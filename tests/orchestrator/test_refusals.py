@@ -5,19 +5,19 @@ import warnings
 import pytest
 import verifiers.v1 as vf
 
-from prl.compose import compose
+from prl.algorithms.base import Algorithm
 from prl.config.build import build
+from prl.config.compose import compose
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.validate import validate
-from prl.episodes.environment import load_taskset
+from prl.curriculum.pools import TaskCurriculum, warn_of_other_envs, write_pools
+from prl.envs.environment import load_taskset
 from prl.errors import ConfigError
+from prl.filters.base import Filter
+from prl.filters.gibberish import Gibberish
+from prl.filters.repetition import Repetition
 from prl.launch.components import build_components
-from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.buffer.task_buffer import TaskBuffer, warn_of_other_envs, write_pools
 from prl.orchestrator.config import OrchestratorConfig
-from prl.orchestrator.filters.base import Filter
-from prl.orchestrator.filters.gibberish import Gibberish
-from prl.orchestrator.filters.repetition import Repetition
 
 FROZEN = "{name:big,base_url:http://h/v1}"
 FN = "algo.fn._target_=prl.models.model_path"
@@ -88,11 +88,14 @@ REFUSED = [  # overrides, key that the error names
     (f"+filter@{SLOT}.again=repetition", f"{SLOT}.again and {SLOT}.repetition"),
     (f"{SLOT}.repetition._target_=prl.orchestrator.batcher.Batcher", f"{SLOT}.repetition._target_"),
     (f"+filters@envs.math.filters=default {ENV_SLOT}.repetition.n=0", f"{ENV_SLOT}.repetition.n"),
-    ("buffer.easy_fraction=-0.1", "buffer.easy_fraction"),
-    ("buffer.easy_threshold=0.5 buffer.hard_threshold=0.5", "buffer.hard_threshold"),
-    ("buffer.refill=true", "buffer.refill"),
-    ("buffer.load_from=/nowhere", "buffer.load_from"),
-    ("+buffer@envs.math.buffer=pools envs.math.buffer.hard_threshold=2", "envs.math.buffer.easy_threshold"),
+    ("curriculum.easy_fraction=-0.1", "curriculum.easy_fraction"),
+    ("curriculum.easy_threshold=0.5 curriculum.hard_threshold=0.5", "curriculum.hard_threshold"),
+    ("curriculum.refill=true", "curriculum.refill"),
+    ("curriculum.load_from=/nowhere", "curriculum.load_from"),
+    (
+        "+curriculum@envs.math.curriculum=pools envs.math.curriculum.hard_threshold=2",
+        "envs.math.curriculum.easy_threshold",
+    ),
     ("orchestrator.batch_size=null", "orchestrator.token_batch_size"),
     ("orchestrator.token_batch_size=100", "orchestrator.batch_size"),
     ("orchestrator.max_off_policy_steps=0", "orchestrator.max_async_level=1"),
@@ -125,7 +128,7 @@ def test_contradiction_is_refused_by_key(overrides, key):
         "algo=opd algo.teacher=policy +algo@envs.math.algo=grpo",  # that no env runs
         f"{SLOT}.repetition.mode=ngram {SLOT}.repetition.n=1 {SLOT}.repetition.threshold=0.0",
         f"{SLOT}.gibberish.token_id_threshold=0 {SLOT}.gibberish.logprob_offset=0.0",
-        "buffer.easy_threshold=-1 buffer.refill=true",
+        "curriculum.easy_threshold=-1 curriculum.refill=true",
         "orchestrator.eval.every=null orchestrator.stop.time_budget_s=5",
     ],
 )
@@ -163,8 +166,8 @@ ONE = "orchestrator.group_size=1"
         ("algo=opsd sampling.temperature=0.5", "envs.math.sampling.temperature=0.5: OPSDAlgorithm scores"),
         (f"algo.kl.coef=1 algo.kl.reference={FROZEN} sampling.temperature=0.5", "envs.math.sampling.temperature=0.5"),
         ("algo.kl.coef=1 sampling.temperature=0.5", None),
-        ("algo=opsd buffer=odf", "but OPSDAlgorithm reads no reward"),
-        ("algo=sft teacher=local buffer=pools", "but SFTDistillAlgorithm reads no reward"),
+        ("algo=opsd curriculum=odf", "but OPSDAlgorithm reads no reward"),
+        ("algo=sft teacher=local curriculum=pools", "but SFTDistillAlgorithm reads no reward"),
         ("algo=opsd", None),
     ],
 )
@@ -198,8 +201,8 @@ def test_class_without_the_base_class_options_is_refused(user_package):
 
 def test_opsd_warns_where_no_task_has_a_demonstration():
     def warned(taskset, **options):
-        algorithm = build({"_target_": "prl.orchestrator.algo.opsd.OPSDAlgorithm", **options}, Algorithm, "algo")
-        tasks = list(load_taskset(f"prl.envs.{taskset}", {"num_tasks": 3}, taskset))
+        algorithm = build({"_target_": "prl.algorithms.opsd.OPSDAlgorithm", **options}, Algorithm, "algo")
+        tasks = list(load_taskset(f"prl.envs.tasksets.{taskset}", {"num_tasks": 3}, taskset))
         return warned_by(algorithm.check_tasks, "algo", tasks)
 
     assert warned("math") == []
@@ -242,27 +245,27 @@ def pools(tmp_path):
 
 
 def load(**options):
-    buffer = TaskBuffer(**options)
-    buffer.check("envs.math.buffer")
-    buffer.load([vf.Task(vf.TaskData(idx=0, prompt="1+1="))], seed=0, env_name="math")
+    curriculum = TaskCurriculum(**options)
+    curriculum.check("envs.math.curriculum")
+    curriculum.load([vf.Task(vf.TaskData(idx=0, prompt="1+1="))], seed=0, env_name="math")
 
 
 @pytest.mark.parametrize(
     ("goes_on", "pooled", "refused"), [(False, True, True), (True, False, True), (True, True, False)]
 )
 def test_share_of_pools_needs_pools_to_begin_with(goes_on, pooled, refused, pools):
-    buffer = TaskBuffer(easy_fraction=0.1, easy_threshold=1.0 if pooled else None)
+    curriculum = TaskCurriculum(easy_fraction=0.1, easy_threshold=1.0 if pooled else None)
     if refused:
-        with pytest.raises(ConfigError, match="buffer.easy_fraction=0.1"):
-            buffer.check_start(goes_on=goes_on)
+        with pytest.raises(ConfigError, match="curriculum.easy_fraction=0.1"):
+            curriculum.check_start(goes_on=goes_on)
     else:
-        buffer.check_start(goes_on=goes_on)
-    TaskBuffer(easy_fraction=0.1, load_from=pools("math")).check_start(goes_on=False)
+        curriculum.check_start(goes_on=goes_on)
+    TaskCurriculum(easy_fraction=0.1, load_from=pools("math")).check_start(goes_on=False)
 
 
 @pytest.mark.parametrize("keys", [["prompt", "promt"], []])
 def test_hash_keys_must_be_fields_of_the_task(keys):
-    with pytest.raises(ConfigError, match=r"^envs\.math\.buffer\.hash_keys"):
+    with pytest.raises(ConfigError, match=r"^envs\.math\.curriculum\.hash_keys"):
         load(hash_keys=keys)
 
 
@@ -282,7 +285,7 @@ def test_line_of_a_pool_that_is_no_task_is_refused(pools, tmp_path, line):
     folder = pools("math", "math")
     path = tmp_path / "hard_examples.jsonl"
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ConfigError, match=r"^envs\.math\.buffer\.load_from: line 3 of .*hard_examples\.jsonl"):
+    with pytest.raises(ConfigError, match=r"^envs\.math\.curriculum\.load_from: line 3 of .*hard_examples\.jsonl"):
         load(load_from=folder)
 
 

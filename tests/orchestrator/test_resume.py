@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import pytest
 import verifiers.v1 as vf
 
+from prl.algorithms.grpo import GRPOAlgorithm
 from prl.config.schema import CheckpointConfig
 from prl.errors import ConfigError, NoSignal
+from prl.filters.base import Filter
 from prl.monitors.base import Monitors
-from prl.orchestrator.algo.grpo import GRPOAlgorithm
-from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.state import RunState, decode, encode, load_components
-from prl.run_dir import cut_back
+from prl.runs.run_dir import cut_back
 from prl.train import try_to_finish
-from prl.wire.checkpoints import STATE, checkpoint_path, steps_of
+from prl.transport.checkpoints import STATE, checkpoint_path, steps_of
 
 
 class Talk(vf.Task):
@@ -144,7 +144,7 @@ async def test_tasks_come_in_the_same_order_after_any_crash(start, make_env, tmp
     for _ in range(max(found) + 1):
         env = min((first, second), key=lambda env: counts[env.name] / env.environment.config.weight)
         counts[env.name] += 4
-        expected.append((env.name, env.buffer.next().data.idx))
+        expected.append((env.name, env.curriculum.next().data.idx))
     assert all(expected[group] == found[group] for group in found)
     if "oversampling_factor" not in options:
         unfinished = {task.group for task in state.dispatcher.in_flight}
@@ -169,15 +169,15 @@ class Remembers(Filter):
 async def test_algorithm_filter_and_pools_go_on_as_they_were(start, finished, make_env):
     def env():
         pre = {"remembers": Remembers()}
-        return make_env(tasks=9, algorithm=Counts, pre=pre, buffer={"easy_threshold": 0.5})
+        return make_env(tasks=9, algorithm=Counts, pre=pre, curriculum={"easy_threshold": 0.5})
 
     one, two = env(), env()
     state = await finished([one], steps=3, max_async_level=0)
     start([two], state, steps=6, max_async_level=0)
     assert two.algorithm.groups == one.algorithm.groups > 0
     assert two.filters["pre_batch"]["remembers"].seen == one.filters["pre_batch"]["remembers"].seen > 0
-    assert two.buffer.counts() == one.buffer.counts() and two.buffer.counts()["easy"] > 0
-    assert [two.buffer.next().data.idx for _ in range(20)] == [one.buffer.next().data.idx for _ in range(20)]
+    assert two.curriculum.counts() == one.curriculum.counts() and two.curriculum.counts()["easy"] > 0
+    assert [two.curriculum.next().data.idx for _ in range(20)] == [one.curriculum.next().data.idx for _ in range(20)]
 
 
 async def test_finished_groups_come_back_as_they_were(start, finished, make_env, tmp_path):
@@ -201,7 +201,7 @@ async def test_run_without_a_signal_goes_on_from_where_it_ended(start, make_env,
     def env():
         slots = {} if kind == "odf" else {kind: {"zero": zero()}}
         tasks = {"tasks": 200, "task": Signals if trains else Nothing}
-        return make_env(**tasks, buffer={"shuffle": False, "online_difficulty_filtering": kind == "odf"}, **slots)
+        return make_env(**tasks, curriculum={"shuffle": False, "online_difficulty_filtering": kind == "odf"}, **slots)
 
     orchestrator, train, _ = start([env()], steps=9, every=None)
     training = asyncio.create_task(train())
@@ -245,13 +245,13 @@ class Signals(vf.Task):
         return len(trace.last_reply) / 4 if self.data.idx < 6 else 0.0
 
 
-@pytest.mark.parametrize("kind", ["buffer", "tasks"])
+@pytest.mark.parametrize("kind", ["curriculum", "tasks"])
 async def test_state_that_does_not_fit_is_refused_by_name(start, finished, make_env, kind):
     state = await finished([make_env(tasks=9)], steps=1, max_async_level=0)
-    if kind == "buffer":
-        state.components["toy.buffer"] = b"\x01"
-    with pytest.raises(ConfigError, match=r"toy\.buffer: TaskBuffer does not take the state"):
-        start([make_env(tasks=9 if kind == "buffer" else 8)], state, steps=2)
+    if kind == "curriculum":
+        state.components["toy.curriculum"] = b"\x01"
+    with pytest.raises(ConfigError, match=r"toy\.curriculum: TaskCurriculum does not take the state"):
+        start([make_env(tasks=9 if kind == "curriculum" else 8)], state, steps=2)
 
 
 def test_component_that_refuses_its_state_is_named_with_its_line(make_env, monkeypatch):

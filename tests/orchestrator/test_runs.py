@@ -10,14 +10,14 @@ import pytest
 import verifiers.v1 as vf
 from patience import patient
 
+from prl.algorithms.base import Algorithm
 from prl.errors import PrlError
-from prl.orchestrator.algo.base import Algorithm
+from prl.filters.base import Filter
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.config import EvalConfig, StopConfig
-from prl.orchestrator.filters.base import Filter
-from prl.report.shares import read_spans, union, within
-from prl.wire.checkpoints import verify
-from prl.wire.events import OWN_WORK, Lane
+from prl.tools.report.shares import read_spans, union, within
+from prl.transport.checkpoints import verify
+from prl.transport.events import OWN_WORK, Lane
 
 ODF = {"online_difficulty_filtering": True}
 POOLS = {"easy_threshold": 1.0, "hard_threshold": 0.0}
@@ -302,7 +302,7 @@ async def test_frozen_models_rollouts_have_no_version_logprob_or_age(train, make
 
 
 async def test_difficulty_filtering_trains_groups_with_a_signal_alone(train, make_env):
-    run = await train([make_env(task=Graded, buffer=ODF)], steps=6)
+    run = await train([make_env(task=Graded, curriculum=ODF)], steps=6)
     assert run.sizes == [8] * 6 and {record["task"] % 3 for record in run.trained()} == {2}
     assert {(record["task"] % 3, record["outcome"]["reason"]) for record in run.untrained()} == {
         (0, "online difficulty filtering: mean reward 1"),
@@ -314,7 +314,7 @@ async def test_difficulty_filtering_trains_groups_with_a_signal_alone(train, mak
 
 
 async def test_retired_tasks_are_not_sampled_again(train, make_env):
-    run = await train([make_env(task=Graded, tasks=8, buffer=POOLS)], steps=12, max_async_level=0)
+    run = await train([make_env(task=Graded, tasks=8, curriculum=POOLS)], steps=12, max_async_level=0)
     assert run.sizes == [8] * 12 and run.ended_because is None
     for remainder, pool in ((0, "easy"), (1, "hard")):
         records = [record for record in run.records() if record["task"] % 3 == remainder]
@@ -325,8 +325,8 @@ async def test_retired_tasks_are_not_sampled_again(train, make_env):
 
 
 async def test_env_that_ends_leaves_the_other_to_train_on(train, make_env, caplog):
-    small = make_env("small", task=Easy, tasks=3, weight=3.0, buffer=POOLS)
-    run = await train([small, make_env("large", buffer=POOLS)], steps=10, max_async_level=0)
+    small = make_env("small", task=Easy, tasks=3, weight=3.0, curriculum=POOLS)
+    run = await train([small, make_env("large", curriculum=POOLS)], steps=10, max_async_level=0)
     assert run.sizes == [8] * 10 and run.ended_because is None
     assert caplog.text.count("env small has no task left (3 easy, 0 hard of 3)") == 1
     envs = [{record["env"] for record in run.records(step)} for step in range(1, 11)]
@@ -336,7 +336,7 @@ async def test_env_that_ends_leaves_the_other_to_train_on(train, make_env, caplo
 @pytest.mark.parametrize("k", [0, 2])
 async def test_run_ends_in_order_when_every_env_has_ended(train, make_env, k):
     """Everything is retired at first sight."""
-    envs = [make_env(name, tasks=5, buffer={"easy_threshold": 0.0}) for name in "ab"]
+    envs = [make_env(name, tasks=5, curriculum={"easy_threshold": 0.0}) for name in "ab"]
     run = await train(envs, steps=50, max_async_level=k)
     assert len(run.sizes) == run.orchestrator.weight_sync.shipped == len(run.lines) < 12
     assert sum(run.sizes) == len(run.trained()) == len(run.records()) >= 40
@@ -349,8 +349,8 @@ async def test_run_ends_in_order_when_every_env_has_ended(train, make_env, k):
 @pytest.mark.parametrize("k", [0, 1])
 async def test_last_batch_is_as_large_as_what_is_left(train, make_env, k):
     """Of three tasks one has a signal; all are retired the first time they are seen."""
-    buffer = {"easy_threshold": 0.1, "hard_threshold": 0.0, **ODF}
-    run = await train([make_env(task=Graded, tasks=3, buffer=buffer)], batch_size=32, max_async_level=k)
+    curriculum = {"easy_threshold": 0.1, "hard_threshold": 0.0, **ODF}
+    run = await train([make_env(task=Graded, tasks=3, curriculum=curriculum)], batch_size=32, max_async_level=k)
     (size,) = run.sizes
     assert 4 <= size < 32 and size % 4 == 0 and {record["task"] for record in run.trained()} == {2}
     assert run.total("tokens/generated") == sum(record["completion_tokens"] for record in run.records())
@@ -359,7 +359,7 @@ async def test_last_batch_is_as_large_as_what_is_left(train, make_env, k):
 async def test_run_of_which_nothing_trains_ends_without_a_step(train, make_env):
     """More of it than ten batches, and yet no error: it has an end."""
     tasks = 4 * MAX_EMPTY_BATCHES
-    run = await train([make_env(task=Easy, tasks=tasks, held_out=2, buffer=POOLS | ODF)], eval=EvalConfig(every=5))
+    run = await train([make_env(task=Easy, tasks=tasks, held_out=2, curriculum=POOLS | ODF)], eval=EvalConfig(every=5))
     assert (run.sizes, run.lines) == ([], [])
     last = run.all_lines[-1]
     assert last["step"] == 0 and last["filtered_rollouts/toy/easy"] == len(run.records(0)) >= 4 * tasks
@@ -378,15 +378,15 @@ class AtFirst(vf.Task):
 @pytest.mark.parametrize(("tasks", "steps"), [(4, [1, 2]), (6, [1, 2, 2])])
 async def test_last_version_is_evaluated_once(train, make_env, tasks, steps):
     """With six tasks it is known to be the last only after its line was written."""
-    buffer = {"easy_threshold": 0.1, "shuffle": False, **ODF}
-    env = make_env(task=AtFirst, tasks=tasks, held_out=2, buffer=buffer)
+    curriculum = {"easy_threshold": 0.1, "shuffle": False, **ODF}
+    env = make_env(task=AtFirst, tasks=tasks, held_out=2, curriculum=curriculum)
     run = await train([env], max_async_level=0, eval=EvalConfig(every=5))
     assert run.sizes == [8, 8] and [line["step"] for line in run.lines] == steps
     assert ["eval/toy/avg@1" in line for line in run.lines] == [False] * (len(steps) - 1) + [True]
 
 
 async def test_pools_are_saved_with_each_checkpoint(train, make_env):
-    env = make_env(task=Graded, tasks=9, buffer=POOLS)
+    env = make_env(task=Graded, tasks=9, curriculum=POOLS)
     run = await train([env, make_env("plain")], steps=7, every=3)
     folders = sorted((run.run_dir / "checkpoints").iterdir())
     assert [folder.name for folder in folders] == ["step_000003", "step_000006"]
@@ -418,7 +418,7 @@ async def test_run_whose_base_model_is_good_enough_trains_nothing(train, make_en
 
 @pytest.mark.parametrize("k", [0, 2])
 async def test_run_that_no_longer_improves_ends_in_order(train, make_env, k):
-    env = make_env(held_out=2, buffer=ODF)
+    env = make_env(held_out=2, curriculum=ODF)
     run = await train([env], steps=30, max_async_level=k, eval=EvalConfig(every=2), stop=StopConfig(patience=2))
     last = run.orchestrator.weight_sync.shipped
     assert 4 <= last == len(run.sizes) == run.orchestrator.pool.version < 30

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prl.orchestrator.algo.base import Algorithm
+from prl.algorithms.base import Algorithm
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.staleness import Staleness
 from prl.rollouts.rollout import Stage

@@ -12,7 +12,7 @@ from prl.models import model_path
 from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.config import EvalConfig, OrchestratorConfig
 from prl.orchestrator.weight_sync import WeightSync
-from prl.wire.files import FileTransport
+from prl.transport.files import FileTransport
 
 SHIPPED = {"off_policy/max": 0.0, "tokens/generated": 10.0}
 TRAINED = {"tokens/trained": 5.0}

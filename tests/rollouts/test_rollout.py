@@ -2,9 +2,9 @@
 
 import pytest
 
+from prl.rollouts.messages import CallVersions, Origin
 from prl.rollouts.rollout import Outcome, Rollout, Stage
 from prl.rollouts.samples import samples_of
-from prl.wire.messages import CallVersions, Origin
 
 
 def samples(talk):

@@ -8,9 +8,9 @@ from verifiers.v1 import graph
 from verifiers.v1.trace import ModelCall, TimeSpan
 from verifiers.v1.types import Usage
 
-from prl.episodes.group import GroupRequest, play_group
-from prl.episodes.turn import commit
-from prl.inference.replies import Completion
+from prl.engines.replies import Completion
+from prl.envs.group import GroupRequest, play_group
+from prl.envs.turn import commit
 from prl.rollouts.rollout import ERROR_KINDS
 from prl.rollouts.samples import TokenMismatch, samples_of
 

@@ -21,8 +21,8 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.trace import TimeSpan, Trace, TraceTask
 from verifiers.v1.types import Message, SystemMessage, ToolMessage, UserMessage
 
-from prl.episodes.turn import AGENT, commit
-from prl.inference.replies import Completion
+from prl.engines.replies import Completion
+from prl.envs.turn import AGENT, commit
 from prl.rollouts.rollout import Rollout
 
 CASES = {"tokens of its own": 600, "qwen3": 200}
@@ -278,7 +278,7 @@ def test_any_conversation_trains_what_the_definition_says(data, across_users, at
 @pytest.fixture(scope="module")
 def qwen3(tokenizer):
     """Renderers by what they retain, and completions: some of them are rendered again as other tokens."""
-    from prl.inference.renderer import make_renderer
+    from prl.engines.renderer import make_renderer
 
     texts = [
         "a<|im_end|>",

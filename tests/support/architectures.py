@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from prl.losses import default_loss
 from prl.models import model_path
-from prl.orchestrator.packing import pack
+from prl.rollouts.messages import StepBatch, TrainingSample
+from prl.rollouts.packing import pack
 from prl.trainer.config import AdamWConfig
 from prl.trainer.lora import add_adapters
-from prl.trainer.loss import default_loss
 from prl.trainer.model import load_model, save_weights
 from prl.trainer.trainer import Trainer
-from prl.wire.messages import StepBatch, TrainingSample
 
 SIZES: dict[str, Any] = {
     "vocab_size": 304,  # of the tiny model's tokenizer, whose files these have

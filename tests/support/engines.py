@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from prl.config.schema import InferenceConfig, ModelConfig
-from prl.inference.client import InferencePool
+from prl.config.schema import ModelConfig, VLLMConfig
+from prl.engines.client import InferencePool
 from prl.launch.launcher import EngineSpec
 from prl.launch.local import LocalLauncher, model_environment
 from prl.models import model_path
@@ -45,10 +45,10 @@ def server_logs(tmp_path_factory):
 def policy_spec(token: str, log: Path) -> EngineSpec:
     """What a server of the tiny policy is started with."""
     return EngineSpec(
-        process="inference",
+        process="engine",
         served_name="policy",
         model=TINY,
-        config=InferenceConfig(),
+        config=VLLMConfig(),
         device="cpu",
         seed=0,
         token=token,
@@ -60,7 +60,7 @@ def policy_spec(token: str, log: Path) -> EngineSpec:
 def engine(engine_launcher, server_logs, forks):
     """The policy's engine."""
     token = secrets.token_hex(16)
-    url = engine_launcher.start_engine(policy_spec(token, server_logs / "inference.log"))
+    url = engine_launcher.start_engine(policy_spec(token, server_logs / "engine.log"))
 
     async def ready() -> None:
         pool = InferencePool([url], "policy", token)
@@ -78,7 +78,7 @@ def engine(engine_launcher, server_logs, forks):
 def teacher_url(engine, engine_launcher, server_logs):
     """Where `python -m prl.serve` serves the teacher. Tests that use it share a worker (`tests/conftest.py`)."""
     said = server_logs / "serve.log"
-    serve = [sys.executable, "-m", "prl.serve", "model=tiny-teacher", "inference.port=null"]
+    serve = [sys.executable, "-m", "prl.serve", "model=tiny-teacher", "engine.port=null"]
     # torch would keep it among the temporary files of this launcher's processes, and compile all of it each time.
     compiled = {"TORCHINDUCTOR_CACHE_DIR": model_environment(TINY, 1)["TORCHINDUCTOR_CACHE_DIR"]}
     env = {"PRL_TOKEN": engine.token, "OMP_NUM_THREADS": "1", **compiled}
@@ -137,14 +137,14 @@ def command(engine, tmp_path):
     """The command line and environment of a run on the shared engine."""
 
     def make(*overrides: str, name: str = "run") -> tuple[list[str], dict[str, str]]:
-        arguments = [f"inference.urls=[{engine.url}]", f"run.dir={tmp_path / name}", "monitor.console.mode=plain"]
+        arguments = [f"engine.urls=[{engine.url}]", f"run.dir={tmp_path / name}", "monitor.console.mode=plain"]
         env = {**os.environ, "PRL_TOKEN": engine.token, "OMP_NUM_THREADS": "1"}
         return [sys.executable, "-m", "prl.train", *arguments, *overrides], env
 
     return make
 
 
-IMPORTED = ["prl.launch.builder", "transformers.models.auto.tokenization_auto", "prl.report.page"]
+IMPORTED = ["prl.launch.builder", "transformers.models.auto.tokenization_auto", "prl.tools.report.page"]
 AS_A_COMMAND = """
 import os, runpy, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup

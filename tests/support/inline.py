@@ -1,4 +1,4 @@
-"""Whole runs within the process of the tests: `inference=transformers`, and the trainer in a thread."""
+"""Whole runs within the process of the tests: `engine=transformers`, and the trainer in a thread."""
 
 import contextlib
 import io
@@ -8,7 +8,7 @@ import sys
 import pytest
 from engines import finished
 
-IN_PROCESS = ("inference=transformers", "teacher=inline", "launcher=inline", "monitor.console.mode=plain")
+IN_PROCESS = ("engine=transformers", "teacher=inline", "launcher=inline", "monitor.console.mode=plain")
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def inline_command(tmp_path):
 @pytest.fixture
 def inline(tmp_path, monkeypatch):
     """`inline(*overrides)`: what `python -m prl.train` would do with them, in this process, to its end."""
-    from prl.compose import compose
+    from prl.config.compose import compose
     from prl.errors import ConfigError, PrlError
     from prl.train import main
 

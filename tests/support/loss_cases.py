@@ -2,7 +2,7 @@
 
 import torch
 
-from prl.trainer.loss import LossInputs
+from prl.losses import LossInputs
 
 
 def inputs(t, i, *, advantages=None, ref=None, mask=None, weights=None, dtype=torch.float64, **others):

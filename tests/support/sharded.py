@@ -10,17 +10,17 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from prl.orchestrator.packing import pack
-from prl.trainer.attention import use_tree_attention
+from prl.losses import aipo_loss, default_loss, gspo_loss
+from prl.rollouts.components import COMPONENTS
+from prl.rollouts.messages import MicroBatch, StepBatch, TrainingSample
+from prl.rollouts.packing import pack
+from prl.trainer.checkpoint import load_state, write_part
 from prl.trainer.config import AdamWConfig
 from prl.trainer.lora import add_adapters
-from prl.trainer.loss import aipo_loss, default_loss, gspo_loss
 from prl.trainer.model import save_weights
-from prl.trainer.state import load_state, write_part
 from prl.trainer.trainer import Trainer
-from prl.wire.checkpoints import part_path
-from prl.wire.components import COMPONENTS
-from prl.wire.messages import MicroBatch, StepBatch, TrainingSample
+from prl.trainer.tree.attention import use_tree_attention
+from prl.transport.checkpoints import part_path
 
 LOSSES = {
     "": functools.partial(default_loss, kl_tau=0.01),

@@ -2,8 +2,8 @@
 
 import random
 
-from prl.orchestrator.packing import pack
-from prl.wire.messages import StepBatch, TrainingSample
+from prl.rollouts.messages import StepBatch, TrainingSample
+from prl.rollouts.packing import pack
 
 SMALL = {
     "vocab_size": 4096,

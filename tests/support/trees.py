@@ -7,13 +7,13 @@ import rounding
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from prl.losses import LossCounts, compute_loss, count_members, default_loss
 from prl.models import model_path
-from prl.orchestrator.packing import pack_row
+from prl.rollouts.messages import TrainingSample, sequence_slices
+from prl.rollouts.packing import pack_row
 from prl.trainer.batch import stacks
-from prl.trainer.loss import LossCounts, compute_loss, count_members, default_loss
 from prl.trainer.model import check_layout, load_model, stack_logprobs
-from prl.trainer.tree import tree_stacks
-from prl.wire.messages import TrainingSample, sequence_slices
+from prl.trainer.tree.tree import tree_stacks
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention.flex_attention import flex_attention
 
-from prl.trainer import flex, ranks
-from prl.trainer.flex import FlexTree
+from prl.rollouts.messages import TrainingSample
+from prl.trainer import ranks
 from prl.trainer.model import load_model
-from prl.wire.messages import TrainingSample
+from prl.trainer.tree import flex
+from prl.trainer.tree.flex import FlexTree
 
 TINY = str(Path(__file__).parents[2] / "prl" / "models" / "tiny")
 
@@ -108,6 +109,6 @@ def graphs(_flex, monkeypatch):
     ran.clear()
     monkeypatch.setattr(flex, "compiled", lambda: made)
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # it wants no gradients
-    monkeypatch.setattr("prl.trainer.tree.row_tree", FlexTree.of_row)
+    monkeypatch.setattr("prl.trainer.tree.tree.row_tree", FlexTree.of_row)
     with torch._dynamo.config.patch(recompile_limit=64):  # the tests have more kinds of heads than a run
         yield ran

@@ -28,18 +28,18 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from prl.compose import compose
+from prl.config.compose import compose
+from prl.config.tensor_names import check_names
 from prl.errors import ConfigError
 from prl.launch.builder import prepare
-from prl.orchestrator.packing import pack
-from prl.tensor_names import check_names
+from prl.rollouts.packing import pack
 from prl.trainer.architecture import check_architecture, check_served
-from prl.trainer.attention import can_attend_over_trees
 from prl.trainer.batch import stacks
 from prl.trainer.layers import KEPT
 from prl.trainer.lora import ADAPTER, save_adapters
 from prl.trainer.model import check_layout, load_model, save_weights, stack_logprobs
-from prl.trainer.tree import tree_stacks
+from prl.trainer.tree.attention import can_attend_over_trees
+from prl.trainer.tree.tree import tree_stacks
 
 README = Path(__file__).parents[2] / "prl" / "trainer" / "README.md"
 YARN = config_of("gpt-oss", tied=False).rope_parameters
@@ -197,7 +197,7 @@ def test_what_would_go_wrong_is_refused_before_a_run_starts(tmp_path, name):
     """By its config: neither is it built nor are its weights read."""
     folder = write_model(tmp_path / "model", name, tied=True)
     with pytest.raises(ConfigError) as caught:
-        prepare(compose(["run.name=x", "model=hf", f"model.path={folder}", "inference.device=cpu"]))
+        prepare(compose(["run.name=x", "model=hf", f"model.path={folder}", "engine.device=cpu"]))
     assert ARCHITECTURES[name].refused in str(caught.value) and str(folder) in str(caught.value)
 
 

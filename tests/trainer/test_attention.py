@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from prl.trainer.attention import tree_attention
-from prl.trainer.blocks import BlockTree
-from prl.trainer.flex import FlexTree
+from prl.trainer.tree.attention import tree_attention
+from prl.trainer.tree.blocks import BlockTree
+from prl.trainer.tree.flex import FlexTree
 
 CPU = torch.device("cpu")
 FORKED = ((0, 150), (135, 106), (5, 64))

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 import torch
 
-from prl.orchestrator.packing import pack_row
+from prl.rollouts.messages import STREAM_FILL
+from prl.rollouts.packing import pack_row
 from prl.trainer.batch import stacks
-from prl.wire.messages import STREAM_FILL
 
 CPU = torch.device("cpu")
 

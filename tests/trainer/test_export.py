@@ -10,14 +10,14 @@ import torch
 from msgspec.structs import astuple
 
 from prl.errors import PrlError
-from prl.orchestrator.packing import pack
+from prl.losses import LossOutputs, default_loss
+from prl.rollouts.messages import STREAM_FILL, Origin, StepBatch
+from prl.rollouts.packing import pack
 from prl.trainer.config import AdamWConfig
 from prl.trainer.export import TokenExport, example_steps, first_groups
-from prl.trainer.loss import LossOutputs, default_loss
 from prl.trainer.trainer import Trainer
 from prl.trainer.worker import make_export
-from prl.wire import files
-from prl.wire.messages import STREAM_FILL, Origin, StepBatch
+from prl.transport import files
 
 
 @pytest.fixture

@@ -31,17 +31,17 @@ from trees import (
     windowed,
 )
 
+from prl.losses import default_loss
 from prl.models import model_path
-from prl.orchestrator.packing import pack
-from prl.trainer import flex
-from prl.trainer.attention import TokenTree, without
-from prl.trainer.blocks import BlockTree
-from prl.trainer.flex import BLOCK, LEAST, FlexTree, LongSequences, row_on_gpu
-from prl.trainer.loss import default_loss
+from prl.rollouts.messages import StepBatch, TrainingSample
+from prl.rollouts.packing import pack
 from prl.trainer.model import load_model
 from prl.trainer.trainer import Trainer
-from prl.trainer.tree import row_tree, tree_stacks
-from prl.wire.messages import StepBatch, TrainingSample
+from prl.trainer.tree import flex
+from prl.trainer.tree.attention import TokenTree, without
+from prl.trainer.tree.blocks import BlockTree
+from prl.trainer.tree.flex import BLOCK, LEAST, FlexTree, LongSequences, row_on_gpu
+from prl.trainer.tree.tree import row_tree, tree_stacks
 
 
 def listed(numbers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ def test_layers_with_a_window_see_the_end_of_paths(graphs, tmp_path):
 
 def test_gpt_oss_has_the_logprobs_of_sequences_alone(graphs, monkeypatch, tmp_path):
     """Those of transformers' own attention and its loop over experts; windows are shorter than the sequences."""
-    monkeypatch.setattr("prl.trainer.tree.row_tree", FlexTree.of_row)
+    monkeypatch.setattr("prl.trainer.tree.tree.row_tree", FlexTree.of_row)
     path, samples = str(write_model(tmp_path, "gpt-oss", tied=False)), forked(random.Random(1))
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **eager)
@@ -177,7 +177,7 @@ def test_in_bfloat16_it_is_as_near_as_on_a_cpu(graphs, a_rank, tiny, monkeypatch
     model = Trainer(model=tiny, rl_losses={"": default_loss}, max_steps=1, half=True).model
     gaps = []
     for tree in (FlexTree, BlockTree):
-        monkeypatch.setattr("prl.trainer.tree.row_tree", tree.of_row)
+        monkeypatch.setattr("prl.trainer.tree.tree.row_tree", tree.of_row)
         found, _ = as_trees(model, samples, 2000)
         gaps.append((found - expected).abs()[found != 0])
     assert graphs and len(gaps[0]) == len(gaps[1]) > 400
@@ -295,7 +295,7 @@ def test_a_gpu_has_trees_alone(tiny, monkeypatch):
 
 def test_a_step_has_nothing_as_large_as_tokens_times_tokens(tiny, monkeypatch):
     """All but the kernel, in whose place is something of its size: no mask of transformers' either."""
-    monkeypatch.setattr("prl.trainer.tree.row_tree", FlexTree.of_row)
+    monkeypatch.setattr("prl.trainer.tree.tree.row_tree", FlexTree.of_row)
     monkeypatch.setattr(flex, "compiled", lambda: lambda query, key, value, **_: query + key.mean() + value.mean())
     rng, tokens = random.Random(0), 4096
     samples = [long_one(rng, [], size) for size in (tokens // 2, tokens // 4, tokens // 4 + 3)]

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prl.orchestrator.packing import pack
+from prl.rollouts.messages import StepBatch
+from prl.rollouts.packing import pack
 from prl.trainer.config import runs_in_half
 from prl.trainer.logprobs import chunked_logprobs
 from prl.trainer.sharding import whole
 from prl.trainer.worker import make_trainer
-from prl.wire.messages import StepBatch
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_model_is_rounded_and_weights_and_gradients_are_not(alone, tiny_path
     for dtype in ("float32", "bfloat16"):
         config = {
             "model": {"path": tiny_path, "dtype": "float32", "trust_remote_code": False, "lora": lora},
-            "losses": {"": {"_target_": "prl.trainer.loss.default_loss", "_partial_": True}},
+            "losses": {"": {"_target_": "prl.losses.default_loss", "_partial_": True}},
             "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu", "dtype": dtype},
             "seed": 0,
             "max_steps": 1,

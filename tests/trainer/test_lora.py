@@ -10,20 +10,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from prl.errors import ConfigError
-from prl.orchestrator.packing import pack
+from prl.losses import default_loss
+from prl.rollouts.messages import StepBatch
+from prl.rollouts.packing import pack
 from prl.trainer.batch import stacks
-from prl.trainer.lora import (
-    ADAPTER,
-    add_adapters,
-    check_targets,
-    load_adapters,
-    save_adapters,
-    weights_of,
-)
-from prl.trainer.loss import default_loss
+from prl.trainer.lora import ADAPTER, add_adapters, check_targets, load_adapters, save_adapters, weights_of
 from prl.trainer.model import save_weights, stack_logprobs
 from prl.trainer.trainer import Trainer
-from prl.wire.messages import StepBatch
 
 LORA = {"rank": 4, "alpha": 12.0, "target_modules": None}
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

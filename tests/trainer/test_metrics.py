@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from prl.losses import TokenTreatment
+from prl.rollouts.messages import MicroBatch
 from prl.trainer.batch import stacks
-from prl.trainer.loss import TokenTreatment
 from prl.trainer.metrics import SAMPLED_PER_RANK, EnvTokens
-from prl.wire.messages import MicroBatch
 
 CPU = torch.device("cpu")
 

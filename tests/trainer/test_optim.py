@@ -6,8 +6,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from prl.compose import compose
 from prl.config.build import plain
+from prl.config.compose import compose
 from prl.errors import ConfigError
 from prl.trainer.config import AdamWConfig
 from prl.trainer.optim import make_optimizers

@@ -20,23 +20,23 @@ from prl.config.schema import ModelConfig
 from prl.errors import PrlError
 from prl.launch.launcher import TrainerSpec
 from prl.launch.local import LocalLauncher, ProcessDied
-from prl.orchestrator.packing import pack
-from prl.report.shares import read_spans
+from prl.losses import aipo_loss, default_loss
+from prl.rollouts.messages import StepBatch
+from prl.rollouts.packing import pack
+from prl.tools.report.shares import read_spans
 from prl.trainer import ranks, worker
-from prl.trainer.loss import aipo_loss, default_loss
 from prl.trainer.sharding import timeout_of
 from prl.trainer.trainer import Trainer
-from prl.wire.checkpoints import part_path, parts_of
-from prl.wire.files import FileTransport
-from prl.wire.messages import StepBatch
+from prl.transport.checkpoints import part_path, parts_of
+from prl.transport.files import FileTransport
 
 
 @pytest.fixture
 def config(tiny_path):
     return {
         "model": {"path": tiny_path, "dtype": "float32", "trust_remote_code": False},
-        "losses": {"": {"_target_": "prl.trainer.loss.default_loss", "_partial_": True, "kl_tau": 1e-3}},
-        "transport": {"_target_": "prl.wire.files.FileTransport"},
+        "losses": {"": {"_target_": "prl.losses.default_loss", "_partial_": True, "kl_tau": 1e-3}},
+        "transport": {"_target_": "prl.transport.files.FileTransport"},
         "seed": 0,
         "max_steps": 2,
         "initial_reference": False,
@@ -120,7 +120,7 @@ def batches(make_sample):
 
 
 MINE = """
-from prl.trainer.loss import default_loss
+from prl.losses import default_loss
 def loss(*given, **options):
     return default_loss(*given, **options)
 """
@@ -134,7 +134,7 @@ def test_two_steps_of_a_process(config, make_sample, tiny, tiny_path, transport,
         transport.send_batch(batch, 0)
     (tmp_path / "mine.py").write_text(MINE)
     config["losses"][""]["_target_"] = "mine.loss"
-    config["losses"]["math"] = {"_target_": "prl.trainer.loss.aipo_loss", "_partial_": True, "delta": 2.0}
+    config["losses"]["math"] = {"_target_": "prl.losses.aipo_loss", "_partial_": True, "delta": 2.0}
     config["trainer"]["optim"] = SGD
     env = {"OMP_NUM_THREADS": "1", "PRL_CONFIG": json.dumps(config)}
     env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])

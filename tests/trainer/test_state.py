@@ -9,13 +9,13 @@ from architectures import write_model
 from safetensors.torch import load_file, save_file
 
 from prl.errors import ConfigError, PrlError
-from prl.orchestrator.packing import pack
+from prl.rollouts.messages import StepBatch
+from prl.rollouts.packing import pack
 from prl.trainer import worker
-from prl.trainer.state import load_state, write_part
+from prl.trainer.checkpoint import load_state, write_part
 from prl.trainer.trainer import Trainer
-from prl.wire.checkpoints import part_path, parts_of
-from prl.wire.files import FileTransport
-from prl.wire.messages import StepBatch
+from prl.transport.checkpoints import part_path, parts_of
+from prl.transport.files import FileTransport
 
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
 SGD = {"_target_": "torch.optim.SGD", "lr": 1e-2, "momentum": 0.9}
@@ -52,8 +52,8 @@ def train(tiny_path, make_sample, tmp_path):
         transport.send_end(max(steps))
         config = {
             "model": {"path": str(model), "dtype": "float32", "trust_remote_code": False, "lora": lora},
-            "losses": {"": {"_target_": "prl.trainer.loss.default_loss", "_partial_": True, "kl_tau": 1e-3}},
-            "transport": {"_target_": "prl.wire.files.FileTransport"},
+            "losses": {"": {"_target_": "prl.losses.default_loss", "_partial_": True, "kl_tau": 1e-3}},
+            "transport": {"_target_": "prl.transport.files.FileTransport"},
             "seed": 0,
             "max_steps": 9,
             "initial_reference": ref,

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from prl.errors import PrlError
-from prl.orchestrator.packing import pack
+from prl.losses import LossOutputs, default_loss
+from prl.rollouts.messages import StepBatch
+from prl.rollouts.packing import pack
 from prl.trainer.config import AdamWConfig
 from prl.trainer.export import TokenExport
-from prl.trainer.loss import LossOutputs, default_loss
 from prl.trainer.trainer import Trainer
-from prl.wire.messages import StepBatch
 
 HIGH = LOW = 0.2
 KL_TAU = 0.01

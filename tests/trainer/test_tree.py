@@ -10,16 +10,16 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
 from trees import CPU, alone, as_trees, branched, check_windowed, feed, forked, gradient_of, plain_model, windowed
 
+from prl.losses import default_loss
 from prl.models import model_path
-from prl.orchestrator.packing import pack, pack_row
-from prl.trainer.attention import NAME, can_attend_over_trees, tree_attention, use_tree_attention
+from prl.rollouts.messages import StepBatch, TrainingSample, sequence_slices
+from prl.rollouts.packing import pack, pack_row
 from prl.trainer.batch import stacks
-from prl.trainer.blocks import BLOCK, CALL, GATHER, MOST, BlockTree, block_ranges, group_sizes
-from prl.trainer.loss import default_loss
 from prl.trainer.model import check_layout, load_model, stack_logprobs
 from prl.trainer.trainer import Trainer
-from prl.trainer.tree import count_shared, cut, tree_stacks
-from prl.wire.messages import StepBatch, TrainingSample, sequence_slices
+from prl.trainer.tree.attention import NAME, can_attend_over_trees, tree_attention, use_tree_attention
+from prl.trainer.tree.blocks import BLOCK, CALL, GATHER, MOST, BlockTree, block_ranges, group_sizes
+from prl.trainer.tree.tree import count_shared, cut, tree_stacks
 
 
 @pytest.mark.parametrize("dtype, far", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from prl.config.model_reference import FrozenModelConfig
 from prl.engines.base import Connect, Engine, EngineSpec, Serve
-from prl.inference.client import InferencePool
-from prl.inference.frozen import FrozenPool
+from prl.engines.client import InferencePool
+from prl.engines.frozen import FrozenPool
 
 
 class VLLMEngine(Engine):

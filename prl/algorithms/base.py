@@ -1,0 +1,270 @@
+"""The base class of all algorithms: options, hooks to override, and the two drivers that the pipeline calls.
+
+An algorithm turns rollouts into a training signal for each token, in two parts that belong together:
+
+- Credit: an advantage for each sampled token (`rollout.assign_advantages`), for components that need one.
+- Routing: the weight of each token in each loss component (`prl.rollouts.components`).
+
+The life of an instance: constructed from its options, `check`ed, `attach`ed to the run's models, `setup` once, then
+`finalize_rollout` for every rollout on arrival, `finalize_group` once a group is complete, and `finalize_batch` once a
+batch is cut. After that the samples are frozen: no later stage changes a stream.
+
+What an algorithm cannot check of itself, whether it fits the run that uses it, `validate.py` does.
+"""
+
+import inspect
+import math
+import time
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, compress, islice
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from prl.algorithms.reference import KLConfig, ReferenceLogprobs
+from prl.config.model_reference import DEMONSTRATIONS, POLICY, FrozenModelConfig, SourceConfig, check_reference
+from prl.errors import EngineError
+from prl.rollouts.components import COMPONENTS, Component, stream_fill
+from prl.rollouts.rollout import Rollout
+
+if TYPE_CHECKING:
+    from renderers.base import Renderer
+
+    from prl.engines.base import Connect
+    from prl.engines.chat import MessageSource
+    from prl.engines.client import ModelPool
+    from prl.engines.frozen import ReferencePool
+    from prl.engines.tokenizers import TokenizerProbe
+    from prl.rollouts.messages import TrainingSample
+
+
+@dataclass(kw_only=True)
+class Algorithm:
+    """Decides the training signal of each token of a rollout.
+
+    Subclass it, set `action_loss_type`, and override the hook whose moment fits the signal. Options are keyword-only
+    dataclass fields, or arguments of an `__init__` that passes the rest on (`**options`) to `super().__init__`.
+    Annotate a frozen model of your own as `FrozenModelConfig`: then it is checked before the run starts, and `connect`
+    makes its client.
+
+    Hooks may write the weight stream of any component on a sample, e.g. `sample.ce_weights`, one float per token. What
+    a sample lacks after the hooks is filled in:
+
+    - Sampled tokens have weight 1 in the component `action_loss_type` and weight 0 in every other.
+    - A stream that a hook wrote stands as it is, with one exception: a stream of the component `action_loss_type` that
+      gives weight only to tokens which the model did not sample (observations) adds to the default, so that the sampled
+      tokens keep weight 1. A weight on any sampled token makes the stream complete: its zeros then leave tokens out. So
+      does a stream of nothing but zeros.
+    """
+
+    sampling: SourceConfig = field(default_factory=SourceConfig)
+    """Where rollouts come from: `sampling.source` is `policy`, a frozen model {name, base_url} or `demonstrations`."""
+    kl: KLConfig = field(default_factory=KLConfig)
+    """KL to the initial or a frozen model, added to the policy gradient: weight `kl.coef`, 0 = none."""
+    _kl_scorer: ReferenceLogprobs | None = field(default=None, init=False, repr=False)
+
+    action_loss_type: ClassVar[str] = "rl"
+    """The loss component that sampled tokens feed, a name in `prl.rollouts.components.COMPONENTS`."""
+    group_relative: ClassVar[bool] = False
+    """Whether credit is relative to the group, so that a group of one gets none."""
+    reads_reward: ClassVar[bool] = True
+    """Whether the training signal depends on rewards."""
+
+    def attach(
+        self,
+        *,
+        policy_pool: "ModelPool",
+        renderer: "Renderer",
+        hosted: "Mapping[str, Connect] | None" = None,
+        probe: "TokenizerProbe | None" = None,
+    ) -> None:
+        """Hand over the models of the run. Called once, before `setup`.
+
+        Args:
+            policy_pool: the live policy, to sample from or to score with.
+            renderer: the renderer of the policy's chat template.
+            hosted: what makes clients of the frozen models that are run for this run, by name.
+            probe: of the policy's tokenizer, to compare those of frozen models with; None = they are not compared.
+        """
+        self.policy_pool = policy_pool
+        self.policy_renderer = renderer
+        self.hosted: Mapping[str, Connect] = hosted or {}
+        self.probe = probe
+        self.pools: list[ReferencePool] = []
+        """Clients of frozen models: of the source of the rollouts, of `kl.reference`, and those that `connect` made."""
+
+    # --- hooks ----------------------------------------------------------------------------------------------------
+
+    def check(self, where: str) -> None:
+        """Raise ConfigError for options that contradict each other; `where` is the algorithm's config key.
+
+        Bounds of one option belong beside it, as `Annotated[float, Ge(0)]`. A subclass of an
+        algorithm that has a check calls `super().check(where)` first.
+        """
+
+    def check_tasks(self, where: str, tasks: Sequence[Any]) -> None:
+        """Raise ConfigError, or warn, for the tasks of an env that cannot be trained on."""
+
+    async def setup(self) -> None:
+        """Connect the models that the algorithm's own options name. Called once, before the first rollout."""
+
+    def reserve(self, tasks: Sequence[Any]) -> int:
+        """Tokens of `model.max_model_len` to keep free of a rollout: what scoring puts in front of it."""
+        return 0
+
+    async def score_rollout(self, rollout: Rollout) -> None:
+        """Credit one rollout on arrival, without its siblings. Model calls belong here.
+
+        To give up one rollout instead of the run, call `rollout.fail(error, kind)`.
+        """
+
+    def score_group(self, group: list[Rollout]) -> Awaitable[None] | None:
+        """Credit all rollouts of one task that are still active, before filters. May be async."""
+
+    def score_batch(self, groups: list[list[Rollout]]) -> None:
+        """Credit its env's rollouts of a batch, after filters and before packing: for credit that needs all of them.
+
+        `groups` are the rollouts of each task that are trained on. What `score_group` has assigned stands where this
+        assigns nothing.
+        """
+
+    def observe_batch(self, rollouts: list[Rollout]) -> None:
+        """See its env's rollouts of a batch that is trained, as they are; those that filters dropped from it too."""
+
+    def state_dict(self) -> Any:
+        """What the algorithm remembers from one group to the next, as plain data for a checkpoint; None = nothing.
+
+        Called at every step. `load_state_dict` gets it back when the run goes on, before the first rollout.
+        """
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over what `state_dict` returned in an earlier part of the run."""
+
+    # --- for the hooks --------------------------------------------------------------------------------------------
+
+    async def connect(self, frozen: FrozenModelConfig) -> "ReferencePool":
+        """Make the client of a frozen model and wait until it answers. The client is closed when the run ends.
+
+        A model without `base_url` is one that the launcher hosts: its URL and token come with the run.
+
+        Raises:
+            ConfigError: `frozen` is not a usable reference, or the model has not the policy's tokenizer.
+            DeadlinePassed: the endpoint, which the message names, did not answer in time.
+        """
+        pool = self.client_of(frozen)
+        await pool.wait_ready(frozen.timeout_s)
+        if self.probe is not None:
+            await pool.require_tokenizer(self.probe)
+        return pool
+
+    def source(self) -> "ModelPool | MessageSource":
+        """What the rollouts are sampled from, before anybody has waited for it."""
+        if self.sampling.source == DEMONSTRATIONS:
+            from prl.engines.chat import Demonstrations
+
+            return Demonstrations(self.sampling.demo_key)
+        return self.policy_pool if self.sampling.source == POLICY else self.client_of(self.sampling.source)
+
+    def client_of(self, frozen: FrozenModelConfig) -> "ReferencePool":
+        """The client of a frozen model, as `connect` makes it, before anybody has waited for the model."""
+        from prl.engines.frozen import FrozenPool  # configs are composed without loading an HTTP client
+
+        if isinstance(frozen, FrozenModelConfig) and frozen.base_url is None and frozen.name in self.hosted:
+            pool: ReferencePool = self.hosted[frozen.name](frozen)
+        else:
+            check_reference(frozen, "the model to connect")
+            pool = FrozenPool(frozen)
+        self.pools.append(pool)
+        return pool
+
+    # --- drivers, called by the pipeline and never overridden -----------------------------------------------------
+
+    async def start(self) -> None:
+        """Connect the model of `kl.reference`, then what `setup` declares. Raises what `connect` raises."""
+        if isinstance(self.kl.reference, FrozenModelConfig):
+            self._kl_scorer = ReferenceLogprobs(await self.connect(self.kl.reference))
+        await self.setup()
+
+    async def finalize_rollout(self, rollout: Rollout) -> None:
+        """Score a rollout as it arrives, unless it has failed. A model that fails makes the rollout an errored one."""
+        if not rollout.is_active:
+            return
+        rollout.seal = rollout.tokens_hash()
+        started = time.monotonic()
+        try:
+            await self.score_rollout(rollout)
+            if self._kl_scorer is not None and rollout.is_active:
+                await self._kl_scorer.compute(rollout)
+        except EngineError as error:
+            rollout.fail(error, "reference")
+        rollout.scoring_s = time.monotonic() - started
+
+    async def finalize_group(self, rollouts: list[Rollout]) -> None:
+        """Score the active rollouts of a group and write their streams, after which the samples are frozen.
+
+        Rollouts that failed or sampled nothing are left out, so that their rewards do not enter a group's baseline.
+        """
+        survivors = [rollout for rollout in rollouts if rollout.is_active]
+        scored = self.score_group(survivors) if survivors else None
+        if inspect.isawaitable(scored):
+            await scored
+        self._stamp([rollout for rollout in survivors if rollout.is_active])
+
+    def finalize_batch(self, groups: list[list[Rollout]]) -> None:
+        """Score the rollouts of a batch, and write their streams again. Raises ValueError for bad ones."""
+        if type(self).score_batch is not Algorithm.score_batch:
+            self.score_batch(groups)
+            self._stamp(chain.from_iterable(groups), again=True)
+
+    async def close(self) -> None:
+        """Close the clients of frozen models."""
+        for pool in self.pools:
+            await pool.close()
+
+    def _stamp(self, rollouts: Iterable[Rollout], *, again: bool = False) -> None:
+        """Write the advantages and the component weights onto the rollouts' samples. Raises ValueError for bad ones.
+
+        `again`: they have their weights in `ref_kl` already, which depend on no credit.
+        """
+        streams = stream_fill(COMPONENTS)
+        for rollout in rollouts:
+            self._stamp_one(rollout, streams, again=again)
+
+    def _stamp_one(self, rollout: Rollout, streams: Collection[str], *, again: bool) -> None:
+        from prl.rollouts.packing import check_streams  # with it come the messages, which a config does not need
+
+        if rollout.seal not in (None, rollout.tokens_hash()):
+            raise ValueError("token_ids or mask of a sample were changed: an algorithm may write its streams only")
+        credit = None if rollout.advantages is None else iter(rollout.advantages)
+        for sample in rollout.samples:
+            if credit is not None:
+                sample.advantages = list(islice(credit, len(sample.token_ids)))
+            for component in COMPONENTS.values():
+                self._route(sample, component)
+            if not again:
+                self.kl.weigh(sample)
+            check_streams(sample)
+            for name in streams:
+                if not all(map(math.isfinite, getattr(sample, name) or ())):
+                    raise ValueError(f"{name} of a sample holds a number that is not finite")
+            for component in COMPONENTS.values():
+                if not rollout.live and component.reads_sampler and sample.feeds(component):
+                    raise ValueError(
+                        f"a frozen model's rollout feeds the {component.name} loss, which needs the policy's own "
+                        "rollouts"
+                    )
+
+    def _route(self, sample: "TrainingSample", component: Component) -> None:
+        """Fill in the sample's weights in one component by the rule of the class docstring.
+
+        A stream stays absent where absence means the same: weight `component.absent_weight` for every token.
+        """
+        weights, acts = getattr(sample, component.stream), component.name == self.action_loss_type
+        if weights is None:
+            if component.absent_weight != float(acts):
+                setattr(sample, component.stream, [float(acts and trains) for trains in sample.mask])
+        elif acts and len(weights) == len(sample.mask):
+            weighted = list(compress(sample.mask, weights))  # whether the model sampled each token that has weight
+            if weighted and not any(weighted):
+                pairs = zip(weights, sample.mask, strict=True)
+                setattr(sample, component.stream, [1.0 if trains else weight for weight, trains in pairs])

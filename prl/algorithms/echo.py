@@ -1,0 +1,150 @@
+"""ECHO."""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import dropwhile
+from typing import TYPE_CHECKING, Any
+
+from prl.algorithms.grpo import GRPOAlgorithm
+from prl.config.build import name_of
+from prl.errors import ConfigError
+from prl.rollouts.components import COMPONENTS
+from prl.rollouts.rollout import MessageKey, Rollout, keyed_nodes
+
+if TYPE_CHECKING:
+    from verifiers.v1.trace import Branch
+
+log = logging.getLogger(__name__)
+
+ROLES = ("system", "user", "assistant", "tool")
+
+SILENT_STEPS = 3
+"""Steps in a row without an observation that trains, after which a warning says so."""
+
+
+@dataclass(kw_only=True)
+class EchoAlgorithm(GRPOAlgorithm):
+    """GRPO on sampled tokens; on tokens that the env provides, cross-entropy weighted by the role of their message.
+
+    Trained are the bodies of messages that the model did not sample and that follow its first turn. They stay outside
+    the `rl` mask and its count. Source: ECHO, whose lambda is `alpha` here.
+    """
+
+    roles: dict[str, dict[str, float]] | None = None
+    """Weight `alpha` of the messages of each role, as +algo.roles.user.alpha=0.05. Setting any role replaces the whole
+    table; null = {tool: {alpha: 0.1}}."""
+    filter: Callable[[Any], Iterable[Sequence[bool]]] | None = None
+    """`filter(rollout)` returns one keep-mask for each trainable branch, as long as its token ids; further keys of the
+    node are its keyword arguments. It can only narrow the choice; null = train on all of it."""
+
+    _warned: bool = field(default=False, init=False)
+    _silent: int = field(default=0, init=False)
+    """Steps in a row without an observation that trains; -1 once the warning is out."""
+
+    @property
+    def alphas(self) -> dict[str, float]:
+        """The weight of each role that trains."""
+        return {role: settings["alpha"] for role, settings in (self.roles or {"tool": {"alpha": 0.1}}).items()}
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.roles is not None and not self.roles:
+            raise ConfigError(
+                f"{where}.roles is empty: name at least one role, e.g. +{where}.roles.tool.alpha=0.1, or choose "
+                "algo=grpo"
+            )
+        for role, settings in (self.roles or {}).items():
+            if role not in ROLES:
+                raise ConfigError(f"{where}.roles.{role}: no message has that role; choose from {', '.join(ROLES)}")
+            if set(settings) != {"alpha"} or not 0 < settings["alpha"] < math.inf:
+                raise ConfigError(f"{where}.roles.{role} must be {{alpha: <a number above 0>}}, got {dict(settings)}")
+        if self.filter is not None and not callable(self.filter):
+            raise ConfigError(f"{where}.filter={self.filter!r}: name a function, {where}.filter._target_=my.function")
+
+    async def score_rollout(self, rollout: Rollout) -> None:
+        keep = self._keep_masks(rollout)
+        done = {key for branch in rollout.branches for key, node in keyed_nodes(branch) if node.sampled}
+        for branch, sample in zip(rollout.sample_branches, rollout.samples, strict=True):
+            weights = self._weights(branch, self.alphas, keep.get(branch.index), done)
+            if any(weights):
+                sample.ce_weights = weights
+
+    def observe_batch(self, rollouts: list[Rollout]) -> None:
+        """Warn once if the env's messages never train, with the roles that there are."""
+        if self._silent < 0 or not rollouts:
+            return
+        trains = any(sample.feeds(COMPONENTS["ce"]) for rollout in rollouts for sample in rollout.samples)
+        self._silent = 0 if trains else self._silent + 1
+        if self._silent == SILENT_STEPS:
+            self._silent = -1
+            chosen = ", ".join(self.alphas) + ("" if self.filter is None else ", narrowed by algo.filter")
+            there = ", ".join(sorted(set().union(*map(observed_roles, rollouts)))) or "none"
+            log.warning(
+                f"env {rollouts[0].env_name}: echo has trained no observation in {SILENT_STEPS} steps: algo.roles has "
+                f"{chosen}; after the model's first turn the env has messages of the roles: {there}"
+            )
+
+    def _weights(
+        self, branch: "Branch", alphas: dict[str, float], keep: Sequence[bool] | None, done: set[MessageKey]
+    ) -> list[float]:
+        """The cross-entropy weight of each token of a branch, `[tokens]`.
+
+        Args:
+            branch: the branch of the trace, whose messages lie end to end.
+            alphas: weight by role.
+            keep: the user's keep-mask, `[tokens]`; None keeps everything.
+            done: keys of messages that the model sampled or that train on an earlier branch. A message on several
+                branches trains on the first of them, also where it was rendered again. Those chosen here are added.
+        """
+        weights: list[float] = []
+        sampled = frozenset(done)
+        answered = False
+        for key, node in keyed_nodes(branch):
+            own = [0.0] * len(node.token_ids)
+            if answered and node.message.role in alphas and key not in done:
+                if not node.is_content and node.token_ids and not self._warned:
+                    self._warned = True
+                    log.warning(
+                        "echo: this renderer does not tell a message's body from its template: whole messages are "
+                        "trained on"
+                    )
+                body = node.is_content or [True] * len(node.token_ids)
+                kept = body if keep is None else [all(pair) for pair in zip(body, keep[len(weights) :], strict=False)]
+                own = [alphas[node.message.role] * bool(chosen) for chosen in kept]
+            if any(own):
+                done.add(key)
+            weights += own
+            answered = answered or node.sampled or (key in sampled and node.message.role == "assistant")
+        return weights
+
+    def _keep_masks(self, rollout: Rollout) -> dict[int, Sequence[bool]]:
+        """What the user's filter keeps, by branch index; empty without a filter."""
+        if self.filter is None:
+            return {}
+        name, branches = name_of(self.filter), [branch for branch in rollout.branches if branch.trainable]
+        masks: Any = self.filter(rollout)
+        masks = list(masks) if isinstance(masks, Iterable) else masks
+        if (got := size(masks)) != len(branches):
+            raise ValueError(f"{name} must return one keep-mask per trainable branch: {len(branches)}, got {got}")
+        for branch, mask in zip(branches, masks, strict=True):
+            if (got := size(mask)) != (length := len(branch.token_ids)):
+                raise ValueError(
+                    f"{name}: the keep-mask of branch {branch.index} must span the branch's tokens: {length}, got {got}"
+                )
+        return {branch.index: mask for branch, mask in zip(branches, masks, strict=True)}
+
+
+def observed_roles(rollout: Rollout) -> set[str]:
+    """The roles of messages that the model did not sample and that follow a turn of its own."""
+    roles: set[str] = set()
+    for branch in rollout.branches:
+        later = dropwhile(lambda node: not node.sampled, branch.nodes)
+        roles |= {node.message.role for node in later if not node.sampled}
+    return roles
+
+
+def size(masks: Any) -> int | str:
+    """The number of entries, or the type of a value that has none."""
+    return len(masks) if hasattr(masks, "__len__") else f"a {type(masks).__name__}"

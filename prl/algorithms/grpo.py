@@ -1,0 +1,70 @@
+"""GRPO."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge
+
+from prl.algorithms.advantage import centred, leave_one_out, overlong_penalty, std_normalized
+from prl.algorithms.base import Algorithm
+from prl.algorithms.length_penalty import LengthPenalty
+from prl.errors import ConfigError
+from prl.rollouts.rollout import Rollout
+
+
+@dataclass(kw_only=True)
+class OverlongPenalty:
+    """DAPO's soft punishment of overlong completions (`overlong_penalty`), in sampled tokens of the whole rollout."""
+
+    max_tokens: Annotated[int, Ge(1)] | None = None
+    """A rollout of more loses 1 of its reward; null = no penalty."""
+    buffer: Annotated[int, Ge(0)] = 0
+    """The loss grows from 0 to 1 over this many tokens before `max_tokens`; 0 = all of it at once."""
+
+
+@dataclass(kw_only=True)
+class GRPOAlgorithm(LengthPenalty, Algorithm):
+    """Group-relative policy optimisation: credit = reward - mean reward of the group, on every sampled token.
+
+    `length_penalty` and `overlong_penalty` shape the reward that credit is computed from; the rollout keeps its own.
+    With `length_penalty` the rewards of correct rollouts grow by how much cheaper they are than their mean
+    (`efficiency_shaping`). `baseline`, then `normalize`, apply to the shaped rewards. Source: GRPO (arXiv 2402.03300)
+    without the length and standard-deviation terms (Dr. GRPO, arXiv 2503.20783).
+    """
+
+    group_relative: ClassVar[bool] = True
+
+    overlong_penalty: OverlongPenalty = field(default_factory=OverlongPenalty)
+    """Take reward from rollouts that come near a length; off unless it has `max_tokens`."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What is subtracted from a reward: the mean of the group, or of the other rollouts in it (RLOO)."""
+    normalize: Literal["std"] | None = None
+    """Divide credit by the group's standard deviation of rewards (`std_normalized`); null = do not."""
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        overlong = self.overlong_penalty
+        if overlong.max_tokens is not None and self.length_penalty is not None:
+            raise ConfigError(f"{where}: length_penalty and overlong_penalty both price length: choose one of them")
+        if overlong.buffer > (overlong.max_tokens or 0):
+            raise ConfigError(
+                f"{where}.overlong_penalty.buffer={overlong.buffer} must be at most {where}.overlong_penalty.max_tokens"
+                f"={'null' if overlong.max_tokens is None else overlong.max_tokens}"
+            )
+
+    def score_group(self, group: list[Rollout]) -> None:
+        shaped = centred(self._priced(group))
+        advantages = leave_one_out(shaped) if self.baseline == "leave_one_out" else shaped
+        if self.normalize == "std":
+            advantages = std_normalized(advantages, shaped)
+        for rollout, advantage in zip(group, advantages, strict=True):
+            rollout.assign_advantages(advantage)
+
+    def _priced(self, group: list[Rollout]) -> list[float]:
+        """The rewards, shaped by one of the two penalties or none."""
+        rewards = self.shaped_rewards(group)
+        if (most := self.overlong_penalty.max_tokens) is not None:
+            lengths = [rollout.num_completion_tokens for rollout in group]
+            buffer = self.overlong_penalty.buffer
+            rewards = [r + overlong_penalty(n, most, buffer) for r, n in zip(rewards, lengths, strict=True)]
+        return rewards

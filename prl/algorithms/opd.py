@@ -1,0 +1,55 @@
+"""On-policy distillation."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge
+
+from prl.algorithms.base import Algorithm
+from prl.algorithms.reference import ReferenceLogprobs
+from prl.config.model_reference import POLICY, FrozenModelConfig, as_reference, check_reference
+from prl.errors import ConfigError
+from prl.rollouts.rollout import Rollout
+
+
+@dataclass(kw_only=True)
+class OPDAlgorithm(Algorithm):
+    """Reverse KL from the policy to a frozen teacher on every sampled token; assigns no advantage.
+
+    The teacher's logprobs of the rollout's own tokens ship with them, and the trainer weighs log teacher - log policy
+    like an advantage (`ref_kl`). `group_size` only fans out sampling. Source: on-policy distillation, Thinking Machines
+    Lab (2025), after MiniLLM (arXiv 2306.08543) and GKD (arXiv 2306.13649).
+    """
+
+    action_loss_type: ClassVar[str] = "ref_kl"
+    reads_reward: ClassVar[bool] = False
+
+    teacher: FrozenModelConfig | str | None = None
+    """The frozen model to distil from: {name, base_url}. Required."""
+    max_concurrent: Annotated[int, Ge(1)] = 32
+    """Scoring requests in flight."""
+
+    def __post_init__(self) -> None:
+        self.teacher = as_reference(self.teacher)
+
+    def check(self, where: str) -> None:
+        if self.teacher == POLICY:
+            raise ConfigError(
+                f"{where}.teacher=policy: the KL from the policy to itself is zero. Name a frozen model (name and "
+                "base_url; teacher=local hosts one), or choose algo=opsd to distil from the policy shown a "
+                "demonstration"
+            )
+        if self.teacher is None:
+            raise ConfigError(
+                f"{where}.teacher has no value: {type(self).__name__} needs a frozen model, with name and base_url"
+            )
+        check_reference(
+            self.teacher, f"{where}.teacher", hosted=True
+        )  # its URL is checked with the run's hosted models
+
+    async def setup(self) -> None:
+        assert isinstance(self.teacher, FrozenModelConfig)
+        self.scorer = ReferenceLogprobs(await self.connect(self.teacher), self.max_concurrent)
+
+    async def score_rollout(self, rollout: Rollout) -> None:
+        await self.scorer.compute(rollout)

@@ -1,0 +1,107 @@
+"""On-policy self-distillation."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge
+
+from prl.algorithms.base import Algorithm
+from prl.algorithms.reference import ReferenceLogprobs
+from prl.engines.renderer import make_renderer, renderer_config, tokenizer_of
+from prl.errors import ConfigError, PrlError
+from prl.monitors.text import in_one_line
+from prl.rollouts.rollout import Rollout
+
+TEMPLATE = (
+    "Here is an example of a response to the question:\n{demonstration}\n\nNow answer with a response of your own."
+)
+
+PROBE = "demonstration-7e1"
+"""A demonstration whose place in the hint can be found."""
+LONGEST = 16  # demonstrations to measure, the longest by characters: the longest in tokens is among them
+
+
+@dataclass(kw_only=True)
+class OPSDAlgorithm(Algorithm):
+    """Reverse KL to the live policy shown a demonstration, on every sampled token; assigns no advantage.
+
+    The hint is one leading system message. The reference scores the hint and the rollout's tokens verbatim, and the
+    hint's part is cut off again, so a rollout may have any number of turns. Rollouts are kept so short that the hint
+    fits into `model.max_model_len` as well. Source: self-distillation fine-tuning (arXiv 2601.19897).
+    """
+
+    action_loss_type: ClassVar[str] = "ref_kl"
+    reads_reward: ClassVar[bool] = False
+
+    demo_key: str = "demonstration"
+    """Where to find a rollout's demonstration: this key of its `info`, else the task's field of this name."""
+    template: str = TEMPLATE
+    """The hint, with {demonstration} where the demonstration goes."""
+    renderer: str = "auto"
+    """Renderer of the hint, over the policy's tokenizer; `auto` = the run's own."""
+    max_concurrent: Annotated[int, Ge(1)] = 32
+    """Scoring requests in flight."""
+
+    def check(self, where: str) -> None:
+        if "{demonstration}" not in self.template:
+            raise ConfigError(f"{where}.template must contain {{demonstration}} where the demonstration goes")
+        renderer_config(self.renderer, {}, where=f"{where}.renderer", name_key=f"{where}.renderer")
+
+    def check_tasks(self, where: str, tasks: Sequence[Any]) -> None:
+        if not any(getattr(task.data, self.demo_key, None) for task in tasks):
+            warnings.warn(
+                f"{where}.demo_key={self.demo_key}: no task has that field, so rollouts fail unless their env puts a "
+                "demonstration into `info`",
+                stacklevel=2,
+            )
+
+    def attach(self, **live: Any) -> None:
+        super().attach(**live)
+        self.hint_renderer = self.policy_renderer
+        if self.renderer != "auto":
+            key = f"{type(self).__name__}.renderer"
+            tokenizer = tokenizer_of(self.policy_renderer)
+            if tokenizer is None:
+                raise PrlError(f"{key}={self.renderer}: the run's renderer does not keep its tokenizer; choose auto")
+            self.hint_renderer = make_renderer(tokenizer, name=self.renderer, name_key=key)
+        self._check_hint()
+        self.scorer = ReferenceLogprobs(self.policy_pool, self.max_concurrent)
+
+    def _check_hint(self) -> None:
+        """Raise ConfigError where the chat template shows no hint: the reference would be the policy itself."""
+        tokenizer = tokenizer_of(self.hint_renderer)
+        try:
+            shown = None if tokenizer is None else tokenizer.decode(self._hint(PROBE))
+        except Exception as error:  # of a chat template, which is a program
+            raise ConfigError(
+                f"{type(self).__name__}: the hint, a system message alone, cannot be rendered ({in_one_line(error)}): "
+                "choose a renderer that takes one with algo.renderer"
+            ) from error
+        if shown is not None and PROBE not in shown:
+            raise ConfigError(
+                f"{type(self).__name__}: the chat template leaves the hint out, a system message: choose a "
+                "renderer that takes one with algo.renderer"
+            )
+
+    def reserve(self, tasks: Sequence[Any]) -> int:
+        longest = sorted((str(getattr(task.data, self.demo_key, "")) for task in tasks), key=len)[-LONGEST:]
+        return max((len(self._hint(demonstration)) for demonstration in longest), default=0)
+
+    async def score_rollout(self, rollout: Rollout) -> None:
+        task = rollout.task.data
+        demonstration = rollout.info.get(self.demo_key) or getattr(task, self.demo_key, None)
+        if not demonstration:
+            missing = (
+                f"no {self.demo_key!r} to show: neither info nor a field of task {task.id or task.idx} of env "
+                f"{rollout.env_name!r} holds one (algo.demo_key names the field)"
+            )
+            rollout.fail(ValueError(missing), "env")
+        else:
+            await self.scorer.compute(rollout, context=self._hint(str(demonstration)))
+
+    def _hint(self, demonstration: str) -> list[int]:
+        """The tokens of the system message that shows the demonstration."""
+        message = {"role": "system", "content": self.template.replace("{demonstration}", demonstration)}
+        return list(self.hint_renderer.render_ids([message], add_generation_prompt=False))

@@ -1,0 +1,70 @@
+"""`config.yaml` of a run: its resolved config, which `--config-dir <run> --config-name config` composes again.
+
+It names code by `_target_`, as a command line does. Nobody takes that up but the command that was given the run.
+"""
+
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import OmegaConf
+
+from prl.config.build import plain
+from prl.config.evaluation import EvaluationConfig
+from prl.config.schema import TrainConfig
+from prl.errors import ConfigError
+from prl.monitors.masking import masked
+from prl.monitors.text import in_one_line
+
+BEGINS, ENDS = "---\n", "...\n"
+"""Marks of YAML: a file that has the first and not the second was cut off."""
+DEFAULTS = ["/base@_global_", "_self_"]
+"""What Hydra composes it with: the schema of a run and Hydra's own settings (conf/base.yaml)."""
+
+
+def data_of(config: TrainConfig | EvaluationConfig) -> dict[str, Any]:
+    """A config as files show it: plain data without secrets."""
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(masked(plain(config)))))
+
+
+def text_of(config: TrainConfig | EvaluationConfig) -> str:
+    """What `config.yaml` says of a config. A training run itself is its directory."""
+    data = data_of(config)
+    if isinstance(config, TrainConfig):
+        data = {"defaults": DEFAULTS} | without_run(data)
+    return f"{BEGINS}{OmegaConf.to_yaml(OmegaConf.create(data))}{ENDS}"
+
+
+def yaml_of(text: str) -> Any:
+    """The config that a text of `config.yaml` says, with interpolations as they are. Raises where it was cut off."""
+    if text.startswith(BEGINS) and not text.rstrip().endswith(ENDS.strip()):
+        raise ValueError("its end is missing")
+    content = OmegaConf.to_container(OmegaConf.create(text))
+    return {key: value for key, value in content.items() if key != "defaults"} if isinstance(content, dict) else content
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The config in a run's `config.yaml`. Raises ConfigError where that is none."""
+    try:
+        content = yaml_of(path.read_text(encoding="utf-8"))
+    except Exception as error:  # YAML's and OmegaConf's errors have no common base
+        raise ConfigError(f"{path} cannot be read: {in_one_line(error)}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("envs"), dict):
+        raise ConfigError(f"{path} is not the config of a run")
+    return without_run(content)
+
+
+def has_config(run_dir: Path) -> bool:
+    """Whether a run has got as far as its config: a start that died may have left an empty one, or none."""
+    path = run_dir / "config.yaml"
+    return path.exists() and path.stat().st_size > 0
+
+
+def without_run(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without the name and the directory of its run."""
+    return {key: value for key, value in config.items() if key != "run"}
+
+
+def quoted(value: object) -> str:
+    """A text in the grammar of Hydra's overrides."""
+    return str(QuotedString(str(value), Quote.single).with_quotes())

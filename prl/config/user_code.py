@@ -1,0 +1,83 @@
+"""Code of the user's: what it raises is a refusal before a run (`contained`), and ends one by its name (`called`)."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+from prl.errors import ConfigError, PrlError, of_own_code
+
+log = logging.getLogger(__name__)
+
+OWN = ("prl.", "torch.optim.")
+"""Beginnings of the paths of code that is not the user's."""
+LONG_S = 10.0
+"""[s] A hook that takes longer is named: nothing of a run goes on meanwhile."""
+
+
+@contextlib.contextmanager
+def contained(where: str, what: str, path: str) -> Iterator[None]:
+    """Run the block, which is code that a config names; what it raises is a refusal.
+
+    Args:
+        where: The config key, for messages.
+        what: What the block does, for messages: `importing it`.
+        path: The dotted path of the code. Of what prl's own raises, only what is an Exception is a refusal.
+
+    Raises:
+        ConfigError: The code has raised something.
+    """
+    failures = Exception if path.startswith(OWN) else BaseException
+    try:
+        yield
+    except PrlError:
+        raise
+    except failures as error:
+        raise failed(error, where, what) from error
+
+
+def hook(where: str, component: object, name: str) -> contextlib.AbstractContextManager[None]:
+    """`contained`, for a block that calls the method `name` of a component."""
+    return contained(where, f"{type(component).__name__}.{name}", type(component).__module__)
+
+
+def failed(error: BaseException, where: str, what: str) -> ConfigError:
+    """Return the refusal for an exception of the user's code. Raises KeyboardInterrupt, which is Ctrl-C."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    return ConfigError(f"{where}: {what} failed: {of_own_code(error)}")
+
+
+class called:
+    """Run the block, which calls a component (its method `name`) during a run; `where` is its config key, for messages.
+
+    SystemExit and KeyboardInterrupt are the component's own here, and would tear the event loop: Ctrl-C comes as a
+    cancellation of what is awaited (`prl.launch.signals`), and interrupts only code that holds the loop up. Not for a
+    block that awaits.
+
+    A class: rollouts go through it by the thousand, and a generator takes three times as long.
+
+    Raises:
+        PrlError: Whatever it raised, with file and line.
+    """
+
+    __slots__ = ("began", "component", "name", "where")
+
+    def __init__(self, where: str, component: object, name: str = ""):
+        self.where, self.component, self.name = where, component, name
+
+    def __enter__(self) -> None:
+        self.began = time.monotonic()
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        took_s = time.monotonic() - self.began
+        if took_s >= LONG_S:
+            log.warning("%s: %s took %.0f s, in which nothing else of the run went on", self.where, self.what, took_s)
+        if error is None or isinstance(error, PrlError):
+            return
+        log.info("%s: %s failed", self.where, self.what, exc_info=True)
+        raise PrlError(f"{self.where}: {self.what} failed: {of_own_code(error)}") from error
+
+    @property
+    def what(self) -> str:
+        return type(self.component).__name__ + f".{self.name}" * bool(self.name)

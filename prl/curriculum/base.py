@@ -1,0 +1,105 @@
+"""The interface between the orchestrator and an env's curriculum."""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verifiers.v1.task import Task
+
+
+@dataclass(kw_only=True, eq=False)
+class Curriculum(ABC):
+    """Hands out the tasks of one env. There is one instance per env.
+
+    A subclass must implement `load` and `next`. The other methods describe difficulty pools and an env that can run out
+    of tasks; their defaults are those of a curriculum that has neither. Tasks are recognised by identity: `update` and
+    `pool_of` receive the very object that `next` returned.
+    """
+
+    online_difficulty_filtering: bool = False
+    """Drop a group whose mean reward is 0 or 1, up to rounding, before it takes a place in a batch. For rewards from 0
+    to 1."""
+
+    where = "curriculum"  # not an option; `check` replaces it
+    """The curriculum's config key, for the messages of `load`."""
+
+    def check(self, where: str) -> None:
+        """Raise ConfigError for options that contradict each other; `where` is the curriculum's config key."""
+        self.where = where
+
+    def check_start(self, *, goes_on: bool) -> None:  # noqa: B027
+        """Raise ConfigError for options that contradict how the run starts: anew, or going on (`run.resume`)."""
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether the settings judge tasks by reward, which says nothing under an algorithm that reads none."""
+        return self.online_difficulty_filtering
+
+    @abstractmethod
+    def load(self, tasks: "Sequence[Task]", *, seed: int, env_name: str) -> None:
+        """Take over the env's tasks. Called once, before anything else; raises ConfigError for what cannot work.
+
+        Args:
+            tasks: The env's training tasks, at least one.
+            seed: Governs every random choice, so that a run can be repeated.
+            env_name: For messages and for the files of the difficulty pools.
+        """
+
+    @abstractmethod
+    def next(self) -> "Task":
+        """The next task to play. Raises PrlError once the env has ended."""
+
+    def update(self, task: "Task", *rewards: float) -> str | None:
+        """Learn the mean reward of a finished group of `task`, one value per trained agent.
+
+        Returns the difficulty pool that the task is in now; None without pools.
+        """
+        return None
+
+    def returns(self, task: "Task") -> bool:
+        """Whether `next` may hand out `task` again."""
+        return True
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is no task to hand out, now and for the rest of the run."""
+        return False
+
+    @property
+    def pooled(self) -> bool:
+        """Whether tasks are kept in difficulty pools, to be reported and saved with each checkpoint."""
+        return False
+
+    def pool_of(self, task: "Task") -> str | None:
+        """The difficulty pool that `task` is in: easy, normal or hard; None without pools."""
+        return None
+
+    def counts(self) -> dict[str, int]:
+        """Tasks in each difficulty pool; empty without pools."""
+        return {}
+
+    def describe(self) -> str:
+        """The state of the curriculum in a few words, for messages."""
+        return ", ".join(f"{count} {pool}" for pool, count in self.counts().items())
+
+    def retired_to(self, pool: str) -> list[dict[str, Any]]:
+        """The tasks of a difficulty pool as plain data, to be saved with a checkpoint."""
+        return []
+
+    def take_evicted(self) -> Counter[str]:
+        """The number of tasks retired to each pool since the last call."""
+        return Counter()
+
+    def state_dict(self) -> Any:
+        """The position among the tasks, and whatever else decides which come next, as plain data for a checkpoint.
+
+        Called at every step. `load_state_dict` gets it back when the run goes on, after `load` with the same tasks.
+        None = the curriculum does not know where it was: then the run goes on with its first tasks.
+        """
+        return None
+
+    def load_state_dict(self, state: Any) -> None:  # noqa: B027
+        """Take over what `state_dict` returned in an earlier part of the run."""

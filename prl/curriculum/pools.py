@@ -1,0 +1,300 @@
+"""prl's own curriculum: seeded passes over the tasks, with difficulty pools for those that are too easy or too hard."""
+
+import hashlib
+import json
+import logging
+import random
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge, Le
+
+from prl.curriculum.base import Curriculum
+from prl.errors import UNREADABLE, ConfigError, PrlError
+from prl.rollouts.rewards import at_least, at_most
+
+if TYPE_CHECKING:
+    from verifiers.v1.task import Task
+
+log = logging.getLogger(__name__)
+
+RETIRED = ("easy", "hard")
+"""The pools that are not sampled from; the third pool, `normal`, holds all other tasks."""
+
+
+@dataclass(kw_only=True, eq=False)
+class TaskCurriculum(Curriculum):
+    """The tasks of one env in passes: no task comes twice before all have come once.
+
+    With thresholds, or with pools loaded from a checkpoint, each task is in one of three pools, `normal`, `easy` and
+    `hard`, and only normal tasks are handed out. One group decides. A retired task stays retired, whatever its groups
+    still in flight show later; only `refill` brings it back, or a run that goes on without pools. So an env that has
+    ended does not begin again.
+    """
+
+    shuffle: bool = True
+    """Reorder the tasks before each pass (seeded)."""
+    easy_threshold: float | None = None
+    """A group's mean reward from which on its task is retired to the easy pool and not sampled again. null = never."""
+    hard_threshold: float | None = None
+    """A group's mean reward up to which its task is retired to the hard pool. null = never."""
+    refill: bool = False
+    """Sample all retired tasks again once an env has no normal task left. False = the env ends, and the run with its
+    last env."""
+    load_from: str | None = None
+    """A checkpoint folder with `easy_examples.jsonl` and `hard_examples.jsonl` to begin with; null = empty pools."""
+    hash_keys: list[str] | None = None
+    """Fields of a task's data that identify it in pools of an earlier run, or of this one before it went on. null =
+    verifiers' `task.key`: all fields."""
+    easy_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Share of the easy tasks that are sampled again, drawn at random (seeded): of `load_from`, or where it is given
+    with `run.resume` of the pools that the run goes on with, once."""
+    hard_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
+    """The same of the hard tasks."""
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        easy, hard, folder = self.easy_threshold, self.hard_threshold, self.load_from
+        if easy is not None and hard is not None and not easy > hard:
+            raise ConfigError(f"{where}.easy_threshold={easy} must be above {where}.hard_threshold={hard}")
+        if self.refill and not self.pooled:
+            raise ConfigError(
+                f"{where}.refill=true without difficulty pools: no task is ever retired. Add a threshold, "
+                f"{where}.easy_threshold=… or {where}.hard_threshold=…, or choose curriculum=pools"
+            )
+        for pool in RETIRED:
+            if folder is not None and not (path := pool_path(folder, pool)).is_file():
+                raise ConfigError(
+                    f"{where}.load_from={folder!r} has no {path.name}: give a folder checkpoints/step_<n> of a run "
+                    "with difficulty pools"
+                )
+
+    def check_start(self, *, goes_on: bool) -> None:
+        has_pools = self.load_from is not None or (goes_on and self.pooled)
+        for key in ("easy_fraction", "hard_fraction"):
+            if getattr(self, key) and not has_pools:
+                raise ConfigError(
+                    f"{self.where}.{key}={getattr(self, key)} is about the pools that a run begins with, and this one "
+                    f"has none: add {self.where}.load_from=<run>/checkpoints/step_<n>, give it where a run with pools "
+                    "goes on (run.resume), or leave it out"
+                )
+
+    def load(self, tasks: "Sequence[Task]", *, seed: int, env_name: str) -> None:
+        self.tasks = tasks
+        self.env_name = env_name
+        self.random = random.Random(seed)
+        self.passes = 0
+        self._evicted: Counter[str] = Counter()
+        self._order: list[int] = []
+        """Indices of the tasks left in this pass, the next one last."""
+        self._retired: dict[int, str] = {}
+        """The pool of each retired task, by index."""
+        self._hashes: dict[int, str] = {}
+        """Of tasks that have been retired, by index: `state_dict` is asked at every step."""
+        self._index = {task: index for index, task in enumerate(tasks)}  # verifiers' tasks compare by identity
+        if self.hash_keys == []:
+            raise ConfigError(
+                f"{self.where}.hash_keys is empty: name fields of the task's data, or null for all of them"
+            )
+        for key in self.hash_keys or ():
+            if key not in (known := type(tasks[0].data).model_fields):
+                raise ConfigError(
+                    f"{self.where}.hash_keys: {key!r} is not a field of {type(tasks[0].data).__name__}; it has "
+                    f"{', '.join(known)}"
+                )
+        if self.load_from is not None:
+            self._load_pools(self.load_from)
+
+    @property
+    def pooled(self) -> bool:
+        return (self.easy_threshold, self.hard_threshold, self.load_from) != (None, None, None)
+
+    @property
+    def reads_rewards(self) -> bool:
+        return super().reads_rewards or (self.easy_threshold, self.hard_threshold) != (None, None)
+
+    @property
+    def ended(self) -> bool:
+        return len(self._retired) == len(self.tasks) and not self.refill
+
+    def next(self) -> "Task":
+        if self.ended:
+            raise PrlError(f"env {self.env_name!r} has no task left: {self.describe()}")
+        if len(self._retired) == len(self.tasks):
+            log.info("env %s: no normal task left (%s); all are sampled again", self.env_name, self.describe())
+            self._retired, self._order = {}, []
+        while True:
+            if not self._order:
+                self.passes += 1
+                self._order = [index for index in range(len(self.tasks)) if index not in self._retired]
+                if self.shuffle:
+                    self.random.shuffle(self._order)
+                self._order.reverse()
+            if (index := self._order.pop()) not in self._retired:
+                return self.tasks[index]
+
+    def update(self, task: "Task", *rewards: float) -> str | None:
+        """See `Curriculum.update`. In a game, all trained agents must be past the same threshold for the task to
+        retire."""
+        pool, index = self._judge(rewards), self._index.get(task)
+        if pool is not None and index is not None and index not in self._retired:
+            self._retired[index] = pool
+            self._evicted[pool] += 1
+            self._warn_if_ended()
+        return self.pool_of(task)
+
+    def returns(self, task: "Task") -> bool:
+        return self.refill or self.pool_of(task) in (None, "normal")
+
+    def pool_of(self, task: "Task") -> str | None:
+        return self._retired.get(self._index.get(task, -1), "normal") if self.pooled else None
+
+    def counts(self) -> dict[str, int]:
+        retired = Counter(self._retired.values())
+        return {"easy": retired["easy"], "normal": len(self.tasks) - len(self._retired), "hard": retired["hard"]}
+
+    def describe(self) -> str:
+        return "{easy} easy, {hard} hard of {total}".format(**self.counts(), total=len(self.tasks))
+
+    def retired_to(self, pool: str) -> list[dict[str, Any]]:
+        return [
+            entry_of(self.env_name, self.tasks[index])
+            for index, retired_to in sorted(self._retired.items())
+            if retired_to == pool
+        ]
+
+    def take_evicted(self) -> Counter[str]:
+        evicted, self._evicted = self._evicted, Counter()
+        return evicted
+
+    def state_dict(self) -> dict[str, Any]:
+        """The pass that has begun, the tasks left in it by number, the hashes of the retired ones, and the random
+        generator."""
+        for index in self._retired.keys() - self._hashes.keys():
+            self._hashes[index] = fingerprint(entry_of(self.env_name, self.tasks[index]), self.hash_keys)
+        return {
+            "tasks": len(self.tasks),
+            "pooled": self.pooled,
+            "passes": self.passes,
+            "order": list(self._order),
+            "retired": [[self._hashes[index], pool] for index, pool in self._retired.items()],
+            "hash_keys": self.hash_keys,
+            "fractions": [self.easy_fraction, self.hard_fraction],
+            "evicted": dict(self._evicted),
+            "random": self.random.getstate(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["tasks"] != len(self.tasks):
+            raise ValueError(f"it is of {state['tasks']} tasks, and there are {len(self.tasks)}")
+        self.passes, self._order = state["passes"], list(state["order"])
+        version, internal, gauss = state["random"]
+        self.random.setstate((version, tuple(internal), gauss))
+        if self.pooled and state["pooled"]:  # else they are off now, or `load_from` is new
+            fractions = [self.easy_fraction, self.hard_fraction]
+            drawn = fractions == state["fractions"]  # for `load_from`, or as the run went on before
+            self._retire(state["retired"], state["hash_keys"], [0.0, 0.0] if drawn else fractions, "the checkpoint")
+            self._evicted = Counter(state["evicted"])
+
+    def _judge(self, rewards: Sequence[float]) -> str | None:
+        """The pool to which a group's rewards retire its task, if any."""
+        if self.easy_threshold is not None and at_least(min(rewards), self.easy_threshold):
+            return "easy"
+        return "hard" if self.hard_threshold is not None and at_most(max(rewards), self.hard_threshold) else None
+
+    def _warn_if_ended(self) -> None:
+        if self.ended:
+            log.warning(
+                "env %s has no task left (%s) and ends; %s.refill=true samples them again",
+                self.env_name,
+                self.describe(),
+                self.where,
+            )
+
+    def _load_pools(self, folder: str) -> None:
+        """Retire the tasks that the pools in `folder` hold, less the shares that are sampled again."""
+        saved = [
+            [fingerprint(entry, self.hash_keys), pool]
+            for pool in RETIRED
+            for entry in read_pool(folder, pool, self.where)
+            if entry["env"] == self.env_name
+        ]
+        self._retire(saved, self.hash_keys, [self.easy_fraction, self.hard_fraction], folder)
+
+    def _retire(self, saved: list[list[str]], hash_keys: list[str] | None, shares: list[float], source: str) -> None:
+        """Retire the tasks that are saved by hash and pool, less the shares of both pools that are sampled again."""
+        own: dict[str, list[int]] = {}
+        for index, task in enumerate(self.tasks):
+            own.setdefault(fingerprint(entry_of(self.env_name, task), hash_keys), []).append(index)
+        self._retired = {}
+        for pool, share in zip(RETIRED, shares, strict=True):
+            hashes = [task_hash for task_hash, retired_to in saved if retired_to == pool]
+            candidates = [own.get(task_hash) for task_hash in hashes]
+            indices = [equal.pop(0) for equal in candidates if equal]  # of equal tasks, as many as were saved
+            released = set(self.random.sample(indices, round(share * len(indices))))
+            self._retired |= {index: pool for index in indices if index not in released}
+            level = logging.WARNING if hashes and not indices else logging.INFO
+            counts = f"{len(indices)} of the {len(hashes)} {pool} tasks in {source} are among its own"
+            log.log(level, "env %s: %s; %d of them are sampled again", self.env_name, counts, len(released))
+        self._warn_if_ended()
+
+
+def pool_path(folder: Path | str, pool: str) -> Path:
+    return Path(folder).expanduser() / f"{pool}_examples.jsonl"
+
+
+def entry_of(env_name: str, task: "Task") -> dict[str, Any]:
+    """The line of a task: its env, verifiers' key for it, and its data."""
+    return {"env": env_name, "key": task.key, "task": task.data.model_dump(mode="json", exclude_none=True)}
+
+
+def fingerprint(entry: dict[str, Any], hash_keys: list[str] | None) -> str:
+    """A hash of the fields `hash_keys` of the task's data; null = verifiers' own key, which hashes all of them."""
+    if hash_keys is None:
+        return entry["key"]
+    chosen = [entry["task"].get(key) for key in hash_keys]
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
+
+
+def write_pools(folder: Path, entries: dict[str, list[dict[str, Any]]]) -> None:
+    """Write both pools into `folder`; `entries` are their lines by pool."""
+    from prl.transport.files import write_atomically  # composing a config must not import msgspec
+
+    for pool in RETIRED:
+        lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in entries[pool]]
+        write_atomically(pool_path(folder, pool), "".join(lines).encode())
+
+
+def read_pool(folder: str, pool: str, where: str) -> list[dict[str, Any]]:
+    """The lines of a pool. Raises ConfigError for a line that does not describe a task; `where` is the curriculum's
+    key."""
+    entries = []
+    path = pool_path(folder, pool)
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):  # text would also break at U+2028
+        try:
+            match json.loads(line):
+                case {"env": str(), "key": str(), "task": dict()} as entry:
+                    entries.append(entry)
+                case _:
+                    raise ValueError("it must have env and key, which are strings, and task, an object")
+        except UNREADABLE as error:
+            raise ConfigError(
+                f"{where}.load_from: line {number} of {path} does not describe a task: {error}"
+            ) from error
+    return entries
+
+
+def warn_of_other_envs(load_from: str, env_names: Iterable[str]) -> None:
+    """Warn if none of the tasks saved in `load_from` belongs to an env of this run."""
+    saved = {entry["env"] for pool in RETIRED for entry in read_pool(load_from, pool, "curriculum")}
+    if saved and not saved.intersection(env_names):
+        warnings.warn(
+            f"curriculum.load_from={load_from!r}: its tasks belong to the envs {', '.join(sorted(saved))}, and this "
+            f"run has only {', '.join(sorted(env_names))}: none is retired. +env@envs.<name>=<option> gives an env "
+            "its old name",
+            stacklevel=2,
+        )

@@ -1,0 +1,189 @@
+"""Sources of rollouts that answer with messages rather than tokens: a chat endpoint, or the tasks' own demonstrations.
+
+The policy's renderer turns a message into the tokens that the policy would have sampled to write it.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verifiers.v1.dialects.chat import message_to_wire
+
+from prl.engines.renderer import UnrenderablePrompt, render, render_prompt, tokenizer_of
+from prl.engines.replies import Completion, reading
+from prl.engines.template_check import EXCERPT, first_lost
+from prl.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from renderers import Renderer
+
+    from prl.engines.frozen import FrozenPool
+
+OF_TOKENS = ("stop_token_ids", "skip_special_tokens")
+"""Sampling parameters that mean something to a server which exchanges token ids, and to no other."""
+ENDED = {"stop": "stop", "tool_calls": "stop", "function_call": "stop", "length": "length", None: None}
+"""How a chat endpoint says that a reply ended -> how vLLM says it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """A prompt as messages."""
+
+    said: Sequence[Any]
+    """verifiers' messages, or mappings in OpenAI's format."""
+    tools: list[dict[str, Any]] | None = None
+    """What the model may call, in OpenAI's format."""
+    task: Any = None
+    """The data of the task that is played."""
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages in OpenAI's format."""
+        return [each if isinstance(each, dict) else message_to_wire(each) for each in self.said]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An assistant message; `finish_reason` is stop, length or null."""
+
+    message: dict[str, Any]
+    finish_reason: str | None = "stop"
+    may_be_cut: bool = True
+    """Whether its beginning will do where all of it does not fit."""
+
+
+class UnusableReply(EngineError):
+    """A source has no reply here that the policy could have given."""
+
+    kind = "env"
+
+
+class MessageSource(ABC):
+    """A frozen source of rollouts that takes a dialogue and gives messages."""
+
+    version = None
+    cache_salt = None
+    model: str
+    """Its name, for the trace."""
+
+    @abstractmethod
+    async def answer(self, dialogue: Dialogue, sampling: dict[str, Any], *, n: int) -> list[Answer]:
+        """Return `n` answers; `sampling` holds vLLM's sampling parameters. Raises EngineError where there is none."""
+
+
+class ChatSource(MessageSource):
+    """A model behind `/v1/chat/completions`, of any tokenizer."""
+
+    def __init__(self, pool: "FrozenPool"):
+        self.pool = pool
+        self.model = pool.model
+
+    async def answer(self, dialogue: Dialogue, sampling: dict[str, Any], *, n: int) -> list[Answer]:
+        asked: dict[str, Any] = {"top_p": 1.0} | {k: v for k, v in sampling.items() if k not in OF_TOKENS}
+        # What a model thought earlier is its own: endpoints refuse or ignore it.
+        asked["messages"] = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in dialogue.messages]
+        if dialogue.tools:
+            asked["tools"] = dialogue.tools
+        # One request each: not every endpoint knows `n`.
+        requests = (self._one(asked | {"seed": (sampling["seed"] + number) % 2**31}) for number in range(n))
+        return list(await asyncio.gather(*requests))
+
+    async def _one(self, asked: dict[str, Any]) -> Answer:
+        def read(reply: dict[str, Any]) -> Answer:
+            choice = reply["choices"][0]
+            said, reason = choice["message"], choice.get("finish_reason")
+            if reason not in ENDED:
+                raise EngineError(f"model {self.model!r} gave no whole reply: it ended with {reason!r}")
+            message = {"role": "assistant", "content": said.get("content") or ""}
+            if thought := said.get("reasoning_content") or said.get("reasoning"):
+                message["reasoning_content"] = thought
+            if said.get("tool_calls"):
+                message["tool_calls"] = said["tool_calls"]
+            return Answer(message, ENDED[reason])
+
+        return await self.pool.chat(asked, read)
+
+
+class Demonstrations(MessageSource):
+    """Plays each task's own demonstration: the n-th reply of a conversation is its n-th assistant message."""
+
+    model = "demonstrations"
+
+    def __init__(self, key: str):
+        """`key` names the task's field."""
+        self.key = key
+
+    async def answer(self, dialogue: Dialogue, sampling: dict[str, Any], *, n: int) -> list[Answer]:
+        with reading(self.model):
+            replies = replies_in(dialogue.task, self.key)
+            opening = dialogue.task.prompt
+            shown = [] if opening is None or isinstance(opening, str) else opening
+            given = _spoken(dialogue.messages) - _spoken(Dialogue(shown).messages)
+        if given >= len(replies):
+            raise UnusableReply(
+                f"the env asks for reply {given + 1}, and the task's {self.key} has {len(replies)}: for a conversation "
+                "it is a list of messages"
+            )
+        return [Answer(replies[given], may_be_cut=False)] * n
+
+
+def _spoken(messages: list[dict[str, Any]]) -> int:
+    return sum(message.get("role") == "assistant" for message in messages)
+
+
+def replies_in(task: Any, key: str) -> list[dict[str, Any]]:
+    """Return the assistant messages of a task's demonstration: of a list of messages, else the text itself.
+
+    Raises ValueError if the field `key` holds neither.
+    """
+    value = getattr(task, key, None)
+    if isinstance(value, list | tuple):
+        whole = [message for message in Dialogue(value).messages if _spoken([message])]
+        replies = [message | {"content": message.get("content") or ""} for message in whole]
+        if replies:
+            return replies
+    elif value is not None and not isinstance(value, dict) and str(value):
+        return [{"role": "assistant", "content": str(value)}]
+    raise ValueError(f"{key} holds no reply (a text, or a list of messages with an assistant's among them)")
+
+
+def as_completion(renderer: "Renderer", dialogue: Dialogue, answer: Answer, max_tokens: int) -> Completion:
+    """Return the policy's tokens of an answer, its end-of-turn token included unless its length cut it off.
+
+    Raises UnusableReply if there is no room for all of them, the template does not fit or leaves a part of it out.
+    """
+    tools, messages = dialogue.tools, dialogue.messages
+    prompt = list(render_prompt(renderer, messages, tools).token_ids)
+    whole = list(render(renderer, [*messages, answer.message], tools).token_ids)
+    stops, reply = set(renderer.get_stop_token_ids()), whole[len(prompt) :]
+    end = next((place for place, token in enumerate(reply, start=1) if token in stops), None)
+    if whole[: len(prompt)] != prompt or end is None:
+        problem = "does not begin with the prompt" if end is not None else "has no end-of-turn token"
+        raise UnusableReply(f"the policy's chat template takes no reply from elsewhere: with one, it {problem}")
+    tokenizer = tokenizer_of(renderer)
+    lost = None if tokenizer is None else first_lost(tokenizer, reply[: end - 1], answer.message)
+    if lost is not None:
+        raise UnusableReply(
+            f"the policy's chat template would leave out {lost[:EXCERPT]!r} of a reply: it strips thoughts, or the "
+            "text has a token that ends a turn"
+        )
+    token_ids = reply[: end - (answer.finish_reason == "length")]
+    if len(token_ids) <= max_tokens:
+        return Completion(token_ids, [], answer.finish_reason)
+    if not answer.may_be_cut:
+        raise UnusableReply(
+            f"a demonstration has {len(token_ids)} tokens, where {max_tokens} fit (model.max_model_len, "
+            "sampling.max_tokens)"
+        )
+    return Completion(token_ids[:max_tokens], [], "length")
+
+
+def check_template(renderer: "Renderer", where: str) -> None:
+    """Raise ConfigError, with the key `where`, if a renderer has no way to render replies that come as messages."""
+    try:
+        probe = Answer({"role": "assistant", "content": "!"})
+        as_completion(renderer, Dialogue([{"role": "user", "content": "?"}]), probe, max_tokens=1 << 30)
+    except (UnusableReply, UnrenderablePrompt) as error:
+        raise ConfigError(f"{where}: {error}; choose another renderer") from error

@@ -1,0 +1,286 @@
+"""Clients of models: the interface of every model, that of the live policy, and the policy's client over HTTP."""
+
+import asyncio
+import tempfile
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from filelock import FileLock, Timeout
+
+from prl.engines.http import PROBE_S, Endpoints
+from prl.engines.replies import Completion, read_completions, read_prompt_logprobs
+from prl.engines.rotation import Rotation
+from prl.engines.routing import Prefix, Server
+from prl.engines.traffic import Traffic
+from prl.engines.vllm.protocol import GENERATE, LOAD
+from prl.engines.vllm.server import TOKEN_VARIABLE
+from prl.errors import DeadlinePassed, EngineError, PrlError
+
+Read = TypeVar("Read")
+
+
+class ModelPool(ABC):
+    """A model that samples and scores."""
+
+    version: int | None = None
+    """Policy version that a request sent now starts from; None for a frozen model."""
+    http: Endpoints | None = None
+    """The model's servers, for clients other than this one; None where it runs in this process."""
+
+    def __init__(self, model: str, traffic: Traffic):
+        """
+        Args:
+            model: Its name.
+            traffic: What it is asked for at the moment, and when its engines were at work.
+        """
+        self.model, self.traffic = model, traffic
+
+    @abstractmethod
+    async def generate(
+        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: Prefix | None = None
+    ) -> list[Completion]:
+        """Sample `n` continuations of one prompt.
+
+        Args:
+            prompt_ids: The prompt `[tokens]`.
+            sampling: vLLM's sampling parameters.
+            n: Number of continuations; that number i has the seed `sampling["seed"] + i`.
+            prefix: What the prompt begins with; None = nothing that another request has in common with it.
+        """
+
+    @abstractmethod
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Prefill logprobs `[tokens]` of `token_ids`, each looked up by its token id; the first token's is 0.0.
+
+        Raises EngineError where a logprob is missing or not finite: such a value is never replaced by 0.0.
+        """
+
+    @abstractmethod
+    async def wait_ready(self, timeout_s: float, still_alive: Callable[[], None] = lambda: None) -> None:
+        """Wait until the model can answer.
+
+        Args:
+            timeout_s: Deadline, seconds.
+            still_alive: Called now and then; what it raises ends the wait early.
+
+        Raises:
+            DeadlinePassed: Naming the servers that did not answer.
+            EngineError: At once, where a server refuses the token.
+        """
+
+    async def close(self) -> None:
+        if self.http is not None:
+            await self.http.close()
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Sent with requests, to keep cached prefixes of different weights apart; None for a frozen model."""
+        return None if self.version is None else f"v{self.version}"
+
+    @property
+    def servers(self) -> list[Server]:
+        return [] if self.http is None else self.http.servers
+
+    @property
+    def urls(self) -> list[str]:
+        """Without `/v1`."""
+        return [server.url for server in self.servers]
+
+    @property
+    def ailing(self) -> bool:
+        """Whether a server has just failed to answer."""
+        return any(server.avoided for server in self.servers)
+
+    @property
+    def answered(self) -> int:
+        """Requests that were answered so far."""
+        return self.traffic.answered
+
+    @property
+    def requests_in_flight(self) -> int:
+        return sum(self.traffic.in_flight.values())
+
+
+class PolicyPool(ModelPool):
+    """The live policy: a model whose weights are updated."""
+
+    version: int = 0
+    """Policy version of all its servers; while they load another, some may have that already."""
+    loading: int | None = None
+    """The version that is being loaded; None = none is."""
+    counts: Counter[str]
+    """Metrics since the run began."""
+
+    @abstractmethod
+    async def update_weights(self, version: int, path: str, timeout_s: float = 300.0) -> None:
+        """Load new weights.
+
+        Running requests are kept and continue under the new weights. No cached prefix of an older version survives.
+
+        Args:
+            version: The policy version of the weights.
+            path: Their safetensors folder.
+            timeout_s: Deadline, seconds.
+
+        Raises DeadlinePassed or EngineError where the weights are not loaded.
+        """
+
+
+class InferencePool(PolicyPool):
+    """The live policy on prl's own servers, which exchange token ids and logprobs.
+
+    Invariant: a server in the rotation has the version that is on record for it, and is sent no request while it loads
+    another, so the version that a request starts from is known. One that was sent before may live through the update:
+    its last token is then at most of the version being loaded.
+    """
+
+    http: Endpoints
+
+    def __init__(
+        self, urls: list[str], model: str, token: str | None, *, shared: bool = False, request_timeout_s: float = 3600.0
+    ):
+        """
+        Args:
+            urls: Base URLs of the servers, with or without `/v1`.
+            model: The name they serve the model under.
+            token: Sent as a bearer token; None = none is sent.
+            shared: Whether the servers outlive this run. It has them alone meanwhile: PrlError where another one does.
+            request_timeout_s: Deadline of one request, seconds.
+        """
+        urls = without_v1(urls)
+        super().__init__(model, Traffic(urls))
+        self.http = Endpoints(urls, model, token, self.traffic, request_timeout_s=request_timeout_s)
+        self.rotation = Rotation(self.http.servers, self.http.router, self._probe, self._catch_up)
+        self.counts = self.rotation.counts
+        self._updating = asyncio.Lock()
+        self._newest = 0
+        self._path: str | None = None
+        """Where the weights of the newest version are; None = the servers began with them."""
+        self._update_timeout_s = 300.0
+        self._locks = [lock_of(url) for url in urls] if shared else []
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: Prefix | None = None
+    ) -> list[Completion]:
+        # vLLM searches for stop strings in the text, which it makes only when asked to detokenise.
+        sampling = {**sampling, "n": n, "detokenize": bool(sampling.get("stop"))}
+
+        def read(reply: dict[str, Any], version: int) -> list[Completion]:
+            return read_completions(reply, prompt_ids, n, version, self._newest)
+
+        return await self._ask(prompt_ids, sampling, read, n, prefix)
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+
+        def read(reply: dict[str, Any], version: int) -> list[float]:
+            return read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
+
+        return await self._ask(token_ids, sampling, read)
+
+    async def _ask(
+        self,
+        token_ids: list[int],
+        sampling: dict[str, Any],
+        read: Callable[[dict[str, Any], int], Read],
+        n: int = 1,
+        prefix: Prefix | None = None,
+    ) -> Read:
+        """What `read` makes of the reply and the version that the request started from, that of its server then."""
+
+        async def send(server: Server) -> Read:
+            version = server.version
+            body = {"token_ids": token_ids, "sampling": sampling, "cache_salt": f"v{version}"}
+            reply = await self.http.post(server, GENERATE, body, n=n, headers=server.headers)
+            with self.http.reading(server, GENERATE):
+                return read(reply, version)
+
+        return await self.rotation.send(send, n, prefix)
+
+    async def wait_ready(self, timeout_s: float, still_alive: Callable[[], None] = lambda: None) -> None:
+        credentials = f"the token; start it with this run's {TOKEN_VARIABLE}"
+        await self.http.wait_ready(self._probe, credentials, timeout_s, still_alive)
+
+    async def _probe(self, server: Server) -> None:
+        await self.http.request("GET", server.url, "/health", timeout_s=PROBE_S, headers=server.headers)
+
+    async def update_weights(self, version: int, path: str, timeout_s: float = 300.0) -> None:
+        """Load new weights into every server at the same time; one that dies of it, or was away, when it is back.
+
+        Each is sent requests again once it has loaded them.
+        """
+        async with self._updating:
+            self._newest, self._path, self._update_timeout_s = version, path, timeout_s
+            self.loading = version
+            try:
+                await asyncio.gather(*(self._update(server) for server in self.servers if not server.away))
+                await self.rotation.free()
+                self.version = version
+            finally:
+                self.loading = None
+
+    async def _update(self, server: Server) -> None:
+        """Have a server of the rotation load the newest version; one that dies meanwhile does so when it is back."""
+        lives = server.lives
+        try:
+            await self._load(server)
+        except EngineError as error:
+            if not await self.rotation.lost(server, lives, error):
+                raise
+
+    async def _catch_up(self, server: Server, anew: bool) -> None:
+        while self._path is not None and (anew or server.version != self._newest):
+            version = self._newest
+            try:
+                await self._load(server)
+                anew = False
+            except EngineError:
+                if version == self._newest:  # else these weights may be gone by now
+                    raise
+
+    async def _load(self, server: Server) -> None:
+        """Have a server load the newest version, with no request sent to it meanwhile."""
+        version, limit_s = self._newest, self._update_timeout_s
+        server.loading = True
+        try:
+            with self.traffic.loading(server.url, version):
+                async with asyncio.timeout(limit_s):
+                    reply = await self.http.request("POST", server.url, LOAD, {"path": self._path})
+            if not (isinstance(reply, dict) and "loaded" in reply):
+                raise EngineError(f"{server.url}{LOAD} does not say that policy version {version} is loaded")
+            server.version, server.instance = version, reply.get("instance")
+        except TimeoutError:
+            raise DeadlinePassed(f"{server.url} did not load policy version {version} within {limit_s:g} s") from None
+        finally:
+            server.loading = False
+            self.rotation.notify()
+
+    async def close(self) -> None:
+        await self.rotation.close()
+        await super().close()
+        for lock in self._locks:
+            lock.release()
+
+
+def without_v1(urls: list[str]) -> list[str]:
+    return [url.rstrip("/").removesuffix("/v1") for url in urls]
+
+
+def lock_of(url: str) -> FileLock:
+    """The lock of a server that outlives its runs, acquired. Raises PrlError where another run of this machine has it.
+
+    Two runs at once would sample from each other's weights. The lock goes with its process, however that ends.
+    """
+    address = urlsplit(url).netloc.replace(":", "_")
+    lock = FileLock(Path(tempfile.gettempdir()) / f"prl-engine-{address}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise PrlError(f"engine.urls: another run has the engine at {url}; wait for its end") from None
+    except OSError as error:
+        raise PrlError(f"engine.urls: cannot lock the engine at {url}: {error}") from error
+    return lock

@@ -1,0 +1,245 @@
+"""The client of a frozen model behind an OpenAI-compatible endpoint.
+
+vLLM's `/v1/completions` takes and returns token ids; any other is asked for messages (`chat.py`).
+"""
+
+import asyncio
+import logging
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import tenacity
+
+from prl.config.model_reference import FrozenModelConfig
+from prl.engines.client import ModelPool, Read, without_v1
+from prl.engines.http import PROBE_S, Endpoints
+from prl.engines.replies import (
+    Completion,
+    choices_of,
+    own_logprobs,
+    read_prompt_logprobs,
+    read_tokens,
+    reading,
+    require_prompt,
+)
+from prl.engines.routing import Prefix, Server
+from prl.engines.tokenizers import TokenizerProbe
+from prl.engines.traffic import Traffic
+from prl.errors import ConfigError, DeadlinePassed, EngineError, PrlError
+
+log = logging.getLogger(__name__)
+
+PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sent unless asked for otherwise: vLLM takes what a request leaves out from the model's own generation config."""
+
+
+def asks_to_wait(error: BaseException) -> bool:
+    """Whether a server is busy, and to be asked again."""
+    return isinstance(error, EngineError) and (error.status == 429 or error.wait_s is not None)
+
+
+class Pause(tenacity.wait_exponential_jitter):
+    """Longer each time, and never the same for two clients that failed together; as long as the server asks for."""
+
+    def __call__(self, retry_state: tenacity.RetryCallState) -> float:
+        error = retry_state.outcome.exception() if retry_state.outcome is not None else None
+        return max(super().__call__(retry_state), getattr(error, "wait_s", None) or 0.0)
+
+
+class ReferencePool(ModelPool):
+    """A frozen model, which algorithms sample from or score with."""
+
+    timeout_s: float
+    """Deadline to answer, at the start and after it went away, seconds."""
+
+    @property
+    def up(self) -> bool:
+        """Whether it can be reached. Raises DeadlinePassed once it has been away for too long."""
+        return True
+
+    @abstractmethod
+    async def require_tokenizer(self, probe: TokenizerProbe) -> None:
+        """Raise ConfigError unless it has the policy's tokenizer."""
+
+
+class FrozenPool(ReferencePool):
+    """A model without versions: its cache stays valid, its rollouts never age, and its logprobs are not recorded.
+
+    When none of its servers answers any more, the pool looks for one until it can be reached again (`up`). The model
+    has `timeout_s` to come back, and as long to answer requests as it should.
+    """
+
+    http: Endpoints
+
+    def __init__(self, reference: FrozenModelConfig, token: str | None = None):
+        """
+        Args:
+            reference: The model and its endpoint.
+            token: The endpoint's key; None = the value of the environment variable `reference.api_key_var`, if any.
+        """
+        urls = without_v1(reference.urls)
+        super().__init__(reference.name, Traffic(urls))
+        self.http = Endpoints(urls, self.model, token or os.environ.get(reference.api_key_var or ""), self.traffic)
+        self.timeout_s = reference.timeout_s
+        self._credentials = (
+            f"the key of model {self.model!r}: api_key_var must name the environment variable that holds it "
+            f"(now {reference.api_key_var})"
+        )
+        self._search: asyncio.Task | None = None
+        self._failing: tuple[float, float] | None = None
+        """When requests began to fail and when one last failed; None once a request has been answered."""
+
+    @property
+    def up(self) -> bool:
+        if self._search is not None and self._search.done():
+            self._search.result()  # raises DeadlinePassed if the model was not found again
+            self._search = None
+        return self._search is None
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: Prefix | None = None
+    ) -> list[Completion]:
+        def read(reply: dict[str, Any]) -> list[Completion]:
+            choices = choices_of(reply, n)
+            if any(not isinstance(choice.get("token_ids"), list) for choice in choices):
+                raise EngineError(
+                    f"model {self.model!r} returns no token ids: its server does not support return_token_ids"
+                )
+            for choice in choices:
+                require_prompt(prompt_ids, choice)
+            return [Completion(read_tokens(choice), [], choice.get("finish_reason")) for choice in choices]
+
+        body = {"prompt": prompt_ids, **PLAIN, **sampling, "n": n, "return_token_ids": True}
+        return await self._ask("/v1/completions", body, read, n=n, prefix=prefix)
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+
+        def read(reply: dict[str, Any]) -> list[float]:
+            rows = choices_of(reply, 1)[0].get("prompt_logprobs")
+            return read_prompt_logprobs(own_logprobs(rows, token_ids), token_ids)
+
+        return await self._ask("/v1/completions", body, read, timeout_s=self.timeout_s)
+
+    async def chat(self, body: dict[str, Any], read: Callable[[dict[str, Any]], Read]) -> Read:
+        """Return what `read` makes of the reply of `/v1/chat/completions` to `body`."""
+        return await self._ask("/v1/chat/completions", body, read)
+
+    async def shares_tokenizer(self, probe: TokenizerProbe) -> bool | None:
+        """Whether every endpoint takes and returns token ids of the policy's tokenizer; None where one does not say."""
+        answers = await asyncio.gather(*(self._tokens(url, probe.text) for url in self.urls))
+        return None if None in answers else all(token_ids == probe.token_ids for token_ids in answers)
+
+    async def require_tokenizer(self, probe: TokenizerProbe) -> None:
+        """Raise ConfigError unless the model has the policy's tokenizer."""
+        shared = await self.shares_tokenizer(probe)
+        if shared is None:
+            raise ConfigError(
+                f"model {self.model!r} at {self.urls[0]} does not say how it tokenizes (its /v1/completions has no "
+                f"return_token_ids, as vLLM's has), so nobody knows whether it has the tokenizer of {probe.model}, and "
+                "that is needed to score its tokens: serve it with vLLM (python -m prl.serve)"
+            )
+        if not shared:
+            raise ConfigError(
+                f"model {self.model!r} at {self.urls[0]} has another tokenizer than the policy ({probe.model}): tokens "
+                "are sent to it as ids. Choose a model of the policy's family; algo=sft takes one of any tokenizer"
+            )
+
+    async def _tokens(self, url: str, text: str) -> list[int] | None:
+        """The tokens of `text` as the server reads it; None if it does not say."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False, "max_tokens": 1, "temperature": 0.0}
+        body |= {"return_token_ids": True}
+        try:
+            reply = await self.http.request("POST", url, "/v1/completions", body, timeout_s=self.timeout_s)
+        except EngineError as error:
+            if error.status == 0:  # not refused: not answered
+                raise
+            log.info("model %r takes no token ids: %s", self.model, error)
+            return None
+        with reading(self.model):
+            choice = reply["choices"][0]
+            token_ids = choice.get("prompt_token_ids")
+            return token_ids if isinstance(token_ids, list) and isinstance(choice.get("token_ids"), list) else None
+
+    async def wait_ready(
+        self, timeout_s: float, still_alive: Callable[[], None] = lambda: None, *, again: bool = False
+    ) -> None:
+        """As of every model; `again` where it went away: then one of its servers is enough."""
+        await self.http.wait_ready(self._probe, self._credentials, timeout_s, still_alive, again=again)
+
+    async def close(self) -> None:
+        if self._search is not None:
+            self._search.cancel()
+        await super().close()
+
+    async def _ask(
+        self,
+        route: str,
+        body: dict[str, Any],
+        read: Callable[[dict[str, Any]], Read],
+        *,
+        n: int = 1,
+        prefix: Prefix | None = None,
+        timeout_s: float | None = None,
+    ) -> Read:
+        """What `read` makes of a server's reply; a server that is busy is asked again, for `timeout_s` of the model."""
+
+        @tenacity.retry(
+            retry=tenacity.retry_if_exception(asks_to_wait),
+            wait=Pause(initial=0.1, max=10.0, jitter=0.1),
+            stop=tenacity.stop_before_delay(self.timeout_s),
+            reraise=True,
+        )
+        async def ask() -> Read:
+            server = self.http.router.choose(n, prefix) or self.servers[0]
+            try:
+                reply = await self.http.post(server, route, body, n=n, timeout_s=timeout_s)
+            except EngineError as error:
+                if error.of_server:
+                    self._note_failure(error)
+                raise
+            self._failing = None  # also by what cannot be used: the model is there
+            with self.http.reading(server, route):
+                return read(reply)
+
+        return await ask()
+
+    def _note_failure(self, error: EngineError) -> None:
+        """Start looking for a model that is away.
+
+        Raises DeadlinePassed for a model that can be reached and has answered no request for `timeout_s`.
+        """
+        now = time.monotonic()
+        first, last = self._failing or (now, now)
+        if now - last > self.timeout_s:  # no request in between: this failure is a new one
+            first = now
+        self._failing = (first, now)
+        if now - first > self.timeout_s:
+            raise DeadlinePassed(f"model {self.model!r} at {self.urls[0]} has failed for {self.timeout_s:g} s: {error}")
+        if self.up and all(server.avoided for server in self.servers):
+            self._search = asyncio.create_task(self.wait_ready(self.timeout_s, again=True))
+
+    async def served(self, url: str) -> dict[str, dict[str, Any]]:
+        """What a server says of each model that it serves, by name. Raises EngineError where it does not answer."""
+        reply = await self.http.request("GET", url, "/v1/models", timeout_s=PROBE_S)
+        with reading(self.model):
+            return {model["id"]: model for model in reply["data"]}
+
+    async def _probe(self, server: Server) -> None:
+        served = await self.served(server.url)
+        if self.model not in served:
+            raise PrlError(f"{server.url} serves {', '.join(map(repr, served)) or 'nothing'}, not {self.model!r}")
+
+
+async def wait_until_served(
+    reference: FrozenModelConfig, token: str, timeout_s: float, still_alive: Callable[[], None]
+) -> None:
+    """Wait until a frozen model of this machine answers; arguments and errors as of the pool and its `wait_ready`."""
+    pool = FrozenPool(reference, token)
+    try:
+        await pool.wait_ready(timeout_s, still_alive)
+    finally:
+        await pool.close()

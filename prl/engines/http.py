@@ -1,0 +1,216 @@
+"""HTTP requests to the servers of one model."""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+import tenacity
+
+from prl.engines.replies import reading
+from prl.engines.routing import Router, Server
+from prl.engines.traffic import Traffic
+from prl.engines.vllm.protocol import JSON, as_json
+from prl.errors import UNREADABLE, DeadlinePassed, EngineError, RequestAborted
+
+KEEP_ALIVE_S = 2.0
+"""Idle connections are closed after this long: servers close them too (vLLM after 5 s), and a request sent just then is
+lost."""
+CONNECT_S = 30.0
+PROBE_S = 5.0
+"""Deadline of a question that a server answers at once, seconds."""
+PAUSE_S = 0.1
+"""Time between two looks at whether a server is ready, seconds."""
+MOST_BYTES = 512 * 1024**2
+"""Longest reply: 32 logprobs of each token of a context of 100,000 take half of it."""
+ENDING = "shutting down"
+"""In what vLLM answers once it has been asked to end; it may take ten seconds more, and say that it is well."""
+
+
+def closed_while_idle(error: BaseException) -> bool:
+    """Whether a request was lost with a connection that its server closed before it read the request."""
+    lost = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+    return lost and not isinstance(error, aiohttp.ClientConnectorError)  # nothing listens there
+
+
+class Endpoints:
+    """Connections to the servers of one model, what each is asked for at the moment, and who gets the next request."""
+
+    def __init__(
+        self, urls: Sequence[str], model: str, token: str | None, traffic: Traffic, *, request_timeout_s: float = 3600.0
+    ):
+        """
+        Args:
+            urls: Base URLs of the servers, without `/v1`.
+            model: The name they serve the model under.
+            token: Sent as a bearer token; None = none is sent.
+            traffic: Where requests are counted.
+            request_timeout_s: Deadline of one request, seconds.
+        """
+        self.model, self.token = model, token
+        self.servers = [Server(url) for url in urls]
+        self.traffic = traffic
+        self.router = Router(self.servers, traffic.load)
+        self._request_timeout_s = request_timeout_s
+        self._session = aiohttp.ClientSession(
+            headers={} if token is None else {"Authorization": f"Bearer {token}"},
+            # The engine queues requests itself; a limit on this side would only hide the queue.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=CONNECT_S),
+        )
+
+    async def post(
+        self,
+        server: Server,
+        route: str,
+        body: dict[str, Any],
+        *,
+        n: int = 1,
+        headers: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """A server's reply to a request about the model, for `n` sequences.
+
+        Raises:
+            RequestAborted: The server gave the request up: what was sampled by then is no completion.
+            EngineError: It refused the request or failed.
+        """
+        asked = {"model": self.model, **body}
+        try:
+            with self.traffic.request(server.url, n):
+                reply = await self.request("POST", server.url, route, asked, headers=headers, timeout_s=timeout_s)
+                if "abort" in finish_reasons(reply):
+                    raise RequestAborted(f"{server.url} gave a request up before its end, as one that is about to end")
+        except EngineError as error:
+            if error.of_server:
+                server.failed()
+            raise
+        return reply
+
+    @contextlib.contextmanager
+    def reading(self, server: Server, route: str) -> Iterator[None]:
+        """What is wrong with a reply is an EngineError that names its server, which is avoided for a while."""
+        try:
+            with reading(f"{server.url}{route}"):
+                yield
+        except EngineError:
+            server.failed()
+            raise
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        route: str,
+        body: dict[str, Any] | None = None,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """The decoded JSON of a reply. Raises EngineError for anything but HTTP 200 with JSON."""
+        options: dict[str, Any] = {"headers": headers or {}}
+        if body is not None:
+            options = {"data": as_json(body), "headers": JSON | options["headers"]}
+        if timeout_s is not None:
+            options["timeout"] = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            return await self._send(method, url, route, options)
+        except TimeoutError as error:
+            reason = str(error) or f"timeout, no answer within {timeout_s or self._request_timeout_s:g} s"
+            raise EngineError(f"{url}{route} failed: {reason}") from error
+        except (aiohttp.ClientError, *UNREADABLE) as error:
+            raise EngineError(f"{url}{route} failed: {str(error) or type(error).__name__}") from error
+
+    # Requests are idempotent. A server that closed one idle connection has closed others too: the pause before the
+    # third try lets us notice.
+    @tenacity.retry(
+        retry=tenacity.retry_if_exception(closed_while_idle),
+        stop=tenacity.stop_after_attempt(3),
+        wait=tenacity.wait_incrementing(start=0.0, increment=0.1),
+        reraise=True,
+    )
+    async def _send(self, method: str, url: str, route: str, options: dict[str, Any]) -> Any:
+        # A redirect would take the token and the prompt to whoever is named there.
+        async with self._session.request(method, url + route, allow_redirects=False, **options) as reply:
+            return await content_of(reply, f"{url}{route}")
+
+    async def wait_ready(
+        self,
+        probe: Callable[[Server], Awaitable[None]],
+        credentials: str,
+        timeout_s: float,
+        still_alive: Callable[[], None] = lambda: None,
+        *,
+        again: bool = False,
+    ) -> None:
+        """Wait until every server can answer.
+
+        Args:
+            probe: Raises EngineError unless a server can answer now.
+            credentials: What a server may refuse us for, and the setting that it comes from.
+            timeout_s: Deadline for all of them, seconds.
+            still_alive: Called before each try; what it raises ends the wait early.
+            again: The model went away: one of its servers is enough, and one that refuses the token may stop doing so.
+
+        Raises:
+            DeadlinePassed: Naming the servers that did not answer.
+            EngineError: At once, where a server refuses the token.
+        """
+        silent, last = deque(self.servers), "no answer"
+        enough = len(self.servers) - 1 if again else 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(silent) > enough:
+                    still_alive()
+                    try:
+                        await probe(silent[0])
+                        silent.popleft()
+                    except EngineError as error:
+                        if error.status in (401, 403) and not again:
+                            raise EngineError(f"{silent[0].url} refused {credentials}", error.status) from None
+                        last = str(error)
+                        silent.rotate(-1)
+                        await asyncio.sleep(max(PAUSE_S, error.wait_s or 0.0))
+        except TimeoutError:
+            state = "away for" if again else "not ready after"
+            urls = ", ".join(server.url for server in silent)
+            raise DeadlinePassed(f"model {self.model!r} at {urls} was {state} {timeout_s:g} s ({last})") from None
+
+    def address(self, number: int) -> str:
+        """The URL of a server for requests that another client sends; `number` chooses among those that are open."""
+        ready = [server for server in self.servers if server.open] or self.servers
+        return ready[number % len(ready)].url
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+async def content_of(reply: aiohttp.ClientResponse, where: str) -> Any:
+    """The decoded JSON of the reply of `where`. Raises EngineError for any but HTTP 200, and for one without end."""
+    body = bytearray()
+    async for part in reply.content.iter_any():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise EngineError(f"{where} answered with more than {MOST_BYTES >> 20} MiB")
+    if reply.status == 200:
+        return msgspec.json.decode(body or b"{}")
+    text = body[:2000].decode(errors="replace")[:500]
+    if 300 <= reply.status < 400:
+        text = f"it leads to {reply.headers.get('Location', 'nowhere')[:200]}, which is not followed: {text}"
+    ending = reply.status >= 500 and ENDING in text.lower()
+    kind = RequestAborted if ending else EngineError
+    error = kind(f"{where} answered HTTP {reply.status}: {text}", reply.status)
+    with contextlib.suppress(KeyError, ValueError):
+        error.wait_s = max(float(reply.headers["Retry-After"]), 0.0)
+    raise error
+
+
+def finish_reasons(reply: Any) -> Iterator[Any]:
+    """How the choices of a reply ended, where it has any."""
+    choices = reply.get("choices") if isinstance(reply, dict) else None
+    for choice in choices if isinstance(choices, list) else ():
+        if isinstance(choice, dict):
+            yield choice.get("finish_reason")

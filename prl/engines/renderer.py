@@ -1,0 +1,242 @@
+"""Renderers of the `renderers` package: messages to tokens and back.
+
+The only place that touches what that package keeps private, and the only one that changes a tokenizer. Written for
+renderers 0.1.12; `tests/engines/test_renderer.py` notices when a later version makes either of them unnecessary.
+"""
+
+import base64
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from prl.errors import ConfigError
+from prl.monitors.text import in_one_line
+
+if TYPE_CHECKING:
+    from renderers import RenderedTokens, Renderer
+    from renderers.configs import BaseRendererConfig
+    from transformers import PreTrainedTokenizerBase
+
+RENDERERS = (
+    "auto",
+    "custom",
+    "deepseek-r1",
+    "deepseek-v3",
+    "deepseek-v4",
+    "default",
+    "gemma4",
+    "glm-4.5",
+    "glm-5",
+    "glm-5.1",
+    "glm-5.3",
+    "gpt-oss",
+    "hy3",
+    "inkling",
+    "kimi-k2",
+    "kimi-k2.5",
+    "laguna-m.1",
+    "laguna-s-2.1",
+    "laguna-xs-2.1",
+    "laguna-xs.2",
+    "llama-3",
+    "minimax-m2",
+    "nemotron-3",
+    "nemotron-3-ultra",
+    "nemotron-3.5",
+    "prime-qwen3",
+    "qwen3",
+    "qwen3-vl",
+    "qwen3.5",
+    "qwen3.6",
+    "qwen3.8",
+)
+"""The renderers of the package by name; listed here because importing it takes seconds."""
+
+HARMONY_FOLDER, HARMONY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
+"""Where gpt-oss's renderer looks for its vocabulary: the variable that names a folder, and the file in it."""
+SHORT_TEXT = 32
+"""Longest text whose tokens are remembered, characters."""
+PROBE, PROBED = "a", {"add_special_tokens": False, "return_offsets_mapping": True}
+"""What a renderer calls a tokenizer with to see whether that has offsets, twice a message."""
+
+
+@dataclass
+class RendererConfig:
+    """How messages become tokens. Further keys are the renderer's own settings: +renderer.thinking_retention=all."""
+
+    _target_: str = "prl.engines.renderer.make_renderer"
+    _partial_: bool = True
+    name: str = "auto"
+    """A renderer of the package, e.g. qwen3; `auto` = `model.renderer`, else by the tokenizer's name."""
+
+
+def renderer_config(
+    name: str, settings: dict[str, Any], *, where: str = "renderer", name_key: str | None = None
+) -> "BaseRendererConfig":
+    """The package's own config of a renderer; arguments as of `make_renderer`. Raises ConfigError naming the key."""
+    from pydantic import TypeAdapter, ValidationError
+    from renderers import RendererConfig
+
+    try:
+        return TypeAdapter(RendererConfig).validate_python({"name": name, **settings})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        setting = ".".join(str(part) for part in problem["loc"][1:]) or ("import_path" if name == "custom" else "")
+        key = f"{where}.{setting}" if setting else name_key or f"{where}.name"
+        raise ConfigError(f"{key}: {problem['msg']}") from error
+    except (ImportError, OSError, TypeError) as error:  # renderer=custom: the package imports the class here
+        raise ConfigError(f"{where}.import_path: {error}") from error
+
+
+def make_renderer(
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    name: str = "auto",
+    where: str = "renderer",
+    name_key: str | None = None,
+    **settings: Any,
+) -> "Renderer":
+    """The renderer `name` over `tokenizer`, whose `encode` is given a cache for short texts.
+
+    Args:
+        tokenizer: The model's.
+        name: One of `RENDERERS`.
+        where: The config key of the renderer's node, for messages.
+        name_key: The config key that chose the name, where that is not `<where>.name`.
+        settings: The renderer's own settings.
+
+    Raises:
+        ConfigError: For an unknown name or setting, and for a renderer that does not fit the tokenizer.
+    """
+    from renderers import create_renderer
+    from renderers.base import MODEL_RENDERER_MAP
+    from renderers.default import DefaultRenderer
+
+    from prl.engines.template import TemplateRenderer, with_declared_ends  # importing the package takes seconds
+
+    key = name_key or f"{where}.name"
+    remember_short_texts(tokenizer)
+    is_harmony = "gpt-oss" in (name, MODEL_RENDERER_MAP.get(tokenizer.name_or_path))
+    try:
+        with harmony_vocabulary(tokenizer) if is_harmony else contextlib.nullcontext():
+            renderer = create_renderer(tokenizer, renderer_config(name, settings, where=where, name_key=key))
+        if type(renderer) is DefaultRenderer:
+            return TemplateRenderer(tokenizer, renderer.config)
+        return renderer if name == "custom" else with_declared_ends(renderer, tokenizer)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{key}={name} does not fit this model's tokenizer: {error}") from error
+
+
+@contextlib.contextmanager
+def harmony_vocabulary(tokenizer: "PreTrainedTokenizerBase") -> Iterator[None]:
+    """Have gpt-oss's renderer find the vocabulary, which it would download, in the model's own tokenizer.
+
+    It checks a hash of the file, so that it refuses another tokenizer's. Raises ValueError then.
+    """
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    tokens = tokenizer.get_vocab().items() - tokenizer.get_added_vocab().items()
+    before = {name: value for name, value in os.environ.items() if name == HARMONY_FOLDER}
+    with TemporaryDirectory() as folder:
+        with (Path(folder) / HARMONY_FILE).open("wb") as file:
+            for token, number in sorted(tokens, key=lambda entry: entry[1]):
+                text = bytes(byte_of.get(letter, 0) for letter in token)
+                file.write(base64.b64encode(text) + f" {number}\n".encode())
+        os.environ[HARMONY_FOLDER] = folder
+        try:
+            yield
+        except RuntimeError as error:
+            raise ValueError(f"its vocabulary is not that of gpt-oss ({error})") from error
+        finally:
+            del os.environ[HARMONY_FOLDER]
+            os.environ.update(before)
+
+
+class UnrenderablePrompt(ValueError):
+    """A conversation that has no prompt in the model's chat template."""
+
+    kind = "env"
+
+
+def render_prompt(
+    renderer: "Renderer", messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> "RenderedTokens":
+    """Render a conversation up to where the model's reply begins.
+
+    Args:
+        renderer: Of the model.
+        messages: In OpenAI's format.
+        tools: What the model may call, in OpenAI's format.
+
+    Raises:
+        UnrenderablePrompt: There is no message, or the assistant has the last word, or the template refuses them.
+    """
+    if not messages:
+        raise UnrenderablePrompt("the conversation has no message")
+    if messages[-1].get("role") == "assistant":
+        raise UnrenderablePrompt(
+            "the conversation ends with the assistant's words, and a reply would be another turn of its: move them to "
+            "the answer or the demonstration, or add what the user says next"
+        )
+    return render(renderer, messages, tools, add_generation_prompt=True)
+
+
+def render(
+    renderer: "Renderer",
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    add_generation_prompt: bool = False,
+) -> "RenderedTokens":
+    """Render a conversation. Raises UnrenderablePrompt where the template refuses it."""
+    try:
+        return renderer.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+    except Exception as error:  # of a chat template, which is a program, or of a renderer of the user's own
+        raise UnrenderablePrompt(
+            f"the renderer cannot render the conversation ({type(error).__name__}: {in_one_line(error)})"
+        ) from error
+
+
+def tokenizer_of(renderer: "Renderer") -> "PreTrainedTokenizerBase | None":
+    """The tokenizer that a renderer was made with; None for a renderer of the user's own that does not keep it.
+
+    The package's protocol has no attribute for it; all of its renderers keep it under this name.
+    """
+    return getattr(renderer, "_tokenizer", None)
+
+
+def remember_short_texts(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Cache what renderers ask of it again for every message: the tokens of role names and markers, the ids of special
+    tokens, and whether it knows the place of each token in a text.
+
+    A tokenizer that has the cache already keeps it.
+    """
+    encode, ids_of, call = tokenizer.encode, tokenizer.convert_tokens_to_ids, tokenizer.__call__
+    if hasattr(encode, "remembers_short_texts"):
+        return
+
+    @functools.lru_cache(maxsize=1024)
+    def short(text: str) -> tuple[int, ...]:
+        return tuple(encode(text, add_special_tokens=False))
+
+    def cached(text: Any, *args: Any, add_special_tokens: bool = True, **kwargs: Any) -> list[int]:
+        if add_special_tokens or args or kwargs or not isinstance(text, str) or len(text) > SHORT_TEXT:
+            return encode(text, *args, add_special_tokens=add_special_tokens, **kwargs)
+        return list(short(text))
+
+    id_of = functools.lru_cache(maxsize=1024)(ids_of)
+    probe = functools.cache(lambda: call(PROBE, **PROBED))
+
+    cached.remembers_short_texts = True  # type: ignore[attr-defined]
+    tokenizer.encode = cached
+    tokenizer.convert_tokens_to_ids = lambda tokens: (id_of if isinstance(tokens, str) else ids_of)(tokens)
+    # Of the instance: a renderer probes this one, and calls the tokenizer, which is the class's, for any other text.
+    tokenizer.__call__ = lambda *args, **kwargs: (
+        probe() if (args, kwargs) == ((PROBE,), PROBED) else call(*args, **kwargs)
+    )

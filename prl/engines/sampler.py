@@ -1,0 +1,218 @@
+"""The sampler of an env: a model's client pool, its renderer, and the sampling settings of its requests."""
+
+import copy
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from prl.config.schema import EvalSamplingConfig, SamplingConfig
+from prl.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from renderers import Renderer
+
+    from prl.engines.chat import Dialogue, MessageSource
+    from prl.engines.client import ModelPool
+    from prl.engines.replies import Completion
+    from prl.engines.routing import Prefix
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises temperatures between 0 and this one to it."""
+
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""The values that leave the model's distribution as it is; a request names only settings that differ."""
+
+TRUNCATING = ("top_p", "top_k", "min_p")
+
+ANY_TOKEN = 1 << 32
+"""Above every token id that can be written down."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Sampler(SamplingConfig):
+    """Samples from one model, the live policy or a frozen one; only its client pool knows which.
+
+    Requests to the policy carry its version as cache salt, so that no cached prefix outlives the weights behind it.
+    """
+
+    def check(self, where: str) -> None:
+        """Raise ConfigError for settings that bounds cannot rule out; `where` is the node's config key."""
+        if "" in self.stop:
+            raise ConfigError(f"{where}.stop has an empty string: it would end every completion at once")
+
+    def attach(
+        self,
+        *,
+        pool: "ModelPool | MessageSource",
+        renderer: "Renderer",
+        max_model_len: int,
+        seed: int,
+        tokenizer_path: str = "",
+        reserve: int = 0,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Take the live objects that requests need.
+
+        Args:
+            pool: The model to sample from.
+            renderer: Of the policy's chat template; says which tokens end a turn.
+            max_model_len: Longest sequence, prompt and completion together, tokens.
+            seed: The run's.
+            tokenizer_path: Where the tokenizer lies, for clients that load their own.
+            reserve: Tokens that a reference needs beside the rollout's own to score it.
+            vocab_size: Rows of the policy's embedding; None = not known.
+        """
+        self.pool: ModelPool | MessageSource = pool
+        self.renderer: Renderer = renderer
+        self.max_model_len = max_model_len
+        self.run_seed = seed
+        self.tokenizer_path = tokenizer_path
+        self.reserve = reserve
+        self.vocab_size = ANY_TOKEN if vocab_size is None else vocab_size
+
+    @property
+    def version(self) -> int | None:
+        """Policy version that a request sent now starts from; None where a frozen model samples."""
+        return self.pool.version
+
+    def parameters(self, key: str) -> dict[str, Any]:
+        """vLLM's sampling parameters of the request that `key` names, its seed among them."""
+        seed = self.run_seed if self.seed is None else self.seed
+        found: dict[str, Any] = {"temperature": self.temperature, "seed": derive_seed(seed, key)}
+        if self.max_tokens is not None:
+            found["max_tokens"] = self.max_tokens
+        found |= {name: getattr(self, name) for name, neutral in NEUTRAL.items() if getattr(self, name) != neutral}
+        if self.stop:  # they may name special tokens, which vLLM would else leave out of the text it searches
+            found |= {"stop": list(self.stop), "skip_special_tokens": False}
+        return found
+
+    def limited(self, max_tokens: int) -> Self:
+        """This sampler with replies of at most `max_tokens`, if it has no limit of its own."""
+        return self if self.max_tokens is not None else self._changed({"max_tokens": max_tokens})
+
+    def with_overrides(self, overrides: EvalSamplingConfig, where: str) -> Self:  # type: ignore[valid-type]
+        """This sampler with each setting of `overrides` that is not null in place of its own.
+
+        Raises ConfigError for settings that cannot work together; `where` is the config key of `overrides`.
+        """
+        own = self._changed({name: value for name, value in vars(overrides).items() if value is not None})
+        own.check(where)
+        return own
+
+    def _changed(self, settings: dict[str, Any]) -> Self:
+        own = copy.copy(self)
+        vars(own).update(settings)
+        return own
+
+    async def complete(
+        self,
+        prompt_ids: list[int],
+        *,
+        n: int,
+        key: str,
+        dialogue: "Dialogue | None" = None,
+        prefix: "Prefix | None" = None,
+    ) -> "list[Completion]":
+        """`n` continuations of one prompt; `key` names the request. Raises OverlongPrompt where there is no room.
+
+        `dialogue` is the prompt as messages, for a source that takes no tokens; `prefix` what other requests have in
+        common with it.
+        """
+        from prl.engines.chat import MessageSource, as_completion  # configs are composed without an HTTP client
+
+        # The last place stays free: a reference that scores the sequence has to sample one token behind it.
+        room = self.max_model_len - 1 - self.reserve - len(prompt_ids)
+        if room <= 0:
+            kept = f", {self.reserve} of them kept for scoring" if self.reserve else ""
+            raise OverlongPrompt(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer: "
+                f"model.max_model_len is {self.max_model_len}{kept}"
+            )
+        sampling = self.parameters(key) | {"stop_token_ids": self.renderer.get_stop_token_ids()}
+        sampling["max_tokens"] = min(room, self.max_tokens or room)
+        # Greedy continuations of one prompt are all the same, and vLLM refuses to make several.
+        distinct = 1 if self.temperature == 0 else n
+        if isinstance(self.pool, MessageSource):
+            if dialogue is None:
+                raise TypeError(f"{self.pool.model} takes messages: pass the prompt's as `dialogue`")
+            answers = await self.pool.answer(dialogue, sampling, n=distinct)
+            completions = [as_completion(self.renderer, dialogue, each, sampling["max_tokens"]) for each in answers]
+        else:
+            completions = await self.pool.generate(prompt_ids, sampling, n=distinct, prefix=prefix)
+            for completion in completions:
+                self._check_tokens(completion.token_ids, sampling["max_tokens"])
+        return completions * (n // distinct)
+
+    def _check_tokens(self, token_ids: list[int], max_tokens: int) -> None:
+        """Raise EngineError for tokens that the policy does not have, or more than were asked for."""
+        least, most = min(token_ids, default=0), max(token_ids, default=0)
+        problem = ""
+        if least < 0 or most >= self.vocab_size:
+            bad = least if least < 0 else most
+            problem = f"token {bad}, which the policy does not have: its embedding has {self.vocab_size} rows"
+        elif len(token_ids) > max_tokens:
+            problem = f"{len(token_ids)} tokens, where at most {max_tokens} were asked for"
+        if problem:
+            raise EngineError(f"{whose(self.pool)} sent {problem}")
+
+
+def whose(pool: "ModelPool | MessageSource") -> str:
+    """The name of a source and its servers, for messages."""
+    urls = ", ".join(getattr(pool, "urls", ()))
+    return f"model {pool.model!r} at {urls}" if urls else f"model {pool.model!r}"
+
+
+class OverlongPrompt(ValueError):
+    """A prompt leaves no room for a completion."""
+
+    kind = "overlong_prompt"
+
+
+def validate_for_training(sampler: Sampler, where: str, *, live: bool, max_model_len: int) -> None:
+    """Raise ConfigError for settings that evaluation may use and training may not.
+
+    The trainer recomputes logprobs as log-softmax of the logits, divided by the temperature, over the whole vocabulary.
+    The engine's logprobs are those of the distribution it samples from. Settings that change that distribution in
+    another way than the temperature does are refused where the two are compared.
+
+    Args:
+        sampler: The source of an env's training rollouts.
+        where: Its config key, for messages.
+        live: Whether it samples from the live policy; the logprobs of a frozen source are not used.
+        max_model_len: Longest sequence of the model, prompt and completion together, tokens.
+    """
+    if live and sampler.temperature < MIN_TEMPERATURE:
+        raise ConfigError(
+            f"{where}.temperature must be at least {MIN_TEMPERATURE}, got {sampler.temperature}: below that the engine "
+            "samples at another temperature than the trainer divides by"
+        )
+    if sampler.max_tokens is not None and not sampler.max_tokens < max_model_len:
+        raise ConfigError(
+            f"{where}.max_tokens={sampler.max_tokens} must be from 1 to below model.max_model_len={max_model_len}, "
+            "which holds the prompt too"
+        )
+    for name, neutral in NEUTRAL.items() if live else ():
+        if (value := getattr(sampler, name)) != neutral:
+            theirs, ours = (
+                ("over the tokens it keeps", "over the whole vocabulary")
+                if name in TRUNCATING
+                else ("with the penalty in it", "without it")
+            )
+            raise ConfigError(
+                f"{where}.{name}={value}: the engine would give each token its probability {theirs}, and the trainer "
+                f"computes it {ours}: leave {name} at {neutral:g} for training (evaluation may set it with "
+                f"orchestrator.eval.sampling.{name})"
+            )
+
+
+def derive_seed(seed: int, key: str) -> int:
+    """A 31-bit seed that depends on nothing but `seed` and the request's name."""
+    digest = hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest) >> 1

@@ -1,0 +1,172 @@
+"""Whether what was asked to be rendered came out: the words of each message, and nothing that a tokenizer obeys."""
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from prl.engines.renderer import UnrenderablePrompt, render_prompt, tokenizer_of
+
+if TYPE_CHECKING:
+    from renderers import Renderer
+
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+"""A reply that begins with its thought."""
+MARK_OF_THOUGHT = re.compile(r"</?think>")
+PROBE = "Words-7e1"
+"""A text that stands in for a message's, to see whether it comes out."""
+PROBE_NAME = "probe_7e1"
+"""A name that stands in for a tool's."""
+EXCERPT = 60
+"""Characters of a text that a message quotes."""
+
+
+def parts_of(message: dict[str, Any]) -> list[str]:
+    """Return what a chat template should write of a message, in order: thoughts, text, names of the tools called.
+
+    Blanks around a part are the template's own, and so are the marks of the thought that a reply begins with.
+    """
+    contents = texts_of(message)
+    thought = THOUGHT.fullmatch(contents[0]) if contents and message.get("role") == "assistant" else None
+    texts = [message.get("reasoning_content") or "", *(thought.groups() if thought else contents[:1]), *contents[1:]]
+    calls = [call.get("function", call).get("name") or "" for call in message.get("tool_calls") or []]
+    return [part for text in [*texts, *calls] if (part := str(text).strip())]
+
+
+def texts_of(message: dict[str, Any]) -> list[str]:
+    """Return the texts of a message, whose content may be a list of parts."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        return [str(part.get("text", "")) for part in content if isinstance(part, dict)]
+    return [str(content)]
+
+
+def first_lost(tokenizer: Any, token_ids: Sequence[int], message: dict[str, Any]) -> str | None:
+    """Return the first part of a message that is not among the tokens, in the order of its parts; None if all are.
+
+    A part counts as it is, or as the tokenizer itself returns it: some change blanks or the spelling of letters.
+    """
+    text, place = tokenizer.decode(list(token_ids)), 0
+    for part in parts_of(message):
+        spelt = tokenizer.decode(tokenizer.encode(part, add_special_tokens=False)).strip()
+        places = [(start, each) for each in (part, spelt) if (start := text.find(each, place)) >= 0]
+        if not places:
+            return part
+        start, found = places[0]
+        place = start + len(found)
+    return None
+
+
+def marks_of(tokenizer: Any) -> re.Pattern[str]:
+    """Return a pattern of the control tokens that the tokenizer reads in any text, without the marks of thoughts."""
+    added = tokenizer.added_tokens_decoder.values()
+    marks = [token.content for token in added if token.special and not MARK_OF_THOUGHT.fullmatch(token.content)]
+    return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Something that a prompt has not in its tokens as it was asked for."""
+
+    what: str
+    """A sentence about it."""
+    left_out: bool
+    """Nothing of it came out; else the template may read it its own way, as commands to it in a system message."""
+
+
+def losses_of_prompt(
+    renderer: "Renderer", messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, first: int = 0
+) -> Iterator[Loss]:
+    """Yield what a prompt lost when it was rendered, of the messages from `first` on. Raises UnrenderablePrompt.
+
+    A message was left out if another text in its place does not come out either.
+    """
+    tokenizer, rendered = tokenizer_of(renderer), list(render_prompt(renderer, messages, tools).token_ids)
+    if tokenizer is None:  # of a renderer of the user's own
+        return
+
+    def text_of(conversation: list[dict[str, Any]], its_tools: list[dict[str, Any]] | None = tools) -> str:
+        return str(tokenizer.decode(list(render_prompt(renderer, conversation, its_tools).token_ids)))
+
+    named = [renamed(tool, f"{PROBE_NAME}_{number}") for number, tool in enumerate(tools or [])]
+    text = text_of(messages, named) if tools else ""
+    for tool, other in zip(tools or [], named, strict=True):
+        if other["function"]["name"] not in text:
+            yield Loss(f"the chat template leaves out the tool {tool['function']['name']!r}", left_out=True)
+    for number, message in list(enumerate(messages))[first:]:
+        what = f"message {number + 1}, the {message.get('role')}'s {excerpt(message)!r}"
+        said = without_thought(message)
+        if not shows_another(text_of, messages, number):
+            yield Loss(f"the chat template leaves out {what}", left_out=not said.get("tool_calls"))
+        elif message.get("content") is None and writes_none(text_of, messages, number):
+            yield Loss(f"the chat template writes None into {what}, which has no text", left_out=False)
+        elif message.get("role") != "tool" and first_lost(tokenizer, rendered, said) is not None:  # JSON of a tool's
+            yield Loss(f"the chat template changes {what}", left_out=False)
+
+
+def shows_another(text_of: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]], number: int) -> bool:
+    """Whether other words in place of a message's, and of its calls' arguments, are in the rendered prompt."""
+    for other, words in probes_of(messages[number]):
+        with contextlib.suppress(UnrenderablePrompt):  # a template that wants certain words shows them
+            text = text_of(with_other(messages, number, other))
+            if not all(each in text for each in words):
+                return False
+    return True
+
+
+def writes_none(text_of: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]], number: int) -> bool:
+    """Whether the prompt has Python's None where an empty text of a message has nothing."""
+    with contextlib.suppress(UnrenderablePrompt):
+        empty = text_of(with_other(messages, number, {**messages[number], "content": ""}))
+        return text_of(messages).count("None") > empty.count("None")
+    return False
+
+
+def with_other(items: list[dict[str, Any]], number: int, other: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a list with `other` in the place of the item of this number."""
+    return [*items[:number], other, *items[number + 1 :]]
+
+
+def renamed(tool: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a tool, or a call of one, with another name."""
+    return {**tool, "function": {**tool["function"], "name": name}}
+
+
+def probes_of(message: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """Yield a message with other words in place of its own, and these words; none where there is nothing to replace.
+
+    A text has two lines, which are none where the template writes a list of parts as Python would.
+    """
+    if "".join(texts_of(message)).strip():
+        lines = [PROBE] if message.get("role") == "tool" else [PROBE, PROBE]  # templates write a tool's as JSON
+        content: Any = "\n".join(lines)
+        if isinstance(message["content"], list):
+            content = [{"type": "text", "text": content}]
+        yield {**message, "content": content}, ["\n".join(lines)]
+    calls = message.get("tool_calls") or []
+    for number, call in enumerate(calls):
+        function = {"name": PROBE_NAME, "arguments": json.dumps({"value": PROBE})}
+        others = with_other(calls, number, {**call, "function": function})
+        yield {**message, "tool_calls": others}, [PROBE_NAME, PROBE]
+
+
+def call_and_answer(tool: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a model that calls a tool, and of the tool."""
+    function = {"name": tool["function"]["name"], "arguments": "{}"}
+    call = {"id": "call00000", "type": "function", "function": function}  # Mistral's ids have nine characters
+    answer = {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": "1"}
+    return [{"role": "assistant", "content": "", "tool_calls": [call]}, answer]
+
+
+def excerpt(message: dict[str, Any]) -> str:
+    """Return the beginning of what a message says, for a reader."""
+    return " ".join(parts_of(message))[:EXCERPT]
+
+
+def without_thought(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of a prompt without its thought: many templates drop those of earlier replies on purpose."""
+    if message.get("role") != "assistant" or not isinstance(message.get("content"), str):
+        return message
+    return {**message, "reasoning_content": None, "content": message["content"].rpartition("</think>")[2]}

@@ -1,0 +1,195 @@
+"""vLLM endpoint plugin (entry point `vllm.endpoint_plugins`): the routes that prl adds to the server.
+
+One samples, past the objects that vLLM's own route makes of each logprob; one loads new weights. Pausing, loading,
+clearing the prefix cache and resuming are one request, so a client that dies half-way leaves no paused engine behind,
+and vLLM's development routes stay off.
+"""
+
+import asyncio
+import os
+import time
+import uuid
+from argparse import Namespace
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from prl.engines.vllm.cpu import replies
+from prl.engines.vllm.protocol import GENERATE, LOAD, Generated, GenerateRequest, Sampled, measured
+from prl.engines.vllm.server import FROZEN_VARIABLE, INSTANCE_VARIABLE
+from prl.engines.vllm.weights import ServedModel, WeightsError
+
+if TYPE_CHECKING:
+    from starlette.datastructures import State
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
+
+ALIVE_S = 0.5
+"""[s] Time between two looks at whether the engine still lives during an update."""
+REQUESTS = msgspec.json.Decoder(GenerateRequest)
+
+
+class PolicyRoutes:
+    """`POST /prl/generate` samples, `POST /prl/load_policy {"path": …}` loads a safetensors folder as the policy."""
+
+    name = "prl"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes; that for weights unless the server's model is frozen."""
+        app.add_route(GENERATE, generate, methods=["POST"])  # starlette's: nothing of FastAPI's for each request
+        if not os.environ.get(FROZEN_VARIABLE):
+            app.add_api_route(LOAD, load_policy, methods=["POST"])
+
+    async def init_state(self, engine_client: "AsyncLLM", state: "State", args: Namespace) -> None:
+        """Prepare what the routes need besides the engine."""
+        state.served_names = args.served_model_name or [args.model]
+        state.load_policy_lock = asyncio.Lock()
+        state.served_model = ServedModel(engine_client.vllm_config.model_config)
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+async def generate(request: Request) -> Response:
+    """Sample continuations of a prompt, until the client goes away.
+
+    Returns:
+        200 with `Generated`; with `error` 400 or 404. What vLLM raises is answered as on its own routes.
+    """
+    try:
+        asked = REQUESTS.decode(await request.body())
+        params = params_of(asked)
+    except ValueError as error:  # msgspec's are ValueErrors too
+        return JSONResponse({"error": f"no request to sample: {error}"}, status_code=400)
+    if asked.model not in request.app.state.served_names:
+        return JSONResponse({"error": f"the model {asked.model!r} is not served here"}, status_code=404)
+    work = asyncio.ensure_future(sample(request.app.state.engine_client, asked, params))
+    gone = asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return Response(status_code=499)  # nobody will see it
+        return Response(await work, media_type="application/json")
+    finally:
+        gone.cancel()
+        work.cancel()
+
+
+async def disconnected(request: Request) -> None:
+    """Return once the client has gone. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def params_of(asked: GenerateRequest) -> "SamplingParams":
+    """The request's sampling parameters. Raises ValueError for those that vLLM does not have or cannot use."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    if unknown := asked.sampling.keys() - set(SamplingParams.__struct_fields__):
+        raise ValueError(f"no sampling parameters of vLLM's: {', '.join(sorted(unknown))}")
+    of_sampled_tokens = {"logprobs": 0, "flat_logprobs": True}
+    params = msgspec.convert(asked.sampling | of_sampled_tokens, SamplingParams)
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params
+
+
+async def sample(engine: "AsyncLLM", asked: GenerateRequest, params: "SamplingParams") -> bytes:
+    """Sample as vLLM's `/inference/v1/generate` does, for the same parameters and seeds bit by bit the same.
+
+    Returns:
+        `Generated` as JSON.
+
+    Raises vLLM's errors.
+    """
+    from vllm.inputs.engine import tokens_input
+
+    prompt, name = tokens_input(asked.token_ids, cache_salt=asked.cache_salt), f"prl-{uuid.uuid4().hex}"
+    if replies.takes(engine, params):
+        return await replies.sample(engine, prompt, params, name)
+    [reply] = [final async for final in engine.generate(prompt, params, name)]
+    return msgspec.json.encode(generated(reply, asked.token_ids))
+
+
+def generated(reply: "RequestOutput", prompt: list[int]) -> Generated:
+    """What the client is sent of the engine's output. Raises GenerationError where the engine failed half-way."""
+    from vllm.exceptions import GenerationError
+
+    choices = []
+    for output in reply.outputs:
+        token_ids = list(output.token_ids)
+        if output.finish_reason == "error" or output.logprobs.token_ids != token_ids:
+            raise GenerationError("the engine failed while it sampled")
+        logprobs = [measured(logprob) for logprob in output.logprobs.logprobs]
+        choices.append(Sampled(output.index, token_ids, logprobs, output.finish_reason or "stop"))
+    rows = reply.prompt_logprobs
+    return Generated(prompt, choices, None if rows is None else prompt_logprobs(rows, prompt))
+
+
+def prompt_logprobs(rows: "Sequence[dict[int, Any] | None]", prompt: list[int]) -> list[float | None]:
+    """The logprob of each token of a prompt, looked up by its id; None for the first, and where there is none."""
+    entries = [(row or {}).get(token_id) for token_id, row in zip(prompt, rows, strict=True)]
+    return [None if entry is None else measured(entry.logprob) for entry in entries]
+
+
+# --- new weights ------------------------------------------------------------------------------------------------------
+
+
+async def load_policy(request: Request) -> JSONResponse:
+    """Load new weights and keep the running requests, which are recomputed under the new weights and go on.
+
+    Returns:
+        200 with `loaded`, the `seconds` of each part and the server's `instance`; with `error` 400 (refused before the
+        engine pauses: the old weights) or 500 (weights unknown: the engine stays paused)
+    """
+    try:
+        body = await request.json()
+    except ValueError:
+        body = None
+    path = body.get("path") if isinstance(body, dict) else None
+    if not isinstance(path, str) or "\0" in path:
+        return JSONResponse({"error": "the body must be a JSON object with a string `path`"}, status_code=400)
+    state = request.app.state
+    async with state.load_policy_lock:
+        began = time.monotonic()
+        try:
+            folder = await asyncio.to_thread(state.served_model.check, path)
+        except WeightsError as error:
+            return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
+        checked = time.monotonic()
+        try:
+            await while_alive(state.engine_client, load(state.engine_client, folder))
+        except Exception as error:  # whatever the workers raise: the caller has to know that the old weights are gone
+            return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
+        seconds = {"check": checked - began, "load": time.monotonic() - checked}
+        instance = os.environ.get(INSTANCE_VARIABLE)
+        return JSONResponse({"loaded": folder, "seconds": seconds, "instance": instance})
+
+
+async def load(engine: "AsyncLLM", path: str) -> None:
+    """Pause, have the workers load a folder of weights, forget what is cached under the old ones, resume."""
+    # `engine.pause_generation` does this and then sleeps 20 ms, to order outputs that are kept anyway.
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+    await engine.collective_rpc("load_policy", args=(path,))
+    if not await engine.reset_prefix_cache(reset_running_requests=True):
+        raise RuntimeError("prefixes cached under older weights are still in use")
+    await engine.resume_generation()
+
+
+async def while_alive(engine: "AsyncLLM", work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; raise RuntimeError if the engine dies meanwhile.
+
+    Otherwise the request would wait forever, and so would the server, which shuts down once its requests are answered.
+    """
+    task = asyncio.ensure_future(work)
+    while not (await asyncio.wait([task], timeout=ALIVE_S))[0]:
+        if engine.errored:
+            task.cancel()
+            raise RuntimeError("the engine died during the update")
+    return task.result()

@@ -1,0 +1,83 @@
+"""A model server: vLLM's own OpenAI-compatible server, with token checks and, unless PRL_FROZEN is set, weight updates.
+
+PRL_TOKEN=… python -m prl.engines.vllm.server --model DIR --port 8000 [any vLLM server argument]
+"""
+
+import hmac
+import os
+import secrets
+import sys
+from typing import TYPE_CHECKING
+
+from prl.engines.vllm import start as _vllm_start
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+TOKEN_VARIABLE = "PRL_TOKEN"
+"""Environment variable of a server's token; of a run's, where its servers already run."""
+FROZEN_VARIABLE = "PRL_FROZEN"
+"""Set to anything, it makes a server that takes no weights."""
+
+INSTANCE_VARIABLE = "PRL_INSTANCE"
+"""A name of its own for each start of a server, which its processes share."""
+ANOTHER_INSTANCE = 412
+"""HTTP status for a request that is for the server as it was before it was started anew (`If-Match`), and had loaded
+weights."""
+
+REQUIRED = [
+    "--enable-scale-out",  # POST /inference/v1/generate: token ids in, token ids and logprobs out
+    "--middleware=prl.engines.vllm.server.TokenAuth",
+]
+"""Arguments of every prl server; the rest of the command line is vLLM's."""
+LIVE = ["--worker-extension-cls=prl.engines.vllm.worker.PolicyWorker"]
+"""Arguments of a server that takes new weights, by the routes in `routes.py`."""
+
+
+class TokenAuth:
+    """ASGI middleware: answers 401 unless the request carries `Authorization: Bearer $PRL_TOKEN`, and 412 where it
+    carries an `If-Match` that is not this start of the server (`PRL_INSTANCE`).
+
+    It stands before every route: vLLM's own `--api-key` covers `/v1` only, and leaves weight updates, pause and
+    tokenization open.
+    """
+
+    def __init__(self, app: "ASGIApp"):
+        token = os.environ.get(TOKEN_VARIABLE)
+        if not token:
+            raise RuntimeError(f"{TOKEN_VARIABLE} is not set: a prl server does not start without a token")
+        self.app = app
+        self.expected = f"Bearer {token}".encode()
+        self.instance = os.environ.get(INSTANCE_VARIABLE, "").encode()
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        headers = dict(scope.get("headers", ()))
+        status, error = 401, "missing or wrong token"
+        if scope["type"] == "lifespan" or hmac.compare_digest(headers.get(b"authorization", b""), self.expected):
+            if headers.get(b"if-match", self.instance) == self.instance:
+                return await self.app(scope, receive, send)
+            status, error = ANOTHER_INSTANCE, "the server was started anew: what it had loaded is gone"
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        from starlette.responses import JSONResponse  # the clients, which import this module too, do without it
+
+        await JSONResponse({"error": error}, status_code=status)(scope, receive, send)
+
+
+def main() -> None:
+    """Serve with the arguments of the command line and those that every prl server has."""
+    if not os.environ.get(TOKEN_VARIABLE):
+        raise SystemExit(
+            f"prl.engines.vllm.server: set {TOKEN_VARIABLE}; every request must carry it as a bearer token"
+        )
+    os.environ[INSTANCE_VARIABLE] = secrets.token_hex(8)
+    os.environ["VLLM_PLUGINS"] = ",".join(_vllm_start.plugin_names(os.environ.get("VLLM_PLUGINS")))
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not any(arg.startswith("--host") for arg in sys.argv[1:]):
+        sys.argv += ["--host", "127.0.0.1"]
+    sys.argv += REQUIRED if os.environ.get(FROZEN_VARIABLE) else REQUIRED + LIVE
+    _vllm_start.serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""An environment of a run: the taskset by its name, its tasks, and how they are played."""
+
+import contextlib
+import importlib
+import itertools
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any, TypeVar
+
+import verifiers.v1 as vf
+from pydantic import ValidationError
+from renderers.base import Renderer
+from verifiers.v1.utils.generic import concrete_type
+
+from prl.config.schema import EnvConfig
+from prl.config.user_code import failed
+from prl.engines.sampler import Sampler
+from prl.envs._verifiers_internals import agents_after_setup
+from prl.envs.grading import give_to_workers
+from prl.envs.group import GroupRequest, play_episodes, play_group
+from prl.envs.harness import harness_context, load_harness_env, reason_for_harness, runtime_readers
+from prl.envs.multi_turn import InProcessContext, bind_in_process
+from prl.envs.tools import Tools, set_up
+from prl.envs.workers import Workers
+from prl.errors import ConfigError
+from prl.rollouts.rollout import Rollout
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_TASKS = 100_000
+"""Tasks that are taken from a taskset that never ends."""
+
+
+class Environment:
+    """One env of the run: its training tasks, its held-out tasks, and how both are played.
+
+    There are three ways to play, of which the taskset decides:
+
+    - Single-turn tasks: one request for the whole group. `verifiers_env` is None.
+    - A multi-turn env, or tools that may be called in this process: verifiers' `Env.run` over agents in this process.
+    - What needs verifiers' harness (`uses_harness`): verifiers' own Env, with a program around the model.
+    """
+
+    seats = 1
+    """Rollouts of an episode: one of each agent that is trained. Known once the env is served."""
+
+    def __init__(self, name: str, config: EnvConfig, *, eval_tasks: int, played: bool = True):
+        """One that is not `played` starts no processes for its graders."""
+        self.name = name
+        self.config = config
+        self.workers: Workers | None = None
+        """Processes that its graders run in; None where they run in this one."""
+        self._load(eval_tasks)
+        if played and self._grades_elsewhere():
+            modules = ["prl.envs.grading", type(self.tasks[0]).__module__]
+            self.workers = Workers(name, modules, config.worker_memory_gb)
+            tasks = [*self.tasks, *self.eval_tasks]
+            give_to_workers(tasks, self.workers, played_by_verifiers=self.uses_harness)
+
+    def _grades_elsewhere(self) -> bool:
+        """Whether its graders run in processes of their own. Those that read a runtime, and judges, do not."""
+        task, asked = self.tasks[0], self.config.in_process
+        if self.uses_harness and (runtime_readers(task) or task.plugged_judges()):
+            return False
+        return not (promises_to_be_quick(self.taskset) if asked is None else asked)
+
+    def _load(self, eval_tasks: int) -> None:
+        """Load the tasks, and find how they are played."""
+        name, config = self.name, self.config
+        where = f"envs.{name}"
+        self.taskset = load_taskset(config.taskset, config.args, f"{where}.args")
+        self.tasks = take_tasks(self.taskset, MAX_TASKS, f"{where}.args")
+        self.eval_tasks: list[vf.Task] = []
+        self.verifiers_env: vf.Env | None = None
+        """Plays the training tasks; None where they are single turns."""
+        self.eval_verifiers_env: vf.Env | None = None
+        """Plays the held-out tasks: an in-process env reads the settings of the taskset that it is bound to."""
+        self._in_process: list[tuple[vf.Env, Tools]] = []
+        reason = reason_for_harness(self.taskset, self.tasks[0])
+        self.uses_harness = reason is not None
+        if reason is not None:
+            log.info("env %s is played by verifiers' harness: %s", name, reason)
+            self.verifiers_env = self.eval_verifiers_env = load_harness_env(config.taskset, config.args, where, reason)
+        else:
+            self.verifiers_env = self._bind_in_process(self.taskset)
+        if config.eval_args is not None and eval_tasks > 0:
+            held_out = load_taskset(config.taskset, {**config.args, **config.eval_args}, f"{where}.eval_args")
+            self.eval_tasks = take_tasks(held_out, eval_tasks, f"{where}.eval_args")
+            if not self.uses_harness:
+                self.eval_verifiers_env = self._bind_in_process(held_out)
+
+    @property
+    def tools(self) -> Tools:
+        """What the model may call in this process."""
+        return self._in_process[0][1] if self._in_process else Tools()
+
+    def _bind_in_process(self, taskset: vf.Taskset) -> vf.Env | None:
+        """Create the env over agents in this process; None if the tasks are single turns."""
+        try:
+            task, tools = self.tasks[0], Tools(taskset.toolsets(taskset.config))
+            all_tools = tools.joined(task.toolsets(task.config))
+            all_tools.new_state(task)
+        except ValueError as error:
+            raise ConfigError(f"envs.{self.name}.taskset={self.config.taskset!r}: {error}") from error
+        cls = next(iter(_exported(self.config.taskset, vf.Env)), vf.SingleAgentEnv if all_tools.toolsets else None)
+        if cls is None:
+            return None
+        env = bind_in_process(cls, taskset, tools)
+        self._in_process.append((env, tools))
+        return env
+
+    def check_renderer(self, renderer: Renderer) -> None:
+        """Raise ConfigError if the model is to call tools in a chat format that has none."""
+        task = self.tasks[0]
+        tools = [*self.taskset.toolsets(self.taskset.config), *task.toolsets(task.config)]
+        if tools and not getattr(renderer, "supports_tools", True):
+            raise ConfigError(
+                f"env {self.name!r} has tools, but the renderer does not support tool calls: "
+                "choose the model's own with renderer=<family>"
+            )
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncGenerator[None, None]:
+        """Hold open what episodes need: the servers of verifiers' harness, or what an in-process env starts."""
+        async with contextlib.AsyncExitStack() as stack:
+            if self.workers is not None:
+                await stack.enter_async_context(self.workers.serving())
+            if self.uses_harness and self.verifiers_env is not None:
+                await stack.enter_async_context(self.verifiers_env.serving())
+            elif self.verifiers_env is not None:
+                agents = await agents_after_setup(self.verifiers_env, InProcessContext(None, ""))
+                self.seats = sum(agent.trainable for agent in agents)
+            for env, tools in self._in_process:
+                await set_up(tools.toolsets)
+                stack.push_async_callback(env.stop)
+                await env.start()
+            yield
+
+    def play(
+        self, task: vf.Task, n: int, sampler: Sampler, *, group_id: int, held_out: bool = False
+    ) -> AsyncGenerator[Rollout, None]:
+        """Play `n` attempts at one task.
+
+        Yields each rollout as soon as it is graded, with its samples attached, or has failed (`rollout.error`). They
+        come in the order in which they finish; `rollout.index` is the number of the attempt. The time that the consumer
+        takes between two rollouts does not count towards a rollout's deadline. Close the generator with
+        `contextlib.aclosing`: that cancels what still runs.
+
+        Args:
+            task: One of `tasks`, or of `eval_tasks` with `held_out`.
+            n: Number of attempts; each leaves `seats` rollouts.
+            sampler: The model that plays.
+            group_id: Names the group among those of the env; its seeds depend on it.
+            held_out: The task is one of `eval_tasks`.
+        """
+        request = GroupRequest(
+            env_name=self.name,
+            task=task,
+            n=n,
+            sampler=sampler,
+            group_id=group_id,
+            timeout_s=min(self.config.timeout_s, self.config.group_timeout_s or self.config.timeout_s),
+        )
+        env = self.eval_verifiers_env if held_out else self.verifiers_env
+        if env is None:
+            return play_group(request)
+        return play_episodes(env, harness_context if self.uses_harness else InProcessContext, request)
+
+
+def promises_to_be_quick(taskset: vf.Taskset) -> bool:
+    """Return whether the taskset says that its code may run in this process: `IN_PROCESS`, in its own module.
+
+    Who extends a taskset of another module's makes promises of their own.
+    """
+    says = next((cls for cls in type(taskset).__mro__ if "IN_PROCESS" in vars(cls)), None)
+    return says is not None and says.__module__ == type(taskset).__module__ and bool(taskset.IN_PROCESS)
+
+
+def load_taskset(taskset: str, args: dict[str, Any], where: str) -> vf.Taskset:
+    """Load a taskset.
+
+    Args:
+        taskset: A dotted module path, or the id of an installed verifiers taskset.
+        args: Its settings.
+        where: Config key of `args`, for messages: `envs.math.args`.
+
+    Raises:
+        ConfigError: It cannot be found or imported, or does not accept the settings.
+    """
+    cls = find_taskset(taskset, where.rsplit(".", 1)[0])
+    config_cls = concrete_type(cls, vf.TasksetConfig, origin=vf.Taskset) or vf.TasksetConfig
+    try:
+        return cls(config_cls.model_validate({"id": taskset, **args}))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        known = ", ".join(name for name in config_cls.model_fields if name not in vf.TasksetConfig.model_fields)
+        key = ".".join([where, *map(str, problem["loc"])])
+        raise ConfigError(f"{key}: {problem['msg']} (settings of {taskset}: {known or 'none'})") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except BaseException as error:  # the constructor is user code
+        raise failed(error, where, cls.__name__) from error
+
+
+def find_taskset(taskset: str, where: str) -> type[vf.Taskset]:
+    """Return the taskset class of a dotted module path or an installed id; `where` is the env's config key."""
+    try:
+        exported = _exported(taskset, vf.Taskset)
+    except ModuleNotFoundError as error:
+        hint = "; is the package installed?" if "." in taskset else ""  # verifiers gives a hint of its own
+        raise ConfigError(f"{where}.taskset={taskset!r}: {error}{hint}") from error
+    except BaseException as error:  # the module is user code
+        raise failed(error, f"{where}.taskset={taskset!r}", "importing it") from error
+    if len(exported) != 1:
+        raise ConfigError(
+            f"{where}.taskset={taskset!r} must export exactly one Taskset in __all__, has {len(exported)}"
+        )
+    return exported[0]
+
+
+def _exported(taskset: str, base: type[T]) -> list[type[T]]:
+    """Return the subclasses of `base` in `__all__` of a taskset's module."""
+    module = importlib.import_module(taskset) if "." in taskset else vf.import_taskset(taskset)
+    exports = [getattr(module, name) for name in getattr(module, "__all__", ())]
+    return [cls for cls in exports if isinstance(cls, type) and issubclass(cls, base) and cls is not base]
+
+
+def take_tasks(taskset: vf.Taskset, limit: int, where: str) -> list[vf.Task]:
+    """Return the first `limit` tasks, at least one; `where` is the config key of the taskset's settings."""
+    try:
+        loaded = iter(taskset)
+        tasks = list(itertools.islice(loaded, limit))
+        if limit == MAX_TASKS and next(loaded, None) is not None:
+            log.warning("%s: the first %s tasks are taken, and there are more", where, f"{limit:,}")
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except BaseException as error:  # `load` is user code
+        raise failed(error, where, f"loading the tasks of {type(taskset).__name__}") from error
+    if not tasks:
+        raise ConfigError(f"{where}: taskset {taskset.config.id!r} has no task with these settings")
+    return tasks

@@ -1,0 +1,222 @@
+"""A group, `n` attempts at one task: played, graded, and yielded as rollouts.
+
+Single turns, a prompt and a reply without a tool or another party in between, all start from the same prompt, so the
+whole group is one request for `n` completions (`play_group`). Everything else is an episode of a verifiers `Env`:
+a multi-turn env in this process, or the one with verifiers' harness (`play_episodes`).
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+import verifiers.v1 as vf
+from verifiers.v1 import graph
+from verifiers.v1.dialects.chat import message_to_wire
+
+from prl.engines.chat import Dialogue
+from prl.engines.renderer import UnrenderablePrompt, render_prompt
+from prl.engines.sampler import OverlongPrompt, Sampler, whose
+from prl.envs._verifiers_internals import BUILD
+from prl.envs.grading import grade
+from prl.envs.isolation import as_failure, as_finished
+from prl.envs.multi_turn import InProcessContext
+from prl.envs.turn import AGENT, commit, opening_messages, trace_task
+from prl.errors import EngineError
+from prl.rollouts.rollout import Rollout
+from prl.transport import events
+
+log = logging.getLogger(__name__)
+
+MakeContext = Callable[[Sampler, str], InProcessContext | vf.ModelContext]
+"""(sampler, name of the episode) -> what its agents reach the model with."""
+
+MAX_REWARD = 3e38
+"""Largest reward by absolute value: credit is a difference of rewards, and must be finite in float32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRequest:
+    """A group to be played."""
+
+    env_name: str
+    task: vf.Task
+    n: int
+    """Number of attempts."""
+    sampler: Sampler
+    group_id: int
+    timeout_s: float
+    """[s] Time for an attempt, its grading included; infinite where there is no limit."""
+
+    @property
+    def key(self) -> str:
+        """Name of the group among the requests of a run, from which seeds are derived."""
+        return f"{self.env_name}/{self.task.key}/{self.group_id}"
+
+    def new_rollout(self, trace: vf.Trace, index: int, start_version: int | None) -> Rollout:
+        """Return the rollout of attempt `index` over `trace`, which was begun under policy version `start_version`."""
+        rollout = Rollout(
+            trace,
+            env_name=self.env_name,
+            group_id=self.group_id,
+            start_version=start_version,
+            temperature=self.sampler.temperature,
+        )
+        rollout.index = index
+        return rollout
+
+    def timeout_error(self, waited_for: str = "") -> TimeoutError:
+        """Return the error of an attempt that took longer than `timeout_s`, and what it waited for then, if known."""
+        return TimeoutError(
+            f"not finished after {self.timeout_s:g} s (timeout_s or group_timeout_s of envs.{self.env_name})"
+            + (f", waiting for {waited_for}" if waited_for else "")
+        )
+
+
+_warned: set[tuple[str, str]] = set()
+"""Metrics of envs that were no finite number."""
+
+
+def complete(rollout: Rollout) -> None:
+    """Attach the samples of a graded rollout; raise ValueError if its reward would make its group's credit infinite.
+
+    A metric that is no finite number is warned of, once for each env and name.
+    """
+    env, trace = rollout.env_name, rollout.trace
+    if not abs(trace.reward) <= MAX_REWARD:  # NaN neither
+        parts = ", ".join(f"{name}: {reward.value}" for name, reward in trace.rewards.items() if reward is not None)
+        raise ValueError(f"the grader gave reward {trace.reward} ({parts})")
+    for name, value in trace.metrics.items():
+        if value is not None and not math.isfinite(value) and (env, name) not in _warned:
+            _warned.add((env, name))
+            log.warning(
+                "env %s: metric %s is %s; such values are left out of its mean and null in records", env, name, value
+            )
+    rollout.attach_samples()
+
+
+async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
+    """Play a group of single turns; yield each rollout as soon as it is graded, with its samples, or has failed.
+
+    The time that the consumer takes between two rollouts does not count towards `request.timeout_s`. Closing the
+    generator cancels the graders that still run.
+    """
+    sampler, task = request.sampler, trace_task(request.task)
+    messages = opening_messages(request.task.data)
+    traces = [vf.Trace(task=task, agent=AGENT, verifiers=BUILD) for _ in range(request.n)]
+    rollouts = [request.new_rollout(trace, index, sampler.version) for index, trace in enumerate(traces)]
+    deadline = asyncio.get_running_loop().time() + request.timeout_s
+    started = events.now()
+    try:
+        rendered = render_prompt(sampler.renderer, [message_to_wire(message) for message in messages])
+        async with asyncio.timeout_at(deadline):
+            dialogue = Dialogue(messages, task=request.task.data)
+            completions = await sampler.complete(rendered.token_ids, n=request.n, key=request.key, dialogue=dialogue)
+    except (EngineError, OverlongPrompt, TimeoutError, UnrenderablePrompt) as error:
+        if isinstance(error, UnrenderablePrompt):
+            log.warning("env %s: task %s fails: %s", request.env_name, request.task.key, error)
+        for rollout in rollouts:
+            late = isinstance(error, TimeoutError)
+            rollout.fail(request.timeout_error(whose(sampler.pool)) if late else error)
+            yield rollout
+        return
+    span = vf.TimeSpan(start=started, end=events.now())
+    for rollout, completion in zip(rollouts, completions, strict=True):
+        commit(graph.prepare_turn(rollout.trace, messages), rendered, completion, sampler, span)
+        rollout.read_versions()
+    grading = (_grade(request, rollout, deadline) for rollout in rollouts)
+    async with contextlib.aclosing(as_finished(grading)) as finished:
+        async for rollout in finished:
+            yield rollout
+
+
+async def _grade(request: GroupRequest, rollout: Rollout, deadline: float) -> Rollout:
+    """Grade a finished rollout and attach its samples.
+
+    An exception of the env's reward functions, or their delay beyond `deadline`, fails this rollout only. So does being
+    cancelled: by themselves, or by a group that is closed.
+    """
+    clock = asyncio.timeout_at(deadline)
+    try:
+        async with clock:
+            await grade(request.task, rollout.trace)
+        if clock.expired():  # the cancelled grader has gone on
+            raise request.timeout_error()
+        complete(rollout)
+        rollout.trace.ok = rollout.trace.is_completed = True
+    except BaseException as error:  # a Rust extension's panic, for one, is no Exception
+        rollout.fail(request.timeout_error() if clock.expired() else as_failure(error))
+    return rollout
+
+
+async def play_episodes(env: vf.Env, make_context: MakeContext, request: GroupRequest) -> AsyncGenerator[Rollout, None]:
+    """Play `request.n` episodes of one task; yield the rollouts of each as soon as it is graded or has failed.
+
+    Every trainable trace of an episode is a rollout. The time that the consumer takes does not count towards
+    `request.timeout_s`. Closing the generator cancels the episodes that still run.
+
+    Args:
+        env: What plays an episode.
+        make_context: Makes what the env's agents reach the model with.
+        request: The group.
+    """
+    episodes = (_play_episode(env, make_context, request, index) for index in range(request.n))
+    async with contextlib.aclosing(as_finished(episodes)) as finished:
+        async for rollouts in finished:
+            for rollout in rollouts:
+                yield rollout
+
+
+async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRequest, index: int) -> list[Rollout]:
+    """Play an episode. One that fails leaves its traces until then, to be read; at least one."""
+    context = make_context(request.sampler, f"{request.key}/{index}")
+    start_version = request.sampler.version
+    failure: Exception | None = None
+    try:
+        async with asyncio.timeout(request.timeout_s) as clock:
+            episode = await env.run_episode(request.task, context)
+        if clock.expired():  # what was cancelled has taken no notice
+            raise request.timeout_error()
+        traces = episode.traces
+        if episode.errors:
+            failure = getattr(context, "failure", None) or EpisodeError(episode.errors[-1])
+    except BaseException as error:
+        failure = request.timeout_error() if isinstance(error, TimeoutError) else as_failure(error)
+        if failure is error:  # verifiers records the Exceptions of env code: this one is a bug
+            raise
+        traces = getattr(context, "traces", ())  # those of an env in this process
+    rollouts = [request.new_rollout(trace, index, start_version) for trace in traces if trace.agent.trainable]
+    if not rollouts:
+        failure = failure or RuntimeError("the episode left no trace")
+        rollouts = [request.new_rollout(vf.Trace(task=trace_task(request.task), agent=AGENT), index, start_version)]
+    for rollout in rollouts:
+        rollout.end_version = request.sampler.version  # of verifiers' own client; prl's calls are recorded with theirs
+        rollout.read_versions()
+        try:
+            if failure is not None or not rollout.trace.ok:
+                raise failure or EpisodeError(rollout.trace.last_error, rollout.trace.stop_condition)
+            complete(rollout)
+        except Exception as error:
+            rollout.fail(error)
+    return rollouts
+
+
+ERROR_KINDS = {
+    "OverlongPrompt": "overlong_prompt",
+    "EngineError": "engine",
+    "ProviderError": "engine",
+}
+"""Kind of failure by the name of the exception that verifiers recorded; `timeout` or `env` for others."""
+
+
+class EpisodeError(Exception):
+    """A failure as verifiers recorded it on an episode or a trace, with its kind as prl counts them."""
+
+    def __init__(self, recorded: vf.Error | None, stop_condition: str | None = None):
+        super().__init__(f"{recorded.type}: {recorded.message}" if recorded else f"stopped: {stop_condition}")
+        name, status = (recorded.type, recorded.status_code) if recorded else ("", None)
+        if name == "ProviderError" and status == 400:  # vLLM's reply to a prompt without room for an answer
+            name = "OverlongPrompt"
+        self.kind = ERROR_KINDS.get(name, "timeout" if "Timeout" in name else "env")

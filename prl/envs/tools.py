@@ -1,0 +1,109 @@
+"""Tools called directly in this process. verifiers would serve them over MCP from a process of their own.
+
+A toolset whose class has `IN_PROCESS = True` promises that its tools are quick and touch nothing but their arguments,
+their config and the state of their rollout: they share the event loop with every rollout in flight.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError, to_json
+from verifiers.v1 import State, Task, TaskData, Tool, ToolCall, ToolMessage, Toolset
+from verifiers.v1.clients.train import tool_to_wire
+from verifiers.v1.state import state_cls
+from verifiers.v1.utils.decorators import discover_decorated
+
+from prl.envs._verifiers_internals import call_state
+from prl.envs.isolation import run_contained
+from prl.errors import UNREADABLE
+from prl.rollouts.rollout import encodable
+
+
+class Tools:
+    """The tools of some toolsets, under the names that verifiers' servers would give them."""
+
+    def __init__(self, toolsets: Sequence[Toolset] = ()):
+        self.toolsets = list(toolsets)
+        if self.toolsets:  # the import takes a second
+            from mcp.server.mcpserver.tools.base import Tool as Function
+
+        self._functions: dict[str, Function] = {}
+        for toolset in self.toolsets:
+            for function in discover_decorated(toolset, "tool"):
+                name = getattr(function, "tool_name", None) or function.__name__
+                full = f"{toolset.server_name}_{name}" if toolset.server_name else name
+                if full in self._functions:
+                    raise ValueError(f"two tools are named {full!r}; give their toolsets a TOOL_PREFIX each")
+                self._functions[full] = Function.from_function(
+                    function, name, description=(function.__doc__ or "").strip()
+                )
+        self.declared = [
+            Tool(name=name, description=function.description, parameters=function.parameters)
+            for name, function in self._functions.items()
+        ]
+        self.wire = [tool_to_wire(tool) for tool in self.declared] or None
+        """The tools in OpenAI's format, as they are declared to the model; None if there are none."""
+
+    def joined(self, toolsets: Sequence[Toolset]) -> "Tools":
+        """Return these tools together with those of `toolsets`."""
+        return Tools([*self.toolsets, *toolsets]) if toolsets else self
+
+    def new_state(self, task: Task) -> State:
+        """Create the state of a new rollout of `task`, of the most derived state class among the task's and the tools'.
+
+        Raises:
+            ValueError: Two of the state classes do not extend each other.
+        """
+        classes = [state_cls(type(owner)) for owner in (task, *self.toolsets)]
+        chosen = max(classes, key=lambda cls: len(cls.__mro__))
+        if other := next((cls for cls in classes if not issubclass(chosen, cls)), None):
+            raise ValueError(
+                f"a rollout has one state, but its tools name {chosen.__name__} and {other.__name__}: "
+                "let one extend the other"
+            )
+        return chosen()
+
+    async def answer(self, call: ToolCall, state: State | None) -> ToolMessage:
+        """Call a tool and return its answer. An error in the call, or of the tool, is an answer for the model to read.
+
+        Args:
+            call: The call as the model made it.
+            state: The rollout's state, which the toolset reads as `self.state`.
+        """
+        with call_state(state):
+            content = await self._run(call)
+        return ToolMessage(tool_call_id=call.id, content=encodable(content), name=call.name)
+
+    async def _run(self, call: ToolCall) -> str:
+        if not call.name:
+            return "error: the tool call cannot be read: it is not complete, not valid JSON, or names no tool"
+        if (function := self._functions.get(call.name)) is None:
+            return f"error: there is no tool {call.name!r}"
+        from mcp.server.mcpserver.exceptions import ToolError
+
+        try:
+            arguments = json.loads(call.arguments or "{}")
+        except UNREADABLE as error:
+            return f"error: the arguments are not JSON: {error}"
+        if not isinstance(arguments, dict):
+            return "error: the arguments must be a JSON object"
+        try:
+            result = await function.run(arguments, None)
+            return result if isinstance(result, str) else to_json(result, fallback=str).decode()
+        except ToolError as error:
+            cause = error.__cause__
+            if isinstance(cause, ValidationError):
+                problem = cause.errors()[0]
+                return f"error: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+            return f"error: {str(cause or error) or type(cause).__name__}"
+        except PydanticSerializationError as error:
+            return f"error: {error}"
+
+
+async def set_up(toolsets: Sequence[Toolset], task: TaskData | None = None) -> None:
+    """Run the `setup` hooks of toolsets, and their `setup_task` hooks with `task` if they belong to one rollout."""
+    await asyncio.gather(*(run_contained(toolset.setup) for toolset in toolsets))
+    if task is not None:
+        await asyncio.gather(*(run_contained(toolset.setup_task, task) for toolset in toolsets))

@@ -1,0 +1,120 @@
+"""One turn of a conversation: its opening messages, the parsed reply, and its tokens in verifiers' message graph."""
+
+import json
+from typing import Any
+
+import verifiers.v1 as vf
+from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens, Renderer, ToolCallParseStatus
+from verifiers.v1 import graph
+from verifiers.v1.configs.agent import WireAgentConfig
+
+from prl.engines.renderer import tokenizer_of
+from prl.engines.replies import Completion
+from prl.engines.sampler import Sampler
+from prl.rollouts.rollout import encodable
+from prl.rollouts.samples import RecordedCall, token_hash
+
+WireTool = dict[str, Any]
+"""A tool as it is declared to the model, in OpenAI's format."""
+
+AGENT = vf.AgentInfo.model_construct(
+    config=WireAgentConfig.model_construct(), runtime=None, name="agent", trainable=True
+)
+"""The agent of a single-turn rollout, and the template of the others."""
+READABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
+
+
+def trace_task(task: vf.Task) -> vf.TraceTask:
+    """Return the task in the form that traces carry."""
+    return vf.TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+
+
+def opening_messages(data: vf.TaskData) -> list[vf.Message]:
+    """Return the messages that a task's conversation starts with."""
+    prompt, system = data.prompt, data.system_prompt
+    messages: list[vf.Message] = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
+    return messages if system is None else [vf.SystemMessage(content=system), *messages]
+
+
+def commit(
+    turn: graph.PendingTurn,
+    rendered: RenderedTokens,
+    completion: Completion,
+    sampler: Sampler,
+    span: vf.TimeSpan,
+    *,
+    bridged: bool = False,
+    tools: list[WireTool] | None = None,
+) -> vf.AssistantMessage:
+    """Add one turn to its trace's message graph, with the exact tokens that were sent and sampled; return the reply.
+
+    Args:
+        turn: The pending turn, from `graph.prepare_turn`.
+        rendered: The prompt that was sent.
+        completion: The reply that was sampled.
+        sampler: Where the reply comes from.
+        span: When the model call began and ended.
+        bridged: `rendered` extends the tokens of the turn before, and attributes only the added tokens to messages.
+        tools: The tools that the model may call.
+    """
+    cut_off = completion.finish_reason == "length"  # a call in it is merely incomplete, and no fault
+    message = parse(completion.token_ids, sampler.renderer, tools, prompt_ids=rendered.token_ids, cut_off=cut_off)
+    tokens = vf.TurnTokens(
+        prompt_ids=rendered.token_ids,
+        completion_ids=completion.token_ids,
+        completion_logprobs=completion.logprobs,
+        message_spans=turn.prompt_message_spans(rendered) if bridged else rendered.message_token_spans(),
+        is_content=rendered.is_content,
+        bridged=bridged,
+    )
+    about = {"model": sampler.pool.model, "finish_reason": completion.finish_reason}
+    node = turn.commit(vf.Response.model_construct(id="", created=0, message=message, tokens=tokens, **about))
+    lengths = {"prompt_tokens": len(rendered.token_ids), "completion_tokens": len(completion.token_ids)}
+    call = RecordedCall.model_construct(
+        usage=vf.Usage.model_construct(**lengths),
+        node=node,
+        time=span,
+        digest=token_hash(rendered.token_ids, completion.token_ids).digest(),
+        start_version=completion.start_version,
+        end_version=completion.end_version,
+        **about,
+    )
+    turn.trace.calls.append(call)
+    if cut_off:
+        turn.trace.stop("max_output_tokens")
+    return message
+
+
+def parse(
+    token_ids: list[int],
+    renderer: Renderer,
+    tools: list[WireTool] | None = None,
+    *,
+    prompt_ids: list[int] | None = None,
+    cut_off: bool = False,
+) -> vf.AssistantMessage:
+    """Parse sampled tokens as a message; `prompt_ids` are those before them, which may have opened the reply's thought.
+
+    A tool call that cannot be read has no name, and its arguments are what the model wrote: `Tools.answer` says what is
+    wrong. It is left out where no `tools` were offered or the reply was cut off.
+    """
+    try:
+        parsed = renderer.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
+    except (ValueError, RecursionError) as error:  # Python's JSON parser: a number too long, nesting too deep
+        tokenizer = tokenizer_of(renderer)
+        text = "" if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=True)
+        unread = ParsedToolCall(raw=str(error), status=ToolCallParseStatus.MALFORMED_STRUCTURE)
+        parsed = ParsedResponse(content=encodable(text), tool_calls=[unread])
+    calls = []
+    for index, call in enumerate(parsed.tool_calls or []):
+        name, arguments = call.name, call.arguments
+        if call.status not in READABLE or not name or not isinstance(name, str):
+            if cut_off or not tools:
+                continue
+            name, arguments = "", call.raw
+        # Text that is not JSON stays as the model wrote it.
+        text = encodable(arguments) if isinstance(arguments, str) else json.dumps(arguments or {})
+        calls.append(vf.ToolCall(id=call.id or f"call_{index}", name=encodable(name), arguments=text))
+    return vf.AssistantMessage(
+        content=parsed.content or None, reasoning_content=parsed.reasoning_content, tool_calls=calls or None
+    )

@@ -1,1 +1,0 @@
-"""The policy's vLLM server and the client pool that talks to it."""

@@ -1,0 +1,144 @@
+"""What the commands have in common: suggestions for keys that do not exist, and errors as exit codes."""
+
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import MissingConfigException
+from omegaconf import DictConfig
+
+from prl.config import suggestions
+from prl.config.compose import CONF, allow_new_filters, options
+from prl.errors import ConfigError, PrlError, of_disk
+from prl.launch.signals import stop, stopping
+from prl.monitors.text import as_message, safe
+from prl.runs import resume
+
+REFUSED, FAILED, INTERRUPTED = 2, 1, 130
+PRINTING = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info")
+"""Flags that have a command print, and nothing else."""
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+"""With this variable of the environment Hydra raises what is wrong with a config, which it would print in its way."""
+LINE = 400
+"""Longest line of somebody else's that is shown as it is, characters."""
+
+_traces = FULL_ERROR in os.environ
+"""Whether the user wants to see tracebacks."""
+_started = False
+"""Whether the config has composed: what fails from then on is not about its keys."""
+
+
+@contextlib.contextmanager
+def errors_as_exit_codes() -> Iterator[None]:
+    """Print a PrlError as one line and exit: 2 for a refused config, 1 for a failed run, 128 + its number for a signal.
+
+    The job has started with this.
+    """
+    global _started
+    _started = True
+    if not _traces:
+        os.environ.pop(FULL_ERROR, None)
+    try:
+        yield
+    except (PrlError, OSError) as error:
+        if (said := of_disk(error)) is None:
+            if not isinstance(error, PrlError):
+                raise
+            said = refused(error) if isinstance(error, ConfigError) else str(error)  # or what a server or a log said
+        print(f"error: {as_message(said)}", file=sys.stderr, flush=True)
+        raise SystemExit(REFUSED if isinstance(error, ConfigError) else FAILED) from None
+    except KeyboardInterrupt as end:
+        raise stopped(end) from None
+
+
+def stopped(end: KeyboardInterrupt) -> SystemExit:
+    """Say that a command was stopped; return what ends it, with the status that says by which signal."""
+    print("stopped", file=sys.stderr, flush=True)
+    return SystemExit(128 + getattr(end, "number", signal.SIGINT))
+
+
+def one_line(error: BaseException) -> str:
+    """What Hydra, OmegaConf or the file system says of a config that does not compose, as one line."""
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        return f"there is no {group or 'config'}={option}: choose {', '.join(error.options)}"
+    if isinstance(error, OSError) and error.filename is not None:  # Hydra makes a sweep's directories
+        return f"hydra.sweep.dir: {str(error.filename)[:LINE]} cannot be made: {error.strerror or error}"
+    cause = None if isinstance(error, ConfigError) else error.__cause__  # prl's own words say it all
+    said = [str(each).strip() for each in (error, cause) if each is not None]
+    lines = [line.strip() for text in said for line in text.splitlines()]
+    kept = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
+    kept = [line if len(line) <= LINE else f"{line[: LINE // 2]} … {line[-LINE // 2 :]}" for line in kept]
+    return ": ".join(dict.fromkeys(line.rstrip(".:") for line in kept)) or type(error).__name__
+
+
+def about(overrides: list[str], said: str) -> str:
+    """What was said of a config that does not compose, with the overrides if it names the key of none."""
+    parts = [part for override in overrides for part in suggestions.override_key(override).split(".")]
+    named = any(part in said for part in parts if len(part) > 2)  # a letter is in every text
+    return said if named or not overrides else f"{', '.join(overrides)[:LINE]}: {said}"
+
+
+def refused(error: ConfigError) -> str:
+    """A refusal as it is printed: on one line, whatever the values in it are."""
+    text = safe(str(error)).replace("\n", "\\n")
+    return text if len(text) <= 4 * LINE else f"{text[: 3 * LINE]} … {text[-LINE:]}"
+
+
+def expanded(arguments: list[str]) -> list[str]:
+    """The arguments with the config of the run that `run.resume` names; exits where there is none."""
+    try:
+        return resume.expanded(arguments)
+    except ConfigError as error:
+        print(f"error: {as_message(one_line(error))}", file=sys.stderr)
+        raise SystemExit(REFUSED) from None
+
+
+def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> None:
+    """Run a Hydra job over `conf/<root>.yaml`; where it does not compose, say what the keys should have been."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what this process computes itself, and an env's graders
+    if any(argument.split("=")[0] in PRINTING for argument in arguments):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends any program that prints
+    given, groups = [arg for arg in arguments if "=" in arg and not arg.startswith("-")], options()
+    sys.argv[1:] = allow_new_filters(arguments)  # Hydra reads its arguments there
+    for number in stopping():
+        if signal.getsignal(number) == signal.SIG_DFL:  # a sweep has a handler of its own
+            signal.signal(number, stop)
+    os.environ.setdefault(FULL_ERROR, "1")  # until the job starts
+    try:
+        job()
+    except KeyboardInterrupt as end:
+        raise stopped(end) from None
+    except Exception as error:
+        if _started or _traces:
+            raise
+        print(f"error: {as_message(about(given, one_line(error)))}", file=sys.stderr)
+        config = composed(given, groups, root)
+        for hint in filter(None, (suggestions.hint(argument, config, groups) for argument in given)):
+            print(as_message(hint), file=sys.stderr)
+        raise SystemExit(REFUSED) from None
+
+
+def composed(arguments: list[str], groups: Iterable[str], root: str = "train") -> DictConfig:
+    """The config of the options chosen for groups among `arguments`, of those that compose, and of the defaults."""
+    chosen = [argument for argument in arguments if suggestions.override_key(argument) == "hydra.searchpath"]
+    chosen += [
+        argument
+        for argument in arguments
+        if re.split("[@/]", suggestions.override_key(argument))[0] in {*groups, "schema"}
+    ]
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        config = hydra.compose(root)
+        composing: list[str] = []
+        for argument in chosen:
+            with contextlib.suppress(Exception):  # Hydra has said what is wrong with it
+                config = hydra.compose(root, [*composing, argument])
+                composing.append(argument)
+    return config

@@ -1,0 +1,129 @@
+"""The signals that stop a command in order, and the name of what holds its event loop up."""
+
+import asyncio
+import faulthandler
+import logging
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
+from typing import Any, NoReturn
+
+from prl.monitors.terminal import detach
+
+log = logging.getLogger(__name__)
+
+STILL_S = 10.0
+"""[s] Code that holds the event loop up for longer is named."""
+BEAT_S = 1.0
+
+
+class Stopped(KeyboardInterrupt):
+    """Signal `number` has stopped the command."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+
+
+def stop(number: int, _: FrameType | None) -> NoReturn:
+    """Raise Stopped: the handler of a command that runs no event loop yet, or no longer."""
+    if number == signal.SIGHUP:
+        detach()
+    raise Stopped(number)
+
+
+def stopping() -> tuple[signal.Signals, ...]:
+    """Return the signals that stop what runs here: Ctrl-C, SIGTERM, and SIGHUP, which a closed terminal sends.
+
+    A SIGHUP that is ignored stays so: that is what `nohup` is for. Only the first thread of a process gets any signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return ()
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM) if ignored else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_to_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end. The signals of `stopping` cancel it, so that everything is shut down in order.
+
+    A second Ctrl-C ends that at once. Another SIGTERM or SIGHUP does not: schedulers and terminals send several.
+    Where a loop runs in this thread already, as in a notebook, another thread runs `work` and this one waits.
+
+    Raises:
+        Stopped: One of them came.
+    """
+    before = {number: signal.getsignal(number) for number in stopping()}
+    if before:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio takes Ctrl-C over from no other handler
+    received: list[int] = []
+    run: Callable[[Coroutine[Any, Any, None]], None] = run_in_thread
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        run = asyncio.run
+    try:
+        run(cancelled_by_signals(work, received))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise Stopped(received[0] if received else signal.SIGINT) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def cancelled_by_signals(work: Coroutine[Any, Any, None], received: list[int]) -> None:
+    """Run `work`; the first SIGTERM or SIGHUP cancels it, and is `received`. Ctrl-C is left to asyncio."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    def cancel(number: int) -> None:
+        if number == signal.SIGHUP:
+            detach()
+        if not task.cancelling():
+            received.append(number)
+            task.cancel()
+
+    for number in set(stopping()) - {signal.SIGINT}:
+        asyncio.get_running_loop().add_signal_handler(number, cancel, number)
+    watching = asyncio.create_task(name_what_holds_the_loop_up())
+    try:
+        await asyncio.sleep(0)  # that begins
+        await work
+    finally:
+        watching.cancel()
+
+
+def run_in_thread(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` in another thread; Ctrl-C here cancels it."""
+    started = Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]]()
+
+    async def cancellable() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        started.set_result((asyncio.get_running_loop(), task))
+        await work
+
+    with ThreadPoolExecutor(1, thread_name_prefix="prl") as threads:
+        running = threads.submit(asyncio.run, cancellable())
+        try:
+            running.result()
+        except KeyboardInterrupt:
+            loop, task = started.result()
+            loop.call_soon_threadsafe(task.cancel)
+            raise
+
+
+async def name_what_holds_the_loop_up() -> None:
+    """Have Python's stack on the terminal whenever code holds the event loop up for `STILL_S`, until cancelled."""
+    loop = asyncio.get_running_loop()
+    try:
+        while True:
+            faulthandler.dump_traceback_later(STILL_S, file=2)  # by a thread that needs no lock of Python's
+            began = loop.time()
+            await asyncio.sleep(BEAT_S)
+            late_s = loop.time() - began - BEAT_S
+            if late_s > STILL_S - BEAT_S:
+                log.warning("the event loop stood still for %.1f s: nothing of the run went on", late_s)
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,272 @@
+"""The loss of one packed micro-batch: L = sum over components of (sum of its loss over its members) / N.
+
+Each N counts a component's member tokens over the whole step (all micro-batches, all ranks), so components do not
+dilute each other and splitting the step into micro-batches changes nothing. The trainer sums `count_members` over its
+micro-batches, all-reduces that one tensor, and passes `LossCounts.from_tensor` of it to every `compute_loss`.
+
+The components are those of `prl.rollouts.components`. Members have a weight other than 0, are on the loss mask where
+the
+component says so, and have a measured sampler logprob where its loss reads that. The rl component alone may use another
+loss function for each sequence.
+
+Left out: averaging over ranks. Gradients of ranks are summed (`prl.trainer.sharding`).
+"""
+
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from prl.losses.interface import (
+    LossFunction,
+    LossInputs,
+    Metrics,
+    add_metric,
+    are_measured,
+    check_shapes,
+    mismatch_kl,
+    per_token,
+    run_loss,
+    select,
+    sequence_sums,
+)
+from prl.rollouts.components import COMPONENTS, Component
+from prl.rollouts.messages import STREAM_FILL
+
+Term = tuple[Component, LossFunction, Tensor]
+"""A component, a loss function, and the tokens that it is computed on, bool `[tokens]`."""
+
+
+@dataclass(frozen=True)
+class LossCounts:
+    """Member tokens of the whole step by component, each at least 1, in the order of `COMPONENTS`."""
+
+    rl: int = 1
+    ce: int = 1
+    ref_kl: int = 1
+    invalid: int = 0
+    """Tokens that a component lacks only because their sampler logprob is not measured."""
+    rl_sequences: int = 1
+    """Sequences with an rl member, at least 1."""
+
+    @classmethod
+    def from_tensor(cls, counts: Tensor, rl_sequences: int = 1) -> Self:
+        """Make it of `count_members` and `count_sequences`, summed over micro-batches and all-reduced."""
+        rl, ce, ref_kl, invalid = map(int, counts.tolist())
+        return cls(max(rl, 1), max(ce, 1), max(ref_kl, 1), invalid, max(rl_sequences, 1))
+
+
+@dataclass
+class TokenTreatment:
+    """What the loss did with each token of a micro-batch, for `compute_loss` to fill in. Bool tensors, `[tokens]`."""
+
+    labels: dict[str, Tensor] = field(default_factory=dict)
+    """By label: "<component> kept", "<component> dropped" and the like, "<component>" alone where the loss makes no
+    such difference, and "invalid logprob". A token has at most one label per component; no label, no loss."""
+    sampled: Tensor = field(init=False)
+    """Members of components that read the sampler's logprobs."""
+
+    def add(self, component: str, members: Tensor, excluded: dict[str, Tensor] | None) -> None:
+        """Label the members of a component; `excluded` is `TokenTerms.excluded`."""
+        for reason, tokens in (excluded or {}).items():
+            self.mark(f"{component} {reason}", members & tokens)
+            members = members & ~tokens
+        self.mark(component if excluded is None else f"{component} kept", members)
+
+    def mark(self, label: str, tokens: Tensor) -> None:
+        """Give `tokens` a label, beside those that have it."""
+        self.labels[label] = tokens | self.labels.get(label, False)
+
+
+def count_members(
+    *,
+    inference_logprobs: Tensor,
+    loss_mask: Tensor,
+    sequence_lengths: Sequence[int] | None = None,
+    **streams: Tensor | None,
+) -> Tensor:
+    """Count the members of each component in one micro-batch.
+
+    Args:
+        inference_logprobs, loss_mask: `[tokens]`, as in `compute_loss`.
+        sequence_lengths: cuts padding off. Padding counts nothing in any case if its mask and weights are 0.
+        streams: the optional streams, as in `compute_loss`; only weights count.
+
+    Returns:
+        int64 `[components + 1]`: the counts in the order of `COMPONENTS`, `invalid` last.
+    """
+    lengths = [len(loss_mask)] if sequence_lengths is None else sequence_lengths
+    row = _without_padding({"inference_logprobs": inference_logprobs, "loss_mask": loss_mask, **streams}, lengths)
+    by_component, _, invalid = _find_members(row)
+    return torch.stack([*(members.sum() for members in by_component.values()), invalid.sum()])
+
+
+def count_sequences(*, sequence_lengths: Sequence[int], **streams: Tensor | None) -> Tensor:
+    """The sequences with an rl member in one micro-batch, int64; arguments as of `count_members`."""
+    by_component, *_ = _find_members(_without_padding(streams, sequence_lengths))
+    return (sequence_sums(by_component["rl"].long(), sequence_lengths) > 0).sum()
+
+
+def compute_loss(
+    *,
+    trainer_logprobs: Tensor,
+    inference_logprobs: Tensor,
+    loss_mask: Tensor,
+    sequence_lengths: Sequence[int],
+    counts: LossCounts,
+    rl_loss: LossFunction | Sequence[LossFunction] | None = None,
+    treatment: TokenTreatment | None = None,
+    **streams: Tensor | None,
+) -> tuple[Tensor, Metrics]:
+    """Loss and metrics of one packed micro-batch. Every stream is `[tokens]`.
+
+    Args:
+        sequence_lengths: the first sum(sequence_lengths) tokens are the sequences; the rest is padding, never read.
+        counts: member tokens of the whole step.
+        rl_loss: the rl loss of all sequences, or a list with that of each; None = `default_loss`.
+        treatment: filled with what became of each token.
+        streams: the optional streams (`advantages`, `rl_weights`, ...) and `entropy`, None or left out where absent.
+
+    Returns:
+        The loss, a float64 scalar, attached to the graph even without members, and metrics as (sum, count), where a
+        count can be 0. Per sequence: those of the losses. Per token: `loss/<component>`, whose step mean is that term
+        of L; over members of components that read the sampler, `mismatch_kl` and `logprob_gap`. No members, no key.
+
+    Raises ValueError for a stream that does not align or is missing, and ValueError or TypeError, naming it, for a loss
+    function that does not return an attached scalar in `LossOutputs`.
+    """
+    required = {"trainer_logprobs": trainer_logprobs, "inference_logprobs": inference_logprobs, "loss_mask": loss_mask}
+    row = _without_padding(required | streams, sequence_lengths)
+    by_component, sampled, invalid = _find_members(row)
+    terms: list[Term] = []
+    for name, component in COMPONENTS.items():
+        losses = rl_loss if name == "rl" else None
+        terms += _terms(component, losses, by_component[name], sequence_lengths)
+    *present, sampled_count = torch.stack([*(term[-1].sum() for term in terms), sampled.sum()]).tolist()  # one sync
+    # All masked away: no gradient, no NaN whatever the logprobs are, yet backward has a graph to run through.
+    loss = select(torch.zeros_like(loss_mask, dtype=torch.bool), trainer_logprobs).sum(dtype=torch.float64)
+    metrics = _sampler_metrics(row, sampled, sampled_count) if sampled_count else {}
+    for term, count in zip(terms, present, strict=True):
+        if count:
+            total = _run_term(*term, count, row, sequence_lengths, counts, metrics, treatment)
+            loss = loss + total / getattr(counts, term[0].name)
+    if treatment is not None:
+        treatment.sampled = sampled
+        treatment.mark("invalid logprob", invalid)
+    return loss, metrics
+
+
+def _without_padding(streams: Mapping[str, Tensor | None], sequence_lengths: Sequence[int]) -> dict[str, Tensor]:
+    """The tokens of the sequences, of each stream that is there. Raises for one that is unknown or does not align."""
+    known = {"trainer_logprobs", "inference_logprobs", "loss_mask", "entropy", *STREAM_FILL}
+    unknown = streams.keys() - known
+    if unknown:
+        raise TypeError(f"there is no keyword {min(unknown)!r}")
+    present = {name: stream for name, stream in streams.items() if stream is not None}
+    check_shapes(present)
+    tokens, room = sum(sequence_lengths), len(present["loss_mask"])
+    if tokens > room:
+        raise ValueError(f"sequence_lengths sum to {tokens}, but there are only {room} tokens")
+    return {name: stream[:tokens] for name, stream in present.items()}
+
+
+def _terms(
+    component: Component,
+    losses: LossFunction | Sequence[LossFunction] | None,
+    members: Tensor,
+    sequence_lengths: Sequence[int],
+) -> list[Term]:
+    """The terms of a component: one, or one for each function that `losses` has for its sequences."""
+    losses = pkgutil.resolve_name(component.loss) if losses is None else losses
+    if callable(losses):
+        return [(component, losses, members)]
+    if len(losses) != len(sequence_lengths):
+        raise ValueError(f"{component.name}_loss has {len(losses)} functions for {len(sequence_lengths)} sequences")
+    distinct = list(dict.fromkeys(losses))
+    of_token = per_token([distinct.index(function) for function in losses], sequence_lengths, members.device)
+    return [(component, function, members & (of_token == number)) for number, function in enumerate(distinct)]
+
+
+def _run_term(
+    component: Component,
+    function: LossFunction,
+    members: Tensor,
+    count: int,
+    row: dict[str, Tensor],
+    sequence_lengths: Sequence[int],
+    counts: LossCounts,
+    metrics: Metrics,
+    treatment: TokenTreatment | None,
+) -> Tensor:
+    """The sum of one term over its `count` members; its metrics and treatment are added to those of the row."""
+    if component.requires is not None and component.requires not in row:
+        raise ValueError(
+            f"{count} tokens feed the {component.name} loss, but the micro-batch has no {component.requires}: "
+            f"{component.provider}"
+        )
+    inputs = _inputs(row, members, component)
+    if component.name == "rl":
+        inputs.mean_length = counts.rl / counts.rl_sequences
+    total, own, excluded = run_loss(function, inputs, sequence_lengths)
+    add_metric(metrics, f"loss/{component.name}", total.detach(), count)
+    for key, pair in own.items():
+        add_metric(metrics, f"{component.name}/{key}" if _is_taken(key, component) else key, *pair)
+    if treatment is not None:
+        treatment.add(component.name, members, excluded)
+    return total
+
+
+def _inputs(row: dict[str, Tensor], members: Tensor, component: Component) -> LossInputs:
+    """The row as one component sees it: its members as the mask, and every stream 0.0 off them.
+
+    So a custom loss may exponentiate before it masks.
+    """
+    unread = {"loss_mask", *(other.stream for other in COMPONENTS.values() if other is not component)}
+    present = {name: select(members, stream) for name, stream in row.items() if name not in unread}
+    return LossInputs(
+        trainer_logprobs=present.pop("trainer_logprobs"),
+        inference_logprobs=present.pop("inference_logprobs"),
+        ref_logprobs=present.pop("ref_logprobs", None),
+        advantages=present.pop("advantages", None),
+        entropy=present.pop("entropy", None),
+        loss_mask=members,
+        loss_weights=present.pop(component.stream, None),
+        streams=present,
+    )
+
+
+def _is_taken(metric: str, by: Component) -> bool:
+    """Whether a metric of `by` has the name of one that `compute_loss` or another component reports."""
+    others = [component for component in COMPONENTS.values() if component is not by]
+    return metric in {"mismatch_kl", "logprob_gap", *(f"loss/{name}" for name in COMPONENTS)} or any(
+        metric in other.metrics or metric.startswith(f"{other.name}/") for other in others
+    )
+
+
+@torch.no_grad()
+def _sampler_metrics(row: dict[str, Tensor], sampled: Tensor, count: int) -> Metrics:
+    """How far the policy is from the sampler on the `count` tokens of `sampled`."""
+    gap = select(sampled, row["trainer_logprobs"]) - select(sampled, row["inference_logprobs"])
+    return {"mismatch_kl": (mismatch_kl(gap).sum(), count), "logprob_gap": (gap.abs().double().sum(), count)}
+
+
+def weighted_tokens(component: Component, mask: Tensor, weights: Tensor | None) -> Tensor:
+    """The tokens that feed a component, bool of the shape of `mask`, whatever the sampler's logprobs are."""
+    on = torch.full_like(mask, component.absent_weight != 0) if weights is None else weights != 0
+    return on & mask.bool() if component.on_mask else on.bool()
+
+
+def _find_members(row: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Which tokens of a row are members of what.
+
+    Returns three times bool `[tokens]`: the members by component; those of any component that reads the sampler's
+    logprobs; the tokens that such a component lacks only because their sampler logprob is not measured.
+    """
+    fed = {name: weighted_tokens(part, row["loss_mask"], row.get(part.stream)) for name, part in COMPONENTS.items()}
+    reading = [name for name, component in COMPONENTS.items() if component.reads_sampler]
+    wanted = torch.stack([fed[name] for name in reading]).any(0)
+    measured = are_measured(row["inference_logprobs"])
+    return fed | {name: fed[name] & measured for name in reading}, wanted & measured, wanted & ~measured

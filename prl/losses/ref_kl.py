@@ -1,0 +1,50 @@
+"""Reverse KL to a reference model as a per-token policy gradient.
+
+On-policy distillation (`opd`, `opsd`), or a pull beside a policy gradient (`algo.kl`).
+"""
+
+from prl.losses.interface import LossInputs, TokenTerms, importance_weighted, mismatch_kl, select, tokenwise, weighted
+
+
+@tokenwise
+def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e-3) -> TokenTerms:
+    """sum w * (-keep * stopgrad(k) * rho + kl_tau * (t - i)^2), with k = ref - t, rho = exp(t - i).
+
+    The score-function (policy-gradient) estimator of reverse KL: k, minus Schulman's k1 = log policy - log reference
+    ("Approximating KL Divergence", 2020), takes the place of an advantage. On-policy, with kl_tau = 0 and no token
+    masked, the expected gradient is exactly that of the sum over tokens of KL(policy || reference) given the tokens
+    before, these taken as they were sampled. It is not that of the KL of whole sequences: what a token does to the KL
+    of later ones is left out. Off-policy, rho corrects for the token, not for those before it. To differentiate k1
+    itself would be no estimate at all: its expected gradient is zero.
+
+    A token leaves the first term when exp(t) - exp(i) < -mask_low. The trust region is one-sided: a token whose
+    probability rose is still pulled towards the reference, up or down. Advantages are never read.
+
+    Metrics over members: `ref_kl` (mean k; its negative estimates the KL), `ref_kl/is_masked`; and `ref_kl/
+    masked_mismatch_kl`, `ref_kl/unmasked_mismatch_kl` over dropped and kept tokens. Raises `ValueError` without
+    `ref_logprobs`.
+    """
+    if inputs.ref_logprobs is None:
+        raise ValueError(
+            "the ref_kl loss needs ref_logprobs, which this sequence lacks: only algorithms that score a reference "
+            "model (opd, opsd) may put tokens in ref_kl"
+        )
+    members = inputs.members(sampler=True)
+    t, i = select(members, inputs.trainer_logprobs), select(members, inputs.inference_logprobs)
+    k = select(members, inputs.ref_logprobs) - t.detach()
+    log_ratio = t - i
+    dropped = members & (t.detach().exp() - i.exp() < -mask_low)
+    keep = members & ~dropped
+
+    policy = importance_weighted(k, log_ratio, keep)
+    mismatch = mismatch_kl(log_ratio)
+    return TokenTerms(
+        loss=weighted(inputs, members, kl_tau * log_ratio.square() - policy),
+        metrics={
+            "ref_kl": (k, members),
+            "ref_kl/is_masked": (dropped, members),
+            "ref_kl/masked_mismatch_kl": (mismatch, dropped),
+            "ref_kl/unmasked_mismatch_kl": (mismatch, keep),
+        },
+        excluded={"dropped": dropped},
+    )

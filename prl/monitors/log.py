@@ -1,0 +1,95 @@
+"""The log of a process: everything in a file, warnings of prl and of the user's modules in the terminal as well."""
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import sysconfig
+from logging.handlers import MemoryHandler
+from pathlib import Path
+
+from prl.monitors.text import as_message, safe
+from prl.transport.files import naming
+
+QUIET = ("httpx", "aiohttp.access", "asyncio")
+"""Loggers that say something at every request: only their warnings are logged."""
+
+
+class Harmless(logging.Formatter):
+    """What a model, an env or a server said can do nothing to a terminal, and begins no line (`as_message`)."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return as_message(super().format(record))
+
+
+class Terminal(logging.Handler):
+    """Warnings on standard error, one line each: prl's and those of a user's modules. A library's are for the log."""
+
+    WARNING = re.compile(r"(?P<file>.+?):\d+: \w+: (?P<text>.*?)(\n  .*)?\s*", re.DOTALL)
+    """What `logging` makes of a warning of Python's."""
+    LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    OWN = str(Path(__file__).parent) + os.sep
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setLevel(logging.WARNING)
+        self.setFormatter(Harmless("%(levelname)s: %(message)s"))
+        self.addFilter(lambda record: self.said_by(record).startswith(self.OWN) or not self.of_library(record))
+
+    def said_by(self, record: logging.LogRecord) -> str:
+        """The file that the record is about."""
+        found = self.WARNING.fullmatch(record.getMessage()) if record.name == "py.warnings" else None
+        return found["file"] if found else record.pathname
+
+    def of_library(self, record: logging.LogRecord) -> bool:
+        return self.said_by(record).startswith(self.LIBRARIES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):  # the terminal has gone; the log has it
+            print(self.format(record), file=sys.stderr, flush=True)  # the live table puts itself there
+
+    def format(self, record: logging.LogRecord) -> str:
+        found = self.WARNING.fullmatch(record.getMessage()) if record.name == "py.warnings" else None
+        lines = (found["text"] if found else record.getMessage()).splitlines()
+        text = "; ".join(line.strip() for line in lines if line.strip())
+        return super().format(logging.makeLogRecord({**vars(record), "msg": "%s", "args": (text,)}))
+
+
+class LogFile(logging.FileHandler):
+    """A log that says once, in the terminal, where it cannot be written; the run goes on."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.failed:
+            self.failed = True
+            error = sys.exc_info()[1]
+            reason = f"{self.baseFilename}: {getattr(error, 'strerror', None) or error}"
+            print(safe(f"WARNING: the log is not complete: {reason}"), file=sys.stderr, flush=True)
+
+
+def hold_log() -> MemoryHandler:
+    """Show warnings in the terminal from now on, and keep the log until `log_to` has a file for it."""
+    memory = MemoryHandler(capacity=100_000, flushLevel=logging.CRITICAL + 1)
+    logging.basicConfig(level=logging.INFO, handlers=[memory, Terminal()], force=True)
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.disabled = False  # Hydra has switched off those that there were
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    return memory
+
+
+def log_to(path: Path, memory: MemoryHandler) -> None:
+    """Write this process's log to `path`, what was kept in `memory` first."""
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = LogFile(path, encoding="utf-8")
+    file.setFormatter(Harmless("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    memory.setTarget(file)
+    memory.flush()
+    root = logging.getLogger()
+    root.removeHandler(memory)
+    root.addHandler(file)

@@ -1,1 +1,0 @@
-"""The source of an env's tasks: which task comes next, and which tasks the policy has learnt enough from."""

@@ -1,0 +1,114 @@
+"""Messages from the orchestrator to the trainer. Encoded as msgpack by msgspec, never pickled."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import msgspec
+
+from prl.rollouts.components import COMPONENTS, Component, stream_fill
+
+STREAM_FILL: dict[str, float] = stream_fill(COMPONENTS)
+"""Optional per-token streams, and what an absent one means beside a neighbour that has it."""
+
+
+class Streams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The optional per-token streams of the components; an absent one is None."""
+
+    advantages: list[float] | None = None
+    ref_logprobs: list[float] | None = None
+    rl_weights: list[float] | None = None
+    ce_weights: list[float] | None = None
+    ref_kl_weights: list[float] | None = None
+
+
+class CallVersions(msgspec.Struct, array_like=True, frozen=True):
+    """The policy versions behind the tokens that one model call sampled: `token_ids[first:stop]` of a sample.
+
+    Each token is of a version from `start` to `end`: the engine keeps requests running over an update, and does not say
+    after which token it came.
+    """
+
+    first: int
+    stop: int
+    start: int
+    end: int
+
+
+class Origin(msgspec.Struct, array_like=True):
+    """Where a sample comes from, for whoever reads what became of it."""
+
+    task: Any
+    """The task's id in its env, as JSON has it."""
+    group: int
+    rollout: int
+    """The episode's place in its group."""
+    agent: str
+    versions: list[CallVersions] = []
+    """One for each model call of which it trains tokens, in order; none for a frozen model."""
+
+
+class TrainingSample(Streams, omit_defaults=True):
+    """One token sequence of a rollout. Every list is `[tokens]`; the optional streams are the keys of `STREAM_FILL`."""
+
+    token_ids: list[int]
+    mask: list[bool]
+    """True on tokens that the model sampled and that train."""
+    logprobs: list[float]
+    """The sampler's logprobs; 0.0 off the mask."""
+    temperatures: list[float]
+    env_name: str
+    reward: float
+    loss: str = ""
+    """Name of the rl loss that trains it; "" = the run's."""
+    initial_reference: bool = False
+    """Its reference is the model that the run began with: the trainer fills `ref_logprobs`."""
+    versions: list[CallVersions] = msgspec.field(default_factory=list)
+    """As `Origin.versions`."""
+    origin: Origin | None = None
+
+    def members(self, component: Component) -> list[bool]:
+        """Which tokens feed the component, `[tokens]`, whatever the sampler's logprobs are."""
+        weights = getattr(self, component.stream) or [component.absent_weight] * len(self.token_ids)
+        return [weight != 0 and (on or not component.on_mask) for on, weight in zip(self.mask, weights, strict=True)]
+
+    def feeds(self, component: Component, tokens: int | None = None) -> bool:
+        """Whether any of the first `tokens` tokens (None = all) feeds the component."""
+        if component.absent_weight == 0 and getattr(self, component.stream) is None:
+            return False
+        return any(self.members(component)[:tokens])
+
+
+class MicroBatch(Streams, omit_defaults=True):
+    """One packed row. Every per-token list is `[tokens]`; `sequence_lengths` tiles its front, the rest is padding."""
+
+    input_ids: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+    temperatures: list[float]
+    position_ids: list[int]
+    sequence_lengths: list[int]
+    env_names: list[str]
+    """One per sequence."""
+    losses: list[str]
+    """Name of each sequence's rl loss; "" = the run's."""
+    initial_reference: list[bool] = msgspec.field(default_factory=list)
+    """`TrainingSample.initial_reference` of each sequence; empty = of none."""
+    origins: list[Origin | None] = msgspec.field(default_factory=list)
+    """One per sequence, or none at all."""
+
+
+def sequence_slices(sequence_lengths: Sequence[int]) -> list[slice]:
+    """Where each of the sequences that tile a row stands in it."""
+    return [slice(*ends) for ends in pairwise(accumulate(sequence_lengths, initial=0))]
+
+
+class StepBatch(msgspec.Struct):
+    """The rows that one trainer rank trains on in one step."""
+
+    step: int
+    micro_batches: list[MicroBatch]
+    truncated: int
+    """Samples of the whole step that were cut to `seq_len`."""
+    checkpoint: bool = False
+    """Whether the trainer is to write its part of a checkpoint after the step."""

@@ -1,0 +1,163 @@
+"""Where a run came from: `provenance.json` in its directory, and the uncommitted changes in `provenance.diff`.
+
+Of the environment only what is known to be a setting is recorded, and nothing that looks like a secret
+(`prl/monitors/masking.py`).
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import struct
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import prl
+from prl.config.hardware import listed
+from prl.config.schema import TrainConfig
+from prl.errors import ConfigError
+from prl.launch.threads import of_engine, of_trainer
+from prl.monitors.masking import masked, masked_text
+from prl.transport.files import write_atomically
+
+MAX_DIFF = 1_000_000
+"""Longest `provenance.diff`, bytes."""
+HASHED_WHOLE = 2 * 1024**3
+"""Weights up to this many bytes are hashed whole; of larger ones the files' sizes and headers are."""
+SETTINGS = re.compile(
+    r"(OMP|MKL|KMP|OPENBLAS|NCCL|GLOO|CUDA|PYTORCH|TORCH|ATEN|LC)_\w+|LANG|TZ|TMPDIR|PYTHON(PATH|HASHSEED|UTF8)"
+    r"|(HF_HUB|TRANSFORMERS|HF_DATASETS)_OFFLINE|HF_HOME|HF_HUB_CACHE|TOKENIZERS_PARALLELISM|WANDB_(MODE|PROJECT|DIR)"
+    r"|VLLM_(USE|ENABLE|DISABLE|CPU|ATTENTION|FLASH|LOGGING|WORKER|BATCH|CACHE|TARGET|ALLREDUCE)\w*"
+    r"|PRL_(GPUS|STANDBY)|SLURM_(JOB_(ID|NAME|PARTITION|NODELIST)|NNODES|NTASKS|PROCID|NODEID|CPUS_PER_TASK|GPUS\w*)"
+)
+"""Environment variables that change what a run does, by their whole names; no other is recorded."""
+GIT = ("git", "-c", "core.fsmonitor=false")
+
+
+def write_provenance(run_dir: Path, config: TrainConfig, tasks: Mapping[str, Mapping[str, Iterable[str]]]) -> None:
+    """Write `provenance.json`, and `provenance.diff` where prl runs from a checkout with changes.
+
+    Args:
+        run_dir: The run's directory.
+        config: The run's config.
+        tasks: The hashes of each env's tasks, by env and by `train` or `eval`.
+    """
+    commit, diff = checkout(Path(prl.__file__).resolve().parents[2])
+    if diff:
+        write_atomically(run_dir / "provenance.diff", masked_text(diff).encode()[:MAX_DIFF])
+    models = {"model": config.model} | ({"teacher.model": config.teacher.model} if config.teacher.model else {})
+    record = {
+        "command": command_line(sys.orig_argv),
+        "cwd": str(Path.cwd()),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "prl": prl.__version__,
+        "git": commit,
+        "python": platform.python_version(),
+        "packages": packages(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "threads": {
+            "engine": None if config.engine.urls else of_engine(config, config.model),
+            "trainer": of_trainer(config),
+        },
+        "gpus": gpus(),
+        "seed": config.seed,
+        "models": {key: model_hash(model.path) for key, model in models.items()},
+        "data": {env: {split: data_hash(hashes) for split, hashes in of.items()} for env, of in tasks.items()},
+        "environment": environment(),
+    }
+    text = json.dumps(record, indent=2, ensure_ascii=False)  # in a locale without them, bytes of names are surrogates
+    write_atomically(run_dir / "provenance.json", text.encode(errors="surrogateescape") + b"\n")
+
+
+def checkout(folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """The commit that `folder` is at, and how its tracked files differ from it; None where it is no git checkout."""
+    if not (folder / ".git").exists() or not (commit := said(*GIT, "-C", str(folder), "rev-parse", "HEAD").strip()):
+        return None, ""
+    changed = said(*GIT, "-C", str(folder), "status", "--porcelain").splitlines()
+    diff = said(*GIT, "-C", str(folder), "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")
+    untracked = [line[3:] for line in changed if line.startswith("??")]
+    found = {"commit": commit, "changed": bool(changed), "untracked": untracked[:100]}
+    return found | {"diff_cut": len(diff.encode()) > MAX_DIFF}, diff
+
+
+def gpus() -> list[str]:
+    """Names of this machine's GPUs; none where its driver hangs, which a run on CPUs need not mind."""
+    try:
+        return [gpu.name for gpu in listed()]
+    except ConfigError:
+        return []
+
+
+def said(*command: str) -> str:
+    """What a program prints; nothing where it is missing, fails or takes longer than ten seconds."""
+    try:
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def packages() -> dict[str, str]:
+    """The installed versions of what prl asks for."""
+    found = {}
+    for requirement in sorted(importlib.metadata.requires("prl") or ()):
+        if name := re.match(r"[\w.-]+", requirement):
+            try:
+                found[name[0]] = importlib.metadata.version(name[0])
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+# --- hashes -----------------------------------------------------------------------------------------------------------
+
+
+def model_hash(path: str) -> dict[str, Any]:
+    """A hash of a model's weights: of its `*.safetensors` files in the order of their names.
+
+    Of large files it covers name, size and header (names, shapes and offsets of the tensors), not the numbers; `method`
+    says which. A model of the hub has its name alone.
+    """
+    folder = Path(path).expanduser()
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        return {"path": path, "method": "name only"}
+    whole = sum(file.stat().st_size for file in files) <= HASHED_WHOLE
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as weights:
+            if whole:
+                digest.update(hashlib.file_digest(weights, "sha256").digest())
+            else:
+                digest.update(weights.read(struct.unpack("<Q", weights.read(8))[0]))
+    method = "files" if whole else "names, sizes and headers of the files"
+    return {"path": path, "method": method, "sha256": digest.hexdigest()}
+
+
+def data_hash(hashes: Iterable[str]) -> dict[str, Any]:
+    """A hash of tasks, from theirs in their order."""
+    listed = list(hashes)
+    return {"tasks": len(listed), "sha256": hashlib.sha256("\n".join(listed).encode()).hexdigest()}
+
+
+# --- what was asked for ----------------------------------------------------------------------------------------------
+
+
+def command_line(arguments: list[str]) -> str:
+    """Arguments as they are typed in a shell, without secrets."""
+    return shlex.join(masked(arguments))
+
+
+def environment() -> dict[str, str]:
+    """The environment variables of `SETTINGS`, without secrets."""
+    return {name: masked_text(value) for name, value in sorted(os.environ.items()) if SETTINGS.fullmatch(name)}

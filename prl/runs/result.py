@@ -1,0 +1,50 @@
+"""The result of a run: `result.json` in its directory."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from prl.errors import UNREADABLE
+from prl.monitors.masking import masked_text
+from prl.transport.files import write_atomically
+
+
+class RunResult(msgspec.Struct):
+    """The content of `result.json`."""
+
+    status: str = "failed"
+    """completed, failed, stopped or refused."""
+    error: str | None = None
+    ended_because: str | None = None
+    """Why the run ended before `max_steps`; null where it did not."""
+    steps: int = 0
+    seconds: float = 0.0
+    metrics: dict[str, float | None] = {}
+    """The newest value of every metric."""
+    optimized_metric: float | None = None
+    """What a sweep compares its jobs by; null where the run is no job of one, or has no such metric."""
+
+    def take(self, last: Mapping[str, float | None]) -> None:
+        """Take the steps and the metrics from the newest value of each, the step among them."""
+        self.steps = int(last.get("step") or 0)
+        self.metrics = {key: value for key, value in last.items() if key != "step"}
+
+
+def read_result(run_dir: Path) -> RunResult | None:
+    """The run's `result.json`; None where there is none, and, with a warning, where it cannot be read."""
+    path = run_dir / "result.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunResult)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, *UNREADABLE) as error:
+        print(f"warning: {path} cannot be read ({error}): how the run ended is not known", file=sys.stderr)
+    return None
+
+
+def write_result(run_dir: Path, result: RunResult) -> None:
+    """Write the run's `result.json`."""
+    shown = msgspec.structs.replace(result, error=result.error and masked_text(result.error))
+    write_atomically(run_dir / "result.json", msgspec.json.format(msgspec.json.encode(shown)) + b"\n", durable=True)

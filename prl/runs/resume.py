@@ -1,0 +1,292 @@
+"""Go on with a run: `prl train run.resume=<run or checkpoint>`, or `run.resume=auto` for a scheduler that starts again.
+
+Files of the run directory are cut back to the checkpoint's step, so that no line and no rollout is there twice. What
+changed in the config, and what was played again, stands in `resumes.jsonl`, a line each time.
+"""
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+from omegaconf import DictConfig, OmegaConf
+
+from prl.config.build import plain
+from prl.config.compose import options
+from prl.config.lora import LoraConfig
+from prl.config.run_yaml import data_of, has_config, load, quoted, without_run
+from prl.config.schema import TrainConfig
+from prl.config.suggestions import override_key
+from prl.errors import UNREADABLE, ConfigError
+from prl.monitors.text import safe
+from prl.runs.owner import LOCK
+from prl.runs.provenance import command_line, data_hash
+from prl.runs.result import RunResult, read_result
+from prl.runs.run_dir import NOT_OF_A_RUN, clear, cut_back, holds_run, write_config
+from prl.transport import checkpoints
+from prl.transport.files import content_of, write_atomically
+
+if TYPE_CHECKING:
+    from prl.orchestrator.state import ResumePoint
+
+AUTO = "auto"
+FIXED = {
+    "seed": "the order of tasks and the seeds of requests follow from it",
+    "model.path": "the trained weights come from it",
+    "model.lora": "the trained adapters, or weights, are those that it asked for",
+    "model.renderer": "the weights were trained on its chat format",
+    "trainer.optim._target_": "the optimiser's state is that of the class",
+    "trainer.optim.parts.*._target_": "the optimiser's state is that of the class",
+    "trainer.optim.parts.*.match": "the optimiser's state is that of its parameters",
+    "trainer.optim.parts.*.dims": "the optimiser's state is that of its parameters",
+    "curriculum._target_": "the position among the tasks is that of the class",
+    "envs.*.curriculum._target_": "the position among the tasks is that of the class",
+    "envs.*.taskset": "the position among the tasks is that of the taskset",
+    "envs.*.args": "the position among the tasks is that of the tasks that it makes",
+}
+"""Keys that a run must go on with as it began, and why; everything else may change."""
+NOW = "${now:%Y%m%d-%H%M%S-%f}"
+"""The time in the name of a run that was given none (conf/train.yaml)."""
+ABSENT = "<absent>"
+SHOWN = 12
+"""Changed keys that are printed one by one."""
+Tasks = Mapping[str, Mapping[str, Iterable[str]]]
+"""The hashes of each env's tasks, by env and by `train` or `eval`."""
+
+
+# --- from the command line --------------------------------------------------------------------------------------------
+
+
+def expanded(arguments: list[str]) -> list[str]:
+    """Arguments in which `run.resume=<run or checkpoint>` also names that run's config, name and directory.
+
+    Hydra composes the run's `config.yaml` with the other overrides. Raises ConfigError where there is no such run.
+    """
+    given = [
+        argument.partition("=")[2].strip("'\"") for argument in arguments if override_key(argument) == "run.resume"
+    ]
+    if not given or given[-1] in ("", AUTO, "null"):
+        return arguments
+    path = Path(os.path.abspath(Path(given[-1]).expanduser()))  # as Hydra writes run.dir
+    run_dir = run_of(path, given[-1])
+    config_of(run_dir)
+    named = {"run.resume": path, "run.dir": run_dir, "run.name": run_dir.name}
+    for argument in arguments:
+        key, value = override_key(argument), argument.partition("=")[2].strip("'\"")
+        there = os.path.abspath(value) if key == "run.dir" else value
+        if key != "run.resume" and there != str(named.get(key, there)):
+            raise ConfigError(f"{argument}: a run goes on in its own directory, {run_dir}: leave {key} out")
+    rest = [argument for argument in arguments if override_key(argument) not in named]
+    groups = options()  # of which the run's config lists none, so that Hydra wants a `+`
+    rest = [f"+{each}" if each.partition("=")[0].partition("@")[0] in groups else each for each in rest]
+    own = [f"{key}={quoted(value)}" for key, value in named.items()]
+    return ["--config-dir", str(run_dir), "--config-name", "config", *rest, *own]
+
+
+def going_on(run_dir: Path) -> str:
+    """The command that goes on with the run in `run_dir`, as a shell takes it."""
+    return f"python -m prl.train {shlex.quote(f'run.resume={run_dir}')}"
+
+
+def run_of(path: Path, given: str) -> Path:
+    """The run directory that `path` is, or is a checkpoint of; `given` is what was typed. Raises ConfigError."""
+    for folder in (path, path.parent.parent):
+        if given and (folder / "config.yaml").is_file() and (folder == path or path.parent.name == "checkpoints"):
+            return folder
+    raise ConfigError(
+        f"run.resume={given!r} is neither a run directory nor a checkpoint of one: give one of them, or "
+        "run.resume=auto for the run of run.dir"
+    )
+
+
+def check_named(cfg: DictConfig) -> None:
+    """Raise ConfigError for `run.resume=auto` in a directory that is named after the time: it never holds a run.
+
+    `cfg` is the composed config, its interpolations as they are.
+    """
+    run = cast(dict[str, Any], OmegaConf.to_container(cfg.run, resolve=False))
+    if run["resume"] == AUTO and NOW in str(run["dir"]).replace("${run.name}", str(run["name"])):
+        raise ConfigError(
+            "run.resume=auto goes on with a run of the same name, and that has the time in it by default: name it, "
+            "run.name=<name>"
+        )
+
+
+# --- where it goes on -------------------------------------------------------------------------------------------------
+
+
+def find(config: TrainConfig) -> "ResumePoint | None":
+    """Where the config says that its run goes on; None for a new run.
+
+    Raises:
+        ConfigError: there is no checkpoint, it is damaged, has all the steps already or is another run's, or a key of
+            `FIXED` has changed.
+    """
+    from prl.orchestrator.state import ResumePoint, decode  # verifiers
+
+    given, run_dir = config.run.resume, Path(config.run.dir)
+    if given is None or (given == AUTO and not holds_run(run_dir)):
+        return None
+    if given != AUTO and run_of(Path(given), given).resolve() != run_dir.resolve():
+        said = f"run.resume={given!r} is not of the run in run.dir={config.run.dir!r}"
+        raise ConfigError(f"{said}: give run.resume on the command line, without run.dir")
+    steps, whole = checkpoints.steps_of(run_dir), given == AUTO or Path(given) == run_dir
+    if given == AUTO and not steps and not has_config(run_dir) and (run_dir / LOCK).exists():  # a start died early
+        return ResumePoint(run_dir, 0, None, None, {}, steps)
+    changed = check_changes(config, config_of(run_dir))
+    if whole:
+        folder = checkpoints.newest(run_dir, steps, fall_back=given == AUTO)
+    else:
+        folder = Path(given)
+        checkpoints.verify(folder)
+    if folder is None:
+        if given == AUTO:
+            return ResumePoint(run_dir, 0, None, None, changed, steps)
+        raise ConfigError(f"{run_dir} has no checkpoint to go on from; run.resume=auto begins again in its directory")
+    path = folder / checkpoints.STATE / "run.msgpack"
+    try:
+        state = decode(path.read_bytes(), path)
+    except OSError as error:
+        raise ConfigError(f"{folder} is no checkpoint to go on from: {error}") from error
+    if state.step + (not whole) > config.max_steps:  # the run itself may be about to end
+        raise ConfigError(
+            f"max_steps={config.max_steps}: {folder} is of step {state.step}, so that nothing is left to train: "
+            f"give max_steps={state.step + 1} or more, or an earlier checkpoint"
+        )
+    return ResumePoint(run_dir, state.step, folder, state, changed, steps)
+
+
+def config_of(run_dir: Path) -> dict[str, Any]:
+    """The content of a run's `config.yaml`. Raises ConfigError as `load`, with what its checkpoints are good for."""
+    try:
+        return load(run_dir / "config.yaml")
+    except ConfigError as error:
+        folder = None
+        with contextlib.suppress(ConfigError):  # none is whole
+            folder = checkpoints.newest(run_dir, checkpoints.steps_of(run_dir), fall_back=True)
+        if folder is None:
+            raise
+        hint = f"put the file back, or begin a new run from the newest weights, model.path={folder}"
+        raise ConfigError(f"{error}; {hint}") from None
+
+
+def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys that have changed, before and now. Raises ConfigError for one of `FIXED`, and for other envs."""
+    now = without_run(data_of(config))
+    before, after = set(recorded.get("envs") or {}), set(now["envs"])
+    if before != after:
+        names = [", ".join(sorted(each)) for each in (before, after)]
+        raise ConfigError(f"a run goes on with the envs that it began with: {names[0]}; now {names[1]}")
+    before_lora = {f"model.lora.{key}": value for key, value in plain(LoraConfig()).items()}  # of a run without the key
+    old, new = before_lora | dict(_flat(recorded)), dict(_flat(now))
+    changed = {
+        key: (old.get(key, ABSENT), new.get(key, ABSENT))
+        for key in [*new, *(key for key in old if key not in new)]
+        if old.get(key, ABSENT) != new.get(key, ABSENT) and not key.startswith(NOT_OF_A_RUN)
+    }
+    for key, (was, is_now) in changed.items():
+        for fixed, why in FIXED.items():
+            if _matches(key.split("."), fixed.split(".")):
+                raise ConfigError(f"{key} was {was!r} and is {is_now!r}: a run must go on with it as it was ({why})")
+    return changed
+
+
+def check_tasks(run_dir: Path, tasks: Tasks) -> None:
+    """Raise ConfigError where an env's training tasks are not those that the run began with."""
+    try:
+        recorded = msgspec.json.decode((run_dir / "provenance.json").read_bytes())["data"]
+        before = {env: splits["train"]["sha256"] for env, splits in recorded.items()}
+    except (OSError, *UNREADABLE, KeyError, TypeError, AttributeError) as error:
+        said = f"warning: {run_dir / 'provenance.json'} cannot be read ({error}): whether the tasks are the same"
+        print(safe(f"{said} is told by their number alone"), file=sys.stderr)  # which the buffers compare
+        return
+    for env, splits in tasks.items():
+        if env in before and data_hash(splits["train"])["sha256"] != before[env]:
+            raise ConfigError(
+                f"env {env!r}: its tasks are not those that the run began with (provenance.json): its data or its "
+                "taskset have changed. Start a new run, with model.path=<the checkpoint>"
+            )
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _matches(key: list[str], pattern: list[str]) -> bool:
+    """Whether the parts of a key begin with those of a pattern, in which `*` is any part."""
+    return len(key) >= len(pattern) and all(p in ("*", k) for k, p in zip(key, pattern, strict=False))
+
+
+# --- the run directory ------------------------------------------------------------------------------------------------
+
+
+def take_over(point: "ResumePoint", config: TrainConfig, tasks: Tasks) -> None:
+    """Cut the run directory back to the checkpoint, and put the new config and a line of `resumes.jsonl` into it.
+
+    The caller owns the directory. Raises ConfigError, with everything as it was, where the tasks are others or another
+    process has been there since `find`.
+    """
+    run_dir = point.run_dir
+    check_tasks(run_dir, tasks)
+    if checkpoints.steps_of(run_dir) != point.steps:
+        raise ConfigError(f"another process has gone on with the run in {run_dir} meanwhile: begin again")
+    if point.folder is None:
+        clear(run_dir)
+    else:
+        assert point.state is not None
+        cut_back(run_dir, point.step, first_line=point.state.first_line, evaluated=point.state.sync.evaluated)
+        _record(point)
+    write_config(run_dir, config)
+
+
+def _record(point: "ResumePoint") -> None:
+    """Add the line of this time to `resumes.jsonl`, and say it."""
+    assert point.state is not None
+    line = {
+        "step": point.step,
+        "checkpoint": point.folder.name if point.folder else None,
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command_line(sys.orig_argv),
+        "waiting_groups": len(point.state.batcher.groups),
+        "issued_again": len(point.state.dispatcher.in_flight),
+        "changed": {key: list(values) for key, values in point.changed.items()},
+    }
+    path = point.run_dir / "resumes.jsonl"
+    before = content_of(path)
+    before += b"\n" * (before[-1:] not in (b"", b"\n"))  # its last line was cut off
+    write_atomically(path, before + msgspec.json.encode(line, enc_hook=str) + b"\n", durable=True)
+    print(
+        f"going on after step {point.step}: {line['waiting_groups']} finished groups wait for a batch, "
+        f"{line['issued_again']} tasks that were in flight are played again",
+        file=sys.stderr,
+    )
+    for key, (was, now) in list(point.changed.items())[:SHOWN]:
+        print(safe(f"  {key}: {was} → {now}"), file=sys.stderr)
+    if len(point.changed) > SHOWN:
+        print(f"  … and {len(point.changed) - SHOWN} more keys (resumes.jsonl)", file=sys.stderr)
+
+
+def completed(config: TrainConfig) -> RunResult | None:
+    """The result of a run that has all its steps, or that ended early under the same settings; None of any other.
+
+    From a checkpoint that is named the run goes on, whatever came after it. Raises ConfigError for a changed key that
+    a run must go on with.
+    """
+    given, run_dir = config.run.resume, Path(config.run.dir)
+    result = read_result(run_dir) if given == AUTO or (given and Path(given) == run_dir) else None
+    if result is None or result.status != "completed":
+        return None
+    early = result.steps < config.max_steps
+    if early and result.ended_because is None:
+        return None
+    changed = check_changes(config, load(run_dir / "config.yaml"))
+    return None if early and changed else result

@@ -1,0 +1,285 @@
+"""The run directory: refuse one that holds a run, write what a run begins and ends with."""
+
+import contextlib
+import os
+import re
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import msgspec
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from prl.config.evaluation import EvaluationConfig
+from prl.config.run_yaml import has_config, text_of
+from prl.config.schema import TrainConfig
+from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
+from prl.monitors.masking import masked
+from prl.monitors.text import spans
+from prl.runs.owner import HOLDER, LOCK, is_owned
+from prl.runs.result import RunResult, read_result, write_result
+from prl.transport.files import content_of, naming, write_atomically
+
+RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
+"""A directory with one of these holds a run."""
+FILES = (*RUN_FILES, "provenance.json", "provenance.diff", "resumes.jsonl")
+"""The files of a run directory, but for its lock and the pages."""
+FOLDERS = ("rollouts", "tokens", "batches", "weights", "checkpoints", "events", "logs", "tensorboard", "wandb")
+PAGES = ("report.html", "trace.json")
+KNOWN = {*FILES, *FOLDERS, *PAGES, "tasks.jsonl", LOCK, HOLDER, ".hydra"}
+"""All that a run directory may have, but for `TEMPORARY`."""
+TEMPORARY = (
+    *(f".{name}.*" for name in (*FILES, *PAGES)),
+    *(
+        "rollouts/.step_*.jsonl.*",
+        "rollouts/.eval_*_step_*.jsonl.*",
+        "tokens/step_*/.rank_*.jsonl.*",
+        "batches/step_*/.rank_*.msgpack.*",
+        "events/.*.jsonl.*",
+    ),
+    "batches/.end.json.*",
+)
+"""Where `write_atomically` leaves `.<name>.<process id>`."""
+STEP = re.compile(r"step_(\d{6,})")
+PART = re.compile(r"\.step_\d{6,}(\.writing)?")
+"""Name of an unfinished checkpoint's folder."""
+ROLLOUTS = re.compile(r"(eval_.+_)?step_(\d{6,})\.jsonl")
+"""Name of a rollout file: of a step, or of an evaluation."""
+NOT_OF_A_RUN = ("run.", "sweep.", "optimized_metric.", "engine.urls", "hydra")
+"""How the config keys begin that change no result: a sweep whose command has others still finds its jobs, and a summary
+does not tell runs apart by them."""
+
+
+def absolute(path: str) -> str:
+    """The path of a run directory from the root; an empty one stays as it is, to be refused."""
+    return os.path.abspath(os.path.expanduser(path)) if path.strip() else path
+
+
+def refuse_existing(run_dir: Path) -> None:
+    """Raise ConfigError for a directory that holds a run."""
+    if holds_run(run_dir):
+        raise _taken(run_dir)
+
+
+def refuse_other_files(run_dir: Path) -> None:
+    """Raise ConfigError for a directory that holds something else than a run or what is left of one."""
+    names = other_files(run_dir)
+    if names and not holds_run(run_dir):
+        raise ConfigError(
+            f"run.dir={str(run_dir)!r} holds other files ({', '.join(names[:3])}{', …' * (len(names) > 3)}): name a "
+            "directory that is new or empty"
+        )
+
+
+def other_files(run_dir: Path) -> list[str]:
+    """What of a directory no run has put there: all of it, where none was there."""
+    names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
+    if names == {"logs"}:  # of an engine whose run was killed before it began
+        return []
+    if not names & {LOCK, *RUN_FILES}:
+        return sorted(names)
+    return sorted(name for name in names - KNOWN if not any(fnmatch(name, pattern) for pattern in TEMPORARY))
+
+
+def holds_run(run_dir: Path) -> bool:
+    return any((run_dir / name).exists() for name in RUN_FILES)
+
+
+def make_way(run_dir: Path, *, move: bool = True) -> None:
+    """Move a run that ended before its first step out of the way, and say so; raise ConfigError for any other run."""
+    if (moved := set_aside(run_dir, move=move)) is None:
+        refuse_existing(run_dir)
+    elif move:
+        print(f"run.dir: the run there ended before its first step; what it left is now {moved}", file=sys.stderr)
+
+
+def set_aside(run_dir: Path, *, move: bool = True) -> Path | None:
+    """Move a directory out of the way whose run ended before its first step; returns where it is now, else None.
+
+    One that no run has locked, or that has somebody's files beside those of the run, stays. Without `move` all do.
+    """
+    # A run that goes on there keeps the result of the time before until it has looked around.
+    if is_owned(run_dir) or not (run_dir / LOCK).exists() or other_files(run_dir):
+        return None
+    result, checkpoints = read_result(run_dir), list(run_dir.glob("checkpoints/step_*"))
+    if result is None or result.status == "completed" or result.steps or result.metrics or checkpoints:
+        return None
+    with contextlib.suppress(OSError):  # then it is refused as a directory that holds a run
+        return move_aside(run_dir, run_dir.parent) if move else run_dir
+    return None
+
+
+def move_aside(run_dir: Path, into: Path) -> Path:
+    """Move a run's directory into the folder `into`, as the next `<name>.failed-<n>` there; returns where it is now."""
+    number = 1
+    while (moved := into / f"{run_dir.name}.failed-{number}").exists():
+        number += 1
+    return run_dir.rename(moved)
+
+
+def _taken(run_dir: Path) -> ConfigError:
+    return ConfigError(
+        f"run.dir={str(run_dir)!r} already holds a run: choose another run.name, remove it, or go on with it "
+        f"(run.resume={run_dir if has_config(run_dir) else 'auto'})"
+    )
+
+
+def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
+    """Make the run directory, for its owner alone to read, and write the resolved config into it.
+
+    Raises ConfigError where another run has the directory, also where that began at the same moment, or other files are
+    in it.
+    """
+    run_dir = Path(config.run.dir)
+    refuse_other_files(run_dir)
+    path = run_dir / "config.yaml"
+    try:
+        with naming(path):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            run_dir.chmod(0o700)
+            path.open("x").close()  # of two at once, one gets to create it
+    except FileExistsError:
+        raise _taken(run_dir) from None
+    write_config(run_dir, config)
+    return run_dir
+
+
+def remove_logs(run_dir: Path, absent: Iterable[Path]) -> None:
+    """Remove the logs of engines whose run was refused, and what was made for them of the folders `absent` before."""
+    if not holds_run(run_dir) and not (run_dir / LOCK).exists():
+        with contextlib.suppress(OSError):
+            for log in (run_dir / "logs").glob("engine*.log"):
+                log.unlink()
+            (run_dir / "logs").rmdir()
+            for folder in dict.fromkeys((run_dir, *absent)):
+                folder.rmdir()
+
+
+def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:
+    """Write the resolved config and what was typed for it."""
+    write_atomically(run_dir / "config.yaml", text_of(config).encode(), durable=True)
+    if HydraConfig.initialized():  # what Hydra would have written before the directory was checked
+        with naming(run_dir / ".hydra"):
+            (run_dir / ".hydra").mkdir(exist_ok=True)
+            hydra = OmegaConf.create(masked(OmegaConf.to_container(HydraConfig.get(), enum_to_str=True)))
+            OmegaConf.save(hydra, run_dir / ".hydra" / "hydra.yaml")
+            OmegaConf.save(hydra.overrides.task, run_dir / ".hydra" / "overrides.yaml")
+
+
+# --- what is in it ----------------------------------------------------------------------------------------------------
+
+
+def clear(run_dir: Path) -> None:
+    """Remove all that a run has left, where it begins again in its directory; the config, which says so, last."""
+    others = ("rollouts", "tokens", "batches", "weights", "checkpoints", "events", ".hydra", *PAGES)
+    for name in (*FILES[1:], *others, FILES[0]):
+        _remove(run_dir / name)
+
+
+def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> None:
+    """Remove what came after the checkpoint of `step`.
+
+    Args:
+        run_dir: The run directory.
+        step: The last step that is kept.
+        first_line: The first step whose metrics line is to be written again.
+        evaluated: The last version whose evaluation is kept.
+    """
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists():
+        kept = dict(_lines_before(content_of(metrics), first_line))
+        write_atomically(metrics, b"".join(kept.values()), durable=True)
+        if lost := [each for each in range(1, first_line) if each not in kept]:
+            print(f"warning: {metrics} is damaged: no line of step {spans(lost)} is whole", file=sys.stderr)
+    for path in filter(Path.is_file, (run_dir / "events").glob("[!.]*.jsonl")):
+        write_atomically(path, b"".join(line for _, line in _lines_before(content_of(path), step + 1)), durable=True)
+    for path in (run_dir / "rollouts").glob("*.jsonl"):
+        if (found := ROLLOUTS.fullmatch(path.name)) and int(found[2]) > (evaluated if found[1] else step):
+            _remove(path)
+    for folder in ("tokens", "batches", "checkpoints"):
+        for path in (run_dir / folder).glob("step_*"):
+            if (found := STEP.fullmatch(path.name)) and int(found[1]) > step:
+                _remove(path)
+    for path in (run_dir / "checkpoints").glob(".step_*"):  # unfinished
+        if PART.fullmatch(path.name):
+            _remove(path)
+    for pattern in TEMPORARY:  # in a process that was killed
+        for path in run_dir.glob(pattern):
+            if path.suffix[1:].isdigit() and path.is_file():
+                _remove(path)
+    best = run_dir / "checkpoints" / "best"
+    try:
+        if best.exists() and msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:
+            _remove(best)  # it is found again
+    except (OSError, *UNREADABLE, KeyError, TypeError):
+        print(f"warning: {best / 'best.json'} is damaged: it does not say which version it is", file=sys.stderr)
+    for name in ("weights", "batches/end.json", "result.json"):
+        _remove(run_dir / name)
+
+
+def last_metrics(run_dir: Path) -> dict[str, float]:
+    """The newest value of every metric in `metrics.jsonl`."""
+    found: dict[str, float] = {}
+    for line in content_of(run_dir / "metrics.jsonl").splitlines():
+        found |= msgspec.json.decode(line)
+    return found
+
+
+def _lines_before(data: bytes, step: int) -> Iterator[tuple[int, bytes]]:
+    """The JSON lines of steps before `step`, by their steps; what cannot be read is left out."""
+    for line in data.splitlines(keepends=True):
+        with contextlib.suppress(*UNREADABLE, KeyError, TypeError):
+            found = int(msgspec.json.decode(line)["step"])
+            if line.endswith(b"\n") and found < step:
+                yield found, line
+
+
+def _remove(path: Path) -> None:
+    with naming(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+# --- its result ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
+    """Write `result.json` when the work inside has ended, however it ended: status, error and seconds are filled in.
+
+    Raises PrlError where code called `sys.exit`.
+    """
+    started = time.monotonic()
+    try:
+        yield
+        result.status = "completed"
+    except KeyboardInterrupt:
+        result.status, result.error = "stopped", "interrupted"
+        raise
+    except SystemExit as error:  # code that nothing here has called by its name, a transport's
+        result.error = f"the run was ended from within: {of_own_code(error)}"
+        raise PrlError(result.error) from error
+    except BaseException as error:
+        whole = "".join(traceback.format_exception(error))
+        result.error = str(error) if isinstance(error, PrlError) else of_disk(error) or whole
+        raise
+    finally:
+        result.seconds = round(time.monotonic() - started, 3)
+        _write_result(run_dir, result)
+
+
+def _write_result(run_dir: Path, result: RunResult) -> None:
+    """Write `result.json`. Where that fails, a run that failed keeps its own error, which comes first."""
+    try:
+        write_result(run_dir, result)
+    except OSError as error:
+        if result.status == "completed":
+            raise
+        print(f"no result.json: {of_disk(error) or error}", file=sys.stderr)

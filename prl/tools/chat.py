@@ -1,0 +1,164 @@
+"""Talk to a model by hand.
+
+    python -m prl.tools.chat <checkpoint | run | model | endpoint> [sampling.temperature=0.7] [key=value …]
+
+On a terminal, or line by line from a pipe: echo "12+34=" | python -m prl.tools.chat tiny
+"""
+
+import math
+import re
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hydra
+from omegaconf import DictConfig
+from rich.text import Text
+
+from prl.config.compose import CONF, to_config
+from prl.config.evaluation import EvaluationConfig
+from prl.config.schema import EvalSamplingConfig
+from prl.errors import ConfigError
+from prl.eval import start
+from prl.launch import command
+from prl.launch.children import leave_none
+from prl.launch.signals import run_to_end
+from prl.monitors.terminal import Console
+from prl.monitors.text import safe
+
+if TYPE_CHECKING:
+    from prl.engines.client import ModelPool
+    from prl.engines.replies import Completion
+    from prl.engines.sampler import Sampler
+
+COMMANDS = "/system TEXT  /reset  /temperature X  /tokens  /quit"
+COLOURS = ((0.9, "green"), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "red"))  # by least probability
+
+
+def main(config: EvaluationConfig) -> None:
+    """Serve the model and talk until the input ends. Raises ConfigError before anything has started."""
+    from prl.launch import components
+    from prl.tools.evaluation import play
+    from prl.tools.evaluation.engines import serve_each
+
+    engines = play.prepare_targets(config)
+    if [len(group) for group in engines] != [1]:
+        raise ConfigError("a chat is with one model: give one checkpoint, run, model or endpoint")
+    model = engines[0][0].model
+    tokenizer = components.load_tokenizer(model, engines[0][0].name)
+    renderer = components.renderer_of("renderer", config.renderer, model, tokenizer)
+    sampler = play.build(config.sampling, play.Sampler, "sampling")
+
+    async def talk(_: object, pool: "ModelPool") -> None:
+        play.attach(sampler, pool, renderer, model, config.seed)
+        await Chat(sampler).until_quit()
+
+    run_to_end(serve_each(config, engines, Path(f"{config.run.dir}.log"), talk))
+
+
+@dataclass
+class Chat:
+    """One conversation: reads lines, prints replies."""
+
+    sampler: "Sampler"
+    messages: list[dict[str, str]] = field(default_factory=list)
+    system: str = ""
+    show_tokens: bool = False
+    requests: int = 0
+
+    def __post_init__(self) -> None:
+        self.out = Console(highlight=False, soft_wrap=True)
+        # A pipe gets replies alone.
+        self.aside = self.out if sys.stdin.isatty() else Console(stderr=True, highlight=False, soft_wrap=True)
+
+    async def until_quit(self) -> None:
+        """Answer line by line until /quit, Ctrl-D, Ctrl-C, the end of the input, or of whoever reads the replies."""
+        self.say(COMMANDS)
+        while (line := read_line()) is not None and line.strip() != "/quit":
+            if line.startswith("/"):
+                self.obey(*line.strip().partition(" ")[::2])
+            elif line.strip():
+                await self.answer(line)
+
+    def say(self, text: str) -> None:
+        self.aside.print(Text(safe(text), "dim"))
+
+    def obey(self, name: str, value: str) -> None:
+        """Carry out a command."""
+        if name == "/system":
+            self.system = value
+        elif name == "/reset":
+            self.messages.clear()
+        elif name == "/tokens":
+            self.show_tokens = not self.show_tokens
+        elif name == "/temperature":
+            if not re.fullmatch(r"\d+\.?\d*|\.\d+", value):
+                return self.say(f"/temperature {value}: give a number from 0 up; it stays {self.sampler.temperature:g}")
+            self.sampler = self.sampler.with_overrides(EvalSamplingConfig(temperature=float(value)), "sampling")
+        else:
+            return self.say(f"there is no {name}: {COMMANDS}")
+        self.say(f"{name[1:]}: {self.show_tokens if name == '/tokens' else value or 'done'}")
+
+    async def answer(self, text: str) -> None:
+        """Have the model reply to `text`, and print the reply. The request's number is part of its seed."""
+        from prl.engines.renderer import UnrenderablePrompt, render_prompt
+        from prl.engines.sampler import OverlongPrompt
+        from prl.envs.turn import parse
+
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        asked = [*self.messages, {"role": "user", "content": text}]
+        self.requests += 1
+        try:
+            prompt_ids = render_prompt(self.sampler.renderer, [*opening, *asked]).token_ids
+            [completion] = await self.sampler.complete(prompt_ids, n=1, key=f"chat/{self.requests}")
+        except (OverlongPrompt, UnrenderablePrompt) as error:
+            return self.say(f"{error}; /reset forgets the conversation")
+        reply = parse(completion.token_ids, self.sampler.renderer, prompt_ids=prompt_ids)
+        content = str(reply.content or "")
+        self.messages = [*asked, {"role": "assistant", "content": content}]
+        if reply.reasoning_content:
+            self.say(reply.reasoning_content)
+        self.out.print(Text(safe(content)))
+        ended = f", ended by {completion.finish_reason}" if completion.finish_reason != "stop" else ""
+        self.say(f"{len(prompt_ids)} tokens in, {len(completion.token_ids)} out{ended}")
+        if self.show_tokens:
+            self.aside.print(coloured(completion, self.sampler))
+
+
+def coloured(completion: "Completion", sampler: "Sampler") -> Text:
+    """The tokens of a reply with their logprobs, coloured by probability."""
+    from prl.engines.renderer import tokenizer_of
+
+    tokenizer = tokenizer_of(sampler.renderer)
+    if tokenizer is None or not completion.logprobs:
+        return Text("no logprobs: the endpoint or the renderer does not give them", "dim")
+    shown = Text()
+    for token_id, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
+        colour = next(colour for least, colour in COLOURS if math.exp(logprob) >= least)
+        shown.append(safe(tokenizer.decode([token_id])).replace("\n", "\\n"), f"bold {colour}")
+        shown.append(f" {logprob:.3f}  ", "dim")
+    return shown
+
+
+def read_line() -> str | None:
+    """The next line of the input; None where it ends, as at Ctrl-C, for which the event loop's handler would not do."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except (EOFError, OSError, KeyboardInterrupt):
+        return None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="eval")
+def _job(cfg: DictConfig) -> None:
+    with command.errors_as_exit_codes():
+        main(to_config(cfg, []))
+
+
+if __name__ == "__main__":
+    leave_none()
+    start(_job, sys.argv[1:], "chat", ["run.name=chat-${now:%Y%m%d-%H%M%S-%f}", "env=[]"])

@@ -1,0 +1,182 @@
+"""What a run would start, where, and what memory each of its processes would take there, from its config alone."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.table import Table
+
+from prl.config import machine
+from prl.config.build import plain
+from prl.config.gpus import visible_gpus
+from prl.config.hardware import GIB, MIB, gpu_memory_bytes
+from prl.config.schema import TrainConfig
+from prl.config.validate import hosts_teacher
+from prl.launch import specs
+from prl.launch.local import resolve_model
+from prl.tools.dry_run.memory import FLOAT, Pass, engine_memory, inprocess_engine_memory, kv_tokens, trainer_memory
+from prl.tools.dry_run.shape import ModelShape, optimiser_bytes, shape_of, with_adapters
+from prl.trainer.config import runs_in_half
+
+RAM, GPU = "RAM", "GPU"
+"""Devices: the memory of the machine, and its `GPU 0`, `GPU 1`, …"""
+COMMAND, ENGINE, TRAINER = 0.3 * GIB, 0.6 * GIB, 300 * MIB
+"""What a process has in memory beside its tensors: code and what it keeps of starting. Seen on a CPU."""
+CONTEXT = 0.6 * GIB
+"""What CUDA takes of a GPU for each process. An assumption: prl has not run on one."""
+STATES = ("weights", "gradients", "optimiser", "reference")
+"""Parts of a rank's memory that it keeps between steps, in host memory with `trainer.cpu_offload`."""
+REMEDY = (
+    "lower what takes most (trainer.tokens_per_forward, engine.kv_cache_gb or engine.gpu_memory_utilization, "
+    "engine.max_num_seqs of an engine in this process), "
+    "set trainer.gradient_checkpointing=full, trainer.cpu_offload=true or model.lora.rank, or take a smaller model"
+)
+
+
+@dataclass
+class Plan:
+    """What a run would take."""
+
+    capacities: dict[str, float]
+    """Bytes by device."""
+    processes: dict[str, list[tuple[str, dict[str, float]]]] = field(default_factory=lambda: defaultdict(list))
+    """By device, the processes that have memory there, and of each the bytes by part."""
+    caches: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By the name of an engine, the tokens that its KV cache has room for, and those of the longest sequence."""
+
+    def used(self, device: str) -> float:
+        """Bytes of a device that all processes take together."""
+        return sum(sum(parts.values()) for _, parts in self.processes[device])
+
+    def problems(self) -> Iterator[str]:
+        """What does not fit, and what to change."""
+        for name, (tokens, longest) in self.caches.items():
+            if tokens < longest:
+                yield (
+                    f"the KV cache of {name} has room for {tokens:,} tokens, less than one sequence of {longest:,}: "
+                    "raise engine.kv_cache_gb (on GPUs engine.gpu_memory_utilization or .tensor_parallel_size)"
+                )
+        for device, capacity in self.capacities.items():
+            used = self.used(device)
+            if used > capacity:
+                yield f"{device} would hold {used / GIB:.1f} GiB, and it has {capacity / GIB:.1f} GiB: {REMEDY}"
+
+    def table(self) -> Table:
+        """What each process has where; processes and devices that have the same are in one row."""
+        drawn = Table("device", "process", "GiB", "of it", box=box.SIMPLE_HEAD, pad_edge=False)
+        by_content = groupby(self.capacities, lambda name: (self.capacities[name], self.processes[name]))
+        for (capacity, processes), group in by_content:
+            first, *others = group
+            device = f"{first} to {others[-1].split()[-1]}" if others else first
+            for (name, parts), alike in groupby(processes):
+                large = sorted((value, part) for part, value in parts.items() if value >= GIB / 200)
+                of_it = ", ".join(f"{part} {value / GIB:,.2f}" for value, part in reversed(large))
+                drawn.add_row(device, f"{len(list(alike))} x {name}", f"{sum(parts.values()) / GIB:,.2f}", of_it)
+            used = f"{self.used(first) / GIB:,.2f}"
+            drawn.add_row(device, "all", used, f"at the peak of a step, of {capacity / GIB:,.2f}", end_section=True)
+        return drawn
+
+
+class Sizes(NamedTuple):
+    """Sizes of the models of a run."""
+
+    policy: ModelShape
+    optimiser: int
+    """Bytes that the optimiser keeps of all that is trained."""
+    teacher: ModelShape | None
+    """None where the launcher hosts none."""
+
+
+def sizes_of(config: TrainConfig) -> Sizes:
+    """Raises ConfigError for what cannot be counted."""
+    policy, model = shape_of(config.model, "model.path", trained=True)
+    if config.model.lora.rank is not None:
+        policy = with_adapters(policy, model, config.model)
+    hosted = config.teacher.model if hosts_teacher(config) else None
+    teacher = None if hosted is None else shape_of(hosted, "teacher.model.path", trained=False)[0]
+    return Sizes(policy, optimiser_bytes(model, config.trainer.optim), teacher)
+
+
+def plan(config: TrainConfig) -> Plan:
+    """The processes of a run whose config has passed, on a machine as `prl.config.hardware` knows it."""
+    sizes, placed, memory = sizes_of(config), specs.placement(config), gpu_memory_bytes()
+    numbers = [int(name) if name.isdigit() else place for place, name in enumerate(visible_gpus())]
+    gpus = {f"{GPU} {place}": memory[min(number, len(memory) - 1)] for place, number in enumerate(numbers)}
+    planned = Plan({RAM: machine.memory_bytes() or math.inf} | gpus)
+    planned.processes[RAM].append(("orchestrator", {"process": COMMAND}))
+    engines = [
+        ("engine", config.model, config.engine, sizes.policy, placed.engines),
+        ("teacher", config.teacher.model, config.teacher.engine, sizes.teacher, placed.teachers),
+    ]
+    for name, model, engine, shape, places in engines:
+        if model is None or shape is None or engine.urls:
+            continue
+        device = engine.device_type
+        dtype, updated, process = resolve_model(model, device).dtype, name == "engine", ENGINE
+        if engine.in_process:
+            parts = inprocess_engine_memory(shape, dtype, engine, model.max_model_len, updated=updated)
+            places, process = [(0,) if device == "cuda" else ()], 0.0
+        else:
+            least = min(gpus.values(), default=0)
+            share = least * engine.gpu_memory_utilization - CONTEXT if device == "cuda" else None
+            parts = engine_memory(shape, dtype, engine, share=share, updated=updated)
+            spans = 1 if share is None else engine.tensor_parallel_size
+            planned.caches[name] = (kv_tokens(shape, dtype, device, parts["KV cache"], spans), model.max_model_len)
+        for place in places:
+            planned.processes[RAM].append((name, {"process": process} | ({} if place else parts)))
+            for gpu in place:
+                planned.processes[f"{GPU} {gpu}"].append((name, parts | {"process": CONTEXT}))
+    for number, place in enumerate(placed.ranks):
+        on_gpu, in_ram = memory_of_rank(config, sizes, first=number == 0)
+        planned.processes[RAM].append(("trainer", in_ram | {"process": TRAINER}))
+        for gpu in place:
+            planned.processes[f"{GPU} {gpu}"].append(("trainer", on_gpu | {"process": CONTEXT}))
+    return planned
+
+
+def memory_of_rank(config: TrainConfig, sizes: Sizes, *, first: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """What a rank of the trainer has on its GPU, and in the machine's memory, bytes by part.
+
+    The latter at its peak: in a step, or before. The first of several ranks, or one with a GPU, loads all weights into
+    RAM and hands each rank its part.
+    """
+    trainer, cuda = config.trainer, config.trainer.device_type == "cuda"
+    parts = trainer_memory(
+        sizes.policy,
+        pass_of(config),
+        optimiser=sizes.optimiser,
+        reference=holds_reference(config),
+        shards=trainer.shard_size or trainer.num_processes,
+    )
+    in_ram = {name: value for name, value in parts.items() if not cuda or (trainer.cpu_offload and name in STATES)}
+    on_gpu = {name: value for name, value in parts.items() if name not in in_ram}
+    loads = first and (cuda or trainer.num_processes > 1)
+    loading = {"loading": float(sizes.policy.parameters * FLOAT * loads)}
+    return on_gpu, max(in_ram, loading, key=lambda parts: sum(parts.values()))
+
+
+def pass_of(config: TrainConfig) -> Pass:
+    """The largest forward pass of a rank: sequences as long as they may be, which share nothing."""
+    trainer, device = config.trainer, config.trainer.device_type
+    cuda, half = device == "cuda", runs_in_half(config.trainer.dtype, device)
+    return Pass(
+        budget=trainer.tokens_per_forward,
+        length=min(trainer.seq_len, config.model.max_model_len),
+        row=trainer.seq_len,
+        precision="bfloat16" if half else "float32",
+        checkpointing=trainer.gradient_checkpointing,
+        trees=trainer.share_prefixes or cuda,
+        head_chunk=trainer.head_chunk,
+        cuda=cuda,
+        spread=cuda or half or trainer.num_processes > 1 or trainer.cpu_offload,
+    )
+
+
+def holds_reference(config: TrainConfig) -> bool:
+    """Whether the trainer keeps the initial model: an env's algorithm has a KL to it."""
+    kls: list[Any] = [plain(config.node_of(env, "algo")[1]).get("kl") or {} for env in config.envs]
+    return any(kl.get("coef") and kl.get("reference", "initial") == "initial" for kl in kls)

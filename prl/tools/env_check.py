@@ -1,0 +1,258 @@
+"""Look at an env before training on it: load its tasks, play one episode with replies that are given, show the reward.
+
+    python -m prl.tools.env_check check math
+    python -m prl.tools.env_check check calculator args.operands=2 --reply '<tool_call>…</tool_call>' --reply 46
+    python -m prl.tools.env_check check my_spelling 'args.words=[arm, tide]'
+
+The episode is played by the code that plays it in a run; there is no engine.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import sys
+import traceback
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import prl
+from prl.config.build import check_values, nearest, plain
+from prl.config.compose import compose, options
+from prl.config.model_folder import check_model
+from prl.config.schema import EnvConfig, TrainConfig
+from prl.engines.replies import Completion
+from prl.errors import ConfigError
+from prl.launch.children import leave_none
+from prl.launch.command import FULL_ERROR, REFUSED, stopped
+from prl.monitors.terminal import Console
+from prl.monitors.text import as_message, in_one_line, safe
+
+TASKSET = re.compile(r"([\w-]+/)?\w[\w-]*(\.\w+)*(@[\w.+-]+)?")
+"""A dotted module path, or the id of an installed taskset; the option of an env looks the same."""
+ROOM = 1 << 20
+"""Tokens of an episode: more than any has, since no model has to read them."""
+NAME = "check"
+"""Of the run, and of an env that is a taskset without a conf file."""
+HELD_OUT = 100_000
+"""Held-out tasks that are counted."""
+FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in .+\n(?: +(?P<code>[^\s~^].*)\n)?', re.MULTILINE)
+NOT_THEIRS = (str(Path(prl.__file__).parent), "site-packages", "dist-packages", str(Path(re.__file__).parents[2]), "<")
+"""Parts of the paths of files that are not the user's own."""
+
+
+class Script:
+    """In place of a model: says the replies one after the other, to whoever asks, then the last one again and again."""
+
+    model, version, cache_salt = "script", None, None
+
+    def __init__(self, replies: list[str], tokenizer: Any, end: int):
+        """`end` is the token that ends a turn."""
+        self.replies = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in replies]
+        self.prompts: list[list[int]] = []
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, **_: Any
+    ) -> list[Completion]:
+        self.prompts.append(prompt_ids)
+        return [Completion(self.replies[min(len(self.prompts), len(self.replies)) - 1], [], "stop")] * n
+
+
+def replies_for(task: Any, given: list[str] | None) -> tuple[str, list[str]]:
+    """Return what the replies are, for the reader, and the replies: as `given`, else what the task itself offers."""
+    if given:
+        return "as given", given
+    from prl.engines.chat import replies_in  # verifiers comes with it
+
+    for key in ("answer", "demonstration"):
+        with contextlib.suppress(ValueError):
+            return f"the task's {key} (others: --reply TEXT)", [each["content"] for each in replies_in(task.data, key)]
+    return "'?', since the task has no answer (others: --reply TEXT)", ["?"]
+
+
+def config_of(env: str, overrides: list[str]) -> tuple[str, TrainConfig]:
+    """Return the name of the env in the config, and the config; `env` is an option of the group or a taskset.
+
+    Overrides whose key begins with a key of an env, as `args.path=…`, are that env's; others are the run's.
+    """
+    keys = {each.name for each in fields(EnvConfig)}
+    own = [each for each in overrides if re.split("[.=]", each.lstrip("+"))[0] in keys]
+    runs = [f"run.name={NAME}", *(each for each in overrides if each not in own)]
+    searched = any(each.startswith("hydra.searchpath=") for each in runs)  # it may have options unknown here
+    refuse_unreadable(runs)
+    if not TASKSET.fullmatch(env):
+        raise no_such_env(env)
+    if env in options()["env"] or (searched and "." not in env):
+        refuse_unreadable(own)
+        return env, in_bounds([*runs, f"env={env}", *(f"++envs.{env}.{each.lstrip('+')}" for each in own)])
+    config, given = in_bounds([*runs, "env=[]"]), plain(OmegaConf.from_dotlist([each.lstrip("+") for each in own]))
+    if left := sorted(given.keys() - {"args", "eval_args"}):
+        raise ConfigError(f"{left[0]}: of a taskset, args and eval_args are read; give it a conf file for the rest")
+    config.envs = {NAME: EnvConfig(taskset=env, args=given.get("args", {}), eval_args=given.get("eval_args"))}
+    return NAME, config
+
+
+def in_bounds(overrides: list[str]) -> TrainConfig:
+    """Return the config of overrides. Raises ConfigError for a value that its key does not take."""
+    config = compose(overrides)
+    check_values(config)
+    return config
+
+
+def refuse_unreadable(overrides: list[str]) -> None:
+    """Raise ConfigError for an override, as it was typed, that is not in Hydra's grammar."""
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        try:
+            OverridesParser.create().parse_override(override)
+        except HydraException as error:
+            what = f"the value needs quotes, '{key}=\"{value}\"'" if equals else "write key=value"
+            raise ConfigError(f"{override}: {what}") from error
+
+
+def no_such_env(env: str) -> ConfigError:
+    """Return the error for a name of which there is no env, with the nearest one that there is."""
+    names = options()["env"]
+    near = nearest(env, names, "") if TASKSET.fullmatch(env) else ""
+    asked = f"; {near}" if near.startswith("did you mean") else ""
+    return ConfigError(f"{env!r} is neither an env ({', '.join(names)}) nor a taskset that can be imported{asked}")
+
+
+def is_missing(env: str, error: BaseException) -> bool:
+    """Whether an error came of there being no module of the taskset itself, rather than one that it imports."""
+    module = env.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{(error.name or '').lower()}.")
+
+
+def check(env: str, overrides: list[str], replies: list[str] | None, console: Console) -> str | None:
+    """Load an env and play an episode of it; return what was wrong with the episode, None if nothing was.
+
+    Raises ConfigError where it cannot be loaded.
+    """
+    name, config = config_of(env, overrides)
+    check_model(config.model.path, "model.path")
+    from prl.engines.sampler import Sampler
+    from prl.envs.environment import Environment  # verifiers and transformers, once the config has composed
+    from prl.launch.components import load_tokenizer, make_renderers
+    from prl.launch.prompts import rendered_prompts
+
+    try:
+        environment = Environment(name, config.envs[name], eval_tasks=HELD_OUT)
+    except ConfigError as error:
+        raise (no_such_env(env) if is_missing(env, error) else error) from error.__cause__
+    tokenizer = load_tokenizer(config.model, "model.path")
+    renderer = make_renderers(config, tokenizer)[name]
+    environment.check_renderer(renderer)
+    rendered_prompts(environment, renderer, config.node_of(name, "renderer")[0])
+    held_out = f"{len(environment.eval_tasks)} held-out tasks" if environment.eval_tasks else "no held-out tasks"
+    say(console, f"env {name}: {len(environment.tasks)} tasks, {held_out}")
+    if environment.uses_harness:
+        return "its episodes are played by verifiers' harness, which needs a model server: only its tasks were checked"
+    task = environment.tasks[0]
+    whose, texts = replies_for(task, replies)
+    script, sampler = Script(texts, tokenizer, renderer.get_stop_token_ids()[0]), Sampler()
+    sampler.attach(pool=script, renderer=renderer, max_model_len=ROOM, seed=config.seed)  # type: ignore[arg-type]
+    printed = logging.getLogger("prl.envs.workers")  # by graders, which run in processes of their own
+    printed.setLevel(logging.INFO)
+    handler = ConsoleHandler(console)
+    printed.addHandler(handler)
+    try:
+        rollouts = asyncio.run(play(environment, task, sampler))
+    finally:
+        printed.removeHandler(handler)
+    for prompt in script.prompts[:1]:
+        text = tokenizer.decode(prompt)
+        say(console, f"\nfirst prompt, {len(prompt)} tokens, in the template of {config.model.path}:\n{text}")
+    say(console, f"\nreplies: {whose}")
+    from prl.rollouts.records import record
+    from prl.tools.rollouts.render import rollout as shown
+
+    for rollout in rollouts:
+        console.print("", shown(console, record(rollout, 0), "no model"), sep="\n", soft_wrap=True)
+    failed = next((rollout for rollout in rollouts if rollout.failed), None)
+    if failed is None:
+        return None
+    return f"the episode failed: {failed.error}" + "".join(own_line(e.traceback or "") for e in failed.trace.errors[:1])
+
+
+def utf8(text: str) -> str:
+    """Return an argument, whatever the locale has made of it. Raises ConfigError where it was not typed in UTF-8."""
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError as error:
+        raise ConfigError(f"{text!r} has bytes that are not UTF-8") from error
+
+
+async def play(environment: Any, task: Any, sampler: Any) -> list[Any]:
+    """Return the rollouts of one episode."""
+    async with (
+        environment.serving(),
+        contextlib.aclosing(environment.play(task, 1, sampler, group_id=0)) as finished,
+    ):
+        return [rollout async for rollout in finished]
+
+
+def own_line(text: str) -> str:
+    """Return the innermost line of the user's code in a formatted traceback, on a line of its own; empty if none."""
+    own = [m for m in FRAME.finditer(text) if not any(part in m["file"] for part in NOT_THEIRS)]
+    return f"\n{own[-1]['file']}, line {own[-1]['line']}: {(own[-1]['code'] or '').strip()}" if own else ""
+
+
+class ConsoleHandler(logging.Handler):
+    """Shows log messages on a console."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.console, record.getMessage())
+
+
+def say(console: Console, text: str) -> None:
+    """Print text as it is, without what a terminal would obey."""
+    console.print(safe(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Run the command; exit with status 2 where the env cannot be loaded or its episode fails."""
+    parser = argparse.ArgumentParser(prog="prl env", description="Look at an env before training on it.")
+    commands = parser.add_subparsers(required=True, metavar="check")
+    checking = commands.add_parser("check", help="load the tasks, play one episode without a model, show the reward")
+    checking.add_argument("env", help="an option of the group env, or a taskset: a module, or an installed id")
+    checking.add_argument("overrides", nargs="*", metavar="key=value", help="of the env, as args.path=…, or the run's")
+    checking.add_argument("--reply", action="append", metavar="TEXT", help="what the model says; again for later turns")
+    given = parser.parse_args()
+    try:
+        overrides, replies = ([utf8(text) for text in texts] for texts in (given.overrides, given.reply or []))
+        problem = check(given.env, overrides, replies, Console())
+    except KeyboardInterrupt as end:
+        raise stopped(end) from None
+    except ConfigError as error:
+        cause = error.__cause__
+        problem = str(error) + (own_line("".join(traceback.format_exception(cause))) if cause else "")
+    except (HydraException, OmegaConfBaseException) as error:  # Hydra says which key; what it caught says why
+        messages = [str(cause).strip().splitlines() for cause in (error, error.__cause__) if cause is not None]
+        problem = ": ".join(lines[0].rstrip(".") for lines in messages if lines)
+    except Exception as error:  # of a chat template, say, that takes the prompt and not the reply
+        if FULL_ERROR in os.environ:
+            raise
+        problem = f"{type(error).__name__}: {in_one_line(error)}{own_line(traceback.format_exc())}"
+    if problem is not None:
+        print(f"error: {as_message(problem)}", file=sys.stderr)
+        raise SystemExit(REFUSED)
+
+
+if __name__ == "__main__":
+    leave_none()
+    main()

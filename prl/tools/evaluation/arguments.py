@@ -1,0 +1,77 @@
+"""The command line of `prl.eval` and `prl.tools.chat`: targets, overrides, and the settings of a target's run."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+from prl.config.model_reference import is_url
+from prl.config.suggestions import override_key
+from prl.errors import ConfigError
+from prl.tools.evaluation.targets import OUTPUTS, read_run_config, run_of
+
+OF_AN_ENV = ("taskset", "args", "eval_args", "timeout_s", "group_timeout_s")
+"""What is taken of an env of a run."""
+
+
+def to_overrides(arguments: Sequence[str]) -> list[str]:
+    """The overrides for Hydra that arguments stand for.
+
+    Arguments that are no `key=value` and no option are targets. The first that is a run, or a checkpoint of one, gives
+    its settings as defaults: the seed and renderer, and unless `env=` is given its envs and how it samples evaluations.
+
+    Raises ConfigError where that run's config is none.
+    """
+    targets = [argument for place, argument in enumerate(arguments) if is_target(arguments, place)]
+    overrides = [argument for place, argument in enumerate(arguments) if not is_target(arguments, place)]
+    expanded = [f"targets={json.dumps(targets, ensure_ascii=False)}"] if targets else []
+    folders = [folder for target in targets for folder in (Path(target).expanduser(), OUTPUTS / target)]
+    run = next((run for folder in folders if (run := run_of(folder)) is not None), None)
+    return [*expanded, *(from_run(run, overrides) if run is not None else ()), *overrides]
+
+
+def is_target(arguments: Sequence[str], place: int) -> bool:
+    """Whether an argument names a model. The jobs of a sweep have directories with `=` in their names."""
+    argument = arguments[place]
+    if argument.startswith(("-", "+", "~")) or (place > 0 and arguments[place - 1].startswith("-")):
+        return False  # an option or its value
+    return "=" not in argument or is_url(argument) or Path(argument).expanduser().exists()
+
+
+def from_run(run: Path, overrides: Sequence[str]) -> list[str]:
+    """Overrides that choose the settings of a run. What is plain data lies in the option `settings=run`."""
+    typed = {override_key(text) for text in overrides}
+    config = read_run_config(run)
+
+    try:
+        settings: dict[str, Any] = {"seed": config["seed"]}
+        renderer = config["renderer"]
+        if "env" not in typed:
+            settings |= sampling_and_envs(config)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{run / 'config.yaml'} is not the config of a training run: {error!r}") from error
+    ConfigStore.instance().store(group="settings", name="run", node=settings, package="_global_")
+    chosen = ["settings=run", *(["env=[]"] if "env" not in typed else [])]
+    if "renderer" not in typed:
+        chosen += [f"++renderer.{name}={json.dumps(value)}" for name, value in renderer.items()]
+    return chosen
+
+
+def sampling_and_envs(config: dict[str, Any]) -> dict[str, Any]:
+    """How a run samples its evaluations, and its envs that have held-out tasks."""
+    evaluation = {key: value for key, value in config["orchestrator"]["eval"]["sampling"].items() if value is not None}
+    sampling = config["sampling"] | evaluation
+    envs = {}
+    for name, env in config["envs"].items():
+        if env["eval_args"] is None:
+            continue
+        own = env["sampling"] | evaluation
+        envs[name] = {key: env[key] for key in OF_AN_ENV}
+        envs[name]["sampling"] = {key: value for key, value in own.items() if value != sampling.get(key)}
+        if env["renderer"] is not None:
+            envs[name]["renderer"] = env["renderer"]
+    if not envs:
+        raise ConfigError("the run has no env with held-out tasks (eval_args): choose one with env=…")
+    return {"sampling": sampling, "envs": envs}

@@ -1,0 +1,191 @@
+"""What the arguments of `prl.eval` and `prl.tools.chat` name: checkpoints, runs, models, endpoints."""
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+
+from prl.config.compose import CONF, options
+from prl.config.evaluation import EndpointConfig, EvaluationConfig
+from prl.config.model_folder import check_model, local_folder, positions, read_config
+from prl.config.model_reference import FrozenModelConfig, check_url, is_url
+from prl.config.run_yaml import yaml_of
+from prl.config.schema import ModelConfig
+from prl.engines.frozen import FrozenPool
+from prl.errors import UNREADABLE, ConfigError, EngineError
+from prl.monitors.text import in_one_line
+from prl.transport.checkpoints import checkpoint_path, steps_of
+
+OUTPUTS = Path("outputs")
+NOT_THE_SHAPE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+"""Keys of a model's config that say nothing about the shape of its weights."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model that is to be evaluated."""
+
+    name: str
+    """What the results call it."""
+    model: ModelConfig
+    """Its weights; of an endpoint, its tokenizer."""
+    endpoint: FrozenModelConfig | None = None
+    """Where it is served already; None = prl's engine loads it."""
+
+
+def find_targets(config: EvaluationConfig) -> list[Target]:
+    """The targets of a config, each under a name of its own. Raises ConfigError naming the one that cannot be had."""
+    given = config.targets
+    if not given:
+        raise ConfigError("nothing to look at: give a checkpoint, a run directory, a model or an endpoint's URL")
+    twice = [argument for argument, count in Counter(given).items() if count > 1]
+    if twice:
+        raise ConfigError(f"{twice[0]} is given twice")
+    names = Counter(map(_name, given))
+    own = {key: value for key, value in vars(config.model).items() if value is not None}
+    targets = []
+    for argument in given:
+        name = _name(argument) if names[_name(argument)] == 1 else argument
+        if is_url(argument):
+            check_url(argument, "targets", "http://127.0.0.1:8001/v1")
+            reference, model = asyncio.run(look_up(argument, config.endpoint))
+            targets.append(Target(name, replace(model, **own), reference))
+        else:
+            targets.append(Target(name, replace(model_of(argument), **own)))
+    return targets
+
+
+def _name(argument: str) -> str:
+    """`run/step_000020` for a run or a checkpoint of one; else the argument."""
+    for folder in () if is_url(argument) else (Path(argument).expanduser(), OUTPUTS / argument):
+        if (run := run_of(folder)) is not None:
+            return f"{run.name}/{(checkpoint_of(run) if run == folder else folder).name}"
+    return argument
+
+
+def model_of(argument: str) -> ModelConfig:
+    """The model that an argument names: prl's own by name, a run's checkpoint, a model folder, or one on the hub.
+
+    A checkpoint has its settings from the run that made it. Raises ConfigError.
+    """
+    if (model := bundled(argument)) is not None:
+        check_model(model.path, "target")
+        return model
+    tried = [Path(argument).expanduser(), OUTPUTS / argument]
+    folder = next((folder for folder in tried if folder.is_dir()), None)
+    if folder is None:
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", argument) or tried[0].parent.is_dir():
+            own = ", ".join(sorted(name for name in options()["model"] if bundled(name)))
+            raise ConfigError(f"{argument}: no such folder; models by name: {own}, and organisation/model on the hub")
+        return ModelConfig(path=argument)  # on the hub
+    run = run_of(folder)
+    if run == folder:
+        folder = checkpoint_of(run)
+    settings = {} if run is None else read_run_config(run).get("model")
+    if settings is None:
+        raise ConfigError(f"{run}/config.yaml is not the config of a run: it has no model")
+    path = str(settings.get("path") if run is not None and is_base(folder) else folder)
+    check_model(path, "target")
+    kept = {key: settings[key] for key in ("dtype", "max_model_len", "renderer") if key in settings}
+    if "max_model_len" not in kept and (local := local_folder(path)) is not None:
+        limit = positions(read_config(local, f"target={path!r}"))
+        kept["max_model_len"] = min(ModelConfig.max_model_len, limit or ModelConfig.max_model_len)
+    return ModelConfig(path=path, **kept)
+
+
+def bundled(argument: str) -> ModelConfig | None:
+    """One of the models that come with prl, by its name or folder."""
+    for file in (CONF / "model").glob("*.yaml"):
+        model = OmegaConf.merge(ModelConfig, OmegaConf.load(file))
+        if not OmegaConf.is_missing(model, "path") and argument in (file.stem, model.path):
+            return cast(ModelConfig, OmegaConf.to_object(model))
+    return None
+
+
+def run_of(folder: Path) -> Path | None:
+    """The run directory that `folder` is, or is a checkpoint of."""
+    runs = [folder] if folder.parent.name != "checkpoints" else [folder.parent.parent]
+    return next((run for run in runs if (run / "config.yaml").is_file()), None)
+
+
+def checkpoint_of(run: Path) -> Path:
+    """The best checkpoint of a run that has kept one, else its last. Raises ConfigError where there is none."""
+    checkpoints = [checkpoint_path(run, step) for step in steps_of(run)] + list((run / "checkpoints").glob("best"))
+    if not checkpoints:
+        raise ConfigError(f"{run} has no checkpoints yet: evaluate its base model by name or folder")
+    return checkpoints[-1]
+
+
+def is_base(checkpoint: Path) -> bool:
+    """Whether the best checkpoint of a run is the model that it began with, of which there is no copy."""
+    path = checkpoint / "best.json"
+    try:
+        return path.is_file() and bool(json.loads(path.read_bytes())["step"] == 0)
+    except (OSError, *UNREADABLE, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged: it does not say which version it is") from error
+
+
+def read_run_config(run: Path) -> dict[str, Any]:
+    """`config.yaml` of a run as plain data. Raises ConfigError where it cannot be read."""
+    path = run / "config.yaml"
+    try:
+        config = yaml_of(path.read_text(encoding="utf-8"))
+    except Exception as error:  # of YAML or OmegaConf
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict) or "${" in json.dumps(config, default=str):
+        raise ConfigError(f"{path} is not the config of a run, which is resolved")
+    return cast(dict[str, Any], config)
+
+
+async def look_up(url: str, config: EndpointConfig) -> tuple[FrozenModelConfig, ModelConfig]:
+    """The model that an endpoint serves. Raises ConfigError where it does not answer, or is not clear about it."""
+    reference = FrozenModelConfig(config.name or "", url, config.api_key_var, config.timeout_s)
+    pool = FrozenPool(reference)
+    try:
+        async with asyncio.timeout(config.timeout_s):
+            served = await pool.served(pool.urls[0])
+    except TimeoutError:
+        raise ConfigError(f"{url} did not answer within {config.timeout_s:g} s (endpoint.timeout_s)") from None
+    except EngineError as error:
+        key = ": endpoint.api_key_var names the variable that holds its key" if error.status in (401, 403) else ""
+        raise ConfigError(f"{error}{key}") from None
+    finally:
+        await pool.close()
+    if (config.name is None and len(served) != 1) or config.name not in (None, *served):
+        raise ConfigError(f"{url} serves {', '.join(served) or 'nothing'}: choose one with endpoint.name=…")
+    name = config.name or next(iter(served))
+    about = served[name]
+    tokenizer = config.tokenizer or about.get("root") or name
+    model = model_of(str(tokenizer))
+    if isinstance(length := about.get("max_model_len"), int):
+        model = replace(model, max_model_len=length)
+    return replace(reference, name=name), model
+
+
+def shape_of(model: ModelConfig) -> str:
+    """What two models must share for one engine to load the weights of both."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).to_dict()
+    except Exception as error:  # of transformers, of the hub
+        raise ConfigError(
+            f"{model.path}: no model config there, on this machine or on the hub ({in_one_line(error)})"
+        ) from error
+    shape = {key: value for key, value in config.items() if key not in NOT_THE_SHAPE}
+    return json.dumps([shape, model.dtype, model.max_model_len, model.trust_remote_code], sort_keys=True, default=str)
+
+
+def by_engine(targets: Iterable[Target]) -> list[list[Target]]:
+    """The targets that one engine after the other can serve, in the order of their first."""
+    engines: dict[str, list[Target]] = {}
+    for target in targets:
+        key = shape_of(target.model) if target.endpoint is None else target.name
+        engines.setdefault(key, []).append(target)
+    return list(engines.values())

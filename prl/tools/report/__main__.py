@@ -1,0 +1,84 @@
+"""Pages and tables of what runs left in their directories.
+
+    python -m prl.tools.report <run>                                 one run: its page, report.html
+    python -m prl.tools.report <sweep> [--metric M] [--threshold X]  its runs added up: summary.md, .csv, .html,
+    curves.png python -m prl.tools.report <run> <run> <sweep> … --out <folder>  runs of several places
+
+It takes runs that finished, crashed, were refused or still run.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.text import Text
+
+from prl.errors import ConfigError
+from prl.monitors.terminal import Console
+from prl.monitors.text import safe
+from prl.tools.report.runs import is_run, named
+
+COLUMNS = 10
+"""Most of a table of text in the terminal."""
+WIDTH = 200
+"""Of the tables in a file or a pipe, characters."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns the exit status: 0 = written; 2 = what the arguments name is not there, or cannot be."""
+    summary, *_ = str(__doc__).splitlines()
+    parser = argparse.ArgumentParser(prog="prl report", description=summary)
+    parser.add_argument(
+        "dirs",
+        nargs="+",
+        type=Path,
+        metavar="dir",
+        help="a run directory, or a folder of some; or its name under outputs/",
+    )
+    parser.add_argument(
+        "--metric",
+        action="append",
+        default=[],
+        metavar="M",
+        help="a metric, or a pattern with *; may be repeated. By default the held-out rewards and the sampled one",
+    )
+    parser.add_argument(
+        "--threshold", type=float, metavar="X", help="count steps, tokens and seconds until the metric is at least this"
+    )
+    parser.add_argument("--out", type=Path, metavar="folder", help="where to write to; by default the folder named")
+    try:
+        report(parser.parse_args(argv))
+    except (ConfigError, OSError) as error:
+        print(f"error: {safe(str(error))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(args: argparse.Namespace) -> None:
+    """Write what the arguments ask for, and say where. Raises ConfigError for what is not there."""
+    dirs = [named(path) for path in args.dirs]
+    if len(dirs) == 1 and is_run(dirs[0]):
+        if args.metric or args.threshold is not None or args.out is not None:
+            raise ConfigError(f"{dirs[0]} is one run: its page takes no --metric, --threshold or --out")
+        from prl.tools.report.page import write_page
+
+        print(write_page(dirs[0]))
+        return
+    if args.out is None and len(dirs) > 1:
+        raise ConfigError("several folders: say with --out where their summary is to be written")
+    from prl.tools.report.sweep import write_summary
+    from prl.tools.report.tables import METHOD, tables, terminal
+
+    out = args.out or dirs[0]
+    summary = write_summary(*dirs, out=out, metrics=args.metric, threshold=args.threshold)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    for table in tables(summary):
+        if not table.numbers and len(table.head) > COLUMNS:
+            continue  # what differs between many variants: the files have it
+        console.print(terminal(table))
+    console.print(Text(METHOD, "dim"))
+    print(out / "summary.html")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

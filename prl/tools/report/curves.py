@@ -1,0 +1,105 @@
+"""The panels of a run's page: which curves there are, from its metrics."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from prl.tools.report.plots import COLOURS, DASHES, Panel
+
+MOST = len(COLOURS) * len(DASHES)
+"""Curves of a panel that can be told apart."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A panel that a page may have: its curves by name and metric, or those of all metrics that a pattern matches."""
+
+    title: str
+    unit: str
+    curves: Mapping[str, str] | str
+    """Name -> metric; or a pattern of metrics, whose groups name the curve."""
+    zero: bool = True
+    """Whether the axis begins at 0."""
+    sign: int = 1
+    only_nonzero: bool = False
+    """Leave out the curves that are zero throughout, unless all are."""
+    options: Mapping[str, Any] | None = None
+    """Further fields of `Panel`."""
+
+
+PHASES = {
+    "rollouts": "time/rollout",
+    "update": "time/train",
+    "waiting for rollouts": "time/wait_for_batch",
+    "waiting for the policy": "time/wait_for_policy",
+    "loading weights": "time/update_weights",
+    "whole step": "time/step",
+}
+GAPS = {"gap": "logprob_gap/mean", "KL to sampler": "mismatch_kl/all/mean"}
+LOSSES = {"rl": "loss/rl", "ce": "loss/ce", "ref_kl": "loss/ref_kl"}
+LOST = {"failed": "rollouts/errored", "too old": "off_policy/dropped", "surplus": "rollouts/surplus"}
+RATES = {"generated": "tokens/generated_per_second", "trained": "tokens/trained_per_second"}
+KINDS = (
+    Kind("Reward", "mean of the step", r"reward/(.+)/mean", zero=False),
+    Kind("Parts and metrics", "mean of the step", r"metric/(.+)/(.+)", zero=False),
+    Kind("Evaluation", "held-out reward", r"eval/(.+)/avg@\d+", zero=False),
+    Kind("Entropy", "nats per token", {"entropy": "entropy/all/mean"}),
+    Kind("Gap and KL", "nats per token", GAPS, zero=False, options={"log": True}),
+    Kind("Divergence from the reference", "nats per token", r"ref_kl/(.+)/mean", sign=-1),
+    Kind("Length", "sampled tokens", r"length/(.+)/mean"),
+    Kind("Truncated", "share of rollouts", r"truncated/(.+)"),
+    Kind("Filters", "share of the batch matched", r"filters/all/(.+)"),
+    Kind("Difficulty pools", "share of tasks", r"pool/(.+)"),
+    Kind("Staleness", "policy versions", {"mean": "off_policy/mean", "max": "off_policy/max"}),
+    Kind("Rollouts not trained on", "per step", LOST, only_nonzero=True),
+    Kind("Loss", "nats per token", LOSSES, zero=False, only_nonzero=True),
+    Kind("Gradient norm", "before clipping", {"norm": "grad_norm"}),
+    Kind("Time by phase", "seconds per step", PHASES, options={"peaks": True}),
+    Kind("Idle", "share of the step", {"engine": "idle/engine", "trainer": "idle/trainer"}),
+    Kind("Throughput", "tokens per second", RATES, options={"peaks": True}),
+)
+"""All panels, in the order in which a page shows them."""
+
+
+def panels(metrics: pd.DataFrame) -> tuple[list[Panel], list[str]]:
+    """The panels that have anything to show, and the titles of those whose curves are zero throughout."""
+    ends = (float(metrics.index.min()), float(metrics.index.max())) if len(metrics) else None
+    shown, flat = [], []
+    for kind in KINDS:
+        series = named_series(kind, metrics)
+        nonzero = {name: values for name, values in series.items() if (values.fillna(0) != 0).any()}
+        if series and not nonzero:
+            flat.append(kind.title)
+        elif series:
+            series = nonzero if kind.only_nonzero else series
+            names = [*list(series)[:-1][: MOST - 1], list(series)[-1]]  # the last is `all`
+            drawn, left_out = {name: series[name] for name in names}, len(series) - len(names)
+            options = {"zero": kind.zero, "x": ends, "left_out": left_out, **(kind.options or {})}
+            shown.append(Panel(title=kind.title, unit=kind.unit, series=drawn, **options))
+    return shown, flat
+
+
+def named_series(kind: Kind, metrics: pd.DataFrame) -> dict[str, pd.Series]:
+    """The curves of a panel by name."""
+    if not isinstance(kind.curves, str):
+        return {name: metrics[key].dropna() for name, key in kind.curves.items() if key in metrics}
+    series: dict[str, pd.Series] = {}
+    for key in metrics:
+        if match := re.fullmatch(kind.curves, str(key)):
+            series[" ".join(match.groups())] = metrics[key].dropna() * kind.sign
+    return distinct(series)
+
+
+def distinct(series: dict[str, pd.Series]) -> dict[str, pd.Series]:
+    """The curves without what all envs have together where there is but one, else that last."""
+    if "all" in series and len(series) == 2:
+        del series["all"]
+    elif "all" in series:
+        series["all"] = series.pop("all")
+    for share in ("is_matched", "is_filtered"):  # beside a single filter, they say the same as it does
+        if share in series and any(series[share].equals(other) for name, other in series.items() if name != share):
+            del series[share]
+    return series

@@ -1,0 +1,78 @@
+"""Pages: one file each, which asks for nothing from outside and in which no text of a run can be anything but text.
+
+Jinja escapes every value. The policy in the page's head lets only the page's own style sheet and script count, by their
+hashes; data for the script lies in a block of JSON, which the browser does not run.
+"""
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+from markupsafe import Markup
+
+from prl.monitors.text import CONTROL, safe
+
+TEMPLATES = Path(__file__).parent / "templates"
+UNSAFE = "<>&"
+"""What HTML could take for the end of a block of JSON."""
+ESCAPE = re.compile(r"\\(?:\\|u[0-9a-f]{4}|[bfr])")
+"""A control character that JSON spells as an escape, or a backslash, which begins none."""
+
+
+def render(template: str, *, title: str, script: str = "", **values: Any) -> str:
+    """A page as HTML.
+
+    Args:
+        template: file in `templates/` that extends `base.html.j2`: blocks `main` and `data`.
+        title: of the window.
+        script: file in `templates/` that the page runs at its end, or "".
+        values: for the template.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        finalize=lambda value: safe(value) if type(value) is str else value,  # not Markup, which is our own
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    style, code = ((TEMPLATES / name).read_text(encoding="utf-8") if name else "" for name in ("style.css", script))
+    return environment.get_template(template).render(
+        title=title,
+        style=Markup(style),
+        style_hash=digest(style),
+        script=Markup(code),
+        script_hash=digest(code),
+        **values,
+    )
+
+
+def digest(text: str) -> str:
+    """The source of an inline element in a content security policy."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def data_block(name: str, value: Mapping[str, Any]) -> Markup:
+    """A script element of JSON, with the id `name`. Nothing in it can close the element or open another."""
+    return Markup(f'<script type="application/json" id="{name}">{encoded(value)}</script>')
+
+
+def encoded(value: Any) -> str:
+    """The value as JSON: every sign in `UNSAFE` spelt as an escape, control characters in its texts written out."""
+    text = ESCAPE.sub(lambda match: _written(match[0]), msgspec.json.encode(value).decode())
+    text = CONTROL.sub(lambda match: _written(match[0]), text)
+    for sign in UNSAFE:
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text
+
+
+def _written(spelt: str) -> str:
+    """One character of a JSON text, as it stands or as its escape, written out where it is a control character."""
+    character = json.loads(f'"{spelt}"')
+    return spelt if safe(character) == character else json.dumps(safe(character))[1:-1]

@@ -1,0 +1,131 @@
+"""The page of a run: `report.html` in its directory. One file, made from what the directory holds, at any time."""
+
+import datetime
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+
+from prl.config.build import plain
+from prl.config.compose import compose
+from prl.monitors.text import safe
+from prl.tools.report import curves
+from prl.tools.report.examples import read_rollouts
+from prl.tools.report.html import data_block, render
+from prl.tools.report.runs import Run, flat, json_of, read_run
+from prl.tools.report.shares import read_spans, shares
+from prl.tools.report.verdict import duration, verdict
+from prl.transport.files import write_atomically
+
+log = logging.getLogger(__name__)
+ABSENT = "–"
+DIFF_BYTES = 200_000
+"""Of uncommitted changes."""
+
+
+def write_page(run_dir: Path) -> Path:
+    """Write `report.html` into a run directory, whatever state the run is in. Returns its path.
+
+    Raises ConfigError for a directory that holds no run.
+    """
+    path, run = Path(run_dir) / "report.html", read_run(run_dir)
+    write_atomically(path, page(run).encode("utf-8", "backslashreplace"))
+    for problem in run.problems:
+        log.warning("%s", problem)
+    return path
+
+
+def page(run: Run) -> str:
+    """The page as HTML."""
+    panels, flat_ones = curves.panels(run.metrics)
+    rollouts = read_rollouts(run.dir)
+    run.problems.extend(rollouts.problems)
+    return render(
+        "run.html.j2",
+        script="run.js",
+        title=f"{run.name} · prl",
+        run=run,
+        verdict=verdict(run, shares(read_spans(run.dir, run.problems))),
+        facts=_facts(run),
+        panels=panels,
+        flat_panels=flat_ones,
+        rollouts=rollouts,
+        difference=list(difference(run.config)),
+        provenance=_provenance(run),
+        written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
+        safe=safe,
+        data=data_block(
+            "data",
+            {
+                "panels": [panel.data() for panel in panels],
+                "rows": rollouts.rows,
+                "examples": rollouts.examples,
+            },
+        ),
+    )
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    """A few numbers with their names."""
+    steps = run.metrics[run.metrics.index > 0]
+    asked = run.config.get("max_steps")
+    facts = [("steps", f"{run.result.steps}" + (f" of {asked}" if asked and asked != run.result.steps else ""))]
+    if run.result.seconds:
+        facts.append(("whole run", duration(run.result.seconds)))
+    for name, key, unit in (
+        ("per step, median", "time/step", " s"),
+        ("tokens/s generated, median", "tokens/generated_per_second", ""),
+    ):
+        if key in steps and steps[key].notna().any():
+            facts.append((name, f"{float(steps[key].median()):,.3g}{unit}" if unit else f"{steps[key].median():,.0f}"))
+    for name, key in (("rollouts", "rollouts/arrived"), ("trained on", "rollouts/trained")):
+        if key in steps:
+            facts.append((name, f"{steps[key].sum():,.0f}"))
+    return facts
+
+
+def difference(config: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Key, default and value of what a run's config sets otherwise than the defaults do; "–" where there is none."""
+    try:
+        defaults = flat(plain(_defaults()))
+    except Exception as error:
+        log.warning("the defaults could not be composed: %s", error)
+        return
+    given = flat(config)
+    for key in dict.fromkeys([*given, *defaults]):
+        value, default = given.get(key, ABSENT), defaults.get(key, ABSENT)
+        if value != default and key not in ("run.name", "run.dir"):
+            yield key, _spelt(default), _spelt(value)
+
+
+def _spelt(value: Any) -> str:
+    return safe(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def _defaults() -> Any:
+    """The config of a run without arguments. Within a Hydra job too, whose state is put back."""
+    instance = GlobalHydra.instance()
+    hydra, instance.hydra = instance.hydra, None
+    try:
+        return compose(["run.name=default"])
+    finally:
+        instance.hydra = hydra
+
+
+def _provenance(run: Run) -> list[tuple[str, str]]:
+    """Name and text of every entry of `provenance.json`, and of the changes beside it; nested entries a line each."""
+    entries = json_of(run.dir / "provenance.json", dict[str, Any], run.problems) or {}
+    diff = run.dir / "provenance.diff"
+    if diff.is_file():
+        entries["uncommitted changes"] = diff.read_bytes()[:DIFF_BYTES].decode(errors="replace")
+    named = {"directory": str(run.dir), **entries}
+    return [(safe(name), safe(_text(value))) for name, value in named.items() if value not in (None, "", [], {})]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"{name}: {_text(entry)}" for name, entry in flat(value).items())
+    return " ".join(map(_text, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,188 @@
+"""A run directory read back: finished, running, crashed or refused; nothing in it is instantiated."""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pandas as pd
+
+from prl.config.run_yaml import yaml_of
+from prl.config.suggestions import override_key
+from prl.errors import UNREADABLE, ConfigError
+from prl.runs.owner import is_owned
+from prl.runs.result import RunResult
+from prl.runs.run_dir import RUN_FILES
+from prl.tools.rollouts.__main__ import OUTPUTS
+
+T = TypeVar("T")
+MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
+"""What a sweep calls the directory of an attempt after which the job is done again."""
+
+
+class Sweep(msgspec.Struct):
+    """What is read of a `sweep.json`."""
+
+    fixed: dict[str, str] = {}
+    """The overrides that all its jobs have."""
+
+
+def named(path: Path) -> Path:
+    """What an argument of a command names: `path`, or what has that name under `outputs/` where only that is there."""
+    return OUTPUTS / path if not path.exists() and (OUTPUTS / path).exists() else path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run directory holds. A file that is missing or cannot be read counts as empty."""
+
+    dir: Path
+    """Absolute."""
+    config: dict[str, Any]
+    """`config.yaml`, nested."""
+    overrides: list[str]
+    """What was typed: `.hydra/overrides.yaml`."""
+    result: RunResult
+    """`result.json`; of a run without one: its status, and the steps it recorded."""
+    metrics: pd.DataFrame
+    """A row a step, floats; the index is the step, 0 the evaluation before training. NaN: not recorded."""
+    problems: list[str]
+    """What could not be read, and where, each in a line."""
+    searched: list[str] = field(default_factory=list)
+    """Of a job of a sweep: the config keys that the sweep varies."""
+
+    @property
+    def name(self) -> str:
+        return self.dir.name
+
+    @property
+    def status(self) -> str:
+        """completed, failed, stopped or refused, as `result.json` has it; without one running or crashed."""
+        return self.result.status
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read a run directory. Raises ConfigError for a folder that is not one, naming what is in it."""
+    folder = Path(folder).absolute()
+    if not is_run(folder):
+        raise ConfigError(
+            f"{folder} is not a run directory: {_instead(folder)}; expected one of {', '.join(RUN_FILES)}"
+        )
+    problems: list[str] = []
+    metrics = _metrics(folder / "metrics.jsonl", problems)
+    result = json_of(folder / "result.json", RunResult, problems)
+    if result is None:
+        last = int(metrics.index[-1]) if len(metrics) else 0
+        result = RunResult(status="running" if is_owned(folder) else "crashed", steps=last)
+    config = _yaml(folder / "config.yaml", dict[str, Any], problems) or {}
+    overrides = _yaml(folder / ".hydra" / "overrides.yaml", list[str], problems) or []
+    sweep = json_of(folder.parent / "sweep.json", Sweep, problems)
+    fixed = {key.lstrip("~") for key in sweep.fixed} if sweep else set(map(override_key, overrides))
+    return Run(
+        dir=folder,
+        config=config,
+        overrides=overrides,
+        searched=[key for key in map(override_key, overrides) if key not in fixed],
+        result=result,
+        metrics=metrics,
+        problems=problems,
+    )
+
+
+def find_runs(folders: Iterable[str | Path]) -> list[Path]:
+    """The run directories among and below `folders`, each once, in the order of their names, 2 before 10.
+
+    What a restart has moved aside (`<job>.failed-1`) is left out, unless it is named itself. Raises ConfigError where
+    there is none.
+    """
+    paths = [Path(folder).absolute() for folder in folders]
+    runs = dict.fromkeys(run for path in paths for run in _below(path))
+    if not runs:
+        listed = "; ".join(f"{path}: {_instead(path)}" for path in paths)
+        raise ConfigError(f"no run directory in {listed}; a run directory has one of {', '.join(RUN_FILES)}")
+    return list(runs)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run directory."""
+    return any((folder / name).is_file() for name in RUN_FILES)
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config as dotted key -> value. Lists are values, and so are empty mappings."""
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return values
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    if is_run(folder):
+        yield folder
+    elif folder.is_dir():
+        names = (entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+        for name in sorted(names, key=_natural):
+            if not name.startswith(".") and not MOVED_ASIDE.search(name):
+                yield from _below(folder / name)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts names with numbers by number."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _instead(folder: Path) -> str:
+    """What is there in place of a run."""
+    if not folder.is_dir():
+        return "it is a file" if folder.exists() else "it does not exist"
+    names = sorted(entry.name for entry in os.scandir(folder))
+    return f"it has {', '.join(names[:8])}{', …' if len(names) > 8 else ''}" if names else "it is empty"
+
+
+def _metrics(path: Path, problems: list[str]) -> pd.DataFrame:
+    """A frame of the lines; several lines of one step become one, with the last value of each metric."""
+    decoder = msgspec.json.Decoder(dict[str, float | None])
+    lines = []
+    written = (path.read_bytes() if path.is_file() else b"").split(b"\n")
+    for number, text in enumerate(written, 1):
+        if not text.strip():
+            continue
+        try:
+            line = decoder.decode(text)
+            lines.append({"step": int(line.pop("step") or 0)} | line)
+        except (*UNREADABLE, KeyError) as error:
+            if number < len(written):  # an unfinished last line is a run that is writing, or was killed at it
+                reason = "it has no step" if isinstance(error, KeyError) else error
+                problems.append(f"{path}, line {number} is left out: {reason}")
+    if not lines:
+        return pd.DataFrame(index=pd.Index([], name="step", dtype=int), dtype=float)
+    frame = pd.DataFrame.from_records(lines).set_index("step").astype(float).sort_index(kind="stable")
+    return frame if frame.index.is_unique else frame.groupby(level=0).last()
+
+
+def _yaml(path: Path, kind: type[T], problems: list[str]) -> T | None:
+    return _decoded(path, lambda text: msgspec.convert(yaml_of(text.decode()), kind), problems)
+
+
+def json_of(path: Path, kind: type[T], problems: list[str]) -> T | None:
+    return _decoded(path, lambda text: msgspec.json.decode(text, type=kind), problems)
+
+
+def _decoded(path: Path, decode: Callable[[bytes], T], problems: list[str]) -> T | None:
+    text = content(path, problems)
+    try:
+        return decode(text) if text else None
+    except Exception as error:  # of YAML, OmegaConf, msgspec: one file must not keep the others from being read
+        problems.append(f"{path} cannot be read: {' '.join(str(error).split())}")
+        return None
+
+
+def content(path: Path, problems: list[str]) -> bytes:
+    """The bytes of a file that is never empty; none where it is not there."""
+    text = path.read_bytes().strip() if path.is_file() else b""
+    if not text and path.is_file():
+        problems.append(f"{path} is empty")
+    return text

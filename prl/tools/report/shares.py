@@ -1,0 +1,168 @@
+"""Who was at work while a run made its steps, as shares of that time, from its events.
+
+Left out are the start, the time before a run went on, and what came after the last update.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from pathlib import Path
+
+import msgspec
+
+from prl.errors import UNREADABLE
+from prl.tools.report.runs import content
+from prl.transport.events import (
+    ENGINE,
+    EVALUATION,
+    EXPORTING,
+    FOLDER,
+    FORWARD,
+    GENERATING,
+    LOADING,
+    OPTIMISER,
+    ORCHESTRATOR,
+    PREPARING,
+    TRAINER,
+    WAITING,
+    Span,
+)
+
+BALANCED = 1.25
+"""The larger of generation and update bounds a run if it takes so many times as long as the other."""
+ORDER = (ORCHESTRATOR, ENGINE, "teacher", EVALUATION, TRAINER)
+Times = list[tuple[float, float]]
+"""Disjoint intervals in ascending order, seconds since 1970."""
+
+
+def read_spans(run_dir: Path, problems: list[str]) -> list[Span]:
+    """All spans of a run by their start; lines that cannot be read are left out, and `problems` says so."""
+    decoder = msgspec.json.Decoder(Span)
+    spans: list[Span] = []
+    for path in sorted((run_dir / FOLDER).glob("[!.]*.jsonl")):
+        lines, readable = content(path, problems).splitlines(), list[Span]()
+        for line in lines:
+            with contextlib.suppress(*UNREADABLE):
+                span = decoder.decode(line)
+                if 0 <= span.start <= span.stop and isfinite(span.stop):
+                    readable.append(span)
+        if len(readable) < len(lines):
+            problems.append(f"{path}: {len(lines) - len(readable)} of {len(lines)} lines cannot be read")
+        spans += readable
+    return sorted(spans, key=lambda span: (span.start, span.stop))
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What each process did while a run made its steps, as shares of that time."""
+
+    seconds: float
+    did: dict[str, dict[str, float]]
+    """By process; its waiting too, the largest share first."""
+    bound: str
+    """What takes most of the time: `generation-bound`, say."""
+
+    def busy(self, process: str) -> float:
+        """The share of the time in which a process was at work."""
+        return sum(share for what, share in self.did[process].items() if is_work(what))
+
+    @property
+    def sentence(self) -> str:
+        """`engine 92 % busy (18 % loading weights), trainer 31 %: generation-bound`."""
+        engines = engines_of(self.did)
+        busy = sum(self.busy(name) for name in engines) / max(1, len(engines))
+        trainer = self.busy(TRAINER) if TRAINER in self.did else 0.0
+        engine = f"engine {100 * busy:.0f} % busy ({100 * mean_share(self.did, LOADING):.0f} % loading weights)"
+        return f"{engine}, trainer {100 * trainer:.0f} %: {self.bound}"
+
+
+def shares(spans: Sequence[Span]) -> Shares | None:
+    """Who was at work while the steps were made; None where none was made."""
+    times = windows(spans)
+    if not times:
+        return None
+    whole = sum(stop - start for start, stop in times)
+    did: dict[str, dict[str, float]] = {name: defaultdict(float) for name in processes(spans)}
+    for span in spans:
+        did[span.process][span.what] += within(span.start, span.stop, times) / whole
+    at_work = union([(span.start, span.stop) for span in spans if is_work(span.what) and span.process != ORCHESTRATOR])
+    nobody = 1 - sum(within(start, stop, times) for start, stop in at_work) / whole
+    shares_of = {
+        name: dict(sorted(own.items(), key=lambda item: -item[1])) for name, own in did.items() if any(own.values())
+    }
+    return Shares(whole, shares_of, bound_of(shares_of, nobody))
+
+
+def bound_of(did: dict[str, dict[str, float]], nobody: float) -> str:
+    """What takes the largest share of the time; `nobody`: in which none but the orchestrator was at work."""
+    evaluating = sum(share for what, share in did.get(EVALUATION, {}).items() if is_work(what))
+    generation = max(0.0, mean_share(did, GENERATING) - evaluating)  # an evaluation generates, too
+    update = sum(share for what, share in did.get(TRAINER, {}).items() if is_work(what))
+    own = min(nobody, sum(share for what, share in did.get(ORCHESTRATOR, {}).items() if is_work(what)))
+    took = {
+        "generation-bound": generation,
+        "update-bound": update,
+        "bound by loading weights": mean_share(did, LOADING),
+        "bound by the evaluation": evaluating,
+        "bound by the orchestrator": own,
+        "bound by tools, graders and frozen models": nobody - own,
+    }
+    most = max(took, key=lambda word: took[word])
+    close = max(generation, update) < BALANCED * min(generation, update)
+    return "generation and update balanced" if close and took[most] in (generation, update) else most
+
+
+def windows(spans: Sequence[Span]) -> Times:
+    """When steps were made: of each process that the run was, from its first batch begun to its last update."""
+    begun = [span for span in spans if span.process == ORCHESTRATOR and span.what == PREPARING]
+    begun = begun or [span for span in spans if span.process == ORCHESTRATOR][:1]
+    times: Times = []
+    for number, first in enumerate(begun):
+        end = begun[number + 1].start if number + 1 < len(begun) else inf
+        own = [span for span in spans if first.start <= span.start < end]
+        starts = [span.start for span in own if span.process == ORCHESTRATOR and span.step > first.step]
+        update = (FORWARD, OPTIMISER, EXPORTING)
+        stops = [span.stop for span in own if span.process == TRAINER and span.what in update]
+        if starts and stops and min(starts) < max(stops):
+            times.append((min(starts), max(stops)))
+    return union(times)
+
+
+def union(times: Times) -> Times:
+    """All that is in any of the intervals."""
+    disjoint: Times = []
+    for start, stop in sorted(times):
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = (disjoint[-1][0], max(stop, disjoint[-1][1]))
+        elif stop > start:
+            disjoint.append((start, stop))
+    return disjoint
+
+
+def within(first: float, last: float, times: Times) -> float:
+    """Seconds from `first` to `last` that are in the intervals."""
+    return sum(max(0.0, min(last, stop) - max(first, start)) for start, stop in times)
+
+
+def is_work(what: str) -> bool:
+    """Whether a process that does this is at work."""
+    return not what.startswith(WAITING)
+
+
+def engines_of(did: dict[str, dict[str, float]]) -> list[str]:
+    """The names of the policy's engines: `engine`, or `engine 1`, `engine 2`, …"""
+    return [name for name in did if name.split(" ")[0] == ENGINE]
+
+
+def mean_share(did: dict[str, dict[str, float]], what: str) -> float:
+    """The mean share of the engines in which they do this."""
+    engines = engines_of(did)
+    return sum(did[name].get(what, 0.0) for name in engines) / max(1, len(engines))
+
+
+def processes(spans: Sequence[Span]) -> list[str]:
+    """The names of the processes, in the order in which they are shown."""
+    names = {span.process for span in spans}
+    return sorted(names, key=lambda name: (*[not name.startswith(first) for first in ORDER], name))

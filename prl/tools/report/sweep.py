@@ -1,0 +1,106 @@
+"""A summary of several runs, written from their directories alone.
+
+`write_summary` is what `prl report <sweep>` does, and what a sweep does when its last job ends.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from prl.tools.report import try_to_write
+from prl.tools.report.html import render
+from prl.tools.report.plots import Panel, png
+from prl.tools.report.runs import find_runs, read_run
+from prl.tools.report.statistics import band, curve
+from prl.tools.report.summary import Summary, summarise
+from prl.tools.report.tables import METHOD, PAGE, escaped, markdown, records, statuses, tables
+from prl.tools.report.variants import seed_of
+from prl.transport.files import write_atomically
+
+DRAWN = (
+    "A line is the mean over the seeds of a variant's completed runs, which are thin lines where there are several, a "
+    "band its interval. A dotted line is one run that has not completed. The axis is as high as the runs; an interval "
+    "of few seeds can be wider. Curves of 30 points and more are running means."
+)
+NAMED = 5
+"""Folders that the title names."""
+
+
+def write_summary(
+    *folders: str | Path, out: str | Path | None = None, metrics: Sequence[str] = (), threshold: float | None = None
+) -> Summary:
+    """Add up the runs among and below `folders` into `summary.md`, `.csv` and `.html` and `curves.png`.
+
+    Runs without a page of their own get one, and those that still run a new one, for the summary to link to.
+
+    Args:
+        folders: a sweep, say.
+        out: folder to write into; None = the first of `folders`.
+        metrics, threshold: as `summarise` takes them.
+
+    Raises:
+        ConfigError: there is no run, or none with a metric that was asked for.
+        OSError: the files cannot be written.
+    """
+    summary = summarise([read_run(folder) for folder in find_runs(folders)], metrics, threshold)
+    out = Path(out or folders[0]).absolute()
+    for run in summary.runs:
+        if run.status == "running" or not (run.dir / PAGE).exists():
+            try_to_write(run.dir)
+    parts, charts, heading = tables(summary), panels(summary), title(summary, folders)
+    picture = ["![curves](curves.png)\n"] if charts else []
+    text = "\n".join([f"# {escaped(heading)}\n", f"{METHOD}\n", *picture, *(markdown(table, out) for table in parts)])
+    html = render(
+        "summary.html.j2",
+        title=heading,
+        method=METHOD,
+        drawn=DRAWN,
+        tables=[(table, [link and os.path.relpath(link, out) for link in table.links]) for table in parts],
+        panels=charts,
+    )
+    write_atomically(out / "summary.md", text.encode())
+    write_atomically(out / "summary.csv", records(summary).to_csv(index=False).encode())
+    write_atomically(out / "summary.html", html.encode())
+    if charts:
+        write_atomically(out / "curves.png", png(charts))
+    return summary
+
+
+def title(summary: Summary, folders: Sequence[str | Path]) -> str:
+    """`demo: 4 runs (3 completed, 1 crashed), 2 variants`; first the folders that were asked for."""
+    paths = [os.path.abspath(folder) for folder in folders]
+    common = os.path.commonpath([os.path.dirname(path) for path in paths])
+    named = [os.path.relpath(path, common) for path in paths]
+    folder = ", ".join(named[:NAMED]) + (f" and {len(named) - NAMED} more" if len(named) > NAMED else "")
+    runs, variants = len(summary.runs), len(summary.variants.members)
+    ended = statuses(summary.runs)
+    return f"{folder}: {runs} run{'s' * (runs != 1)} ({ended}), {variants} variant{'s' * (variants != 1)}"
+
+
+def panels(summary: Summary) -> list[Panel]:
+    """A chart a metric: the mean of each variant's completed runs with its interval; each other run by itself."""
+    charts = []
+    for metric in summary.metrics:
+        series, bands, single, thin = {}, {}, {}, {}
+        for values in summary.variants.members:
+            label = summary.variants.label(values)
+            done = summary.curves(values, metric, completed=True)
+            thin[label] = [done[run].dropna() for run in done] if len(done.columns) > 1 else []
+            seeds = {run.dir: seed_of(run) for run in summary.variants.members[values]}
+            interval = band(done.T.groupby(seeds).mean().T)
+            series[label] = interval["mean"]
+            bands[label] = (interval["low"], interval["high"])
+            others = summary.curves(values, metric, completed=False)
+            single[label] = [others[run].dropna() for run in others]
+        ends = _ends(pd.concat([curve(run.metrics, metric) for run in summary.runs]))
+        charts.append(Panel(title=metric, unit="", series=series, bands=bands, single=single, thin=thin, y=ends))
+    return charts
+
+
+def _ends(values: pd.Series) -> tuple[float, float]:
+    """Both ends of an axis for these values."""
+    low, high = float(values.min()), float(values.max())
+    margin = 0.06 * (high - low) or 0.5
+    return low - margin, high + margin

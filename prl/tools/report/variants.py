@@ -1,0 +1,108 @@
+"""What differs between runs, and which of them differ in nothing but their seeds."""
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import msgspec
+
+from prl.config.suggestions import override_key
+from prl.runs.run_dir import NOT_OF_A_RUN
+from prl.tools.report.runs import Run, flat
+
+NOT_COMPARED = ("*.urls", "*.port", "*.base_url")
+"""Config keys that say which servers a run used; they make no variant, as those of `NOT_OF_A_RUN` make none."""
+ABSENT = "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variants:
+    """Runs sorted by what differs between their configs. A run without a config is in none of these."""
+
+    columns: list[str]
+    """What a sweep varies, and the fewest keys found that tell the variants apart: what was typed, before others."""
+    members: dict[tuple[str, ...], list[Run]]
+    """Values of `columns` -> the runs of the variant, in the order in which they were given."""
+    differences: dict[str, list[str]]
+    """Config key -> its value in each variant, for all keys that vary, seeds left out."""
+
+    @property
+    def heads(self) -> list[str]:
+        """`columns`, each with no more of its end than tells it from the others: `lr` for `trainer.optim.lr`."""
+        ends = [[key.split(".", up)[-1] for up in range(key.count("."), -1, -1)] for key in self.columns]
+        counts = Counter(end for mine in ends for end in mine)
+        return [next((end for end in mine if counts[end] == 1), mine[-1]) for mine in ends]
+
+    def label(self, values: tuple[str, ...]) -> str:
+        """`algo=grpo, lr=0.001`; where nothing varies, `all runs`."""
+        pairs = zip(self.heads, values, strict=True)
+        return ", ".join(f"{key}={value}" for key, value in pairs) or "all runs"
+
+
+def variants(runs: list[Run]) -> Variants:
+    """Sort runs by their configs."""
+    known = [run for run in runs if run.config]
+    configs = [{key: shown(value) for key, value in flat(run.config).items()} for run in known]
+    keys = [key for key in dict.fromkeys(key for config in configs for key in config) if _compared(key)]
+    varying = {key: values for key in keys if len(set(values := [config.get(key, ABSENT) for config in configs])) > 1}
+    same = [tuple(values[place] for values in varying.values()) for place in range(len(known))]
+    searched = dict.fromkeys(key for run in runs for key in run.searched if _compared(key))
+    kept = {key: _values(key, known, configs) for key in searched}
+    columns = _telling(kept | _typed(known, same, varying) | varying, same, set(kept))
+    members: dict[tuple[str, ...], list[Run]] = {}
+    for place, run in enumerate(known):
+        members.setdefault(tuple(values[place] for values in columns.values()), []).append(run)
+    firsts = [known.index(group[0]) for group in members.values()]
+    differences = {key: [values[place] for place in firsts] for key, values in varying.items()}
+    return Variants(columns=list(columns), members=members, differences=differences)
+
+
+def seed_of(run: Run) -> str:
+    """The run's seed, as text."""
+    return shown(run.config["seed"]) if "seed" in run.config else ABSENT
+
+
+def overrides_of(run: Run) -> dict[str, str]:
+    """What was typed for the run: config key -> value, as text."""
+    return {override_key(override): override.partition("=")[2] for override in run.overrides}
+
+
+def shown(value: Any) -> str:
+    """A config value in a cell: text as it is, anything else as JSON."""
+    return value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
+
+
+def _compared(key: str) -> bool:
+    """Whether a key makes a difference; seeds, the env's own included, are what a variant varies in."""
+    if key.split(".")[-1] == "seed" or f"{key}.".startswith(NOT_OF_A_RUN):  # with a dot: a group's own choice, `sweep`
+        return False
+    return not any(fnmatch(key, pattern) for pattern in NOT_COMPARED)
+
+
+def _typed(runs: list[Run], same: list[tuple[str, ...]], varying: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Overrides that vary, and do so between variants alone -> the value for each run."""
+    typed = [overrides_of(run) for run in runs]
+    values_of = {}
+    for key in dict.fromkeys(key for overrides in typed for key in overrides if _compared(key)):
+        values = varying.get(key) or [overrides.get(key, "default") for overrides in typed]
+        if len(set(values)) > 1 and len(set(zip(same, values, strict=True))) == len(set(same)):
+            values_of[key] = values
+    return values_of
+
+
+def _values(key: str, runs: list[Run], configs: list[dict[str, str]]) -> list[str]:
+    """The value of a key for each run: in its config, else as it was typed, as for a group."""
+    return [config.get(key, overrides_of(run).get(key, "default")) for run, config in zip(runs, configs, strict=True)]
+
+
+def _telling(candidates: dict[str, list[str]], same: list[tuple[str, ...]], kept: set[str]) -> dict[str, list[str]]:
+    """Those `kept`, then those with most values, until they tell apart all that is not the same; in their own order."""
+    parts: list[Hashable] = list(zip(*(candidates[key] for key in kept), strict=True)) or [()] * len(same)
+    chosen = set(kept)
+    for key in sorted(candidates, key=lambda key: -len(set(candidates[key]))):
+        finer = list(zip(parts, candidates[key], strict=True))
+        if len(set(finer)) > len(set(parts)):
+            parts, chosen = list(finer), chosen | {key}
+    return {key: values for key, values in candidates.items() if key in chosen}

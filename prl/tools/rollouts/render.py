@@ -1,0 +1,201 @@
+"""Rollout records as text for a terminal.
+
+A table of the step, then each rollout as a header and its messages. Loads neither torch nor verifiers.
+
+What models and tools said is not trusted: nothing of it is read as rich markup, and characters that a terminal would
+obey are written out (`\\x1b`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from prl.errors import UNREADABLE
+from prl.monitors.text import safe
+from prl.rollouts.record import Message, Record, ToolCall
+from prl.rollouts.rollout import Outcome, Stage
+
+COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+STAGE_COLOURS = {Stage.TRAINED: "green", Stage.FAILED: "red"}
+LABEL = 11  # columns: the longest role and a gap
+NARROWEST = 20  # columns
+DROPPING_SLOTS = {Stage.PRE_FILTERED: "pre_batch", Stage.POST_FILTERED: "post_batch"}
+"""Stage of an outcome -> the filter slot that decided it."""
+
+
+def show(
+    console: Console, title: str, records: list[Record], shown: list[Record], notes: list[str], evaluated: bool
+) -> None:
+    """Print the table of `records`, then those of them that are to be `shown`, group by group."""
+    console.width = max(NARROWEST, console.width)
+    console.print(Text(safe(title), "bold"))
+    console.print(summary(records, evaluated))
+    for note in notes:
+        console.print(Text(safe(note), "yellow"))
+    groups: dict[tuple, list[Record]] = {}
+    for record in shown:
+        groups.setdefault((record.env, record.group, str(record.task)), []).append(record)
+    for (_, group, _), members in groups.items():
+        heading = f"━━ group {group}: {len(members)} rollout{'s' * (len(members) > 1)}, reward {extent(members)} "
+        console.print("", Text(heading.ljust(console.width, "━"), "bold"), sep="\n")
+        for record in members:
+            console.print("", rollout(console, record), sep="\n", soft_wrap=True)
+
+
+def summary(records: list[Record], evaluated: bool) -> Table:
+    """A table with a row for each env, or for each agent of an env that several agents play.
+
+    The mean reward leaves failed rollouts out. In an evaluation they count as 0, as in `eval/<env>/avg@<k>`.
+    """
+    numbers = [Column(name, justify="right") for name in ("rollouts", "reward", "trained")]
+    columns: list[Column | str] = [*numbers[:2], "failed"] if evaluated else [*numbers, "matched, not trained"]
+    table = Table("env", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, part in rows(records).items():
+        counted = [0.0 if r.stage == Stage.FAILED else r.reward for r in part if evaluated or r.stage != Stage.FAILED]
+        rewards = [reward for reward in counted if reward is not None]
+        mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "–"
+        cells = [name, str(len(part)), mean] + ([] if evaluated else [str(sum(r.stage == Stage.TRAINED for r in part))])
+        counts = Counter(event for record in part for event in events(record))
+        cells.append("\n".join(f"{n} {event}" for event, n in counts.most_common()) or "–")
+        table.add_row(*(Text(safe(cell)) for cell in cells))
+    return table
+
+
+def rows(records: list[Record]) -> dict[str, list[Record]]:
+    """Name of a row of the table -> its records."""
+    agents = Counter(env for env, _ in {(record.env, record.agent) for record in records})
+    parts: dict[str, list[Record]] = {}
+    for record in records:
+        parts.setdefault(f"{record.env} {record.agent}" if agents[record.env] > 1 else record.env, []).append(record)
+    return parts | {"all": records} if len(parts) > 1 else parts
+
+
+def events(record: Record) -> list[str]:
+    """What the table counts: the filters that only matched, and the stage at which it left, unless it trained."""
+    left = [] if record.outcome is None or record.stage == Stage.TRAINED else [stage_and_source(record.outcome)]
+    return [*(f"matched ({name})" for _, name in monitored(record)), *left]
+
+
+def monitored(record: Record) -> list[tuple[str, str]]:
+    """Slot and name of the filters that matched without dropping it."""
+    dropping = record.stage and DROPPING_SLOTS.get(record.stage)
+    return [(slot, name) for slot, name in record.matched.items() if slot != dropping]
+
+
+def stage_and_source(outcome: Outcome) -> str:
+    """The stage and what decided it: `post-filtered (zero_advantage)`."""
+    return outcome.stage.replace("_", "-") + (f" ({outcome.source})" if outcome.source else "")
+
+
+def rollout(console: Console, record: Record, source: str = "frozen model") -> Text:
+    """One rollout, on lines as wide as the console at most; `source` generated it where no policy did."""
+    text = Text("\n").join([*header(console, record, source), Text()])
+    branched = any(message.after is not msgspec.UNSET for message in record.messages)
+    margin = LABEL + (len(str(len(record.messages))) + 1 if branched else 0)
+    if not record.messages:
+        text.append("(no message)\n", "dim")
+    for place, message in enumerate(record.messages):
+        if message.after is not msgspec.UNSET:
+            origin = "opens a history" if message.after is None else f"goes on after message {message.after + 1}"
+            text.append(f"┄┄ another branch, {origin} ┄┄\n", "dim")
+        for label, part, style in parts(message):
+            label = f"{place + 1} {label}" if branched and label else label
+            inset = 2 if message.role == "tool" else 0  # an answer stands in from the call that asked for it
+            text.append(beside(safe(label), margin + inset, safe(part), console), style)
+    text.right_crop(1)
+    return text
+
+
+def header(console: Console, record: Record, source: str) -> list[Text]:
+    """The lines above a rollout's messages: what it is; then reward, credit, versions, sizes, filters and outcome."""
+    names = [
+        f"step {record.step}",
+        record.env,
+        f"task {record.task}",
+        f"group {record.group}",
+        f"agent {record.agent}" if record.agent != "agent" else "",
+    ]
+    first, last = record.start_version, record.end_version
+    versions = f"version {first}" if first == last else f"versions {first} to {last}"
+    facts = [
+        f"reward {number(record.reward)}" + (f" ({named(record.rewards)})" if record.rewards else ""),
+        "no advantage" if record.advantage is None else f"advantage {record.advantage:+.4g}",
+        named(record.metrics),
+        source if first is None else versions,
+        f"difficulty pool {record.difficulty_pool}" if record.difficulty_pool else "",
+        f"{record.completion_tokens} tokens",
+        f"{record.samples} samples" if record.samples != 1 else "",
+        f"stop {record.stop}" if record.stop else "",
+        *(f"matched by filter {name} ({slot})" for slot, name in monitored(record)),
+    ]
+    lines = [*line_of(names, console, "bold"), *line_of(facts, console, indent=2)]
+    if record.outcome is not None:
+        reason = "" if record.stage == Stage.TRAINED else f": {record.outcome.reason}"
+        colour = STAGE_COLOURS.get(record.outcome.stage, "yellow")
+        lines += line_of([stage_and_source(record.outcome) + reason], console, colour, indent=2)
+    return lines
+
+
+def line_of(facts: list[str], console: Console, style: str = "", indent: int = 0) -> list[Text]:
+    """The facts that there are in a line, or in as many as they need."""
+    text = Text(safe(" · ".join(filter(None, facts))), style)
+    lines = text.wrap(console, console.width - indent, overflow="fold")
+    return [Text(" " * indent).append_text(line) for line in lines]
+
+
+def parts(message: Message) -> Iterator[tuple[str, str, str]]:
+    """The parts of a message as label, text and style. The label is empty where it repeats that of the part before."""
+    colour = COLOURS.get(message.role, "white")
+    if message.reasoning:
+        yield "reasoning", message.reasoning, "dim italic"
+    shown = [] if message.sampled else [("(shown to the model, not sampled)", "dim")]
+    if message.role == "tool" and message.name:
+        shown.append((f"{message.name}: {message.content}", colour))
+    elif message.content or not message.tool_calls:
+        shown.append((message.content or "(empty)", colour if message.content else "dim"))
+    shown += [(called(call), f"bold {colour}") for call in message.tool_calls]
+    for place, (text, style) in enumerate(shown):
+        yield "" if place else message.role, text, style
+
+
+def called(call: ToolCall) -> str:
+    """`name(key=value, …)`, or the arguments as the model wrote them if they are not a JSON object."""
+    try:
+        arguments = msgspec.json.decode(call.arguments or "{}", type=dict)
+    except UNREADABLE:
+        return f"{call.name}({call.arguments})"
+    return f"{call.name}({', '.join(f'{key}={spelt(value)}' for key, value in arguments.items())})"
+
+
+def spelt(value: object) -> str:
+    """JSON; a text of several lines, as code is, with its lines."""
+    several = isinstance(value, str) and "\n" in value
+    return f'"""\n{value}\n"""' if several else msgspec.json.encode(value).decode()
+
+
+def beside(label: str, margin: int, text: str, console: Console) -> str:
+    """The text in lines as wide as the console at most, with the label in the margin of the first."""
+    room = max(NARROWEST, console.width - margin)
+    lines = enumerate(Text(text).wrap(console, room, overflow="fold"))
+    return "".join(f"{'' if place else label:{margin}}{line.plain}".rstrip() + "\n" for place, line in lines)
+
+
+def number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.4g}"
+
+
+def extent(records: list[Record]) -> str:
+    """Rewards of those that did not fail: `1`, or `0.05 to 1, mean 0.525`."""
+    rewards = [record.reward for record in records if record.reward is not None and record.stage != Stage.FAILED]
+    if not rewards or min(rewards) == max(rewards):
+        return number(rewards[0] if rewards else None)
+    return f"{min(rewards):.4g} to {max(rewards):.4g}, mean {sum(rewards) / len(rewards):.4g}"
+
+
+def named(values: dict[str, float | None]) -> str:
+    return ", ".join(f"{name} {number(value)}" for name, value in values.items())

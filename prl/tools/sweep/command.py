@@ -1,0 +1,196 @@
+"""The command of a sweep, around Hydra: one directory, a record of what was asked for, and a summary at the end."""
+
+import copyreg
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from prl.config import compose
+from prl.errors import UNREADABLE, ConfigError
+from prl.launch import command
+from prl.monitors.masking import masked
+from prl.monitors.text import as_message, safe
+from prl.runs.result import read_result
+from prl.runs.resume import AUTO
+from prl.runs.run_dir import refuse_existing
+from prl.tools.sweep import job, naming
+from prl.transport.files import write_atomically
+
+RECORD = "sweep.json"
+NO_JOBS = {job.EARLIER, "engines"}
+"""Folders of a sweep's directory that are no job's."""
+
+
+class SweepRecord(msgspec.Struct):
+    """The content of `sweep.json`."""
+
+    varied: list[str]
+    """Config keys that differ between the jobs."""
+    fixed: dict[str, str]
+    """The overrides that all jobs have."""
+    commands: list[dict[str, Any]] = []
+    """The arguments of every command that worked on this sweep, and when."""
+
+
+def own_store() -> ConfigStore:
+    """Hydra's store of configs as this process makes it: `prl.config.compose` has registered prl's as it was
+    imported."""
+    Plugins.instance()  # they store theirs when they are found
+    return ConfigStore.instance()
+
+
+# What the command hands to a worker process brings no schemas along: those made at run time would be copies there, with
+# fields that have another `dataclasses.MISSING`.
+copyreg.pickle(ConfigStore, lambda _: (own_store, ()))
+
+
+def read_record(folder: Path) -> SweepRecord | None:
+    """The record of the sweep in `folder`, None where there is none."""
+    try:
+        return msgspec.json.decode((folder / RECORD).read_bytes(), type=SweepRecord)
+    except FileNotFoundError:
+        return None
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError(
+            f"{folder / RECORD} is damaged ({error}): choose another hydra.sweep.dir, or remove it"
+        ) from error
+
+
+def run(task: Callable[[], Any], arguments: list[str]) -> None:
+    """Run a sweep to its end and say how its jobs ended; a dry run of each, in a folder that goes, with `dry_run=true`.
+
+    Raises:
+        SystemExit: With 0 where every job of the sweep's directory has completed, 130 where it was stopped.
+    """
+    if "dry_run=true" in [argument.lower() for argument in arguments]:
+        with tempfile.TemporaryDirectory() as thrown_away:
+            command.run(task, prepared([*arguments, f"hydra.sweep.dir={thrown_away}"])[1], "train")
+        raise SystemExit(0)
+    folder, arguments = prepared(arguments)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)
+    before = jobs(folder)
+    status: Any = 0
+    try:
+        command.run(task, arguments, "train")
+    except SystemExit as end:
+        status = end.code
+    except KeyboardInterrupt:
+        status = command.INTERRUPTED
+    if status == command.REFUSED and jobs(folder) == before:  # no job ran; why not has been printed
+        raise SystemExit(status)
+    print(f"sweep: {folder}", *summary(folder), sep="\n", file=sys.stderr, flush=True)
+    if not status and any(job.status_of(path) != "completed" for path in jobs(folder)):
+        status = command.FAILED
+    if status != command.INTERRUPTED:
+        write_report(folder)
+    raise SystemExit(status)
+
+
+def prepared(arguments: list[str]) -> tuple[Path, list[str]]:
+    """The sweep's directory, and the arguments for Hydra, with that and the keys that name no job among them."""
+    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    try:
+        folder = naming.folder_of(overrides)
+        record = read_record(folder)
+        own = [override for override in overrides if not override.startswith("hydra")]
+        keys = naming.apart(own, () if record is None else tuple(record.varied)).keys
+    except Exception:  # Hydra says what is wrong with an override
+        return Path("outputs"), arguments
+    excluded = ",".join(f"'{key}'" for key in keys)
+    added = [f"hydra.sweep.dir='{folder}'", f"{naming.CARRIER}=[{excluded}]"]
+    place = arguments.index(overrides[0]) if overrides else len(arguments)  # Hydra wants overrides in one stretch
+    rest = [argument for argument in arguments[place:] if not argument.startswith("hydra.sweep.dir=")]
+    return folder, [*arguments[:place], *added, *rest]
+
+
+class Recorder(Callback):
+    """Refuses what a sweep cannot do, and writes its record, once its config has composed and before its first job."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        try:
+            folder = Path(config.hydra.sweep.dir)
+            record = checked(config, folder)
+            given = [arg for arg in sys.argv[1:] if not arg.startswith(("hydra.sweep.dir='", naming.CARRIER))]
+            record.commands += [{"arguments": masked(given), "started": datetime.now().isoformat(timespec="seconds")}]
+            write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+        except (ConfigError, OSError) as error:  # of which Hydra would warn, and run jobs that no record knows of
+            print(f"error: {as_message(str(error))}", file=sys.stderr, flush=True)
+            raise SystemExit(command.REFUSED) from None
+
+
+def checked(config: DictConfig, folder: Path) -> SweepRecord:
+    """The record of the sweep that `config` asks for, with the commands before. Raises ConfigError."""
+    hydra = config.hydra
+    direction = getattr(hydra.sweeper.get("direction"), "name", hydra.sweeper.get("direction"))
+    if direction not in (None, config.optimized_metric.direction):
+        raise ConfigError(
+            f"hydra.sweeper.direction={direction}, but optimized_metric.direction={config.optimized_metric.direction}: "
+            "begin with sweep=optuna, which takes it from there"
+        )
+    if config.sweep.share_engine and "submitit" in hydra.launcher._target_:
+        raise ConfigError(
+            "sweep.share_engine=true: a job on Slurm has a process of its own, and its engine with it. Leave it out, "
+            "or take another launcher"
+        )
+    if config.run.resume not in (None, AUTO):
+        raise ConfigError(
+            "run.resume=<run> goes on with one run: leave out -m and what it varies; the jobs of a sweep go on with "
+            "run.resume=auto"
+        )
+    refuse_existing(folder)
+    before = read_record(folder)
+    arguments = naming.apart(compose.typed(hydra), () if before is None else tuple(before.varied))
+    if "dry_run" in arguments.varied:
+        raise ConfigError("dry_run is for all jobs of a sweep or for none: give it one value")
+    record = SweepRecord(list(arguments.varied), masked(arguments.fixed), [] if before is None else before.commands)
+    if before is not None and any(job.status_of(path) == "completed" for path in jobs(folder)):
+        for what, then, now in (("varies", before.varied, record.varied), ("sets", before.fixed, record.fixed)):
+            if then != now:
+                raise ConfigError(f"{folder} holds a sweep that {what} {then}, not {now}: choose another run.name")
+    return record
+
+
+def jobs(folder: Path) -> list[Path]:
+    """The folders of the jobs that a sweep has begun, by name."""
+    found = [path for path in folder.glob("[!.]*") if path.is_dir() and path.name not in NO_JOBS]
+    return sorted(found)
+
+
+def summary(folder: Path) -> list[str]:
+    """A table of the sweep's jobs: status, optimised metric, seconds; then the errors, a line each."""
+    rows, errors = [("job", "status", "metric", "seconds")], []
+    for path in jobs(folder):
+        result = read_result(path)
+        metric = None if result is None else result.optimized_metric
+        seconds = "" if result is None else f"{result.seconds:.0f}"
+        status = job.status_of(path) or "not started"
+        rows.append((path.name, status, "" if metric is None else f"{metric:.4f}", seconds))
+        if result is not None and result.error:
+            line = result.error.strip().splitlines()[-1 if "Traceback" in result.error else 0]
+            errors.append(safe(f"{path.name}: {line}"))
+    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[cell.ljust(size) for cell, size in zip(row, width, strict=True)] for row in rows]
+    return ["  ".join(row).rstrip() for row in cells] + errors
+
+
+def write_report(folder: Path) -> None:
+    """Write the summary of the sweep (`prl report`) once its last job has ended; say where, or why there is none."""
+    from prl.tools.report.sweep import write_summary  # pandas and matplotlib take their time
+
+    try:
+        write_summary(folder)
+        print(f"look at: {folder / 'summary.html'}", file=sys.stderr, flush=True)
+    except Exception as error:  # the jobs and their states are what a sweep is for
+        print(f"no summary: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

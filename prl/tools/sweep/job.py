@@ -1,0 +1,178 @@
+"""One job of a sweep: skipped where it has completed, left alone where it runs, else run, and recorded as it ends.
+
+<sweep>/<job>/                     the job's run directory; `result.json` has its status
+<sweep>/earlier/<job>.failed-1/    what an attempt left that did not complete, once the job is done again
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from filelock import FileLock
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from prl.config.compose import to_config, typed
+from prl.config.schema import TrainConfig
+from prl.errors import ConfigError, PrlError
+from prl.launch.command import INTERRUPTED, REFUSED
+from prl.monitors.masking import masked
+from prl.monitors.text import as_message
+from prl.runs.owner import is_owned
+from prl.runs.result import RunResult, read_result, write_result
+from prl.runs.resume import AUTO
+from prl.runs.run_dir import move_aside
+from prl.tools.sweep.metric import optimized
+from prl.tools.sweep.naming import digest
+from prl.transport import checkpoints
+from prl.transport.files import write_atomically
+
+EARLIER = "earlier"
+TURN_S = 7 * 24 * 3600.0
+"""Deadline of a job that waits for another to be done with what they share, seconds."""
+
+
+def run_job(cfg: DictConfig, main: Callable[[TrainConfig], RunResult]) -> float | None:
+    """One job of a sweep, from Hydra's config of it.
+
+    Returns:
+        The optimised metric; None where the job did not complete or has no such metric. A sweeper counts that as a
+        failed trial.
+
+    Raises:
+        SystemExit: It was stopped, and so is the sweep. Hydra counts other exceptions as a job that failed.
+    """
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    cfg.run.dir, cfg.run.name = str(folder), folder.name
+    if cfg.dry_run:
+        dry_run(cfg, typed(hydra), folder, main)
+        return None
+    status = status_of(folder)
+    if status == "running":
+        say(folder, "runs in another process: left alone")
+        return None
+    if status == "completed":
+        say(folder, "completed already: skipped")
+        return record_metric(folder, cfg)
+    if status is not None and cfg.run.resume == AUTO and checkpoints.steps_of(folder):
+        say(folder, f"{status} before: goes on from its last checkpoint")
+    elif status is not None:
+        set_aside(folder, status)
+    attempt(cfg, typed(hydra), folder, main)
+    return record_metric(folder, cfg) if status_of(folder) == "completed" else None
+
+
+def dry_run(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[[TrainConfig], RunResult]) -> None:
+    """A dry run of the job. Raises SystemExit where it is refused, and so is the sweep."""
+    print(f"job {folder.name}:", flush=True)
+    try:
+        with isolated():
+            main(to_config(cfg, overrides))
+    except ConfigError as error:
+        print(f"error: job {folder.name}: {as_message(str(error))}", file=sys.stderr, flush=True)
+        raise SystemExit(REFUSED) from None
+
+
+def attempt(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[[TrainConfig], RunResult]) -> None:
+    """Run the job; say and record how it ended. Raises SystemExit where it was stopped."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with isolated(), turn(folder, cfg):
+            main(to_config(cfg, overrides))
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except (Exception, SystemExit) as error:  # none of prl's own ends a job so
+        if not (folder / "result.json").exists():  # refused before it began
+            known = isinstance(error, PrlError)
+            text = str(error) if known else "".join(traceback.format_exception(error))
+            write_result(folder, RunResult("refused" if isinstance(error, ConfigError) else "failed", text))
+            typed_overrides = OmegaConf.to_yaml(OmegaConf.create(masked(overrides)))
+            write_atomically(folder / ".hydra" / "overrides.yaml", typed_overrides.encode())
+        result = read_result(folder)
+        line = str(error).strip().partition("\n")[0]
+        message = line if isinstance(error, PrlError) else f"{type(error).__name__}: {line}"
+        say(folder, f"{'failed' if result is None else result.status}: {message} ({folder}/result.json)")
+
+
+def record_metric(folder: Path, cfg: DictConfig) -> float | None:
+    """The optimised metric of a completed job, which is written to its `result.json`. None where it has none."""
+    result = read_result(folder)
+    assert result is not None
+    try:
+        value: float | None = optimized(folder, OmegaConf.to_object(cfg.optimized_metric))  # type: ignore[arg-type]
+    except PrlError as error:
+        say(folder, f"error: {error}")
+        value = None
+    if result.optimized_metric != value:
+        result.optimized_metric = value
+        write_result(folder, result)
+    if value is not None:
+        say(folder, f"{cfg.optimized_metric.key or 'reward'} {value:.4f}")
+    return value
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Leave nothing of a job to the next one in this process: log files, warnings shown, environment, signals."""
+    environment = dict(os.environ)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a launcher may have its processes ignore it
+    with warnings.catch_warnings():  # leaving this also has warnings shown again
+        try:
+            yield
+        finally:
+            logging.captureWarnings(False)
+            root = logging.getLogger()
+            for handler in list(root.handlers):
+                root.removeHandler(handler)
+                handler.close()
+            os.environ.clear()
+            os.environ.update(environment)
+            for number, handling in before.items():
+                signal.signal(number, handling)
+
+
+@contextlib.contextmanager
+def turn(folder: Path, cfg: DictConfig) -> Iterator[None]:
+    """Wait until no other job of the sweep uses the engines, or the port, that this one names: one run at a time each.
+
+    Raises filelock's Timeout at the deadline.
+    """
+    shared = sorted(cfg.engine.get("urls", [])) or [cfg.engine.get("port")]
+    if shared == [None]:
+        yield
+        return
+    lock = folder.parent / ".locks" / f"engine-{digest(repr(shared))}"
+    lock.parent.mkdir(exist_ok=True)
+    with FileLock(lock, timeout=TURN_S, poll_interval=0.2):
+        yield
+
+
+def status_of(folder: Path) -> str | None:
+    """completed, failed, stopped, refused, running; crashed where a process left no result, None where none ran."""
+    if is_owned(folder):
+        return "running"
+    result = read_result(folder)
+    if result is not None:
+        return result.status
+    return "crashed" if folder.is_dir() and any(path.name != ".hydra" for path in folder.iterdir()) else None
+
+
+def set_aside(folder: Path, status: str) -> None:
+    """Move what an attempt has left out of the way."""
+    earlier = folder.parent / EARLIER
+    earlier.mkdir(exist_ok=True)
+    moved = move_aside(folder, earlier)
+    say(folder, f"{status} before: done again; what it left is now {moved}")
+
+
+def say(folder: Path, text: str) -> None:
+    """A line about a job, for the person who watches the sweep."""
+    print(as_message(f"job {folder.name}: {text}"), file=sys.stderr, flush=True)

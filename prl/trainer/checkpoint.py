@@ -1,0 +1,182 @@
+"""The trainer's part of a checkpoint: weights, optimiser and random generators.
+
+state/trainer.safetensors     every tensor: optimiser/…, generator/<rank>/{cpu,cuda}
+state/trainer.json            everything else of the optimiser, with the tensors' names in their places
+adapter/                      with model.lora, the adapters as peft has them; the weights have them merged
+
+Tensors and JSON alone: nothing in a checkpoint is code. The optimiser's state is kept by parameter name, and its
+settings are not kept: they are the config's, which may have changed when a run goes on.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from prl.config.model_folder import write_files
+from prl.errors import UNREADABLE, ConfigError, PrlError
+from prl.trainer.lora import ADAPTER, has_adapters, save_adapters
+from prl.trainer.model import save_weights
+from prl.trainer.optim import Optimizers
+from prl.trainer.sharding import part_like, whole
+from prl.trainer.trainer import Trainer
+from prl.trainer.weights import on_writer
+from prl.transport.checkpoints import STATE, checkpoint_path, part_path, writing
+from prl.transport.files import naming
+
+TENSOR = "$tensor"
+"""Key of what stands for a tensor in `trainer.json`."""
+
+
+def write_part(run_dir: Path, step: int, trainer: Trainer, tokenizer: Mapping[str, bytes], *, rank: int = 0) -> None:
+    """Write the trainer's part of the checkpoint of `step`, whole or not at all. Every rank calls it; rank 0 writes.
+
+    What is spread over ranks comes to rank 0, which holds one file's tensors whole in host memory: the weights, then
+    the optimisers' state. So the files do not tell how many ranks there were.
+
+    Args:
+        run_dir: the run directory.
+        step: the last step that the weights were trained in, 0 for the base model.
+        trainer: has the model, float32, and what else belongs to it.
+        tokenizer: the files of the tokenizer, as `tokenizer_files` has them; of rank 0.
+        rank: this process's.
+
+    Raises:
+        OSError: it cannot be written, as on a full disk; nothing is left of it.
+    """
+    generators = _generators(trainer.device)
+    if rank:
+        save_weights(trainer.model, None, torch.float32)
+        save_adapters(trainer.model, None)
+        on_writer(_gathered(_optimizer_state(trainer)[1]), writes=False)
+        return
+    with naming(checkpoint_path(run_dir, step)), writing(part_path(run_dir, step)) as folder:
+        save_weights(trainer.model, folder, torch.float32)
+        if has_adapters(trainer.model):
+            save_adapters(trainer.model, folder / ADAPTER)
+        write_files(tokenizer, folder)
+        _write_state(folder / STATE, trainer, generators)
+
+
+def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
+    """Put optimiser and random generators back as `write_part` saved them; the weights are loaded already.
+
+    A rank that the checkpoint does not know keeps its generators. Raises ConfigError where the optimiser's state does
+    not fit the model's parameters.
+    """
+    saved = _read_state(folder)
+    parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    missing = sorted(saved["optimizer"].keys() - parameters.keys())
+    if missing:
+        raise ConfigError(f"{folder}: the optimiser's state is of parameters that the model lacks: {missing[0]}")
+    with safe_open(folder / STATE / "trainer.safetensors", "pt") as tensors:
+        _load_optimizer(trainer.optimizer, parameters, saved["optimizer"], tensors.get_tensor)
+        own = {kind: f"generator/{rank}/{kind}" for kind in ("cpu", "cuda")}
+        saved_names = set(tensors.keys())
+        generators = {kind: tensors.get_tensor(name) for kind, name in own.items() if name in saved_names}
+    if "cpu" in generators:
+        torch.set_rng_state(generators["cpu"])
+    if "cuda" in generators and trainer.device.type == "cuda":
+        torch.cuda.set_rng_state(generators["cuda"], trainer.device)
+
+
+def _load_optimizer(
+    optimizers: Optimizers,
+    parameters: Mapping[str, torch.nn.Parameter],
+    saved: Mapping[str, Any],
+    tensor: Callable[[str], torch.Tensor],
+) -> None:
+    """Give the optimisers of `parameters` the state that is saved by their names; settings stay as they are."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for optimizer in optimizers.optimizers:
+        order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        state = {
+            number: _with_tensors(saved[name], _parts(parameters[name], tensor))
+            for number, name in enumerate(order)
+            if name in saved
+        }
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _parts(parameter: torch.nn.Parameter, tensor: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+    """Like `tensor`, of what belongs to `parameter`: this rank's part where that is one."""
+    return lambda name: part_like(parameter, tensor(name))
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / STATE / "trainer.json"
+    try:
+        saved: dict[str, Any] = json.loads(path.read_bytes())
+    except UNREADABLE as error:
+        raise ConfigError(f"{path} is damaged, the trainer's state cannot be read: {error}") from error
+    return saved
+
+
+def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.Tensor]) -> None:
+    folder.mkdir()
+    state, tensors = _optimizer_state(trainer)
+    tensors |= generators
+    try:
+        text = json.dumps({"optimizer": state})
+    except TypeError as error:
+        owners = " or ".join(type(optimizer).__name__ for optimizer in trainer.optimizer.optimizers)
+        raise PrlError(f"the state of {owners} has what a checkpoint cannot hold: {error}") from error
+    (folder / "trainer.json").write_text(text, encoding="utf-8")
+    save_file(on_writer(_gathered(tensors), writes=True), folder / "trainer.safetensors")
+
+
+def _optimizer_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The optimiser's state by parameter, for JSON, and its tensors by their names there, of which ranks have parts."""
+    tensors: dict[str, torch.Tensor] = {}
+    state = trainer.optimizer.state
+    parameters = trainer.model.named_parameters()  # in the same order on all ranks
+    named = {name: _without_tensors(state[p], f"optimizer/{name}", tensors) for name, p in parameters if p in state}
+    return named, tensors
+
+
+def _gathered(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each whole, one after the other; a collective."""
+    for name, tensor in tensors.items():
+        yield name, whole(tensor.detach())
+
+
+def _without_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` for JSON: its tensors go into `tensors`, by names that begin with `name` and stand in their places."""
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value
+        return {TENSOR: name}
+    if isinstance(value, Mapping):
+        return {str(key): _without_tensors(item, f"{name}/{key}", tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_tensors(item, f"{name}/{place}", tensors) for place, item in enumerate(value)]
+    return value
+
+
+def _with_tensors(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """The inverse of `_without_tensors`, but for tuples, which come back as lists."""
+    if isinstance(value, dict):
+        if value.keys() == {TENSOR}:
+            return tensor(value[TENSOR])
+        return {key: _with_tensors(item, tensor) for key, item in value.items()}
+    return [_with_tensors(item, tensor) for item in value] if isinstance(value, list) else value
+
+
+def _generators(device: torch.device) -> dict[str, torch.Tensor]:
+    """The states of torch's random generators of every rank, by `generator/<rank>/<cpu or cuda>`; a collective."""
+    own = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        own["cuda"] = torch.cuda.get_rng_state(device)
+    if not dist.is_initialized():
+        return {f"generator/0/{name}": state for name, state in own.items()}
+    generators: dict[str, torch.Tensor] = {}
+    for name, state in own.items():
+        state = state.to(device)
+        states = [torch.empty_like(state) for _ in range(dist.get_world_size())]
+        dist.all_gather(states, state)
+        generators |= {f"generator/{rank}/{name}": state.cpu() for rank, state in enumerate(states)}
+    return generators

@@ -1,0 +1,152 @@
+"""Sequences as token trees: tokens that several sequences begin with go through the model once.
+
+The samples of a group share their prompt, the branches of a forked trace all turns before the fork, and short
+completions are often the same. Sorted by their tokens, each sequence shares most with the one before it. A row holds
+what each adds to those, up to the token before the last wanted one; positions count along each path. So a token has
+the logprob that it has in the sequence alone. What a loss needs of a token stays each sequence's own, temperatures too.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from prl.rollouts.messages import MicroBatch, sequence_slices
+from prl.trainer.batch import Stack, empty_stack, stacks
+from prl.trainer.tree.attention import TokenTree
+from prl.trainer.tree.blocks import BlockTree
+
+UNUSED_PER_REPEATED = 8
+"""Of a forward pass, so many tokens of the budget that stay unused cost about as much as one token that goes through
+the model twice."""
+
+
+def tree_stacks(
+    rows: list[MicroBatch], tokens_per_forward: int, device: torch.device, *, share: bool = True
+) -> Iterator[Stack]:
+    """Like `stacks`, over the same sequences in another order, with each token that they share once per row.
+
+    Sequences without a wanted token are left out. Without `share` each has all of its tokens.
+    """
+    (whole,) = stacks(rows, sum(len(row.input_ids) for row in rows), torch.device("cpu"))
+    ids, wanted = whole.token_ids.tolist(), whole.wanted.tolist()
+    tokens = {
+        number: ids[part.start : part.start + max(1, last_of(wanted[part]))]
+        for number, part in enumerate(sequence_slices(whole.sequence_lengths))
+        if any(wanted[part])
+    }
+    numbers = sorted(tokens, key=tokens.__getitem__)
+    shared = [0, *(share and count_shared(tokens[one], tokens[other]) for one, other in pairwise(numbers))]
+    if not numbers:  # a dummy: nothing to train, but backward has to run on every rank
+        yield empty_stack(device)
+    for run in cut([len(tokens[number]) for number in numbers], shared, tokens_per_forward):
+        part = {numbers[place]: tokens[numbers[place]] for place in run}
+        yield _tree_stack(whole, part, [0, *shared[run.start + 1 : run.stop]], device)
+
+
+def last_of(wanted: Sequence[bool]) -> int:
+    """Place of the last wanted token: it and those after it need not go through the model."""
+    return len(wanted) - 1 - wanted[::-1].index(True)
+
+
+def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of tokens that two sequences both begin with."""
+    for place, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return place
+    return min(len(one), len(other))
+
+
+def cut(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[range]:
+    """Cut sorted sequences into runs of at most `budget` tokens each, one sequence at least, where little is shared.
+
+    Args:
+        lengths: of the sequences, tokens.
+        shared: tokens that each shares with the one before it, which are its own where a run starts.
+        budget: tokens.
+    """
+    runs = list[range]()
+    start = 0
+    while start < len(lengths):
+        end = _end_of_run(lengths, shared, budget, start)
+        runs.append(range(start, end))
+        start = end
+    return runs
+
+
+def _end_of_run(lengths: Sequence[int], shared: Sequence[int], budget: int, start: int) -> int:
+    """Where the run ends that begins with the sequence `start`: arguments as of `cut`.
+
+    Of all places that the budget reaches, the run ends at the cheapest one, the last of several: what the sequence
+    there shares goes through the model again, and what is left of the budget stays unused.
+    """
+    tokens = lengths[start]  # of the run, if it ends before `place`
+    cheapest = start + 1
+    least = math.inf
+    for place in range(start + 1, len(lengths)):
+        cost = shared[place] + max(0, budget - tokens) / UNUSED_PER_REPEATED
+        if cost <= least:
+            least = cost
+            cheapest = place
+        tokens += lengths[place] - shared[place]
+        if tokens > budget:
+            return cheapest
+    return len(lengths)  # the rest fits
+
+
+def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], device: torch.device) -> Stack:
+    """A stack of one row.
+
+    Args:
+        whole: all sequences, packed.
+        tokens: by number in `whole`, the first tokens of each sequence, which go through the model.
+        shared: how many of them each shares with the one before it.
+        device: of the stack.
+    """
+    slices = sequence_slices(whole.sequence_lengths)
+    lengths = [whole.sequence_lengths[number] for number in tokens]
+    input_ids, depths, starts = list[int](), list[int](), list[int]()
+    before = np.full(sum(lengths), -1)
+    path = np.empty(max(lengths), dtype=np.int64)
+    first = 0
+    for (ids, common), length in zip(zip(tokens.values(), shared, strict=True), lengths, strict=True):
+        if len(ids) > common:
+            starts.append(len(input_ids))
+            path[common : len(ids)] = np.arange(starts[-1], starts[-1] + len(ids) - common)
+            input_ids += ids[common:]
+            depths += range(common, len(ids))
+        known = min(len(ids), length - 1)
+        before[first + 1 : first + 1 + known] = path[:known]
+        first += length
+    order = torch.from_numpy(
+        np.concatenate([np.arange(slices[number].start, slices[number].stop) for number in tokens])
+    )
+    depth = np.array(depths)
+    return Stack(
+        input_ids=torch.tensor(input_ids)[None].to(device),
+        position_ids=torch.from_numpy(depth)[None].to(device),
+        token_ids=whole.token_ids[order].to(device),
+        before=torch.from_numpy(before).to(device),
+        temperatures=whole.temperatures[order].to(device),
+        wanted=whole.wanted[order].to(device),
+        mask=whole.mask[order].to(device),
+        logprobs=whole.logprobs[order].to(device),
+        streams={name: stream[order].to(device) for name, stream in whole.streams.items()},
+        sequence_lengths=lengths,
+        initial=whole.initial[order].to(device),
+        losses=[whole.losses[number] for number in tokens],
+        envs=[whole.envs[number] for number in tokens],
+        origins=[whole.origins[number] for number in tokens],
+        tree=row_tree(depth, starts, device),
+    )
+
+
+def row_tree(depths: np.ndarray, starts: Sequence[int], device: torch.device) -> TokenTree:
+    """How a row attends on `device`, by the place of each token on its path and where in the row branches start."""
+    if device.type == "cpu":
+        return BlockTree.of_row(depths, starts, device)
+    from prl.trainer.tree.flex import row_on_gpu  # which imports the compiler
+
+    return row_on_gpu(depths, starts, device)

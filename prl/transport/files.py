@@ -1,0 +1,141 @@
+"""Files of a run directory, and the transport made of them. A file or folder appears whole or not at all.
+
+batches/step_000001/rank_0.msgpack        orchestrator -> trainer
+batches/end.json                          orchestrator -> trainer: the last step, where a run ends early
+weights/step_000001/{model.safetensors, config.json, generation_config.json, metrics.json}    trainer -> orchestrator
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from prl.errors import UNREADABLE, PrlError, mark_written
+from prl.rollouts.messages import StepBatch
+from prl.transport.base import Transport
+
+T = TypeVar("T")
+
+
+def step_name(step: int) -> str:
+    """Name of a step's folder; names sort as the steps do."""
+    return f"step_{step:06d}"
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an OSError that keeps `path` from being written name it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:  # a library's own error says what it is about
+            mark_written(error, str(path))
+        raise
+
+
+def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write `path` so that a reader sees all of it or nothing; `durable`: also after a crash of the machine."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def is_within(folder: Path, name: str) -> bool:
+    """Whether `name`, of a list of a folder's files, stays in that folder, with what it links to."""
+    if {"..", "/"} & {*Path(name).parts} or "\0" in name:
+        return False
+    own = Path(os.path.realpath(folder))
+    blobs = own.parent.parent / "blobs"  # the files of the hub's cache are links to there
+    place = Path(os.path.realpath(own / name))
+    return place.is_relative_to(own) or place.is_relative_to(blobs)
+
+
+def content_of(path: Path) -> bytes:
+    """The content of a file that may not be there yet. Raises PrlError where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise PrlError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def announce(folder: Path, final: Path) -> None:
+    """Make the finished `folder` visible under its final name."""
+    shutil.rmtree(final, ignore_errors=True)
+    folder.replace(final)
+
+
+class FileTransport(Transport):
+    """Messages as files below `run_dir`, which every process of the run must be able to read and write."""
+
+    def __init__(self, run_dir: Path):
+        super().__init__(run_dir)
+        self._end = self.run_dir / "batches" / "end.json"
+
+    def batch_path(self, step: int, rank: int) -> Path:
+        """The file that holds one rank's batch."""
+        return self.run_dir / "batches" / step_name(step) / f"rank_{rank}.msgpack"
+
+    def weights_path(self, version: int) -> Path:
+        return self.run_dir / "weights" / step_name(version)
+
+    def send_batch(self, batch: StepBatch, rank: int) -> None:
+        write_atomically(self.batch_path(batch.step, rank), msgspec.msgpack.encode(batch))
+
+    def receive_batch(self, step: int, rank: int) -> StepBatch | None:
+        path = self.batch_path(step, rank)
+        return _read(path, "a batch", lambda data: msgspec.msgpack.decode(data, type=StepBatch))
+
+    def discard_batch(self, step: int) -> None:
+        shutil.rmtree(self.run_dir / "batches" / step_name(step), ignore_errors=True)
+
+    def send_end(self, last_step: int) -> None:
+        write_atomically(self._end, msgspec.json.encode({"last_step": last_step}))
+
+    def receive_end(self) -> int | None:
+        return _read(self._end, "the last step", lambda data: int(msgspec.json.decode(data)["last_step"]))
+
+    def publish(
+        self, version: int, metrics: dict[str, float], write_weights: Callable[[Path], None] | None = None
+    ) -> None:
+        folder = self.run_dir / "weights" / f".{step_name(version)}"
+        try:
+            with naming(self.weights_path(version)):
+                folder.mkdir(parents=True, exist_ok=True)
+                if write_weights is not None:
+                    write_weights(folder)
+                (folder / "metrics.json").write_bytes(msgspec.json.encode(metrics))
+                announce(folder, self.weights_path(version))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def receive_metrics(self, version: int) -> dict[str, float] | None:
+        path = self.weights_path(version) / "metrics.json"
+        return _read(path, "metrics", lambda data: dict(msgspec.json.decode(data)))
+
+    def discard_weights(self, version: int) -> None:
+        shutil.rmtree(self.weights_path(version), ignore_errors=True)
+
+
+def _read(path: Path, what: str, decode: Callable[[bytes], T]) -> T | None:
+    """The message in a file, None where there is no file. Raises PrlError, naming it, where it does not hold `what`."""
+    try:
+        return decode(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, *UNREADABLE, LookupError, TypeError) as error:
+        raise PrlError(f"{path} does not hold {what}: {error}") from error

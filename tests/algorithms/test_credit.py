@@ -1,0 +1,117 @@
+"""Credit of max_rl, reward and custom, and the rules of `assign_advantages`."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from prl.algorithms.custom import CustomAlgorithm
+from prl.algorithms.echo import EchoAlgorithm
+from prl.algorithms.grpo import GRPOAlgorithm
+from prl.algorithms.max_rl import MaxRLAlgorithm
+from prl.algorithms.reward import RewardAlgorithm
+
+
+@pytest.fixture
+def custom():
+    return lambda fn, **kwargs: CustomAlgorithm(fn=functools.partial(fn, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ((1.0, 0.0, 0.0, 0.0), [3.0, -1.0, -1.0, -1.0]),
+        ((3.0, -1.0), [2.0, -2.0]),
+        ((-1.0, 1.0), [0.0, 0.0]),
+        ((0.3,), [0.0]),
+    ],
+)
+async def test_max_rl_credit_by_hand(make_rollout, credit, play, rewards, expected):
+    group = await play(MaxRLAlgorithm(), [make_rollout(r) for r in rewards])
+    assert [credit(rollout) for rollout in group] == expected
+
+
+async def test_reward_credit_has_no_baseline(make_rollout, credit, play):
+    group = [make_rollout(reward, lengths=(4, 2)) for reward in (1.0, 1.0, -0.5, 0.0)]
+    await play(RewardAlgorithm(), group)
+    assert [credit(rollout) for rollout in group] == [1.0, 1.0, -0.5, 0.0]
+    assert group[0].samples[1].advantages == [0.0, 1.0]
+
+
+async def test_custom_function_gets_the_group_and_its_arguments(make_rollout, credit, play, custom):
+    def fn(group, *, scale):
+        best = max(rollout.reward for rollout in group)
+        return [scale * (rollout.reward - best) for rollout in group]
+
+    group = [make_rollout(0.25), make_rollout(1.0), make_rollout(9.0, error="ValueError: no")]
+    await play(custom(fn, scale=4), group)
+    assert [credit(rollout) for rollout in group[:2]] == [-3.0, 0.0] and group[2].advantages is None
+
+
+def twice_the_reward(group):
+    assert [rollout.num_turns for rollout in group] == [1, 1, 1], "all else is the rollout's own"
+    return [2 * rollout.reward for rollout in group]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        (GRPOAlgorithm, [1.5 - 2.5 / 3, 1.0 - 2.5 / 3, -2.5 / 3]),
+        (EchoAlgorithm, [1.5 - 2.5 / 3, 1.0 - 2.5 / 3, -2.5 / 3]),
+        (MaxRLAlgorithm, [0.8, 0.2, -1.0]),  # (shaped - 5/6) / (5/6)
+        (RewardAlgorithm, [1.5, 1.0, 0.0]),
+        (functools.partial(CustomAlgorithm, fn=twice_the_reward), [3.0, 2.0, 0.0]),
+    ],
+)
+@pytest.mark.parametrize("by", ["tokens", None])
+async def test_the_length_penalty_shapes_what_credit_is_computed_from(answers, credit, play, algorithm, expected, by):
+    """10, 30 and 2 tokens: m = 20, so the rewards 1, 1, 0 are shaped to 1.5, 1, 0. The rollouts keep theirs."""
+    group = await play(algorithm(length_penalty=by), [answers(1.0, "4" * 9), answers(1.0, "4" * 29), answers(0.0, "5")])
+    if by is None:
+        plain = await play(algorithm(), [answers(1.0, "4" * 9), answers(1.0, "4" * 29), answers(0.0, "5")])
+        expected = [credit(rollout) for rollout in plain]
+        assert expected[0] == expected[1]
+    assert [credit(rollout) for rollout in group] == pytest.approx(expected)
+    assert [rollout.reward for rollout in group] == [rollout.samples[0].reward for rollout in group] == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+async def test_custom_lists_span_all_samples(make_rollout, play, custom, kind):
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]
+    rollout, other = make_rollout(lengths=(3, 2)), make_rollout(lengths=(2,))
+    await play(custom(lambda group: (kind(values), kind([6.0, 7.0]))), [rollout, other])
+    assert [sample.advantages for sample in rollout.samples] == [[0.0, 2.0, 3.0], [0.0, 5.0]]
+    assert other.samples[0].advantages == [0.0, 7.0]
+    assert {type(a) for a in rollout.advantages} == {float}
+
+
+async def test_custom_scalar_and_list_side_by_side(make_rollout, play, custom):
+    group = await play(custom(lambda group: [2, [1.0] * 4]), [make_rollout(), make_rollout()])
+    assert [rollout.advantages for rollout in group] == [[0.0, 2.0, 2.0, 2.0], [0.0, 1.0, 1.0, 1.0]]
+
+
+def test_credit_off_the_mask_is_ignored(make_rollout):
+    rollout = make_rollout(lengths=(3, 3))
+    rollout.assign_advantages([float("nan"), 1.0, 2.0, 9.0, 3.0, 4.0])
+    assert rollout.advantages == [0.0, 1.0, 2.0, 0.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        ([1.0], "2 rollouts, got 1 values"),
+        (0.5, "got a float"),
+        (None, "got a NoneType"),
+        ({0: 1.0, 1: 1.0}, "got a dict"),
+        (np.ones(3), "got 3 values"),
+        (torch.tensor(0.5), "got a Tensor"),
+        ([float("nan"), 0.0], "a finite number, got nan"),
+        ([[0.0, 0.0, float("inf"), 0.0], 0.0], "a finite number, got inf"),
+        ([[0.0] * 3, 0.0], "got 3 values for 4 token_ids"),
+    ],
+)
+async def test_custom_credit_of_the_wrong_form_is_refused(make_rollout, play, custom, returned, got):
+    with pytest.raises(ValueError, match=re.escape(got)):
+        await play(custom(lambda group: returned), [make_rollout(), make_rollout()])

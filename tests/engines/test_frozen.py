@@ -1,0 +1,384 @@
+"""The client of a frozen model: what it asks of an OpenAI-compatible endpoint, and what it makes of a bad answer."""
+
+import asyncio
+import contextlib
+import itertools
+import time
+
+import pytest
+from aiohttp import web
+from patience import patient
+
+from prl.config.model_reference import FrozenModelConfig
+from prl.engines.frozen import FrozenPool
+from prl.errors import DeadlinePassed, EngineError, PrlError
+
+COMPLETIONS = "/v1/completions"
+MODELS = "/v1/models"
+SERVED = {"object": "list", "data": [{"id": "teacher", "object": "model"}]}
+PLAIN_TEXT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def choice(ids, index=0, **changes):
+    """As a server sends it: with text, and without logprobs."""
+    return {"index": index, "text": "?", "token_ids": ids, "logprobs": None, "finish_reason": "stop"} | changes
+
+
+@pytest.fixture
+async def connect(server):
+    """`connect(**changes)`: a pool of the model that `server` serves."""
+    server.replies |= {COMPLETIONS: {"choices": [choice([3])]}, MODELS: SERVED}
+    pools = []
+
+    def make(token=None, **changes):
+        reference = FrozenModelConfig(**{"name": "teacher", "base_url": f"{server.url}/v1"} | changes)
+        pools.append(FrozenPool(reference, token))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        await pool.close()
+
+
+@pytest.fixture
+async def pool(connect):
+    return connect()
+
+
+async def until(condition, timeout_s=5.0):
+    async with asyncio.timeout(patient(timeout_s)):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def hang():
+    await asyncio.sleep(30)
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_is_token_ids_and_plain_sampling_and_nothing_else(server, pool):
+    """Equal, not merely containing: no logprobs, no cache salt, no text."""
+    server.replies[COMPLETIONS] = {"choices": [choice([3]), choice([4], 1)]}
+    sampling = {"temperature": 0.7, "seed": 3, "max_tokens": 5, "stop_token_ids": [9]}
+    await pool.generate([1, 2], sampling, n=2)
+    (body,) = server.bodies[COMPLETIONS]
+    assert body == {"model": "teacher", "prompt": [1, 2], "n": 2, "return_token_ids": True} | PLAIN_TEXT | sampling
+    assert server.calls == [COMPLETIONS]
+
+
+async def test_completions_come_in_their_order_and_without_logprobs(server, pool):
+    server.replies[COMPLETIONS] = {"choices": [choice([3, 4], 1), choice([5], 0, finish_reason="length")]}
+    first, second = await pool.generate([1], {}, n=2)
+    assert (first.token_ids, first.logprobs, first.finish_reason) == ([5], [], "length")
+    assert (second.token_ids, second.logprobs, second.finish_reason) == ([3, 4], [], "stop")
+
+
+@pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/"])
+@pytest.mark.parametrize("listed", [False, True])
+async def test_the_url_may_end_in_v1_and_may_be_one_of_a_list(server, connect, tail, listed):
+    url = server.url + tail
+    pool = connect(base_url=[url] if listed else url)
+    await pool.generate([1], {})
+    await pool.wait_ready(1)
+    assert pool.urls == [server.url] and server.calls == [COMPLETIONS, MODELS]
+
+
+async def test_no_key_is_sent_unless_its_variable_is_named(server, connect, monkeypatch):
+    monkeypatch.setenv("PRL_TOKEN", "the-runs-own")  # not anybody else's business
+    monkeypatch.setenv("LARGE_MODEL_KEY", "s3cret")
+    await connect().generate([1], {})
+    assert "Authorization" not in server.headers
+    await connect("the-runs-own", api_key_var="LARGE_MODEL_KEY").generate([1], {})
+    assert server.headers["Authorization"] == "Bearer the-runs-own", "one that is passed, as for a hosted model"
+    pool = connect(api_key_var="LARGE_MODEL_KEY")
+    await pool.generate([1], {})
+    assert server.headers["Authorization"] == "Bearer s3cret"
+    server.headers = None
+    await pool.wait_ready(1)
+    assert server.headers["Authorization"] == "Bearer s3cret"
+
+
+@pytest.mark.parametrize(
+    "reply, message",
+    [
+        ({"choices": [choice([3])]}, "asked for 2 completions, got 1"),
+        ({"choices": [choice([3], i) for i in range(3)]}, "asked for 2 completions, got 3"),
+        ({"choices": []}, "asked for 2 completions, got 0"),
+        ({"id": "x"}, "cannot be read: KeyError"),
+        (
+            {"choices": [{"index": i, "text": "hi"} for i in range(2)]},
+            "'teacher' returns no token ids.*return_token_ids",
+        ),
+        ({"choices": [choice([3]), choice(None, 1)]}, "'teacher' returns no token ids"),
+        ((500, "the engine is dead"), "HTTP 500: the engine is dead"),
+        ((400, "this model's maximum context length is 8"), "HTTP 400: this model's maximum"),
+        ((200, "<html>a proxy</html>"), "completions failed: .*JSON"),
+    ],
+)
+async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, message):
+    server.replies[COMPLETIONS] = reply
+    with pytest.raises(EngineError, match=message):
+        await pool.generate([1], {}, n=2)
+    assert server.calls == [COMPLETIONS]
+
+
+# --- servers of strangers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [302, 307])
+async def test_a_redirect_is_not_followed_and_the_key_goes_nowhere_else(servers, connect, status):
+    away = web.Response(status=status, headers={"Location": f"{servers[1].url}{COMPLETIONS}"})
+    pool = connect("the key")
+    servers[0].replies[COMPLETIONS] = away
+    with pytest.raises(EngineError, match=f"HTTP {status}: it leads to {servers[1].url}.* not followed"):
+        await pool.generate([1], {})
+    assert servers[0].calls == [COMPLETIONS] and servers[1].calls == []
+
+
+@pytest.mark.parametrize("status", [200, 500])
+async def test_a_reply_without_end_is_not_read_to_its_end(server, pool, monkeypatch, status):
+    monkeypatch.setattr("prl.engines.http.MOST_BYTES", 2 << 20)
+    server.replies[COMPLETIONS] = (status, " " * (3 << 20))
+    with pytest.raises(EngineError, match="more than 2 MiB"):
+        await pool.generate([1], {})
+
+
+@pytest.mark.parametrize("status, wait_s", [(429, "0.2"), (503, "0.2"), (429, None)])
+async def test_a_server_that_asks_for_time_gets_it(server, pool, status, wait_s):
+    asked = []
+
+    async def busy_twice():
+        asked.append(time.monotonic())
+        headers = {} if wait_s is None else {"Retry-After": wait_s}
+        good = {"choices": [choice([3])]}
+        return good if len(asked) > 2 else web.Response(status=status, text="slower", headers=headers)
+
+    server.replies[COMPLETIONS] = busy_twice
+    (completion,) = await pool.generate([1], {})
+    assert completion.token_ids == [3] and len(asked) == 3
+    assert min(later - earlier for earlier, later in itertools.pairwise(asked)) >= float(wait_s or 0.05)
+
+
+# --- prompt_logprobs --------------------------------------------------------------------------------------------------
+
+
+def rows(*entries):
+    return {"choices": [choice([1], prompt_logprobs=list(entries))]}
+
+
+def row(**logprobs):
+    return {name[1:]: {"logprob": value, "rank": 1} for name, value in logprobs.items()}
+
+
+async def test_prompt_logprobs_look_each_token_up_by_its_id(server, pool):
+    server.replies[COMPLETIONS] = rows(None, row(_9=-0.1, _7=-1.25), row(_8=-2.5, _4=-0.2))
+    assert await pool.prompt_logprobs([5, 7, 8]) == [0.0, -1.25, -2.5]
+    (body,) = server.bodies[COMPLETIONS]
+    assert body == {"model": "teacher", "prompt": [5, 7, 8], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        row(_9=-0.1),
+        row(_7=None),
+        row(_7="-1"),
+        row(_7=-9999.0),
+        row(_7=-10000.0),
+        {"7": None},
+        {"7": -1.0},
+        {},
+        None,
+    ],
+)
+async def test_a_missing_prompt_logprob_is_an_error(server, pool, bad):
+    server.replies[COMPLETIONS] = rows(None, row(_6=-0.5), bad)
+    with pytest.raises(EngineError, match="no logprob for token 7 at position 2"):
+        await pool.prompt_logprobs([5, 6, 7])
+    assert server.calls == [COMPLETIONS]
+
+
+async def test_a_prompt_logprob_above_0_is_an_error_as_a_sampled_ones_is(server, pool):
+    server.replies[COMPLETIONS] = rows(None, row(_7=1e-4))
+    assert await pool.prompt_logprobs([5, 7]) == [0.0, 1e-4]  # rounding
+    server.replies[COMPLETIONS] = rows(None, row(_7=3.0))
+    with pytest.raises(EngineError, match=r"token 7 at position 1 came with the logprob 3\.0"):
+        await pool.prompt_logprobs([5, 7])
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        rows(None),
+        rows(None, None, None),
+        {"choices": [choice([1])]},
+        {"choices": [choice([1], prompt_logprobs=None)]},
+    ],
+)
+async def test_prompt_logprobs_with_the_wrong_number_of_rows(server, pool, reply):
+    server.replies[COMPLETIONS] = reply
+    with pytest.raises(EngineError, match="a prompt of 2 tokens came with [013] logprobs"):
+        await pool.prompt_logprobs([5, 7])
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"choices": None},
+        {"choices": [None]},
+        {"choices": [{"token_ids": [1]}]},
+        [],
+        {"id": "x"},
+        {"choices": []},
+        {"choices": [choice([1], prompt_logprobs=3)]},
+        {"choices": [choice([1], prompt_logprobs=[None, 3])]},
+        {"choices": [choice([1]), choice([1])]},
+    ],
+    ids=str,
+)
+async def test_a_reply_of_another_shape_is_an_error_of_the_server(server, pool, reply):
+    server.replies[COMPLETIONS] = reply
+    with pytest.raises(EngineError):
+        await pool.prompt_logprobs([5, 7])
+    if not isinstance(reply, dict) or reply.get("choices") != [choice([1])] * 2:
+        with pytest.raises(EngineError):
+            await pool.generate([5, 7], {}, n=2)
+
+
+async def test_an_endpoint_that_looks_well_and_answers_nothing_has_its_deadline(server, connect):
+    """A dead engine behind a live front end."""
+    pool = connect(timeout_s=0.4)
+    server.replies[COMPLETIONS] = (500, "dead")
+    deadline = asyncio.get_running_loop().time() + patient(5)
+    with pytest.raises(DeadlinePassed, match=f"{server.url} has failed for 0.4 s: .*500"):
+        while asyncio.get_running_loop().time() < deadline:
+            with contextlib.suppress(EngineError):
+                await pool.prompt_logprobs([5, 7])
+            await asyncio.sleep(0.02)
+
+
+async def test_an_answer_ends_what_counts_as_one_failure(server, connect):
+    pool = connect(timeout_s=patient(0.4))
+    for _ in range(3):
+        server.replies[COMPLETIONS] = (500, "busy")
+        with pytest.raises(EngineError):
+            await pool.prompt_logprobs([5, 7])
+        server.replies[COMPLETIONS] = rows(None, row(_7=-1.0))
+        await asyncio.sleep(patient(0.25))
+        assert await pool.prompt_logprobs([5, 7]) == [0.0, -1.0] and pool.up
+
+
+async def test_a_completion_may_take_longer_than_the_deadline_of_prompt_logprobs(server, connect):
+    async def slow():
+        await asyncio.sleep(0.4)
+        return {"choices": [choice([3])]}
+
+    server.replies[COMPLETIONS] = slow
+    (completion,) = await connect(timeout_s=0.1).generate([1], {})
+    assert completion.token_ids == [3]
+
+
+# --- wait_ready -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        ({"data": [{"id": "small"}, {"id": "medium"}]}, "serves 'small', 'medium', not 'teacher'"),
+        ({"data": []}, "serves nothing, not 'teacher'"),
+    ],
+)
+async def test_another_models_endpoint_is_told_at_once_with_what_it_serves(server, pool, reply, says):
+    server.replies[MODELS] = reply
+    with pytest.raises(PrlError, match=f"{server.url} {says}"):
+        await asyncio.wait_for(pool.wait_ready(60), 5)
+    assert server.calls == [MODELS]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("variable", [None, "LARGE_MODEL_KEY"])
+async def test_a_refused_key_is_told_at_once_with_its_setting(server, connect, monkeypatch, status, variable):
+    monkeypatch.setenv("LARGE_MODEL_KEY", "s3cret")
+    server.replies[MODELS] = (status, "")
+    with pytest.raises(EngineError, match=rf"{server.url} refused the key.*api_key_var.*\(now {variable}\)") as raised:
+        await asyncio.wait_for(connect(api_key_var=variable).wait_ready(60), 5)
+    assert raised.value.status == status and server.calls == [MODELS] and "s3cret" not in str(raised.value)
+
+
+async def test_wait_ready_names_the_endpoint_that_did_not_answer_and_the_last_it_said(server, pool):
+    server.replies[MODELS] = (503, "out of memory")
+    message = rf"model 'teacher' at {server.url} was not ready after 0.2 s \(.*HTTP 503: out of memory\)"
+    with pytest.raises(DeadlinePassed, match=message):
+        await pool.wait_ready(0.2)
+
+
+# --- going away -------------------------------------------------------------------------------------------------------
+
+
+def asking(pool, what):
+    return pool.generate([1], {}) if what == "generate" else pool.prompt_logprobs([5, 7])
+
+
+async def fails(pool, what="generate"):
+    with pytest.raises(EngineError):
+        await asyncio.wait_for(asking(pool, what), 5)
+
+
+@pytest.mark.parametrize(("what", "status"), [("generate", 500), ("prompt_logprobs", 503)])
+async def test_a_server_error_fails_the_request_and_the_model_is_away_until_it_is_found_again(
+    server, pool, what, status
+):
+    server.replies |= {COMPLETIONS: (status, ""), MODELS: (status, "")}
+    await fails(pool, what)
+    assert not pool.up, "at once"
+    await until(lambda: server.calls.count(MODELS) > 1)
+    assert not pool.up
+    server.replies[MODELS] = SERVED
+    await until(lambda: pool.up)
+    calls = len(server.calls)
+    await asyncio.sleep(0.25)
+    assert pool.up and len(server.calls) == calls, "nobody looks for what was found"
+
+
+async def test_a_refused_connection_fails_the_request_and_the_model_is_away_until_it_is_found_again(server, pool):
+    await pool.generate([1], {})
+    await server.stop()
+    await fails(pool)
+    assert not pool.up
+    await asyncio.sleep(0.2)
+    assert not pool.up
+    await server.start()
+    await until(lambda: pool.up)
+    await pool.generate([1], {})
+
+
+@pytest.mark.parametrize("reply", [(400, "too long"), (404, "no such model"), {"choices": []}])
+async def test_an_answer_that_the_request_is_to_blame_for_does_not_mean_that_the_model_is_away(server, pool, reply):
+    server.replies[COMPLETIONS] = reply
+    await fails(pool)
+    await asyncio.sleep(0.05)
+    assert pool.up and server.calls == [COMPLETIONS], "nobody looks for it"
+
+
+async def test_a_model_that_stays_away_is_named_from_its_deadline_on(server, connect):
+    server.replies |= {COMPLETIONS: (503, ""), MODELS: (503, "gone for good")}
+    pool = connect(timeout_s=0.3)
+    await fails(pool)
+    with pytest.raises(DeadlinePassed, match=rf"'teacher' at {server.url} was away for 0.3 s \(.*gone for good"):
+        await until(lambda: pool.up)
+    for _ in range(2):  # whoever looks next hears it too
+        with pytest.raises(DeadlinePassed, match=server.url):
+            pool.up  # noqa: B018
+
+
+async def test_another_server_of_the_same_model_goes_on(servers, connect):
+    for server in servers:
+        server.replies |= {COMPLETIONS: rows(None, row(_7=-1.0)), MODELS: SERVED}
+    pool = connect(base_url=[server.url for server in servers])
+    servers[0].replies |= {COMPLETIONS: (500, "dead"), MODELS: (500, "dead")}
+    await fails(pool, "prompt_logprobs")
+    assert pool.up
+    for _ in range(5):
+        assert await pool.prompt_logprobs([5, 7]) == [0.0, -1.0]

@@ -1,0 +1,217 @@
+"""Making a renderer: the right one, or a message with the key."""
+
+import base64
+import copy
+import os
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from omegaconf import OmegaConf
+from renderers import RendererConfig as PackageConfig
+
+from prl.config.build import function
+from prl.engines.renderer import PROBE, PROBED, RENDERERS, RendererConfig, make_renderer, renderer_config
+from prl.errors import ConfigError
+
+README = Path(__file__).parents[2] / "prl" / "engines" / "README.md"
+FAMILIES = sorted(variant.model_fields["name"].default for variant in get_args(get_args(PackageConfig)[0]))
+"""The renderers that the package ships."""
+OF_THE_TINY_TOKENIZER = {"auto", "default", "qwen3", "prime-qwen3", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"}
+"""Those that find their special tokens in it."""
+
+
+def test_a_renderer_by_name_with_its_settings(tokenizer):
+    plain = make_renderer(tokenizer, name="qwen3")
+    keeping = make_renderer(tokenizer, name="qwen3", thinking_retention="all")
+    assert type(plain).__name__ == type(keeping).__name__ == "Qwen3Renderer"
+    assert (plain.config.thinking_retention, keeping.config.thinking_retention) == (None, "all")
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in plain.get_stop_token_ids()
+
+
+REFUSED = [
+    ("qwen33", {}, ".name:"),
+    ("qwen3", {"thinking_retentoin": "all"}, ".thinking_retentoin:"),
+    ("qwen3", {"thinking_retention": "some"}, ".thinking_retention:"),
+    ("custom", {}, ".import_path:"),
+    ("custom", {"import_path": "no_such_module.Mine"}, ".import_path:"),
+    ("custom", {"import_path": "no_such_file.py:Mine"}, ".import_path:"),
+    ("custom", {"import_path": "renderers.qwen3.Mine"}, ".import_path:"),
+    ("custom", {"import_path": "renderers.qwen3.Qwen3Renderer"}, ".import_path:"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "key"), REFUSED)
+@pytest.mark.parametrize("where", ["renderer", "envs.math.renderer"])
+def test_what_does_not_exist_is_refused_by_its_key(tokenizer, name, settings, key, where):
+    with pytest.raises(ConfigError) as caught:
+        make_renderer(tokenizer, name=name, where=where, **settings)
+    assert str(caught.value).startswith(where + key)
+
+
+def test_a_name_that_another_key_chose_is_refused_by_that_one(tokenizer):
+    for name, says in (("qwen33", "model.renderer: "), ("llama-3", "model.renderer=llama-3 does not fit")):
+        with pytest.raises(ConfigError, match=f"^{says}"):
+            make_renderer(tokenizer, name=name, name_key="model.renderer")
+    with pytest.raises(ConfigError, match=r"^renderer\.no_such: "):
+        make_renderer(tokenizer, name="qwen3", name_key="model.renderer", no_such=1)
+
+
+def test_a_renderer_that_does_not_fit_the_tokenizer_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match="renderer.name=llama-3 does not fit this model's tokenizer"):
+        make_renderer(tokenizer, name="llama-3")
+
+
+def test_every_renderer_of_the_package_has_its_name_here():
+    assert sorted(RENDERERS) == FAMILIES
+
+
+def composed(schema, *overrides):
+    """The function that a config node makes of a tokenizer; `+` adds a key that the schema does not have."""
+    node = OmegaConf.structured(schema)
+    for override in overrides:
+        key, _, value = override.removeprefix("+").partition("=")
+        OmegaConf.update(node, key, OmegaConf.create({"value": value}).value, force_add=override.startswith("+"))
+    return function(node, "renderer")
+
+
+def test_the_node_takes_the_renderers_own_settings_beside_the_name(tokenizer):
+    assert type(composed(RendererConfig, "name=qwen3")(tokenizer)).__name__ == "Qwen3Renderer"
+    made = composed(RendererConfig(name="qwen3"), "+thinking_retention=all")(tokenizer)
+    assert made.config.thinking_retention == "all"
+    assert type(composed(RendererConfig)(tokenizer)).__name__ == "TemplateRenderer", "auto, of a local path"
+    assert type(composed(RendererConfig)(tokenizer, name="qwen3")).__name__ == "Qwen3Renderer", "as model.renderer says"
+
+
+@pytest.fixture
+def own_tokenizer():
+    """A fresh one each time: making a renderer wraps its `encode`."""
+    from transformers import AutoTokenizer
+
+    from prl.models import model_path
+
+    return AutoTokenizer.from_pretrained(model_path("tiny"), local_files_only=True)
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"custom"}))
+def test_a_family_either_fits_the_tokenizer_or_is_refused_by_name(own_tokenizer, name):
+    if name in OF_THE_TINY_TOKENIZER:
+        made = make_renderer(own_tokenizer, name=name)
+        ids = made.render([{"role": "user", "content": "1+1="}], add_generation_prompt=True).token_ids
+        assert max(ids) < len(own_tokenizer) and "1+1=" in own_tokenizer.decode(ids)
+        return
+    with pytest.raises(ConfigError, match=f"^renderer.name={name} does not fit this model's tokenizer: "):
+        make_renderer(own_tokenizer, name=name)
+
+
+def test_the_readme_says_what_becomes_of_every_family():
+    table = README.read_text().partition("### Renderers of a family")[2].partition("\n## ")[0]
+    named = [
+        name
+        for line in table.splitlines()
+        if line.startswith("| `")
+        for name in re.findall("`(.+?)`", line.split("|")[1])
+    ]
+    assert {*named} == {*FAMILIES} - {"auto", "custom", "default"}
+
+
+def test_gpt_oss_has_its_vocabulary_from_the_models_tokenizer(own_tokenizer, monkeypatch, tmp_path):
+    """In the file of its encoder, which has bytes and numbers, and would be downloaded."""
+    monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", str(tmp_path))  # of the user
+    read = {}
+
+    def load(name):
+        lines = (Path(os.environ["TIKTOKEN_ENCODINGS_BASE"]) / "o200k_base.tiktoken").read_bytes().splitlines()
+        read.update((base64.b64decode(word), int(number)) for word, number in (line.split() for line in lines))
+        raise RuntimeError("another hash")
+
+    monkeypatch.setattr("renderers.gpt_oss.load_harmony_encoding", load)
+    with pytest.raises(ConfigError, match=r"tokenizer: its vocabulary is not that of gpt-oss \(another hash\)"):
+        make_renderer(own_tokenizer, name="gpt-oss")
+    assert os.environ["TIKTOKEN_ENCODINGS_BASE"] == str(tmp_path)
+    assert sorted(read.values()) == list(read.values()) == list(range(len(read))) and len(read) == 256
+    for word, number in read.items():
+        if word.isascii():
+            assert own_tokenizer.decode([number]) == word.decode()
+
+
+def test_a_renderer_of_ones_own(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "my_renderers.py").write_text(
+        "from renderers.configs import Qwen3RendererConfig\n"
+        "from renderers.qwen3 import Qwen3Renderer\n"
+        "class Mine(Qwen3Renderer):\n"
+        "    config_class = Qwen3RendererConfig\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    made = composed(RendererConfig(name="custom"), "+import_path=my_renderers.Mine", "+enable_thinking=false")(
+        tokenizer
+    )
+    assert type(made).__name__ == "Mine" and made.config.enable_thinking is False
+
+
+# --- what the package keeps private -----------------------------------------------------------------------------------
+
+
+MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}] * 2
+
+
+def encoded(tokenizer):
+    """Every text that reaches the tokenizer's own `encode` while a conversation is rendered twice."""
+    texts = []
+    encode = tokenizer.encode
+
+    def listening(text, *args, **kwargs):
+        texts.append(text)
+        return encode(text, *args, **kwargs)
+
+    tokenizer.encode = listening
+    return texts
+
+
+def test_short_texts_are_encoded_once_and_to_the_same_tokens(own_tokenizer):
+    plain = own_tokenizer.encode
+    texts = encoded(own_tokenizer)
+    renderer = make_renderer(own_tokenizer, name="qwen3")
+    for _ in range(2):
+        renderer.render(MESSAGES, add_generation_prompt=True)
+    short = [text for text in texts if isinstance(text, str) and len(text) <= 32]
+    assert short and len(short) == len(set(short))
+    for text in ("user", "1+1=", "x" * 32, "x" * 33):
+        for special in (False, True):
+            assert own_tokenizer.encode(text, add_special_tokens=special) == plain(text, add_special_tokens=special)
+    own_tokenizer.encode("user", add_special_tokens=False).append(-1)
+    assert -1 not in own_tokenizer.encode("user", add_special_tokens=False), "callers own what they get"
+
+
+def called(tokenizer):
+    """Every text that the tokenizer is called with, and every marker that is looked up in it."""
+    texts, markers = [], []
+    plain, ids_of = type(tokenizer)._encode_plus, tokenizer.convert_tokens_to_ids
+
+    class Listening(type(tokenizer)):
+        def _encode_plus(self, text, **kwargs):
+            texts.append(text)
+            return plain(self, text, **kwargs)
+
+    tokenizer.__class__ = Listening
+    tokenizer.convert_tokens_to_ids = lambda tokens: markers.append(tokens) or ids_of(tokens)
+    return texts, markers
+
+
+def test_a_tokenizer_is_probed_once_and_does_the_same(own_tokenizer):
+    from renderers import create_renderer
+
+    fresh = copy.deepcopy(own_tokenizer)
+    texts, markers = called(own_tokenizer)
+    renderer = make_renderer(own_tokenizer, name="qwen3")
+    for _ in range(3):
+        found = renderer.render(MESSAGES, add_generation_prompt=True)
+        read = renderer.parse_response(own_tokenizer.encode("2", add_special_tokens=False))
+    assert texts.count(PROBE) == 1 and len(markers) == len(set(markers))
+    plain = create_renderer(fresh, renderer_config("qwen3", {}))
+    assert found == plain.render(MESSAGES, add_generation_prompt=True)
+    assert read == plain.parse_response(own_tokenizer.encode("2", add_special_tokens=False))
+    for text in (PROBE, "ab", ["a", "b"]):
+        assert own_tokenizer(text, **PROBED) == fresh(text, **PROBED)
+    assert own_tokenizer.convert_tokens_to_ids(["<think>", "a"]) == fresh.convert_tokens_to_ids(["<think>", "a"])

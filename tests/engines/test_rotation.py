@@ -1,0 +1,226 @@
+"""Several servers of the policy: one that dies, comes back or is slow, while the others go on.
+
+The servers are small ones that say which weights they hold: the first token of a reply is the version of them.
+"""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from prl.engines import rotation
+from prl.engines.client import InferencePool
+from prl.errors import EngineError
+from tests.conftest import Server
+
+GENERATE, UPDATE, HEALTH = "/prl/generate", "/prl/load_policy", "/health"
+BASE = 99
+"""What a server says that has loaded nothing since it was started."""
+
+
+class Policy(Server):
+    """Holds weights until it is started anew, and forgets them then. `gates` hold what it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.gates = {}
+        self.starts = 0
+        self.replies = {HEALTH: {}, GENERATE: self.generate, UPDATE: self.load}
+
+    async def start(self):
+        self.starts += 1
+        self.instance, self.holds = f"instance {self.starts}", BASE
+        return await super().start()
+
+    async def passed(self, route):
+        if route in self.gates:
+            await self.gates[route].wait()
+
+    async def generate(self):
+        n = self.bodies[GENERATE][-1]["sampling"]["n"]
+        await self.passed(GENERATE)
+        row = {"token_ids": [self.holds], "logprobs": [-0.5], "finish_reason": "stop"}
+        return {"choices": [row | {"index": index} for index in range(n)]}
+
+    async def load(self):
+        path = self.bodies[UPDATE][-1]["path"]
+        await self.passed(UPDATE)
+        self.holds = int(path.removeprefix("/w"))
+        return {"loaded": path, "instance": self.instance}
+
+    def asked(self, route=GENERATE):
+        return self.calls.count(route)
+
+    @property
+    def work(self):
+        """What it was asked for but its health."""
+        return [route for route in self.calls if route != HEALTH]
+
+
+@pytest.fixture
+async def policies():
+    found = [await Policy().start(), await Policy().start()]
+    yield found
+    for server in found:
+        for gate in server.gates.values():
+            gate.set()
+        await server.stop()
+
+
+@pytest.fixture
+async def pool(policies, monkeypatch):
+    """Of servers by URL, which nobody of ours starts; they have loaded version 1."""
+    monkeypatch.setattr(rotation, "LOOK_S", 0.02)
+    pool = InferencePool([server.url for server in policies], "policy", "t")
+    await pool.update_weights(1, "/w1")
+    for server in policies:
+        server.calls.clear()
+    yield pool
+    await pool.close()
+
+
+async def until(condition, what="it happens"):
+    try:
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        pytest.fail(f"5 s passed before {what}")
+
+
+async def ask(pool, n=1, prefix=None):
+    """(the version that the reply was sampled from, the one that the request is recorded to start from)"""
+    completions = await pool.generate([1, 2], {}, n=n, prefix=prefix)
+    [found] = {(each.token_ids[0], each.start_version) for each in completions}
+    return found
+
+
+def start(pool, *args):
+    return asyncio.create_task(ask(pool, *args))
+
+
+def hold(server, route):
+    server.gates[route] = asyncio.Event()
+    return server.gates[route]
+
+
+# --- load and prefix --------------------------------------------------------------------------------------------------
+
+
+# --- death and comeback -----------------------------------------------------------------------------------------------
+
+
+async def test_requests_of_a_server_that_died_go_to_another_at_once_and_it_comes_back_with_the_newest_weights(
+    pool, policies
+):
+    first, second = policies
+    for server in policies:
+        hold(server, GENERATE)
+    tasks = [start(pool) for _ in range(6)]
+    await until(lambda: (first.asked(), second.asked()) == (3, 3))
+    await first.stop()
+    await until(lambda: second.asked() == 6, "the requests of the first are at the second")
+    second.gates[GENERATE].set()
+    assert await asyncio.gather(*tasks) == [(1, 1)] * 6
+    assert pool.counts["engine/requests_reissued"] == 3
+    await pool.update_weights(2, "/w2")  # without the first
+    assert pool.version == 2 and first.asked(UPDATE) == 0
+    assert await ask(pool) == (2, 2)
+    first.calls.clear()
+    first.gates.clear()
+    await first.start()
+    await until(lambda: not pool.servers[0].away, "the first is back")
+    assert first.work == [UPDATE] and first.bodies[UPDATE][-1] == {"path": "/w2"}
+    pool.servers[0].failed_at = float("-inf")  # it is no longer avoided
+    assert [await ask(pool) for _ in range(3)] == [(2, 2)] * 3 and first.asked() == 3
+
+
+async def test_a_server_that_was_started_anew_between_two_requests_samples_nothing_from_its_base_weights(
+    pool, policies
+):
+    """Nobody has noticed: no request failed."""
+    first, second = policies
+    await first.stop()
+    await first.start()
+    replies = [await ask(pool) for _ in range(3)]
+    assert replies == [(1, 1)] * 3
+    await until(lambda: not pool.servers[0].away)
+    assert first.work == [GENERATE, UPDATE] and first.holds == 1, "refused, and brought up to date"
+    assert second.asked() == 3
+
+
+async def test_weights_that_are_gone_before_a_server_has_loaded_them_are_followed_by_the_newest(pool, policies):
+    """They are discarded once all servers of the rotation have newer ones, and this one is on its way back."""
+    [first, _] = policies
+    gone = asyncio.Event()
+
+    async def load():
+        if first.bodies[UPDATE][-1]["path"] == "/w1":
+            await gone.wait()
+            return web.json_response({"error": "no such folder"}, status=400)
+        return await first.load()
+
+    first.replies[UPDATE] = load
+    pool.rotation.pause(first.url)
+    back = asyncio.create_task(pool.rotation.revive(first.url, 5))
+    await until(lambda: first.asked(UPDATE) == 1, "it loads version 1")
+    await pool.update_weights(2, "/w2")
+    gone.set()
+    await back
+    assert [body["path"] for body in first.bodies[UPDATE][-2:]] == ["/w1", "/w2"]
+    assert first.holds == 2 and pool.servers[0].version == 2 and pool.servers[0].open
+
+
+# --- updates ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_takes_requests_of_the_new_version_while_another_still_loads_it(pool, policies):
+    first, second = policies
+    gates = [hold(server, UPDATE) for server in policies]
+    update = asyncio.create_task(pool.update_weights(2, "/w2"))
+    await until(lambda: first.asked(UPDATE) == second.asked(UPDATE) == 1, "both load at the same time")
+    early = [start(pool) for _ in range(4)]
+    await asyncio.sleep(0.05)
+    assert first.asked() == second.asked() == 0, "nothing is sent to a server that loads"
+    gates[0].set()
+    assert await asyncio.gather(*early) == [(2, 2)] * 4
+    assert (first.asked(), second.asked()) == (4, 0) and not update.done()
+    assert pool.version == 1 and pool.loading == 2, "a group that starts now is meant for the older one"
+    gates[1].set()
+    await update
+    assert pool.version == 2 and pool.loading is None
+    tasks = [start(pool) for _ in range(4)]
+    assert await asyncio.gather(*tasks) == [(2, 2)] * 4 and second.asked() == 2
+
+
+async def test_a_request_that_lives_through_the_update_of_its_server_says_so(pool, policies):
+    gates = [hold(server, GENERATE) for server in policies]
+    tasks = [asyncio.create_task(pool.generate([1], {})) for _ in range(2)]
+    await until(lambda: all(server.asked() for server in policies))
+    await pool.update_weights(2, "/w2")
+    for gate in gates:
+        gate.set()
+    assert [(c.start_version, c.end_version) for [c] in await asyncio.gather(*tasks)] == [(1, 2)] * 2
+
+
+async def test_a_server_that_dies_of_an_update_is_brought_up_to_date_when_it_is_back(pool, policies):
+    first, second = policies
+    hold(first, UPDATE)
+    update = asyncio.create_task(pool.update_weights(2, "/w2"))
+    await until(lambda: first.asked(UPDATE) == 1 and second.holds == 2)
+    await first.stop()
+    await asyncio.wait_for(update, 5)
+    assert pool.version == 2 and pool.servers[0].away
+    assert await ask(pool) == (2, 2)
+    first.gates.clear()
+    await first.start()
+    await until(lambda: not pool.servers[0].away)
+    assert first.holds == 2
+
+
+async def test_an_update_that_a_server_refuses_ends_with_its_name_although_another_has_it(pool, policies):
+    [_, second] = policies
+    second.replies[UPDATE] = (400, "a tensor is missing")
+    with pytest.raises(EngineError, match=f"{second.url}{UPDATE} answered HTTP 400: a tensor is missing"):
+        await pool.update_weights(2, "/w2")
+    assert pool.version == 1

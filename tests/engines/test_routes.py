@@ -1,0 +1,284 @@
+"""prl's routes, against an engine that only takes notes."""
+
+import asyncio
+import json
+import math
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import torch
+from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from prl.engines.vllm.protocol import GENERATE, LOAD, measured
+from prl.engines.vllm.routes import PolicyRoutes, prompt_logprobs
+from prl.engines.vllm.server import TokenAuth
+from prl.models import model_path
+
+WEIGHTS = model_path("tiny")
+ASKED = {"model": "policy", "token_ids": [3], "sampling": {}}
+WHOLE = ["pause keep", f"load {WEIGHTS}", "reset running", "resume"]
+
+
+class Engine:
+    """Notes what it is asked to do."""
+
+    def __init__(self):
+        self.calls = []
+        self.cleared = True
+        self.errored = False
+        self.stuck = False
+        self.failure = None
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                model=WEIGHTS, revision=None, hf_config=AutoConfig.from_pretrained(WEIGHTS), trust_remote_code=False
+            ),
+        )
+        self.engine_core = self
+
+    async def pause_scheduler_async(self, mode, clear_cache):
+        assert not clear_cache
+        self.calls.append(f"pause {mode}")
+
+    async def resume_generation(self):
+        self.calls.append("resume")
+
+    async def collective_rpc(self, method, args):
+        await asyncio.sleep(3600 if self.stuck else 0)
+        assert method == "load_policy"
+        self.calls.append(f"load {args[0]}")
+        if self.failure:
+            raise self.failure
+
+    async def reset_prefix_cache(self, reset_running_requests):
+        assert reset_running_requests
+        self.calls.append("reset running")
+        return self.cleared
+
+
+@pytest.fixture
+async def engine():
+    return Engine()
+
+
+async def app_of(engine):
+    app = FastAPI()
+    app.state.engine_client = engine
+    routes = PolicyRoutes()
+    routes.attach_router(app)
+    app.add_middleware(TokenAuth)
+    app.add_exception_handler(ValueError, lambda request, error: PlainTextResponse(str(error), status_code=418))
+    await routes.init_state(engine, app.state, SimpleNamespace(served_model_name=["policy"], model="m"))
+    return app
+
+
+@pytest.fixture
+async def client(engine, monkeypatch):
+    monkeypatch.setenv("PRL_TOKEN", "t")
+    headers = {"Authorization": "Bearer t"}
+    transport = httpx.ASGITransport(await app_of(engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine", headers=headers) as client:
+        yield client
+
+
+@pytest.fixture
+async def post(client):
+    return lambda body: client.post(LOAD, **({"content": body} if isinstance(body, bytes) else {"json": body}))
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_whose_client_goes_away_is_cancelled(engine, monkeypatch):
+    """vLLM's `generate` aborts its sequences then."""
+    monkeypatch.setenv("PRL_TOKEN", "t")
+    messages = [{"type": "http.request", "body": json.dumps(ASKED).encode(), "more_body": False}]
+    begun, cancelled, sent = asyncio.Event(), asyncio.Event(), []
+
+    async def sample(engine, asked, params):
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            cancelled.set()
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await begun.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    monkeypatch.setattr("prl.engines.vllm.routes.sample", sample)
+    monkeypatch.setattr("prl.engines.vllm.routes.params_of", lambda asked: None)
+    headers = [(b"authorization", b"Bearer t")]
+    scope = {"type": "http", "method": "POST", "path": GENERATE, "headers": headers, "query_string": b""}
+    app = await app_of(engine)
+    await asyncio.wait_for(app(scope, receive, send), 5)
+    await asyncio.wait_for(cancelled.wait(), 5)
+    assert sent[0]["status"] == 499
+
+
+def test_logprobs_are_numbers_of_json():
+    assert [measured(value) for value in (-1.5, -math.inf, -1e5, math.inf, math.nan)] == [
+        -1.5,
+        -9999.0,
+        -9999.0,
+        None,
+        None,
+    ]
+
+
+def test_each_token_of_a_prompt_has_the_logprob_of_its_own_id():
+    def row(**logprobs):
+        return {int(name[1:]): SimpleNamespace(logprob=value) for name, value in logprobs.items()}
+
+    rows = [None, row(_9=-0.1, _7=-1.25), row(_8=-2.5, _4=-0.2), row(_6=-0.5)]
+    assert prompt_logprobs(rows, [5, 7, 8, 7]) == [None, -1.25, -2.5, None]
+
+
+# --- new weights ------------------------------------------------------------------------------------------------------
+
+
+async def test_pause_load_forget_resume(engine, post):
+    reply = await post({"path": WEIGHTS})
+    body = reply.json()
+    assert reply.status_code == 200 and body["loaded"] == WEIGHTS and engine.calls == WHOLE
+    assert list(body["seconds"]) == ["check", "load"]
+
+
+async def test_two_updates_do_not_mix(engine, post):
+    await asyncio.gather(post({"path": WEIGHTS}), post({"path": WEIGHTS}))
+    assert engine.calls == WHOLE * 2
+
+
+async def test_after_a_failed_load_the_engine_stays_paused_until_one_has_succeeded(engine, post):
+    """Nothing is sampled from a mixture of weights."""
+    engine.failure = FileNotFoundError("no such folder")
+    reply = await post({"path": WEIGHTS})
+    assert reply.status_code == 500 and "no such folder" in reply.json()["error"]
+    assert engine.calls == WHOLE[:2]
+    engine.failure = None
+    assert (await post({"path": WEIGHTS})).status_code == 200
+    assert engine.calls[2:] == WHOLE
+
+
+async def test_a_cache_that_was_not_cleared_is_an_error(engine, post):
+    engine.cleared = False
+    reply = await post({"path": WEIGHTS})
+    assert reply.status_code == 500 and "older weights" in reply.json()["error"]
+    assert engine.calls == WHOLE[:-1], "it stays paused"
+
+
+@pytest.mark.parametrize("body", [{}, {"path": 3}, [], "x", None, b"", b"{", b"\xff", {"path": "a\0b"}])
+async def test_a_body_without_a_path_touches_nothing(engine, post, body):
+    assert (await post(body)).status_code == 400
+    assert engine.calls == []
+
+
+async def test_an_engine_that_dies_during_an_update_leaves_no_request_unanswered(engine, post, monkeypatch):
+    """The server waits for its requests before it ends: an unanswered one would keep it, and the run, forever."""
+    monkeypatch.setattr("prl.engines.vllm.routes.ALIVE_S", 0.01)
+    engine.stuck = True
+    asking = asyncio.create_task(post({"path": WEIGHTS}))
+    await asyncio.sleep(0.1)
+    assert not asking.done(), "it may take its time while the engine lives"
+    engine.errored = True
+    reply = await asyncio.wait_for(asking, 5)
+    assert reply.status_code == 500 and "the engine died" in reply.json()["error"]
+
+
+def changed(folder, **tensors):
+    """Tiny's weights in `folder`, with these changed; None takes one away."""
+    state = load_file(f"{WEIGHTS}/model.safetensors") | tensors
+    save_file({name: value for name, value in state.items() if value is not None}, folder / "model.safetensors")
+
+
+NORM = "model.norm.weight"
+ONES = torch.ones(128)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({NORM: None}, f"{NORM} is missing"),
+        ({"model.more": ONES}, "model.more is not of this model"),
+        ({NORM: torch.ones(127)}, f"{NORM} is [127] float, and the server's model has [128] float"),
+        ({NORM: torch.ones(128, dtype=torch.int64)}, f"{NORM} is [128] I64, and the server's model has [128] float"),
+        ({NORM: torch.full((128,), float("nan"))}, f"128 of 128 numbers of {NORM} are NaN or infinite"),
+        ({NORM: torch.cat([ONES[:127], torch.tensor([float("-inf")])])}, f"1 of 128 numbers of {NORM} are NaN"),
+    ],
+)
+async def test_weights_that_do_not_fit_are_refused_before_anything_is_touched(engine, post, tmp_path, tensors, says):
+    changed(tmp_path, **tensors)
+    reply = await post({"path": str(tmp_path)})
+    assert reply.status_code == 400 and says in reply.json()["error"] and engine.calls == []
+    assert reply.json()["error"].endswith("the weights stay as they are") and "\n" not in reply.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {},
+        {NORM: ONES.double()},  # another number format
+        {NORM: ONES * 3e38},  # finite, and their sum is not
+        {"lm_head.weight": torch.ones(512, 128)},  # tied: it may be there
+    ],
+)
+async def test_weights_that_fit_are_loaded(engine, post, tmp_path, tensors):
+    changed(tmp_path, **tensors)
+    reply = await post({"path": str(tmp_path)})
+    assert reply.status_code == 200 and reply.json()["loaded"] == str(tmp_path)
+
+
+def truncated(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def pickled(folder):
+    torch.save({"w": torch.ones(1)}, folder / "model.safetensors")
+
+
+def emptied(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+
+
+def gone(folder):
+    return folder / "gone"
+
+
+@pytest.mark.parametrize("damage", [truncated, pickled, emptied, gone])
+async def test_files_that_cannot_be_read_are_refused_before_anything_is_touched(engine, post, tmp_path, damage):
+    changed(tmp_path)
+    folder = damage(tmp_path) or tmp_path
+    reply = await post({"path": str(folder)})
+    assert reply.status_code == 400 and str(folder) in reply.json()["error"] and engine.calls == []
+    assert "\n" not in reply.json()["error"] and reply.json()["error"].endswith("the weights stay as they are")
+
+
+async def test_names_as_transformers_writes_them_pass_too(engine, post, tmp_path, monkeypatch):
+    """Where the files at start name tensors otherwise, as those of an older version do."""
+    older = tmp_path / "older"
+    older.mkdir()
+    state = load_file(f"{WEIGHTS}/model.safetensors")
+    save_file({name.replace("model.", "transformer."): value for name, value in state.items()}, older / "a.safetensors")
+    engine.vllm_config.model_config.model = str(older)
+    app = FastAPI()
+    app.state.engine_client = engine
+    await PolicyRoutes().init_state(engine, app.state, SimpleNamespace(served_model_name=["policy"], model="m"))
+    assert app.state.served_model.check(WEIGHTS) == WEIGHTS
+    assert app.state.served_model.check(str(older)) == str(older)
+
+
+async def test_a_frozen_server_has_no_such_route(engine, monkeypatch):
+    monkeypatch.setenv("PRL_FROZEN", "1")
+    app = FastAPI()
+    PolicyRoutes().attach_router(app)
+    assert "/prl/load_policy" not in {route.path for route in app.routes}

@@ -1,0 +1,72 @@
+"""When a server counts as at work."""
+
+import msgspec
+import pytest
+
+from prl.engines.traffic import Traffic
+from prl.transport import events
+
+A, B = "http://a", "http://b"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    at = [0.0]
+    monkeypatch.setattr(events, "now", lambda: at[0])
+    return lambda time: at.__setitem__(0, time)
+
+
+class Recording(events.Lane):
+    """Keeps its spans, and those of the lanes beside it."""
+
+    closed = False
+
+    def __init__(self, process="orchestrator", spans=None):
+        super().__init__(process)
+        self.spans = [] if spans is None else spans
+        self._file = self
+
+    def beside(self, process):
+        return Recording(process, self.spans)
+
+    def write(self, line):
+        span = msgspec.json.decode(line, type=events.Span)
+        self.spans.append((span.process, span.what, span.start, span.stop, span.step))
+
+
+def test_a_server_is_at_work_from_the_first_request_to_the_end_of_the_last(clock):
+    traffic, lane = Traffic([A]), Recording()
+    traffic.record(lane)
+    with traffic.request(A):
+        clock(1)
+        with traffic.request(A):
+            clock(2)
+            assert traffic.in_flight == {A: 2}
+        clock(3)
+    clock(5)
+    with pytest.raises(ValueError, match="failed"), traffic.request(A):
+        clock(6)
+        raise ValueError("failed")
+    assert traffic.in_flight == {A: 0}
+    assert lane.spans == [("engine", "generating", 0, 3, 1), ("engine", "generating", 5, 6, 1)]
+    assert traffic.busy_s == 4
+
+
+def test_while_weights_are_loaded_requests_wait_and_the_server_is_at_work(clock):
+    traffic, lane = Traffic([A, B]), Recording()
+    traffic.record(lane)
+    with traffic.request(A):
+        clock(1)
+        with traffic.loading(A, 7), traffic.loading(B, 7):
+            assert traffic.busy == [0, 1]
+            clock(3)
+        assert traffic.busy == [0]
+        clock(4)
+    clock(10)
+    assert sorted(lane.spans) == [
+        ("engine 1", "generating", 0, 1, 1),
+        ("engine 1", "generating", 3, 4, 8),
+        ("engine 1", "loading weights", 1, 3, 7),
+        ("engine 2", "loading weights", 1, 3, 7),
+    ]
+    assert traffic.busy_s == 3, "the mean of 4 and 2"

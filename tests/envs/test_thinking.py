@@ -1,0 +1,102 @@
+"""Conversations with a model that thinks, in qwen3's template, which drops the thinking of earlier turns."""
+
+from types import SimpleNamespace
+
+import pytest
+import verifiers.v1 as vf
+
+from prl.engines.renderer import make_renderer
+from prl.engines.replies import Completion
+from prl.envs.multi_turn import Conversation
+from prl.envs.tools import Tools
+from prl.envs.turn import AGENT
+from prl.rollouts.rollout import Rollout
+
+THINKS = "<think>R1</think>A1<|im_end|>"
+BY_THE_TEMPLATE = "<think>\nR1\n</think>\n\nA1<|im_end|>"
+
+
+class Says:
+    """A sampler that gives the replies in turn, and remembers what it was sent."""
+
+    temperature = 1.0
+    pool = SimpleNamespace(model="policy")
+    version = 0
+
+    def __init__(self, tokenizer, renderer, replies):
+        self.renderer = renderer
+        self.replies = [tokenizer.encode(reply, add_special_tokens=False) for reply in replies]
+        self.sent = []
+
+    async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
+        ids = self.replies[len(self.sent)]
+        self.sent.append((list(prompt_ids), ids))
+        return [Completion(ids, [-1.0] * len(ids), "stop")]
+
+
+@pytest.fixture
+def converse(tokenizer):
+    """`converse(args, replies)`: the samples of a conversation as texts with what is trained, and what was sent."""
+
+    async def run(args, replies, renderer=None):
+        sampler = Says(tokenizer, renderer or make_renderer(tokenizer, name="qwen3", **args), replies)
+        task = vf.Task(vf.TaskData(idx=0, prompt="U1"))
+        talk = Conversation(task, AGENT, sampler, "k", tools=Tools())
+        await talk.turn()
+        for number in range(2, len(replies) + 1):
+            await talk.turn(f"U{number}")
+        rollout = Rollout(talk.trace, env_name="toy", group_id=0, start_version=0, temperature=1.0)
+        rollout.attach_samples()
+        trained = [
+            tokenizer.decode([t for t, m in zip(sample.token_ids, sample.mask, strict=True) if m])
+            for sample in rollout.samples
+        ]
+        return [tokenizer.decode(sample.token_ids) for sample in rollout.samples], trained, sampler.sent
+
+    return run
+
+
+@pytest.mark.parametrize("said", [THINKS, BY_THE_TEMPLATE])
+async def test_by_default_the_thinking_is_stripped_and_a_new_sample_starts(converse, tokenizer, said):
+    texts, trained, sent = await converse({}, [said, "A2<|im_end|>"])
+    assert len(texts) == 2 and trained == [said, "A2<|im_end|>"]
+    assert texts[0].endswith(f"U1<|im_end|>\n<|im_start|>assistant\n{said}")
+    assert "R1" not in texts[1] and "<|im_start|>assistant\nA1<|im_end|>\n<|im_start|>user\nU2" in texts[1]
+    assert texts == [tokenizer.decode(prompt + reply) for prompt, reply in sent]
+
+
+@pytest.mark.parametrize("said", [THINKS, BY_THE_TEMPLATE])
+async def test_with_thinking_retained_it_is_one_sample(converse, tokenizer, said):
+    texts, trained, sent = await converse({"thinking_retention": "all"}, [said, "A2<|im_end|>"])
+    assert trained == [said + "A2<|im_end|>"]
+    assert f"{said}\n<|im_start|>user\nU2" in texts[0]
+    assert texts == [tokenizer.decode(sent[-1][0] + sent[-1][1])]
+
+
+async def test_retained_thinking_stays_for_as_long_as_the_conversation_goes_on(converse):
+    replies = [f"<think>R{i}</think>A{i}<|im_end|>" for i in range(1, 5)]
+    texts, trained, _ = await converse({"thinking_retention": "all"}, replies)
+    assert trained == ["".join(replies)] and all(reply in texts[0] for reply in replies)
+    texts, trained, _ = await converse({}, replies)
+    assert trained == replies, "every turn strips the one before"
+
+
+async def test_thinking_that_never_ended_cannot_be_bridged_and_starts_a_new_sample(converse):
+    _, trained, _ = await converse({"thinking_retention": "all"}, ["<think>R1<|im_end|>", "A2<|im_end|>"])
+    assert trained == ["<think>R1<|im_end|>", "A2<|im_end|>"]
+
+
+async def test_thinking_that_was_cut_off_is_closed_and_goes_on_as_one_sample(converse):
+    texts, trained, _ = await converse({"thinking_retention": "all"}, ["<think>R1", "A2<|im_end|>"])
+    assert trained == ["<think>R1A2<|im_end|>"] and "<think>R1</think><|im_end|>\n<|im_start|>user\nU2" in texts[0]
+
+
+async def test_a_bridge_that_leaves_out_what_was_sampled_is_not_taken(converse, tokenizer):
+    """qwen3's drops what stands behind the end of a turn."""
+    renderer = make_renderer(tokenizer, name="qwen3", thinking_retention="all")
+    prompt = renderer.render_ids([{"role": "user", "content": "U1"}], add_generation_prompt=True)
+    said = tokenizer.encode("A1<|im_end|>!", add_special_tokens=False)
+    bridged = renderer.bridge_to_next_turn(prompt, said, [{"role": "user", "content": "U2"}])
+    assert bridged.token_ids[: len(prompt + said)] != prompt + said, "else this test shows nothing"
+    _, trained, _ = await converse({}, ["A1<|im_end|>!", "A2<|im_end|>"], renderer)
+    assert trained == ["A1<|im_end|>!", "A2<|im_end|>"]

@@ -1,0 +1,141 @@
+"""What prl uses of verifiers beyond its public interface: is there, is needed, in the version it was read in."""
+
+import asyncio
+import importlib.metadata
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import verifiers.v1 as vf
+from pydantic import SecretStr
+from verifiers.v1 import graph
+from verifiers.v1 import task as verifiers_task
+from verifiers.v1.clients import base as client_base
+from verifiers.v1.clients import resolve_client
+from verifiers.v1.interception import server as interception_server
+from verifiers.v1.mcp import server as tool_server
+from verifiers.v1.utils import decorators
+
+from prl.envs import _verifiers_internals as internals
+from prl.envs.turn import AGENT
+
+
+def test_the_installed_verifiers_is_the_one_this_was_written_for():
+    assert importlib.metadata.version("verifiers") == internals.VERSION
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_is_made_by_its_constructor():
+    message = vf.UserMessage(content="?")
+    node = graph.MessageNode.model_construct(message=message, token_ids=[1, 2], timestamp=3.0)
+    assert node == graph.MessageNode(message=message, token_ids=[1, 2], timestamp=3.0)
+    assert "MessageNode.model_construct(" in inspect.getsource(graph)
+
+
+def test_the_build_that_a_trace_names_is_the_one_that_verifiers_would_name():
+    trace = vf.Trace(task=vf.TraceTask(type="Toy", data=vf.TaskData(idx=0, prompt="?")), agent=AGENT)
+    assert trace.verifiers == internals.BUILD
+
+
+# --- graders ----------------------------------------------------------------------------------------------------------
+
+
+async def leaves():
+    raise SystemExit(3)
+
+
+def test_a_grader_of_verifiers_own_still_ends_the_event_loop():
+    with pytest.raises(SystemExit):
+        asyncio.run(decorators.invoke_all([leaves], {}))
+
+
+def test_a_task_is_graded_with_the_contained_one():
+    assert verifiers_task.invoke_all is internals._invoke_all
+    with pytest.raises(RuntimeError, match="the env's code let SystemExit escape"):
+        asyncio.run(verifiers_task.invoke_all([leaves], {}))
+
+
+# --- env and agents ---------------------------------------------------------------------------------------------------
+
+
+class DuoConfig(vf.EnvConfig):
+    one: vf.AgentConfig = vf.AgentConfig(max_turns=2)
+    two: vf.AgentConfig = vf.AgentConfig()
+
+
+class Duo(vf.Env[DuoConfig]):
+    async def setup(self, agents):
+        agents.two.trainable = False
+
+    async def run(self, task, agents):
+        pass
+
+
+async def test_agents_are_made_by_us_and_listed_after_the_envs_setup():
+    made = []
+
+    def make_agent(context, completed, name, spec):
+        made.append((context, completed, name, spec.max_turns))
+        return SimpleNamespace(name=name, trainable=True)
+
+    env = internals.env_with_agents(Duo, taskset := object(), make_agent)
+    assert isinstance(env, Duo) and isinstance(env.config, DuoConfig) and env.taskset is taskset
+    agents = await internals.agents_after_setup(env, "context")
+    assert [(agent.name, agent.trainable) for agent in agents] == [("one", True), ("two", False)]
+    assert made == [("context", [], "one", 2), ("context", [], "two", None)]
+
+
+# --- state of a tool call ---------------------------------------------------------------------------------------------
+
+
+class Count(vf.State):
+    calls: int = 0
+
+
+class Counter(vf.Toolset[vf.ToolsetConfig, Count]):
+    pass
+
+
+def test_a_toolset_reads_the_state_of_the_call_and_no_other():
+    toolset, state = Counter(vf.ToolsetConfig()), Count(calls=7)
+    with internals.call_state(state):
+        assert toolset.state is state
+        with internals.call_state(None):
+            assert toolset.state is not state
+        assert toolset.state is state
+    assert toolset.state is not state and tool_server._call_state.get() is None
+
+
+# --- the client's token -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(server):
+    return internals.TokenClientConfig(
+        base_url=f"{server.url}/v1", api_key_var="NOT_SET_BY_ANYBODY", token=SecretStr("s3cret")
+    )
+
+
+def test_both_places_that_look_a_key_up_find_the_token(config, monkeypatch):
+    monkeypatch.delenv("NOT_SET_BY_ANYBODY", raising=False)
+    assert client_base.resolve_api_key(config) == interception_server.resolve_api_key(config) == "s3cret"
+    assert "resolve_api_key(config)" in inspect.getsource(client_base.build_async_openai)
+    assert "resolve_api_key(config)" in inspect.getsource(interception_server.InterceptionServer.handle_models)
+
+
+async def test_a_request_of_verifiers_client_carries_the_token(config, server):
+    server.replies["/v1/models"] = {"object": "list", "data": []}
+    client = resolve_client(config)
+    await client.client.models.list()
+    await client.close()
+    assert server.headers["Authorization"] == "Bearer s3cret"
+
+
+def test_no_dump_and_no_representation_holds_the_token(config):
+    agent = vf.AgentConfig(client=config)
+    for text in (config.model_dump_json(), repr(config), str(config), agent.model_dump_json(), repr(agent)):
+        assert "s3cret" not in text
+    assert agent.client.token.get_secret_value() == "s3cret"
+    assert agent.model_copy(update={"max_turns": 3}).client.token.get_secret_value() == "s3cret"

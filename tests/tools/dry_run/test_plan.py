@@ -1,0 +1,205 @@
+"""A dry run: what it says of a config and what it refuses, on this and on other machines."""
+
+import pytest
+from small_models import QWEN3_32B
+
+from prl.config import hardware, machine
+from prl.config.compose import compose
+from prl.config.hardware import GIB, MachineConfig, assuming
+from prl.config.validate import validate
+from prl.errors import ConfigError
+from prl.tools.dry_run.plan import COMMAND, ENGINE, RAM, TRAINER, holds_reference, plan, sizes_of
+from prl.train import main as dry_run
+
+GPUS = {"gpus": 8, "gpu_memory_gb": 80.0, "ram_gb": 2000.0, "cores": 64}
+ON_GPUS = ("machine.gpus=8", "machine.gpu_memory_gb=80")
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """This machine has 16 GiB, two cores and no GPU."""
+
+    def assumed(name, otherwise):
+        given = getattr(hardware.assumed(), name)
+        return otherwise if given is None else given
+
+    monkeypatch.setattr(machine, "memory_bytes", lambda: assumed("ram_gb", 16) * GIB)
+    monkeypatch.setattr(machine, "cores", lambda: int(assumed("cores", 2)))
+    monkeypatch.setattr(hardware, "listed", lambda: ())
+
+
+@pytest.fixture
+def dry(config, tmp_path):
+    config.dry_run, config.run.dir = True, str(tmp_path / "run")
+    return config
+
+
+@pytest.fixture
+def large(dry, bare):
+    """Qwen3-32B, without weights, on a machine with 8 GPUs."""
+    dry.model.path, dry.model.max_model_len = str(bare("qwen3", **QWEN3_32B)), 4096
+    dry.trainer.seq_len = 4096
+    dry.machine = MachineConfig(**GPUS)
+    return dry
+
+
+def planned(config):
+    with assuming(config.machine):
+        return plan(config)
+
+
+def parts_of(config, name, device=RAM):
+    """What each process of a name holds on a device."""
+    return [parts for process, parts in planned(config).processes[device] if process == name]
+
+
+def test_the_default_run_fits_and_leaves_nothing(dry, tmp_path, capsys):
+    dry_run(dry)
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == "fits" and not list(tmp_path.iterdir())
+    assert "524,288" in printed and "of 16.00" in printed
+    assert max(map(len, printed.splitlines())) <= 160 and "\x1b" not in printed
+
+
+def test_memory_is_that_of_all_processes(dry):
+    found, parameters = planned(dry), sizes_of(dry).policy.parameters
+    processes = dict(found.processes[RAM])
+    assert list(processes) == ["orchestrator", "engine", "trainer"] and found.capacities == {RAM: 16 * GIB}
+    engine, trainer = processes["engine"], processes["trainer"]
+    assert engine["weights"] == trainer["weights"] == trainer["gradients"] == 4 * parameters
+    assert engine["KV cache"] == GIB
+    assert [parts["process"] for parts in processes.values()] == [COMMAND, ENGINE, TRAINER]
+    assert found.used(RAM) == pytest.approx(sum(sum(parts.values()) for parts in processes.values()))
+
+
+def test_engines_and_ranks_take_their_memory_each(dry):
+    states = 4 * sizes_of(dry).policy.parameters * 2 + sizes_of(dry).optimiser
+    dry.trainer.num_processes, dry.trainer.shard_size = 3, 1
+    copies = planned(dry).used(RAM)
+    assert [parts["gathered"] > 0 for parts in parts_of(dry, "trainer")] == [True] * 3
+    dry.trainer.shard_size = None
+    assert copies - planned(dry).used(RAM) == pytest.approx(2 * states), "one copy, not three"
+    one, [parts] = planned(dry).used(RAM), parts_of(dry, "engine")
+    dry.engine.servers = 2
+    assert planned(dry).used(RAM) - one == pytest.approx(sum(parts.values()))
+    dry.engine.servers, dry.engine.urls = 1, ["http://127.0.0.1:9"]
+    assert one - planned(dry).used(RAM) == pytest.approx(sum(parts.values())) and not planned(dry).caches
+
+
+def test_a_kl_to_the_initial_model_copies_the_weights(dry):
+    before = planned(dry).used(RAM)
+    dry.algo.kl = {"coef": 0.1, "reference": "initial"}
+    assert planned(dry).used(RAM) - before == 4 * sizes_of(dry).policy.parameters
+    dry.algo.kl = {"coef": 0.1, "reference": {"name": "a", "base_url": "http://127.0.0.1:9/v1"}}
+    assert not holds_reference(dry)
+
+
+def test_adapters_alone_have_gradients_and_a_state(dry):
+    full = sizes_of(dry)
+    dry.model.lora.rank = 4
+    adapters, sizes = 4 * 4 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384)), sizes_of(dry)
+    assert sizes.policy.adapters == adapters and sizes.policy.parameters == full.policy.parameters
+    [parts] = parts_of(dry, "trainer")
+    assert parts["weights"] == 4 * (full.policy.parameters + adapters)
+    assert parts["gradients"] == 4 * adapters and parts["optimiser"] == sizes.optimiser < 0.12 * full.optimiser
+
+
+def test_a_hosted_teacher_is_an_engine_of_its_own():
+    config = compose(["run.name=x", "algo=opd", "dry_run=true", "teacher.engine.kv_cache_gb=3"])
+    [parts] = parts_of(config, "teacher")
+    assert parts["KV cache"] == 3 * GIB and parts["weights"] == 4 * sizes_of(config).teacher.parameters
+    assert list(planned(config).caches) == ["engine", "teacher"]
+
+
+def test_an_in_process_engine_has_weights_update_and_batch():
+    config = compose(["run.name=x", "debug=fast", "engine.max_num_seqs=8", "model.max_model_len=100"])
+    [engine], parameters = parts_of(config, "engine"), sizes_of(config).policy.parameters
+    per_token = 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, their width, bytes
+    assert engine == {
+        "process": 0,
+        "weights": 4 * parameters,
+        "update": 4 * parameters,
+        "KV cache": 8 * 100 * per_token,
+    }
+
+
+def test_servers_and_ranks_have_gpus_of_their_own(large):
+    large.trainer.num_processes, large.engine.servers, large.engine.tensor_parallel_size = 4, 2, 2
+    large.trainer.shard_size = 2
+    found, parameters = planned(large), sizes_of(large).policy.parameters
+    names = [[name for name, _ in found.processes[f"GPU {place}"]] for place in range(8)]
+    assert names == [["engine"]] * 4 + [["trainer"]] * 4
+    [engine] = parts_of(large, "engine", "GPU 1")
+    assert sum(engine.values()) == pytest.approx(0.5 * 80 * GIB)
+    assert engine["weights"] == parameters * 2 / 2
+    assert [parts.get("loading", 0) for parts in parts_of(large, "trainer")] == [4 * parameters, 0, 0, 0]
+    assert parts_of(large, "trainer", "GPU 7")[0]["weights"] == 2 * parameters
+
+
+def test_offloaded_states_are_in_the_machines_memory(large):
+    large.trainer.num_processes, large.trainer.cpu_offload = 7, True
+    [rank] = parts_of(large, "trainer", "GPU 1")
+    assert not {"weights", "gradients", "optimiser"} & rank.keys()
+    assert parts_of(large, "trainer")[-1].keys() >= {"weights", "gradients", "optimiser"}
+
+
+def change(config, key, value):
+    *path, name = key.split(".")
+    node = config
+    for part in path:
+        node = getattr(node, part)
+    setattr(node, name, value)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "changes", "keys"),
+    [
+        ("dry", {"machine.ram_gb": 6, "engine.kv_cache_gb": 5}, ["RAM", "engine.kv_cache_gb"]),
+        ("dry", {"trainer.tokens_per_forward": 1 << 18}, ["RAM", "trainer.tokens_per_forward"]),
+        ("large", {"machine.gpus": 0, "machine.ram_gb": 9000}, ["KV cache", "4,096", "engine.kv_cache_gb"]),
+        ("large", {"engine.tensor_parallel_size": 4, "trainer.num_processes": 4}, ["GPU 4", "trainer.cpu_offload"]),
+        ("large", {"machine.gpu_memory_gb": None}, ["machine.gpu_memory_gb"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_key(request, fixture, changes, keys):
+    config = request.getfixturevalue(fixture)
+    for key, value in changes.items():
+        change(config, key, value)
+    with pytest.raises(ConfigError) as caught:
+        dry_run(config)
+    assert all(key in str(caught.value) for key in keys), str(caught.value)
+
+
+def test_a_32b_fits_on_8_gpus_once_recomputed_and_offloaded(large, capsys):
+    change(large, "engine.tensor_parallel_size", 2)
+    change(large, "trainer.num_processes", 6)
+    with pytest.raises(ConfigError, match="GPU 2"):
+        dry_run(large)
+    change(large, "trainer.gradient_checkpointing", "selective")
+    change(large, "trainer.cpu_offload", True)
+    dry_run(large)
+    assert capsys.readouterr().out.endswith("fits\n")
+
+
+def test_only_a_dry_run_has_another_machine_and_no_weights(dry, bare):
+    dry.model.path, dry.machine = str(bare("llama")), MachineConfig(gpus=1)
+    validate(dry)
+    dry.dry_run = False
+    with pytest.raises(ConfigError, match="dry_run=true"):
+        validate(dry)
+    dry.machine = MachineConfig()
+    with pytest.raises(ConfigError, match="weights"):
+        validate(dry)
+
+
+def test_the_command_prints_the_table_before_it_refuses(run_command, tmp_path, bare):
+    model = ["model=hf", f"model.path={bare('llama', head_dim=64)}", "model.max_model_len=512", "run.dir=run"]
+    done = run_command(tmp_path, "prl.train", *model, "dry_run=true", "machine.ram_gb=1")
+    assert done.returncode == 2 and done.stderr.startswith("error: RAM would hold")
+    assert "orchestrator" in done.stdout and {path.name for path in tmp_path.iterdir()} == {"bare"}
+
+
+def test_a_dry_sweep_is_a_dry_run_of_each_job(run_command, tmp_path):
+    done = run_command(tmp_path, "prl.train", "-m", "dry_run=true", "orchestrator.batch_size=64,33")
+    assert done.returncode == 2 and "orchestrator.batch_size=33" in done.stderr
+    assert done.stdout.count("\nfits\n") == 1 and not list(tmp_path.iterdir())

@@ -1,0 +1,92 @@
+"""The command line: targets among overrides, and a run's settings, of which code is not taken unasked."""
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from prl.config.build import plain
+from prl.config.compose import CONF, to_config
+from prl.errors import ConfigError
+from prl.tools.evaluation.arguments import to_overrides
+
+
+def compose(*arguments):
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        overrides = ["run.name=x", *to_overrides(arguments)]
+        return to_config(hydra.compose("eval", overrides), overrides)
+
+
+def change(run, **values):
+    config = OmegaConf.load(run / "config.yaml")
+    for key, value in values.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    OmegaConf.save(config, run / "config.yaml")
+
+
+def test_what_has_no_key_is_a_target_wherever_it_stands(make_run):
+    make_run("sweep/0-seed=1")
+    arguments = ["k=4", "a b/c", "sweep/0-seed=1", "env=math", "http://h/v1?x=1", "--cfg", "job", "~monitor.jsonl"]
+    found = to_overrides(arguments)
+    assert found[0] == 'targets=["a b/c", "sweep/0-seed=1", "http://h/v1?x=1"]'
+    assert found[-5:] == ["k=4", "env=math", "--cfg", "job", "~monitor.jsonl"]
+    assert compose("a b/c", "tiny").targets == ["a b/c", "tiny"]
+    assert to_overrides(["k=4"]) == ["k=4"]
+
+
+def test_without_a_run_it_is_the_defaults():
+    config = compose("tiny")
+    assert (config.k, config.num_tasks, config.seed, list(config.envs)) == (8, 64, 0, ["math"])
+    assert config.sampling.temperature == config.envs["math"].sampling.temperature == 1.0
+
+
+def test_a_run_gives_its_envs_sampling_renderer_and_seed(make_run):
+    make_run(
+        "mine",
+        "env=[guess,reverse_text]",
+        "seed=7",
+        "sampling.max_tokens=9",
+        "orchestrator.eval.sampling.temperature=0.5",
+        "envs.guess.sampling.top_k=0",
+        "envs.guess.sampling.max_tokens=5",
+        "envs.reverse_text.eval_args=null",
+        "renderer=qwen3",
+        "+renderer.thinking_retention=all",
+    )
+    config = compose("tiny", "mine/checkpoints/step_000010")
+    assert list(config.envs) == ["guess"] and config.seed == 7, "the other env has no held-out tasks"
+    assert config.envs["guess"].eval_args is not None and config.envs["guess"].args["seed"] == 7
+    assert (config.sampling.temperature, config.sampling.max_tokens) == (0.5, 9)
+    guess = config.envs["guess"].sampling
+    assert (guess.temperature, guess.max_tokens) == (0.5, 5)
+    assert plain(config.renderer) | {"name": "qwen3", "thinking_retention": "all"} == plain(config.renderer)
+    typed = compose(
+        "mine", "sampling.temperature=0.2", "envs.guess.sampling.max_tokens=6", "seed=3", "renderer=default"
+    )
+    guess = typed.envs["guess"].sampling
+    assert (guess.temperature, guess.max_tokens, typed.seed, typed.renderer.name) == (0.2, 6, 3, "default")
+
+
+def test_an_env_of_the_command_line_replaces_the_runs(make_run):
+    make_run("mine", "env=guess", "sampling.temperature=0.3")
+    config = compose("mine", "env=[math]")
+    assert list(config.envs) == ["math"] and config.sampling.temperature == 1.0
+
+
+def test_a_sampling_that_is_chosen_by_group_goes_before_the_runs(make_run):
+    make_run("mine", "sampling.temperature=0.3", "sampling.max_tokens=7")
+    config = compose("mine", "sampling=greedy")
+    assert (config.sampling.temperature, config.sampling.max_tokens) == (0.0, 7)
+    assert (config.envs["math"].sampling.temperature, config.envs["math"].sampling.max_tokens) == (0.0, 7)
+
+
+def test_a_config_that_is_not_a_runs(make_run):
+    run = make_run("mine")
+    change(run, **{"envs.math.args.path": "${oc.env:HOME}"})
+    with pytest.raises(ConfigError, match="is not the config of a run, which is resolved"):
+        to_overrides(["mine"])
+    (run / "config.yaml").write_text("seed: 1\n")
+    with pytest.raises(ConfigError, match="mine/config.yaml is not the config of a training run"):
+        to_overrides(["mine"])
+    (run / "config.yaml").write_text("{")
+    with pytest.raises(ConfigError, match="mine/config.yaml cannot be read"):
+        to_overrides(["mine"])

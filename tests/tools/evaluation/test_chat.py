@@ -1,0 +1,97 @@
+"""A chat from a pipe, with a model that says the same to everyone."""
+
+import io
+import sys
+
+import pytest
+
+from prl.config.evaluation import EvaluationConfig
+from prl.engines.replies import Completion
+from prl.engines.sampler import Sampler
+from prl.errors import ConfigError
+from prl.tools.chat import Chat, coloured
+
+
+@pytest.fixture
+def chat(renderer, make_pool, monkeypatch, capsys):
+    """`await chat(text, reply=…)`: what is printed of replies, what is said aside, and the model."""
+
+    async def run(text, reply="46", room=512):
+        pool, sampler = make_pool(reply), Sampler(max_tokens=9)
+        sampler.attach(pool=pool, renderer=renderer, max_model_len=room, seed=0)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        await Chat(sampler).until_quit()
+        said = capsys.readouterr()
+        return said.out, said.err, pool.prompts
+
+    return run
+
+
+async def test_each_line_is_answered_and_the_conversation_goes_on(chat):
+    out, aside, prompts = await chat("12+34=\n\n1+1=\n")
+    assert out == "46\n46\n"
+    assert [prompt.count("<|im_start|>user") for prompt, _ in prompts] == [1, 2]
+    assert prompts[0][0].endswith("<|im_start|>user\n12+34=<|im_end|>\n<|im_start|>assistant\n")
+    assert "tokens in, 3 out" in aside
+    assert prompts[0][1]["seed"] != prompts[1][1]["seed"] and prompts[0][1]["temperature"] == 1.0
+
+
+async def test_commands(chat):
+    text = "/system 1+1\n/temperature 0.5\n/tokens\n2=\n/reset\n/system\n3=\n/quit\n4=\n"
+    out, aside, prompts = await chat(text)
+    assert out == "46\n46\n" and len(prompts) == 2
+    assert prompts[0][0].startswith("<|im_start|>system\n1+1<|im_end|>") and prompts[0][1]["temperature"] == 0.5
+    assert "2=" not in prompts[1][0] and "system" not in prompts[1][0]
+    assert "4 -0.500  6 -0.500  <|im_end|> -0.500" in aside
+
+
+@pytest.mark.parametrize(
+    ("value", "temperature"), [("-1", None), ("nan", None), ("hot", None), (".", None), (".5", 0.5), ("0", 0.0)]
+)
+async def test_a_temperature_is_a_number_from_0_up(chat, value, temperature):
+    _, aside, prompts = await chat(f"/temperature {value}\n1=\n")
+    assert (f"/temperature {value}: give a number from 0 up; it stays 1" in aside) == (temperature is None)
+    assert prompts[0][1]["temperature"] == (1.0 if temperature is None else temperature)
+
+
+async def test_another_word_after_the_slash_and_a_prompt_that_is_too_long(chat):
+    out, aside, prompts = await chat("/nope\n" + "1" * 40 + "\n2=\n", room=30)
+    assert "there is no /nope: /system TEXT" in aside and "leaves no room" in aside
+    assert out == "46\n" and len(prompts) == 1 and "111" not in prompts[0][0], "what had no room is forgotten"
+
+
+async def test_what_the_model_says_does_not_command_the_terminal(chat, monkeypatch):
+    evil = type("Reply", (), {"content": "a\x1b[31mb\x07", "reasoning_content": "\x1b]0;t\x07"})
+    monkeypatch.setattr("prl.envs.turn.parse", lambda *_, **__: evil)
+    out, aside, _ = await chat("1=\n")
+    assert out == "a\\x1b[31mb\\x07\n" and "\\x1b]0;t\\x07" in aside and "\x1b" not in out + aside
+
+
+def test_tokens_are_coloured_by_probability(renderer, tokenizer):
+    ids = tokenizer.encode("123", add_special_tokens=False)
+    sampler = Sampler()
+    sampler.attach(pool=None, renderer=renderer, max_model_len=9, seed=0)
+    text = coloured(Completion(ids, [-0.01, -0.5, -5.0], "stop"), sampler)
+    assert [str(span.style) for span in text.spans][::2] == ["bold green", "bold yellow", "bold red"]
+    assert "no logprobs" in coloured(Completion(ids, [], "stop"), sampler).plain
+
+
+@pytest.mark.parametrize("typed", [[], ["env=math"], ["run.name=mine"]])
+def test_what_is_typed_replaces_what_a_chat_presets(typed, monkeypatch):
+    from prl.eval import start
+    from prl.launch import command
+
+    started = []
+    monkeypatch.setattr(command, "run", lambda job, arguments, root: started.append(arguments))
+    start(lambda: None, ["tiny", *typed], "chat", ["run.name=chat", "env=[]"])
+    keys = [argument.split("=")[0] for argument in started[0]]
+    assert sorted(keys) == ["env", "run.name", "targets"] and set(typed) <= set(started[0])
+
+
+def test_a_chat_is_with_one_model(monkeypatch):
+    from prl.tools import chat
+    from prl.tools.evaluation import play
+
+    monkeypatch.setattr(play, "prepare_targets", lambda config: [[1, 2]])
+    with pytest.raises(ConfigError, match="a chat is with one model"):
+        chat.main(EvaluationConfig(targets=["a", "b"]))

@@ -1,0 +1,170 @@
+"""The page of a run in a real browser."""
+
+import json
+import os
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from made_run import HOSTILE, make_run
+from playwright.sync_api import sync_playwright
+
+from prl.tools.report.page import write_page
+
+CLEAR = "rgba(0, 0, 0, 0)"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.fixture(scope="module")  # playwright's loop runs as long as this is open: no async test can share it
+def browser():
+    """A headless Chromium, without which these tests fail."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    with sync_playwright() as playwright:
+        if found is None and not os.path.exists(playwright.chromium.executable_path):
+            pytest.fail(
+                f"no browser: none of {', '.join(BROWSERS)} is on the PATH. scripts/test_packages installs Debian's "
+                "where it may; or have playwright's own: python -m playwright install chromium"
+            )
+        options = ["--no-sandbox"] if os.geteuid() == 0 else []
+        made = playwright.chromium.launch(executable_path=found, args=options)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def open_page(browser, tmp_path):
+    """`open_page(steps=…, rollouts=…)`: the page of a made-up run in the browser.
+
+    With `run`, its directory; `requests`, what the page asked for; `said`, what it wrote to the console and what it
+    raised. The network is cut off.
+    """
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, offline=True)
+    context.set_default_timeout(60_000)
+
+    def open_(write=write_page, **size):
+        run = make_run(tmp_path / "run", **size)
+        path = write(run)
+        page, found = context.new_page(), SimpleNamespace(run=run, path=path, requests=[], said=[])
+        page.on("request", lambda request: found.requests.append(request.url))
+        page.on("console", lambda message: found.said.append(message.text))
+        page.on("pageerror", lambda error: found.said.append(str(error)))
+        page.on("dialog", lambda dialog: (found.said.append(dialog.message), dialog.dismiss()))
+        page.goto(path.as_uri())
+        found.page = page
+        return found
+
+    yield open_
+    context.close()
+
+
+def quiet(opened):
+    """Nothing in the console, nothing asked for but the page itself; pictures are in it."""
+    asked = [url for url in opened.requests if not url.startswith("data:image/svg+xml")]
+    return (opened.said, asked) == ([], [opened.path.as_uri()])
+
+
+def number(value):
+    """As the page writes one."""
+    return f"{value:.4g}".replace("-", "−")
+
+
+@pytest.fixture
+def exported():
+    """The export's line of the rollout whose tokens a page shows first."""
+
+    def find(opened):
+        where = opened.page.locator(".detail").first.inner_text()
+        step, group, rollout = map(int, re.search(r"step (\d+) .* group (\d+), rollout (\d+)", where).groups())
+        lines = (opened.run / "tokens" / f"step_{step:06d}" / "rank_0.jsonl").read_text().splitlines()
+        return next(line for line in map(json.loads, lines) if (line["group"], line["rollout"]) == (group, rollout))
+
+    return find
+
+
+def test_tokens_have_colours_and_numbers(open_page, exported):
+    opened = open_page(steps=3, rollouts=32, tokens_at=(1, 2, 3))
+    page, line = opened.page, exported(opened)
+    tokens = page.locator(".tokens").first.locator(".t")
+    assert tokens.all_inner_texts() == line["text"]
+
+    def colours(mode):
+        page.locator("#modes").get_by_role("button", name=mode, exact=True).click()
+        script = "spans => spans.map(span => getComputedStyle(span).backgroundColor)"
+        return tokens.evaluate_all(script)
+
+    logs = [None if p is None else p - s for p, s in zip(line["trainer_logprobs"], line["inference_logprobs"])]
+    divergence = [None if p is None else p - s for p, s in zip(line["trainer_logprobs"], line["ref_logprobs"])]
+    signed = {"advantage": line["advantages"], "log-ratio": logs, "teacher divergence": divergence}
+    for mode, values in signed.items():
+        for shown, value in zip(colours(mode), values, strict=True):
+            red, green, *_ = map(float, re.findall(r"[\d.]+", shown))
+            assert (shown == CLEAR) if not value else (green > red) == (value > 0), (mode, value, shown)
+    shown = colours("ref_kl weight")
+    assert [colour == CLEAR for colour in shown] == [not weight for weight in line["ref_kl_weights"]]
+    assert len(set(shown)) == len(set(line["ref_kl_weights"]))
+    by_fate = dict(zip(line["fate"], colours("fate")))
+    assert by_fate.pop("context") == CLEAR and len({*by_fate.values(), CLEAR}) == len(by_fate) + 1
+
+    place = max(range(len(logs)), key=lambda i: abs(logs[i] or 0))
+    tokens.nth(place).hover()
+    readout = page.locator("#readout").inner_text().replace("\n", " ")
+    for name, value in (*signed.items(), ("ratio", line["ratio"]), ("ref_kl weight", line["ref_kl_weights"])):
+        assert f"{name} {number(value[place])}" in readout, readout
+    assert f"id {line['token_ids'][place]}" in readout and f"fate {line['fate'][place]}" in readout
+    page.locator(".tokens").first.focus()
+    page.keyboard.press("ArrowLeft")
+    assert f"place {place - 1} " in page.locator("#readout").inner_text().replace("\n", " ")
+    page.get_by_role("tab", name="step 2").click()
+    assert "step 2 " in page.locator(".detail").first.inner_text()
+    assert quiet(opened), (opened.said, opened.requests)
+
+
+def test_what_a_model_wrote_stays_text(open_page):
+    opened = open_page(steps=2, rollouts=16, text=HOSTILE, tokens_at=(1, 2))
+    page = opened.page
+    for kind in ("script", "img:not([src^='data:image/svg+xml'])", "svg", "[onload]", "[onerror]"):
+        assert page.locator(kind).count() == (2 if kind == "script" else 0)
+    said = page.locator(".message pre").nth(1).inner_text()
+    assert HOSTILE[:100] in said and r"\u202eright to left\u202c \u2028 \x1b[31m \ud800 ]]>" in said
+    assert page.locator(".tokens .t", has_text="</script><img").count() == 1
+    assert page.title() == "run · prl" and not set("\u202e\u2028\x1b") & set(page.content())
+    page.get_by_placeholder("text, task").fill("onerror=")
+    page.get_by_text("32 of 32").wait_for()
+    page.locator("#window .row").first.click()
+    assert HOSTILE[:100] in page.locator("#chosen").inner_text()
+    assert quiet(opened), (opened.said, opened.requests)
+    # Even what did get into the page would not run.
+    page.evaluate(
+        "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'}))"
+    )
+    assert page.evaluate("window.ran") is None and "Content Security Policy" in opened.said[0]
+
+
+def test_a_curve_shows_its_values(open_page):
+    opened = open_page(steps=5, rollouts=16)
+    page = opened.page
+    metrics = [json.loads(line) for line in (opened.run / "metrics.jsonl").read_text().splitlines()]
+    chart = page.locator("figure.panel", has_text="Entropy")
+    chart.locator(".chart").focus()
+    for step, key in ((5, "Shift"), (4, "ArrowLeft"), (5, "ArrowRight")):
+        page.keyboard.press(key)
+        assert chart.locator(".at").inner_text() == f"step {step}"
+        assert float(chart.locator(".legend b").inner_text()) == float(f"{metrics[step]['entropy/all/mean']:.3g}")
+    box = chart.locator(".chart").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2)
+    assert chart.locator(".at").inner_text() in ("step 1", "step 2")
+    assert quiet(opened), (opened.said, opened.requests)
+
+
+def test_the_table_of_rollouts_is_searched_filtered_and_sorted(open_page):
+    opened = open_page(steps=10, rollouts=250)
+    page = opened.page
+    page.get_by_text("2,500 of 2,500").wait_for()
+    assert page.locator("#window .row").count() < 60, "only what is in sight is drawn"
+    page.get_by_label("step", exact=True).last.select_option("10")
+    page.get_by_text("250 of 2,500").wait_for()
+    page.get_by_role("button", name="reward").click()
+    page.locator("#scroll").evaluate("box => { box.scrollTop = box.scrollHeight }")
+    page.wait_for_function("document.querySelector('#window .row:last-child span:nth-child(5)').textContent === '1'")
+    assert quiet(opened), (opened.said, opened.requests)

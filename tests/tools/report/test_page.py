@@ -1,0 +1,188 @@
+"""What the page of a run is made of, without a browser."""
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pandas as pd
+import pytest
+from made_run import make_run
+
+from prl.runs.result import RunResult, write_result
+from prl.tools.report import examples, page, plots, tokens
+from prl.tools.report.catalogue import metric_of
+from prl.tools.report.curves import KINDS, named_series, panels
+from prl.tools.report.html import data_block, digest
+from prl.tools.report.runs import read_run
+from prl.tools.report.tokens import Line, columns
+
+
+def shown(path):
+    """The data of a page."""
+    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.S)[1]
+    return json.loads(text)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "run", steps=6, rollouts=32, tokens_at=(1, 4, 6))
+
+
+def test_a_page_asks_for_nothing_and_admits_its_own_script_alone(run):
+    text = page.write_page(run).read_text()
+    script, style = re.findall(r"<(?:script|style)>(.*?)</(?:script|style)>", text, re.S)[::-1]
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)[1]
+    assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+    assert f"script-src '{digest(script)}'" in policy and f"style-src '{digest(style)}'" in policy
+    assert not re.search(
+        r"(src|href|url\()\s*=?\s*[\"']?(http|//|data:(?!image/svg\+xml;base64,))", text.replace(policy, "")
+    )
+    assert " style=" not in text.replace(script, "")  # the policy would refuse it
+
+
+def test_data_cannot_leave_its_block():
+    value = {"text": '</script><!-- & \\u2028 é \\ " \n\t', "</b>\x1b\x7f\x9b\u2028": ["\b\r\u202e\\x1b"]}
+    block = str(data_block("data", value))
+    inside = block.removeprefix('<script type="application/json" id="data">').removesuffix("</script>")
+    assert not set("<>&\u2028\u2029") & set(inside) and json.loads(inside) == {
+        "text": value["text"],
+        r"</b>\x1b\x7f\x9b\u2028": [r"\x08\r\u202e\x1b"],
+    }
+
+
+def test_examples_are_the_most_mixed_the_best_and_the_worst(run):
+    data = shown(page.write_page(run))
+    assert [example["step"] for example in data["examples"]] == [1, 4, 6]
+    lines = [json.loads(line) for line in (run / "rollouts" / "step_000006.jsonl").read_text().splitlines()]
+    means = {}
+    for line in lines:
+        means.setdefault((line["env"], line["group"]), []).append(line["reward"])
+    for entry in data["examples"][2]["groups"]:
+        rows = [data["rows"][place] for place in entry["rollouts"]]
+        rewards = means[rows[0]["env"], rows[0]["group"]]
+        assert [row["reward"] for row in rows] == rewards[:8]
+        others = [values for (env, _), values in means.items() if env == entry["env"]]
+        if entry["kind"] == "mixed":
+            assert abs(sum(rewards) / 8 - 0.5) == min(abs(sum(values) / 8 - 0.5) for values in others)
+        assert all("messages" in row for row in rows)
+    assert {entry["kind"] for entry in data["examples"][2]["groups"]} <= {"mixed", "best", "worst"}
+    assert any(row.get("sequences") for row in data["rows"])
+
+
+def test_what_does_not_fit_is_left_out_and_named(run, monkeypatch):
+    monkeypatch.setattr(examples, "ROLLOUTS", 40)
+    monkeypatch.setattr(examples, "STEPS", 3)
+    monkeypatch.setattr(examples, "GROUPS", 1)
+    monkeypatch.setattr(examples, "TEXT_BYTES", 2_000)
+    monkeypatch.setattr(tokens, "PAGE_TOKENS", 100)
+    found = examples.read_rollouts(run)
+    assert len(found.rows) == 40
+    assert sum(len(sequence["text"]) for row in found.rows for sequence in row.get("sequences", [])) <= 100
+    assert sum(len(json.dumps(row.get("messages", []))) for row in found.rows) < 2_400
+    said = "; ".join(found.left_out)
+    for text in ("4 of 6 steps", "the last rollouts of step", "tokens beyond 100", "the messages of"):
+        assert text in said
+
+
+def test_damaged_files_do_not_keep_the_page_back(run):
+    for name in ("config.yaml", "result.json", "metrics.jsonl", "provenance.json", "rollouts/step_000006.jsonl"):
+        (run / name).write_bytes(b'{"half": \xff\n[1, 2')
+    (run / "tokens" / "step_000004" / "rank_0.jsonl").write_bytes(b"\xff\n{}\n")
+    data = shown(page.write_page(run))
+    assert {row["step"] for row in data["rows"]} == {1, 2, 3, 4, 5}
+    assert {row["step"] for row in data["rows"] if row.get("sequences")} == {1}
+
+
+def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path):
+    write_result(tmp_path, RunResult("failed", "a\n<b>the engine</b> did not start"))
+    text = page.write_page(tmp_path).read_text()
+    assert "&lt;b&gt;the engine&lt;/b&gt; did not start" in text and "Curves" not in text
+
+
+def test_the_difference_names_what_was_changed(config):
+    from prl.config.build import plain
+
+    given = msgspec.convert(plain(config), dict)
+    assert list(page.difference(given)) == []
+    given["trainer"]["optim"]["lr"] = 1e-3
+    given["envs"]["other"] = {"taskset": "my_spelling"}
+    found = {key: (default, value) for key, default, value in page.difference(given)}
+    assert found == {"trainer.optim.lr": ("0.0004", "0.001"), "envs.other.taskset": ("–", "my_spelling")}
+
+
+def test_columns_are_what_the_loss_had():
+    line = Line(
+        env="math",
+        token_ids=[5, 6, 7, 8],
+        mask=[False, True, True, True],
+        inference_logprobs=[0.0, -0.5, -1.0, None],
+        trainer_logprobs=[None, -0.25, -3.0, -1.0],
+        ratio=[None, 1.284, 0.1353, None],
+        fate=["context", "rl kept", "rl dropped", "invalid logprob"],
+        advantages=[0.0, 0.5, 0.5, 0.5],
+        ref_logprobs=[0.0, -1.25, -1.0, -1.0],
+    )
+    found = columns(line)
+    assert found["text"] == ["⟨5⟩", "⟨6⟩", "⟨7⟩", "⟨8⟩"]
+    assert [found["fates"][index] for index in found["fate"]] == line.fate
+    assert found["values"] == {
+        "advantage": [None, 0.5, 0.5, 0.5],
+        "policy logprob": [None, -0.25, -3.0, -1.0],
+        "sampler logprob": [None, -0.5, -1.0, None],
+        "log-ratio": [None, 0.25, -2.0, None],
+        "ratio": [None, 1.284, 0.1353, None],
+        "teacher logprob": [None, -1.25, -1.0, -1.0],
+        "teacher divergence": [None, 1.0, -2.0, 0.0],
+        "rl weight": [0.0, 1.0, 1.0, 1.0],
+    }
+
+
+def test_a_page_has_each_panel_once_in_their_order(run):
+    drawn, flat = panels(read_run(run).metrics)
+    titles = [panel.title for panel in drawn]
+    assert titles == [kind.title for kind in KINDS if kind.title in titles] and flat == []
+    assert {"Reward", "Parts and metrics", "Evaluation", "Entropy", "Throughput"} <= set(titles)
+    text = page.write_page(run).read_text()
+    assert [text.count(f"<figcaption>{title} ") for title in titles] == [1] * len(titles)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.title)
+def test_a_panel_shows_metrics_of_the_catalogue(kind):
+    if isinstance(kind.curves, str):
+        made = [kind.curves.replace("(.+)", name).replace(r"\d+", "1") for name in ("math", "math/easy")]
+        keys = [next(filter(metric_of, made))]
+    else:
+        keys = list(kind.curves.values())
+    assert all(map(metric_of, keys))
+    assert len(named_series(kind, pd.DataFrame([dict.fromkeys(keys, 1.0)]))) == len(keys)
+
+
+def test_legends_have_the_colours_of_the_curves():
+    style = (Path(page.__file__).parent / "templates" / "style.css").read_text()
+    for place, colour in enumerate(plots.COLOURS):
+        assert f"--s{place}: {colour};" in style
+
+
+def test_the_panels_by_env():
+    of_step = {"reward/m/mean": 0.5, "reward/m/arrived": 0.4, "reward/m/min": 0.0, "reward/m/p50": 0.5}
+    more = {"metric/m/correct": 0.25, "ref_kl": -2.0, "ref_kl/m/mean": -1.0, "ref_kl/is_masked": 0.1}
+    drawn, _ = panels(pd.DataFrame([of_step | more] * 2, index=[1, 2]))
+    shown = {panel.title: {name: list(curve) for name, curve in panel.series.items()} for panel in drawn}
+    assert shown == {
+        "Reward": {"m": [0.5, 0.5]},
+        "Parts and metrics": {"m correct": [0.25, 0.25]},
+        "Divergence from the reference": {"m": [1.0, 1.0]},
+    }
+
+
+@pytest.mark.parametrize(("envs", "left_out"), [(23, 0), (30, 7)])
+def test_a_panel_says_how_many_envs_it_leaves_out(tmp_path, envs, left_out):
+    names = ["all", *(f"env{n}" for n in range(envs))]
+    line = {"step": 1} | {f"reward/{name}/mean": 0.5 for name in names}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    [panel], _ = panels(read_run(tmp_path).metrics)
+    assert list(panel.series) == [*names[1 : envs + 1 - left_out], "all"] and panel.left_out == left_out
+    text = page.write_page(tmp_path).read_text()
+    assert ("more left out" in text) == (left_out > 0) and (f", {left_out} more left out" in text) == (left_out > 0)
+    assert 'class="b-s0 d1"' in text, "the ninth is dashed in the legend, as it is drawn"

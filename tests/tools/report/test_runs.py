@@ -1,0 +1,80 @@
+"""A run directory read back."""
+
+import math
+
+import pytest
+
+from prl.errors import ConfigError
+from prl.runs.owner import owned
+from prl.tools.report.runs import find_runs, flat, read_run
+
+
+def test_a_finished_run(tmp_path, write_run):
+    lines = [{"step": 0, "eval/math/avg@1": 0.25}, {"step": 1, "reward/all/mean": 0.5, "lr": None}]
+    config = "seed: 3\nalgo: {_target_: os.system, lr: 5e-4}\nfilters: {}\nlist: [1, 2]\n"
+    result = {"status": "completed", "steps": 1, "seconds": 2.5, "metrics": {"lr": None}, "unknown": 1}
+    run = read_run(write_run(tmp_path / "a", lines, config, result, "- seed=3\n- algo.lr=5e-4\n"))
+    assert (run.name, run.status, run.result.seconds, run.problems) == ("a", "completed", 2.5, [])
+    assert run.overrides == ["seed=3", "algo.lr=5e-4"]
+    assert flat(run.config) == {"seed": 3, "algo._target_": "os.system", "algo.lr": 5e-4, "filters": {}, "list": [1, 2]}
+    assert list(run.metrics.index) == [0, 1]
+    assert run.metrics.loc[0, "eval/math/avg@1"] == 0.25
+    assert math.isnan(run.metrics.loc[0, "reward/all/mean"]) and math.isnan(run.metrics.loc[1, "lr"])
+
+
+def test_broken_lines_are_left_out_and_named(tmp_path, write_run):
+    folder = write_run(tmp_path / "a", [{"step": 0}])
+    path = folder / "metrics.jsonl"
+    path.write_bytes(b'{"step":0,"a":1}\n\x00\x00\n{"a":2}\n{"step":2,"a":"x"}\n\n{"step":3,"a":4}\n{"step":4,"a":')
+    run = read_run(folder)
+    assert run.metrics["a"].to_dict() == {0: 1, 3: 4}
+    assert [problem.split(" is left out")[0] for problem in run.problems] == [f"{path}, line {n}" for n in (2, 3, 4)]
+    assert "no step" in run.problems[1]
+
+
+def test_files_that_are_missing_empty_or_broken(tmp_path, write_run):
+    (tmp_path / "result.json").write_text('{"status": "refused", "error": "no such model"}')
+    run = read_run(tmp_path)
+    assert (run.status, run.result.error, run.config, run.overrides) == ("refused", "no such model", {}, [])
+    assert run.metrics.empty and run.metrics.index.name == "step" and run.problems == []
+    write_run(tmp_path, config="a: [1", overrides="a: 1").joinpath("result.json").write_text('{"status":')
+    run = read_run(tmp_path)
+    assert run.status == "crashed" and run.result.steps == 0
+    named = [problem.split()[0].rsplit("/", 1)[1] for problem in run.problems]
+    assert named == ["result.json", "config.yaml", "overrides.yaml"]
+
+
+def test_a_run_without_result_is_running_while_its_process_lives(tmp_path, write_run):
+    folder = write_run(tmp_path / "a", [{"step": 7}])
+    assert (read_run(folder).status, read_run(folder).result.steps) == ("crashed", 7)
+    with owned(folder):
+        assert read_run(folder).status == "running"
+    assert read_run(folder).status == "crashed"
+
+
+def test_runs_below_are_listed_without_those_moved_aside(tmp_path, write_run):
+    for name in ("10-b", "2-a", "2-a.failed-1", "earlier/2-a.stopped-12", ".trash", "2-a/inner", "x/y"):
+        write_run(tmp_path / name)
+    (tmp_path / "notes").mkdir()
+    assert [path.relative_to(tmp_path).as_posix() for path in find_runs([tmp_path])] == ["2-a", "10-b", "x/y"]
+    named = [tmp_path / name for name in ("10-b", "2-a.failed-1", "10-b")]
+    assert [path.name for path in find_runs(named)] == ["10-b", "2-a.failed-1"]
+
+
+def test_what_is_no_run_is_refused_with_what_it_is(tmp_path):
+    (tmp_path / "curves.csv").touch()
+    for folder in (tmp_path, tmp_path / "a", tmp_path / "curves.csv"):
+        for read in (read_run, lambda folder: find_runs([folder])):
+            with pytest.raises(ConfigError, match=str(folder)):
+                read(folder)
+
+
+def test_of_a_job_of_a_sweep_what_it_varies_is_known(tmp_path, write_run):
+    """What the sweep's own config varies, too: everything typed for the job that is not the same for all."""
+    typed = '["optim.lr=0.1", "+max=1", "algo=grpo", "~filters.x"]'
+    alone = read_run(write_run(tmp_path / "a", overrides=typed))
+    (tmp_path / "sweep.json").write_text('{"varied": ["max"], "fixed": {"algo": "grpo", "~filters.x": "null"}}')
+    assert (alone.searched, read_run(tmp_path / "a").searched) == ([], ["optim.lr", "max"])
+    for broken in ("{", "[]", '{"fixed": 3}', "{}"):
+        (tmp_path / "sweep.json").write_text(broken)
+        assert read_run(tmp_path / "a").config == {"seed": 0}

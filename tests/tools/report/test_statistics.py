@@ -1,0 +1,73 @@
+"""The numbers of a report against ones worked out by hand."""
+
+import math
+
+import pandas as pd
+import pytest
+
+from prl.tools.report.statistics import area, band, curve, final, half_interval, until
+
+T = {1: 12.706205, 2: 4.302653}
+"""97.5 % quantile of Student's t, from a printed table: degrees of freedom -> value."""
+
+
+def series(values):
+    return pd.Series(values, dtype=float)
+
+
+def test_a_curve_is_where_the_metric_was_recorded():
+    metrics = pd.DataFrame({"a": [1.0, math.nan, 3.0]}, index=[0, 5, 10])
+    assert curve(metrics, "a").to_dict() == {0: 1, 10: 3}
+    assert curve(metrics, "b").empty
+
+
+def test_final_is_the_mean_of_the_last_values_or_of_all():
+    assert final(series({0: 9, 1: 1, 2: 2, 3: 6}), 3) == 3
+    assert final(series({0: 1, 1: 2}), 5) == 1.5
+    assert math.isnan(final(series({}), 5))
+
+
+def test_area_is_the_mean_height_over_the_steps():
+    # trapezoids: 2 * (0 + 1) / 2 = 1 and 8 * (1 + 0.5) / 2 = 6, over 10 steps
+    assert area(series({10: 0, 12: 1, 20: 0.5})) == pytest.approx(0.7)
+    assert area(series({4: 0.25})) == 0.25
+    assert area(series({0: 0.3, 7: 0.3, 8: 0.3})) == pytest.approx(0.3)
+    assert math.isnan(area(series({})))
+
+
+def test_what_it_took_to_a_threshold():
+    metrics = pd.DataFrame(
+        {
+            "eval": [0.1, math.nan, 0.5, math.nan, 0.5],
+            "tokens/generated": [math.nan, 10, 20, 40, 80],
+            "time/step": [math.nan, 1, 2, math.nan, 8],
+        },
+        index=range(5),
+    )
+    values = curve(metrics, "eval")
+    at_half = {"steps": 2, "tokens": 30, "seconds": 3}
+    assert until(metrics, values, 0.5) == at_half, "reached exactly, and the first time"
+    assert until(metrics, values, 0.05) == {"steps": 0, "tokens": 0, "seconds": 0}
+    assert all(math.isnan(value) for value in until(metrics, values, 0.6).values())
+    assert until(metrics[["eval"]], values, 0.5)["steps"] == 2
+    assert math.isnan(until(metrics[["eval"]], values, 0.5)["tokens"])
+    assert math.isnan(until(metrics, series({}), 0)["steps"])
+
+
+def test_the_interval_over_seeds():
+    # 1, 2, 3: standard deviation 1, standard error 1 / sqrt(3)
+    assert half_interval(series([1, 2, 3])) == pytest.approx(T[2] / math.sqrt(3), rel=1e-6)
+    # 0, 1: standard deviation sqrt(1/2), standard error 1/2
+    assert half_interval(series([0, math.nan, 1])) == pytest.approx(T[1] / 2, rel=1e-6)
+    assert half_interval(series([0.4, 0.4, 0.4])) == pytest.approx(0, abs=1e-12)
+    assert math.isnan(half_interval(series([1]))) and math.isnan(half_interval(series([])))
+
+
+def test_a_band_is_where_two_seeds_are():
+    curves = pd.DataFrame({"a": [0, 1, 5], "b": [1, 1, math.nan], "c": [math.nan] * 3}, index=[0, 2, 4], dtype=float)
+    found = band(curves)
+    assert list(found["mean"]) == [0.5, 1, 5]
+    assert found["low"][0] == pytest.approx(0.5 - T[1] / 2, rel=1e-6)
+    assert found["high"][0] == pytest.approx(0.5 + T[1] / 2, rel=1e-6)
+    assert (found["low"][2], found["high"][2]) == (1, 1)
+    assert math.isnan(found["low"][4]) and math.isnan(found["high"][4])

@@ -1,0 +1,137 @@
+"""Runs added up, against numbers worked out by hand."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from prl.tools.report.runs import find_runs, read_run
+from prl.tools.report.summary import summarise
+from prl.tools.report.sweep import panels
+from prl.tools.report.tables import Table, markdown, tables
+
+EVAL = "eval/m/avg@1"
+T1 = 12.706205
+"""97.5 % quantile of Student's t with one degree of freedom, from a printed table."""
+
+
+@pytest.fixture
+def runs(sweep):
+    return [read_run(folder) for folder in find_runs([sweep])]
+
+
+def test_each_run_has_its_numbers(runs):
+    summary = summarise(runs, threshold=0.6)
+    assert summary.metrics == [EVAL, "reward/all/mean"] and summary.thresholds[EVAL] == 0.6
+    rows = summary.table.set_index(["metric", "run"])
+    assert len(rows) == 8  # the refused job has no config
+    first = rows.loc[EVAL, str(runs[0].dir)]
+    # (0.2 + 0.6) / 2 = 0.4; four steps of 10 tokens and 2 seconds
+    assert first[["variant", "seed", "status"]].tolist() == ["lr=0.1", "0", "completed"]
+    assert first[["first", "final", "best", "area"]].tolist() == pytest.approx([0.2, 0.6, 0.6, 0.4])
+    assert first[["steps", "tokens", "seconds"]].tolist() == [4, 40, 8]
+    crashed = rows.loc[EVAL, str(runs[3].dir)]
+    assert crashed[["status", "final", "steps", "tokens"]].tolist() == ["crashed", 0.9, 2, 20]
+    reward = rows.loc["reward/all/mean", str(runs[0].dir)]
+    # 0.1, 0.2, 0.3, 0.4 at steps 1 to 4: fewer than five values; trapezoids 0.15 + 0.25 + 0.35 over 3 steps
+    assert reward[["final", "best", "area"]].tolist() == pytest.approx([0.25, 0.4, 0.25])
+
+
+def test_means_and_intervals_are_over_the_completed_runs_of_a_variant(runs):
+    found = summarise(runs, threshold=0.7).grouped(EVAL)
+    two, one = found.loc["lr=0.1"], found.loc["lr=0.2"]
+    assert two["mean", "final"] == pytest.approx(0.7) and two["mean", "area"] == pytest.approx(0.45)
+    # 0.6 and 0.8: standard error 0.1
+    assert two["half", "final"] == pytest.approx(0.1 * T1, rel=1e-6)
+    assert (one["mean", "final"], one["count", "final"]) == (0.5, 1) and math.isnan(one["half", "final"])
+    assert (two["mean", "steps"], two["count", "steps"]) == (4, 1)  # 0.8 is above, 0.6 never was
+    assert one["count", "steps"] == 0
+
+
+def test_the_threshold_is_nine_tenths_of_the_way_unless_given(runs):
+    # from 0.2 to 0.7, the mean of the better variant; the crashed run's 0.9 does not count
+    assert summarise(runs).thresholds[EVAL] == pytest.approx(0.65)
+
+
+def test_falling_metrics_have_neither_best_nor_threshold(runs):
+    shared = ["time/step", "reward/*"]
+    time, reward = tables(summarise(runs, shared))[:2]
+    assert time.head == ["lr", "runs", "final", "area"] and time.rows[0] == ["0.1", "2", "2 ± 0.000", "2 ± 0.000"]
+    assert len(reward.head) == 8
+    rows = summarise(runs, shared).table.set_index("metric")
+    assert rows.loc["time/step", ["best", "steps", "tokens", "seconds"]].isna().all(axis=None)
+    assert rows.loc["reward/all/mean", ["best", "steps", "tokens", "seconds"]].notna().any(axis=None)
+    assert len(tables(summarise(runs, shared, threshold=2))[0].head) == 8
+    only = summarise(runs, ["time/step"])
+    assert list(only.table) == list(rows.reset_index()) and only.thresholds == {}
+
+
+def test_metrics_are_chosen_by_pattern(runs):
+    assert summarise(runs, ["tokens/*", "time/step"]).metrics == ["tokens/generated", "time/step"]
+
+
+def test_runs_with_other_metrics_or_none(tmp_path, write_run):
+    done = {"status": "completed"}
+    write_run(tmp_path / "a", [{"step": 0, EVAL: 0.5}], result=done)
+    write_run(tmp_path / "b", [{"step": 0, "eval/other/avg@4": 0.25}], "seed: 1\n", result=done)
+    summary = summarise([read_run(tmp_path / name) for name in "ab"])
+    assert summary.metrics == [EVAL, "eval/other/avg@4"]
+    found = summary.grouped(EVAL).loc["all runs"]
+    assert (found["mean", "final"], found["count", "final"]) == (0.5, 1)
+    (tmp_path / "a" / "metrics.jsonl").write_text("")
+    empty = summarise([read_run(tmp_path / "a")])
+    assert empty.metrics == [] and [table.title for table in tables(empty)] == ["Jobs"]
+
+
+def test_the_tables(runs):
+    evals, rewards, differs, jobs = tables(summarise(runs, threshold=0.7))
+    assert (evals.title, rewards.title) == (EVAL, "reward/all/mean")
+    assert evals.head[:5] == ["lr", "runs", "final", "best", "area"] and evals.head[5] == "steps to 0.700"
+    of_both = ["0.1", "2", "0.700 ± 1.271", "0.700 ± 1.271", "0.450 ± 0.635", "4 (1 of 2)", "40 (1 of 2)", "8 (1 of 2)"]
+    of_one = ["0.2", "1 completed, 1 crashed", "0.500", "0.500", "0.350", "0 of 1", "0 of 1", "0 of 1"]
+    assert evals.rows == [of_both, of_one]
+    assert (differs.head, differs.rows) == (["config key", "lr=0.1", "lr=0.2"], [["optim.lr", "0.1", "0.2"]])
+    assert jobs.rows[3] == ["3-lr=0.2,seed=1", "lr=0.2", "1", "crashed", "2", "–", "0.900", "0.150", ""]
+    assert jobs.rows[4] == ["4-lr=<b>|x", "–", "–", "refused", "0", "–", "–", "–", "optim.lr=<b>|x is not a number"]
+
+
+def test_markdown_keeps_its_columns_and_links_pages(runs, sweep):
+    (runs[0].dir / "report.html").touch()
+    jobs = tables(summarise(runs))[-1]
+    lines = markdown(jobs, sweep.parent).splitlines()
+    assert lines[0] == "## Jobs" and lines[3] == "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |"
+    assert lines[4].startswith("| [0-lr=0.1,seed=0](<sweep/0-lr=0.1,seed=0/report.html>) | lr=0.1 | 0 |")
+    assert "| 0-lr=0.1,seed=0 | lr=0.1 | 0 |" in markdown(jobs, sweep.parent / "elsewhere")
+    assert lines[8] == "| 4-lr=&lt;b>\\|x | – | – | refused | 0 | – | – | – | optim.lr=&lt;b>\\|x is not a number |"
+
+
+def seeded(folder, write_run, finals):
+    """Completed runs, one for each (seed, final); without the metric where that is None."""
+    for place, (seed, final) in enumerate(finals):
+        lines = [{"step": 1, "time/step": 1} | ({} if final is None else {EVAL: final})]
+        write_run(folder / str(place), lines, f"seed: {seed}\n", {"status": "completed"})
+    return summarise([read_run(folder / str(place)) for place in range(len(finals))], [EVAL], threshold=0.5)
+
+
+def test_runs_of_one_seed_are_one_of_the_seeds(tmp_path, write_run):
+    summary = seeded(tmp_path / "one", write_run, [(0, 0.746)] * 6)
+    assert tables(summary)[0].rows[0][:2] == ["6 (1 seed)", "0.746"]
+    summary = seeded(tmp_path / "two", write_run, [(0, 0.5), (0, 0.7), (1, 0.8)])
+    assert tables(summary)[0].rows[0][:2] == ["3 (2 seeds)", f"0.700 ± {0.1 * T1:.3f}"]  # 0.6 and 0.8
+    [chart] = panels(summary)
+    assert chart.series["all runs"][1] == pytest.approx(0.7) and len(chart.thin["all runs"]) == 3
+    assert chart.bands["all runs"][1][1] == pytest.approx(0.7 + 0.1 * T1)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("![x](http://evil/x.png)", "!\\[x\\](http://evil/x.png)"),
+        ("<b>&amp; a|b\\|c `d`", "&lt;b>&amp;amp; a\\|b\\\\\\|c \\`d\\`"),
+        ("**a** _b_ ~~d~~ max_steps", "\\*\\*a\\*\\* \\_b\\_ \\~\\~d\\~\\~ max_steps"),
+        ("\x1b[31m\n# no", "\\\\x1b\\[31m # no"),
+    ],
+)
+def test_text_of_a_run_is_no_markup_in_markdown(text, shown):
+    table = Table(title=text, head=[text], rows=[[text]])
+    assert markdown(table, Path("/")).splitlines() == [f"## {shown}", "", f"| {shown} |", "| --- |", f"| {shown} |"]

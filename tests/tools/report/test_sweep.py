@@ -1,0 +1,104 @@
+"""The files of a summary, and the command that writes them."""
+
+import re
+
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from prl.runs.owner import owned
+from prl.tools.report.__main__ import main
+from prl.tools.report.runs import find_runs, read_run
+from prl.tools.report.summary import summarise
+from prl.tools.report.sweep import panels, write_summary
+
+EVAL = "eval/m/avg@1"
+
+
+@pytest.fixture
+def refuse_pages(monkeypatch):
+    """Runs get no page of their own here: it has its own tests."""
+    monkeypatch.setattr("prl.tools.report.sweep.try_to_write", lambda folder: None)
+
+
+def test_the_files_of_a_sweep(sweep, refuse_pages):
+    (sweep / "0-lr=0.1,seed=0" / "report.html").touch()
+    write_summary(sweep, threshold=0.7)
+    text = (sweep / "summary.md").read_text()
+    assert text.startswith("# sweep: 5 runs (3 completed, 1 crashed, 1 refused), 2 variants\n")
+    assert "95% t interval" in text and "| 0.1 | 2 | 0.700 ± 1.271 |" in text
+    assert "| 3-lr=0.2,seed=1 | lr=0.2 | 1 | crashed | 2 |" in text
+    table = pd.read_csv(sweep / "summary.csv")
+    assert len(table) == 9 and table["final"].tolist()[:4] == [0.6, 0.8, 0.5, 0.9]
+    assert list(table)[:6] == ["metric", "variant", "optim.lr", "run", "seed", "status"]
+    assert table["optim.lr"].tolist() == ["0.1", "0.1", "0.2", "0.2"] * 2 + ["<b>|x"]
+    assert table["run"].tolist()[:2] == ["0-lr=0.1,seed=0", "1-lr=0.1,seed=1"]
+    refused = table.iloc[-1].dropna().to_dict()
+    assert refused == {"optim.lr": "<b>|x", "run": "4-lr=<b>|x", "seed": "–", "status": "refused"}
+    assert (sweep / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    html = (sweep / "summary.html").read_text()
+    assert '<a href="0-lr%3D0.1%2Cseed%3D0/report.html">0-lr=0.1,seed=0</a>' in html and html.count("<a ") == 1
+    assert "4-lr=&lt;b&gt;|x" in html and "<b>" not in html
+    assert "default-src 'none'" in html and "<script" not in html and " style=" not in html
+    assert html.count('<img src="data:image/svg+xml;base64,') == 2
+
+
+def test_a_chart_has_a_line_per_variant_and_per_incomplete_run(sweep):
+    chart, _ = panels(summarise([read_run(folder) for folder in find_runs([sweep])]))
+    assert {label: values.to_dict() for label, values in chart.series.items()} == {
+        "lr=0.1": pytest.approx({0: 0.2, 4: 0.7}),
+        "lr=0.2": {0: 0.2, 4: 0.5},
+    }
+    low, high = chart.bands["lr=0.1"]
+    assert (high[4] - low[4]) / 2 == pytest.approx(1.2706205, rel=1e-6)
+    assert [[values.to_dict() for values in single] for single in chart.single.values()] == [[], [{0: 0.2, 2: 0.9}]]
+    thin = [[values.to_dict() for values in curves] for curves in chart.thin.values()]
+    assert thin == [[{0: 0.2, 4: 0.6}, {0: 0.2, 4: 0.8}], []]
+    assert chart.y == pytest.approx((0.2 - 0.042, 0.9 + 0.042))
+    axes = Figure().add_subplot()
+    chart.draw(axes)
+    assert {line.get_linestyle() for line in axes.lines} == {"-", ":"}
+
+
+def test_nothing_to_draw_is_a_summary_without_curves(tmp_path, write_run, refuse_pages):
+    write_run(tmp_path / "a")
+    write_summary(tmp_path)
+    assert (tmp_path / "summary.csv").read_text().splitlines()[1].startswith(",,a,0,crashed,")
+    assert not (tmp_path / "curves.png").exists() and "<img" not in (tmp_path / "summary.html").read_text()
+
+
+def test_the_command_on_a_sweep(sweep, refuse_pages, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([str(sweep), "--metric", "reward/*", "--threshold", "0.3", "--out", str(sweep.parent / "out")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"0\.1 +2 +0\.250 ± 0\.000 .* 3 ± 0\.000", said) and "crashed" in said
+    assert said.splitlines()[-1] == f"{sweep.parent}/out/summary.html" and EVAL not in said
+    assert (sweep.parent / "out" / "summary.csv").exists() and not (sweep / "summary.csv").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["nowhere"], "no run directory in .*nowhere: it does not exist"),
+        (["sweep", "sweep"], "say with --out"),
+        (["sweep", "--metric", "loss"], "--metric loss: no run has recorded it"),
+        (["sweep/0-lr=0.1,seed=0", "--threshold", "1"], "is one run: its page takes no"),
+    ],
+)
+def test_what_cannot_be_reported_is_refused(sweep, refuse_pages, monkeypatch, capsys, arguments, says):
+    monkeypatch.chdir(sweep.parent)
+    assert main(arguments) == 2
+    assert re.search(f"^error: .*{says}", capsys.readouterr().err)
+    assert not (sweep / "summary.md").exists()
+
+
+def test_runs_get_their_pages(tmp_path, write_run):
+    """A run that still runs gets a new one, one that has ended only where it has none."""
+    for name in ("done", "crashed", "running"):
+        write_run(tmp_path / name, result={"status": "completed"} if name == "done" else None)
+        if name != "crashed":
+            (tmp_path / name / "report.html").touch()
+    with owned(tmp_path / "running"):
+        write_summary(tmp_path)
+    written = {name: (tmp_path / name / "report.html").stat().st_size > 0 for name in ("done", "crashed", "running")}
+    assert written == {"done": False, "crashed": True, "running": True}

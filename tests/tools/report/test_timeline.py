@@ -1,0 +1,139 @@
+"""Shares of the time from spans made by hand, the trace of a made-up run, and the command that writes it."""
+
+import json
+import shutil
+
+import pytest
+from made_run import make_run
+
+from prl.monitors.text import CONTROL
+from prl.tools.report import timeline
+from prl.tools.report.shares import read_spans, shares, windows
+from prl.transport.events import Span
+
+EVIL = "\x1b]0;x\x07\u202e</script><script>alert(1)</script>"
+
+
+def spans(process, *made):
+    return [Span(process, what, start, stop, step) for what, start, stop, step in made]
+
+
+START = spans("orchestrator", ("preparing", 0, 50, 0), ("waiting for engine and trainer", 50, 90, 0))
+START += spans("trainer", ("loading the model", 60, 80, 0)) + spans("engine", ("generating", 90, 100, 1))
+ASYNCHRONOUS = [
+    *START,
+    *spans("evaluation", ("evaluating", 90, 100, 0)),
+    *spans(
+        "orchestrator",
+        ("waiting for the first evaluation", 90, 100, 0),
+        ("waiting for rollouts", 100, 104, 1),
+        ("packing", 104, 104.5, 1),
+        ("waiting for rollouts", 104.5, 108.5, 2),
+        ("waiting for the trainer", 108.5, 110, 3),
+        ("waiting for the last checkpoint", 110, 120, 3),
+    ),
+    *spans("engine", ("generating", 100, 106, 1), ("loading weights", 106, 106.5, 1), ("generating", 106.5, 109.5, 2)),
+    *spans(
+        "trainer",
+        ("waiting for a batch", 80, 104.5, 1),
+        ("forward and backward", 104.5, 105.5, 1),
+        ("optimiser", 105.5, 105.75, 1),
+        ("exporting weights", 105.75, 106, 1),
+        ("waiting for a batch", 106, 108.5, 2),
+        ("forward and backward", 108.5, 109.5, 2),
+        ("exporting weights", 109.5, 110, 2),
+        ("checkpoint", 110, 119, 2),
+    ),
+]
+"""Two steps in ten seconds, 100 to 110, after 100 of start: the engine generates for 9, the trainer works for 3."""
+
+
+def one_step(**seconds):
+    """A step of ten seconds in which each process works for so long, from the start of the step on."""
+    made = spans("orchestrator", ("preparing", 0, 1, 0), ("waiting for rollouts", 10, 20, 1))
+    made += spans("orchestrator", ("packing", 10, 10 + seconds.get("packing", 0), 1))
+    made += spans("engine", ("generating", 10, 10 + seconds.get("generating", 0), 1))
+    made += spans("engine", ("loading weights", 10, 10 + seconds.get("loading", 0), 1))
+    made += spans("evaluation", ("evaluating", 10, 10 + seconds.get("evaluating", 0), 1))
+    return made + spans("trainer", ("forward and backward", 20 - seconds.get("training", 0.1), 20, 1))
+
+
+def test_shares_are_of_the_steps_alone():
+    found = shares(ASYNCHRONOUS)
+    assert found.seconds == pytest.approx(10.0), "neither the start nor the last checkpoint"
+    assert found.sentence == "engine 95 % busy (5 % loading weights), trainer 30 %: generation-bound"
+    assert list(found.did) == ["orchestrator", "engine", "trainer"]
+    assert found.did["engine"] == pytest.approx({"generating": 0.9, "loading weights": 0.05})
+    work = {what: share for what, share in found.did["trainer"].items() if not what.startswith("waiting")}
+    assert {what: share for what, share in work.items() if share} == pytest.approx(
+        {"forward and backward": 0.2, "exporting weights": 0.075, "optimiser": 0.025}
+    )
+    assert found.busy("orchestrator") == pytest.approx(0.05)
+
+
+def test_the_time_before_a_run_went_on_is_left_out():
+    later = [Span(span.process, span.what, span.start + 500, span.stop + 500, span.step) for span in ASYNCHRONOUS]
+    assert windows([*ASYNCHRONOUS, *later]) == [(100, 110), (600, 610)]
+    assert shares([*ASYNCHRONOUS, *later]).seconds == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bound"),
+    [
+        ({"generating": 8}, "generation-bound"),
+        ({"generating": 2, "training": 8}, "update-bound"),
+        ({"generating": 5, "training": 4.5}, "generation and update balanced"),
+        ({"loading": 6, "generating": 2}, "bound by loading weights"),
+        ({"evaluating": 8, "generating": 8}, "bound by the evaluation"),
+        ({"packing": 9}, "bound by the orchestrator"),
+        ({"generating": 1}, "bound by tools, graders and frozen models"),
+    ],
+)
+def test_what_takes_most_bounds_the_run(seconds, bound):
+    assert shares(one_step(**seconds)).bound == bound
+
+
+def test_without_a_step_there_are_no_shares():
+    assert shares([]) is None and shares(START) is None
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "outputs" / "first", steps=30, rollouts=2)
+
+
+def test_the_command_prints_shares_and_writes_a_trace(run, capsys, monkeypatch):
+    monkeypatch.chdir(run.parent.parent)
+    assert timeline.main(["first"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "" and printed.out.splitlines()[-1] == f"{run}/trace.json"
+    # of 1.5 s a step: the engine for 1.2, the trainer for 0.45
+    assert "engine 80 % busy (7 % loading weights), trainer 30 %: generation-bound" in printed.out
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    drawn = [event for event in events if event["ph"] == "X"]
+    recorded = read_spans(run, [])
+    assert set(names.values()) == {span.process for span in recorded} and len(drawn) == len(recorded)
+    forward = next(event for event in drawn if event["name"] == "forward and backward")
+    assert names[forward["tid"]] == "trainer" and forward["args"] == {"step": 1} and forward["dur"] > 0
+    assert min(event["ts"] for event in drawn) == 0
+
+
+def test_a_run_without_events_is_refused(run, capsys):
+    shutil.rmtree(run / "events")
+    assert timeline.main([str(run)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_nothing_in_its_events_escapes(run, capsys):
+    path = run / "events" / "trainer.jsonl"
+    at = {"start": 1_700_000_011.0, "stop": 1_700_000_012.0, "step": 1}
+    lines = [json.dumps(at | {"process": text, "what": text}) + "\n" for text in (EVIL, "", " ", "engine")]
+    path.write_text(path.read_text() + "".join(lines))
+    (run / "events" / "evil.jsonl").write_text(EVIL)
+    assert timeline.main([str(run)]) == 0
+    printed = capsys.readouterr()
+    for text in (printed.out, printed.err, (run / "trace.json").read_text()):
+        assert not CONTROL.search(text)
+    names = [event["name"] for event in json.loads((run / "trace.json").read_text())["traceEvents"]]
+    assert not any(CONTROL.search(name) for name in names) and any("alert" in name for name in names)

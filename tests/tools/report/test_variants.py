@@ -1,0 +1,105 @@
+"""Which runs differ in nothing but their seeds, and what tells the others apart."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from prl.runs.result import RunResult
+from prl.tools.report.runs import Run
+from prl.tools.report.variants import seed_of, variants
+
+
+def run(name, config, overrides=(), result=None, metrics=(), searched=()):
+    frame = pd.DataFrame.from_records(list(metrics), columns=None if metrics else ["step"]).set_index("step")
+    return Run(
+        dir=Path("/sweep") / name,
+        config=config,
+        overrides=list(overrides),
+        result=result or RunResult(status="completed"),
+        metrics=frame.astype(float),
+        problems=[],
+        searched=list(searched),
+    )
+
+
+def grpo(seed, lr=0.001, **other):
+    return {"seed": seed, "algo": {"_target_": "prl.GRPO", "length_penalty": None}, "optim": {"lr": lr}} | other
+
+
+def max_rl(seed, lr=0.001):
+    return {"seed": seed, "algo": {"_target_": "prl.MaxRL"}, "optim": {"lr": lr}}
+
+
+def names(found):
+    return {found.label(values): [run.name for run in runs] for values, runs in found.members.items()}
+
+
+def test_variants_are_called_by_what_was_typed():
+    runs = [run(str(seed), grpo(seed), ["algo=grpo", f"seed={seed}"]) for seed in (0, 1)]
+    found = variants([*runs, run("2", max_rl(0), ["algo=max_rl", "seed=0"])])
+    assert names(found) == {"algo=grpo": ["0", "1"], "algo=max_rl": ["2"]}
+    assert found.differences == {"algo._target_": ["prl.GRPO", "prl.MaxRL"], "algo.length_penalty": ["null", "–"]}
+
+
+def test_a_config_that_differs_though_nothing_was_typed_is_a_variant():
+    found = variants([run("0", grpo(0)), run("1", grpo(0, lr=0.01)), run("2", grpo(1, lr=0.01))])
+    assert names(found) == {"lr=0.001": ["0"], "lr=0.01": ["1", "2"]}
+
+
+def test_as_few_columns_as_tell_the_variants_apart():
+    runs = [
+        run("0", grpo(0, 0.1), ["algo=grpo", "+optim.lr=0.1", "max=1"]),
+        run("1", grpo(0, 0.2), ["algo=grpo", "+optim.lr=0.2", "max=2"]),
+        run("2", max_rl(0, 0.1), ["algo=max_rl", "+optim.lr=0.1", "max=1"]),
+        run("3", max_rl(0, 0.2), ["algo=max_rl", "max=2"]),
+    ]
+    assert variants(runs).columns == ["algo", "optim.lr"]
+    assert list(variants(runs).members) == [("grpo", "0.1"), ("grpo", "0.2"), ("max_rl", "0.1"), ("max_rl", "0.2")]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [(0.1, 1), (0.2, 2), (0.3, 3)],  # a random search: the rate alone tells them apart
+        [(0.1, 1), (0.2, 1), (0.3, 1)],  # one value was tried
+        [(0.1, 1)],
+        [(0.1, 1), (0.1, 2), (0.2, 1), (0.2, 2)],
+        [(0.1, 1), (0.1, 1), (0.2, 2)],
+    ],
+)
+def test_all_that_a_search_varies_is_a_column(values):
+    runs = [
+        run(str(n), grpo(n, lr, max=most), [f"+optim.lr={lr}", f"seed={n}", f"max={most}", "algo=grpo"], searched=KEYS)
+        for n, (lr, most) in enumerate(values)
+    ]
+    found = variants(runs)
+    assert found.columns == ["optim.lr", "max", "algo"]
+    assert [row[:2] for row in found.members] == [(str(lr), str(most)) for lr, most in dict.fromkeys(values)]
+    assert {row[2] for row in found.members} == {"grpo"}, "a group's choice as it was typed"
+    assert sum(len(group) for group in found.members.values()) == len(values)
+
+
+KEYS = ["optim.lr", "seed", "max", "algo"]
+
+
+def test_names_places_and_seeds_make_no_variant():
+    def config(n):
+        own = {"run": {"name": f"run{n}"}, "engine": {"port": n, "urls": [str(n)]}, "envs": {"math": {"seed": n}}}
+        return grpo(n, **own)
+
+    found = variants([run(str(n), config(n), [f"seed={n}", f"run.dir={n}", f"engine.urls=[{n}]"]) for n in (0, 1)])
+    assert names(found) == {"all runs": ["0", "1"]}
+
+
+def test_a_run_without_a_config_is_in_no_variant():
+    refused = run("1", {}, ["algo=nonsense"], RunResult(status="refused"))
+    found = variants([run("0", grpo(0)), refused])
+    assert names(found) == {"all runs": ["0"]}
+    assert (seed_of(refused), seed_of(run("0", grpo(4)))) == ("–", "4")
+    assert variants([refused]).members == {}
+
+
+def test_the_key_that_tells_most_runs_apart_is_the_column():
+    values = [(1, 1), (1, 2), (2, 3)]
+    assert variants([run(str(n), {"seed": 0, "a": a, "b": b}) for n, (a, b) in enumerate(values)]).columns == ["b"]

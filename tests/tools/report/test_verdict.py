@@ -1,0 +1,124 @@
+"""The verdict's sentences on made-up metrics, on either side of each threshold."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from prl.runs.result import RunResult
+from prl.tools.report.runs import Run
+from prl.tools.report.shares import Shares
+from prl.tools.report.verdict import verdict, without_value
+
+
+def run_of(columns=None, steps=20, status="completed", **result):
+    """A run with metrics of steps 1 to `steps`; a column is a value for all of them, or a list."""
+    metrics = pd.DataFrame(columns or {}, index=pd.RangeIndex(1, steps + 1, name="step"), dtype=float)
+    return Run(
+        dir=Path("/runs/a"),
+        config={"max_steps": 20},
+        overrides=[],
+        result=RunResult(status=status, **{"steps": steps, **result}),
+        metrics=metrics,
+        problems=[],
+    )
+
+
+def said(columns=None, **kwargs):
+    return [finding.text for finding in verdict(run_of(columns, **kwargs)).findings]
+
+
+def line(start, end, steps=20):
+    return [start + (end - start) * step / (steps - 1) for step in range(steps)]
+
+
+DID = {
+    "engine": {"generating": 0.744, "loading weights": 0.18},
+    "trainer": {"forward and backward": 0.306, "waiting for a batch": 0.694},
+}
+
+
+def test_a_headline_has_reward_bound_and_signal():
+    columns = {
+        "reward/all/mean": [0.32] * 5 + [0.6] * 10 + [0.88] * 5,
+        "rollouts/batch": 100,
+        "rollouts/trained": [90] * 10 + [34] * 10,
+    }
+    found = verdict(run_of(columns), Shares(60.0, DID, "generation-bound"))
+    # the running mean of 5 steps is below one half until step 13: (2 x 10 + 3 x 66) / 5 = 43.6 %
+    assert found.headline == "Reward 0.32 to 0.88; generation-bound; 66 % of each batch had no signal from step 14 on."
+    assert found.findings[2].text.startswith("Engine 92 % busy (18 % loading weights), trainer 31 %: generation-bound")
+    without = verdict(run_of(columns))
+    assert without.headline == found.headline.replace(" generation-bound;", "") and len(without.findings) == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "result", "text", "mood"),
+    [
+        ("completed", {"seconds": 90.0}, "Completed 20 steps in 90 s.", "good"),
+        ("completed", {"steps": 7, "ended_because": "no tasks"}, "Completed 7 steps in 0 s, of 20: no tasks.", "warn"),
+        ("failed", {"steps": 3, "error": "Traceback\n \nKeyError: 1"}, "Failed at step 3 of 20: KeyError: 1", "bad"),
+        ("running", {"steps": 4}, "Still running, at step 4 of 20.", "plain"),
+        ("stopped", {"steps": 4, "error": "interrupted"}, "Stopped at step 4 of 20: interrupted.", "warn"),
+        ("crashed", {"steps": 4}, "Crashed at step 4 of 20: its process is gone and has left no result", "bad"),
+    ],
+)  # fmt: skip
+def test_how_it_ended_comes_first(status, result, text, mood):
+    found = verdict(run_of({"reward/all/mean": 1.0}, status=status, **result))
+    reward = "Reward 1.00 to 1.00."
+    if mood == "good":
+        assert (found.headline, found.findings[0].text, found.findings[0].mood) == (reward, text, mood)
+    else:
+        assert (found.headline, found.mood, found.findings[0].text) == (text, mood, reward)
+
+
+WARNINGS = [
+    ({"entropy/all/mean": line(1.0, 0.0)}, "Entropy fell to 12 %", False),  # (4+3+2+1+0)/19/5 over (19+…+15)/19/5
+    ({"entropy/all/mean": [1.0] * 15 + [0.1] * 5}, "Entropy fell to 10 %: 1 to 0.1 nats per token.", True),
+    ({"logprob_gap/mean": [0.005] * 15 + [0.025] * 5}, "sampler rose: 0.005 to 0.025", True),
+    ({"logprob_gap/mean": [0.005] * 15 + [0.024] * 5}, "sampler rose", False),
+    ({"logprob_gap/mean": [0.001] * 15 + [0.019] * 5}, "sampler rose", False),
+    ({"truncated/math": [0.0] * 15 + [0.1] * 5}, "math: a length limit cut off 10 % of the last rollouts.", True),
+    ({"truncated/math": [0.9] * 15 + [0.09] * 5}, "cut off", False),
+    ({"off_policy/dropped": 5, "rollouts/arrived": 100}, "100 rollouts were dropped as too old, 5 % of", True),
+    ({"off_policy/dropped": 4.9, "rollouts/arrived": 100}, "too old", False),
+    ({"rollouts/errored": 1, "rollouts/arrived": 100, "errors/all/env": 0.2, "errors/all/engine": 0.8},
+     "20 rollouts failed, 1 % of those finished, most by engine.", True),
+    ({"rollouts/errored": 0.9, "rollouts/arrived": 100}, "failed", False),
+    ({"tokens/invalid_logprobs": [0] * 19 + [3]}, "3 tokens had no usable sampler logprob", True),
+    ({"tokens/invalid_logprobs": 0}, "no usable", False),
+    ({"rollouts/batch": 10, "rollouts/trained": 5}, "50 % of each batch had no signal from the start", True),
+    ({"rollouts/batch": 10, "rollouts/trained": 5.1}, "no signal", False),
+    ({"rollouts/batch": 10, "rollouts/trained": [10] * 16 + [0] * 4}, "no signal", False),  # for too few steps
+    ({"reward/math/mean": [0.1] * 5 + [0.9] * 5 + [0.7] * 10}, "reward 0.10 to 0.70, after 0.90 at step 10.", True),
+    ({"reward/math/mean": [0.1] * 5 + [0.9] * 5 + [0.85] * 10}, "math: sampled reward 0.10 to 0.85.", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "text", "there"), WARNINGS)
+def test_warnings(columns, text, there):
+    assert any(text in sentence for sentence in said(columns)) == there, said(columns)
+
+
+def test_a_metric_without_a_value_at_the_end_comes_first():
+    columns = {"reward/all/mean": [0.5] * 18 + [None] * 2, "loss/mean": 1.0, "grad_norm": [1.0] * 19 + [None]}
+    found = verdict(run_of(columns))
+    assert found.headline == (
+        "No value of reward/all/mean after step 18; no value of grad_norm after step 19; reward 0.50 to 0.50."
+    )
+    assert found.mood == "warn"
+    found = verdict(run_of(columns, status="crashed"))
+    assert (found.mood, found.findings[0].mood) == ("bad", "warn") and "No value" in found.findings[0].text
+    assert without_value(run_of({"loss/mean": [None] * 20, "grad_norm": [None] * 20}).metrics) == [
+        "no value of loss/mean, grad_norm at any step"
+    ]
+    assert without_value(run_of({"reward/all/mean": [None, 0.5] * 10}).metrics) == [], "it has one at the end"
+    assert without_value(run_of(steps=0).metrics) == []
+
+
+def test_evaluations_go_from_the_first_to_the_last():
+    columns = {"eval/math/avg@4": [float("nan"), 0.25, *[float("nan")] * 17, 0.75], "eval/x/avg@1": [0.5] + [None] * 19}
+    assert said(columns)[1:] == [
+        "math: held-out reward (avg@4) 0.25 at step 2, 0.75 at 20.",
+        "x: held-out reward (avg@1) 0.50 at step 1.",
+    ]

@@ -1,0 +1,284 @@
+"""`python -m prl.tools.rollouts`: what it prints of a run, and what it says where there is nothing to print."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from prl.tools.rollouts.__main__ import main
+from prl.tools.rollouts.render import beside
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def outcome(stage, reason="", source=None):
+    return {"stage": stage, "reason": reason, "source": source}
+
+
+def entry(**fields):
+    """A `prl.rollouts.record.Record` as it is written: a rollout of `math` that was trained on."""
+    trained = {
+        **{"step": 4, "env": "math", "agent": "agent", "task": 31, "group": 0, "samples": 1, "completion_tokens": 3},
+        **{"reward": 1.0, "rewards": {"answer": 1.0}, "metrics": {"correct": 1.0}, "advantage": 0.475},
+        **{"start_version": 3, "end_version": 3, "outcome": outcome("trained"), "matched": {}},
+        "messages": [user("61-6="), assistant("55")],
+    }
+    return trained | fields
+
+
+CALLS = [
+    {"name": "calculate", "arguments": '{"expression": "37*48", "digits": 2}'},
+    {"name": "run", "arguments": '{"co'},
+]
+STEP = [
+    entry(),
+    entry(reward=0.05, rewards={"answer": 0.05}, advantage=-0.475, matched={"pre_batch": "gibberish"}),
+    entry(
+        group=1,
+        advantage=0.0,
+        outcome=outcome("post_filtered", "filter zero_advantage", "zero_advantage"),
+        difficulty_pool="easy",
+        matched={"pre_batch": "gibberish", "post_batch": "zero_advantage"},
+    ),
+    entry(
+        env="calculator",
+        group=2,
+        task=7,
+        reward=0.0,
+        rewards={"answer": 0.0},
+        advantage=None,
+        outcome=outcome("failed", "KeyError: no JSON object", "env"),
+        end_version=4,
+        messages=[
+            {"role": "system", "content": "Use it."},
+            user("37*48="),
+            assistant("", tool_calls=CALLS, reasoning="I will\ncall it."),
+            {"role": "tool", "content": "1776\nexactly", "name": "calculate"},
+            assistant("1776"),
+        ],
+    ),
+    entry(
+        env="kuhn",
+        group=3,
+        agent="player",
+        reward=0.75,
+        rewards={"chips": 0.75},
+        samples=2,
+        outcome=outcome("surplus", "the batch was full"),
+        messages=[
+            user("K."),
+            assistant("bet"),
+            assistant("check", sampled=False, after=0),
+            user("and now?"),
+            assistant("bet", after=None),
+        ],
+    ),
+    entry(env="kuhn", group=3, agent="opponent", reward=0.25, rewards={"chips": 0.25}),
+]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run `outputs/toy`, seen from the directory that holds `outputs/`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    folder = tmp_path / "outputs" / "toy" / "rollouts"
+    folder.mkdir(parents=True)
+    write(folder / "step_000002.jsonl", [entry(step=2, messages=[user("2+2="), assistant("the old one")])])
+    write(folder / "step_000004.jsonl", STEP)
+    fine = entry(outcome=None, messages=[user("5+5="), assistant("held out")])
+    lost = fine | {"outcome": outcome("failed", "TimeoutError: 60 s", "timeout")}
+    write(folder / "eval_math_step_000004.jsonl", [fine, lost])
+    write(folder / "eval_kuhn_step_000003.jsonl", [fine | {"step": 3, "env": "kuhn"}])
+    return folder.parent
+
+
+def write(path, entries, tail=""):
+    path.write_text("".join(json.dumps(line) + "\n" for line in entries) + tail)
+
+
+@pytest.fixture
+def shown(capsys):
+    """What a command prints: its lines without trailing spaces."""
+
+    def show(*argv):
+        assert main(list(argv)) == 0
+        return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+    return show
+
+
+def block(lines, start):
+    """The lines from the one that is `start` to the next empty one."""
+    at = lines.index(start)
+    return lines[at : lines.index("", at)] if "" in lines[at:] else lines[at:]
+
+
+def test_the_last_step_has_a_table_of_envs(run, shown):
+    lines = shown("toy")
+    assert lines[0] == "outputs/toy · step 4"
+    table = [" ".join(line.split()) for line in lines[2 : lines.index("", 3)]]
+    assert table[0] == "env rollouts reward trained matched, not trained"
+    assert table[2:] == [
+        "math 3 0.683 2 2 matched (gibberish)",  # (1 + 0.05 + 1) / 3
+        "1 post-filtered (zero_advantage)",
+        "calculator 1 – 0 1 failed (env)",  # what failed is no part of the mean
+        "kuhn player 1 0.750 0 1 surplus",
+        "kuhn opponent 1 0.250 1 –",
+        "all 6 0.610 3 2 matched (gibberish)",  # (1 + 0.05 + 1 + 0.75 + 0.25) / 5
+        "1 post-filtered (zero_advantage)",
+        "1 failed (env)",
+        "1 surplus",
+    ]
+
+
+def test_a_rollout_is_a_header_and_its_messages(run, shown):
+    lines = shown("toy", "--env", "calculator")
+    assert block(lines, "step 4 · calculator · task 7 · group 2") == [
+        "step 4 · calculator · task 7 · group 2",
+        "  reward 0 (answer 0) · no advantage · correct 1 · versions 3 to 4 · 3 tokens",
+        "  failed (env): KeyError: no JSON object",
+        "system     Use it.",
+        "user       37*48=",
+        "reasoning  I will",
+        "           call it.",
+        'assistant  calculate(expression="37*48", digits=2)',
+        '           run({"co)',
+        "tool         calculate: 1776",
+        "             exactly",
+        "assistant  1776",
+    ]
+
+
+def test_a_broken_history_shows_its_branches(run, shown):
+    start = "step 4 · kuhn · task 31 · group 3 · agent player"
+    messages = [line for line in block(shown("toy"), start) if line[:1] in "12345┄" or line[:8] == " " * 8]
+    assert messages == [
+        "1 user       K.",
+        "2 assistant  bet",
+        "┄┄ another branch, goes on after message 1 ┄┄",
+        "3 assistant  (shown to the model, not sampled)",
+        "             check",
+        "4 user       and now?",
+        "┄┄ another branch, opens a history ┄┄",
+        "5 assistant  bet",
+    ]
+
+
+def test_filtered_shows_what_a_filter_matched_and_nothing_that_failed(run, shown):
+    lines = shown("toy", "--filtered")
+    assert [line for line in lines if line.startswith("step ")] == [
+        "step 4 · math · task 31 · group 0",
+        "step 4 · math · task 31 · group 1",
+    ]
+    assert "Shown: 2 of 6 rollouts, those that a filter matched." in lines
+    assert any(line.split()[:2] == ["calculator", "1"] for line in lines)  # the table is the step's
+
+
+def test_one_step_one_env_and_evaluations(run, shown):
+    old = shown("outputs/toy", "--step", "2")
+    assert old[0] == "outputs/toy · step 2" and "assistant  the old one" in old
+    lines = shown("toy", "--env", "kuhn")
+    assert {line.split(" · ")[1] for line in lines if line.startswith("step ")} == {"kuhn"}
+    assert not any("calculator" in line for line in lines)
+    evaluated = shown("toy", "--eval")
+    assert evaluated[0] == "outputs/toy · evaluation at step 4"
+    assert "assistant  held out" in evaluated and not any("not trained" in line for line in evaluated)
+    # A failed one counts as 0, as in avg@k.
+    assert "math 2 0.500 1 failed (timeout)" in [" ".join(line.split()) for line in evaluated]
+    assert shown("toy", "--eval", "--env", "kuhn")[0] == "outputs/toy · evaluation at step 3"
+
+
+def test_a_half_written_line_is_noted_and_the_rest_shown(run, shown):
+    path = run / "rollouts" / "step_000005.jsonl"
+    write(path, [entry(step=5)], tail='{"step":5,"env":"ma')
+    lines = shown("toy")
+    assert "assistant  55" in lines
+    assert "line 2 cannot be read" in " ".join(lines) and "the other 1 can" in " ".join(lines)
+
+
+def test_no_message_controls_the_terminal(run, capsys):
+    evil = "\x1b]0;title\x07 \x1b[31mred\x1b[0m \x9b2J \u202eback\r\x08 [red]plain[/red] [/] [link=x]y :smile:"
+    seen = r"\x1b]0;title\x07 \x1b[31mred\x1b[0m \x9b2J \u202eback\r\x08 [red]plain[/red] [/] [link=x]y :smile:"
+    call = {"name": evil, "arguments": json.dumps({evil: evil}, ensure_ascii=False)}
+    line = entry(
+        step=9,
+        env=evil,
+        agent=evil,
+        task=evil,
+        rewards={evil: 1.0},
+        metrics={evil: 1.0},
+        difficulty_pool=evil,
+        stop=evil,
+        matched={"pre_batch": evil},
+        outcome=outcome("failed", evil, evil),
+        messages=[{"role": evil, "content": evil}, assistant(evil, reasoning=evil, tool_calls=[call])],
+    )
+    write(run / "rollouts" / "step_000009.jsonl", [line])
+    assert main(["toy"]) == 0
+    assert main(["toy", "--env", evil + "?"]) == 2
+    out, err = capsys.readouterr()
+    assert not [char for char in out + err if not (char.isprintable() or char == "\n")]
+    assert seen in " ".join(out.split()) and "[red]plain[/red]" in err
+
+
+def test_long_texts_are_wrapped_in_columns_and_never_cut():
+    words = " ".join(f"word{i}" for i in range(200))
+    lines = beside("user", 11, words, Console(width=50)).splitlines()
+    assert max(map(len, lines)) <= 50 and " ".join(line[11:] for line in lines) == words
+    assert [line[:11].rstrip() for line in lines] == ["user"] + [""] * (len(lines) - 1)
+    wide = beside("user", 11, "語" * 100, Console(width=51)).splitlines()  # two columns each
+    assert [len(line[11:]) for line in wide] == [20] * 5
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "named"),
+    [
+        (["toy", "--step", "3"], 2, "step 3; it has: 2, 4"),
+        (["toy", "--env", "guess"], 2, "env 'guess'; it has: calculator, kuhn, math"),
+        (["toy", "--eval", "--step", "2"], 2, "evaluation at step 2; it has: 3 to 4"),
+        (["toy", "--eval", "--env", "guess"], 1, "no evaluation of env 'guess'"),
+        (["nope"], 2, "outputs/toy"),
+        (["outputs"], 2, "here are: outputs/toy"),
+        (["torn"], 1, "outputs/torn/rollouts/step_000001.jsonl: line 1 and 1 more"),
+    ],
+)
+def test_errors_name_what_there_is(run, tmp_path, capsys, argv, status, named):
+    torn = tmp_path / "outputs" / "torn" / "rollouts"
+    if argv == ["torn"]:
+        torn.mkdir(parents=True)
+        (torn / "step_000001.jsonl").write_bytes(b'{"step": 1, \xff\n3\n')
+    assert main(argv) == status
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and named in err
+
+
+def command(*argv):
+    return subprocess.run(argv, check=False, capture_output=True, text=True, timeout=60)
+
+
+def test_a_reader_that_goes_away_is_no_error(run):
+    write(run / "rollouts" / "step_000007.jsonl", [entry(step=7, group=i) for i in range(3000)])
+    line = f"set -o pipefail; {sys.executable} -m prl.tools.rollouts toy | head -1"
+    done = command("bash", "-c", line)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "outputs/toy · step 7\n", "")
+
+
+def test_a_terminal_gets_colours_through_the_pager(run, tmp_path):
+    """On a pseudo-terminal, with a pager that keeps what it got."""
+    keep = tmp_path / "pager.txt"
+    code = f"""
+import os, pty, sys
+os.environ.update(TERM="xterm-256color", PAGER="tee {keep}")
+sys.exit(os.waitstatus_to_exitcode(pty.spawn([sys.executable, "-m", "prl.tools.rollouts", "toy", "--step", "2"])))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdin=subprocess.DEVNULL, capture_output=True)
+    assert "\x1b[32massistant  the old one\x1b[0m" in keep.read_text()

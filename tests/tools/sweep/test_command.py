@@ -1,0 +1,148 @@
+"""A sweep's command, around its jobs: what it refuses, what it records, the table, and stopping. No run is started."""
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from prl.config.compose import CONF
+from prl.errors import ConfigError
+from prl.runs.result import RunResult, write_result
+from prl.tools.sweep.command import Recorder, SweepRecord, checked, prepared, read_record, run, summary
+
+
+def config_of(*overrides):
+    """The config of a sweep as Hydra has it before the first job."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", ["run.name=s", *overrides], return_hydra_config=True)
+    config.hydra.overrides.task = ["algo=grpo,max_rl", *(each for each in overrides if not each.startswith("hydra"))]
+    return config
+
+
+def made(folder, **result):
+    folder.mkdir(parents=True, exist_ok=True)
+    write_result(folder, RunResult(**result))
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A sweep with a completed job."""
+    made(tmp_path / "algo=grpo", status="completed", seconds=12.4, optimized_metric=0.25)
+    return tmp_path
+
+
+REFUSED = "orchestrator.batch_size=33"
+"""No multiple of the group's size: a job is refused before an engine starts."""
+
+
+@pytest.fixture
+def sweep(run_command, tmp_path):
+    return lambda *overrides: run_command(tmp_path, "prl.train", "-m", *overrides)
+
+
+def test_jobs_that_are_refused_are_recorded_and_asked_again(sweep, tmp_path):
+    for count in (1, 2):
+        done = sweep("seed=0,1", REFUSED, "run.name=s")
+        folder = tmp_path / "outputs" / "s"
+        assert done.returncode == 1 and done.stderr.count("refused") >= 4, "a line and a row of the table each"
+        record = read_record(folder)
+        assert record.varied == ["seed"] and len(record.commands) == count
+    assert (folder / "summary.html").exists() and (folder / "earlier").is_dir()
+
+
+@pytest.fixture
+def ends(finished, monkeypatch, capsys):
+    """`ends(hydra)`: the status of a sweep in a directory with a job, and what it prints."""
+    monkeypatch.setattr("prl.tools.sweep.command.signal.signal", lambda *_: None)
+
+    def end(hydra):
+        monkeypatch.setattr("prl.tools.sweep.command.command.run", lambda *_: hydra())
+        with pytest.raises(SystemExit) as caught:
+            run(None, ["-m", f"hydra.sweep.dir={finished}"])
+        return caught.value.code, capsys.readouterr().err
+
+    return end
+
+
+def exits(status):
+    def hydra():
+        raise SystemExit(status)
+
+    return hydra
+
+
+def test_a_sweep_ends_with_its_table_and_summary(ends, finished):
+    status, printed = ends(lambda: None)
+    assert status == 0 and "algo=grpo  completed" in printed and str(finished / "summary.html") in printed
+    made(finished / "algo=max_rl", status="failed", error="the engine died")
+    assert ends(lambda: None)[0] == 1, "a job has not completed"
+
+
+def test_interrupted_and_refused_sweeps_have_no_summary(ends):
+    status, printed = ends(exits(130))
+    assert status == 130 and "algo=grpo  completed" in printed and "summary.html" not in printed
+    assert ends(exits(2)) == (2, ""), "refused before its first job"
+
+
+def test_a_damaged_record_stops_the_sweep_before_its_jobs(tmp_path, capsys):
+    (tmp_path / "sweep.json").write_bytes(b"{")
+    with pytest.raises(SystemExit) as caught:  # Hydra would only warn of another exception
+        Recorder().on_multirun_start(config_of(f"hydra.sweep.dir={tmp_path}"))
+    assert caught.value.code == 2 and "sweep.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fixed", "varied", "key"),
+    [({"seed": "2"}, ["algo"], "seed"), ({"seed": "1"}, ["algo", "loss"], "loss"), ({"seed": "1"}, ["algo"], None)],
+)
+def test_a_directory_with_results_of_other_settings_is_refused(finished, monkeypatch, fixed, varied, key):
+    before = SweepRecord(varied, fixed, [{"arguments": ["-m"]}])
+    monkeypatch.setattr("prl.tools.sweep.command.read_record", lambda _: before)
+    if key is None:
+        assert checked(config_of("seed=1", "sweep=joblib"), finished).commands == before.commands
+        return
+    with pytest.raises(ConfigError, match=key):
+        checked(config_of("seed=1"), finished)
+    made(finished / "algo=grpo", status="refused")
+    assert checked(config_of("seed=1"), finished).fixed == {"seed": "1"}, "nothing there that could be mistaken"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["sweep=slurm", "sweep.share_engine=true"], "sweep.share_engine"),
+        (["run.resume=some/run"], "run.resume"),
+        (["hydra/sweeper=optuna"], "optimized_metric.direction"),
+        (["dry_run=true,false"], "dry_run"),
+    ],
+    ids=str,
+)
+def test_what_a_sweep_cannot_do_is_refused_before_its_first_job(tmp_path, overrides, key):
+    config = config_of(*[each for each in overrides if "," not in each])
+    config.hydra.overrides.task = [*config.hydra.overrides.task, *overrides]
+    with pytest.raises(ConfigError, match=key):
+        checked(config, tmp_path)
+
+
+def test_hydra_gets_the_directory_and_the_keys_that_name_no_job():
+    added = ["hydra.sweep.dir='outputs/x'", "hydra.job.config.override_dirname.exclude_keys=['max_steps','run.name']"]
+    typed = ["algo=grpo,max_rl", "max_steps=3", "run.name=x", "hydra.launcher.n_jobs=2"]
+    for before, after in ((["-m"], []), ([], ["-m"])):
+        folder, arguments = prepared([*before, *typed, *after])
+        assert str(folder) == "outputs/x"
+        assert arguments == [*before, *added, *typed, *after], "overrides stand in one stretch, as Hydra wants them"
+    assert prepared(["-m"])[1][0] == "-m"
+
+
+def test_the_table_has_every_job_and_error(finished):
+    made(finished / "algo=max_rl", status="refused", error="algo.x: there is no such option")
+    made(finished / "algo=opd", status="failed", error="Traceback (most recent call last):\n  File\nValueError: odd\n")
+    (finished / "algo=sft").mkdir()
+    (finished / "earlier").mkdir()
+    assert summary(finished) == [
+        "job          status       metric  seconds",
+        "algo=grpo    completed    0.2500  12",
+        "algo=max_rl  refused              0",
+        "algo=opd     failed               0",
+        "algo=sft     not started",
+        "algo=max_rl: algo.x: there is no such option",
+        "algo=opd: ValueError: odd",
+    ]
