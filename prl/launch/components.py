@@ -163,7 +163,7 @@ def load_curricula(config: TrainConfig, components: RunComponents, environments:
         env.curriculum.check_start(goes_on=config.run.resume is not None)
         with hook(config.node_of(name, "curriculum")[0], env.curriculum, "load"):
             env.curriculum.load(
-                environments[name].tasks, seed=derive_seed(config.seed, f"curriculum/{name}"), env_name=name
+                environments[name].tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name
             )
     buffers = [env.curriculum for env in components.envs.values()]
     folders = sorted(

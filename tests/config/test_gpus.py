@@ -153,7 +153,7 @@ def test_each_process_of_a_run_sees_its_own(monkeypatch, config, tmp_path):
     config.engine.port = 9000
     engines = specs.policy_engines(config, config.model, "t", tmp_path / "logs" / "engine.log")
     assert [engine.process for engine in engines] == ["engine", "engine 2"]
-    assert [engine.log.name for engine in engines] == ["engine.log", "inference_2.log"]
+    assert [engine.log.name for engine in engines] == ["engine.log", "engine_2.log"]
     assert [engine.config.port for engine in engines] == [9000, 9001]
     started = {}
     with LocalLauncher() as launcher:

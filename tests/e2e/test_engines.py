@@ -71,4 +71,4 @@ def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path
     for engine in lanes[1:3]:
         done = {what: {span.step for span in after if (span.process, span.what) == (engine, what)} for what in WORK}
         assert len(done["generating"]) > 3 and len(done["loading weights"]) > 3, f"{engine} is at work again"
-    assert {path.name for path in (folder / "logs").iterdir()} >= {"engine.log", "inference_2.log", "trainer.log"}
+    assert {path.name for path in (folder / "logs").iterdir()} >= {"engine.log", "engine_2.log", "trainer.log"}

@@ -304,7 +304,7 @@ async def test_several_servers_of_policy_and_teacher_are_started_and_all_are_ask
         assert services.teachers[0].urls == [teacher.url, second["teacher 2"].url]
         assert [(spec.process, spec.log.name, spec.frozen) for spec in specs] == [
             ("engine", "engine.log", False),
-            ("engine 2", "inference_2.log", False),
+            ("engine 2", "engine_2.log", False),
             ("teacher", "teacher.log", True),
             ("teacher 2", "teacher_2.log", True),
         ]
