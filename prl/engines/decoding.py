@@ -146,7 +146,8 @@ def draw(logits: Tensor, continuations: Sequence[Continuation]) -> tuple[Tensor,
     logits = torch.stack([each.warp(row) for each, row in zip(continuations, logits, strict=True)])
     logprobs = logits.log_softmax(-1)
     cumulated = logprobs.double().exp().cumsum(-1)
-    uniform = torch.tensor([each.uniform[len(each.token_ids)] for each in continuations], dtype=torch.float64)
+    numbers = [each.uniform[len(each.token_ids)] for each in continuations]
+    uniform = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
     greedy = torch.tensor([each.request.temperature == 0 for each in continuations], device=logits.device)
     # From the right: a token of probability 0 is never drawn.
     drawn = torch.searchsorted(cumulated, uniform[:, None] * cumulated[:, -1:], right=True).squeeze(1)
