@@ -2,6 +2,7 @@
 
     python -m prl.train [group=option …] [key=value …]
     python -m prl.train -m seed=0,1,2          a sweep: one run directory each (conf/sweep/README.md)
+    python -m prl.train experiment=async       another, which the experiment describes
     python -m prl.train … dry_run=true         starts nothing: what the run would start, and whether it fits
 
 From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.config.compose.compose`).
@@ -229,7 +230,4 @@ def _job(cfg: DictConfig) -> float | None:
 
 if __name__ == "__main__":
     leave_none()
-    arguments = command.expanded(sys.argv[1:])
-    if sweep.naming.is_sweep(arguments):
-        sweep.command.run(_job, arguments)
-    command.run(_job, arguments, "train")
+    sweep.command.run(_job, command.expanded(sys.argv[1:]))

@@ -108,7 +108,7 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
     given, groups = [arg for arg in arguments if "=" in arg and not arg.startswith("-")], options()
     sys.argv[1:] = allow_new_filters(arguments)  # Hydra reads its arguments there
     for number in stopping():
-        if signal.getsignal(number) == signal.SIG_DFL:  # a sweep has a handler of its own
+        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup it is ignored
             signal.signal(number, stop)
     os.environ.setdefault(FULL_ERROR, "1")  # until the job starts
     try:

@@ -5,9 +5,10 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from hydra.core.config_store import ConfigStore
@@ -15,7 +16,6 @@ from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from prl.config import compose
 from prl.errors import UNREADABLE, ConfigError
 from prl.launch import command
 from prl.monitors.masking import masked
@@ -66,21 +66,23 @@ def read_record(folder: Path) -> SweepRecord | None:
         ) from error
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A sweep that this process has begun."""
+
+    folder: Path
+    jobs_before: list[Path]
+    """Folders of the jobs that were there."""
+    thrown_away: tempfile.TemporaryDirectory[str] | None
+    """Where the jobs of a dry run write."""
+
+
 def run(task: Callable[[], Any], arguments: list[str]) -> None:
-    """Run a sweep to its end and say how its jobs ended; a dry run of each, in a folder that goes, with `dry_run=true`.
+    """Run the one job that `arguments` ask for, or, where they or their experiment ask for a sweep, each of its jobs.
 
     Raises:
-        SystemExit: With 0 where every job of the sweep's directory has completed, 130 where it was stopped.
+        SystemExit: With 0 where the job, or each of the sweep's directory, has completed, 130 where it was stopped.
     """
-    if "dry_run=true" in [argument.lower() for argument in arguments]:
-        with tempfile.TemporaryDirectory() as thrown_away:
-            command.run(task, prepared([*arguments, f"hydra.sweep.dir={thrown_away}"])[1], "train")
-        raise SystemExit(0)
-    folder, arguments = prepared(arguments)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.default_int_handler)
-    before = jobs(folder)
     status: Any = 0
     try:
         command.run(task, arguments, "train")
@@ -88,50 +90,59 @@ def run(task: Callable[[], Any], arguments: list[str]) -> None:
         status = end.code
     except KeyboardInterrupt:
         status = command.INTERRUPTED
-    if status == command.REFUSED and jobs(folder) == before:  # no job ran; why not has been printed
+    if (sweep := Recorder.begun) is None:
         raise SystemExit(status)
-    print(f"sweep: {folder}", *summary(folder), sep="\n", file=sys.stderr, flush=True)
-    if not status and any(job.status_of(path) != "completed" for path in jobs(folder)):
+    if sweep.thrown_away is not None:
+        sweep.thrown_away.cleanup()
+        raise SystemExit(status)
+    if status == command.REFUSED and jobs(sweep.folder) == sweep.jobs_before:  # no job ran; why not has been printed
+        raise SystemExit(status)
+    print(f"sweep: {sweep.folder}", *summary(sweep.folder), sep="\n", file=sys.stderr, flush=True)
+    if not status and any(job.status_of(path) != "completed" for path in jobs(sweep.folder)):
         status = command.FAILED
     if status != command.INTERRUPTED:
-        write_report(folder)
+        write_report(sweep.folder)
     raise SystemExit(status)
-
-
-def prepared(arguments: list[str]) -> tuple[Path, list[str]]:
-    """The sweep's directory, and the arguments for Hydra, with that and the keys that name no job among them."""
-    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
-    try:
-        folder = naming.folder_of(overrides)
-        record = read_record(folder)
-        own = [override for override in overrides if not override.startswith("hydra")]
-        keys = naming.apart(own, () if record is None else tuple(record.varied)).keys
-    except Exception:  # Hydra says what is wrong with an override
-        return Path("outputs"), arguments
-    excluded = ",".join(f"'{key}'" for key in keys)
-    added = [f"hydra.sweep.dir='{folder}'", f"{naming.CARRIER}=[{excluded}]"]
-    place = arguments.index(overrides[0]) if overrides else len(arguments)  # Hydra wants overrides in one stretch
-    rest = [argument for argument in arguments[place:] if not argument.startswith("hydra.sweep.dir=")]
-    return folder, [*arguments[:place], *added, *rest]
 
 
 class Recorder(Callback):
     """Refuses what a sweep cannot do, and writes its record, once its config has composed and before its first job."""
 
+    begun: ClassVar[Begun | None] = None
+    """The sweep of this process, None where it does one run."""
+
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         try:
-            folder = Path(config.hydra.sweep.dir)
-            record = checked(config, folder)
-            given = [arg for arg in sys.argv[1:] if not arg.startswith(("hydra.sweep.dir='", naming.CARRIER))]
-            record.commands += [{"arguments": masked(given), "started": datetime.now().isoformat(timespec="seconds")}]
-            write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+            Recorder.begun = begin(config)
         except (ConfigError, OSError) as error:  # of which Hydra would warn, and run jobs that no record knows of
             print(f"error: {as_message(str(error))}", file=sys.stderr, flush=True)
             raise SystemExit(command.REFUSED) from None
 
 
-def checked(config: DictConfig, folder: Path) -> SweepRecord:
-    """The record of the sweep that `config` asks for, with the commands before. Raises ConfigError."""
+def begin(config: DictConfig) -> Begun:
+    """Record the sweep that `config` asks for, and give its jobs their directory and the keys that name none of them.
+
+    Raises ConfigError for what a sweep cannot do.
+    """
+    thrown_away = tempfile.TemporaryDirectory() if config.dry_run else None
+    folder = naming.folder_of(config) if thrown_away is None else Path(thrown_away.name)
+    record, fixed_keys = checked(config, folder)
+    record.commands += [{"arguments": masked(sys.argv[1:]), "started": datetime.now().isoformat(timespec="seconds")}]
+    write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+    config.hydra.sweep.dir = str(folder)  # the sweeper's; a job composes its config from Hydra's overrides
+    excluded = ",".join(f"'{key}'" for key in fixed_keys)
+    config.hydra.overrides.hydra += [f"hydra.sweep.dir='{folder}'", f"{naming.CARRIER}=[{excluded}]"]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)
+    return Begun(folder, jobs(folder), thrown_away)
+
+
+def checked(config: DictConfig, folder: Path) -> tuple[SweepRecord, tuple[str, ...]]:
+    """The record of the sweep that `config` asks for, with the commands before, and its keys that do not vary.
+
+    Raises ConfigError.
+    """
     hydra = config.hydra
     direction = getattr(hydra.sweeper.get("direction"), "name", hydra.sweeper.get("direction"))
     if direction not in (None, config.optimized_metric.direction):
@@ -151,7 +162,7 @@ def checked(config: DictConfig, folder: Path) -> SweepRecord:
         )
     refuse_existing(folder)
     before = read_record(folder)
-    arguments = naming.apart(compose.typed(hydra), () if before is None else tuple(before.varied))
+    arguments = naming.apart(naming.overrides_of(hydra), () if before is None else tuple(before.varied))
     if "dry_run" in arguments.varied:
         raise ConfigError("dry_run is for all jobs of a sweep or for none: give it one value")
     record = SweepRecord(list(arguments.varied), masked(arguments.fixed), [] if before is None else before.commands)
@@ -159,7 +170,7 @@ def checked(config: DictConfig, folder: Path) -> SweepRecord:
         for what, then, now in (("varies", before.varied, record.varied), ("sets", before.fixed, record.fixed)):
             if then != now:
                 raise ConfigError(f"{folder} holds a sweep that {what} {then}, not {now}: choose another run.name")
-    return record
+    return record, arguments.keys
 
 
 def jobs(folder: Path) -> list[Path]:

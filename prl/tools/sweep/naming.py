@@ -9,8 +9,9 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from prl.config.compose import typed
 from prl.runs.run_dir import NOT_OF_A_RUN
 
 MAX_NAME_BYTES = 100
@@ -55,21 +56,23 @@ def apart(overrides: list[str], known: tuple[str, ...] = ()) -> Arguments:
     return Arguments(varied=tuple(sorted(varied)), fixed=recorded, keys=tuple(fixed))
 
 
-def is_sweep(arguments: list[str]) -> bool:
-    """Whether a command line asks for a sweep."""
-    return any(argument in ("-m", "--multirun", "hydra.mode=MULTIRUN") for argument in arguments)
+def overrides_of(hydra: DictConfig) -> list[str]:
+    """The overrides of a sweep: an experiment's (`hydra.sweeper.params`), then those that were typed, which win."""
+    params = hydra.sweeper.get("params") or {}
+    return [*(f"{key}={value}" for key, value in params.items()), *typed(hydra)]
 
 
-def folder_of(overrides: list[str]) -> Path:
-    """The directory of a sweep: the one that is given; else `outputs/<run.name>`; else named after the command.
+def folder_of(config: DictConfig) -> Path:
+    """The directory of a sweep: the one that is given; else `outputs/<run.name>`; else named after the overrides.
 
-    A `run.name` that depends on a job's config is not one for all: then it is the command's as well.
+    A `run.name` that depends on a job's config is not one for all: then it is the overrides' as well.
     """
-    given = {key_of(override): override.split("=", 1)[1].strip("'\"") for override in overrides}
-    for key, where in (("hydra.sweep.dir", ""), ("run.dir", ""), ("run.name", "outputs")):
-        if (value := given.get(key)) is not None and not set(value) & set("${}(,)"):
-            return Path(where, value)
-    arguments = apart([override for override in overrides if not override.startswith("hydra")])
+    run: Any = OmegaConf.to_container(config.run, resolve=False)
+    sweep: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    for folder in (sweep["dir"], run["dir"], f"outputs/{run['name']}"):
+        if "${" not in folder:
+            return Path(folder)
+    arguments = apart(overrides_of(config.hydra))
     name = "-".join([arguments.fixed.get("sweep", "sweep"), *(key.rsplit(".", 1)[-1] for key in arguments.varied)])
     return Path("outputs") / f"{short(name, 60)}-{digest(repr((arguments.varied, arguments.fixed)))}"
 

@@ -1,12 +1,14 @@
 """A sweep's command, around its jobs: what it refuses, what it records, the table, and stopping. No run is started."""
 
+from pathlib import Path
+
 import pytest
 from hydra import compose, initialize_config_dir
 
 from prl.config.compose import CONF
 from prl.errors import ConfigError
 from prl.runs.result import RunResult, write_result
-from prl.tools.sweep.command import Recorder, SweepRecord, checked, prepared, read_record, run, summary
+from prl.tools.sweep.command import Begun, Recorder, SweepRecord, begin, checked, read_record, run, summary
 
 
 def config_of(*overrides):
@@ -54,9 +56,10 @@ def ends(finished, monkeypatch, capsys):
     monkeypatch.setattr("prl.tools.sweep.command.signal.signal", lambda *_: None)
 
     def end(hydra):
+        monkeypatch.setattr(Recorder, "begun", Begun(finished, [finished / "algo=grpo"], None))
         monkeypatch.setattr("prl.tools.sweep.command.command.run", lambda *_: hydra())
         with pytest.raises(SystemExit) as caught:
-            run(None, ["-m", f"hydra.sweep.dir={finished}"])
+            run(None, ["-m"])
         return caught.value.code, capsys.readouterr().err
 
     return end
@@ -97,12 +100,12 @@ def test_a_directory_with_results_of_other_settings_is_refused(finished, monkeyp
     before = SweepRecord(varied, fixed, [{"arguments": ["-m"]}])
     monkeypatch.setattr("prl.tools.sweep.command.read_record", lambda _: before)
     if key is None:
-        assert checked(config_of("seed=1", "sweep=joblib"), finished).commands == before.commands
+        assert checked(config_of("seed=1", "sweep=joblib"), finished)[0].commands == before.commands
         return
     with pytest.raises(ConfigError, match=key):
         checked(config_of("seed=1"), finished)
     made(finished / "algo=grpo", status="refused")
-    assert checked(config_of("seed=1"), finished).fixed == {"seed": "1"}, "nothing there that could be mistaken"
+    assert checked(config_of("seed=1"), finished)[0].fixed == {"seed": "1"}, "nothing there that could be mistaken"
 
 
 @pytest.mark.parametrize(
@@ -122,14 +125,15 @@ def test_what_a_sweep_cannot_do_is_refused_before_its_first_job(tmp_path, overri
         checked(config, tmp_path)
 
 
-def test_hydra_gets_the_directory_and_the_keys_that_name_no_job():
-    added = ["hydra.sweep.dir='outputs/x'", "hydra.job.config.override_dirname.exclude_keys=['max_steps','run.name']"]
-    typed = ["algo=grpo,max_rl", "max_steps=3", "run.name=x", "hydra.launcher.n_jobs=2"]
-    for before, after in ((["-m"], []), ([], ["-m"])):
-        folder, arguments = prepared([*before, *typed, *after])
-        assert str(folder) == "outputs/x"
-        assert arguments == [*before, *added, *typed, *after], "overrides stand in one stretch, as Hydra wants them"
-    assert prepared(["-m"])[1][0] == "-m"
+def test_jobs_get_the_directory_and_the_keys_that_name_none_of_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("prl.tools.sweep.command.signal.signal", lambda *_: None)
+    config = config_of("max_steps=3", "seed=4")
+    config.hydra.sweeper.params = {"seed": "1,2", "curriculum": "default,pools"}
+    assert begin(config).folder == Path("outputs/s")
+    excluded = "hydra.job.config.override_dirname.exclude_keys=['seed','max_steps']"
+    assert config.hydra.overrides.hydra[-2:] == ["hydra.sweep.dir='outputs/s'", excluded]
+    assert read_record(Path("outputs/s")).varied == ["algo", "curriculum"], "what is typed wins: no seed"
 
 
 def test_the_table_has_every_job_and_error(finished):

@@ -3,10 +3,22 @@
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from prl.tools.sweep.naming import apart, folder_of, is_sweep, job_name
+from prl.tools.sweep import naming
+from prl.tools.sweep.naming import apart, job_name
 
 SWEPT = ["algo=grpo,max_rl", "seed=0,1,2", "max_steps=3", "+engine.args.block-size=16"]
+
+
+def folder_of(typed, **params):
+    """The directory of a sweep, of overrides that were typed and of those of an experiment."""
+    set_by = [each for each in typed if each.startswith(("run.", "hydra.sweep."))]
+    run = {"name": "${now:%Y}", "dir": "outputs/${run.name}"}
+    hydra = {"sweep": {"dir": run["dir"]}, "sweeper": {"params": params or None}}
+    hydra["overrides"] = {"task": [each for each in typed if not each.startswith("hydra")]}
+    defaults = OmegaConf.create({"run": run, "hydra": hydra})
+    return naming.folder_of(OmegaConf.merge(defaults, OmegaConf.from_dotlist(set_by)))
 
 
 def test_overrides_that_vary_and_those_that_do_not_are_taken_apart():
@@ -32,11 +44,16 @@ def test_order_and_number_of_values_do_not_change_the_directory():
     assert len({folder, *map(folder_of, others)}) == 4
 
 
+def test_an_experiment_varies_what_could_have_been_typed():
+    assert folder_of([*SWEPT[:1], *SWEPT[2:]], seed="0,1,2") == folder_of(SWEPT)
+    assert folder_of(SWEPT, seed="7", algo="opd") == folder_of(SWEPT), "what is typed wins"
+
+
 @pytest.mark.parametrize(
     ("override", "folder"),
     [
         ("run.name=mine", "outputs/mine"),
-        ("run.name='my own'", "outputs/my own"),
+        ("run.name=my own", "outputs/my own"),
         ("run.dir=/data/here", "/data/here"),
         ("hydra.sweep.dir=there", "there"),
     ],
@@ -63,7 +80,3 @@ def test_names_stay_short_flat_and_apart():
     assert len(names) == 5
     for name in names:
         assert len(name.encode()) <= 100 and len(Path(name).parts) == 1
-
-
-def test_what_asks_for_a_sweep():
-    assert is_sweep(["-m", "seed=1"]) and is_sweep(["--multirun"]) and not is_sweep(["seed=1"])
