@@ -74,7 +74,7 @@ def test_only_a_second_ctrl_c_ends_the_command_at_once(tmp_path, first, second, 
 
 HOLDS = """
 import asyncio, re, sys
-from prl import signals
+from prl.launch import signals
 signals.STILL_S, signals.BEAT_S = float(sys.argv[2]), 0.2
 
 def spins():

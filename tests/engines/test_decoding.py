@@ -175,3 +175,13 @@ def test_a_token_of_probability_zero_is_never_drawn():
         token_ids, _ = draw(torch.tensor([[0.0, 5.0, 0.0]]), [continuation])
         continuation.take(int(token_ids[0]), 0.0, text)
         assert continuation.token_ids[place] == 1
+
+
+def test_tokens_are_drawn_on_the_device_of_the_logits():
+    """What is made without a device is on another one here, as on a GPU it would be on the CPU."""
+    options = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "top_k": 2}
+    (continuation,) = continuations_of(Request(prompt_ids=[1], max_tokens=9, **options))
+    logits = torch.zeros(1, 5)
+    with torch.device("meta"):
+        token_ids, logprobs = draw(logits, [continuation])
+    assert token_ids.device == logprobs.device == logits.device

@@ -13,10 +13,11 @@ from safetensors import safe_open
 from tiny_models.episodes import Batched, load, play, rewards
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prl import models
 from prl.algorithms.opsd import TEMPLATE
 from prl.envs.tasksets import kuhn_poker, math, math_retry, reverse_text
 
-MODELS = Path(math.__file__).parents[1] / "models"
+MODELS = Path(models.__file__).parent
 NAMES = ["tiny", "tiny-teacher"]
 TASKSETS = {
     "math": math.MathTaskset(math.MathConfig(split="eval", num_tasks=200)),

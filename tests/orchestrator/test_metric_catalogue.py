@@ -2,11 +2,13 @@
 
 import ast
 import inspect
+import itertools
 from pathlib import Path
 
 import pytest
 
 import prl
+import prl.losses
 import prl.trainer
 from prl.orchestrator.config import EvalConfig
 from prl.tools.report.catalogue import CATALOGUE, catalogue_markdown, metric_of
@@ -61,7 +63,8 @@ async def run_lines(make_env, zero, train):
 def test_every_metric_of_the_trainer_is_in_the_catalogue():
     """What it counts, and the string keys of what is called metrics, read from its source."""
     found = {f"tokens/{name}" for name in COUNTED}
-    for path in Path(inspect.getfile(prl.trainer)).parent.rglob("*.py"):
+    folders = [Path(inspect.getfile(package)).parent for package in (prl.trainer, prl.losses)]
+    for path in itertools.chain.from_iterable(folder.rglob("*.py") for folder in folders):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "metrics":
                 found |= {node.slice.value} if isinstance(node.slice, ast.Constant) else set()
