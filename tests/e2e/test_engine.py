@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from prl.config.schema import ModelConfig, VLLMConfig
 from prl.models import model_path
@@ -18,11 +18,6 @@ pytestmark = pytest.mark.engine
 
 PROMPT = "12+34="
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(model_path("tiny"))
 
 
 @pytest.fixture(scope="module")
