@@ -27,7 +27,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 from verifiers.v1.types import AssistantMessage, Response, TurnTokens, Usage, UserMessage
 
-pytest_plugins = ["quick_compose", "engines", "inline", "orchestrating"]  # shared by several folders
+pytest_plugins = ["quick_compose", "engines", "inline"]  # the last two are shared by tests/e2e and tests/faults
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # for few kernels, a pool of processes that import torch takes longer
 # torch keeps what it compiled for one instruction set, and takes it for another one's: it computes something else then.

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import verifiers.v1 as vf
+from orchestrating import *  # noqa: F403  # a toy run and its parts
 from verifiers.v1 import graph
 from verifiers.v1.clients.train import response_from_generate
 from verifiers.v1.configs.agent import WireAgentConfig

@@ -1,6 +1,7 @@
 """Rollouts with made-up tokens: what was sampled, and how likely it was."""
 
 import pytest
+from orchestrating import *  # noqa: F403  # a toy run and its parts
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import AssistantMessage, UserMessage
 
