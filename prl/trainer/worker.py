@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from prl.config.build import factory, function
 from prl.config.model_folder import tokenizer_files
@@ -61,6 +62,8 @@ def reason(error: BaseException) -> str | None:
             f"{in_one_line(error)}: take fewer tokens at once, trainer.tokens_per_forward=…, or leave less to an "
             "engine on the same GPU, engine.gpu_memory_utilization=…; dry_run=true says what a run takes"
         )
+    if isinstance(error, SafetensorError):  # one of reading is a ValueError by now
+        return f"weights or a checkpoint cannot be written: {error}"
     if isinstance(error, PrlError | ValueError | OSError):
         # Of a user's loss or schedule; a library's own error, which has no number, says it all.
         own = isinstance(error, OSError) and error.errno is not None

@@ -64,7 +64,7 @@ def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path
     assert all(gap < 1e-5 for gap in run.column("logprob_gap/mean")), run.column("logprob_gap/mean")
     assert sum(run.column("rollouts/errored")) == 0, "what it had was sampled by the other"
     assert set(run.column("off_policy/max")) == {0}
-    spans = read_spans(folder, problems := [], steps=STEPS)
+    spans = read_spans(folder, problems := [])
     lanes = [name for name in shares(spans).did if name != "evaluation"]
     assert not problems and lanes == ["orchestrator", "engine 1", "engine 2", "trainer"]
     after = [span for span in spans if span.step > back_at + 1]

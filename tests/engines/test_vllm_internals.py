@@ -110,7 +110,7 @@ PLUGINS = """
 import os
 from importlib.metadata import entry_points
 
-from prl.engines import _vllm_start
+from prl.engines.vllm import start as _vllm_start
 from vllm import envs, plugins
 
 groups = {value for name, value in vars(plugins).items() if name.endswith("_GROUP")}

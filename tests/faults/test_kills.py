@@ -81,13 +81,13 @@ def check_whole(run_dir: Path) -> None:
     assert read_run(run_dir).problems == []
 
 
-def test_a_limit_of_file_sizes_names_the_checkpoint(tmp_path):
+def test_a_limit_of_file_sizes_is_named(tmp_path):
     """Weights are smaller than the limit, the optimiser's state is larger."""
     argv = [sys.executable, "-m", "prl.train", f"run.dir={tmp_path / 'run'}", *OVERRIDES, "max_steps=1000"]
     limited = ["prlimit", f"--fsize={5 << 20}", *argv]
     done = subprocess.run(limited, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "checkpoints/step_000001 cannot be written: File too large (ulimit -f)" in done.stderr
+    assert "a checkpoint cannot be written: " in done.stderr and "File too large" in done.stderr
     assert not list((tmp_path / "run" / "checkpoints").iterdir()) and read_run(tmp_path / "run").problems == []
 
 

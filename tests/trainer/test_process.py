@@ -151,7 +151,7 @@ def test_two_steps_of_a_process(config, make_sample, tiny, tiny_path, transport,
     assert "idle/trainer" not in metrics[0], "its wait is that for the start"
     assert 0.0 <= metrics[1]["idle/trainer"] < 0.9
     problems = []
-    spans = read_spans(tmp_path, problems, steps=2)
+    spans = read_spans(tmp_path, problems)
     step = ["waiting for a batch", "forward and backward", "optimiser", "exporting weights"]
     assert [(span.what, span.step) for span in spans] == [
         ("loading the model", 0),
