@@ -10,8 +10,9 @@ import pytest
 QUIET = "orchestrator.eval.every=null"
 
 
-def rise(values, ends=3):
-    return statistics.mean(values[-ends:]) - statistics.mean(values[:ends])
+def rise(values, base=2):
+    """From the first steps, which the base policy sampled, to the mean of all others."""
+    return statistics.mean(values[base:]) - statistics.mean(values[:base])
 
 
 def bodies(record):
