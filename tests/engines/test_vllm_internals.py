@@ -142,7 +142,7 @@ HEADS = """
 import torch
 from torch import nn
 
-from prl.engines import worker
+from prl.engines.vllm import worker
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
