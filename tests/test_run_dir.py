@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from prl.config.build import plain
-from prl.config.compose import compose, load_config
+from prl.config.compose import compose
 from prl.config.run_yaml import without_run, yaml_of
 from prl.errors import ConfigError, PrlError
 from prl.runs.owner import owned
@@ -32,7 +32,7 @@ def test_of_simultaneous_runs_one_gets_the_directory(tmp_path):
     assert found.count(tmp_path / "x") == 1
     refusal = f"run.dir='{tmp_path}/x' already holds a run: choose another run.name, remove it, or go on with it"
     assert sum(str(each).startswith(refusal) for each in found) == 7
-    assert plain(load_config(tmp_path / "x" / "config.yaml")) == plain(config)
+    assert plain(compose([f"run.dir={tmp_path}/x", "run.name=x"], tmp_path / "x")) == plain(config)
 
 
 def test_it_is_its_owners_alone(tmp_path):

@@ -252,9 +252,13 @@ def settled(node: Any, typed: Collection[str] = (), where: str = "") -> Any:
     taken = options_taken(target)
     if taken.any_other and not inspect.isclass(target):
         return node
-    kept = {*taken.annotations, *HYDRA_KEYS}
-    own = {name: value for name, value in given.items() if name in kept or value != defaults.get(name, MISSING)}
+    own = without_replaced(given, defaults, {*taken.annotations, *HYDRA_KEYS})
     return node if own == given else own
+
+
+def without_replaced(given: dict[str, Any], defaults: dict[str, Any], taken: Collection[str]) -> dict[str, Any]:
+    """The options that a class takes, and those of the class that it has replaced which are not at its defaults."""
+    return {name: value for name, value in given.items() if name in taken or value != defaults.get(name, MISSING)}
 
 
 def settings_of(node: Any) -> dict[str, Any]:

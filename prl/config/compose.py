@@ -20,10 +20,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 
 from prl.algorithms.base import Algorithm
-from prl.config.build import nearest, plain, schema_defaults, settled
+from prl.config.build import nearest, plain, schema_defaults, settled, without_replaced
 from prl.config.engines import TransformersConfig
 from prl.config.evaluation import EvaluationConfig
-from prl.config.run_yaml import load, quoted
+from prl.config.run_yaml import quoted
 from prl.config.schema import EnvConfig, FiltersConfig, ServeConfig, TrainConfig, VLLMConfig
 from prl.config.signature import schema_of
 from prl.curriculum.pools import TaskCurriculum
@@ -182,12 +182,6 @@ def allow_new_filters(arguments: list[str]) -> list[str]:
     return [f"++{arg.lstrip('+')}" if SLOT_MAPPING.match(arg) else arg for arg in arguments]
 
 
-def load_config(path: Path) -> TrainConfig:
-    """The config of a run from its `config.yaml`. Components are plain mappings, checked and built like any other."""
-    run = {"name": path.parent.name, "dir": str(path.parent)}
-    return cast(TrainConfig, to_config(cast(DictConfig, OmegaConf.merge(TrainConfig, load(path), {"run": run})), []))
-
-
 def typed(hydra_config: Any) -> list[str]:
     """The overrides that were typed for a job, with interpolations as they are: not all resolve where they stand."""
     return cast(list[str], OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
@@ -227,9 +221,8 @@ def give_types(cfg: DictConfig) -> None:
         if kind in (None, present):
             continue
         options: Any = OmegaConf.to_container(node)
-        if present is not dict:  # what the other class alone has goes, where it is at its default
-            unset, taken = schema_defaults(node), plain(kind())
-            options = {name: value for name, value in options.items() if name in taken or value != unset.get(name)}
+        if present is not dict:
+            options = without_replaced(options, schema_defaults(node), plain(kind()))
         # Not struct: a class of the user's own may have further options.
         typed_node = OmegaConf.merge(OmegaConf.structured(kind, flags={"struct": False}), options)
         OmegaConf.update(cfg, key, typed_node, merge=False)

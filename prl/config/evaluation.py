@@ -62,7 +62,3 @@ class EvaluationConfig:
     launcher: Any = MISSING
     monitor: dict[str, Any] = field(default_factory=dict)
     """Monitors by name: each is shown every target's metrics, the first as step 0."""
-
-
-NOT_OF_A_CHAT = ("targets", "k", "num_tasks", "correct_at", "env", "envs", "monitor")
-"""Keys and groups that `prl chat` takes and does not read."""

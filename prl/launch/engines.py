@@ -32,7 +32,10 @@ def start_early(config: TrainConfig, launcher: Launcher, token: str, run_dir: Pa
 
     What is wrong is said by `check_engines`, or where they are started later.
     """
-    if config.engine.in_process or config.engine.urls or isinstance(launcher, InlineLauncher):
+    from prl.engines.vllm.engine import VLLMEngine  # another engine may ask the launcher for no server
+
+    served = issubclass(engine_of(config.engine, "engine"), VLLMEngine)
+    if not served or config.engine.urls or isinstance(launcher, InlineLauncher):
         return []
     with contextlib.suppress(OSError, PrlError, UnicodeError):
         engines = specs.policy_engines(config, config.model, token, specs.engine_log(run_dir))

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from prl.config.build import function, plain
-from prl.config.compose import compose, load_config
+from prl.config.compose import compose
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import ConfigError
@@ -69,18 +69,17 @@ CHOICES = [
 def test_saved_and_loaded_it_is_the_same_config(overrides, tmp_path):
     config = compose(["run.name=x", f"run.dir={tmp_path}/x", *overrides])
     path = new_run_dir(config) / "config.yaml"
-    again = load_config(path)
-    assert isinstance(again, TrainConfig) and plain(again) == plain(config)
+    again = compose(["run.name=x", f"run.dir={tmp_path}/x"], path.parent)
+    assert isinstance(again, TrainConfig)
+    assert plain(again) == plain(config), "as by --config-dir <run> --config-name config"
     for name in ("orchestrator", "trainer", "engine", "model", "teacher"):
         assert getattr(again, name) == getattr(config, name), "of the same types, with the same values"
-    composed_again = compose(["run.name=x", f"run.dir={tmp_path}/x"], path.parent)
-    assert plain(composed_again) == plain(config), "as by --config-dir <run> --config-name config"
 
 
 @pytest.mark.parametrize("overrides", [[], ["algo=echo", "+algo.roles.user.alpha=0.5", "filters=enforce_post"]])
 def test_what_was_loaded_builds_the_same_components(overrides, tmp_path):
     config = compose(["run.name=x", f"run.dir={tmp_path}/x", *overrides])
-    again = load_config(new_run_dir(config) / "config.yaml")
+    again = compose(["run.name=x", f"run.dir={tmp_path}/x"], new_run_dir(config))
     validate(again)
     built, rebuilt = build_components(config).envs["math"], build_components(again).envs["math"]
     assert (rebuilt.algorithm, rebuilt.filters) == (built.algorithm, built.filters)

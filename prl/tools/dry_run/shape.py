@@ -12,8 +12,8 @@ from prl.config.build import plain
 from prl.config.machine import parameters_of
 from prl.config.schema import ModelConfig, PolicyModelConfig
 from prl.errors import ConfigError
-from prl.launch.shapes import build, quiet, setting
 from prl.monitors.text import in_one_line
+from prl.tools.dry_run.without_values import build, quiet, setting
 
 
 @dataclass(frozen=True, kw_only=True)
