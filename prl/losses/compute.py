@@ -5,9 +5,8 @@ dilute each other and splitting the step into micro-batches changes nothing. The
 micro-batches, all-reduces that one tensor, and passes `LossCounts.from_tensor` of it to every `compute_loss`.
 
 The components are those of `prl.rollouts.components`. Members have a weight other than 0, are on the loss mask where
-the
-component says so, and have a measured sampler logprob where its loss reads that. The rl component alone may use another
-loss function for each sequence.
+the component says so, and have a measured sampler logprob where its loss reads that. The rl component alone may use
+another loss function for each sequence.
 
 Left out: averaging over ranks. Gradients of ranks are summed (`prl.trainer.sharding`).
 """

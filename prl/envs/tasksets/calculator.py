@@ -3,8 +3,8 @@
     user 37*48-512=    model calculate(expression="37*48-512")    tool 1264    model 1264
 
 Reward of the last reply: `grade` of `prl.envs.tasksets.math`, 1.0 for the right integer and less than a tenth
-otherwise. A call
-is not required. A conversation ends after `max_turns` replies; if the last one is still a call, the reward is 0.0.
+otherwise. A call is not required. A conversation ends after `max_turns` replies; if the last one is still a call, the
+reward is 0.0.
 """
 
 import ast

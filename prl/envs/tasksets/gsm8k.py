@@ -1,8 +1,8 @@
 """Grade-school word problems (Cobbe et al., 2021, arXiv:2110.14168): the prompt is the question, the answer a number.
 
 The reward of a reply is 1.0 if the number it gives (`prl.envs.tasksets.numbers`) is the answer, else 0.0. So the
-answer 1234
-grades `#### 1,234`, `That is $1,234.00.` and `\\boxed{1234} in 2 days` 1.0, and `1,234 or 5`, `1234.5` and `-1234` 0.0.
+answer 1234 grades `#### 1,234`, `That is $1,234.00.` and `\\boxed{1234} in 2 days` 1.0, and `1,234 or 5`, `1234.5` and
+`-1234` 0.0.
 With `grader=math_verify` it is 1.0 if math-verify finds the reply equal to the answer.
 
 The problems come from `path`, or from the hub's `openai/gsm8k`. The eval split is the data set's test split; of a

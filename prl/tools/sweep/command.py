@@ -43,8 +43,7 @@ class SweepRecord(msgspec.Struct):
 
 
 def own_store() -> ConfigStore:
-    """Hydra's store of configs as this process makes it: `prl.config.compose` has registered prl's as it was
-    imported."""
+    """Hydra's store of configs as this process makes it: importing `prl.config.compose` has registered prl's."""
     Plugins.instance()  # they store theirs when they are found
     return ConfigStore.instance()
 

@@ -1,9 +1,8 @@
 """Attention over a token tree: each token attends to the tokens on its path, at the cost of the paths.
 
 A row that is a tree of tokens (`prl.trainer.tree.tree`) has each token after its path and before what branches off
-later, so
-that what goes on from a token is a range of the row that starts with it. Two numbers a token say all of it: its place
-on its path, and where that range ends. Sequences that share nothing are such a row too.
+later, so that what goes on from a token is a range of the row that starts with it. Two numbers a token say all of it:
+its place on its path, and where that range ends. Sequences that share nothing are such a row too.
 
 One way for each device: on a CPU blocks of queries (`prl.trainer.tree.blocks`), on a GPU FlexAttention
 (`prl.trainer.tree.flex`). Neither has anything as large as tokens x tokens.
