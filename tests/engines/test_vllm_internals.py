@@ -10,8 +10,7 @@ import sys
 
 import pytest
 
-from prl.engines.vllm import start as _vllm_start
-from prl.engines.vllm import worker
+from prl.engines.vllm import start, worker
 
 UPDATES = """
 import inspect
@@ -110,18 +109,18 @@ PLUGINS = """
 import os
 from importlib.metadata import entry_points
 
-from prl.engines.vllm import start as _vllm_start
+from prl.engines.vllm import start
 from vllm import envs, plugins
 
 groups = {value for name, value in vars(plugins).items() if name.endswith("_GROUP")}
-assert groups == {*_vllm_start.PLUGIN_GROUPS, "vllm.endpoint_plugins"}, groups
+assert groups == {*start.PLUGIN_GROUPS, "vllm.endpoint_plugins"}, groups
 os.environ.pop("VLLM_PLUGINS", None)
 assert plugins.load_endpoint_plugins(("generate",)) == [], "endpoint plugins load without being listed"
 group = "vllm.general_plugins"
 installed = {entry.name for entry in entry_points(group=group)}
 os.environ["VLLM_PLUGINS"] = "another"
 assert not plugins.load_plugins_by_group(group), "a list turns off what it does not name"
-os.environ["VLLM_PLUGINS"] = ",".join(_vllm_start.plugin_names(None))
+os.environ["VLLM_PLUGINS"] = ",".join(start.plugin_names(None))
 (found,) = plugins.load_endpoint_plugins(("generate",))
 assert type(found).__name__ == "PolicyRoutes"
 assert installed <= set(os.environ["VLLM_PLUGINS"].split(","))
@@ -207,7 +206,7 @@ def test_importing_the_module_does_not_import_vllm():
     [("", ["prl"]), ("mine", ["mine", "prl"]), ("prl,mine,", ["mine", "prl"]), ("prl", ["prl"])],
 )
 def test_prls_plugin_is_added_to_the_ones_that_the_user_lists(listed, names):
-    assert _vllm_start.plugin_names(listed) == names
+    assert start.plugin_names(listed) == names
 
 
 def test_without_a_list_every_installed_plugin_stays_on(monkeypatch):
@@ -215,5 +214,5 @@ def test_without_a_list_every_installed_plugin_stays_on(monkeypatch):
     entries = {
         group: [importlib.metadata.EntryPoint(n, "m:f", group) for n in names] for group, names in installed.items()
     }
-    monkeypatch.setattr(_vllm_start, "entry_points", lambda group: entries.get(group, []))
-    assert _vllm_start.plugin_names(None) == ["lora", "prl", "rocks"]
+    monkeypatch.setattr(start, "entry_points", lambda group: entries.get(group, []))
+    assert start.plugin_names(None) == ["lora", "prl", "rocks"]

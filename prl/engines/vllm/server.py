@@ -9,7 +9,7 @@ import secrets
 import sys
 from typing import TYPE_CHECKING
 
-from prl.engines.vllm import start as _vllm_start
+from prl.engines.vllm import start
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -71,12 +71,12 @@ def main() -> None:
             f"prl.engines.vllm.server: set {TOKEN_VARIABLE}; every request must carry it as a bearer token"
         )
     os.environ[INSTANCE_VARIABLE] = secrets.token_hex(8)
-    os.environ["VLLM_PLUGINS"] = ",".join(_vllm_start.plugin_names(os.environ.get("VLLM_PLUGINS")))
+    os.environ["VLLM_PLUGINS"] = ",".join(start.plugin_names(os.environ.get("VLLM_PLUGINS")))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not any(arg.startswith("--host") for arg in sys.argv[1:]):
         sys.argv += ["--host", "127.0.0.1"]
     sys.argv += REQUIRED if os.environ.get(FROZEN_VARIABLE) else REQUIRED + LIVE
-    _vllm_start.serve()
+    start.serve()
 
 
 if __name__ == "__main__":
