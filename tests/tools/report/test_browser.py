@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from made_run import HOSTILE, make_run
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
 from prl.tools.report.page import write_page
 
@@ -166,5 +166,6 @@ def test_the_table_of_rollouts_is_searched_filtered_and_sorted(open_page):
     page.get_by_text("250 of 2,500").wait_for()
     page.get_by_role("button", name="reward").click()
     page.locator("#scroll").evaluate("box => { box.scrollTop = box.scrollHeight }")
-    page.wait_for_function("document.querySelector('#window .row:last-child span:nth-child(5)').textContent === '1'")
+    # Not page.wait_for_function: where it has to wait it evaluates a text, which the page's policy forbids.
+    expect(page.locator("#window .row:last-child span:nth-child(5)")).to_have_text("1", timeout=60_000)
     assert quiet(opened), (opened.said, opened.requests)
