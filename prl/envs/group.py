@@ -23,7 +23,7 @@ from prl.envs._verifiers_internals import BUILD
 from prl.envs.grading import grade
 from prl.envs.isolation import as_failure, as_finished
 from prl.envs.multi_turn import InProcessContext
-from prl.envs.turn import AGENT, commit, opening_messages, trace_task
+from prl.envs.turn import AGENT, commit, commit_sibling, opening_messages, trace_task
 from prl.errors import EngineError
 from prl.rollouts.rollout import Rollout
 from prl.transport import events
@@ -123,8 +123,12 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
             yield rollout
         return
     span = vf.TimeSpan(start=started, end=events.now())
+    first = rollouts[0].trace
     for rollout, completion in zip(rollouts, completions, strict=True):
-        commit(graph.prepare_turn(rollout.trace, messages), rendered, completion, sampler, span)
+        if rollout.trace is first:
+            commit(graph.prepare_turn(first, messages), rendered, completion, sampler, span)
+        else:
+            commit_sibling(rollout.trace, first, rendered, completion, sampler, span)
         rollout.read_versions()
     grading = (_grade(request, rollout, deadline) for rollout in rollouts)
     async with contextlib.aclosing(as_finished(grading)) as finished:

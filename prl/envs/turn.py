@@ -57,8 +57,7 @@ def commit(
         bridged: `rendered` extends the tokens of the turn before, and attributes only the added tokens to messages.
         tools: The tools that the model may call.
     """
-    cut_off = completion.finish_reason == "length"  # a call in it is merely incomplete, and no fault
-    message = parse(completion.token_ids, sampler.renderer, tools, prompt_ids=rendered.token_ids, cut_off=cut_off)
+    message = read(completion, sampler.renderer, rendered, tools)
     tokens = vf.TurnTokens(
         prompt_ids=rendered.token_ids,
         completion_ids=completion.token_ids,
@@ -69,20 +68,71 @@ def commit(
     )
     about = {"model": sampler.pool.model, "finish_reason": completion.finish_reason}
     node = turn.commit(vf.Response.model_construct(id="", created=0, message=message, tokens=tokens, **about))
+    record_call(turn.trace, node, rendered, completion, sampler, span)
+    return message
+
+
+def commit_sibling(
+    trace: vf.Trace,
+    first: vf.Trace,
+    rendered: RenderedTokens,
+    completion: Completion,
+    sampler: Sampler,
+    span: vf.TimeSpan,
+) -> None:
+    """Add to an empty trace another reply to the prompt of `first`, which holds that prompt, its reply, nothing else.
+
+    The graph is the one that `commit` makes, without hashing and comparing the prompt's messages again.
+    """
+    *prompt, reply = first.nodes
+    scaffold = reply.token_ids[: len(reply.token_ids) - sum(reply.mask)]
+    sampled = [False] * len(scaffold) + [True] * len(completion.token_ids)
+    token_ids = scaffold + completion.token_ids
+    node = graph.MessageNode(
+        parent=reply.parent,
+        message=read(completion, sampler.renderer, rendered),
+        sampled=True,
+        token_ids=token_ids,
+        renderer_token_ids=token_ids,
+        mask=sampled,
+        is_content=list(sampled) if reply.is_content else [],
+        logprobs=completion.logprobs,
+    )
+    trace.nodes = [*(node.model_copy() for node in prompt), node]
+    record_call(trace, len(prompt), rendered, completion, sampler, span)
+
+
+def record_call(
+    trace: vf.Trace,
+    node: int,
+    rendered: RenderedTokens,
+    completion: Completion,
+    sampler: Sampler,
+    span: vf.TimeSpan,
+) -> None:
+    """Record on a trace the model call that sampled message `node`."""
     lengths = {"prompt_tokens": len(rendered.token_ids), "completion_tokens": len(completion.token_ids)}
     call = RecordedCall.model_construct(
+        model=sampler.pool.model,
+        finish_reason=completion.finish_reason,
         usage=vf.Usage.model_construct(**lengths),
         node=node,
         time=span,
         digest=token_hash(rendered.token_ids, completion.token_ids).digest(),
         start_version=completion.start_version,
         end_version=completion.end_version,
-        **about,
     )
-    turn.trace.calls.append(call)
-    if cut_off:
-        turn.trace.stop("max_output_tokens")
-    return message
+    trace.calls.append(call)
+    if completion.finish_reason == "length":
+        trace.stop("max_output_tokens")
+
+
+def read(
+    completion: Completion, renderer: Renderer, rendered: RenderedTokens, tools: list[WireTool] | None = None
+) -> vf.AssistantMessage:
+    """Parse a completion of a prompt. A call in a reply that its length cut off is merely incomplete, and no fault."""
+    cut_off = completion.finish_reason == "length"
+    return parse(completion.token_ids, renderer, tools, prompt_ids=rendered.token_ids, cut_off=cut_off)
 
 
 def parse(

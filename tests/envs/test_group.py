@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
+from verifiers.v1 import graph
 from verifiers.v1.types import SystemMessage, UserMessage
 
 from prl.engines.replies import Completion
@@ -81,6 +82,35 @@ async def test_a_group_is_one_request_and_each_rollout_has_its_own_tokens(play, 
         assert sample.temperatures == [1.0] * len(prompt) + [0.7] * length and rollout.group_id == 9
         assert (rollout.start_version, rollout.end_version) == (3, 4)
         assert rollout.trace.ok and rollout.trace.is_completed and not rollout.is_truncated
+
+
+OPENINGS = {
+    "a question": {"prompt": "1+1="},
+    "after a system message": {"prompt": "1+1=", "system_prompt": "Be brief."},
+    "after an example": {
+        "prompt": [
+            vf.UserMessage(content="1+1="),
+            vf.AssistantMessage(content="2", reasoning_content="easy"),
+            vf.UserMessage(content="1+1="),
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("opening", OPENINGS)
+async def test_a_reply_in_a_group_leaves_the_trace_of_one_alone(play, opening, frozen):
+    task, replies = Graded(vf.TaskData(idx=0, **OPENINGS[opening])), ["2", "317", "2"]
+    left_out = {"id": True, "timing": True, "calls": {"__all__": {"time"}}, "nodes": {"__all__": {"timestamp"}}}
+    together = [rollout.trace for rollout in await play(replies, task, frozen=frozen)]
+    for text, trace in zip(replies, together, strict=True):
+        [alone] = [rollout.trace for rollout in await play([text], task, frozen=frozen)]
+        assert trace.model_dump(exclude=left_out) == alone.model_dump(exclude=left_out)
+        assert [node.logical_ids for node in trace.nodes] == [node.logical_ids for node in alone.nodes]
+        assert [call.digest for call in trace.calls] == [call.digest for call in alone.calls]
+        history = [*opening_messages(task.data), trace.nodes[-1].message, vf.UserMessage(content="more")]
+        assert graph.prepare_turn(trace, history).path_len == graph.prepare_turn(alone, history).path_len > 0
+    assert len({id(node) for trace in together for node in trace.nodes}) == sum(len(t.nodes) for t in together)
 
 
 async def test_a_frozen_models_rollouts_have_no_version_and_no_logprobs(play):
