@@ -31,7 +31,7 @@ from prl.trainer.trainer import Trainer
 from prl.transport.base import Transport
 from prl.transport.events import BATCH, CHECKPOINT, EXPORTING, MODEL, TRAINER, Lane
 
-POLL_S = 0.002
+POLL_S = 0.005
 TOLERANCE, HALF_TOLERANCE = 1e-2, 0.5
 """By which logprobs of the same tokens may differ with what runs beside them, in float32 and in bfloat16.
 
