@@ -47,7 +47,7 @@ async def test_what_a_server_gave_up_is_sent_again(server, pool):
 
 async def test_weights_are_sent_again_to_a_server_that_is_shutting_down_and_says_that_it_is_well(server, pool):
     """Until it has ended: then its successor loads them."""
-    pool.servers[0].restartable = True
+    pool.servers[0].restart_s = 30
     replies = [(500, '{"error":"Exception: Server shutting down"}')] * 3 + [{"loaded": "/w"}]
 
     async def reply():

@@ -104,9 +104,6 @@ def hold(server, route):
     return server.gates[route]
 
 
-# --- load and prefix --------------------------------------------------------------------------------------------------
-
-
 # --- death and comeback -----------------------------------------------------------------------------------------------
 
 
@@ -161,12 +158,12 @@ async def test_weights_that_are_gone_before_a_server_has_loaded_them_are_followe
         return await first.load()
 
     first.replies[UPDATE] = load
-    pool.rotation.pause(first.url)
-    back = asyncio.create_task(pool.rotation.revive(first.url, 5))
+    first.instance = "another"
+    pool.rotation.leave(pool.servers[0], EngineError("it died"))
     await until(lambda: first.asked(UPDATE) == 1, "it loads version 1")
     await pool.update_weights(2, "/w2")
     gone.set()
-    await back
+    await until(lambda: pool.servers[0].open, "it is back")
     assert [body["path"] for body in first.bodies[UPDATE][-2:]] == ["/w1", "/w2"]
     assert first.holds == 2 and pool.servers[0].version == 2 and pool.servers[0].open
 
