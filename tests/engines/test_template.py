@@ -212,7 +212,6 @@ def calling(name):
 
 
 JOINS = CHATML.replace("m.content", "(m.content if m.content is string else m.content | map(attribute='text') | join)")
-NONE = CHATML.replace("m.content", "m.content ~ (m.tool_calls or '')")
 
 
 def calls_as(expression):
@@ -267,7 +266,6 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}
             None,
             [False],
         ),
-        (NONE, [user("U"), {**calling("f"), "content": None}, user("V")], None, [False]),
     ],
 )
 def test_what_a_prompt_loses_is_found(make, template, messages, tools, left_out):
