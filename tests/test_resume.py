@@ -301,7 +301,7 @@ def test_files_are_cut_back_to_the_checkpoint(run):
             "".join(f'{{"what": "{name}", "step": {step}}}\n' for step in (0, 3, 4, 5, 4)) + '{"step": 1}'
         )
     theirs = {".notes.1", "rollouts/.notes.1", "checkpoints/step_000002/.notes.1", "checkpoints/.step_by_step"}
-    theirs |= {f"rollouts/{name}" for name in ("mystep_000600.jsonl", ".mystep_000600.jsonl.1", "step_600.jsonl")}
+    theirs |= {f"rollouts/{name}" for name in ("mystep_000600.jsonl", "step_600.jsonl")}
     theirs |= {"tokens/step_old_step_000600", "batches/step_600", "checkpoints/step_000600.bak"}
     for name in theirs:
         (folder / name).write_text("mine")

@@ -79,7 +79,6 @@ def test_a_run_with_steps_or_an_owner_is_not_moved(tmp_path, result):
     [
         (["notes.md"], "notes.md"),
         (["logs/a", "checkpoints/b"], "checkpoints, logs"),  # folders that a run has, too
-        (["run.lock", "thesis.tex"], "thesis.tex"),
         (["a", "b", "c", "d"], "a, b, c, …"),
     ],
 )
@@ -101,12 +100,6 @@ def test_files_older_than_a_config_block_no_run(tmp_path):
     for left in (".config.yaml.123", "logs", ".hydra"):
         (tmp_path / "x" / left).mkdir()
     new_run_dir(compose(["run.name=x", f"run.dir={tmp_path}/x"]))
-
-
-def test_a_directory_with_somebodys_files_is_not_moved(tmp_path):
-    for name, content in {"result.json": '{"status": "failed"}', "run.lock": "", "thesis.tex": ""}.items():
-        (tmp_path / name).write_text(content)
-    assert set_aside(tmp_path) is None and len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_run_that_goes_on_keeps_its_directory(tmp_path):

