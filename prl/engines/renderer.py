@@ -22,41 +22,6 @@ if TYPE_CHECKING:
     from renderers.configs import BaseRendererConfig
     from transformers import PreTrainedTokenizerBase
 
-RENDERERS = (
-    "auto",
-    "custom",
-    "deepseek-r1",
-    "deepseek-v3",
-    "deepseek-v4",
-    "default",
-    "gemma4",
-    "glm-4.5",
-    "glm-5",
-    "glm-5.1",
-    "glm-5.3",
-    "gpt-oss",
-    "hy3",
-    "inkling",
-    "kimi-k2",
-    "kimi-k2.5",
-    "laguna-m.1",
-    "laguna-s-2.1",
-    "laguna-xs-2.1",
-    "laguna-xs.2",
-    "llama-3",
-    "minimax-m2",
-    "nemotron-3",
-    "nemotron-3-ultra",
-    "nemotron-3.5",
-    "prime-qwen3",
-    "qwen3",
-    "qwen3-vl",
-    "qwen3.5",
-    "qwen3.6",
-    "qwen3.8",
-)
-"""The renderers of the package by name; listed here because importing it takes seconds."""
-
 HARMONY_FOLDER, HARMONY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
 """Where gpt-oss's renderer looks for its vocabulary: the variable that names a folder, and the file in it."""
 SHORT_TEXT = 32
@@ -105,7 +70,7 @@ def make_renderer(
 
     Args:
         tokenizer: The model's.
-        name: One of `RENDERERS`.
+        name: One of `conf/renderer`.
         where: The config key of the renderer's node, for messages.
         name_key: The config key that chose the name, where that is not `<where>.name`.
         settings: The renderer's own settings.

@@ -20,8 +20,8 @@ from prl.config.schema import TrainConfig
 from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
 from prl.monitors.masking import masked
 from prl.monitors.text import spans
-from prl.runs.owner import LOCK, is_owned
-from prl.runs.result import RunResult, read_result, write_result
+from prl.runs.owner import LOCK
+from prl.runs.result import RunResult, write_result
 from prl.transport.files import content_of, naming, write_atomically
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
@@ -66,30 +66,6 @@ def refuse_other_files(run_dir: Path) -> None:
 
 def holds_run(run_dir: Path) -> bool:
     return any((run_dir / name).exists() for name in RUN_FILES)
-
-
-def make_way(run_dir: Path, *, move: bool = True) -> None:
-    """Move a run that ended before its first step out of the way, and say so; raise ConfigError for any other run."""
-    if (moved := set_aside(run_dir, move=move)) is None:
-        refuse_existing(run_dir)
-    elif move:
-        print(f"run.dir: the run there ended before its first step; what it left is now {moved}", file=sys.stderr)
-
-
-def set_aside(run_dir: Path, *, move: bool = True) -> Path | None:
-    """Move a directory out of the way whose run ended before its first step; returns where it is now, else None.
-
-    One that no run has locked stays. Without `move` all do.
-    """
-    # A run that goes on there keeps the result of the time before until it has looked around.
-    if is_owned(run_dir) or not (run_dir / LOCK).exists():
-        return None
-    result, checkpoints = read_result(run_dir), list(run_dir.glob("checkpoints/step_*"))
-    if result is None or result.status == "completed" or result.steps or result.metrics or checkpoints:
-        return None
-    with contextlib.suppress(OSError):  # then it is refused as a directory that holds a run
-        return move_aside(run_dir, run_dir.parent) if move else run_dir
-    return None
 
 
 def move_aside(run_dir: Path, into: Path) -> Path:

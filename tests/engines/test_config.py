@@ -87,6 +87,7 @@ for words in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 def test_vllms_parser_takes_the_commands_of_engines_on_gpus(tmp_path):
     """Nothing here starts one: a flag that this vLLM does not know would be found on a GPU alone."""
     knobs = ("engine.servers=2", "engine.tensor_parallel_size=2", "engine.gpu_memory_utilization=0.7")

@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from renderers import RendererConfig as PackageConfig
 
 from prl.config.build import function
-from prl.engines.renderer import PROBE, PROBED, RENDERERS, RendererConfig, make_renderer, renderer_config
+from prl.config.compose import options
+from prl.engines.renderer import PROBE, PROBED, RendererConfig, make_renderer, renderer_config
 from prl.errors import ConfigError
 
 README = Path(__file__).parents[2] / "prl" / "engines" / "README.md"
@@ -63,8 +64,8 @@ def test_a_renderer_that_does_not_fit_the_tokenizer_is_refused(tokenizer):
         make_renderer(tokenizer, name="llama-3")
 
 
-def test_every_renderer_of_the_package_has_its_name_here():
-    assert sorted(RENDERERS) == FAMILIES
+def test_every_renderer_of_the_package_is_an_option():
+    assert sorted(options()["renderer"]) == FAMILIES
 
 
 def composed(schema, *overrides):
