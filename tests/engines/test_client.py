@@ -91,11 +91,9 @@ async def test_stop_strings_make_the_engine_write_text(server, pool):
     "reply, message",
     [
         ({"choices": [choice([3, 4], logprobs=None)]}, "2 sampled tokens came with 0 logprobs"),
-        ({"choices": [choice([3, 4], logprobs={"content": []})]}, "2 sampled tokens came with 0 logprobs"),
         ({"choices": [choice([3, 4], logprobs=[-0.5])]}, "2 sampled tokens came with 1 logprobs"),
         ({"choices": [choice([3], logprobs=[None])]}, "3 .*logprob None"),
         ({"choices": []}, "asked for 1 completions, got 0"),
-        ({"choices": [choice([3], 0), choice([3], 1)]}, "asked for 1 completions, got 2"),
         ({"choices": 5}, "cannot be read: TypeError"),
         ({"choices": [choice([])]}, "sent no usable reply: it has no token"),
         ({"choices": [choice([3], finish_reason="error")]}, "broken off after 1 tokens \\('error'\\)"),
@@ -105,8 +103,6 @@ async def test_stop_strings_make_the_engine_write_text(server, pool):
         ({"choices": [choice([3])], "prompt_token_ids": [2]}, "continues another prompt"),
         ((200, "[" * 100_000), "failed: maximum recursion depth"),
         ((500, "the engine is dead"), "HTTP 500: the engine is dead"),
-        ((400, "x" * 5000), "HTTP 400: x{500}$"),
-        ((200, "<html>not vLLM</html>"), "generate failed: .*JSON"),
     ],
 )
 async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, message):

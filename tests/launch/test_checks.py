@@ -106,11 +106,3 @@ def test_rows_and_models_that_end_before_the_reply_begins():
         check_lengths(lengths(64, 10), "math", prompts)
     with pytest.raises(ConfigError, match=r"^model\.max_model_len=11 leaves no room .* has 10 tokens"):
         check_lengths(lengths(11, 11), "math", prompts)
-
-
-def test_a_run_says_so_before_it_starts():
-    said = refused("trainer.seq_len=2")
-    assert said.startswith("trainer.seq_len=2 cuts every sample") and said.endswith(
-        "it follows model.max_model_len=512"
-    )
-    assert refused("model.max_model_len=8").startswith("model.max_model_len=8 leaves no room for a reply")

@@ -40,7 +40,6 @@ def env_of(tmp_path, renderer):
         (["algo.sampling.demo_key=solution"], "its field solution holds no reply"),
         (["algo.sampling.demo_key="], r"algo\.sampling\.demo_key is empty"),
         (["algo=opd"], r"algo\.sampling\.source is demonstrations, but OPDAlgorithm feeds the ref_kl loss"),
-        (["algo=grpo"], r"algo\.sampling\.source is demonstrations, but GRPOAlgorithm .* imitate them"),
     ],
 )
 def test_demonstrations_that_cannot_be_played_are_refused(overrides, says):

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 from patience import patient
 
-from prl.config.schema import ModelConfig
 from prl.errors import PrlError
 from prl.launch.launcher import ProcessDied
-from prl.launch.local import LocalLauncher, model_environment
-from prl.launch.processes import LOG_TAIL_LINES
+from prl.launch.local import LocalLauncher
 
 
 def wait_status(process, timeout_s=10):
@@ -93,17 +91,6 @@ def test_a_dead_process_is_named_with_its_last_lines(tmp_path, sleeper, name, sc
     assert raised.value.process == name and "\n" not in raised.value.brief
 
 
-def test_of_a_long_log_the_last_lines_are_shown(tmp_path):
-    with LocalLauncher() as processes:
-        wait_status(
-            processes.start("engine", sh("echo $WORD; seq 1 60; exit 7"), env={"WORD": "a"}, log=tmp_path / "a")
-        )
-        with pytest.raises(ProcessDied) as raised:
-            processes.ensure_alive()
-    assert str(raised.value).splitlines()[1:] == [str(line) for line in range(61 - LOG_TAIL_LINES, 61)]
-    assert (tmp_path / "a").read_text().startswith("a\n1\n"), "the environment is the process's"
-
-
 def test_of_two_that_ended_the_one_that_a_signal_ended_is_the_cause(tmp_path):
     """A rank of the trainer that loses another ends with an error of its own."""
     with LocalLauncher() as processes:
@@ -172,12 +159,3 @@ def test_temporary_files_are_in_a_folder_of_their_own_that_is_gone_afterwards(tm
         assert sorted(folder.iterdir()) == sorted(Path(line) for line in log.read_text().split()[::2])
         assert log.read_text().split()[1] == str(folder) and folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()
-
-
-def test_what_torch_compiles_is_kept_unless_the_user_says_where(monkeypatch, tmp_path):
-    model = ModelConfig(path="tiny", dtype="float32", max_model_len=64)
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert model_environment(model, 1)["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "prl" / "torchinductor")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/theirs")
-    assert model_environment(model, 1)["TORCHINDUCTOR_CACHE_DIR"] == "/theirs"

@@ -233,26 +233,6 @@ async def test_while_one_of_two_is_started_again_the_other_has_its_requests_and_
     assert [run.restarts[name] for name in ("engine", "engine 2")] == [0, 1], "each has its own"
 
 
-@pytest.mark.parametrize("name", ["engine 2", "teacher"])
-async def test_an_engine_that_dies_more_often_than_it_may_ends_the_run_with_its_last_lines(pair, tmp_path, name):
-    run, (_, second) = pair
-    (tmp_path / "teacher").mkdir()
-    run.launcher.begin(tmp_path / "teacher", "teacher")
-    folder = second if name == "engine 2" else tmp_path / "teacher"
-    await until(lambda: (folder / "engine.pid").exists() and (folder / "engine.pid").read_text())
-    run.restarts |= {"engine 2": 0, "teacher": 0}
-    with (folder / f"{name}.log").open("a") as log:
-        log.write("out of memory\n")
-
-    async def work():
-        os.kill(engine(folder), signal.SIGKILL)
-        await asyncio.sleep(60)
-
-    with pytest.raises(ProcessDied, match=rf"^process '{name}' ended with status 137 (.|\n)*out of memory"):
-        await run.guard(work())
-    assert not run.pool.counts["engine/restarts"]
-
-
 # --- who waits for whom -----------------------------------------------------------------------------------------------
 
 
