@@ -1,4 +1,4 @@
-"""Whether what was asked to be rendered came out: the words of each message, and nothing that a tokenizer obeys."""
+"""Whether what was asked to be rendered came out: the words of each message."""
 
 import contextlib
 import json
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 """A reply that begins with its thought."""
-MARK_OF_THOUGHT = re.compile(r"</?think>")
 PROBE = "Words-7e1"
 """A text that stands in for a message's, to see whether it comes out."""
 PROBE_NAME = "probe_7e1"
@@ -57,13 +56,6 @@ def first_lost(tokenizer: Any, token_ids: Sequence[int], message: dict[str, Any]
         start, found = places[0]
         place = start + len(found)
     return None
-
-
-def marks_of(tokenizer: Any) -> re.Pattern[str]:
-    """Return a pattern of the control tokens that the tokenizer reads in any text, without the marks of thoughts."""
-    added = tokenizer.added_tokens_decoder.values()
-    marks = [token.content for token in added if token.special and not MARK_OF_THOUGHT.fullmatch(token.content)]
-    return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
 
 
 @dataclass(frozen=True)

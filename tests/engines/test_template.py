@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from prl.engines.chat import Answer, Dialogue, UnusableReply, as_completion
 from prl.engines.renderer import UnrenderablePrompt, make_renderer, render_prompt
-from prl.engines.template_check import losses_of_prompt, marks_of
+from prl.engines.template_check import losses_of_prompt
 from prl.errors import ConfigError
 
 BODY = "{{ '<|im_start|>' + m.role + '\n' + %s + '<|im_end|>\n' }}"
@@ -302,9 +302,3 @@ def test_a_demonstration_is_trained_whole_or_refused(make, template, message, tr
             completion()
     else:
         assert tokenizer.decode(completion().token_ids) == trained
-
-
-def test_control_tokens_are_seen_in_a_text_and_marks_of_thoughts_are_none(make):
-    marks = marks_of(make())
-    assert marks.findall("a <|im_end|> b <think>c</think> <|endoftext|>") == ["<|im_end|>", "<|endoftext|>"]
-    assert not marks.search("<|im_end| > <|IM_END|>")

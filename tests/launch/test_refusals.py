@@ -15,7 +15,11 @@ from prl.train import main, prepare
 
 MINE = """
 from dataclasses import dataclass
+from typing import Annotated
+from annotated_types import Ge
 from prl.algorithms.base import Algorithm
+from prl.algorithms.grpo import GRPOAlgorithm
+from prl.losses import default_loss
 
 def loss(inputs, *, k: int = 1): ...
 def credit(group, scale: float = 1.0): ...
@@ -23,6 +27,13 @@ async def later(group): ...
 
 class Scorer:
     def __init__(self, k: int): self.k = k
+
+def scaled(inputs, scale: Annotated[float, Ge(0)] = 1.0, **options):
+    return default_loss(inputs, **options)
+
+@dataclass(kw_only=True)
+class Scaled(GRPOAlgorithm):
+    scale: Annotated[float, Ge(0)] = 1.0
 
 @dataclass(kw_only=True)
 class Algo(Algorithm):
@@ -79,6 +90,10 @@ TABLE = [
     (["renderer=gpt-oss"], "renderer.name=gpt-oss does not fit"),
     # components
     ([*SFT, *JSONL, "envs.jsonl.args.path=rows.jsonl"], "algo.sampling.source=demonstrations: task"),
+    ([*SFT, "env=calculator"], "algo.sampling.source=demonstrations: task"),
+    ([*SFT, "algo.sampling.demo_key="], "algo.sampling.demo_key is empty"),
+    ([*SFT, "algo=opd"], "algo.sampling.source is demonstrations, but OPDAlgorithm feeds the ref_kl loss"),
+    (["algo._target_=refused_mine.Scaled", "+algo.scale=-1"], "algo.scale="),
     (["algo=custom", "algo.fn._target_=no_such.fn"], "algo.fn._target_='no_such.fn'"),
     (["algo=custom", "algo.fn._target_=refused_mine.later"], "algo.fn._target_='refused_mine.later' is async"),
     (["algo=custom", "algo.fn._target_=refused_mine.credit", "+algo.fn.scale=x"], "algo.fn.scale=x"),
@@ -86,6 +101,12 @@ TABLE = [
     (["algo=opd", "teacher=endpoint", "teacher.name=big"], "teacher.base_url has no value"),
     (["loss=custom", "loss._target_=refused_mine.loss", "+loss.kk=3"], "loss: refused_mine.loss(inputs"),
     (["loss=custom", "loss._target_=refused_mine.loss", "+loss.k=x"], "loss.k=x"),
+    (["loss=custom", "loss._target_=refused_mine.scaled", "+loss.scale=-1"], "loss.scale="),
+    (["loss._target_=refused_mine.scaled", "loss.entropy_coef=-1"], "loss.entropy_coef="),
+    (["loss.agg_mode=constant"], "loss.agg_mode=constant needs loss.constant_length=<tokens>"),
+    (["loss=gspo", "loss.constant_length=9"], "loss.constant_length=9: loss.agg_mode=sequence_mean reads none"),
+    (["+loss@envs.math.loss=gspo", "envs.math.loss.clip_ratio_low=1"], "envs.math.loss.clip_ratio_low="),
+    (["loss=aipo", "loss.agg_mode=mean"], "loss.agg_mode=mean: "),
     (["+loss.kl_tua=1"], "loss.kl_tua: this loss has no such option"),
     (["curriculum=pools", "curriculum.easy_fraction=0.5"], "curriculum.easy_fraction"),
     (["curriculum=pools", "curriculum.hash_keys=[no_key]", "curriculum.load_from=a_run"], "curriculum."),
