@@ -70,12 +70,6 @@ def test_whole_prompts_fit_into_one_prefill_on_a_cpu():
         assert int(option(found, "--max-num-batched-tokens")) == max(length, MIN_BATCHED_TOKENS)
 
 
-def test_cuda():
-    found = command("cuda", gpu_memory_utilization=0.8, tensor_parallel_size=2)
-    assert option(found, "--gpu-memory-utilization") == "0.8" and option(found, "--tensor-parallel-size") == "2"
-    assert not {"--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens"} & set(found)
-
-
 PARSED = """
 import json, sys
 from vllm.entrypoints.launchers.cli_args import make_arg_parser

@@ -230,16 +230,6 @@ async def test_an_answer_ends_what_counts_as_one_failure(server, connect):
         assert await pool.prompt_logprobs([5, 7]) == [0.0, -1.0] and pool.up
 
 
-async def test_a_completion_may_take_longer_than_the_deadline_of_prompt_logprobs(server, connect):
-    async def slow():
-        await asyncio.sleep(0.4)
-        return {"choices": [choice([3])]}
-
-    server.replies[COMPLETIONS] = slow
-    (completion,) = await connect(timeout_s=0.1).generate([1], {})
-    assert completion.token_ids == [3]
-
-
 # --- wait_ready -------------------------------------------------------------------------------------------------------
 
 
@@ -300,18 +290,6 @@ async def test_a_server_error_fails_the_request_and_the_model_is_away_until_it_i
     calls = len(server.calls)
     await asyncio.sleep(0.25)
     assert pool.up and len(server.calls) == calls, "nobody looks for what was found"
-
-
-async def test_a_refused_connection_fails_the_request_and_the_model_is_away_until_it_is_found_again(server, pool):
-    await pool.generate([1], {})
-    await server.stop()
-    await fails(pool)
-    assert not pool.up
-    await asyncio.sleep(0.2)
-    assert not pool.up
-    await server.start()
-    await until(lambda: pool.up)
-    await pool.generate([1], {})
 
 
 @pytest.mark.parametrize("reply", [(400, "too long"), (404, "no such model"), {"choices": []}])

@@ -207,16 +207,3 @@ def test_what_would_train_wrong_is_refused_by_its_key(options, key):
     assert str(caught.value).startswith(key)
     if (options, key) in OF_THE_POLICY:
         validate_for_training(Sampler(**options), "sampling", live=False, max_model_len=10)
-
-
-@pytest.mark.parametrize(
-    ("live", "knobs"),
-    [
-        (True, {}),
-        (True, {"temperature": 0.01, "stop": ["a"], "seed": 3, "max_tokens": 5}),
-        (True, NEUTRAL),
-        (False, OTHERS),
-    ],
-)
-def test_what_leaves_the_policys_logprobs_alone_and_what_is_not_compared_is_fine(live, knobs):
-    validate_for_training(Sampler(**knobs), "sampling", live=live, max_model_len=10)

@@ -1,10 +1,12 @@
 """Start, watch and stop processes."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
+from engines import policy_spec
 from patience import patient
 
 from prl.errors import PrlError
@@ -159,3 +161,16 @@ def test_temporary_files_are_in_a_folder_of_their_own_that_is_gone_afterwards(tm
         assert sorted(folder.iterdir()) == sorted(Path(line) for line in log.read_text().split()[::2])
         assert log.read_text().split()[1] == str(folder) and folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()
+
+
+def test_an_engine_is_started_again_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr("prl.launch.local.engine_command", lambda spec, port: sh(f"echo {port}; sleep 60"))
+    with LocalLauncher() as processes:
+        url = processes.start_engine(policy_spec("t", tmp_path / "a.log"))
+        [first] = processes.processes
+        os.killpg(first.pid, signal.SIGKILL)
+        wait_status(first)
+        assert not processes.restart_engine("another") and processes.restart_engine("engine")
+        [second] = processes.processes
+        assert second.status is None and second.pid != first.pid
+        assert second.command == first.command and f"echo {url.rpartition(':')[2]};" in second.command[-1]
