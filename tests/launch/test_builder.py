@@ -104,30 +104,17 @@ def test_a_teacher_of_another_vocabulary_needs_a_chat_template():
 # --- filters ----------------------------------------------------------------------------------------------------------
 
 
-def test_filters_know_the_size_of_the_policys_vocabulary():
-    made = prepare(config("filters=enforce", "~filters.post_batch.gibberish"))
+def test_filters_know_the_policys_vocabulary_and_the_longest_completion_of_their_env():
+    given = ("envs.math.sampling.max_tokens=16", "sampling.max_tokens=200", "model.max_model_len=256")
+    made = prepare(config("env=[math,math_retry]", *FEW, "filters=enforce", "~filters.post_batch.gibberish", *given))
     saved = json.loads((Path(made.model.path) / "tokenizer.json").read_text())
     tokens = {*saved["model"]["vocab"].values(), *(token["id"] for token in saved["added_tokens"])}
-    filters = made.components.envs["math"].filters
-    both = [*filters["pre_batch"].values(), *filters["post_batch"].values()]
-    assert {filter_.vocab_size for filter_ in both} == {len(tokens)}
-    assert list(filters["pre_batch"]) == ["gibberish", "repetition", "zero_advantage"]
-    assert list(filters["post_batch"]) == ["zero_advantage", "repetition"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "longest"),
-    [
-        (("sampling.max_tokens=32",), {"math": 32, "math_retry": 255}),  # several turns of 32
-        (("envs.math.sampling.max_tokens=16", "sampling.max_tokens=200"), {"math": 16, "math_retry": 255}),
-    ],
-)
-def test_filters_know_the_longest_completion_of_their_env(overrides, longest):
-    made = prepare(config("env=[math,math_retry]", *FEW, "model.max_model_len=256", "filters=enforce", *overrides))
-    found = {
-        name: {each.longest for each in env.filters["pre_batch"].values()} for name, env in made.components.envs.items()
-    }
-    assert found == {name: {tokens} for name, tokens in longest.items()}
+    for name, longest in {"math": 16, "math_retry": 255}.items():  # several turns
+        filters = made.components.envs[name].filters
+        assert list(filters["pre_batch"]) == ["gibberish", "repetition", "zero_advantage"]
+        assert list(filters["post_batch"]) == ["zero_advantage", "repetition"]
+        for each in [*filters["pre_batch"].values(), *filters["post_batch"].values()]:
+            assert (each.vocab_size, each.longest) == (len(tokens), longest)
 
 
 def test_a_filter_that_matches_nothing_in_an_env_warns_with_its_key():
@@ -143,19 +130,24 @@ def test_a_filter_that_matches_nothing_in_an_env_warns_with_its_key():
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 
-def test_each_env_has_its_buffer_in_an_order_of_its_own():
-    overrides = ("env=[math,reverse_text]", *REVERSE, "curriculum=pools")
-    buffers = {name: env.curriculum for name, env in prepare(config(*overrides)).components.envs.items()}
+def curricula_of(*overrides):
+    made = prepare(config("curriculum=pools", *overrides))
+    return {name: env.curriculum for name, env in made.components.envs.items()}
+
+
+def test_each_env_has_its_tasks_in_an_order_of_its_own():
+    overrides = ("env=[math,reverse_text]", *REVERSE)
     orders = {
-        name: [curriculum.tasks.index(curriculum.next()) for _ in range(8)] for name, curriculum in buffers.items()
+        name: [curriculum.tasks.index(curriculum.next()) for _ in range(8)]
+        for name, curriculum in curricula_of(*overrides).items()
     }
     assert set(orders) == {"math", "reverse_text"} and orders["math"] != orders["reverse_text"]
-    again = prepare(config(*overrides)).components.envs["math"].curriculum
+    again = curricula_of(*overrides)["math"]
     assert [again.tasks.index(again.next()) for _ in range(8)] == orders["math"]
     assert again.env_name == "math" and again.easy_threshold == 0.95
 
 
-def pools_of(curriculum, folder, easy=(), hard=()):
+def retire(curriculum, folder, easy=(), hard=()):
     for place in easy:
         curriculum.update(curriculum.tasks[place], 1.0)
     for place in hard:
@@ -163,33 +155,19 @@ def pools_of(curriculum, folder, easy=(), hard=()):
     write_pools(folder, {pool: curriculum.retired_to(pool) for pool in RETIRED})
 
 
-def test_pools_are_loaded_before_anything_starts(tmp_path):
-    """The tasks of another seed are others: the prompt finds those that are the same."""
-    pools_of(prepare(config("curriculum=pools")).components.envs["math"].curriculum, tmp_path, easy=[0, 3], hard=[5])
-    load = f"curriculum.load_from={tmp_path}"
-    same = prepare(config("curriculum=pools", load, "curriculum.hash_keys=[prompt]")).components.envs["math"].curriculum
-    assert [same.pool_of(task) for task in same.tasks] == [
-        {0: "easy", 3: "easy", 5: "hard"}.get(place, "normal") for place in range(8)
-    ]
-    assert (
-        prepare(config("curriculum=pools", load, "seed=1")).components.envs["math"].curriculum.counts()["normal"] == 8
-    )
-    with pytest.raises(ConfigError, match=r"curriculum\.hash_keys: 'question' is not a field"):
-        prepare(config(load, "curriculum.hash_keys=[question]"))
+def test_retired_tasks_are_known_by_what_they_say(tmp_path):
+    retire(curricula_of()["math"], tmp_path, easy=[0, 3], hard=[5])
+    same = curricula_of(f"curriculum.load_from={tmp_path}", "curriculum.hash_keys=[prompt]")["math"]
+    pools = {0: "easy", 3: "easy", 5: "hard"}
+    assert [same.pool_of(task) for task in same.tasks] == [pools.get(place, "normal") for place in range(8)]
 
 
 def test_pools_that_leave_nothing_to_train_on_are_refused(tmp_path):
-    pools_of(prepare(config("curriculum=pools")).components.envs["math"].curriculum, tmp_path, easy=range(8))
-    given = ("curriculum=pools", "curriculum.refill=false", f"curriculum.load_from={tmp_path}")
-    with pytest.raises(
-        ConfigError, match=r"retires every task of every env: .*curriculum\.easy_fraction.*curriculum\.refill=true"
-    ):
-        prepare(config(*given))
-    assert (
-        prepare(config(*given, "curriculum.easy_fraction=0.5")).components.envs["math"].curriculum.counts()["normal"]
-        == 4
-    )
-    assert not prepare(config(*given, "curriculum.refill=true")).components.envs["math"].curriculum.ended
+    retire(curricula_of()["math"], tmp_path, easy=range(8))
+    given = ("curriculum.refill=false", f"curriculum.load_from={tmp_path}")
+    with pytest.raises(ConfigError, match=r"retires every task of every env: .*easy_fraction.*curriculum\.refill=true"):
+        curricula_of(*given)
+    assert curricula_of(*given, "curriculum.easy_fraction=0.5")["math"].counts()["normal"] == 4
 
 
 # --- hosting a teacher ------------------------------------------------------------------------------------------------
