@@ -44,7 +44,9 @@ class Algo(Algorithm):
             raise ValueError("unlucky")
 """
 ROWS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(8)]
+FEW = ["envs.math.args.num_tasks=8", "envs.math.eval_args=null"]
 JSONL = ["env=jsonl", "envs.jsonl.args.eval_fraction=0", "envs.jsonl.eval_args=null"]
+CALCULATOR = ["env=calculator", "envs.calculator.args.num_tasks=8", "envs.calculator.eval_args=null"]
 OWN = ["algo=custom_class", "algo._target_=refused_mine.Algo"]
 SFT = ["algo=sft", "algo.sampling.source=demonstrations", "orchestrator.group_size=1"]
 
@@ -67,7 +69,8 @@ def here(tmp_path, monkeypatch):
 def refusal(overrides, tmp_path, dry="false"):
     """The words with which the preparation of a run, or of a dry run, refuses a config."""
     with pytest.raises(ConfigError) as caught:
-        config = compose([f"run.dir={tmp_path}/run", *overrides, f"dry_run={dry}"])
+        few = [] if any(each.startswith("env=") for each in overrides) else FEW
+        config = compose([f"run.dir={tmp_path}/run", *few, *overrides, f"dry_run={dry}"])
         with specs.launcher_of(config) as launcher, assuming(config.machine):
             if config.dry_run:
                 main(config)
@@ -90,7 +93,7 @@ TABLE = [
     (["renderer=gpt-oss"], "renderer.name=gpt-oss does not fit"),
     # components
     ([*SFT, *JSONL, "envs.jsonl.args.path=rows.jsonl"], "algo.sampling.source=demonstrations: task"),
-    ([*SFT, "env=calculator"], "algo.sampling.source=demonstrations: task"),
+    ([*SFT, *CALCULATOR], "algo.sampling.source=demonstrations: task"),
     ([*SFT, "algo.sampling.demo_key="], "algo.sampling.demo_key is empty"),
     ([*SFT, "algo=opd"], "algo.sampling.source is demonstrations, but OPDAlgorithm feeds the ref_kl loss"),
     (["algo._target_=refused_mine.Scaled", "+algo.scale=-1"], "algo.scale="),
