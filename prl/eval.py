@@ -29,7 +29,7 @@ from prl.monitors.log import hold_log, log_to
 from prl.monitors.terminal import Console
 from prl.monitors.text import as_message, safe
 from prl.runs.owner import owned
-from prl.runs.run_dir import absolute, make_way, new_run_dir, recorded, refuse_other_files
+from prl.runs.run_dir import absolute, new_run_dir, recorded, refuse_existing, refuse_other_files
 from prl.tools import report
 from prl.tools.evaluation.arguments import to_overrides
 
@@ -49,7 +49,7 @@ def main(config: EvaluationConfig) -> "EvaluationResult":
     memory = hold_log()
     check_run_dir(config.run.dir)
     refuse_other_files(Path(config.run.dir))
-    make_way(Path(config.run.dir))
+    refuse_existing(Path(config.run.dir))
     from prl.tools.evaluation import play  # verifiers and transformers
 
     evaluation = play.prepare(config)

@@ -45,9 +45,9 @@ from prl.runs.run_dir import (
     absolute,
     holds_run,
     last_metrics,
-    make_way,
     new_run_dir,
     recorded,
+    refuse_existing,
     refuse_other_files,
     remove_logs,
 )
@@ -94,7 +94,7 @@ def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult
     run_dir = Path(config.run.dir)
     refuse_other_files(run_dir)
     if config.run.resume is None:
-        make_way(run_dir, move=not config.dry_run)
+        refuse_existing(run_dir)
     elif (result := resume.completed(config)) is not None:
         more = f"max_steps={result.steps + 1} or more"
         how = f"any other setting ({safe(result.ended_because)})" if result.ended_because else more

@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import prl
 from prl.runs import provenance
@@ -93,8 +94,10 @@ def test_of_the_environment_only_known_settings_are_recorded_and_without_secrets
 
 def test_the_diff_of_the_code_is_bounded_and_has_no_secrets(tmp_path, monkeypatch, config):
     diff = "+api_key: X\n+token: str | None = None\n+url = 'https://me:pw@host/v1'\n"
-    monkeypatch.setattr(provenance, "checkout", lambda folder: ({}, diff))
+    asked = []
+    monkeypatch.setattr(provenance, "checkout", lambda folder: asked.append(folder) or ({}, diff))
     provenance.write_provenance(tmp_path, config, {})
+    assert asked == [Path(__file__).parents[1]]
     expected = "+api_key: ***\n+token: str | None = None\n+url = 'https://***@host/v1'\n"
     assert (tmp_path / "provenance.diff").read_text() == expected
     monkeypatch.setattr(provenance, "MAX_DIFF", 10)

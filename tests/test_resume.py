@@ -182,20 +182,17 @@ def test_a_config_without_envs_is_none_of_a_run(run, envs):
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"\x87" + data])
-def test_a_config_that_cannot_be_read_is_said_once_with_what_its_checkpoints_are_good_for(run, damage, capsys):
+def test_a_config_that_cannot_be_read_is_said_once(run, damage, capsys):
     folder = run(steps=(2, 4))
     path = folder / "config.yaml"
     path.write_bytes(damage(path.read_bytes()))
     for at in ("auto", folder):
-        with pytest.raises(ConfigError, match=r"cannot be read: .*; put the file back, or .*model.path=.*step_000004$"):
+        with pytest.raises(ConfigError, match=r"cannot be read: (its end is missing|.*invalid start byte)$"):
             again(folder, at=at)
     with pytest.raises(SystemExit):
         expanded([f"run.resume={folder}"])
     said = capsys.readouterr().err
-    assert said.count("its end is missing") + said.count("invalid start byte") == 1 and "step_000004" in said
-    shutil.rmtree(folder / "checkpoints")
-    with pytest.raises(ConfigError, match=r"cannot be read: (its end is missing|.*invalid start byte)$"):
-        again(folder, at=folder)
+    assert said.count("its end is missing") + said.count("invalid start byte") == 1
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(run, capsys):
@@ -301,7 +298,7 @@ def test_files_are_cut_back_to_the_checkpoint(run):
             "".join(f'{{"what": "{name}", "step": {step}}}\n' for step in (0, 3, 4, 5, 4)) + '{"step": 1}'
         )
     theirs = {".notes.1", "rollouts/.notes.1", "checkpoints/step_000002/.notes.1", "checkpoints/.step_by_step"}
-    theirs |= {f"rollouts/{name}" for name in ("mystep_000600.jsonl", ".mystep_000600.jsonl.1", "step_600.jsonl")}
+    theirs |= {f"rollouts/{name}" for name in ("mystep_000600.jsonl", "step_600.jsonl")}
     theirs |= {"tokens/step_old_step_000600", "batches/step_600", "checkpoints/step_000600.bak"}
     for name in theirs:
         (folder / name).write_text("mine")

@@ -1,4 +1,4 @@
-"""A run directory: who may begin a run in it, what is moved aside, what is left of how it ended."""
+"""A run directory: who may begin a run in it, what is left of how it ended."""
 
 import re
 import stat
@@ -13,8 +13,8 @@ from prl.config.compose import compose
 from prl.config.run_yaml import without_run, yaml_of
 from prl.errors import ConfigError, PrlError
 from prl.runs.owner import owned
-from prl.runs.result import RunResult, write_result
-from prl.runs.run_dir import new_run_dir, recorded, refuse_existing, refuse_other_files, set_aside
+from prl.runs.result import RunResult
+from prl.runs.run_dir import new_run_dir, recorded, refuse_existing, refuse_other_files
 
 
 def test_of_simultaneous_runs_one_gets_the_directory(tmp_path):
@@ -42,36 +42,11 @@ def test_it_is_its_owners_alone(tmp_path):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("status", ["failed", "refused", "stopped"])
-def test_a_run_without_steps_blocks_no_second_try(tmp_path, status):
-    run = tmp_path / "run"
-    for number in (1, 2):
-        run.mkdir()
-        (run / "run.lock").touch()
-        (run / "config.yaml").write_text(str(number))
-        write_result(run, RunResult(status=status, error="x"))
-        assert set_aside(run) == tmp_path / f"run.failed-{number}" and not run.exists()
-        refuse_existing(run)
-    assert (tmp_path / "run.failed-1" / "config.yaml").read_text() == "1"
-
-
-@pytest.mark.parametrize(
-    "result",
-    [
-        None,
-        RunResult(status="completed"),
-        RunResult(status="failed", steps=1),
-        RunResult(status="stopped", metrics={"eval/math/avg@1": 0.5}),
-    ],
-)
-def test_a_run_with_steps_or_an_owner_is_not_moved(tmp_path, result):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("")
-    if result is not None:
-        write_result(tmp_path / "run", result)
-    assert set_aside(tmp_path / "run") is None
+@pytest.mark.parametrize("file", ["config.yaml", "metrics.jsonl", "result.json"])
+def test_a_directory_of_a_run_is_refused(tmp_path, file):
+    (tmp_path / file).touch()
     with pytest.raises(ConfigError, match="already holds a run"):
-        refuse_existing(tmp_path / "run")
+        refuse_existing(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +54,6 @@ def test_a_run_with_steps_or_an_owner_is_not_moved(tmp_path, result):
     [
         (["notes.md"], "notes.md"),
         (["logs/a", "checkpoints/b"], "checkpoints, logs"),  # folders that a run has, too
-        (["run.lock", "thesis.tex"], "thesis.tex"),
         (["a", "b", "c", "d"], "a, b, c, …"),
     ],
 )
@@ -101,20 +75,6 @@ def test_files_older_than_a_config_block_no_run(tmp_path):
     for left in (".config.yaml.123", "logs", ".hydra"):
         (tmp_path / "x" / left).mkdir()
     new_run_dir(compose(["run.name=x", f"run.dir={tmp_path}/x"]))
-
-
-def test_a_directory_with_somebodys_files_is_not_moved(tmp_path):
-    for name, content in {"result.json": '{"status": "failed"}', "run.lock": "", "thesis.tex": ""}.items():
-        (tmp_path / name).write_text(content)
-    assert set_aside(tmp_path) is None and len(list(tmp_path.iterdir())) == 3
-
-
-def test_a_run_that_goes_on_keeps_its_directory(tmp_path):
-    with owned(tmp_path / "run"):
-        (tmp_path / "run" / "config.yaml").touch()
-        write_result(tmp_path / "run", RunResult(status="failed"))
-        assert set_aside(tmp_path / "run") is None
-    assert set_aside(tmp_path / "run") == tmp_path / "run.failed-1"
 
 
 def test_an_error_is_printed_where_no_result_can_be_written(tmp_path, capsys):

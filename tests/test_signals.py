@@ -6,7 +6,6 @@ import pty
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -92,17 +91,14 @@ async def work():
         print("interrupted", flush=True)
     await asyncio.sleep(600)
 
-async def notebook():
-    signals.run_to_end(work())
-
-asyncio.run(notebook()) if sys.argv[3:] else signals.run_to_end(work())
+signals.run_to_end(work())
 """
 
 
-def holding(how, still_s, *more):
+def holding(how, still_s):
     """A process whose event loop code holds up."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, how, str(still_s), *more],
+        [sys.executable, "-c", HOLDS, how, str(still_s)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -111,9 +107,9 @@ def holding(how, still_s, *more):
     return process
 
 
-@pytest.mark.parametrize(("how", "inside_a_loop"), [("spins", False), ("spins", True), ("backtracks", False)])
-def test_code_that_holds_the_loop_up_is_named_while_it_does(how, inside_a_loop):
-    process = holding(how, 0.5, *["notebook"] * inside_a_loop)
+@pytest.mark.parametrize("how", ["spins", "backtracks"])
+def test_code_that_holds_the_loop_up_is_named_while_it_does(how):
+    process = holding(how, 0.5)
     try:
         while f" in {how}" not in (line := process.stderr.readline()):
             assert line, "it ended without a word"
@@ -157,21 +153,15 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path):
     assert read_result(tmp_path).status == "completed"
 
 
-@pytest.mark.parametrize("inside_a_loop", [False, True])
-def test_work_runs_to_its_end_and_leaves_signals_as_they_were(inside_a_loop):
-    """Inside a loop, as in a notebook, another thread runs it."""
-
+def test_work_runs_to_its_end_and_leaves_signals_as_they_were():
     async def work():
         await asyncio.sleep(0)
-        raise PrlError(str(threading.current_thread() is threading.main_thread()))
-
-    async def cell():
-        run_to_end(work())
+        raise PrlError("done")
 
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with pytest.raises(PrlError, match=str(not inside_a_loop)):
-            asyncio.run(cell()) if inside_a_loop else run_to_end(work())
+        with pytest.raises(PrlError, match="done"):
+            run_to_end(work())
         assert {signal.getsignal(number) for number in before} == {signal.SIG_IGN}
     finally:
         for number, handler in before.items():

@@ -27,7 +27,7 @@ from prl.config.run_yaml import quoted
 from prl.config.schema import EnvConfig, FiltersConfig, ServeConfig, TrainConfig, VLLMConfig
 from prl.config.signature import schema_of
 from prl.curriculum.pools import TaskCurriculum
-from prl.engines.renderer import RENDERERS, RendererConfig
+from prl.engines.renderer import RendererConfig
 from prl.engines.sampler import Sampler
 from prl.errors import ConfigError
 from prl.filters.base import Filter
@@ -107,7 +107,8 @@ def schemas() -> dict[str, Any]:
         "schedule/cosine": schema_of(Cosine),
         "schedule/linear": schema_of(Linear),
     }
-    found |= {f"renderer/{name}": RendererConfig(name=name) for name in RENDERERS}
+    for file in CONF.glob("renderer/*.yaml"):  # importing the package, which has them, takes seconds
+        found[f"renderer/{file.stem}"] = RendererConfig(name=file.stem)
     for group, base in (("algo", Algorithm), ("filter", Filter), ("monitor", Monitor)):
         found |= {f"{group}/{name}": schema_of(cls) for name, cls in components(base).items()}
     return found

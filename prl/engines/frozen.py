@@ -189,7 +189,7 @@ class FrozenPool(ReferencePool):
 
         @tenacity.retry(
             retry=tenacity.retry_if_exception(asks_to_wait),
-            wait=Pause(initial=0.1, max=10.0, jitter=0.1),
+            wait=Pause(multiplier=0.1, max=10.0, jitter=0.1),
             stop=tenacity.stop_before_delay(self.timeout_s),
             reraise=True,
         )

@@ -22,47 +22,10 @@ if TYPE_CHECKING:
     from renderers.configs import BaseRendererConfig
     from transformers import PreTrainedTokenizerBase
 
-RENDERERS = (
-    "auto",
-    "custom",
-    "deepseek-r1",
-    "deepseek-v3",
-    "deepseek-v4",
-    "default",
-    "gemma4",
-    "glm-4.5",
-    "glm-5",
-    "glm-5.1",
-    "glm-5.3",
-    "gpt-oss",
-    "hy3",
-    "inkling",
-    "kimi-k2",
-    "kimi-k2.5",
-    "laguna-m.1",
-    "laguna-s-2.1",
-    "laguna-xs-2.1",
-    "laguna-xs.2",
-    "llama-3",
-    "minimax-m2",
-    "nemotron-3",
-    "nemotron-3-ultra",
-    "nemotron-3.5",
-    "prime-qwen3",
-    "qwen3",
-    "qwen3-vl",
-    "qwen3.5",
-    "qwen3.6",
-    "qwen3.8",
-)
-"""The renderers of the package by name; listed here because importing it takes seconds."""
-
 HARMONY_FOLDER, HARMONY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
 """Where gpt-oss's renderer looks for its vocabulary: the variable that names a folder, and the file in it."""
 SHORT_TEXT = 32
 """Longest text whose tokens are remembered, characters."""
-PROBE, PROBED = "a", {"add_special_tokens": False, "return_offsets_mapping": True}
-"""What a renderer calls a tokenizer with to see whether that has offsets, twice a message."""
 
 
 @dataclass
@@ -105,7 +68,7 @@ def make_renderer(
 
     Args:
         tokenizer: The model's.
-        name: One of `RENDERERS`.
+        name: One of `conf/renderer`.
         where: The config key of the renderer's node, for messages.
         name_key: The config key that chose the name, where that is not `<where>.name`.
         settings: The renderer's own settings.
@@ -212,12 +175,11 @@ def tokenizer_of(renderer: "Renderer") -> "PreTrainedTokenizerBase | None":
 
 
 def remember_short_texts(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Cache what renderers ask of it again for every message: the tokens of role names and markers, the ids of special
-    tokens, and whether it knows the place of each token in a text.
+    """Cache what renderers encode again for every message: role names and markers.
 
     A tokenizer that has the cache already keeps it.
     """
-    encode, ids_of, call = tokenizer.encode, tokenizer.convert_tokens_to_ids, tokenizer.__call__
+    encode = tokenizer.encode
     if hasattr(encode, "remembers_short_texts"):
         return
 
@@ -230,13 +192,5 @@ def remember_short_texts(tokenizer: "PreTrainedTokenizerBase") -> None:
             return encode(text, *args, add_special_tokens=add_special_tokens, **kwargs)
         return list(short(text))
 
-    id_of = functools.lru_cache(maxsize=1024)(ids_of)
-    probe = functools.cache(lambda: call(PROBE, **PROBED))
-
     cached.remembers_short_texts = True  # type: ignore[attr-defined]
     tokenizer.encode = cached
-    tokenizer.convert_tokens_to_ids = lambda tokens: (id_of if isinstance(tokens, str) else ids_of)(tokens)
-    # Of the instance: a renderer probes this one, and calls the tokenizer, which is the class's, for any other text.
-    tokenizer.__call__ = lambda *args, **kwargs: (
-        probe() if (args, kwargs) == ((PROBE,), PROBED) else call(*args, **kwargs)
-    )

@@ -24,10 +24,9 @@ Answer = TypeVar("Answer")
 class Rotation:
     """The servers that get requests.
 
-    A server that dies leaves, and what it was asked for is sent to others. It comes back as soon as it answers and has
-    the weights of then. Whoever starts it again calls `pause` when it has died and `revive` when its successor runs;
-    one that nobody of ours starts is looked for. Where none is left, requests wait for one that is being started again,
-    and fail if none is.
+    A server that dies leaves, and what it was asked for is sent to others. It is looked for, and comes back as soon as
+    it answers and has the weights of then. Where none is left, requests wait for one that is started again, for as long
+    as its start may take, and fail if none is.
     """
 
     def __init__(
@@ -49,38 +48,8 @@ class Rotation:
         self._router, self._probe, self._catch_up = router, probe, catch_up
         self._changed = asyncio.Event()
         """Set, and replaced, when a server may have come into the rotation or cannot."""
-        self._searches: dict[Server, asyncio.Task[None]] = {}
-        """For servers that left and that nobody of ours starts."""
-
-    # --- whoever starts servers again ---
-
-    def pause(self, url: str) -> None:
-        """Have no request sent to a server until `revive` is through: it is being started again."""
-        server = self._at(url)
-        if server in self._searches:
-            self._searches.pop(server).cancel()
-        server.away = server.restarting = True
-        self.notify()
-
-    async def revive(self, url: str, timeout_s: float) -> None:
-        """Take a server that was started again back into the rotation, once it answers and has the weights.
-
-        Raises DeadlinePassed where it does not answer within `timeout_s`, EngineError where it does not load.
-        """
-        server, last = self._at(url), "no answer"
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    try:
-                        await self._runs_anew(server)
-                        break
-                    except EngineError as error:
-                        last = str(error)
-                        await asyncio.sleep(PAUSE_S)
-        except TimeoutError:
-            raise DeadlinePassed(f"the server at {url} was away for {timeout_s:g} s ({last})") from None
-        await self._catch_up(server, True)
-        self._enter(server)
+        self._searches: set[asyncio.Task[None]] = set()
+        """For servers that left."""
 
     # --- requests ---
 
@@ -106,7 +75,7 @@ class Rotation:
     async def free(self, n: int = 1, prefix: Prefix | None = None) -> Server:
         """Wait for a server that may be sent a request. Raises EngineError where none is going to be there."""
         while (server := self._router.choose(n, prefix)) is None:
-            errors = [each.error for each in self.servers if each.error is not None and self._stays_away(each)]
+            errors = [each.error for each in self.servers if each.error is not None and each.stays_away]
             if len(errors) == len(self.servers):
                 raise errors[0]
             await self._changed.wait()
@@ -128,43 +97,38 @@ class Rotation:
                 if not silent.of_server and silent.status != ANOTHER_INSTANCE:  # it has answered
                     return False
                 error = silent
-        self._leave(server, lives, error)
+        if server.lives == lives:  # else it has come back since
+            self.leave(server, error)
         if isinstance(error, RequestAborted):
             await asyncio.sleep(PAUSE_S)
         return True
 
     # --- the rotation ---
 
-    def _at(self, url: str) -> Server:
-        return next(server for server in self.servers if server.url == url)
-
-    def _stays_away(self, server: Server) -> bool:
-        """Whether a server is away and nobody starts it again; one that may be has been given time to be seen dead."""
-        waited = not server.restartable or time.monotonic() - server.failed_at > DYING_S
-        return server.away and not server.restarting and waited
-
-    def _leave(self, server: Server, lives: int, error: EngineError) -> None:
-        """Take a server out of the rotation, unless it has come back since; it comes back as soon as it can."""
-        if server.away or server.lives != lives:
+    def leave(self, server: Server, error: EngineError) -> None:
+        """Take a server out of the rotation; it comes back as soon as it can."""
+        if server.away:
             return
         server.away, server.error = True, None
         server.failed()
-        level = logging.INFO if server.restartable else logging.WARNING
-        log.log(level, "%s gets no requests now: %s", server.url, error)
-        self._searches[server] = asyncio.create_task(self._search(server))
+        log.log(logging.INFO if server.restart_s else logging.WARNING, "%s gets no requests now: %s", server.url, error)
+        search = asyncio.create_task(self._search(server))
+        self._searches.add(search)
+        search.add_done_callback(self._searches.discard)
         self.notify()
 
     async def _search(self, server: Server) -> None:
         """Take a server back into the rotation once it answers and has the current weights, however long it takes."""
-        while True:
+        while server.away:
             try:
                 await self._catch_up(server, await self._runs_anew(server))
-                self._enter(server)
+                server.away, server.error = False, None
+                server.lives += 1
                 log.info("%s answers again, with policy version %d", server.url, server.version)
-                return
             except (EngineError, DeadlinePassed) as error:
                 server.error = error if isinstance(error, EngineError) else EngineError(str(error))
-                self.notify()
+            self.notify()
+            if server.away:
                 await asyncio.sleep(LOOK_S)
 
     async def _runs_anew(self, server: Server) -> bool:
@@ -177,13 +141,6 @@ class Rotation:
             return True
         return False
 
-    def _enter(self, server: Server) -> None:
-        self._searches.pop(server, None)
-        server.away = server.restarting = False
-        server.error = None
-        server.lives += 1
-        self.notify()
-
     def notify(self) -> None:
         """Have whoever waits for a server look again."""
         self._changed.set()
@@ -191,7 +148,7 @@ class Rotation:
 
     async def close(self) -> None:
         """Look for no server any more."""
-        searches = list(self._searches.values())
+        searches = list(self._searches)
         for search in searches:
             search.cancel()
         await asyncio.gather(*searches, return_exceptions=True)

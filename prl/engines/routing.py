@@ -38,14 +38,12 @@ class Server:
     """Policy version that it holds; stays 0 for a frozen model."""
     instance: str | None = None
     """What the server calls itself until it is started anew; None = it has not said so yet."""
-    restartable: bool = False
-    """Whether it is going to be started again when it dies."""
+    restart_s: float = 0.0
+    """How long requests wait for it where it is away, seconds: as its start may take; 0 = nobody starts it again."""
     loading: bool = False
     """Whether it is loading weights."""
     away: bool = False
     """Whether it left the rotation: it died, or does not hold the policy."""
-    restarting: bool = False
-    """Whether somebody starts it again, and says when it runs."""
     lives: int = 1
     """How often it has come into the rotation."""
     error: PrlError | None = field(default=None, repr=False)
@@ -62,6 +60,11 @@ class Server:
     def open(self) -> bool:
         """Whether it may be sent a request."""
         return not self.away and not self.loading
+
+    @property
+    def stays_away(self) -> bool:
+        """Whether requests wait for it no longer."""
+        return self.away and time.monotonic() - self.failed_at > self.restart_s
 
     @property
     def avoided(self) -> bool:

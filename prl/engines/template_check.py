@@ -1,9 +1,9 @@
-"""Whether what was asked to be rendered came out: the words of each message, and nothing that a tokenizer obeys."""
+"""Whether what was asked to be rendered came out: the words of each message."""
 
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 """A reply that begins with its thought."""
-MARK_OF_THOUGHT = re.compile(r"</?think>")
 PROBE = "Words-7e1"
 """A text that stands in for a message's, to see whether it comes out."""
 PROBE_NAME = "probe_7e1"
@@ -59,13 +58,6 @@ def first_lost(tokenizer: Any, token_ids: Sequence[int], message: dict[str, Any]
     return None
 
 
-def marks_of(tokenizer: Any) -> re.Pattern[str]:
-    """Return a pattern of the control tokens that the tokenizer reads in any text, without the marks of thoughts."""
-    added = tokenizer.added_tokens_decoder.values()
-    marks = [token.content for token in added if token.special and not MARK_OF_THOUGHT.fullmatch(token.content)]
-    return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
-
-
 @dataclass(frozen=True)
 class Loss:
     """Something that a prompt has not in its tokens as it was asked for."""
@@ -83,73 +75,49 @@ def losses_of_prompt(
 
     A message was left out if another text in its place does not come out either.
     """
-    tokenizer, rendered = tokenizer_of(renderer), list(render_prompt(renderer, messages, tools).token_ids)
+    tokenizer = tokenizer_of(renderer)
+    rendered = list(render_prompt(renderer, messages, tools).token_ids)
     if tokenizer is None:  # of a renderer of the user's own
         return
 
     def text_of(conversation: list[dict[str, Any]], its_tools: list[dict[str, Any]] | None = tools) -> str:
         return str(tokenizer.decode(list(render_prompt(renderer, conversation, its_tools).token_ids)))
 
-    named = [renamed(tool, f"{PROBE_NAME}_{number}") for number, tool in enumerate(tools or [])]
-    text = text_of(messages, named) if tools else ""
-    for tool, other in zip(tools or [], named, strict=True):
-        if other["function"]["name"] not in text:
+    for tool in tools or []:
+        probe = {**tool, "function": {**tool["function"], "name": PROBE_NAME}}
+        if PROBE_NAME not in text_of(messages, [probe if each is tool else each for each in tools or []]):
             yield Loss(f"the chat template leaves out the tool {tool['function']['name']!r}", left_out=True)
     for number, message in list(enumerate(messages))[first:]:
         what = f"message {number + 1}, the {message.get('role')}'s {excerpt(message)!r}"
-        said = without_thought(message)
-        if not shows_another(text_of, messages, number):
-            yield Loss(f"the chat template leaves out {what}", left_out=not said.get("tool_calls"))
-        elif message.get("content") is None and writes_none(text_of, messages, number):
-            yield Loss(f"the chat template writes None into {what}, which has no text", left_out=False)
-        elif message.get("role") != "tool" and first_lost(tokenizer, rendered, said) is not None:  # JSON of a tool's
-            yield Loss(f"the chat template changes {what}", left_out=False)
-
-
-def shows_another(text_of: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]], number: int) -> bool:
-    """Whether other words in place of a message's, and of its calls' arguments, are in the rendered prompt."""
-    for other, words in probes_of(messages[number]):
+        probe, words = probe_of(message)
+        shown = True
         with contextlib.suppress(UnrenderablePrompt):  # a template that wants certain words shows them
-            text = text_of(with_other(messages, number, other))
-            if not all(each in text for each in words):
-                return False
-    return True
+            text = text_of([*messages[:number], probe, *messages[number + 1 :]])
+            shown = all(each in text for each in words)
+        if not shown:
+            yield Loss(f"the chat template leaves out {what}", left_out=not message.get("tool_calls"))
+        elif message.get("role") != "tool" and first_lost(tokenizer, rendered, without_thought(message)) is not None:
+            yield Loss(f"the chat template changes {what}", left_out=False)  # a tool's may be written as JSON
 
 
-def writes_none(text_of: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]], number: int) -> bool:
-    """Whether the prompt has Python's None where an empty text of a message has nothing."""
-    with contextlib.suppress(UnrenderablePrompt):
-        empty = text_of(with_other(messages, number, {**messages[number], "content": ""}))
-        return text_of(messages).count("None") > empty.count("None")
-    return False
-
-
-def with_other(items: list[dict[str, Any]], number: int, other: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a list with `other` in the place of the item of this number."""
-    return [*items[:number], other, *items[number + 1 :]]
-
-
-def renamed(tool: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a tool, or a call of one, with another name."""
-    return {**tool, "function": {**tool["function"], "name": name}}
-
-
-def probes_of(message: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Yield a message with other words in place of its own, and these words; none where there is nothing to replace.
+def probe_of(message: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a message with other words in place of its own, and these words.
 
     A text has two lines, which are none where the template writes a list of parts as Python would.
     """
+    probe, words = dict(message), []
     if "".join(texts_of(message)).strip():
-        lines = [PROBE] if message.get("role") == "tool" else [PROBE, PROBE]  # templates write a tool's as JSON
-        content: Any = "\n".join(lines)
-        if isinstance(message["content"], list):
-            content = [{"type": "text", "text": content}]
-        yield {**message, "content": content}, ["\n".join(lines)]
-    calls = message.get("tool_calls") or []
-    for number, call in enumerate(calls):
-        function = {"name": PROBE_NAME, "arguments": json.dumps({"value": PROBE})}
-        others = with_other(calls, number, {**call, "function": function})
-        yield {**message, "tool_calls": others}, [PROBE_NAME, PROBE]
+        text = PROBE if message.get("role") == "tool" else f"{PROBE}\n{PROBE}"  # templates write a tool's as JSON
+        probe["content"] = [{"type": "text", "text": text}] if isinstance(message["content"], list) else text
+        words.append(text)
+    if message.get("tool_calls"):
+        probe["tool_calls"] = []
+        for number, call in enumerate(message["tool_calls"]):
+            name, value = f"{PROBE_NAME}_{number}", f"{PROBE}-{number}"
+            function = {"name": name, "arguments": json.dumps({"value": value})}
+            probe["tool_calls"].append({**call, "function": function})
+            words += [name, value]
+    return probe, words
 
 
 def call_and_answer(tool: dict[str, Any]) -> list[dict[str, Any]]:

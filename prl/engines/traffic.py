@@ -57,11 +57,6 @@ class Traffic:
             self._loading[url] = False
             self._enter(url)
 
-    @property
-    def busy(self) -> list[int]:
-        """Which servers are at work, by their place among the URLs."""
-        return [place for place, url in enumerate(self.in_flight) if self.in_flight[url] or self._loading[url]]
-
     def _enter(self, url: str) -> None:
         if self._loading[url]:
             self._lanes[url].enter(LOADING, self._version[url])

@@ -105,8 +105,7 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_optimizers(config.trainer.optim)
     check_engines(config, components.launcher, hosted=bool(components.hosted))
-    specs.warn_of_idle_gpus(config)
-    rows = check_loadable(config.model, config.engine, "model.", trained=True)
+    check_loadable(config.model, config.engine, "model.", trained=True)
     tokenizer = load_tokenizer(config.model, "model.path")
     if components.hosted and config.teacher.model is not None:
         check_loadable(config.teacher.model, config.teacher.engine, "teacher.model.", trained=False)
@@ -127,7 +126,7 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
                 f"env {name!r} is played by verifiers' harness, which asks the engine over HTTP: it needs "
                 "engine=default"
             )
-        check_prompts(config, environment, renderers[name], len(tokenizer), rows)
+        check_prompts(config, environment, renderers[name])
         check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
     return PreparedRun(
         config=config,

@@ -3,7 +3,7 @@
 What engine and trainer say themselves when they start and load a model is left to them.
 """
 
-from prl.config.model_folder import check_length, embedding_rows, positions
+from prl.config.model_folder import check_length, positions
 from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
 from prl.errors import ConfigError
 from prl.launch.inline import InlineLauncher
@@ -25,11 +25,8 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
         raise ConfigError("launcher=inline starts no server: choose teacher=inline, or launcher=local")
 
 
-def check_loadable(model: ModelConfig, engine: VLLMConfig, prefix: str, *, trained: bool) -> int | None:
-    """Return how many rows the model's embedding has, by its weights' headers or its config; None if neither says so.
-
-    Raises ConfigError for a config that transformers cannot read, and for a model that would be trained or sampled from
-    as another one, without a word.
+def check_loadable(model: ModelConfig, engine: VLLMConfig, prefix: str, *, trained: bool) -> None:
+    """Refuse a config that transformers cannot read, and a model that would silently be taken for another one.
 
     Args:
         model: The model's node.
@@ -51,6 +48,4 @@ def check_loadable(model: ModelConfig, engine: VLLMConfig, prefix: str, *, train
         architecture.check_served(config, model.path, device)
     except ValueError as error:
         raise ConfigError(f"{prefix}path={error}") from error
-    rows = embedding_rows(model.path)
     check_length(model.max_model_len, positions(config.to_dict()), prefix, model.path)
-    return rows if rows is not None else getattr(config.get_text_config(), "vocab_size", None)

@@ -126,19 +126,11 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
 
 
 def composed(arguments: list[str], groups: Iterable[str], root: str = "train") -> DictConfig:
-    """The config of the options chosen for groups among `arguments`, of those that compose, and of the defaults."""
-    chosen = [argument for argument in arguments if suggestions.override_key(argument) == "hydra.searchpath"]
-    chosen += [
-        argument
-        for argument in arguments
-        if re.split("[@/]", suggestions.override_key(argument))[0] in {*groups, "schema"}
-    ]
+    """The config of the options chosen for groups among `arguments`, where those compose; else that of the defaults."""
+    named = {*groups, "schema", "hydra.searchpath"}
+    chosen = [each for each in arguments if re.split("[@/]", suggestions.override_key(each))[0] in named]
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        config = hydra.compose(root)
-        composing: list[str] = []
-        for argument in chosen:
-            with contextlib.suppress(Exception):  # Hydra has said what is wrong with it
-                config = hydra.compose(root, [*composing, argument])
-                composing.append(argument)
-    return config
+        with contextlib.suppress(Exception):  # Hydra has said what is wrong with them
+            return hydra.compose(root, chosen)
+        return hydra.compose(root)

@@ -1,6 +1,5 @@
 """Every component of a run, built from the config and checked, and what it has to be given before anything starts."""
 
-import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -220,10 +219,8 @@ def check_target(node: Any, base: str, where: str) -> None:
     target, options = plain(node)["_target_"], settings_of(node)
     defaults = schema_defaults(node)
     if target != defaults.get("_target_") or not set(options) <= set(defaults):
-        alone = copy.copy(node)
-        for name, value in options.items():
-            if name in defaults and isinstance(value, dict) and "_target_" in value:
-                (alone if isinstance(alone, dict) else vars(alone)).pop(name)
+        inside = {name for name in defaults if isinstance(options.get(name), dict) and "_target_" in options[name]}
+        alone = {name: value for name, value in plain(node).items() if name not in inside}
         factory(alone, hydra.utils.get_class(base), where)
 
 

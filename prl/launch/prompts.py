@@ -11,8 +11,8 @@ from prl.algorithms.base import Algorithm
 from prl.config.model_reference import DEMONSTRATIONS
 from prl.config.schema import TrainConfig
 from prl.engines.chat import Answer, Dialogue, UnusableReply, as_completion, check_template, replies_in
-from prl.engines.renderer import UnrenderablePrompt, render_prompt, tokenizer_of
-from prl.engines.template_check import call_and_answer, losses_of_prompt, marks_of
+from prl.engines.renderer import UnrenderablePrompt, render_prompt
+from prl.engines.template_check import call_and_answer, losses_of_prompt
 from prl.envs.environment import Environment
 from prl.envs.turn import opening_messages
 from prl.errors import ConfigError
@@ -21,40 +21,10 @@ CHECKED = 16
 """First tasks of an env that are rendered; behind them the first of each other sequence of roles, as many at most."""
 
 
-def check_prompts(
-    config: TrainConfig, environment: Environment, renderer: Renderer, vocabulary: int, rows: int | None
-) -> None:
-    """Refuse prompts that cannot be rendered, lose something by it, have no embedding or leave no room for a reply.
-
-    `vocabulary` is the size of the tokenizer's, `rows` that of the model's embedding where it is known.
-    """
+def check_prompts(config: TrainConfig, environment: Environment, renderer: Renderer) -> None:
+    """Refuse prompts that cannot be rendered, lose something by it or leave no room for a reply."""
     prompts = rendered_prompts(environment, renderer, config.node_of(environment.name, "renderer")[0])
-    if rows is not None:
-        used = {*renderer.get_stop_token_ids(), *(token for prompt in prompts for token in prompt)}
-        check_token_ids(used, vocabulary, rows, f"model.path={config.model.path!r}")
     check_lengths(config, environment.name, prompts)
-
-
-def check_token_ids(used: set[int], vocabulary: int, rows: int, where: str) -> None:
-    """Raise ConfigError where the tokenizer makes ids that the model has no embedding for.
-
-    Args:
-        used: Ids of prompts, and those that end a turn.
-        vocabulary: Size of the tokenizer's vocabulary.
-        rows: Of the model's embedding.
-        where: The model's key and value, for messages.
-    """
-    if (highest := max(used, default=0)) >= rows:
-        raise ConfigError(
-            f"{where}: its tokenizer has {vocabulary} tokens and makes id {highest}, its embedding has {rows} rows: "
-            "the tokenizer is another model's"
-        )
-    if vocabulary > rows:
-        warnings.warn(
-            f"{where}: its tokenizer has {vocabulary} tokens, its embedding {rows} rows: a text with one of the others "
-            "fails its rollout",
-            stacklevel=2,
-        )
 
 
 def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -> list[list[int]]:
@@ -126,46 +96,18 @@ def roles_of(task: vf.Task) -> tuple[str, ...]:
     return roles if system is None else ("system", *roles)
 
 
-def warn_of_marks(environment: Environment, renderer: Renderer, demo_key: str | None = None) -> list[vf.Task]:
-    """Warn of tasks whose text spells control tokens, and return them: the tokenizer reads them as those tokens.
-
-    `demo_key` names the field of a demonstration that is played.
-    """
-    tokenizer = tokenizer_of(renderer)
-    if tokenizer is None:
-        return []
-    marks = marks_of(tokenizer)
-    spelling = [task for task in environment.tasks if marks.search(text_of(task.data, demo_key))]
-    if spelling:
-        first, (mark, *_) = spelling[0], marks.findall(text_of(spelling[0].data, demo_key))
-        warnings.warn(
-            f"env {environment.name!r}: {len(spelling)} of {len(environment.tasks)} tasks have a control token of the "
-            f"model in their text (the first, {first.key}: {mark}), which the tokenizer reads as that token",
-            stacklevel=2,
-        )
-    return spelling
-
-
-def text_of(data: vf.TaskData, demo_key: str | None) -> str:
-    """Return all text of a task that the model reads or is to write."""
-    parts: list[Any] = [data.system_prompt, data.prompt, getattr(data, demo_key, None) if demo_key else None]
-    return "\n".join(str(part) for part in parts if part is not None)
-
-
 def check_demonstrations(
     config: TrainConfig, algorithm: Algorithm, environment: Environment, renderer: Renderer
 ) -> None:
     """Refuse tasks without a demonstration where those are to be played, and a renderer that cannot render them."""
     if algorithm.sampling.source != DEMONSTRATIONS:
-        warn_of_marks(environment, renderer)
         return
     env, key = environment.name, algorithm.sampling.demo_key
     where = f"{config.node_of(env, 'algo')[0]}.sampling.source=demonstrations"
     if environment.uses_harness:
         raise ConfigError(f"{where}: env {env!r} is played by verifiers' harness, which asks a model server")
     check_template(renderer, f"{config.node_of(env, 'renderer')[0]}.name")
-    spelling = warn_of_marks(environment, renderer, key)
-    checked = {id(task) for task in [*tasks_to_check(environment.tasks), *spelling]}
+    checked = {id(task) for task in tasks_to_check(environment.tasks)}
     for task in environment.tasks:
         try:
             replies = replies_in(task.data, key)

@@ -5,8 +5,7 @@ import faulthandler
 import logging
 import signal
 import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Coroutine
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -49,7 +48,6 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
     """Run `work` to its end. The signals of `stopping` cancel it, so that everything is shut down in order.
 
     A second Ctrl-C ends that at once. Another SIGTERM or SIGHUP does not: schedulers and terminals send several.
-    Where a loop runs in this thread already, as in a notebook, another thread runs `work` and this one waits.
 
     Raises:
         Stopped: One of them came.
@@ -58,13 +56,8 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
     if before:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio takes Ctrl-C over from no other handler
     received: list[int] = []
-    run: Callable[[Coroutine[Any, Any, None]], None] = run_in_thread
     try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        run = asyncio.run
-    try:
-        run(cancelled_by_signals(work, received))
+        asyncio.run(cancelled_by_signals(work, received))
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise Stopped(received[0] if received else signal.SIGINT) from None
     finally:
@@ -92,26 +85,6 @@ async def cancelled_by_signals(work: Coroutine[Any, Any, None], received: list[i
         await work
     finally:
         watching.cancel()
-
-
-def run_in_thread(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` in another thread; Ctrl-C here cancels it."""
-    started = Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]]()
-
-    async def cancellable() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        started.set_result((asyncio.get_running_loop(), task))
-        await work
-
-    with ThreadPoolExecutor(1, thread_name_prefix="prl") as threads:
-        running = threads.submit(asyncio.run, cancellable())
-        try:
-            running.result()
-        except KeyboardInterrupt:
-            loop, task = started.result()
-            loop.call_soon_threadsafe(task.cancel)
-            raise
 
 
 async def name_what_holds_the_loop_up() -> None:

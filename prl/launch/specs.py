@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -92,18 +91,6 @@ def placement(config: TrainConfig | EvaluationConfig) -> Placement:
     needs = needs_of(config)
     asked = any(count for count, _ in needs.of_each())
     return place(needs, len(visible_gpus()) if asked else 0)
-
-
-def warn_of_idle_gpus(config: TrainConfig) -> None:
-    """Warn where the run leaves GPUs to nobody."""
-    there = len(visible_gpus())
-    taken = {gpu for kind in placement(config) for gpus in kind for gpu in gpus}
-    if 0 < len(taken) < there:
-        warnings.warn(
-            f"{len(taken)} of {there} GPUs are used: engine.servers, engine.tensor_parallel_size and "
-            "trainer.num_processes say of how many",
-            stacklevel=2,
-        )
 
 
 def needs_of(config: TrainConfig | EvaluationConfig) -> Needs:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from prl.engines.client import InferencePool, ModelPool
 from prl.engines.rotation import DYING_S
-from prl.errors import PrlError
+from prl.engines.routing import Server
+from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.launch.launcher import POLL_S, Launcher, ProcessDied
 from prl.orchestrator.waiting import ENGINE, Waiting, numbered
 from prl.transport.events import ORCHESTRATOR, STARTING, Lane
@@ -45,8 +46,8 @@ class Supervisor:
     """What the start waits for."""
     lane: Lane = field(default_factory=lambda: Lane(ORCHESTRATOR))
     """Beside it is recorded how long each process takes to start."""
-    _reviving: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
-    """Waits for engines that were started again to come back, by their processes."""
+    _restarted: dict[str, tuple[Server, float]] = field(default_factory=dict, init=False)
+    """Engines that were started again and have not answered yet, and when they have to, by their processes."""
     _progress: Hashable = field(default=None, init=False)
     """How far the run is."""
     _since: float = field(default=0.0, init=False)
@@ -69,28 +70,35 @@ class Supervisor:
     def serve(self, pool: ModelPool) -> None:
         """The run begins: requests of `pool` are sent again where its engine is started again."""
         self.pool = pool
-        self._mark_restartable()
+        for place, server in enumerate(pool.servers):
+            server.restart_s = self.startup_timeout_s if self.restarts.get(numbered(ENGINE, place)) else 0.0
 
     def finishing(self) -> None:
         """The last batch is trained: nothing is started again any more."""
         self.restarts = {}
+        self._restarted = {}
         self.waiting = lambda: Waiting("the run waits for the trainer to write its last checkpoint", None)
 
     async def watch(self) -> None:
         """Run until a process ends too early that the run cannot do without, and raise ProcessDied then."""
-        try:
-            while True:
-                try:
-                    self.launcher.ensure_alive()
-                except ProcessDied as death:
-                    await self._restart(death)
-                for failed in [task for task in self._reviving.values() if task.done()]:
-                    failed.result()
-                self._report_who_waits()
-                await asyncio.sleep(POLL_S)
-        finally:
-            while self._reviving:
-                self._reviving.popitem()[1].cancel()
+        while True:
+            try:
+                self.launcher.ensure_alive()
+            except ProcessDied as death:
+                await self._restart(death)
+            self._check_restarted()
+            self._report_who_waits()
+            await asyncio.sleep(POLL_S)
+
+    def _check_restarted(self) -> None:
+        """Say which engine answers again. Raises DeadlinePassed for one that takes too long."""
+        for name, (server, due) in list(self._restarted.items()):
+            if not server.away:
+                del self._restarted[name]
+                self.say(f"{name} answers again")
+            elif time.monotonic() > due:
+                reason = f"{server.url} was away for {self.startup_timeout_s:g} s ({server.error})"
+                raise DeadlinePassed(f"{name} does not answer after its restart: {reason}")
 
     def _report_who_waits(self) -> None:
         """Show who waits for whom, once, where nothing has happened for `QUIET_S`."""
@@ -113,12 +121,9 @@ class Supervisor:
         if not isinstance(pool, InferencePool) or self.restarts.get(name, 0) < 1:
             raise death
         self.restarts[name] -= 1
-        self._mark_restartable()
-        if name in self._reviving:
-            self._reviving.pop(name).cancel()
-        urls = [url for place, url in enumerate(pool.urls) if numbered(ENGINE, place) == name]
-        for url in urls:  # empty for one of another model, whose clients look for it by themselves
-            pool.rotation.pause(url)
+        servers = [server for place, server in enumerate(pool.servers) if numbered(ENGINE, place) == name]
+        for server in servers:  # none for another model, whose clients look for it by themselves
+            pool.rotation.leave(server, EngineError(death.brief))
         try:
             if not await asyncio.to_thread(self.launcher.restart_engine, name):
                 raise death
@@ -129,21 +134,8 @@ class Supervisor:
         log.info("%s", death)
         self.say(f"{death.brief}. It is started again")
         pool.counts["engine/restarts"] += 1
-        for url in urls:
-            self._reviving[name] = asyncio.create_task(self._revive(name, pool, url))
-
-    async def _revive(self, name: str, pool: InferencePool, url: str) -> None:
-        try:
-            await pool.rotation.revive(url, self.startup_timeout_s)
-        except PrlError:
-            await asyncio.sleep(GRACE_S)  # where it has died again, the watch names that first
-            raise
-        del self._reviving[name]
-        self.say(f"{name} answers again")
-
-    def _mark_restartable(self) -> None:
-        for place, server in enumerate(self.pool.servers if self.pool is not None else ()):
-            server.restartable = self.restarts.get(numbered(ENGINE, place), 0) > 0
+        for server in servers:
+            self._restarted[name] = server, time.monotonic() + self.startup_timeout_s
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, unless a process dies first for good.

@@ -29,30 +29,30 @@ class Terminal(logging.Handler):
     WARNING = re.compile(r"(?P<file>.+?):\d+: \w+: (?P<text>.*?)(\n  .*)?\s*", re.DOTALL)
     """What `logging` makes of a warning of Python's."""
     LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    OWN = str(Path(__file__).parent) + os.sep
+    OWN = str(Path(__file__).parents[1]) + os.sep
 
     def __init__(self) -> None:
         super().__init__()
         self.setLevel(logging.WARNING)
         self.setFormatter(Harmless("%(levelname)s: %(message)s"))
-        self.addFilter(lambda record: self.said_by(record).startswith(self.OWN) or not self.of_library(record))
 
-    def said_by(self, record: logging.LogRecord) -> str:
-        """The file that the record is about."""
-        found = self.WARNING.fullmatch(record.getMessage()) if record.name == "py.warnings" else None
-        return found["file"] if found else record.pathname
+    def filter(self, record: logging.LogRecord) -> bool:
+        file, _ = self.parts_of(record)
+        return file.startswith(self.OWN) or not file.startswith(self.LIBRARIES)
 
-    def of_library(self, record: logging.LogRecord) -> bool:
-        return self.said_by(record).startswith(self.LIBRARIES)
+    def parts_of(self, record: logging.LogRecord) -> tuple[str, str]:
+        """Return the file that a record is about, and its text."""
+        text = record.getMessage()
+        warning = self.WARNING.fullmatch(text) if record.name == "py.warnings" else None
+        return (warning["file"], warning["text"]) if warning else (record.pathname, text)
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):  # the terminal has gone; the log has it
             print(self.format(record), file=sys.stderr, flush=True)  # the live table puts itself there
 
     def format(self, record: logging.LogRecord) -> str:
-        found = self.WARNING.fullmatch(record.getMessage()) if record.name == "py.warnings" else None
-        lines = (found["text"] if found else record.getMessage()).splitlines()
-        text = "; ".join(line.strip() for line in lines if line.strip())
+        _, text = self.parts_of(record)
+        text = "; ".join(line.strip() for line in text.splitlines() if line.strip())
         return super().format(logging.makeLogRecord({**vars(record), "msg": "%s", "args": (text,)}))
 
 

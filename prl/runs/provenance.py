@@ -49,7 +49,7 @@ def write_provenance(run_dir: Path, config: TrainConfig, tasks: Mapping[str, Map
         config: The run's config.
         tasks: The hashes of each env's tasks, by env and by `train` or `eval`.
     """
-    commit, diff = checkout(Path(prl.__file__).resolve().parents[2])
+    commit, diff = checkout(Path(prl.__file__).resolve().parents[1])
     if diff:
         write_atomically(run_dir / "provenance.diff", masked_text(diff).encode()[:MAX_DIFF])
     models = {"model": config.model} | ({"teacher.model": config.teacher.model} if config.teacher.model else {})
@@ -80,10 +80,15 @@ def write_provenance(run_dir: Path, config: TrainConfig, tasks: Mapping[str, Map
 
 def checkout(folder: Path) -> tuple[dict[str, Any] | None, str]:
     """The commit that `folder` is at, and how its tracked files differ from it; None where it is no git checkout."""
-    if not (folder / ".git").exists() or not (commit := said(*GIT, "-C", str(folder), "rev-parse", "HEAD").strip()):
+
+    def git(*command: str) -> str:
+        return output_of(*GIT, "-C", str(folder), *command)
+
+    commit = git("rev-parse", "HEAD").strip() if (folder / ".git").exists() else ""
+    if not commit:
         return None, ""
-    changed = said(*GIT, "-C", str(folder), "status", "--porcelain").splitlines()
-    diff = said(*GIT, "-C", str(folder), "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")
+    changed = git("status", "--porcelain").splitlines()
+    diff = git("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")
     untracked = [line[3:] for line in changed if line.startswith("??")]
     found = {"commit": commit, "changed": bool(changed), "untracked": untracked[:100]}
     return found | {"diff_cut": len(diff.encode()) > MAX_DIFF}, diff
@@ -97,7 +102,7 @@ def gpus() -> list[str]:
         return []
 
 
-def said(*command: str) -> str:
+def output_of(*command: str) -> str:
     """What a program prints; nothing where it is missing, fails or takes longer than ten seconds."""
     try:
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=10)

@@ -4,7 +4,6 @@ Files of the run directory are cut back to the checkpoint's step, so that no lin
 changed in the config, and what was played again, stands in `resumes.jsonl`, a line each time.
 """
 
-import contextlib
 import os
 import shlex
 import sys
@@ -74,7 +73,7 @@ def expanded(arguments: list[str]) -> list[str]:
         return arguments
     path = Path(os.path.abspath(Path(given[-1]).expanduser()))  # as Hydra writes run.dir
     run_dir = run_of(path, given[-1])
-    config_of(run_dir)
+    load(run_dir / "config.yaml")  # raises ConfigError
     named = {"run.resume": path, "run.dir": run_dir, "run.name": run_dir.name}
     for argument in arguments:
         key, value = override_key(argument), argument.partition("=")[2].strip("'\"")
@@ -138,7 +137,7 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     steps, whole = checkpoints.steps_of(run_dir), given == AUTO or Path(given) == run_dir
     if given == AUTO and not steps and not has_config(run_dir) and (run_dir / LOCK).exists():  # a start died early
         return ResumePoint(run_dir, 0, None, None, {}, steps)
-    changed = check_changes(config, config_of(run_dir))
+    changed = check_changes(config, load(run_dir / "config.yaml"))
     if whole:
         folder = checkpoints.newest(run_dir, steps, fall_back=given == AUTO)
     else:
@@ -159,20 +158,6 @@ def find(config: TrainConfig) -> "ResumePoint | None":
             f"give max_steps={state.step + 1} or more, or an earlier checkpoint"
         )
     return ResumePoint(run_dir, state.step, folder, state, changed, steps)
-
-
-def config_of(run_dir: Path) -> dict[str, Any]:
-    """The content of a run's `config.yaml`. Raises ConfigError as `load`, with what its checkpoints are good for."""
-    try:
-        return load(run_dir / "config.yaml")
-    except ConfigError as error:
-        folder = None
-        with contextlib.suppress(ConfigError):  # none is whole
-            folder = checkpoints.newest(run_dir, checkpoints.steps_of(run_dir), fall_back=True)
-        if folder is None:
-            raise
-        hint = f"put the file back, or begin a new run from the newest weights, model.path={folder}"
-        raise ConfigError(f"{error}; {hint}") from None
 
 
 def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

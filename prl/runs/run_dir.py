@@ -8,7 +8,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 
 import msgspec
@@ -21,30 +20,17 @@ from prl.config.schema import TrainConfig
 from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
 from prl.monitors.masking import masked
 from prl.monitors.text import spans
-from prl.runs.owner import HOLDER, LOCK, is_owned
-from prl.runs.result import RunResult, read_result, write_result
+from prl.runs.owner import LOCK
+from prl.runs.result import RunResult, write_result
 from prl.transport.files import content_of, naming, write_atomically
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 """A directory with one of these holds a run."""
 FILES = (*RUN_FILES, "provenance.json", "provenance.diff", "resumes.jsonl")
 """The files of a run directory, but for its lock and the pages."""
-FOLDERS = ("rollouts", "tokens", "batches", "weights", "checkpoints", "events", "logs", "tensorboard", "wandb")
 PAGES = ("report.html", "trace.json")
-KNOWN = {*FILES, *FOLDERS, *PAGES, "tasks.jsonl", LOCK, HOLDER, ".hydra"}
-"""All that a run directory may have, but for `TEMPORARY`."""
-TEMPORARY = (
-    *(f".{name}.*" for name in (*FILES, *PAGES)),
-    *(
-        "rollouts/.step_*.jsonl.*",
-        "rollouts/.eval_*_step_*.jsonl.*",
-        "tokens/step_*/.rank_*.jsonl.*",
-        "batches/step_*/.rank_*.msgpack.*",
-        "events/.*.jsonl.*",
-    ),
-    "batches/.end.json.*",
-)
-"""Where `write_atomically` leaves `.<name>.<process id>`."""
+TEMPORARY = re.compile(r"\..+\.(json|jsonl|msgpack|yaml|diff|html)\.\d+")
+"""Name of what `write_atomically` leaves in a process that is killed."""
 STEP = re.compile(r"step_(\d{6,})")
 PART = re.compile(r"\.step_\d{6,}(\.writing)?")
 """Name of an unfinished checkpoint's folder."""
@@ -67,51 +53,19 @@ def refuse_existing(run_dir: Path) -> None:
 
 
 def refuse_other_files(run_dir: Path) -> None:
-    """Raise ConfigError for a directory that holds something else than a run or what is left of one."""
-    names = other_files(run_dir)
-    if names and not holds_run(run_dir):
+    """Raise ConfigError for a directory that is not empty and that no run has had."""
+    names = sorted(path.name for path in run_dir.iterdir()) if run_dir.is_dir() else []
+    if names == ["logs"]:  # of an engine whose run was killed before it began
+        return
+    if names and not {LOCK, *RUN_FILES} & set(names):
         raise ConfigError(
             f"run.dir={str(run_dir)!r} holds other files ({', '.join(names[:3])}{', …' * (len(names) > 3)}): name a "
             "directory that is new or empty"
         )
 
 
-def other_files(run_dir: Path) -> list[str]:
-    """What of a directory no run has put there: all of it, where none was there."""
-    names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
-    if names == {"logs"}:  # of an engine whose run was killed before it began
-        return []
-    if not names & {LOCK, *RUN_FILES}:
-        return sorted(names)
-    return sorted(name for name in names - KNOWN if not any(fnmatch(name, pattern) for pattern in TEMPORARY))
-
-
 def holds_run(run_dir: Path) -> bool:
     return any((run_dir / name).exists() for name in RUN_FILES)
-
-
-def make_way(run_dir: Path, *, move: bool = True) -> None:
-    """Move a run that ended before its first step out of the way, and say so; raise ConfigError for any other run."""
-    if (moved := set_aside(run_dir, move=move)) is None:
-        refuse_existing(run_dir)
-    elif move:
-        print(f"run.dir: the run there ended before its first step; what it left is now {moved}", file=sys.stderr)
-
-
-def set_aside(run_dir: Path, *, move: bool = True) -> Path | None:
-    """Move a directory out of the way whose run ended before its first step; returns where it is now, else None.
-
-    One that no run has locked, or that has somebody's files beside those of the run, stays. Without `move` all do.
-    """
-    # A run that goes on there keeps the result of the time before until it has looked around.
-    if is_owned(run_dir) or not (run_dir / LOCK).exists() or other_files(run_dir):
-        return None
-    result, checkpoints = read_result(run_dir), list(run_dir.glob("checkpoints/step_*"))
-    if result is None or result.status == "completed" or result.steps or result.metrics or checkpoints:
-        return None
-    with contextlib.suppress(OSError):  # then it is refused as a directory that holds a run
-        return move_aside(run_dir, run_dir.parent) if move else run_dir
-    return None
 
 
 def move_aside(run_dir: Path, into: Path) -> Path:
@@ -208,10 +162,9 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
     for path in (run_dir / "checkpoints").glob(".step_*"):  # unfinished
         if PART.fullmatch(path.name):
             _remove(path)
-    for pattern in TEMPORARY:  # in a process that was killed
-        for path in run_dir.glob(pattern):
-            if path.suffix[1:].isdigit() and path.is_file():
-                _remove(path)
+    for path in run_dir.rglob(".*"):
+        if TEMPORARY.fullmatch(path.name):
+            _remove(path)
     best = run_dir / "checkpoints" / "best"
     try:
         if best.exists() and msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:

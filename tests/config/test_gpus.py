@@ -2,7 +2,6 @@
 
 import os
 import time
-import warnings
 from importlib.metadata import distributions
 from types import SimpleNamespace
 
@@ -114,15 +113,6 @@ def test_a_gpu_that_cannot_be_used_is_none(smi, monkeypatch, shown, packages, re
     assert device_type("auto") == "cpu"
     with pytest.raises(ConfigError, match=f"trainer.device=cuda: {reason}"):
         check_device("cuda", "trainer.device")
-
-
-def test_gpus_that_nobody_has_are_named(config):
-    config.engine.servers, config.trainer.num_processes = 2, 4
-    with hardware.assuming(hardware.MachineConfig(gpus=8)), pytest.warns(UserWarning, match="^6 of 8 GPUs are used: "):
-        specs.warn_of_idle_gpus(config)
-    for gpus in (6, 0):
-        with hardware.assuming(hardware.MachineConfig(gpus=gpus)), warnings.catch_warnings(action="error"):
-            specs.warn_of_idle_gpus(config)
 
 
 def test_the_packages_are_those_that_are_installed():

@@ -47,7 +47,7 @@ async def test_what_a_server_gave_up_is_sent_again(server, pool):
 
 async def test_weights_are_sent_again_to_a_server_that_is_shutting_down_and_says_that_it_is_well(server, pool):
     """Until it has ended: then its successor loads them."""
-    pool.servers[0].restartable = True
+    pool.servers[0].restart_s = 30
     replies = [(500, '{"error":"Exception: Server shutting down"}')] * 3 + [{"loaded": "/w"}]
 
     async def reply():
@@ -91,11 +91,9 @@ async def test_stop_strings_make_the_engine_write_text(server, pool):
     "reply, message",
     [
         ({"choices": [choice([3, 4], logprobs=None)]}, "2 sampled tokens came with 0 logprobs"),
-        ({"choices": [choice([3, 4], logprobs={"content": []})]}, "2 sampled tokens came with 0 logprobs"),
         ({"choices": [choice([3, 4], logprobs=[-0.5])]}, "2 sampled tokens came with 1 logprobs"),
         ({"choices": [choice([3], logprobs=[None])]}, "3 .*logprob None"),
         ({"choices": []}, "asked for 1 completions, got 0"),
-        ({"choices": [choice([3], 0), choice([3], 1)]}, "asked for 1 completions, got 2"),
         ({"choices": 5}, "cannot be read: TypeError"),
         ({"choices": [choice([])]}, "sent no usable reply: it has no token"),
         ({"choices": [choice([3], finish_reason="error")]}, "broken off after 1 tokens \\('error'\\)"),
@@ -105,8 +103,6 @@ async def test_stop_strings_make_the_engine_write_text(server, pool):
         ({"choices": [choice([3])], "prompt_token_ids": [2]}, "continues another prompt"),
         ((200, "[" * 100_000), "failed: maximum recursion depth"),
         ((500, "the engine is dead"), "HTTP 500: the engine is dead"),
-        ((400, "x" * 5000), "HTTP 400: x{500}$"),
-        ((200, "<html>not vLLM</html>"), "generate failed: .*JSON"),
     ],
 )
 async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, message):
@@ -115,16 +111,6 @@ async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, m
         await pool.generate([1], {})
     assert server.calls.count(GENERATE) == 1  # a retry would hide a sick engine, and sample with another seed's state
     assert raised.value.status == (reply[0] if isinstance(reply, tuple) and reply[0] != 200 else 0)
-
-
-async def test_a_request_that_never_ends_is_an_error_with_the_url(server):
-    server.replies[GENERATE] = hang
-    pool = InferencePool([server.url], "policy", "t", request_timeout_s=0.3)
-    try:
-        with pytest.raises(EngineError, match=f"{server.url}{GENERATE} failed: .*[Tt]ime"):
-            await pool.generate([1], {})
-    finally:
-        await pool.close()
 
 
 # --- prompt_logprobs --------------------------------------------------------------------------------------------------
@@ -148,15 +134,6 @@ async def test_a_prompt_logprob_that_is_missing_or_not_finite_is_an_error(server
     with pytest.raises(EngineError):
         await pool.prompt_logprobs([5, 6, 7])
     assert server.calls.count(GENERATE) == 1
-
-
-@pytest.mark.parametrize(
-    "reply", [scored(None), scored(None, None, None), {"choices": []}, {"prompt_logprobs": None}, {"choices": [3]}, []]
-)
-async def test_prompt_logprobs_of_another_number_are_an_error(server, pool, reply):
-    server.replies[GENERATE] = reply
-    with pytest.raises(EngineError):
-        await pool.prompt_logprobs([5, 7])
 
 
 # --- update_weights ---------------------------------------------------------------------------------------------------

@@ -70,12 +70,6 @@ def test_whole_prompts_fit_into_one_prefill_on_a_cpu():
         assert int(option(found, "--max-num-batched-tokens")) == max(length, MIN_BATCHED_TOKENS)
 
 
-def test_cuda():
-    found = command("cuda", gpu_memory_utilization=0.8, tensor_parallel_size=2)
-    assert option(found, "--gpu-memory-utilization") == "0.8" and option(found, "--tensor-parallel-size") == "2"
-    assert not {"--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens"} & set(found)
-
-
 PARSED = """
 import json, sys
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -87,6 +81,7 @@ for words in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 def test_vllms_parser_takes_the_commands_of_engines_on_gpus(tmp_path):
     """Nothing here starts one: a flag that this vLLM does not know would be found on a GPU alone."""
     knobs = ("engine.servers=2", "engine.tensor_parallel_size=2", "engine.gpu_memory_utilization=0.7")

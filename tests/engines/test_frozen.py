@@ -68,15 +68,7 @@ async def test_a_request_is_token_ids_and_plain_sampling_and_nothing_else(server
     assert server.calls == [COMPLETIONS]
 
 
-async def test_completions_come_in_their_order_and_without_logprobs(server, pool):
-    server.replies[COMPLETIONS] = {"choices": [choice([3, 4], 1), choice([5], 0, finish_reason="length")]}
-    first, second = await pool.generate([1], {}, n=2)
-    assert (first.token_ids, first.logprobs, first.finish_reason) == ([5], [], "length")
-    assert (second.token_ids, second.logprobs, second.finish_reason) == ([3, 4], [], "stop")
-
-
-@pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/"])
-@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(("tail", "listed"), [("", False), ("/v1", True), ("/v1/", False)])
 async def test_the_url_may_end_in_v1_and_may_be_one_of_a_list(server, connect, tail, listed):
     url = server.url + tail
     pool = connect(base_url=[url] if listed else url)
@@ -104,17 +96,9 @@ async def test_no_key_is_sent_unless_its_variable_is_named(server, connect, monk
     "reply, message",
     [
         ({"choices": [choice([3])]}, "asked for 2 completions, got 1"),
-        ({"choices": [choice([3], i) for i in range(3)]}, "asked for 2 completions, got 3"),
-        ({"choices": []}, "asked for 2 completions, got 0"),
         ({"id": "x"}, "cannot be read: KeyError"),
-        (
-            {"choices": [{"index": i, "text": "hi"} for i in range(2)]},
-            "'teacher' returns no token ids.*return_token_ids",
-        ),
-        ({"choices": [choice([3]), choice(None, 1)]}, "'teacher' returns no token ids"),
+        ({"choices": [choice([3]), choice(None, 1)]}, "'teacher' returns no token ids.*return_token_ids"),
         ((500, "the engine is dead"), "HTTP 500: the engine is dead"),
-        ((400, "this model's maximum context length is 8"), "HTTP 400: this model's maximum"),
-        ((200, "<html>a proxy</html>"), "completions failed: .*JSON"),
     ],
 )
 async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, message):
@@ -179,20 +163,7 @@ async def test_prompt_logprobs_look_each_token_up_by_its_id(server, pool):
     assert body == {"model": "teacher", "prompt": [5, 7, 8], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        row(_9=-0.1),
-        row(_7=None),
-        row(_7="-1"),
-        row(_7=-9999.0),
-        row(_7=-10000.0),
-        {"7": None},
-        {"7": -1.0},
-        {},
-        None,
-    ],
-)
+@pytest.mark.parametrize("bad", [row(_9=-0.1), row(_7=None), row(_7="-1"), row(_7=-9999.0), {"7": -1.0}, None])
 async def test_a_missing_prompt_logprob_is_an_error(server, pool, bad):
     server.replies[COMPLETIONS] = rows(None, row(_6=-0.5), bad)
     with pytest.raises(EngineError, match="no logprob for token 7 at position 2"):
@@ -208,15 +179,7 @@ async def test_a_prompt_logprob_above_0_is_an_error_as_a_sampled_ones_is(server,
         await pool.prompt_logprobs([5, 7])
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        rows(None),
-        rows(None, None, None),
-        {"choices": [choice([1])]},
-        {"choices": [choice([1], prompt_logprobs=None)]},
-    ],
-)
+@pytest.mark.parametrize("reply", [rows(None), rows(None, None, None), {"choices": [choice([1])]}])
 async def test_prompt_logprobs_with_the_wrong_number_of_rows(server, pool, reply):
     server.replies[COMPLETIONS] = reply
     with pytest.raises(EngineError, match="a prompt of 2 tokens came with [013] logprobs"):
@@ -226,11 +189,8 @@ async def test_prompt_logprobs_with_the_wrong_number_of_rows(server, pool, reply
 @pytest.mark.parametrize(
     "reply",
     [
-        {"choices": None},
         {"choices": [None]},
-        {"choices": [{"token_ids": [1]}]},
         [],
-        {"id": "x"},
         {"choices": []},
         {"choices": [choice([1], prompt_logprobs=3)]},
         {"choices": [choice([1], prompt_logprobs=[None, 3])]},
@@ -268,16 +228,6 @@ async def test_an_answer_ends_what_counts_as_one_failure(server, connect):
         server.replies[COMPLETIONS] = rows(None, row(_7=-1.0))
         await asyncio.sleep(patient(0.25))
         assert await pool.prompt_logprobs([5, 7]) == [0.0, -1.0] and pool.up
-
-
-async def test_a_completion_may_take_longer_than_the_deadline_of_prompt_logprobs(server, connect):
-    async def slow():
-        await asyncio.sleep(0.4)
-        return {"choices": [choice([3])]}
-
-    server.replies[COMPLETIONS] = slow
-    (completion,) = await connect(timeout_s=0.1).generate([1], {})
-    assert completion.token_ids == [3]
 
 
 # --- wait_ready -------------------------------------------------------------------------------------------------------
@@ -340,18 +290,6 @@ async def test_a_server_error_fails_the_request_and_the_model_is_away_until_it_i
     calls = len(server.calls)
     await asyncio.sleep(0.25)
     assert pool.up and len(server.calls) == calls, "nobody looks for what was found"
-
-
-async def test_a_refused_connection_fails_the_request_and_the_model_is_away_until_it_is_found_again(server, pool):
-    await pool.generate([1], {})
-    await server.stop()
-    await fails(pool)
-    assert not pool.up
-    await asyncio.sleep(0.2)
-    assert not pool.up
-    await server.start()
-    await until(lambda: pool.up)
-    await pool.generate([1], {})
 
 
 @pytest.mark.parametrize("reply", [(400, "too long"), (404, "no such model"), {"choices": []}])

@@ -1,70 +1,20 @@
-"""Several servers of the policy: one that dies, comes back or is slow, while the others go on.
-
-The servers are small ones that say which weights they hold: the first token of a reply is the version of them.
-"""
+"""Several servers of the policy: one that dies, comes back or is slow, while the others go on."""
 
 import asyncio
 
 import pytest
 from aiohttp import web
+from policy_server import GENERATE, UPDATE, ask, policy_servers, start, until
 
 from prl.engines import rotation
 from prl.engines.client import InferencePool
 from prl.errors import EngineError
-from tests.conftest import Server
-
-GENERATE, UPDATE, HEALTH = "/prl/generate", "/prl/load_policy", "/health"
-BASE = 99
-"""What a server says that has loaded nothing since it was started."""
-
-
-class Policy(Server):
-    """Holds weights until it is started anew, and forgets them then. `gates` hold what it is asked for."""
-
-    def __init__(self):
-        super().__init__()
-        self.gates = {}
-        self.starts = 0
-        self.replies = {HEALTH: {}, GENERATE: self.generate, UPDATE: self.load}
-
-    async def start(self):
-        self.starts += 1
-        self.instance, self.holds = f"instance {self.starts}", BASE
-        return await super().start()
-
-    async def passed(self, route):
-        if route in self.gates:
-            await self.gates[route].wait()
-
-    async def generate(self):
-        n = self.bodies[GENERATE][-1]["sampling"]["n"]
-        await self.passed(GENERATE)
-        row = {"token_ids": [self.holds], "logprobs": [-0.5], "finish_reason": "stop"}
-        return {"choices": [row | {"index": index} for index in range(n)]}
-
-    async def load(self):
-        path = self.bodies[UPDATE][-1]["path"]
-        await self.passed(UPDATE)
-        self.holds = int(path.removeprefix("/w"))
-        return {"loaded": path, "instance": self.instance}
-
-    def asked(self, route=GENERATE):
-        return self.calls.count(route)
-
-    @property
-    def work(self):
-        """What it was asked for but its health."""
-        return [route for route in self.calls if route != HEALTH]
 
 
 @pytest.fixture
 async def policies():
-    found = [await Policy().start(), await Policy().start()]
-    yield found
-    for server in found:
-        for gate in server.gates.values():
-            gate.set()
-        await server.stop()
+    async with policy_servers(2) as found:
+        yield found
 
 
 @pytest.fixture
@@ -79,34 +29,6 @@ async def pool(policies, monkeypatch):
     await pool.close()
 
 
-async def until(condition, what="it happens"):
-    try:
-        async with asyncio.timeout(5):
-            while not condition():
-                await asyncio.sleep(0.005)
-    except TimeoutError:
-        pytest.fail(f"5 s passed before {what}")
-
-
-async def ask(pool, n=1, prefix=None):
-    """(the version that the reply was sampled from, the one that the request is recorded to start from)"""
-    completions = await pool.generate([1, 2], {}, n=n, prefix=prefix)
-    [found] = {(each.token_ids[0], each.start_version) for each in completions}
-    return found
-
-
-def start(pool, *args):
-    return asyncio.create_task(ask(pool, *args))
-
-
-def hold(server, route):
-    server.gates[route] = asyncio.Event()
-    return server.gates[route]
-
-
-# --- load and prefix --------------------------------------------------------------------------------------------------
-
-
 # --- death and comeback -----------------------------------------------------------------------------------------------
 
 
@@ -115,7 +37,7 @@ async def test_requests_of_a_server_that_died_go_to_another_at_once_and_it_comes
 ):
     first, second = policies
     for server in policies:
-        hold(server, GENERATE)
+        server.hold(GENERATE)
     tasks = [start(pool) for _ in range(6)]
     await until(lambda: (first.asked(), second.asked()) == (3, 3))
     await first.stop()
@@ -161,12 +83,12 @@ async def test_weights_that_are_gone_before_a_server_has_loaded_them_are_followe
         return await first.load()
 
     first.replies[UPDATE] = load
-    pool.rotation.pause(first.url)
-    back = asyncio.create_task(pool.rotation.revive(first.url, 5))
+    first.instance = "another"
+    pool.rotation.leave(pool.servers[0], EngineError("it died"))
     await until(lambda: first.asked(UPDATE) == 1, "it loads version 1")
     await pool.update_weights(2, "/w2")
     gone.set()
-    await back
+    await until(lambda: pool.servers[0].open, "it is back")
     assert [body["path"] for body in first.bodies[UPDATE][-2:]] == ["/w1", "/w2"]
     assert first.holds == 2 and pool.servers[0].version == 2 and pool.servers[0].open
 
@@ -176,7 +98,7 @@ async def test_weights_that_are_gone_before_a_server_has_loaded_them_are_followe
 
 async def test_a_server_takes_requests_of_the_new_version_while_another_still_loads_it(pool, policies):
     first, second = policies
-    gates = [hold(server, UPDATE) for server in policies]
+    gates = [server.hold(UPDATE) for server in policies]
     update = asyncio.create_task(pool.update_weights(2, "/w2"))
     await until(lambda: first.asked(UPDATE) == second.asked(UPDATE) == 1, "both load at the same time")
     early = [start(pool) for _ in range(4)]
@@ -193,19 +115,9 @@ async def test_a_server_takes_requests_of_the_new_version_while_another_still_lo
     assert await asyncio.gather(*tasks) == [(2, 2)] * 4 and second.asked() == 2
 
 
-async def test_a_request_that_lives_through_the_update_of_its_server_says_so(pool, policies):
-    gates = [hold(server, GENERATE) for server in policies]
-    tasks = [asyncio.create_task(pool.generate([1], {})) for _ in range(2)]
-    await until(lambda: all(server.asked() for server in policies))
-    await pool.update_weights(2, "/w2")
-    for gate in gates:
-        gate.set()
-    assert [(c.start_version, c.end_version) for [c] in await asyncio.gather(*tasks)] == [(1, 2)] * 2
-
-
 async def test_a_server_that_dies_of_an_update_is_brought_up_to_date_when_it_is_back(pool, policies):
     first, second = policies
-    hold(first, UPDATE)
+    first.hold(UPDATE)
     update = asyncio.create_task(pool.update_weights(2, "/w2"))
     await until(lambda: first.asked(UPDATE) == 1 and second.holds == 2)
     await first.stop()

@@ -1,15 +1,13 @@
 """The sampler: its knobs, what a request carries, and what training refuses."""
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
-from prl.config.build import build, plain
-from prl.config.schema import EnvSamplingConfig, EvalSamplingConfig
-from prl.config.signature import schema_of
+from prl.config.build import build
+from prl.config.schema import EvalSamplingConfig
 from prl.engines.replies import Completion
 from prl.engines.routing import Prefix
 from prl.engines.sampler import NEUTRAL, OverlongPrompt, Sampler, derive_seed, validate_for_training
@@ -179,53 +177,6 @@ def test_an_override_has_every_knob_and_none_of_them_set():
     assert set(asdict(EvalSamplingConfig()).values()) == {None}
 
 
-# --- config nodes -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Env:
-    sampling: EnvSamplingConfig = field(default_factory=EnvSamplingConfig)
-
-
-@dataclass
-class Eval:
-    sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
-
-
-@dataclass
-class Root:
-    sampling: schema_of(Sampler) = field(default_factory=schema_of(Sampler))
-    envs: dict[str, Env] = field(default_factory=dict)
-    eval: Eval = field(default_factory=Eval)
-
-
-def compose(*overrides):
-    """A root config with the envs math and b, changed by `key=value`."""
-    config = OmegaConf.merge(OmegaConf.structured(Root), {"envs": {"math": {}, "b": {}}})
-    config.merge_with_dotlist(list(overrides))
-    return config
-
-
-def sampler_of(config, env):
-    return build(plain(config.sampling) | plain(config.envs[env].sampling), Sampler, f"envs.{env}.sampling")
-
-
-def test_each_knob_of_an_env_can_be_set_alone_or_follows_the_run():
-    values = OTHERS | {"temperature": 0.5, "max_tokens": 7, "stop": ["q"], "seed": 3}
-    assert values.keys() == {knob.name for knob in fields(Sampler)}
-    default = asdict(Sampler())
-    for name, value in values.items():
-        given = f"{name}={value}".replace("'", "")
-        assert asdict(sampler_of(compose(f"envs.math.sampling.{given}"), "math")) == default | {name: value}
-        following = compose(f"sampling.{given}")
-        assert asdict(sampler_of(following, "math")) == default | {name: value}
-
-
-def test_an_env_may_take_a_limit_back():
-    config = compose("sampling.max_tokens=7", "envs.math.sampling.max_tokens=null")
-    assert sampler_of(config, "math").max_tokens is None and sampler_of(config, "b").max_tokens == 7
-
-
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -256,16 +207,3 @@ def test_what_would_train_wrong_is_refused_by_its_key(options, key):
     assert str(caught.value).startswith(key)
     if (options, key) in OF_THE_POLICY:
         validate_for_training(Sampler(**options), "sampling", live=False, max_model_len=10)
-
-
-@pytest.mark.parametrize(
-    ("live", "knobs"),
-    [
-        (True, {}),
-        (True, {"temperature": 0.01, "stop": ["a"], "seed": 3, "max_tokens": 5}),
-        (True, NEUTRAL),
-        (False, OTHERS),
-    ],
-)
-def test_what_leaves_the_policys_logprobs_alone_and_what_is_not_compared_is_fine(live, knobs):
-    validate_for_training(Sampler(**knobs), "sampling", live=live, max_model_len=10)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from prl.engines.chat import Answer, Dialogue, UnusableReply, as_completion
 from prl.engines.renderer import UnrenderablePrompt, make_renderer, render_prompt
-from prl.engines.template_check import losses_of_prompt, marks_of
+from prl.engines.template_check import losses_of_prompt
 from prl.errors import ConfigError
 
 BODY = "{{ '<|im_start|>' + m.role + '\n' + %s + '<|im_end|>\n' }}"
@@ -36,7 +36,6 @@ NEXT_MARK = (
 PLAIN_END = EACH + "{{ m.role + ': ' + m.content + ' // ' }}{% endfor %}assistant: "
 
 
-DEFAULT = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}" + CHATML
 ONE_SYSTEM = (
     EACH + "{% if m.role != 'system' or loop.first %}" + BODY % "m.content" + "{% endif %}{% endfor %}" + OPEN % ""
 )
@@ -212,7 +211,6 @@ def calling(name):
 
 
 JOINS = CHATML.replace("m.content", "(m.content if m.content is string else m.content | map(attribute='text') | join)")
-NONE = CHATML.replace("m.content", "m.content ~ (m.tool_calls or '')")
 
 
 def calls_as(expression):
@@ -233,41 +231,17 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}
         (CHATML, [system("S"), user("U"), assistant("A"), user("V")], None, []),
         (CHATML, [user("  U\n ")], None, []),
         (WITHOUT_SYSTEM, [system("Be brief."), user("U")], None, [True]),
-        (WITHOUT_SYSTEM, [user("U")], None, []),
         (FLAGS, [system("/no_think"), user("U")], None, [False]),  # a command to the template, which it obeys
         (STRIPS, [user("U"), assistant("<think>R</think>A"), user("V")], None, []),  # as many do with earlier thoughts
         (STRIPS, [user("not </think> this"), assistant("A"), user("V")], None, [False]),
         (CHATML, [user("U")], [WEATHER], [True]),
-        (DEFAULT, [system("Be kind."), user("U")], None, []),  # what it would say by itself
         (ONE_SYSTEM, [system("S"), system("T"), user("U")], None, [True]),
-        (ONE_SYSTEM, [system("S"), user("U"), assistant("A"), system("T"), user("V")], None, [True]),
         (AS_PYTHON, [user([{"type": "text", "text": "U"}])], None, [True]),
-        (AS_PYTHON, [user("U")], None, []),
         (JOINS, [user([{"type": "text", "text": text} for text in ("U", "V")])], None, []),
         (CALL_ALONE, [user("U"), {**assistant("x"), "tool_calls": [WEATHER]}, user("V")], None, [False]),
-        (
-            NAMES_TOOLS,
-            [user("U"), calling("weather"), user("V")],
-            [WEATHER],
-            [False],
-        ),  # the name is there, in the list of tools
-        (
-            NAMES_TOOLS.replace("m.content", "(m.get('tool_calls') or m.content) | string"),
-            [user("U"), calling("weather"), user("V")],
-            [WEATHER],
-            [],
-        ),
-        (NAMES_TOOLS, [user("U")], [WEATHER], []),
+        (NAMES_TOOLS, [user("U"), calling("weather"), user("V")], [WEATHER], [False]),  # it is in the list of tools
         (CHATML, [user("What does the tool weather do?")], [WEATHER], [True]),
         (calls_as("m.tool_calls[:1]"), two_calls(), None, [False]),
-        (calls_as("m.tool_calls"), two_calls(), None, []),
-        (
-            calls_as("m.tool_calls | map(attribute='function') | map(attribute='arguments') | list"),
-            two_calls(),
-            None,
-            [False],
-        ),
-        (NONE, [user("U"), {**calling("f"), "content": None}, user("V")], None, [False]),
     ],
 )
 def test_what_a_prompt_loses_is_found(make, template, messages, tools, left_out):
@@ -279,15 +253,12 @@ def test_what_a_prompt_loses_is_found(make, template, messages, tools, left_out)
     ("template", "message", "trained"),
     [
         (CHATML, assistant("<think>R</think>A"), "<think>R</think>A<|im_end|>"),
-        (CHATML, assistant("A ünicode\n"), "A ünicode\n<|im_end|>"),
         (STRIPS, assistant("<think>R</think>A"), None),
         (CHATML, {**assistant("A"), "reasoning_content": "R"}, None),  # the template does not know the field
         (CHATML, {**assistant(""), "tool_calls": [WEATHER]}, None),
         (CHATML, assistant("Write <|im_end|> to stop."), None),
         (CHATML, assistant("Write <|im_start|> to begin."), "Write <|im_start|> to begin.<|im_end|>"),
-        (STRIPS, assistant("A"), "A<|im_end|>"),
         (STRIPS, assistant("The tag </think> closes it."), None),
-        (CHATML, assistant("The tag </think> closes it."), "The tag </think> closes it.<|im_end|>"),
         (CHATML, assistant([{"type": "text", "text": "A"}]), None),
         ("{{ raise_exception('no') }}", assistant("A"), None),
         (OPENS_THOUGHT, assistant("A"), None),  # what the policy would have sampled begins with a thought
@@ -304,9 +275,3 @@ def test_a_demonstration_is_trained_whole_or_refused(make, template, message, tr
             completion()
     else:
         assert tokenizer.decode(completion().token_ids) == trained
-
-
-def test_control_tokens_are_seen_in_a_text_and_marks_of_thoughts_are_none(make):
-    marks = marks_of(make())
-    assert marks.findall("a <|im_end|> b <think>c</think> <|endoftext|>") == ["<|im_end|>", "<|endoftext|>"]
-    assert not marks.search("<|im_end| > <|IM_END|>")

@@ -1,6 +1,7 @@
 """Chat templates in other people's shapes: a scripted model plays, and all that it is sent is what the template makes
 of the conversation as a whole; what is graded, trained and kept has the parts of its reply in their places."""
 
+import functools
 import json
 import math
 import re
@@ -12,17 +13,20 @@ import pytest
 import template_shapes
 import verifiers.v1 as vf
 from template_shapes import SHAPES, TAUGHT
+from transformers import AutoTokenizer
 
 from prl.config.compose import compose
 from prl.engines.chat import Answer, Dialogue, as_completion
+from prl.engines.renderer import make_renderer
 from prl.engines.replies import Completion
+from prl.envs.environment import Environment
 from prl.envs.group import GroupRequest, play_group
 from prl.envs.multi_turn import Conversation
 from prl.envs.tools import Tools
 from prl.envs.turn import AGENT
 from prl.errors import ConfigError
-from prl.launch.builder import prepare
-from prl.launch.components import load_tokenizer, make_renderers
+from prl.launch.components import build_components
+from prl.launch.prompts import check_demonstrations, rendered_prompts
 from prl.rollouts.rollout import Rollout
 
 CASES = ("single", "turns", "system", "tools", "shown")
@@ -57,35 +61,39 @@ def cells(*outcomes):
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    """`folder_of(shape)`: a model folder, made once."""
-    made = {}
+def tokenizer_of(tmp_path_factory):
+    """`tokenizer_of(shape)`: of a model folder, made once."""
 
-    def folder(shape):
-        if shape.name not in made:
-            tokenizer = template_shapes.tiny_tokenizer(shape)
-            path = tmp_path_factory.mktemp("shapes") / shape.name
-            made[shape.name] = template_shapes.save(path, shape, tokenizer, template_shapes.tiny_model(tokenizer))
-        return made[shape.name]
+    @functools.cache
+    def load(name):
+        shape = next(shape for shape in SHAPES if shape.name == name)
+        tokenizer = template_shapes.tiny_tokenizer(shape)
+        path = tmp_path_factory.mktemp("shapes") / name
+        template_shapes.save(path, shape, tokenizer, template_shapes.tiny_model(tokenizer))
+        return AutoTokenizer.from_pretrained(path)
 
-    return folder
+    return lambda shape: load(shape.name)
 
 
-@pytest.fixture
-def run_of(folder_of, tmp_path):
-    """`run_of(shape, *overrides)`: the config of a run of a shape's model."""
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """`run_of(case)`: the config, the algorithm and the environment of a run, made once."""
+    data = tmp_path_factory.mktemp("data") / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"U{i}", "answer": f"A{i}"}) + "\n" for i in range(8)))
+    rows = [f"envs.jsonl.args.path={data}", "envs.jsonl.args.eval_fraction=0", "envs.jsonl.eval_args=null"]
 
-    def config(shape, *overrides):
-        data = tmp_path / "data.jsonl"
-        data.write_text("".join(json.dumps({"prompt": f"U{i}", "answer": f"A{i}"}) + "\n" for i in range(8)))
-        own = ["model=hf", f"model.path={folder_of(shape)}", "model.max_model_len=1024", "engine.device=cpu"]
-        if shape.parser:
-            own += ["renderer.name=default", f"+renderer.tool_parser={shape.parser}"]
-        if "env=jsonl" in overrides:
-            own += [f"envs.jsonl.args.path={data}", "envs.jsonl.args.eval_fraction=0", "envs.jsonl.eval_args=null"]
-        return compose([*overrides, *own, "run.name=x"])
+    @functools.cache
+    def make(case):
+        config = compose(["run.name=x", *STARTS[case], *(rows if "env=jsonl" in STARTS[case] else [])])
+        ((name, env),) = config.envs.items()
+        return config, build_components(config).envs[name].algorithm, Environment(name, env, eval_tasks=0)
 
-    return config
+    return make
+
+
+def renderer_of(shape, tokenizer):
+    settings = {"name": "default", "tool_parser": shape.parser} if shape.parser else {}
+    return make_renderer(tokenizer, **settings)
 
 
 class Scripted:
@@ -105,9 +113,9 @@ class Scripted:
 class Plays:
     """A shape's tokenizer and renderer, as a run makes them."""
 
-    def __init__(self, shape, config):
-        self.shape, self.tokenizer = shape, load_tokenizer(config.model, "model.path")
-        (self.renderer,) = make_renderers(config, self.tokenizer).values()
+    def __init__(self, shape, tokenizer):
+        self.shape, self.tokenizer = shape, tokenizer
+        self.renderer = renderer_of(shape, tokenizer)
 
     def reply(self, number):
         return f"{self.shape.thinks}A{number}{self.shape.end_of_turn}"
@@ -131,11 +139,6 @@ class Plays:
         last = [node.message for node in rollout.trace.nodes if node.message.role == "assistant"][-1]
         assert rollout.trace.last_reply == last.content == f"A{len(replies)}"
         assert (last.reasoning_content or "").strip() == ("R" if thought else "")
-
-
-@pytest.fixture
-def plays(run_of):
-    return lambda shape, case: Plays(shape, run_of(shape, *STARTS[case]))
 
 
 async def single(play, system=False):
@@ -218,17 +221,20 @@ PLAYED = {each.__name__: each for each in (single, turns, system, tools, shown)}
 
 
 @pytest.mark.parametrize(("shape", "case"), cells("right", "warned"))
-async def test_the_model_is_sent_what_the_template_makes_of_the_whole(plays, shape, case):
-    await PLAYED[case](plays(shape, case))
+async def test_the_model_is_sent_what_the_template_makes_of_the_whole(tokenizer_of, shape, case):
+    await PLAYED[case](Plays(shape, tokenizer_of(shape)))
 
 
 @pytest.mark.parametrize(("shape", "case"), cells("right", "warned", "refused"))
-def test_a_run_says_before_it_starts_what_a_template_cannot_do(run_of, shape, case):
-    config = run_of(shape, *STARTS[case])
+def test_a_run_says_before_it_starts_what_a_template_cannot_do(tokenizer_of, run_of, shape, case):
+    config, algorithm, environment = run_of(case)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
-            prepare(config)
+            renderer = renderer_of(shape, tokenizer_of(shape))
+            environment.check_renderer(renderer)
+            rendered_prompts(environment, renderer, "renderer")
+            check_demonstrations(config, algorithm, environment, renderer)
             found = "right"
         except ConfigError as error:
             found = "refused"

@@ -45,6 +45,10 @@ def token(monkeypatch):
     return monkeypatch.setenv
 
 
+FEW = ["envs.math_retry.args.num_tasks=8", "envs.math_retry.eval_args=null"]
+REVERSE = ["envs.reverse_text.args.num_tasks=8", "envs.reverse_text.eval_args=null"]
+
+
 def config(*overrides):
     return compose(["run.name=x", *ENVS, *overrides])
 
@@ -57,7 +61,8 @@ def test_each_run_has_a_token_of_its_own_or_that_of_running_engines(token):
     with pytest.raises(ConfigError, match=r"^engine\.urls names servers that already run: set PRL_TOKEN"):
         run_token(running)
     token(TOKEN, "given")
-    tokens = {run_token(config()) for _ in range(3)}
+    own = config()
+    tokens = {run_token(own) for _ in range(3)}
     assert len(tokens - {"given"}) == 3 and all(len(token) >= 32 for token in tokens)
     assert run_token(running) == "given"
 
@@ -74,7 +79,6 @@ def tokenizer(chat_template="{{ messages }}", **vocabulary):
     [
         (["algo=opd"], "algo.teacher"),
         (["algo=sft"], None),
-        (["algo=sft", "+algo@envs.math.algo=grpo"], None),
         (["env=[math,reverse_text]", "algo=sft", "+algo@envs.math.algo=opd"], "envs.math.algo.teacher"),
         (["algo.kl.coef=0.1", "algo.kl.reference={name:teacher}"], "algo.kl.reference"),
         (["algo=opd", "algo.teacher={name:b,base_url:http://h/v1}"], None),
@@ -100,34 +104,17 @@ def test_a_teacher_of_another_vocabulary_needs_a_chat_template():
 # --- filters ----------------------------------------------------------------------------------------------------------
 
 
-async def test_filters_know_the_size_of_the_policys_vocabulary(run):
-    made = run("filters=enforce", "~filters.post_batch.gibberish")
-    orchestrator = assemble(made.run, await start(made), made.transport, made.dir)
-    saved = json.loads((Path(made.given.model.path) / "tokenizer.json").read_text())
+def test_filters_know_the_policys_vocabulary_and_the_longest_completion_of_their_env():
+    given = ("envs.math.sampling.max_tokens=16", "sampling.max_tokens=200", "model.max_model_len=256")
+    made = prepare(config("env=[math,math_retry]", *FEW, "filters=enforce", "~filters.post_batch.gibberish", *given))
+    saved = json.loads((Path(made.model.path) / "tokenizer.json").read_text())
     tokens = {*saved["model"]["vocab"].values(), *(token["id"] for token in saved["added_tokens"])}
-    filters = orchestrator.envs[0].filters
-    both = [*filters["pre_batch"].values(), *filters["post_batch"].values()]
-    assert {filter_.vocab_size for filter_ in both} == {len(tokens)}
-    assert list(filters["pre_batch"]) == ["gibberish", "repetition", "zero_advantage"]
-    assert list(filters["post_batch"]) == ["zero_advantage", "repetition"]
-    for env in orchestrator.envs:
-        await env.algorithm.close()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "longest"),
-    [
-        ((), {"math": 255, "math_retry": 255}),
-        (("sampling.max_tokens=32",), {"math": 32, "math_retry": 255}),  # several turns of 32
-        (("envs.math.sampling.max_tokens=16", "sampling.max_tokens=200"), {"math": 16, "math_retry": 255}),
-    ],
-)
-def test_filters_know_the_longest_completion_of_their_env(overrides, longest):
-    made = prepare(config("env=[math,math_retry]", "model.max_model_len=256", "filters=enforce", *overrides))
-    found = {
-        name: {each.longest for each in env.filters["pre_batch"].values()} for name, env in made.components.envs.items()
-    }
-    assert found == {name: {tokens} for name, tokens in longest.items()}
+    for name, longest in {"math": 16, "math_retry": 255}.items():  # several turns
+        filters = made.components.envs[name].filters
+        assert list(filters["pre_batch"]) == ["gibberish", "repetition", "zero_advantage"]
+        assert list(filters["post_batch"]) == ["zero_advantage", "repetition"]
+        for each in [*filters["pre_batch"].values(), *filters["post_batch"].values()]:
+            assert (each.vocab_size, each.longest) == (len(tokens), longest)
 
 
 def test_a_filter_that_matches_nothing_in_an_env_warns_with_its_key():
@@ -135,7 +122,7 @@ def test_a_filter_that_matches_nothing_in_an_env_warns_with_its_key():
     with pytest.warns(
         UserWarning, match=r"filters\.pre_batch\.repetition\.window=50 matches nothing in this run"
     ) as caught:
-        prepare(config("env=[math,reverse_text]", "envs.math.sampling.max_tokens=32", window))
+        prepare(config("env=[math,math_retry]", *FEW, "envs.math.sampling.max_tokens=32", window))
     said = [str(each.message) for each in caught if "matches nothing" in str(each.message)]
     assert len(said) == 1 and said[0].endswith("has 32 tokens"), "of math alone"
 
@@ -143,19 +130,24 @@ def test_a_filter_that_matches_nothing_in_an_env_warns_with_its_key():
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 
-def test_each_env_has_its_buffer_in_an_order_of_its_own():
-    overrides = ("env=[math,reverse_text]", "envs.reverse_text.args.num_tasks=8", "curriculum=pools")
-    buffers = {name: env.curriculum for name, env in prepare(config(*overrides)).components.envs.items()}
+def curricula_of(*overrides):
+    made = prepare(config("curriculum=pools", *overrides))
+    return {name: env.curriculum for name, env in made.components.envs.items()}
+
+
+def test_each_env_has_its_tasks_in_an_order_of_its_own():
+    overrides = ("env=[math,reverse_text]", *REVERSE)
     orders = {
-        name: [curriculum.tasks.index(curriculum.next()) for _ in range(8)] for name, curriculum in buffers.items()
+        name: [curriculum.tasks.index(curriculum.next()) for _ in range(8)]
+        for name, curriculum in curricula_of(*overrides).items()
     }
     assert set(orders) == {"math", "reverse_text"} and orders["math"] != orders["reverse_text"]
-    again = prepare(config(*overrides)).components.envs["math"].curriculum
+    again = curricula_of(*overrides)["math"]
     assert [again.tasks.index(again.next()) for _ in range(8)] == orders["math"]
     assert again.env_name == "math" and again.easy_threshold == 0.95
 
 
-def pools_of(curriculum, folder, easy=(), hard=()):
+def retire(curriculum, folder, easy=(), hard=()):
     for place in easy:
         curriculum.update(curriculum.tasks[place], 1.0)
     for place in hard:
@@ -163,33 +155,19 @@ def pools_of(curriculum, folder, easy=(), hard=()):
     write_pools(folder, {pool: curriculum.retired_to(pool) for pool in RETIRED})
 
 
-def test_pools_are_loaded_before_anything_starts(tmp_path):
-    """The tasks of another seed are others: the prompt finds those that are the same."""
-    pools_of(prepare(config("curriculum=pools")).components.envs["math"].curriculum, tmp_path, easy=[0, 3], hard=[5])
-    load = f"curriculum.load_from={tmp_path}"
-    same = prepare(config("curriculum=pools", load, "curriculum.hash_keys=[prompt]")).components.envs["math"].curriculum
-    assert [same.pool_of(task) for task in same.tasks] == [
-        {0: "easy", 3: "easy", 5: "hard"}.get(place, "normal") for place in range(8)
-    ]
-    assert (
-        prepare(config("curriculum=pools", load, "seed=1")).components.envs["math"].curriculum.counts()["normal"] == 8
-    )
-    with pytest.raises(ConfigError, match=r"curriculum\.hash_keys: 'question' is not a field"):
-        prepare(config(load, "curriculum.hash_keys=[question]"))
+def test_retired_tasks_are_known_by_what_they_say(tmp_path):
+    retire(curricula_of()["math"], tmp_path, easy=[0, 3], hard=[5])
+    same = curricula_of(f"curriculum.load_from={tmp_path}", "curriculum.hash_keys=[prompt]")["math"]
+    pools = {0: "easy", 3: "easy", 5: "hard"}
+    assert [same.pool_of(task) for task in same.tasks] == [pools.get(place, "normal") for place in range(8)]
 
 
 def test_pools_that_leave_nothing_to_train_on_are_refused(tmp_path):
-    pools_of(prepare(config("curriculum=pools")).components.envs["math"].curriculum, tmp_path, easy=range(8))
-    given = ("curriculum=pools", "curriculum.refill=false", f"curriculum.load_from={tmp_path}")
-    with pytest.raises(
-        ConfigError, match=r"retires every task of every env: .*curriculum\.easy_fraction.*curriculum\.refill=true"
-    ):
-        prepare(config(*given))
-    assert (
-        prepare(config(*given, "curriculum.easy_fraction=0.5")).components.envs["math"].curriculum.counts()["normal"]
-        == 4
-    )
-    assert not prepare(config(*given, "curriculum.refill=true")).components.envs["math"].curriculum.ended
+    retire(curricula_of()["math"], tmp_path, easy=range(8))
+    given = ("curriculum.refill=false", f"curriculum.load_from={tmp_path}")
+    with pytest.raises(ConfigError, match=r"retires every task of every env: .*easy_fraction.*curriculum\.refill=true"):
+        curricula_of(*given)
+    assert curricula_of(*given, "curriculum.easy_fraction=0.5")["math"].counts()["normal"] == 4
 
 
 # --- hosting a teacher ------------------------------------------------------------------------------------------------
@@ -246,21 +224,35 @@ async def start(made):
 
 
 @pytest.mark.parametrize("algo", ["opd", "sft"])
-async def test_a_hosted_teachers_address_is_handed_on_and_not_written_into_the_config(run, servers, algo):
-    made = run(f"algo={algo}")
+async def test_a_hosted_teacher_is_started_and_its_address_handed_on(run, servers, algo):
+    made = run(f"algo={algo}", "seed=5")
     services = await start(made)
     (env,) = assemble(made.run, services, made.transport, made.dir).envs
     (teacher,) = services.teachers
     assert (teacher.urls, teacher.http.token) == ([servers[1].url], made.run.token)
     if algo == "opd":
         pool = await env.algorithm.connect(env.algorithm.teacher)
+        assert env.sampler.pool is services.policy
     else:
         pool = env.sampler.pool
+        assert isinstance(pool, FrozenPool)
     assert (pool.urls, pool.model, pool.http.token) == ([servers[1].url], "teacher", made.run.token)
+    assert env.eval_sampler.pool is services.policy and env.sampler.run_seed == 5
     assert made.given == made.before, "the same config can be run again"
-    trainer = made.processes.started["trainer"]
-    assert made.run.token not in json.dumps([trainer.command, trainer.env])
+    started = made.processes.started
+    assert set(started) == {"engine", "teacher", "trainer"}
+    assert made.run.token not in json.dumps([started["trainer"].command, started["trainer"].env])
     assert TOKEN not in os.environ, "the next job of a sweep sees nothing"
+    assert started["teacher"].env[TOKEN] == started["engine"].env[TOKEN] == made.run.token
+    assert (started["teacher"].env["PRL_FROZEN"], started["engine"].env["PRL_FROZEN"]) == ("1", "")
+    for process, name, model, server in (
+        (started["engine"], "policy", made.given.model, servers[0]),
+        (started["teacher"], "teacher", made.given.teacher.model, servers[1]),
+    ):
+        options = dict(zip(process.command, process.command[1:], strict=False))
+        assert (options["--served-model-name"], options["--model"]) == (name, model.path)
+        assert options["--port"] == str(server.port)
+    assert [server.headers["Authorization"] for server in servers] == [f"Bearer {made.run.token}"] * 2
     await env.algorithm.close()
 
 
@@ -317,82 +309,10 @@ async def test_several_servers_of_policy_and_teacher_are_started_and_all_are_ask
             await server.stop()
 
 
-async def test_the_server_of_the_teacher_is_started_with_its_name_its_model_and_the_runs_token(run, servers):
-    made = run("algo=opd")
-    await start(made)
-    assert set(made.processes.started) == {"engine", "teacher", "trainer"}
-    teacher, policy = made.processes.started["teacher"], made.processes.started["engine"]
-    assert teacher.env[TOKEN] == policy.env[TOKEN] == made.run.token
-    assert (teacher.env["PRL_FROZEN"], policy.env["PRL_FROZEN"]) == ("1", ""), "only the policy takes weights"
-    for process, name, model, server in (
-        (policy, "policy", made.given.model, servers[0]),
-        (teacher, "teacher", made.given.teacher.model, servers[1]),
-    ):
-        options = dict(zip(process.command, process.command[1:], strict=False))
-        assert (options["--served-model-name"], options["--model"]) == (name, model.path)
-        assert options["--port"] == str(server.port)
-    assert teacher.log.name == "teacher.log" and servers[1].calls == ["/v1/models"]
-    assert [server.headers["Authorization"] for server in servers] == [f"Bearer {made.run.token}"] * 2
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["algo=grpo"],
-        ["algo=opd", "algo.teacher.base_url=http://127.0.0.1:9/v1"],
-        ["algo=sft", "teacher=endpoint", "teacher.name=large", "teacher.base_url=http://127.0.0.1:9/v1"],
-    ],
-)
-async def test_no_teacher_is_hosted_unless_one_is_referred_to(servers, run, overrides):
-    made = run(*overrides)
-    assert made.run.components.hosted == []
-    await start(made)
-    assert set(made.processes.started) == {"engine", "trainer"} and not servers[1].calls
-
-
-@pytest.mark.parametrize("algo", ["sft", "opd", "grpo"])
-async def test_an_env_samples_from_its_source_and_is_evaluated_with_the_policy(run, servers, algo):
-    made = run(f"algo={algo}", "orchestrator.group_size=4", "orchestrator.batch_size=16", "seed=5")
-    services = await start(made)
-    (env,) = assemble(made.run, services, made.transport, made.dir).envs
-    assert env.eval_sampler.pool is services.policy and env.group_size == 4
-    if algo == "sft":
-        assert isinstance(env.sampler.pool, FrozenPool) and env.sampler.pool.urls == [servers[1].url]
-        assert env.sampler.pool.model == "teacher"
-    else:
-        assert env.sampler.pool is services.policy
-    assert env.sampler.temperature == env.eval_sampler.temperature == 1.0
-    assert env.sampler.max_model_len == made.given.model.max_model_len and env.sampler.run_seed == 5
-    await env.algorithm.close()
-
-
-CLASSES = [
-    (
-        "trainer._target_=rich.text.Text",
-        "trainer._target_='rich.text.Text' is not a subclass of prl.trainer.trainer.Tr",
-    ),
-    ("trainer.optim._target_=torch.nn.Linear", "trainer.optim._target_='torch.nn.Linear' is not a subclass of torch"),
-    ("+trainer.optim.params=3", "trainer.optim.params: AdamW has no such option; its options: amsgrad"),
-    ("+trainer.max_steps=3", "trainer.max_steps: Trainer has no such option"),
-    ("+orchestrator.foo=1", "orchestrator.foo: Orchestrator has no such option; its options: batch_size"),
-    ("+transport.run_dir=/x", "transport.run_dir: FileTransport has no such option; its options: none"),
-    ("transport._target_=prl.transport.base.Transport", "transport._target_='prl.transport.base.Transport' is abst"),
-    ("orchestrator._target_=rich.text.Text", "orchestrator._target_='rich.text.Text' is not a subclass of prl.orch"),
-    ("launcher._target_=rich.text.Text", "launcher._target_='rich.text.Text' is not a subclass of prl.launch.launch"),
-]
-
-
-@pytest.mark.parametrize(("override", "says"), CLASSES)
-def test_a_class_that_does_not_fit_is_refused_before_anything_starts(override, says):
-    with pytest.raises(ConfigError) as caught:
-        prepare(config(override))
-    assert str(caught.value).startswith(says)
-
-
 async def test_each_env_has_a_renderer_and_a_loss_of_its_own(run):
     made = run(
         "env=[math,reverse_text]",
-        "envs.reverse_text.args.num_tasks=8",
+        *REVERSE,
         "+renderer@envs.reverse_text.renderer=default",
         "+loss@envs.reverse_text.loss=aipo",
     )
@@ -408,19 +328,19 @@ async def test_each_env_has_a_renderer_and_a_loss_of_its_own(run):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "held"),
+    ("overrides", "initial", "hosted"),
     [
-        ([], False),
-        (["algo.kl.coef=0.1"], True),
-        (["algo.kl.coef=0.1", "+algo@envs.math.algo=opd", "algo.kl.reference=initial"], False),
-        (["algo.kl.coef=0.1", "algo.kl.reference={name:teacher}"], False),
-        (["algo=opd", "+algo@envs.math.algo=reward", "envs.math.algo.kl.coef=1"], True),
+        ([], False, False),
+        (["algo=opd"], False, True),
+        (["algo=opd", "algo.teacher.base_url=http://127.0.0.1:9/v1"], False, False),
+        (["algo=sft", "teacher=endpoint", "teacher.name=large", "teacher.base_url=http://h/v1"], False, False),
+        (["algo.kl.coef=0.1"], True, False),
+        (["algo.kl.coef=0.1", "+algo@envs.math.algo=opd", "algo.kl.reference=initial"], False, True),
+        (["algo.kl.coef=0.1", "algo.kl.reference={name:teacher}"], False, True),
+        (["algo=opd", "+algo@envs.math.algo=reward", "envs.math.algo.kl.coef=1"], True, False),
     ],
 )
-async def test_the_trainer_holds_the_initial_model_where_an_algorithm_of_an_env_asks_for_it(run, overrides, held):
-    made = run(*overrides)
-    await start(made)
-    started = made.processes.started
-    assert json.loads(started["trainer"].env["PRL_CONFIG"])["initial_reference"] is held
-    needs_teacher = "{name:teacher}" in str(overrides) or "algo=opd" in overrides[1:2]
-    assert ("teacher" in started) == (needs_teacher or "+algo@envs.math.algo=opd" in overrides)
+def test_models_are_kept_and_hosted_where_an_algorithm_of_an_env_asks_for_them(overrides, initial, hosted):
+    """The initial one by the trainer, the teacher by the launcher."""
+    components = build_components(config(*overrides))
+    assert (components.initial_reference, bool(components.hosted)) == (initial, hosted)

@@ -1,6 +1,5 @@
 """Addresses, architectures, tokenizers and prompts: refused by what is wrong with them, before a process starts."""
 
-import copy
 import json
 import shutil
 import socket
@@ -10,14 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 from engines import policy_spec
-from tokenizers import AddedToken
 
 from prl.config.compose import compose
 from prl.config.schema import VLLMConfig
 from prl.errors import ConfigError, PrlError
 from prl.launch.builder import prepare
 from prl.launch.local import LocalLauncher
-from prl.launch.prompts import check_lengths, check_token_ids
+from prl.launch.prompts import check_lengths
 from prl.models import model_path
 
 BASE = ("run.name=x", "envs.math.args.num_tasks=8", "envs.math.eval_args=null", "engine.device=cpu")
@@ -74,23 +72,6 @@ def test_a_tokenizer_that_is_broken_or_has_no_chat_template(folder):
     prepare(compose([*BASE, f"model.path={folder}"]))  # the renderer qwen3 brings its own
 
 
-def test_a_tokenizer_of_another_model():
-    check_token_ids({5, 99}, 100, 100, "model.path='m'")
-    with pytest.raises(ConfigError, match=r"^model\.path='m': its tokenizer has 101 tokens and makes id 100, its emb"):
-        check_token_ids({5, 100}, 101, 100, "model.path='m'")
-    with pytest.warns(UserWarning, match="a text with one of the others fails its rollout"):
-        check_token_ids({5, 99}, 101, 100, "model.path='m'")
-
-
-def test_a_vocabulary_larger_than_the_embedding_is_noticed_from_a_runs_own_prompts(folder, tokenizer):
-    larger = copy.deepcopy(tokenizer)
-    larger.add_tokens([AddedToken(f"<filler{number}>") for number in range(64)])
-    larger.add_tokens([AddedToken("0="), AddedToken("1=")])  # of the prompts' texts
-    larger.save_pretrained(folder)
-    found = refused(f"model.path={folder}", "envs.math.args.max_operand=1")
-    assert found.startswith(f"model.path={str(folder)!r}: its tokenizer has ") and "another model's" in found
-
-
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
@@ -106,11 +87,3 @@ def test_rows_and_models_that_end_before_the_reply_begins():
         check_lengths(lengths(64, 10), "math", prompts)
     with pytest.raises(ConfigError, match=r"^model\.max_model_len=11 leaves no room .* has 10 tokens"):
         check_lengths(lengths(11, 11), "math", prompts)
-
-
-def test_a_run_says_so_before_it_starts():
-    said = refused("trainer.seq_len=2")
-    assert said.startswith("trainer.seq_len=2 cuts every sample") and said.endswith(
-        "it follows model.max_model_len=512"
-    )
-    assert refused("model.max_model_len=8").startswith("model.max_model_len=8 leaves no room for a reply")

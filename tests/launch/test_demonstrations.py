@@ -30,26 +30,6 @@ def env_of(tmp_path, renderer):
     return make
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (
-            ["env=calculator"],
-            r"task \S+ of env 'calculator': its field demonstration holds no reply .*demo_key names it",
-        ),
-        (["algo.sampling.demo_key=solution"], "its field solution holds no reply"),
-        (["algo.sampling.demo_key="], r"algo\.sampling\.demo_key is empty"),
-        (["algo=opd"], r"algo\.sampling\.source is demonstrations, but OPDAlgorithm feeds the ref_kl loss"),
-        (["algo=grpo"], r"algo\.sampling\.source is demonstrations, but GRPOAlgorithm .* imitate them"),
-    ],
-)
-def test_demonstrations_that_cannot_be_played_are_refused(overrides, says):
-    with pytest.raises(ConfigError, match=says):
-        prepared(
-            *DEMONSTRATED, "envs.math.args.num_tasks=4" if "env=calculator" not in overrides else "seed=0", *overrides
-        )
-
-
 def test_a_conversation_for_a_single_turn_is_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     talk = '[{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]'

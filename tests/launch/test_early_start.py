@@ -11,6 +11,8 @@ from prl.launch import local, specs
 from prl.launch.engines import policy_pool
 from prl.launch.local import LocalLauncher
 
+FEW = ["envs.math.args.num_tasks=8", "envs.math.eval_args=null"]
+
 
 @pytest.fixture
 def launcher(monkeypatch):
@@ -22,7 +24,7 @@ def launcher(monkeypatch):
 
 
 async def test_a_prepared_run_has_its_engines_started_once(launcher, tmp_path):
-    config = compose([f"run.dir={tmp_path}/run", "engine.servers=2"])
+    config = compose([f"run.dir={tmp_path}/run", *FEW, "engine.servers=2"])
     prepared = train.prepare(config, launcher)
     assert [process.name for process in launcher.processes] == ["engine", "engine 2"]
     log = specs.engine_log(tmp_path / "run")
@@ -47,5 +49,5 @@ def test_a_refused_run_leaves_neither_engine_nor_directory(launcher, tmp_path, t
 
 @pytest.mark.parametrize("overrides", [["dry_run=true"], ["engine=transformers"]])
 def test_no_server_is_started_where_none_is_needed(launcher, tmp_path, overrides):
-    train.prepare(compose([f"run.dir={tmp_path}/run", *overrides]), launcher)
+    train.prepare(compose([f"run.dir={tmp_path}/run", *FEW, *overrides]), launcher)
     assert not launcher.processes and not (tmp_path / "run").exists()

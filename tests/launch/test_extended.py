@@ -9,7 +9,6 @@ import torch
 from prl.config.build import build, function, plain
 from prl.config.compose import compose
 from prl.config.validate import validate
-from prl.errors import ConfigError
 from prl.launch.components import build_components
 from prl.launch.specs import trainer_payload
 from prl.losses import LossInputs, default_loss
@@ -90,23 +89,3 @@ def test_a_loss(own):
     )
     expected = 3 * default_loss(given, entropy_coef=0.5).loss
     assert function(shipped, where)(given).loss.item() == pytest.approx(expected.item())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["algo._target_=their_things.Scaled", "+algo.scale=-1"], "algo.scale="),
-        (["loss=custom", "loss._target_=their_things.scaled", "+loss.scale=-1"], "loss.scale="),
-        (["loss._target_=their_things.scaled", "loss.entropy_coef=-1"], "loss.entropy_coef="),
-        (["filters.post_batch.repetition._target_=their_things.Longer", "+filters.post_batch.repetition.leest=1"],
-         "filters.post_batch.repetition.leest: Longer has no such option; did you mean filters"),
-        (["loss.agg_mode=constant"], "loss.agg_mode=constant needs loss.constant_length=<tokens>"),
-        (["loss=gspo", "loss.constant_length=9"], "loss.constant_length=9: loss.agg_mode=sequence_mean reads none"),
-        (["+loss@envs.math.loss=gspo", "envs.math.loss.clip_ratio_low=1"], "envs.math.loss.clip_ratio_low="),
-        (["loss=aipo", "loss.agg_mode=mean"], "loss.agg_mode=mean: "),
-    ],
-)  # fmt: skip
-def test_refusals_before_anything_starts(overrides, message):
-    with pytest.raises(ConfigError) as caught:
-        built(*overrides)
-    assert str(caught.value).startswith(message)

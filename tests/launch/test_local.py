@@ -1,17 +1,17 @@
 """Start, watch and stop processes."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
+from engines import policy_spec
 from patience import patient
 
-from prl.config.schema import ModelConfig
 from prl.errors import PrlError
 from prl.launch.launcher import ProcessDied
-from prl.launch.local import LocalLauncher, model_environment
-from prl.launch.processes import LOG_TAIL_LINES
+from prl.launch.local import LocalLauncher
 
 
 def wait_status(process, timeout_s=10):
@@ -93,17 +93,6 @@ def test_a_dead_process_is_named_with_its_last_lines(tmp_path, sleeper, name, sc
     assert raised.value.process == name and "\n" not in raised.value.brief
 
 
-def test_of_a_long_log_the_last_lines_are_shown(tmp_path):
-    with LocalLauncher() as processes:
-        wait_status(
-            processes.start("engine", sh("echo $WORD; seq 1 60; exit 7"), env={"WORD": "a"}, log=tmp_path / "a")
-        )
-        with pytest.raises(ProcessDied) as raised:
-            processes.ensure_alive()
-    assert str(raised.value).splitlines()[1:] == [str(line) for line in range(61 - LOG_TAIL_LINES, 61)]
-    assert (tmp_path / "a").read_text().startswith("a\n1\n"), "the environment is the process's"
-
-
 def test_of_two_that_ended_the_one_that_a_signal_ended_is_the_cause(tmp_path):
     """A rank of the trainer that loses another ends with an error of its own."""
     with LocalLauncher() as processes:
@@ -174,10 +163,14 @@ def test_temporary_files_are_in_a_folder_of_their_own_that_is_gone_afterwards(tm
     assert not folder.exists()
 
 
-def test_what_torch_compiles_is_kept_unless_the_user_says_where(monkeypatch, tmp_path):
-    model = ModelConfig(path="tiny", dtype="float32", max_model_len=64)
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert model_environment(model, 1)["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "prl" / "torchinductor")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/theirs")
-    assert model_environment(model, 1)["TORCHINDUCTOR_CACHE_DIR"] == "/theirs"
+def test_an_engine_is_started_again_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr("prl.launch.local.engine_command", lambda spec, port: sh(f"echo {port}; sleep 60"))
+    with LocalLauncher() as processes:
+        url = processes.start_engine(policy_spec("t", tmp_path / "a.log"))
+        [first] = processes.processes
+        os.killpg(first.pid, signal.SIGKILL)
+        wait_status(first)
+        assert not processes.restart_engine("another") and processes.restart_engine("engine")
+        [second] = processes.processes
+        assert second.status is None and second.pid != first.pid
+        assert second.command == first.command and f"echo {url.rpartition(':')[2]};" in second.command[-1]

@@ -65,18 +65,14 @@ def test_a_message_that_is_left_out_is_refused_wherever_its_roles_come_first(loo
         look(prompts)
 
 
-@pytest.mark.parametrize("place", [0, 20])
-def test_a_demonstration_that_would_be_cut_is_refused_at_any_place(tmp_path, place):
+def test_a_demonstration_that_would_be_cut_is_refused(tmp_path):
     rows = [{"prompt": f"Say {number}.", "answer": str(number), "shown": str(number)} for number in range(24)]
-    rows[place]["shown"] = "Write <|im_end|> to stop."
+    rows[3]["shown"] = "Write <|im_end|> to stop."
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = [f"envs.jsonl.args.{each}" for each in (f"path={path}", "demonstration_key=shown", "eval_fraction=0")]
     small = ["run.name=x", "engine.device=cpu", "trainer.device=cpu", "orchestrator.group_size=1"]
-    with (
-        pytest.raises(ConfigError, match="would leave out 'Write <.im_end.> to stop"),
-        pytest.warns(UserWarning, match="1 of 24 tasks have a control token"),
-    ):
+    with pytest.raises(ConfigError, match="would leave out 'Write <.im_end.> to stop"):
         prepare(
             compose(
                 [

@@ -1,282 +1,176 @@
-"""Engines that die in the middle of a run: small servers in processes of their own, which a launcher starts again."""
+"""Engines that die in the middle of a run and are started again, and who waits for whom."""
 
 import asyncio
-import json
-import os
-import signal
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from policy_server import GENERATE, UPDATE, policy_servers, start, until
 
+from prl.engines import rotation
 from prl.engines.client import InferencePool
-from prl.errors import EngineError
+from prl.errors import DeadlinePassed, EngineError
 from prl.launch.launcher import ProcessDied
-from prl.launch.local import LocalLauncher, free_port
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.waiting import Waiting
 
-SERVER = """
-import json, os, sys, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
-folder, loaded = Path(sys.argv[2]), None
+class Engines:
+    """A launcher of servers in this process. One that was killed is dead until it is started again."""
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+    def __init__(self, **servers):
+        self.servers, self.dead, self.loop = servers, set(), asyncio.get_running_loop()
 
-    def do_GET(self):
-        self.reply({})
+    async def kill(self, name):
+        await self.servers[name].stop()
+        self.servers[name].gates.clear()
+        self.dead.add(name)
 
-    def do_POST(self):
-        global loaded
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with (folder / "calls").open("a") as calls:
-            calls.write(json.dumps([os.getpid(), self.path, body.get("path") or body.get("cache_salt")]) + chr(10))
-        if self.path == "/prl/load_policy":
-            while body["path"] == "/slow" and not (folder / "go").exists():
-                time.sleep(0.01)
-            loaded = body["path"]
-            return self.reply({"loaded": loaded})
-        while not (folder / "go").exists():
-            time.sleep(0.01)
-        self.reply({"choices": [{"index": 0, "token_ids": [7], "logprobs": [-0.5], "finish_reason": "stop"}]})
-
-    def reply(self, found):
-        data = json.dumps(found).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
-
-ThreadingHTTPServer.allow_reuse_address = True
-server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
-(folder / "engine.pid").write_text(str(os.getpid()))
-server.serve_forever()
-"""
-
-
-class Small(LocalLauncher):
-    """Starts small servers as its engines."""
-
-    def begin(self, folder: Path, name: str = "engine") -> str:
-        self.small = {**getattr(self, "small", {}), name: (folder, free_port("127.0.0.1"))}
-        self.engines[name] = None, self.small[name][1]
-        self.serve(name)
-        return f"http://127.0.0.1:{self.small[name][1]}"
-
-    def serve(self, name):
-        folder, port = self.small[name]
-        self.start(
-            name, [sys.executable, "-S", "-c", SERVER, str(port), str(folder)], env={}, log=folder / f"{name}.log"
-        )
+    def ensure_alive(self):
+        for name in self.dead:
+            raise ProcessDied(f"process {name!r} ended with status 137\nits last lines", name)
 
     def restart_engine(self, name):
-        for process in [process for process in self.processes if process.name == name]:
-            process.end()
-            self.processes.remove(process)
-        (self.small[name][0] / "engine.pid").unlink()
-        self.serve(name)
+        asyncio.run_coroutine_threadsafe(self.servers[name].start(), self.loop).result(10)
+        self.dead.discard(name)
         return True
 
 
 @pytest.fixture
-async def run(tmp_path):
-    """A supervised engine with its client, which has loaded version 3."""
-    with Small() as launcher:
-        pool = InferencePool([launcher.begin(tmp_path)], "policy", "t")
-        await pool.wait_ready(20)
+async def run(monkeypatch):
+    """Two supervised engines with their client, which have loaded version 3."""
+    monkeypatch.setattr(rotation, "LOOK_S", 0.02)
+    async with policy_servers(2) as (first, second):
+        launcher, said = Engines(**{"engine": first, "engine 2": second}), []
+        pool = InferencePool([first.url, second.url], "policy", "t")
         await pool.update_weights(3, "/w3")
-        supervisor = Supervisor(launcher, said.append, {"engine": 1})
-        said.clear()
+        supervisor = Supervisor(launcher, said.append, {"engine": 1, "engine 2": 1})
         supervisor.serve(pool)
-        yield supervisor
+        first.calls.clear()
+        second.calls.clear()
+        yield SimpleNamespace(supervisor=supervisor, pool=pool, launcher=launcher, said=said, servers=(first, second))
         await pool.close()
 
 
-said: list[str] = []
+async def test_while_no_engine_is_left_requests_wait_for_one_with_the_same_weights(run):
+    first, second = run.servers
+    first.hold(GENERATE)
 
-
-def engine(folder):
-    return int((folder / "engine.pid").read_text())
-
-
-def calls(folder):
-    return [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-async def test_requests_that_a_dead_engine_had_are_answered_by_the_next_one_under_the_same_weights(run, tmp_path):
     async def work():
-        asked = [asyncio.create_task(run.pool.generate([1, 2], {})) for _ in range(5)]
-        await until(lambda: len(calls(tmp_path)) == 6)
-        first = engine(tmp_path)
-        os.kill(first, signal.SIGKILL)
-        (tmp_path / "go").touch()
-        return first, await asyncio.gather(*asked)
+        await run.launcher.kill("engine 2")
+        second.start = lambda: asyncio.sleep(0)  # it is started again, and does not answer
+        asked = [start(run.pool) for _ in range(5)]
+        await until(lambda: first.asked() == 5)
+        await run.launcher.kill("engine")
+        replies = await asyncio.gather(*asked)
+        await until(lambda: any("engine answers again" in line for line in run.said))
+        return replies
 
-    first, answers = await run.guard(work())
-    assert [[(c.token_ids, c.start_version) for c in answer] for answer in answers] == [[([7], 3)]] * 5
-    again = [call[1:] for call in calls(tmp_path) if call[0] != first]
-    assert again == [["/prl/load_policy", "/w3"]] + [["/prl/generate", "v3"]] * 5, "the weights come first"
-    assert run.pool.counts == {"engine/restarts": 1, "engine/requests_reissued": 5}
-    assert "process 'engine' ended with status 137 (killed by SIGKILL" in said[0] and "answers again" in said[1]
+    assert await run.supervisor.guard(work()) == [(3, 3)] * 5
+    assert first.work == [GENERATE] * 5 + [UPDATE] + [GENERATE] * 5, "the weights come first"
+    assert run.pool.counts["engine/restarts"] == 2
+    assert any("process 'engine' ended with status 137. It is started again" in line for line in run.said)
 
 
-async def test_an_update_that_a_dead_engine_was_at_is_done_by_the_next_one(run, tmp_path):
+async def test_an_update_that_a_dead_engine_was_at_is_done_by_the_next_one(run):
+    first, second = run.servers
+    first.hold(UPDATE)
+
     async def work():
-        update = asyncio.create_task(run.pool.update_weights(4, "/slow"))
-        await until(lambda: calls(tmp_path)[-1][2] == "/slow")
-        first = engine(tmp_path)
-        os.kill(first, signal.SIGKILL)
-        (tmp_path / "go").touch()
+        update = asyncio.create_task(run.pool.update_weights(4, "/w4"))
+        await until(lambda: first.asked(UPDATE) == 1)
+        await run.launcher.kill("engine")
         await update
-        return first
+        await until(lambda: run.pool.servers[0].open)
 
-    first = await run.guard(work())
-    assert run.pool.version == 4
-    assert [call[2] for call in calls(tmp_path) if call[0] != first] == ["/slow"]
+    await run.supervisor.guard(work())
+    assert run.pool.version == 4 and first.holds == second.holds == 4
 
 
-async def test_a_second_death_ends_the_run_with_its_cause(run, tmp_path):
+async def test_while_one_of_two_is_started_again_the_other_has_its_requests_and_the_updates(run):
+    first, second = run.servers
+    first.hold(GENERATE)
+    gate = second.hold(GENERATE)
+
     async def work():
-        asked = asyncio.create_task(run.pool.generate([1, 2], {}))
-        for sent in (2, 4):  # behind the first one stand the weights
-            await until(lambda sent=sent: len(calls(tmp_path)) == sent)
-            os.kill(engine(tmp_path), signal.SIGKILL)
-        await asked
+        asked = [start(run.pool) for _ in range(6)]
+        await until(lambda: first.asked() == second.asked() == 3)
+        await run.launcher.kill("engine")
+        await until(lambda: second.asked() == 6)
+        gate.set()
+        await asyncio.gather(*asked)
+        await run.pool.update_weights(4, "/w4")
+        await until(lambda: run.pool.servers[0].open)
+        return await asyncio.gather(*(start(run.pool) for _ in range(20)))
 
-    with pytest.raises(ProcessDied, match=r"^process 'engine' ended with status 137 \(killed by SIGKILL"):
-        await run.guard(work())
+    assert await run.supervisor.guard(work()) == [(4, 4)] * 20
+    assert run.pool.counts == {"engine/restarts": 1, "engine/requests_reissued": 3}
+    assert run.supervisor.restarts == {"engine": 0, "engine 2": 1}, "each has its own"
+
+
+async def test_a_second_death_ends_the_run_with_its_cause(run):
+    async def work():
+        for _ in range(2):
+            await run.launcher.kill("engine")
+            await until(lambda: run.pool.counts["engine/restarts"] and run.pool.servers[0].open)
+        await asyncio.sleep(60)
+
+    with pytest.raises(ProcessDied, match="^process 'engine' ended with status 137\nits last lines"):
+        await run.supervisor.guard(work())
     assert run.pool.counts["engine/restarts"] == 1
 
 
-async def test_a_core_that_died_under_an_update_is_the_cause_and_not_the_updates_answer(tmp_path):
-    """vLLM answers for seconds after its core has died, before it ends."""
-    died = "sleep 2.5; echo 'prl: EngineCore (process 7) was killed by SIGKILL'"
-    with LocalLauncher() as launcher:
-        launcher.start("engine", ["sh", "-c", died], env={}, log=tmp_path / "engine.log")
-        supervisor = Supervisor(launcher, print, {"engine": 0})
-        supervisor.pool = SimpleNamespace(ailing=False, servers=[], urls=[])
-
-        async def update():
-            raise EngineError('/prl/load_policy answered HTTP 500: {"error": "EngineDeadError: see above"}', 500)
-
-        with pytest.raises(ProcessDied, match=r"EngineCore \(process 7\) was killed by SIGKILL"):
-            await supervisor.guard(update())
-
-
-async def test_an_engine_may_not_be_started_again_before_the_run_has_begun(tmp_path):
-    with Small() as launcher:
-        launcher.begin(tmp_path)
-        supervisor = Supervisor(launcher, said.append, {"engine": 1})
-        [process] = launcher.processes
-        os.killpg(process.pid, signal.SIGKILL)
-        with pytest.raises(ProcessDied, match="'engine' ended with status 137"):
-            await supervisor.guard(asyncio.sleep(20))
-
-
-# --- several engines --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-async def pair(tmp_path):
-    """Two supervised engines with their client, which have loaded version 3, and their folders."""
-    folders = [tmp_path / "1", tmp_path / "2"]
-    for folder in folders:
-        folder.mkdir()
-    with Small() as launcher:
-        names = ("engine", "engine 2")
-        pool = InferencePool([launcher.begin(*each) for each in zip(folders, names, strict=True)], "policy", "t")
-        await pool.wait_ready(20)
-        await pool.update_weights(3, "/w3")
-        supervisor = Supervisor(launcher, said.append, dict.fromkeys(names, 1))
-        said.clear()
-        supervisor.serve(pool)
-        yield supervisor, folders
-        await pool.close()
-
-
-async def test_while_one_of_two_is_started_again_the_other_has_its_requests_and_the_updates(pair):
-    run, (first, second) = pair
+async def test_an_engine_that_does_not_answer_after_its_restart_ends_the_run(run):
+    run.supervisor.startup_timeout_s = 0.3
+    run.servers[0].start = lambda: asyncio.sleep(0)
 
     async def work():
-        asked = [asyncio.create_task(run.pool.generate([1, 2], {})) for _ in range(6)]
-        await until(lambda: len(calls(first)) == len(calls(second)) == 4)  # with the weights
-        dead = engine(first)
-        os.kill(dead, signal.SIGKILL)
-        await until(lambda: len(calls(second)) == 7)
-        (second / "go").touch()
-        await asyncio.gather(*asked)
-        await run.pool.update_weights(4, "/w4")
-        assert run.pool.version == 4
-        (first / "go").touch()
-        await until(lambda: run.pool.servers[0].open)
-        return dead, await asyncio.gather(*(run.pool.generate([1, 2], {}) for _ in range(20)))
-
-    dead, answers = await run.guard(work())
-    assert {c.start_version for [c] in answers} == {4}
-    again = [call[1:] for call in calls(first) if call[0] != dead]
-    loads = [path for route, path in again if route == "/prl/load_policy"]
-    assert loads[-1] == "/w4" and again[0][0] == "/prl/load_policy"
-    assert run.pool.counts == {"engine/restarts": 1, "engine/requests_reissued": 3}
-    assert [run.restarts[name] for name in ("engine", "engine 2")] == [0, 1], "each has its own"
-    assert [server.restartable for server in run.pool.servers] == [False, True]
-
-
-@pytest.mark.parametrize("name", ["engine 2", "teacher"])
-async def test_an_engine_that_dies_more_often_than_it_may_ends_the_run_with_its_last_lines(pair, tmp_path, name):
-    run, (_, second) = pair
-    (tmp_path / "teacher").mkdir()
-    run.launcher.begin(tmp_path / "teacher", "teacher")
-    folder = second if name == "engine 2" else tmp_path / "teacher"
-    await until(lambda: (folder / "engine.pid").exists() and (folder / "engine.pid").read_text())
-    run.restarts |= {"engine 2": 0, "teacher": 0}
-    with (folder / f"{name}.log").open("a") as log:
-        log.write("out of memory\n")
-
-    async def work():
-        os.kill(engine(folder), signal.SIGKILL)
+        await run.launcher.kill("engine")
         await asyncio.sleep(60)
 
-    with pytest.raises(ProcessDied, match=rf"^process '{name}' ended with status 137 (.|\n)*out of memory"):
-        await run.guard(work())
-    assert not run.pool.counts["engine/restarts"]
+    with pytest.raises(DeadlinePassed, match=f"engine does not answer after its restart: {run.servers[0].url}"):
+        await run.supervisor.guard(work())
 
 
-# --- who waits for whom -----------------------------------------------------------------------------------------------
+async def test_a_core_that_died_under_an_update_is_the_cause_and_not_the_updates_answer():
+    """vLLM answers for seconds after its core has died, before it ends."""
+    launcher = Engines()
+    supervisor = Supervisor(launcher, print, {"engine": 0})
+    supervisor.pool = SimpleNamespace(ailing=False, servers=[])
+    asyncio.get_running_loop().call_later(1.5, launcher.dead.add, "engine")
+
+    async def update():
+        raise EngineError('/prl/load_policy answered HTTP 500: {"error": "EngineDeadError: see above"}', 500)
+
+    with pytest.raises(ProcessDied, match="status 137"):
+        await supervisor.guard(update())
+
+
+async def test_an_engine_may_not_be_started_again_before_the_run_has_begun():
+    launcher = Engines()
+    launcher.dead.add("engine")
+    with pytest.raises(ProcessDied, match="'engine' ended with status 137"):
+        await Supervisor(launcher, print, {"engine": 1}).guard(asyncio.sleep(20))
 
 
 async def test_after_a_while_without_progress_it_is_said_once_who_waits_for_whom(monkeypatch):
-    monkeypatch.setattr("prl.launch.supervisor.QUIET_S", 0.3)
+    monkeypatch.setattr("prl.launch.supervisor.QUIET_S", 0.2)
+    monkeypatch.setattr("prl.launch.supervisor.POLL_S", 0.02)
     lines, done = [], []
-    with LocalLauncher() as launcher:
-        supervisor = Supervisor(launcher, lines.append)
-        with supervisor.awaiting("the trainer to load the model", ["trainer"]):
-            await supervisor.guard(asyncio.sleep(1.5))
-        assert len(lines) == 1 and "the start waits for the trainer to load the model" in lines[0]
-        lines.clear()
-        supervisor.waiting = lambda: Waiting("the orchestrator waits for the trainer", len(done))
+    supervisor = Supervisor(Engines(), lines.append)
+    with supervisor.awaiting("the trainer to load the model", ["trainer"]):
+        await supervisor.guard(asyncio.sleep(0.7))
+    assert len(lines) == 1 and "the start waits for the trainer to load the model" in lines[0]
+    lines.clear()
+    supervisor.waiting = lambda: Waiting("the orchestrator waits for the trainer", len(done))
 
-        async def work():
-            for _ in range(10):
-                await asyncio.sleep(0.1)
-                done.append("a step")
-            assert lines == [], "it goes on"
-            await asyncio.sleep(1.5)
-            assert len(lines) == 1 and "the orchestrator waits for the trainer" in lines[0]
+    async def work():
+        for _ in range(10):
+            await asyncio.sleep(0.05)
             done.append("a step")
-            await asyncio.sleep(1.5)
-            assert len(lines) == 2
+        assert lines == [], "it goes on"
+        for number in (1, 2):
+            await asyncio.sleep(0.7)
+            assert len(lines) == number and "the orchestrator waits for the trainer" in lines[-1]
+            done.append("a step")
 
-        await supervisor.guard(work())
+    await supervisor.guard(work())

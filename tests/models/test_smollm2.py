@@ -64,6 +64,7 @@ def q8_0(tensor):
     return torch.from_numpy(numbers.reshape(tensor.shape[::-1].astype(int)))
 
 
+@pytest.mark.slow
 def test_the_weights_are_the_files_in_bf16_and_tied(model, reader):
     state = model.state_dict()
     assert len(state) == len(reader.tensors) + 1, "each once, and the head, which is the embedding"
@@ -81,6 +82,7 @@ def test_the_weights_are_the_files_in_bf16_and_tied(model, reader):
         assert torch.equal(state[f"model.layers.{layer}.post_attention_layernorm.weight"], norm.bfloat16())
 
 
+@pytest.mark.slow
 def test_attention_turns_its_pairs_as_the_file_means_them(model, reader):
     """llama.cpp's rotation, of neighbours, over the file's rows gives the scores of transformers', over ours."""
     heads, size, rows = 3, 64, q4_1(raw(reader, "blk.4.attn_k.weight")).bfloat16().float()
@@ -98,12 +100,7 @@ def test_attention_turns_its_pairs_as_the_file_means_them(model, reader):
     assert not torch.equal(ours, rows), "the order of rows differs"
 
 
-@pytest.mark.parametrize("number", [0.0, -0.0, 1.0, 3.14159, -1e-30, 1.00390625, 1.01171875, 65504.0, 1e-45])
-def test_rounding_to_bf16_is_torchs(number):
-    bits = smollm2.bfloat16(np.float32([number]))
-    assert bits.view(np.int16)[0] == torch.tensor([number]).bfloat16().view(torch.int16)[0]
-
-
+@pytest.mark.slow
 def test_it_answers_in_english(model, tokenizer):
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -113,6 +110,7 @@ def test_it_answers_in_english(model, tokenizer):
     assert reply == "The capital of France is Paris.<|im_end|>"
 
 
+@pytest.mark.slow
 def test_the_tokenizer_has_the_marks_of_its_chat_template(tokenizer, model):
     named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
     assert named == ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>")
@@ -120,6 +118,7 @@ def test_the_tokenizer_has_the_marks_of_its_chat_template(tokenizer, model):
     assert [tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_start|>", "<|im_end|>")] == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["12+34= 5", "I've  1,234 naïve\n\n\tcafés ½ 日本語", "<|im_start|>user\nx<|im_end|>"])
 def test_text_round_trips_and_digits_are_tokens(tokenizer, text):
     ids = tokenizer.encode(text)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from prl.config.build import build
 from prl.errors import PrlError
 from prl.monitors.base import Monitor, Monitors
 from prl.monitors.console import Console
@@ -88,22 +87,3 @@ def test_an_exit_of_a_monitors_code_is_a_failure_too(tmp_path, monkeypatch, erro
     monkeypatch.setattr(Notes, "raises", error)
     with pytest.raises(PrlError, match=rf"^monitor\.mine: Notes\.start failed: {error.__name__}"):
         begin(tmp_path, mine=Notes(fails=("start",)))
-
-
-def test_a_monitor_of_ones_own_writes_one_method(tmp_path, monkeypatch):
-    (tmp_path / "my_monitors.py").write_text(
-        "from prl.monitors.base import Monitor\n"
-        "class Best(Monitor):\n"
-        "    def __init__(self, *, metric: str = 'reward/all/mean'):\n"
-        "        self.metric, self.best = metric, float('-inf')\n"
-        "    def step(self, line):\n"
-        "        self.best = max(self.best, line.get(self.metric, self.best))\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    mine = build({"_target_": "my_monitors.Best", "metric": "x"}, Monitor, "monitor.best")
-    monitors = begin(tmp_path, best=mine)
-    monitors.status("training")
-    for value in (0.1, 0.7, 0.4):
-        monitors.step({"step": 0, "x": value})
-    monitors.close()
-    assert mine.best == 0.7

@@ -12,6 +12,7 @@ from prl.monitors.tensorboard import TensorBoard
 from prl.monitors.wandb import Wandb, run_id, sweep_of
 
 
+@pytest.mark.slow
 def test_offline_stays_under_the_run_directory(tmp_path, monkeypatch, line, started, recorded):
     monkeypatch.chdir(tmp_path)
     for name in ("WANDB_MODE", "WANDB_DIR"):
