@@ -7,10 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from prl.tools.report.plots import COLOURS, DASHES, Panel
-
-MOST = len(COLOURS) * len(DASHES)
-"""Curves of a panel that can be told apart."""
+from prl.tools.report.plots import Panel
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,6 @@ KINDS = (
 
 def panels(metrics: pd.DataFrame) -> tuple[list[Panel], list[str]]:
     """The panels that have anything to show, and the titles of those whose curves are zero throughout."""
-    ends = (float(metrics.index.min()), float(metrics.index.max())) if len(metrics) else None
     shown, flat = [], []
     for kind in KINDS:
         series = named_series(kind, metrics)
@@ -74,11 +70,9 @@ def panels(metrics: pd.DataFrame) -> tuple[list[Panel], list[str]]:
         if series and not nonzero:
             flat.append(kind.title)
         elif series:
-            series = nonzero if kind.only_nonzero else series
-            names = [*list(series)[:-1][: MOST - 1], list(series)[-1]]  # the last is `all`
-            drawn, left_out = {name: series[name] for name in names}, len(series) - len(names)
-            options = {"zero": kind.zero, "x": ends, "left_out": left_out, **(kind.options or {})}
-            shown.append(Panel(title=kind.title, unit=kind.unit, series=drawn, **options))
+            drawn = nonzero if kind.only_nonzero else series
+            options = dict(kind.options or {})
+            shown.append(Panel(title=kind.title, unit=kind.unit, series=drawn, zero=kind.zero, **options))
     return shown, flat
 
 
@@ -95,11 +89,5 @@ def named_series(kind: Kind, metrics: pd.DataFrame) -> dict[str, pd.Series]:
 
 def distinct(series: dict[str, pd.Series]) -> dict[str, pd.Series]:
     """The curves without what all envs have together where there is but one, else that last."""
-    if "all" in series and len(series) == 2:
-        del series["all"]
-    elif "all" in series:
-        series["all"] = series.pop("all")
-    for share in ("is_matched", "is_filtered"):  # beside a single filter, they say the same as it does
-        if share in series and any(series[share].equals(other) for name, other in series.items() if name != share):
-            del series[share]
-    return series
+    of_all = {"all": series.pop("all")} if "all" in series else {}
+    return series if len(series) == 1 else series | of_all

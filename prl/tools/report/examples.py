@@ -1,38 +1,40 @@
 """The rollouts of a run's page: some steps of the run, their rollouts as rows, and of example groups the tokens.
 
-Only the files of the chosen steps are read; what is left out is named. All text of models and tools passes `safe`,
-which writes out what would turn the direction of writing or hide.
+Only the files of the chosen steps are read; what is left out is named.
 """
 
-import math
-from collections.abc import Iterable, Iterator
+import itertools
+import statistics
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from prl.monitors.text import safe
-from prl.rollouts.record import Record, read_records
+from prl.rollouts.record import Message, Record, read_records
 from prl.rollouts.rollout import Stage
-from prl.tools.report.html import encoded
-from prl.tools.report.tokens import Tokens
-from prl.tools.rollouts.render import called
+from prl.tools.report.html import encoded, rounded
+from prl.tools.report.tokens import Key, columns, exports, key_of, read_tokens
+from prl.tools.rollouts.render import called, stage_and_source
 
 ROLLOUTS = 10_000
-"""Rows of the table of rollouts."""
+"""Rows of the table of rollouts, from which on no further step is read."""
 STEPS = 40
 """Steps whose files are read, spread over the run."""
 NAME = 200
 """Characters of a name or of a reason."""
 TEXT_BYTES = 3_000_000
 """Messages on the page, as they stand in it. Example groups come first."""
+PAGE_TOKENS = 40_000
+"""Coloured tokens on the page."""
 LONG = 12_000
 """Characters of a message; of longer ones both ends are shown."""
-GROUPS, MEMBERS = 4, 8
+GROUPS, MEMBERS = 8, 8
 """Example groups of a step, and rollouts shown of each."""
 KINDS = ("mixed", "best", "worst")
+
+Group = list[Record]
 
 
 @dataclass
@@ -51,39 +53,25 @@ class Rollouts:
 
 def read_rollouts(run_dir: Path) -> Rollouts:
     """The rollouts that the page shows."""
-    files, found = step_files(run_dir), Rollouts()
+    files, folders = step_files(run_dir), exports(run_dir)
+    page = Rollouts()
     if not files:
-        return found
-    tokens = Tokens(run_dir)
-    shown = example_steps(list(files), tokens.steps)
-    chosen = sorted({*shown, *spread(list(files), STEPS)}, key=lambda step: (step not in shown, step))
+        return page
+    shown = example_steps(list(files), folders)
     records: list[Record] = []
     read = 0
-    while read < len(chosen) and len(records) < ROLLOUTS:
-        of_step, problems = read_records([files[chosen[read]]])
-        found.problems += problems
-        records += of_step
-        read += 1
-    if len(records) > ROLLOUTS:
-        found.left_out.append(f"the last rollouts of step {chosen[read - 1]}")
-        records = records[:ROLLOUTS]
+    for step in [*sorted(shown), *(step for step in spread(list(files), STEPS) if step not in shown)]:
+        if len(records) < ROLLOUTS:
+            of_step, problems = read_records([files[step]])
+            records += of_step
+            page.problems += problems
+            read += 1
     if read < len(files):
-        found.left_out.append(f"{len(files) - read} of {len(files)} steps")
-    places = {id(record): place for place, record in enumerate(records)}
-    found.rows = [row_of(record) for record in records]
-    for step in sorted(shown):
-        groups = list(example_groups([record for record in records if record.step == step], tokens))
-        if groups:
-            entries = [entry_of(kind, group, places) for kind, group in groups]
-            found.examples.append({"step": step, "groups": entries})
-        for _, group in groups:
-            for record in group[:MEMBERS]:
-                found.rows[places[id(record)]]["sequences"] = tokens.of(record)
-    found.left_out += tokens.left_out
-    found.problems += tokens.problems
-    found.has_tokens = any(row.get("sequences") for row in found.rows)
-    add_messages(found, records)
-    return found
+        page.left_out.append(f"{len(files) - read} of {len(files)} steps")
+    page.rows = [row_of(record) for record in records]
+    add_examples(page, records, {step: folders.get(step) for step in sorted(shown)})
+    add_messages(page, records)
+    return page
 
 
 def spread(items: list[int], count: int) -> list[int]:
@@ -93,63 +81,81 @@ def spread(items: list[int], count: int) -> list[int]:
     return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]
 
 
-def example_steps(steps: list[int], with_tokens: Iterable[int]) -> set[int]:
+def example_steps(steps: list[int], exported: Collection[int]) -> set[int]:
     """The first, a middle and the last step; in the middle one with tokens where there is any near."""
     half = (steps[0] + steps[-1]) / 2
-    exported = set(with_tokens) & set(steps)
-    middle = min(exported - {steps[0], steps[-1]} or steps, key=lambda step: abs(step - half))
-    return {steps[0], middle, steps[-1]} | ({max(exported)} if exported else set())
+    with_tokens = set(exported) & set(steps)
+    middle = min(with_tokens - {steps[0], steps[-1]} or steps, key=lambda step: abs(step - half))
+    return {steps[0], middle, steps[-1], max(with_tokens, default=steps[-1])}
 
 
 def step_files(run_dir: Path) -> dict[int, Path]:
     """Step -> its file of training rollouts, in order."""
     paths = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
-    return {int(path.stem.removeprefix("step_")): path for path in paths if path.stem[5:].isdecimal()}
+    return {int(path.stem.removeprefix("step_")): path for path in paths}
 
 
-def example_groups(records: list[Record], tokens: Tokens) -> Iterator[tuple[str, list[Record]]]:
+def add_examples(page: Rollouts, records: list[Record], folders: dict[int, Path | None]) -> None:
+    """Add the example groups of the steps of `folders`, and their tokens from there while the page has room."""
+    places = {id(record): place for place, record in enumerate(records)}
+    room = PAGE_TOKENS
+    for step, folder in folders.items():
+        exported = read_tokens(folder, page.problems)
+        entries = []
+        for kind, group in example_groups([record for record in records if record.step == step], exported):
+            entries.append(entry_of(kind, group, [places[id(record)] for record in group[:MEMBERS]]))
+            for record in group[:MEMBERS]:
+                sequences = [columns(line) for line in exported.get(key_of(record), [])]
+                room -= sum(len(sequence["text"]) for sequence in sequences)
+                if sequences and room >= 0:
+                    page.rows[places[id(record)]]["sequences"] = sequences
+                    page.has_tokens = True
+        if entries:
+            page.examples.append({"step": step, "groups": entries})
+    if room < 0:
+        page.left_out.append(f"tokens beyond {PAGE_TOKENS:,}")
+
+
+def example_groups(records: list[Record], exported: Collection[Key]) -> list[tuple[str, Group]]:
     """Example groups of a step: of each env the most mixed, the best and the worst, and one with a failure."""
-    groups = [list(group) for _, group in groupby(sorted(records, key=group_key), key=group_key)]
-    by_env: dict[str, list[list[Record]]] = {}
-    for group in groups:
-        by_env.setdefault(group[0].env, []).append(group)
-    seen: set[int] = set()
-    for kind in KINDS:
-        for env_groups in by_env.values():
-            rest = [group for group in env_groups if id(group) not in seen]
-            if rest and len(seen) < GROUPS * min(2, len(by_env)):
-                best = max(rest, key=lambda group: (merit(kind, group), any(map(tokens.has, group))))
-                if kind == "mixed" and len(best) > 1 and merit(kind, best) == 0:
-                    continue
-                seen.add(id(best))
-                yield kind if len(best) > 1 or kind != "mixed" else "single", best
-    for group in groups:
-        if id(group) not in seen and any(record.stage is Stage.FAILED for record in group):
-            yield "failed", group
-            break
+    groups: dict[tuple[str, int, str], Group] = {}
+    for record in records:
+        groups.setdefault((record.env, record.group, str(record.task)), []).append(record)
+    chosen: dict[tuple[str, int, str], str] = {}
+    for kind, env in itertools.product(KINDS, dict.fromkeys(record.env for record in records)):
+        merits = {
+            key: (merit(kind, group), any(key_of(record) in exported for record in group))
+            for key, group in groups.items()
+            if key[0] == env and key not in chosen
+        }
+        best = max(merits, key=lambda key: merits[key], default=None)
+        if best is not None and len(chosen) < GROUPS and (kind != "mixed" or merits[best][0] > 0):
+            chosen[best] = kind
+    failed = [key for key, group in groups.items() if any(record.stage is Stage.FAILED for record in group)]
+    for key in [key for key in failed if key not in chosen][:1]:
+        chosen[key] = "failed"
+    return [(kind, groups[key]) for key, kind in chosen.items()]
 
 
-def group_key(record: Record) -> tuple[str, int, str]:
-    return record.env, record.group, str(record.task)
-
-
-def merit(kind: str, group: list[Record]) -> float:
+def merit(kind: str, group: Group) -> float:
+    """How well a group stands for its kind."""
     rewards = [record.reward for record in group if record.reward is not None and record.stage is not Stage.FAILED]
     if not rewards:
         return float("-inf")
-    mean = sum(reward / len(rewards) for reward in rewards)  # neither sums nor squares: an env may reward 1e308
-    deviation = math.dist(rewards, [mean] * len(rewards)) / len(rewards) ** 0.5
-    return {"mixed": round(deviation, 6), "best": mean, "worst": -mean}[kind]
+    if kind == "mixed":
+        return round(statistics.pstdev(rewards), 6)
+    return statistics.mean(rewards) if kind == "best" else -statistics.mean(rewards)
 
 
-def entry_of(kind: str, group: list[Record], places: dict[int, int]) -> dict[str, Any]:
+def entry_of(kind: str, group: Group, places: list[int]) -> dict[str, Any]:
+    """An example group, whose first rollouts have these places in the table."""
     first = group[0]
     return {
         "kind": kind,
-        "env": safe(first.env),
-        "title": safe(f"{first.env}, task {str(first.task)[:NAME]}, group {first.group}"),
-        "rollouts": [places[id(record)] for record in group[:MEMBERS]],
-        "more": max(0, len(group) - MEMBERS),
+        "env": first.env,
+        "title": f"{first.env}, task {str(first.task)[:NAME]}, group {first.group}",
+        "rollouts": places,
+        "more": len(group) - len(places),
     }
 
 
@@ -158,33 +164,29 @@ def row_of(record: Record) -> dict[str, Any]:
     outcome = record.outcome
     row = {
         "step": record.step,
-        "env": safe(record.env)[:NAME],
-        "agent": safe(record.agent) if record.agent != "agent" else None,
-        "task": safe(str(record.task))[:NAME],
+        "env": record.env[:NAME],
+        "agent": record.agent if record.agent != "agent" else None,
+        "task": str(record.task)[:NAME],
         "group": record.group,
         "rollout": record.rollout,
         "reward": rounded(record.reward),
         "advantage": rounded(record.advantage),
         "tokens": record.completion_tokens,
-        "outcome": (outcome.stage + (f" ({outcome.source})" if outcome.source else "")) if outcome else "evaluated",
-        "reason": safe(outcome.reason)[:NAME] if outcome and outcome.reason else None,
-        "parts": {safe(name): rounded(value) for name, value in record.rewards.items()},
-        "metrics": {safe(name): rounded(value) for name, value in record.metrics.items()},
+        "outcome": stage_and_source(outcome) if outcome else "evaluated",
+        "reason": outcome.reason[:NAME] if outcome and outcome.reason else None,
+        "parts": {name: rounded(value) for name, value in record.rewards.items()},
+        "metrics": {name: rounded(value) for name, value in record.metrics.items()},
         "versions": None if record.start_version is None else [record.start_version, record.end_version],
         "pool": record.difficulty_pool,
         "stop": record.stop,
-        "matched": {slot: safe(name) for slot, name in record.matched.items()},
+        "matched": record.matched,
     }
     return {name: value for name, value in row.items() if value not in (None, {})}
 
 
-def rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
-
-
-def add_messages(found: Rollouts, records: list[Record]) -> None:
+def add_messages(page: Rollouts, records: list[Record]) -> None:
     """Give rows their messages while there is room, those of examples first."""
-    examples = [place for step in found.examples for group in step["groups"] for place in group["rollouts"]]
+    examples = [place for step in page.examples for group in step["groups"] for place in group["rollouts"]]
     room, without = TEXT_BYTES, 0
     for place in dict.fromkeys([*examples, *range(len(records))]):
         shown = [message_of(message) for message in records[place].messages]
@@ -193,26 +195,27 @@ def add_messages(found: Rollouts, records: list[Record]) -> None:
             without += 1
             continue
         room -= size
-        found.rows[place]["messages"] = shown
+        page.rows[place]["messages"] = shown
     if without:
-        found.left_out.append(f"the messages of {without:,} rollouts (prl rollouts has them)")
+        page.left_out.append(f"the messages of {without:,} rollouts (prl rollouts has them)")
 
 
-def message_of(message: Any) -> dict[str, Any]:
-    calls = [safe(called(call)) for call in message.tool_calls]
+def message_of(message: Message) -> dict[str, Any]:
+    """A message as the script reads it. Fields without anything are left out."""
     shown = {
-        "role": safe(message.role),
-        "text": ends_of(safe(message.content)),
-        "reasoning": ends_of(safe(message.reasoning)) if message.reasoning else None,
-        "calls": [ends_of(call) for call in calls],
-        "name": safe(message.name) if message.name else None,
+        "role": message.role,
+        "text": ends_of(message.content),
+        "reasoning": ends_of(message.reasoning or ""),
+        "calls": [ends_of(called(call)) for call in message.tool_calls],
+        "name": message.name,
         "after": None if message.after is msgspec.UNSET else (message.after or 0) + 1,
-        "shown": None if message.sampled else True,
+        "shown": not message.sampled,
     }
-    return {name: value for name, value in shown.items() if value not in (None, [])}
+    return {name: value for name, value in shown.items() if value or name == "text"}
 
 
 def ends_of(text: str) -> str:
+    """A text, or both ends of a long one."""
     if len(text) <= LONG:
         return text
     return f"{text[: LONG // 2]}\n[… {len(text) - LONG:,} characters left out …]\n{text[-LONG // 2 :]}"

@@ -6,8 +6,6 @@ hashes; data for the script lies in a block of JSON, which the browser does not 
 
 import base64
 import hashlib
-import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,11 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
-from prl.monitors.text import CONTROL, safe
+from prl.monitors.text import safe
 
 TEMPLATES = Path(__file__).parent / "templates"
 UNSAFE = "<>&"
 """What HTML could take for the end of a block of JSON."""
-ESCAPE = re.compile(r"\\(?:\\|u[0-9a-f]{4}|[bfr])")
-"""A control character that JSON spells as an escape, or a backslash, which begins none."""
 
 
 def render(template: str, *, title: str, script: str = "", **values: Any) -> str:
@@ -64,15 +60,22 @@ def data_block(name: str, value: Mapping[str, Any]) -> Markup:
 
 
 def encoded(value: Any) -> str:
-    """The value as JSON: every sign in `UNSAFE` spelt as an escape, control characters in its texts written out."""
-    text = ESCAPE.sub(lambda match: _written(match[0]), msgspec.json.encode(value).decode())
-    text = CONTROL.sub(lambda match: _written(match[0]), text)
+    """The value as JSON, its texts as `harmless` leaves them, every sign in `UNSAFE` spelt as an escape."""
+    text = msgspec.json.encode(harmless(value)).decode()
     for sign in UNSAFE:
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text
 
 
-def _written(spelt: str) -> str:
-    """One character of a JSON text, as it stands or as its escape, written out where it is a control character."""
-    character = json.loads(f'"{spelt}"')
-    return spelt if safe(character) == character else json.dumps(safe(character))[1:-1]
+def harmless(value: Any) -> Any:
+    """The value with the control characters in its texts and keys written out."""
+    if isinstance(value, str):
+        return safe(value)
+    if isinstance(value, Mapping):
+        return {safe(str(key)): harmless(entry) for key, entry in value.items()}
+    return [harmless(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def rounded(value: float | None) -> float | None:
+    """A number in the four digits that a page shows."""
+    return None if value is None else float(f"{value:.4g}")

@@ -1,7 +1,6 @@
 """The page of a run: `report.html` in its directory. One file, made from what the directory holds, at any time."""
 
 import datetime
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,17 +10,16 @@ from hydra.core.global_hydra import GlobalHydra
 
 from prl.config.build import plain
 from prl.config.compose import compose
-from prl.monitors.text import safe
 from prl.tools.report import curves
 from prl.tools.report.examples import read_rollouts
 from prl.tools.report.html import data_block, render
 from prl.tools.report.runs import Run, flat, json_of, read_run
 from prl.tools.report.shares import read_spans, shares
+from prl.tools.report.variants import ABSENT, shown
 from prl.tools.report.verdict import duration, verdict
 from prl.transport.files import write_atomically
 
 log = logging.getLogger(__name__)
-ABSENT = "–"
 DIFF_BYTES = 200_000
 """Of uncommitted changes."""
 
@@ -43,6 +41,7 @@ def page(run: Run) -> str:
     panels, flat_ones = curves.panels(run.metrics)
     rollouts = read_rollouts(run.dir)
     run.problems.extend(rollouts.problems)
+    data = {"panels": [panel.data() for panel in panels], "rows": rollouts.rows, "examples": rollouts.examples}
     return render(
         "run.html.j2",
         script="run.js",
@@ -56,53 +55,31 @@ def page(run: Run) -> str:
         difference=list(difference(run.config)),
         provenance=_provenance(run),
         written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
-        safe=safe,
-        data=data_block(
-            "data",
-            {
-                "panels": [panel.data() for panel in panels],
-                "rows": rollouts.rows,
-                "examples": rollouts.examples,
-            },
-        ),
+        data=data_block("data", data),
     )
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
     """A few numbers with their names."""
     steps = run.metrics[run.metrics.index > 0]
-    asked = run.config.get("max_steps")
-    facts = [("steps", f"{run.result.steps}" + (f" of {asked}" if asked and asked != run.result.steps else ""))]
+    facts = [("steps", f"{run.result.steps}")]
     if run.result.seconds:
         facts.append(("whole run", duration(run.result.seconds)))
-    for name, key, unit in (
-        ("per step, median", "time/step", " s"),
-        ("tokens/s generated, median", "tokens/generated_per_second", ""),
-    ):
-        if key in steps and steps[key].notna().any():
-            facts.append((name, f"{float(steps[key].median()):,.3g}{unit}" if unit else f"{steps[key].median():,.0f}"))
-    for name, key in (("rollouts", "rollouts/arrived"), ("trained on", "rollouts/trained")):
-        if key in steps:
-            facts.append((name, f"{steps[key].sum():,.0f}"))
+    if "time/step" in steps:
+        facts.append(("per step, median", f"{steps['time/step'].median():,.3g} s"))
+    if "tokens/generated_per_second" in steps:
+        facts.append(("tokens/s generated, median", f"{steps['tokens/generated_per_second'].median():,.0f}"))
+    if "rollouts/trained" in steps:
+        facts.append(("rollouts trained on", f"{steps['rollouts/trained'].sum():,.0f}"))
     return facts
 
 
 def difference(config: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Key, default and value of what a run's config sets otherwise than the defaults do; "–" where there is none."""
-    try:
-        defaults = flat(plain(_defaults()))
-    except Exception as error:
-        log.warning("the defaults could not be composed: %s", error)
-        return
-    given = flat(config)
+    given, defaults = flat(config), flat(plain(_defaults()))
     for key in dict.fromkeys([*given, *defaults]):
-        value, default = given.get(key, ABSENT), defaults.get(key, ABSENT)
-        if value != default and key not in ("run.name", "run.dir"):
-            yield key, _spelt(default), _spelt(value)
-
-
-def _spelt(value: Any) -> str:
-    return safe(value if isinstance(value, str) else json.dumps(value, default=str))
+        if given.get(key, ABSENT) != defaults.get(key, ABSENT) and key not in ("run.name", "run.dir"):
+            yield key, shown(defaults.get(key, ABSENT)), shown(given.get(key, ABSENT))
 
 
 def _defaults() -> Any:
@@ -121,8 +98,11 @@ def _provenance(run: Run) -> list[tuple[str, str]]:
     diff = run.dir / "provenance.diff"
     if diff.is_file():
         entries["uncommitted changes"] = diff.read_bytes()[:DIFF_BYTES].decode(errors="replace")
-    named = {"directory": str(run.dir), **entries}
-    return [(safe(name), safe(_text(value))) for name, value in named.items() if value not in (None, "", [], {})]
+    return [
+        (name, _text(value))
+        for name, value in {"directory": str(run.dir), **entries}.items()
+        if value not in ("", None, [], {})
+    ]
 
 
 def _text(value: Any) -> str:

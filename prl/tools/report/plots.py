@@ -10,10 +10,12 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+
+from prl.tools.report.html import rounded
 
 POINTS = 500
-"""Longer curves are drawn as the means of as many neighbours as it takes."""
+"""Most points of a drawn curve."""
 SMOOTH_FROM = 30
 """Curves of at least so many points are drawn faint, with a running mean over a 25th of them on top."""
 COLOURS = ("#4a86c8", "#d9772e", "#3f9c66", "#9a70d0", "#cf5a8d", "#9c8c1f", "#3a9aa5", "#957b6e")
@@ -45,10 +47,6 @@ class Panel:
     """A few peaks far above the rest may be cut off."""
     log: bool = False
     """The axis is logarithmic, where all values are above 0."""
-    x: tuple[float, float] | None = None
-    """Ends of the x axis; None = those of the curves."""
-    left_out: int = 0
-    """Curves that are not in `series`, for there are too many."""
     y: tuple[float, float] | None = None
     """Both ends of the y axis; None = all that is drawn is in sight."""
 
@@ -67,11 +65,10 @@ class Panel:
     @property
     def limits(self) -> tuple[float, float]:
         """Both ends of the x axis."""
-        drawn = [series.index for series in self.series.values() if len(series)]
-        ends = self.x or [float(end) for index in drawn for end in index[[0, -1]]]
-        low, high = (min(ends), max(ends)) if ends else (0.0, 1.0)
+        steps = np.concatenate([np.zeros(0), *(series.dropna().index for series in self.series.values())])
+        low, high = (steps.min(), steps.max()) if len(steps) else (0.0, 1.0)
         margin = 0.015 * (high - low) or 0.5  # a point at the end is whole
-        return low - margin, high + margin
+        return float(low - margin), float(high + margin)
 
     def source(self) -> str:
         """The chart as the source of a page's `img`."""
@@ -85,19 +82,19 @@ class Panel:
     def draw(self, axes: Any) -> None:
         """Draw the curves into matplotlib's axes."""
         for place, (name, whole) in enumerate(self.series.items()):
-            values, colour = thinned(whole.dropna()), COLOURS[place % len(COLOURS)]
+            values, colour = whole.dropna(), COLOURS[place % len(COLOURS)]
             if name in self.bands:
-                low, high = (smoothed(thinned(edge.dropna())) for edge in self.bands[name])
+                low, high = (smoothed(edge.dropna()) for edge in self.bands[name])
                 axes.fill_between(low.index, low, high, color=colour, alpha=0.18, linewidth=0)
             if len(values) >= SMOOTH_FROM:
-                axes.plot(values.index, values, linewidth=0.8, alpha=0.3, color=colour)
+                axes.plot(thinned(values), linewidth=0.8, alpha=0.3, color=colour)
             marker = {"marker": "o", "markersize": 3.2} if len(values) <= 12 else {}
             dash = DASHES[place // len(COLOURS) % len(DASHES)]
-            mean = smoothed(values)
-            axes.plot(mean.index, mean, linewidth=1.5, linestyle=dash, color=colour, label=name, **marker)
-            for curves, look in ((self.thin, {"linewidth": 0.7, "alpha": 0.6}), (self.single, {"linestyle": ":"})):
-                for values in map(smoothed, map(thinned, curves.get(name, []))):
-                    axes.plot(values.index, values, color=colour, **look)
+            axes.plot(smoothed(values), linewidth=1.5, linestyle=dash, color=colour, label=name, **marker)
+            for curve in self.thin.get(name, []):
+                axes.plot(smoothed(curve), color=colour, linewidth=0.7, alpha=0.6)
+            for curve in self.single.get(name, []):
+                axes.plot(smoothed(curve), color=colour, linestyle=":")
         self._scale(axes)
 
     def _scale(self, axes: Any) -> None:
@@ -110,7 +107,7 @@ class Panel:
             if self.zero:
                 axes.set_ylim(bottom=0, top=self.cut or (None if len(values) and values.max() > 0 else 1))
             axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axes.set_xlim(*self.limits)
         if self.y is not None:
             axes.set_ylim(*self.y)
@@ -128,7 +125,7 @@ class Panel:
         values = {}
         for name, whole in self.series.items():
             series = thinned(whole.dropna())
-            values[name] = [[digits(x) for x in series.index], [digits(y) for y in series]]
+            values[name] = [[float(step) for step in series.index], [rounded(value) for value in series]]
         return {"box": [left, 1 - bottom - height, width, height], "x": list(self.limits), "series": values}
 
 
@@ -152,29 +149,12 @@ def png(panels: list[Panel]) -> bytes:
 
 
 def thinned(series: pd.Series) -> pd.Series:
-    """The series in at most POINTS points: means of neighbours."""
-    if len(series) <= POINTS:
-        return series
-    bins = np.arange(len(series)) * POINTS // len(series)
-    index = pd.Series(series.index, dtype=float).groupby(bins).mean()
-    return pd.Series(series.groupby(bins).mean().to_numpy(), index=index.to_numpy())
+    """Every so-manieth point of the series, at most POINTS of them, the last among them."""
+    return series.iloc[:: -(len(series) // POINTS + 1)].iloc[::-1]
 
 
 def smoothed(series: pd.Series) -> pd.Series:
-    """The running mean over a 25th of the points; of a curve of few points, the curve itself."""
+    """The running mean over a 25th of the points, thinned; of a curve of few points, the curve itself."""
     if len(series) < SMOOTH_FROM:
         return series
-    return series.rolling(max(2, len(series) // 25), min_periods=1, center=True).mean()
-
-
-def digits(value: float, kept: int = 4) -> float | None:
-    """A number in so many digits; None for what JSON does not have."""
-    return float(f"{value:.{kept}g}") if np.isfinite(value) else None
-
-
-def short(value: float) -> str:
-    """A tick's label: 0.25, 12k, 3e-05."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= max(size, 10_000):
-            return f"{value / size:.3g}{letter}"
-    return f"{value:.4g}"
+    return thinned(series.rolling(max(2, len(series) // 25), min_periods=1, center=True).mean())

@@ -1,6 +1,5 @@
 """A run directory read back: finished, running, crashed or refused; nothing in it is instantiated."""
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import pandas as pd
 from prl.config.run_yaml import yaml_of
 from prl.config.suggestions import override_key
 from prl.errors import UNREADABLE, ConfigError
+from prl.monitors.text import in_one_line
 from prl.runs.owner import is_owned
 from prl.runs.result import RunResult
 from prl.runs.run_dir import RUN_FILES
@@ -77,13 +77,12 @@ def read_run(folder: str | Path) -> Run:
     if result is None:
         last = int(metrics.index[-1]) if len(metrics) else 0
         result = RunResult(status="running" if is_owned(folder) else "crashed", steps=last)
-    config = _yaml(folder / "config.yaml", dict[str, Any], problems) or {}
     overrides = _yaml(folder / ".hydra" / "overrides.yaml", list[str], problems) or []
     sweep = json_of(folder.parent / "sweep.json", Sweep, problems)
     fixed = {key.lstrip("~") for key in sweep.fixed} if sweep else set(map(override_key, overrides))
     return Run(
         dir=folder,
-        config=config,
+        config=_yaml(folder / "config.yaml", dict[str, Any], problems) or {},
         overrides=overrides,
         searched=[key for key in map(override_key, overrides) if key not in fixed],
         result=result,
@@ -119,14 +118,32 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
+def lines_of(path: Path, kind: type[T], problems: list[str]) -> list[T]:
+    """The lines of a JSON Lines file but for those that cannot be read, and a last one that is still being written."""
+    decoder = msgspec.json.Decoder(kind)
+    written = path.read_bytes() if path.is_file() else b""
+    lines, damaged = [], 0
+    for line in written[: written.rfind(b"\n") + 1].splitlines():
+        try:
+            lines += [decoder.decode(line)] if line.strip() else []
+        except UNREADABLE:
+            damaged += 1
+    if damaged:
+        problems.append(f"{path}: {damaged} line{'s' * (damaged != 1)} cannot be read")
+    return lines
+
+
+def json_of(path: Path, kind: type[T], problems: list[str]) -> T | None:
+    return _decoded(path, lambda text: msgspec.json.decode(text, type=kind), problems)
+
+
 def _below(folder: Path) -> Iterator[Path]:
     if is_run(folder):
         yield folder
     elif folder.is_dir():
-        names = (entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
-        for name in sorted(names, key=_natural):
-            if not name.startswith(".") and not MOVED_ASIDE.search(name):
-                yield from _below(folder / name)
+        for path in sorted(folder.iterdir(), key=lambda path: _natural(path.name)):
+            if not path.name.startswith(".") and not MOVED_ASIDE.search(path.name):
+                yield from _below(path)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -138,51 +155,26 @@ def _instead(folder: Path) -> str:
     """What is there in place of a run."""
     if not folder.is_dir():
         return "it is a file" if folder.exists() else "it does not exist"
-    names = sorted(entry.name for entry in os.scandir(folder))
+    names = sorted(path.name for path in folder.iterdir())
     return f"it has {', '.join(names[:8])}{', …' if len(names) > 8 else ''}" if names else "it is empty"
 
 
 def _metrics(path: Path, problems: list[str]) -> pd.DataFrame:
     """A frame of the lines; several lines of one step become one, with the last value of each metric."""
-    decoder = msgspec.json.Decoder(dict[str, float | None])
-    lines = []
-    written = (path.read_bytes() if path.is_file() else b"").split(b"\n")
-    for number, text in enumerate(written, 1):
-        if not text.strip():
-            continue
-        try:
-            line = decoder.decode(text)
-            lines.append({"step": int(line.pop("step") or 0)} | line)
-        except (*UNREADABLE, KeyError) as error:
-            if number < len(written):  # an unfinished last line is a run that is writing, or was killed at it
-                reason = "it has no step" if isinstance(error, KeyError) else error
-                problems.append(f"{path}, line {number} is left out: {reason}")
-    if not lines:
-        return pd.DataFrame(index=pd.Index([], name="step", dtype=int), dtype=float)
-    frame = pd.DataFrame.from_records(lines).set_index("step").astype(float).sort_index(kind="stable")
-    return frame if frame.index.is_unique else frame.groupby(level=0).last()
+    lines = [line for line in lines_of(path, dict[str, float | None], problems) if line.get("step") is not None]
+    frame = pd.DataFrame.from_records(lines, columns=None if lines else ["step"]).astype(float)
+    frame["step"] = frame["step"].astype(int)
+    return frame.groupby("step").last()
 
 
 def _yaml(path: Path, kind: type[T], problems: list[str]) -> T | None:
     return _decoded(path, lambda text: msgspec.convert(yaml_of(text.decode()), kind), problems)
 
 
-def json_of(path: Path, kind: type[T], problems: list[str]) -> T | None:
-    return _decoded(path, lambda text: msgspec.json.decode(text, type=kind), problems)
-
-
 def _decoded(path: Path, decode: Callable[[bytes], T], problems: list[str]) -> T | None:
-    text = content(path, problems)
+    """What a file says; None where it is not there, or empty, or cannot be read, which becomes a problem."""
     try:
-        return decode(text) if text else None
+        return decode(path.read_bytes()) if path.is_file() else None
     except Exception as error:  # of YAML, OmegaConf, msgspec: one file must not keep the others from being read
-        problems.append(f"{path} cannot be read: {' '.join(str(error).split())}")
+        problems.append(f"{path} cannot be read: {in_one_line(error)}")
         return None
-
-
-def content(path: Path, problems: list[str]) -> bytes:
-    """The bytes of a file that is never empty; none where it is not there."""
-    text = path.read_bytes().strip() if path.is_file() else b""
-    if not text and path.is_file():
-        problems.append(f"{path} is empty")
-    return text

@@ -3,17 +3,13 @@
 Left out are the start, the time before a run went on, and what came after the last update.
 """
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 
-import msgspec
-
-from prl.errors import UNREADABLE
-from prl.tools.report.runs import content
+from prl.tools.report.runs import lines_of
 from prl.transport.events import (
     ENGINE,
     EVALUATION,
@@ -39,18 +35,8 @@ Times = list[tuple[float, float]]
 
 def read_spans(run_dir: Path, problems: list[str]) -> list[Span]:
     """All spans of a run by their start; lines that cannot be read are left out, and `problems` says so."""
-    decoder = msgspec.json.Decoder(Span)
-    spans: list[Span] = []
-    for path in sorted((run_dir / FOLDER).glob("[!.]*.jsonl")):
-        lines, readable = content(path, problems).splitlines(), list[Span]()
-        for line in lines:
-            with contextlib.suppress(*UNREADABLE):
-                span = decoder.decode(line)
-                if 0 <= span.start <= span.stop and isfinite(span.stop):
-                    readable.append(span)
-        if len(readable) < len(lines):
-            problems.append(f"{path}: {len(lines) - len(readable)} of {len(lines)} lines cannot be read")
-        spans += readable
+    files = sorted((run_dir / FOLDER).glob("[!.]*.jsonl"))
+    spans = [span for path in files for span in lines_of(path, Span, problems)]
     return sorted(spans, key=lambda span: (span.start, span.stop))
 
 
@@ -66,16 +52,15 @@ class Shares:
 
     def busy(self, process: str) -> float:
         """The share of the time in which a process was at work."""
-        return sum(share for what, share in self.did[process].items() if is_work(what))
+        return work_of(self.did.get(process, {}))
 
     @property
     def sentence(self) -> str:
         """`engine 92 % busy (18 % loading weights), trainer 31 %: generation-bound`."""
         engines = engines_of(self.did)
-        busy = sum(self.busy(name) for name in engines) / max(1, len(engines))
-        trainer = self.busy(TRAINER) if TRAINER in self.did else 0.0
+        busy = sum(map(self.busy, engines)) / max(1, len(engines))
         engine = f"engine {100 * busy:.0f} % busy ({100 * mean_share(self.did, LOADING):.0f} % loading weights)"
-        return f"{engine}, trainer {100 * trainer:.0f} %: {self.bound}"
+        return f"{engine}, trainer {100 * self.busy(TRAINER):.0f} %: {self.bound}"
 
 
 def shares(spans: Sequence[Span]) -> Shares | None:
@@ -97,10 +82,10 @@ def shares(spans: Sequence[Span]) -> Shares | None:
 
 def bound_of(did: dict[str, dict[str, float]], nobody: float) -> str:
     """What takes the largest share of the time; `nobody`: in which none but the orchestrator was at work."""
-    evaluating = sum(share for what, share in did.get(EVALUATION, {}).items() if is_work(what))
+    evaluating = work_of(did.get(EVALUATION, {}))
     generation = max(0.0, mean_share(did, GENERATING) - evaluating)  # an evaluation generates, too
-    update = sum(share for what, share in did.get(TRAINER, {}).items() if is_work(what))
-    own = min(nobody, sum(share for what, share in did.get(ORCHESTRATOR, {}).items() if is_work(what)))
+    update = work_of(did.get(TRAINER, {}))
+    own = min(nobody, work_of(did.get(ORCHESTRATOR, {})))
     took = {
         "generation-bound": generation,
         "update-bound": update,
@@ -149,6 +134,11 @@ def within(first: float, last: float, times: Times) -> float:
 def is_work(what: str) -> bool:
     """Whether a process that does this is at work."""
     return not what.startswith(WAITING)
+
+
+def work_of(own: dict[str, float]) -> float:
+    """The share of the time in which a process that did this was at work."""
+    return sum(share for what, share in own.items() if is_work(what))
 
 
 def engines_of(did: dict[str, dict[str, float]]) -> list[str]:

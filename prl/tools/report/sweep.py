@@ -24,8 +24,6 @@ DRAWN = (
     "band its interval. A dotted line is one run that has not completed. The axis is as high as the runs; an interval "
     "of few seeds can be wider. Curves of 30 points and more are running means."
 )
-NAMED = 5
-"""Folders that the title names."""
 
 
 def write_summary(
@@ -51,7 +49,7 @@ def write_summary(
             try_to_write(run.dir)
     parts, charts, heading = tables(summary), panels(summary), title(summary, folders)
     picture = ["![curves](curves.png)\n"] if charts else []
-    text = "\n".join([f"# {escaped(heading)}\n", f"{METHOD}\n", *picture, *(markdown(table, out) for table in parts)])
+    text = "\n".join([f"# {escaped(heading)}\n", f"{METHOD}\n", *picture, *(markdown(table) for table in parts)])
     html = render(
         "summary.html.j2",
         title=heading,
@@ -70,10 +68,7 @@ def write_summary(
 
 def title(summary: Summary, folders: Sequence[str | Path]) -> str:
     """`demo: 4 runs (3 completed, 1 crashed), 2 variants`; first the folders that were asked for."""
-    paths = [os.path.abspath(folder) for folder in folders]
-    common = os.path.commonpath([os.path.dirname(path) for path in paths])
-    named = [os.path.relpath(path, common) for path in paths]
-    folder = ", ".join(named[:NAMED]) + (f" and {len(named) - NAMED} more" if len(named) > NAMED else "")
+    folder = ", ".join(os.path.basename(os.path.abspath(folder)) for folder in folders)
     runs, variants = len(summary.runs), len(summary.variants.members)
     ended = statuses(summary.runs)
     return f"{folder}: {runs} run{'s' * (runs != 1)} ({ended}), {variants} variant{'s' * (variants != 1)}"

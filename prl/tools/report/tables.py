@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import quote
 
 import pandas as pd
 from rich import box
@@ -16,7 +15,7 @@ from rich.text import Text
 from prl.monitors.text import safe
 from prl.tools.report.runs import Run
 from prl.tools.report.statistics import LEVEL
-from prl.tools.report.summary import COMPLETED, LAST, Summary
+from prl.tools.report.summary import COMPLETED, LAST, TO_THRESHOLD, Summary
 from prl.tools.report.variants import ABSENT, overrides_of, seed_of
 from prl.tools.report.verdict import without_value
 
@@ -24,8 +23,6 @@ PAGE = "report.html"
 """A run's own page, in its directory."""
 ERROR = 200
 """Longest error in a table, characters."""
-IN_LINKS = "/=,+@:"
-"""What a link of Markdown has as it is, beside letters and digits."""
 ROUNDING = 1e-12
 """A half interval below this share of its mean comes of rounding: the seeds are equal."""
 SHOWN = 2
@@ -35,9 +32,8 @@ METHOD = (
     "runs, runs of one seed counting as their mean; "
     f"± is half the {LEVEL:.0%} t interval over seeds (standard error times the quantile of Student's t with n − 1 "
     "degrees of freedom), left out where there is one seed. final: the last value of an evaluation, else the mean of "
-    f"the last {LAST} steps that have one. best: the highest value. area: under the curve, by trapezoids, per step. "
-    "to …: until the first value that is at least this: the step, the tokens sampled, the seconds since step 0. best "
-    "and to … are of metrics that are to rise (rewards, what an env measures, ref_kl), or of all with a --threshold. "
+    f"the last {LAST} steps that have one. area: under the curve, by trapezoids, per step. to … (--threshold): until "
+    "the first value that is at least this: the step, the tokens sampled, the seconds since step 0. "
     '"1 of 2": one of two completed runs reached it, or has the metric, and the number is over it alone.'
 )
 
@@ -76,8 +72,8 @@ def records(summary: Summary) -> pd.DataFrame:
     A run without a config is a row without a metric; its keys are as they were typed. Runs are paths from the folder
     they have in common.
     """
-    paths = dict(zip([str(run.dir) for run in summary.runs], names(summary.runs), strict=True))
-    others = [run for run in summary.runs if str(run.dir) not in set(summary.table["run"])]
+    counted = set(summary.table["run"])
+    others = [run for run in summary.runs if str(run.dir) not in counted]
     rows = [{"run": str(run.dir), "seed": seed_of(run), "status": run.status} for run in others]
     table = pd.DataFrame.from_records([*summary.table.to_dict("records"), *rows], columns=list(summary.table))
     values = {str(run.dir): overrides_of(run) for run in summary.runs}
@@ -85,7 +81,8 @@ def records(summary: Summary) -> pd.DataFrame:
         values |= {str(run.dir): dict(zip(summary.variants.columns, member, strict=True)) for run in runs}
     for place, key in enumerate(summary.variants.columns):
         table.insert(2 + place, key, [values[run].get(key, "") for run in table["run"]])
-    return table.assign(run=table["run"].map(paths))
+    paths = [str(run.dir) for run in summary.runs]
+    return table.assign(run=table["run"].map(dict(zip(paths, names(summary.runs), strict=True))))
 
 
 def statuses(runs: list[Run]) -> str:
@@ -112,21 +109,11 @@ def one_line(error: str | None) -> str:
     return safe(text if len(text) <= ERROR else text[: ERROR - 1] + "…")
 
 
-def markdown(table: Table, folder: Path) -> str:
-    """The table in Markdown, for a file in `folder`.
-
-    Pages of runs that lie elsewhere are not linked: the file may be kept without them.
-    """
-    links = [
-        quote(os.fsencode(os.path.relpath(link, folder)), safe=IN_LINKS)
-        if link and Path(link).is_relative_to(folder)
-        else None
-        for link in table.links or [None] * len(table.rows)
-    ]
-    rows = [[escaped(cell) for cell in row] for row in table.rows]
-    rows = [[f"[{row[0]}](<{link}>)" if link else row[0], *row[1:]] for row, link in zip(rows, links, strict=True)]
+def markdown(table: Table) -> str:
+    """The table in Markdown."""
     rule = ["---:" if head in table.numbers else "---" for head in table.head]
-    lines = ["| " + " | ".join(row) + " |" for row in [[escaped(head) for head in table.head], rule, *rows]]
+    rows = [[escaped(cell) for cell in row] for row in [table.head, *table.rows]]
+    lines = ["| " + " | ".join(row) + " |" for row in [rows[0], rule, *rows[1:]]]
     return f"## {escaped(table.title)}\n\n" + "\n".join(lines) + "\n"
 
 
@@ -142,8 +129,8 @@ def terminal(table: Table) -> RichTable:
 
 
 def _measured(summary: Summary, metric: str) -> Table:
-    shown, threshold = summary.statistics_of(metric), number(summary.thresholds.get(metric, math.nan))
-    heads = [f"{name} to {threshold}" if name in ("steps", "tokens", "seconds") else name for name in shown]
+    shown = summary.statistics
+    heads = [f"{name} to {number(summary.threshold or 0.0)}" if name in TO_THRESHOLD else name for name in shown]
     grouped, rows = summary.grouped(metric), []
     for values, runs in summary.variants.members.items():
         row = grouped.loc[summary.variants.label(values)]

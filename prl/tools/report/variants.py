@@ -1,7 +1,6 @@
 """What differs between runs, and which of them differ in nothing but their seeds."""
 
 from collections import Counter
-from collections.abc import Hashable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
@@ -48,9 +47,9 @@ def variants(runs: list[Run]) -> Variants:
     keys = [key for key in dict.fromkeys(key for config in configs for key in config) if _compared(key)]
     varying = {key: values for key in keys if len(set(values := [config.get(key, ABSENT) for config in configs])) > 1}
     same = [tuple(values[place] for values in varying.values()) for place in range(len(known))]
-    searched = dict.fromkeys(key for run in runs for key in run.searched if _compared(key))
-    kept = {key: _values(key, known, configs) for key in searched}
-    columns = _telling(kept | _typed(known, same, varying) | varying, same, set(kept))
+    searched = [key for key in dict.fromkeys(key for run in runs for key in run.searched) if _compared(key)]
+    typed = [key for key in dict.fromkeys(key for run in known for key in overrides_of(run)) if _compared(key)]
+    columns = _telling({key: _values(key, known, configs) for key in [*searched, *typed]} | varying, same, searched)
     members: dict[tuple[str, ...], list[Run]] = {}
     for place, run in enumerate(known):
         members.setdefault(tuple(values[place] for values in columns.values()), []).append(run)
@@ -81,28 +80,22 @@ def _compared(key: str) -> bool:
     return not any(fnmatch(key, pattern) for pattern in NOT_COMPARED)
 
 
-def _typed(runs: list[Run], same: list[tuple[str, ...]], varying: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Overrides that vary, and do so between variants alone -> the value for each run."""
-    typed = [overrides_of(run) for run in runs]
-    values_of = {}
-    for key in dict.fromkeys(key for overrides in typed for key in overrides if _compared(key)):
-        values = varying.get(key) or [overrides.get(key, "default") for overrides in typed]
-        if len(set(values)) > 1 and len(set(zip(same, values, strict=True))) == len(set(same)):
-            values_of[key] = values
-    return values_of
-
-
 def _values(key: str, runs: list[Run], configs: list[dict[str, str]]) -> list[str]:
     """The value of a key for each run: in its config, else as it was typed, as for a group."""
     return [config.get(key, overrides_of(run).get(key, "default")) for run, config in zip(runs, configs, strict=True)]
 
 
-def _telling(candidates: dict[str, list[str]], same: list[tuple[str, ...]], kept: set[str]) -> dict[str, list[str]]:
-    """Those `kept`, then those with most values, until they tell apart all that is not the same; in their own order."""
-    parts: list[Hashable] = list(zip(*(candidates[key] for key in kept), strict=True)) or [()] * len(same)
-    chosen = set(kept)
+def _telling(
+    candidates: dict[str, list[str]], same: list[tuple[str, ...]], searched: list[str]
+) -> dict[str, list[str]]:
+    """Those that were searched, then those with most values, until they tell apart all runs that are not the same."""
+
+    def parts(keys: list[str]) -> int:
+        return len(set(zip(*(candidates[key] for key in keys), strict=True))) or 1
+
+    chosen = list(searched)
     for key in sorted(candidates, key=lambda key: -len(set(candidates[key]))):
-        finer = list(zip(parts, candidates[key], strict=True))
-        if len(set(finer)) > len(set(parts)):
-            parts, chosen = list(finer), chosen | {key}
+        parts_the_same = len(set(zip(same, candidates[key], strict=True))) > len(set(same))
+        if parts([*chosen, key]) > parts(chosen) and not parts_the_same:
+            chosen.append(key)
     return {key: values for key, values in candidates.items() if key in chosen}

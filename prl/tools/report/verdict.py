@@ -13,11 +13,12 @@ import pandas as pd
 from prl.monitors.metric_names import SAMPLED
 from prl.tools.report.runs import Run
 from prl.tools.report.shares import Shares
+from prl.tools.report.statistics import curve
 
 ENDS = 5
 """Steps over which the first and the last value of a metric are averaged."""
 NO_SIGNAL = 0.5
-"""Share of a batch that nothing is learnt from, from which on it is said."""
+"""Share of the last batches that nothing is learnt from, from which on it is said."""
 FELL_BACK = 0.1
 """Share of the rise in reward whose loss again is said."""
 ENTROPY_LEFT = 0.1
@@ -59,21 +60,25 @@ def verdict(run: Run, times: Shares | None = None) -> Verdict:
     `times` says who was at work while its steps were made; None where that is not known.
     """
     steps = run.metrics[run.metrics.index > 0]
-    state, rise = state_of(run), rewards(steps)
-    signal = missing_signal(steps)
-    findings = [*rise, *evaluations(run.metrics)]
+    state, signal, ceased = state_of(run), missing_signal(steps), without_value(run.metrics)
+    findings = [*rewards(steps), *evaluations(run.metrics)]
     if times is not None:
-        findings.append(Finding(f"{times.sentence[:1].upper()}{times.sentence[1:]} (`prl timeline`)."))
+        findings.append(Finding(f"{capitalised(times.sentence)} (`prl timeline`)."))
     if signal:
-        findings.append(Finding(signal[1], "warn"))
+        why = "its rollouts were dropped by a filter, or none of their tokens trained"
+        findings.append(Finding(f"{signal}: {why}.", "warn"))
     findings += [Finding(text, "warn") for text in warnings(steps)]
-    ceased = without_value(run.metrics)
-    text = "; ".join(filter(None, [*ceased, reward_line(steps), times.bound if times else None, signal and signal[0]]))
-    headline = f"{text[:1].upper()}{text[1:]}." if text else "No training step was recorded."
-    mood: Mood = "warn" if ceased else "plain"
+    facts = [*ceased, reward_line(steps), times.bound if times else "", signal]
+    text = "; ".join(filter(None, facts)) or "no training step was recorded"
+    headline = Finding(f"{capitalised(text)}.", "warn" if ceased else "plain")
     if state.mood == "good":
-        return Verdict(headline, [state, *findings], mood)
-    return Verdict(state.text, [Finding(headline, mood), *findings], state.mood)
+        return Verdict(headline.text, [state, *findings], headline.mood)
+    return Verdict(state.text, [headline, *findings], state.mood)
+
+
+def capitalised(text: str) -> str:
+    """A sentence's beginning."""
+    return text[:1].upper() + text[1:]
 
 
 def without_value(metrics: pd.DataFrame) -> list[str]:
@@ -107,31 +112,34 @@ def state_of(run: Run) -> Finding:
 
 
 def reward_line(steps: pd.DataFrame) -> str:
-    ends = first_last(column(steps, SAMPLED))
+    ends = first_last(curve(steps, SAMPLED))
     return f"reward {score(ends[0])} to {score(ends[1])}" if ends else ""
 
 
 def rewards(steps: pd.DataFrame) -> list[Finding]:
+    """The reward of each env, first and last, and its best where much of the rise was lost again."""
     findings = []
     envs = [match[1] for key in steps if (match := re.fullmatch(r"reward/(.+)/mean", key))]
     for env in [env for env in envs if env != "all"] or envs:
-        series = column(steps, f"reward/{env}/mean")
+        series = curve(steps, f"reward/{env}/mean")
         if not (ends := first_last(series)):
             continue
+        text = f"{env}: sampled reward {score(ends[0])} to {score(ends[1])}"
         smooth = series.rolling(min(ENDS, len(series))).mean()
-        best, at = smooth.max(), int(smooth.idxmax())
-        text, mood = f"{env}: sampled reward {score(ends[0])} to {score(ends[1])}", "plain"
-        if best - ends[0] > 0 and best - ends[1] > FELL_BACK * (best - ends[0]) and len(series) >= 4 * ENDS:
-            text, mood = f"{text}, after {score(best)} at step {at}", "warn"
-        findings.append(Finding(f"{text}.", mood))  # type: ignore[arg-type]
+        best = smooth.max()
+        if len(series) >= 4 * ENDS and best - ends[1] > FELL_BACK * (best - ends[0]) > 0:
+            findings.append(Finding(f"{text}, after {score(best)} at step {smooth.idxmax()}.", "warn"))
+        else:
+            findings.append(Finding(f"{text}."))
     return findings
 
 
 def evaluations(metrics: pd.DataFrame) -> list[Finding]:
+    """The held-out reward of each env, first and last."""
     findings = []
     for key in metrics:
         match = re.fullmatch(r"eval/(.+)/(avg@\d+)", str(key))
-        series = column(metrics, str(key))
+        series = curve(metrics, str(key))
         if match and len(series):
             last = f", {score(series.iloc[-1])} at {series.index[-1]}" if len(series) > 1 else ""
             first = f"{score(series.iloc[0])} at step {series.index[0]}"
@@ -139,44 +147,35 @@ def evaluations(metrics: pd.DataFrame) -> list[Finding]:
     return findings
 
 
-def missing_signal(steps: pd.DataFrame) -> tuple[str, str] | None:
-    """The share of each batch that nothing is learnt from, and since when it is NO_SIGNAL or more."""
-    batch, trained = column(steps, "rollouts/batch"), column(steps, "rollouts/trained")
-    share = (1 - trained / batch.where(batch > 0)).dropna()
-    if len(share) < ENDS:
-        return None
-    smooth = share.rolling(ENDS, min_periods=1).mean()
-    below = smooth.index[smooth < NO_SIGNAL]
-    since = share[share.index > below[-1]] if len(below) else share
-    if len(since) < ENDS:
-        return None
-    from_step = f"from step {since.index[0]} on" if len(below) else "from the start"
-    text = f"{percent(since.mean())} of each batch had no signal {from_step}"
-    return text, f"{text}: its rollouts were dropped by a filter, or none of their tokens trained."
+def missing_signal(steps: pd.DataFrame) -> str:
+    """The share of the last batches that nothing was learnt from, where it is NO_SIGNAL or more; else empty."""
+    batch, trained = curve(steps, "rollouts/batch"), curve(steps, "rollouts/trained")
+    share = (1 - trained / batch.where(batch > 0)).dropna().iloc[-ENDS:]
+    missing = len(share) == ENDS and share.mean() >= NO_SIGNAL
+    return f"{percent(share.mean())} of each of the last batches had no signal" if missing else ""
 
 
 def warnings(steps: pd.DataFrame) -> Iterator[str]:
     """What is not as it should be, by the thresholds above."""
-    first, last = first_last(column(steps, "entropy/all/mean")) or (0.0, 0.0)
+    first, last = first_last(curve(steps, "entropy/all/mean")) or (0.0, 0.0)
     if first > 0 and last <= ENTROPY_LEFT * first:
         yield f"Entropy fell to {percent(last / first)}: {first:.3g} to {last:.3g} nats per token."
-    first, last = first_last(column(steps, "logprob_gap/mean")) or (0.0, 0.0)
+    first, last = first_last(curve(steps, "logprob_gap/mean")) or (0.0, 0.0)
     if last >= GAP_HIGH and last >= GAP_GREW * first:
         yield f"The gap between trainer and sampler rose: {first:.2g} to {last:.2g} nats per token."
     for key in steps:
         match = re.fullmatch(r"truncated/(?!all$)(.+)", str(key))
-        if match and (ends := first_last(column(steps, str(key)))) and ends[1] >= TRUNCATED:
+        if match and (ends := first_last(curve(steps, str(key)))) and ends[1] >= TRUNCATED:
             yield f"{match[1]}: a length limit cut off {percent(ends[1])} of the last rollouts."
-    arrived = total(steps, "rollouts/arrived")
-    dropped, failed = total(steps, "off_policy/dropped"), total(steps, "rollouts/errored")
+    arrived = curve(steps, "rollouts/arrived").sum()
+    dropped, failed = curve(steps, "off_policy/dropped").sum(), curve(steps, "rollouts/errored").sum()
     if arrived and dropped >= STALE * arrived:
         yield f"{dropped:.0f} rollouts were dropped as too old, {percent(dropped / arrived)} of those finished."
-    if failed and failed >= ERRORED * arrived:
-        kinds = {str(key).rpartition("/")[2]: total(steps, key) for key in steps if str(key).startswith("errors/all/")}
-        most = max(kinds, key=lambda kind: kinds[kind], default="")
-        named = f", most by {most}" if kinds.get(most) else ""
-        yield f"{failed:.0f} rollouts failed, {percent(failed / arrived)} of those finished{named}."
-    if invalid := total(steps, "tokens/invalid_logprobs"):
+    if arrived and failed and failed >= ERRORED * arrived:
+        kinds = steps.filter(regex="^errors/all/").sum()
+        most = f", most by {kinds.idxmax().rpartition('/')[2]}" if kinds.any() else ""
+        yield f"{failed:.0f} rollouts failed, {percent(failed / arrived)} of those finished{most}."
+    if invalid := curve(steps, "tokens/invalid_logprobs").sum():
         yield f"{invalid:.0f} tokens had no usable sampler logprob and did not train."
 
 
@@ -184,16 +183,6 @@ def first_last(series: pd.Series) -> tuple[float, float] | None:
     """The means of the first and of the last values; None without any."""
     count = min(ENDS, max(1, len(series) // 3))
     return (float(series.iloc[:count].mean()), float(series.iloc[-count:].mean())) if len(series) else None
-
-
-def column(frame: pd.DataFrame, key: str) -> pd.Series:
-    """A metric where it was recorded."""
-    return frame[key].dropna() if key in frame else pd.Series(dtype=float)
-
-
-def total(frame: pd.DataFrame, key: str) -> float:
-    """The sum of a metric over the steps."""
-    return float(column(frame, key).sum())
 
 
 def score(value: float) -> str:

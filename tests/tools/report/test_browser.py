@@ -32,36 +32,34 @@ def browser():
         made.close()
 
 
-@pytest.fixture
-def open_page(browser, tmp_path):
-    """`open_page(steps=…, rollouts=…)`: the page of a made-up run in the browser.
+def open_page(browser, folder, **size):
+    """The page of a made-up run in the browser, cut off from the network.
 
-    With `run`, its directory; `requests`, what the page asked for; `said`, what it wrote to the console and what it
-    raised. The network is cut off.
+    With `run`, its directory; `requests`, what the page asked for; `printed`, what it wrote to the console and what it
+    raised.
     """
     context = browser.new_context(viewport={"width": 1280, "height": 900}, offline=True)
     context.set_default_timeout(60_000)
+    run = make_run(folder / "run", **size)
+    path, page = write_page(run), context.new_page()
+    opened = SimpleNamespace(run=run, path=path, page=page, requests=[], printed=[])
+    page.on("request", lambda request: opened.requests.append(request.url))
+    page.on("console", lambda message: opened.printed.append(message.text))
+    page.on("pageerror", lambda error: opened.printed.append(str(error)))
+    page.on("dialog", lambda dialog: (opened.printed.append(dialog.message), dialog.dismiss()))
+    page.goto(path.as_uri())
+    return opened
 
-    def open_(write=write_page, **size):
-        run = make_run(tmp_path / "run", **size)
-        path = write(run)
-        page, found = context.new_page(), SimpleNamespace(run=run, path=path, requests=[], said=[])
-        page.on("request", lambda request: found.requests.append(request.url))
-        page.on("console", lambda message: found.said.append(message.text))
-        page.on("pageerror", lambda error: found.said.append(str(error)))
-        page.on("dialog", lambda dialog: (found.said.append(dialog.message), dialog.dismiss()))
-        page.goto(path.as_uri())
-        found.page = page
-        return found
 
-    yield open_
-    context.close()
+@pytest.fixture(scope="module")
+def opened(browser, tmp_path_factory):
+    return open_page(browser, tmp_path_factory.mktemp("page"), steps=3, rollouts=256, tokens_at=(1, 2, 3))
 
 
 def quiet(opened):
     """Nothing in the console, nothing asked for but the page itself; pictures are in it."""
     asked = [url for url in opened.requests if not url.startswith("data:image/svg+xml")]
-    return (opened.said, asked) == ([], [opened.path.as_uri()])
+    return (opened.printed, asked) == ([], [opened.path.as_uri()])
 
 
 def number(value):
@@ -69,21 +67,15 @@ def number(value):
     return f"{value:.4g}".replace("-", "−")
 
 
-@pytest.fixture
-def exported():
-    """The export's line of the rollout whose tokens a page shows first."""
-
-    def find(opened):
-        where = opened.page.locator(".detail").first.inner_text()
-        step, group, rollout = map(int, re.search(r"step (\d+) .* group (\d+), rollout (\d+)", where).groups())
-        lines = (opened.run / "tokens" / f"step_{step:06d}" / "rank_0.jsonl").read_text().splitlines()
-        return next(line for line in map(json.loads, lines) if (line["group"], line["rollout"]) == (group, rollout))
-
-    return find
+def exported(opened):
+    """The export's line of the rollout whose tokens the page shows first."""
+    where = opened.page.locator(".detail").first.inner_text()
+    step, group, rollout = map(int, re.search(r"step (\d+) .* group (\d+), rollout (\d+)", where).groups())
+    lines = (opened.run / "tokens" / f"step_{step:06d}" / "rank_0.jsonl").read_text().splitlines()
+    return next(line for line in map(json.loads, lines) if (line["group"], line["rollout"]) == (group, rollout))
 
 
-def test_tokens_have_colours_and_numbers(open_page, exported):
-    opened = open_page(steps=3, rollouts=32, tokens_at=(1, 2, 3))
+def test_tokens_have_colours_and_numbers(opened):
     page, line = opened.page, exported(opened)
     tokens = page.locator(".tokens").first.locator(".t")
     assert tokens.all_inner_texts() == line["text"]
@@ -117,55 +109,55 @@ def test_tokens_have_colours_and_numbers(open_page, exported):
     assert f"place {place - 1} " in page.locator("#readout").inner_text().replace("\n", " ")
     page.get_by_role("tab", name="step 2").click()
     assert "step 2 " in page.locator(".detail").first.inner_text()
-    assert quiet(opened), (opened.said, opened.requests)
+    assert quiet(opened), (opened.printed, opened.requests)
 
 
-def test_what_a_model_wrote_stays_text(open_page):
-    opened = open_page(steps=2, rollouts=16, text=HOSTILE, tokens_at=(1, 2))
+def test_what_a_model_wrote_stays_text(browser, tmp_path):
+    opened = open_page(browser, tmp_path, steps=2, rollouts=16, text=HOSTILE, tokens_at=(1, 2))
     page = opened.page
     for kind in ("script", "img:not([src^='data:image/svg+xml'])", "svg", "[onload]", "[onerror]"):
         assert page.locator(kind).count() == (2 if kind == "script" else 0)
-    said = page.locator(".message pre").nth(1).inner_text()
-    assert HOSTILE[:100] in said and r"\u202eright to left\u202c \u2028 \x1b[31m \ud800 ]]>" in said
+    written = page.locator(".message pre").nth(1).inner_text()
+    assert HOSTILE[:100] in written and r"\u202eright to left\u202c \u2028 \x1b[31m \ud800 ]]>" in written
     assert page.locator(".tokens .t", has_text="</script><img").count() == 1
     assert page.title() == "run · prl" and not set("\u202e\u2028\x1b") & set(page.content())
     page.get_by_placeholder("text, task").fill("onerror=")
     page.get_by_text("32 of 32").wait_for()
     page.locator("#window .row").first.click()
     assert HOSTILE[:100] in page.locator("#chosen").inner_text()
-    assert quiet(opened), (opened.said, opened.requests)
+    assert quiet(opened), (opened.printed, opened.requests)
     # Even what did get into the page would not run.
     page.evaluate(
         "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'}))"
     )
-    assert page.evaluate("window.ran") is None and "Content Security Policy" in opened.said[0]
+    assert page.evaluate("window.ran") is None and "Content Security Policy" in opened.printed[0]
 
 
-def test_a_curve_shows_its_values(open_page):
-    opened = open_page(steps=5, rollouts=16)
+def test_a_curve_shows_its_values(opened):
     page = opened.page
     metrics = [json.loads(line) for line in (opened.run / "metrics.jsonl").read_text().splitlines()]
     chart = page.locator("figure.panel", has_text="Entropy")
     chart.locator(".chart").focus()
-    for step, key in ((5, "Shift"), (4, "ArrowLeft"), (5, "ArrowRight")):
+    for step, key in ((3, "Shift"), (2, "ArrowLeft"), (3, "ArrowRight")):
         page.keyboard.press(key)
         assert chart.locator(".at").inner_text() == f"step {step}"
-        assert float(chart.locator(".legend b").inner_text()) == float(f"{metrics[step]['entropy/all/mean']:.3g}")
+        assert float(chart.locator(".legend b").inner_text()) == pytest.approx(
+            metrics[step]["entropy/all/mean"], rel=2e-3
+        )
     box = chart.locator(".chart").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2)
     assert chart.locator(".at").inner_text() in ("step 1", "step 2")
-    assert quiet(opened), (opened.said, opened.requests)
+    assert quiet(opened), (opened.printed, opened.requests)
 
 
-def test_the_table_of_rollouts_is_searched_filtered_and_sorted(open_page):
-    opened = open_page(steps=10, rollouts=250)
+def test_the_table_of_rollouts_is_searched_filtered_and_sorted(opened):
     page = opened.page
-    page.get_by_text("2,500 of 2,500").wait_for()
+    page.get_by_text("768 of 768").wait_for()
     assert page.locator("#window .row").count() < 60, "only what is in sight is drawn"
-    page.get_by_label("step", exact=True).last.select_option("10")
-    page.get_by_text("250 of 2,500").wait_for()
+    page.get_by_label("step", exact=True).last.select_option("3")
+    page.get_by_text("256 of 768").wait_for()
     page.get_by_role("button", name="reward").click()
     page.locator("#scroll").evaluate("box => { box.scrollTop = box.scrollHeight }")
     # Not page.wait_for_function: where it has to wait it evaluates a text, which the page's policy forbids.
     expect(page.locator("#window .row:last-child span:nth-child(5)")).to_have_text("1", timeout=60_000)
-    assert quiet(opened), (opened.said, opened.requests)
+    assert quiet(opened), (opened.printed, opened.requests)

@@ -14,6 +14,7 @@ from prl.errors import ConfigError
 from prl.monitors.text import CONTROL
 from prl.tools.evaluation.arguments import to_overrides
 from prl.tools.report.__main__ import main as report
+from prl.tools.report.runs import read_run
 
 MARKUP = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 EVIL = f"\x1b]0;x\x07\x1b[2J\x9b31m\u202e{MARKUP}"
@@ -25,11 +26,11 @@ def hostile(tmp_path, monkeypatch):
     (tmp_path / "hostile_code.py").write_text("import pathlib\npathlib.Path('imported').touch()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    run = make_run(tmp_path / "sweep" / "run", steps=6, rollouts=16, tokens_at=(1, 6))
+    run = make_run(tmp_path / "sweep" / "run", steps=2, rollouts=8, tokens_at=(1, 2))
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     lines = [line | {f"reward/{EVIL}/mean": 0.5} for line in lines]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = {"status": "failed", "error": EVIL, "ended_because": EVIL, "steps": 6}
+    result = {"status": "failed", "error": EVIL, "ended_because": EVIL, "steps": 2}
     (run / "result.json").write_text(json.dumps(result))
     (run / "provenance.json").write_text(json.dumps({EVIL: EVIL, "command": EVIL, "cwd": str(tmp_path)}))
     for path in (run / "rollouts").glob("*.jsonl"):
@@ -57,7 +58,6 @@ def harmless(text):
 
 
 def test_its_page_and_its_summary_are_text(hostile, capsys):
-    assert report([str(hostile)]) == 0
     assert report([str(hostile.parent)]) == 0
     said = capsys.readouterr()
     assert not CONTROL.search(said.out + said.err)
@@ -68,10 +68,12 @@ def test_its_page_and_its_summary_are_text(hostile, capsys):
     assert not CONTROL.search((hostile.parent / "summary.csv").read_text())
 
 
-@pytest.mark.parametrize("tag", ["object/apply:os.system", "module:hostile_code"])
-def test_yaml_makes_no_objects(hostile, tag, capsys):
-    (hostile / "config.yaml").write_text(f"envs: !!python/{tag} [touch imported]\n")
-    assert report([str(hostile)]) == 0
-    for use in (lambda: load(hostile / "config.yaml"), lambda: to_overrides([str(hostile)])):
-        with pytest.raises(ConfigError, match="cannot be read"):
-            use()
+def test_yaml_makes_no_objects(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for tag in ("object/apply:os.system", "module:hostile_code"):
+        (tmp_path / "config.yaml").write_text(f"envs: !!python/{tag} [touch imported]\n")
+        assert "cannot be read" in read_run(tmp_path).problems[0]
+        for use in (lambda: load(tmp_path / "config.yaml"), lambda: to_overrides([str(tmp_path)])):
+            with pytest.raises(ConfigError, match="cannot be read"):
+                use()
+    assert not (tmp_path / "imported").exists() and "hostile_code" not in sys.modules

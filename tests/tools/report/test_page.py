@@ -10,34 +10,44 @@ import pytest
 from made_run import make_run
 
 from prl.runs.result import RunResult, write_result
-from prl.tools.report import examples, page, plots, tokens
+from prl.tools.report import examples, page, plots
 from prl.tools.report.catalogue import metric_of
 from prl.tools.report.curves import KINDS, named_series, panels
 from prl.tools.report.html import data_block, digest
 from prl.tools.report.runs import read_run
 from prl.tools.report.tokens import Line, columns
 
-
-def shown(path):
-    """The data of a page."""
-    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.S)[1]
-    return json.loads(text)
+SIZE = {"steps": 6, "rollouts": 32, "tokens_at": (1, 4, 6)}
 
 
 @pytest.fixture
 def run(tmp_path):
-    return make_run(tmp_path / "run", steps=6, rollouts=32, tokens_at=(1, 4, 6))
+    """A run that may be changed."""
+    return make_run(tmp_path / "run", **SIZE)
 
 
-def test_a_page_asks_for_nothing_and_admits_its_own_script_alone(run):
-    text = page.write_page(run).read_text()
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A run with its page."""
+    run = make_run(tmp_path_factory.mktemp("page") / "run", **SIZE)
+    page.write_page(run)
+    return run
+
+
+def data_of(run):
+    """The data of a page for its script."""
+    text = (run / "report.html").read_text()
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
+
+
+def test_a_page_asks_for_nothing_and_admits_its_own_script_alone(written):
+    text = (written / "report.html").read_text()
     script, style = re.findall(r"<(?:script|style)>(.*?)</(?:script|style)>", text, re.S)[::-1]
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)[1]
     assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
     assert f"script-src '{digest(script)}'" in policy and f"style-src '{digest(style)}'" in policy
-    assert not re.search(
-        r"(src|href|url\()\s*=?\s*[\"']?(http|//|data:(?!image/svg\+xml;base64,))", text.replace(policy, "")
-    )
+    outside = r"(src|href|url\()\s*=?\s*[\"']?(http|//|data:(?!image/svg\+xml;base64,))"
+    assert not re.search(outside, text.replace(policy, ""))
     assert " style=" not in text.replace(script, "")  # the policy would refuse it
 
 
@@ -51,10 +61,10 @@ def test_data_cannot_leave_its_block():
     }
 
 
-def test_examples_are_the_most_mixed_the_best_and_the_worst(run):
-    data = shown(page.write_page(run))
+def test_examples_are_the_most_mixed_the_best_and_the_worst(written):
+    data = data_of(written)
     assert [example["step"] for example in data["examples"]] == [1, 4, 6]
-    lines = [json.loads(line) for line in (run / "rollouts" / "step_000006.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (written / "rollouts" / "step_000006.jsonl").read_text().splitlines()]
     means = {}
     for line in lines:
         means.setdefault((line["env"], line["group"]), []).append(line["reward"])
@@ -71,25 +81,22 @@ def test_examples_are_the_most_mixed_the_best_and_the_worst(run):
 
 
 def test_what_does_not_fit_is_left_out_and_named(run, monkeypatch):
-    monkeypatch.setattr(examples, "ROLLOUTS", 40)
-    monkeypatch.setattr(examples, "STEPS", 3)
-    monkeypatch.setattr(examples, "GROUPS", 1)
-    monkeypatch.setattr(examples, "TEXT_BYTES", 2_000)
-    monkeypatch.setattr(tokens, "PAGE_TOKENS", 100)
+    for name, most in (("ROLLOUTS", 40), ("STEPS", 3), ("GROUPS", 1), ("TEXT_BYTES", 2_000), ("PAGE_TOKENS", 100)):
+        monkeypatch.setattr(examples, name, most)
     found = examples.read_rollouts(run)
-    assert len(found.rows) == 40
+    assert len(found.rows) == 64, "the step with the fortieth is the last"
     assert sum(len(sequence["text"]) for row in found.rows for sequence in row.get("sequences", [])) <= 100
     assert sum(len(json.dumps(row.get("messages", []))) for row in found.rows) < 2_400
-    said = "; ".join(found.left_out)
-    for text in ("4 of 6 steps", "the last rollouts of step", "tokens beyond 100", "the messages of"):
-        assert text in said
+    named = "; ".join(found.left_out)
+    assert all(text in named for text in ("4 of 6 steps", "tokens beyond 100", "the messages of"))
 
 
 def test_damaged_files_do_not_keep_the_page_back(run):
     for name in ("config.yaml", "result.json", "metrics.jsonl", "provenance.json", "rollouts/step_000006.jsonl"):
         (run / name).write_bytes(b'{"half": \xff\n[1, 2')
     (run / "tokens" / "step_000004" / "rank_0.jsonl").write_bytes(b"\xff\n{}\n")
-    data = shown(page.write_page(run))
+    page.write_page(run)
+    data = data_of(run)
     assert {row["step"] for row in data["rows"]} == {1, 2, 3, 4, 5}
     assert {row["step"] for row in data["rows"] if row.get("sequences")} == {1}
 
@@ -138,12 +145,12 @@ def test_columns_are_what_the_loss_had():
     }
 
 
-def test_a_page_has_each_panel_once_in_their_order(run):
-    drawn, flat = panels(read_run(run).metrics)
+def test_a_page_has_each_panel_once_in_their_order(written):
+    drawn, flat = panels(read_run(written).metrics)
     titles = [panel.title for panel in drawn]
     assert titles == [kind.title for kind in KINDS if kind.title in titles] and flat == []
     assert {"Reward", "Parts and metrics", "Evaluation", "Entropy", "Throughput"} <= set(titles)
-    text = page.write_page(run).read_text()
+    text = (written / "report.html").read_text()
     assert [text.count(f"<figcaption>{title} ") for title in titles] == [1] * len(titles)
 
 
@@ -176,13 +183,10 @@ def test_the_panels_by_env():
     }
 
 
-@pytest.mark.parametrize(("envs", "left_out"), [(23, 0), (30, 7)])
-def test_a_panel_says_how_many_envs_it_leaves_out(tmp_path, envs, left_out):
-    names = ["all", *(f"env{n}" for n in range(envs))]
-    line = {"step": 1} | {f"reward/{name}/mean": 0.5 for name in names}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    [panel], _ = panels(read_run(tmp_path).metrics)
-    assert list(panel.series) == [*names[1 : envs + 1 - left_out], "all"] and panel.left_out == left_out
-    text = page.write_page(tmp_path).read_text()
-    assert ("more left out" in text) == (left_out > 0) and (f", {left_out} more left out" in text) == (left_out > 0)
-    assert 'class="b-s0 d1"' in text, "the ninth is dashed in the legend, as it is drawn"
+def test_long_curves_are_thinned_to_their_last_point():
+    curve = pd.Series(range(12_345), dtype=float)
+    assert len(plots.thinned(curve)) <= plots.POINTS and plots.thinned(curve).index[-1] == 12_344
+    [panel], _ = panels(pd.DataFrame({"entropy/all/mean": curve}))
+    steps, values = panel.data()["series"]["entropy"]
+    assert (steps[-1], values[-1]) == (12_344, 12_340), "steps whole, values in four digits"
+    assert panel.limits[0] < 0 < 12_344 < panel.limits[1]

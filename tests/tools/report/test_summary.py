@@ -1,7 +1,6 @@
 """Runs added up, against numbers worked out by hand."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -22,19 +21,19 @@ def runs(sweep):
 
 def test_each_run_has_its_numbers(runs):
     summary = summarise(runs, threshold=0.6)
-    assert summary.metrics == [EVAL, "reward/all/mean"] and summary.thresholds[EVAL] == 0.6
+    assert summary.metrics == [EVAL, "reward/all/mean"]
     rows = summary.table.set_index(["metric", "run"])
     assert len(rows) == 8  # the refused job has no config
     first = rows.loc[EVAL, str(runs[0].dir)]
     # (0.2 + 0.6) / 2 = 0.4; four steps of 10 tokens and 2 seconds
     assert first[["variant", "seed", "status"]].tolist() == ["lr=0.1", "0", "completed"]
-    assert first[["first", "final", "best", "area"]].tolist() == pytest.approx([0.2, 0.6, 0.6, 0.4])
+    assert first[["final", "highest", "area"]].tolist() == pytest.approx([0.6, 0.6, 0.4])
     assert first[["steps", "tokens", "seconds"]].tolist() == [4, 40, 8]
     crashed = rows.loc[EVAL, str(runs[3].dir)]
     assert crashed[["status", "final", "steps", "tokens"]].tolist() == ["crashed", 0.9, 2, 20]
     reward = rows.loc["reward/all/mean", str(runs[0].dir)]
     # 0.1, 0.2, 0.3, 0.4 at steps 1 to 4: fewer than five values; trapezoids 0.15 + 0.25 + 0.35 over 3 steps
-    assert reward[["final", "best", "area"]].tolist() == pytest.approx([0.25, 0.4, 0.25])
+    assert reward[["final", "highest", "area"]].tolist() == pytest.approx([0.25, 0.4, 0.25])
 
 
 def test_means_and_intervals_are_over_the_completed_runs_of_a_variant(runs):
@@ -48,22 +47,10 @@ def test_means_and_intervals_are_over_the_completed_runs_of_a_variant(runs):
     assert one["count", "steps"] == 0
 
 
-def test_the_threshold_is_nine_tenths_of_the_way_unless_given(runs):
-    # from 0.2 to 0.7, the mean of the better variant; the crashed run's 0.9 does not count
-    assert summarise(runs).thresholds[EVAL] == pytest.approx(0.65)
-
-
-def test_falling_metrics_have_neither_best_nor_threshold(runs):
-    shared = ["time/step", "reward/*"]
-    time, reward = tables(summarise(runs, shared))[:2]
-    assert time.head == ["lr", "runs", "final", "area"] and time.rows[0] == ["0.1", "2", "2 ± 0.000", "2 ± 0.000"]
-    assert len(reward.head) == 8
-    rows = summarise(runs, shared).table.set_index("metric")
-    assert rows.loc["time/step", ["best", "steps", "tokens", "seconds"]].isna().all(axis=None)
-    assert rows.loc["reward/all/mean", ["best", "steps", "tokens", "seconds"]].notna().any(axis=None)
-    assert len(tables(summarise(runs, shared, threshold=2))[0].head) == 8
-    only = summarise(runs, ["time/step"])
-    assert list(only.table) == list(rows.reset_index()) and only.thresholds == {}
+def test_without_a_threshold_nothing_is_counted_to_it(runs):
+    time, reward = tables(summarise(runs, ["time/step", "reward/*"]))[:2]
+    assert time.head == reward.head == ["lr", "runs", "final", "highest", "area"]
+    assert time.rows[0] == ["0.1", "2", "2 ± 0.000", "2 ± 0.000", "2 ± 0.000"]
 
 
 def test_metrics_are_chosen_by_pattern(runs):
@@ -86,7 +73,7 @@ def test_runs_with_other_metrics_or_none(tmp_path, write_run):
 def test_the_tables(runs):
     evals, rewards, differs, jobs = tables(summarise(runs, threshold=0.7))
     assert (evals.title, rewards.title) == (EVAL, "reward/all/mean")
-    assert evals.head[:5] == ["lr", "runs", "final", "best", "area"] and evals.head[5] == "steps to 0.700"
+    assert evals.head[:5] == ["lr", "runs", "final", "highest", "area"] and evals.head[5] == "steps to 0.700"
     of_both = ["0.1", "2", "0.700 ± 1.271", "0.700 ± 1.271", "0.450 ± 0.635", "4 (1 of 2)", "40 (1 of 2)", "8 (1 of 2)"]
     of_one = ["0.2", "1 completed, 1 crashed", "0.500", "0.500", "0.350", "0 of 1", "0 of 1", "0 of 1"]
     assert evals.rows == [of_both, of_one]
@@ -95,13 +82,9 @@ def test_the_tables(runs):
     assert jobs.rows[4] == ["4-lr=<b>|x", "–", "–", "refused", "0", "–", "–", "–", "optim.lr=<b>|x is not a number"]
 
 
-def test_markdown_keeps_its_columns_and_links_pages(runs, sweep):
-    (runs[0].dir / "report.html").touch()
-    jobs = tables(summarise(runs))[-1]
-    lines = markdown(jobs, sweep.parent).splitlines()
+def test_markdown_keeps_its_columns(runs):
+    lines = markdown(tables(summarise(runs))[-1]).splitlines()
     assert lines[0] == "## Jobs" and lines[3] == "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |"
-    assert lines[4].startswith("| [0-lr=0.1,seed=0](<sweep/0-lr=0.1,seed=0/report.html>) | lr=0.1 | 0 |")
-    assert "| 0-lr=0.1,seed=0 | lr=0.1 | 0 |" in markdown(jobs, sweep.parent / "elsewhere")
     assert lines[8] == "| 4-lr=&lt;b>\\|x | – | – | refused | 0 | – | – | – | optim.lr=&lt;b>\\|x is not a number |"
 
 
@@ -134,4 +117,4 @@ def test_runs_of_one_seed_are_one_of_the_seeds(tmp_path, write_run):
 )
 def test_text_of_a_run_is_no_markup_in_markdown(text, shown):
     table = Table(title=text, head=[text], rows=[[text]])
-    assert markdown(table, Path("/")).splitlines() == [f"## {shown}", "", f"| {shown} |", "| --- |", f"| {shown} |"]
+    assert markdown(table).splitlines() == [f"## {shown}", "", f"| {shown} |", "| --- |", f"| {shown} |"]

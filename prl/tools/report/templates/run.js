@@ -229,7 +229,7 @@ function lastText(row) {
 
 // --- example groups ---------------------------------------------------------------------------------------------------
 
-const KIND = { mixed: "most mixed", best: "best", worst: "worst", failed: "with failures", single: "" };
+const KIND = { mixed: "most mixed", best: "best", worst: "worst", failed: "with failures" };
 
 function groupCard(group) {
   const card = el("details", "group"), title = el("summary", "", group.title);
@@ -247,7 +247,7 @@ function groupCard(group) {
     const head = el("summary");
     head.append(
       el("span", "num", number(row.reward, 3)), el("span", "num dim", row.advantage === undefined ? "" : (row.advantage > 0 ? "+" : "") + number(row.advantage, 3)),
-      el("span", `fate ${row.outcome === "trained" ? "good" : row.outcome.startsWith("failed") ? "bad" : "dim"}`, row.outcome.replace("_", "-")),
+      el("span", `fate ${row.outcome === "trained" ? "good" : row.outcome.startsWith("failed") ? "bad" : "dim"}`, row.outcome),
       el("span", "text", lastText(row).slice(0, 300)),
     );
     item.append(head);
