@@ -52,7 +52,6 @@ from prl.runs.run_dir import (
     remove_logs,
 )
 from prl.tools import report, sweep
-from prl.tools.dry_run.command import dry_run
 from prl.transport import checkpoints, events
 from prl.transport.base import Transport
 from prl.transport.events import Lane
@@ -80,6 +79,8 @@ def main(config: TrainConfig) -> RunResult:
             if isinstance(prepared, RunResult):
                 return prepared
             if config.dry_run:
+                from prl.tools.dry_run.plan import dry_run  # torch and transformers, once the config has passed
+
                 dry_run(config)
                 return RunResult("dry run")
             return own(prepared, Path(config.run.dir), memory)

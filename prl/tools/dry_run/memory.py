@@ -5,8 +5,8 @@ What autograd keeps of a forward pass was counted with its own hooks for Llama, 
 the counts, experiments/benchmarks/memory.md what a step's peak is beside them). Others count as the nearest of these.
 """
 
+import math
 from dataclasses import dataclass
-from functools import cache
 
 from prl.config.hardware import GIB
 from prl.config.schema import VLLMConfig
@@ -16,8 +16,8 @@ SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
 FLOAT = 4
 """Bytes of a weight in the trainer, of its gradient, and of a logit."""
-ENOUGH = 1 << 16
-"""Tokens whose blocks of attention are laid out one by one; a longer pass has as many more."""
+QUERIES = 128
+"""Of a block of attention on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,36 +58,16 @@ class Pass:
 
 
 def attended(how: Pass) -> tuple[int, int, int]:
-    """Queries, keys and pairs of both that attention gathers for a pass, in tokens of a layer, padding included."""
+    """Queries, keys and pairs of both that attention gathers for a pass, in tokens of a layer."""
     if how.cuda:  # FlexAttention: nothing is gathered, and there is no mask
         return how.tokens, how.tokens, 0
     if not how.trees:
         return how.tokens, how.tokens, how.tokens * how.row
-    count = how.tokens // how.sequence
-    laid_out = min(count, max(1, ENOUGH // how.sequence))
-    queries, keys, pairs = blocks_of(how.sequence, laid_out)
-    return queries * count // laid_out, keys * count // laid_out, pairs * count // laid_out
-
-
-@cache
-def blocks_of(length: int, count: int) -> tuple[int, int, int]:
-    """Queries, keys and pairs of `count` sequences in a row which share nothing, as `prl.trainer.tree.blocks` has
-    them."""
-    import numpy as np
-
-    from prl.trainer.tree.blocks import ALIGNED, block_ranges, group_sizes
-
-    depths = np.tile(np.arange(length), count)
-    parts = block_ranges(depths, range(0, length * count, length))
-    sizes = [(stop - start, int(depths[start]) + stop - start) for start, stop in parts]
-    queries = keys = pairs = 0
-    for group in group_sizes(sizes):
-        query = max(sizes[number][0] for number in group)
-        key = -(-max(sizes[number][1] for number in group) // ALIGNED) * ALIGNED
-        queries += len(group) * query
-        keys += len(group) * key
-        pairs += len(group) * query * key
-    return queries, keys, pairs
+    # On a CPU a sequence is cut into blocks of queries (`prl.trainer.tree.blocks`), each with all keys up to its end;
+    # where there are several, those of one call are filled up to the longest: a third more.
+    blocks = math.ceil(how.sequence / QUERIES)
+    keys = how.tokens if blocks == 1 else how.tokens * (blocks + 1) * 2 // 3
+    return how.tokens, keys, keys * min(QUERIES, how.sequence)
 
 
 def layer_bytes(shape: ModelShape, how: Pass) -> float:
@@ -102,7 +82,6 @@ def layer_bytes(shape: ModelShape, how: Pass) -> float:
         + queries * 2 * shape.queries  # queries, and what attention makes of them
         + keys * 2 * heads
         + how.tokens * 2 * shape.routed * shape.hidden  # what each token's experts take in, and what they make
-        + how.tokens * shape.inner  # between the two matrices of adapters
         + (0 if how.trees else pairs)  # each layer casts the mask
     )
     of_heads = how.tokens * (shape.queries + shape.keys) * (FLOAT + how.size * (scales // 2)) if shape.qk_norm else 0
@@ -119,8 +98,8 @@ def kept_bytes(shape: ModelShape, how: Pass) -> float:
         return own_input
     queries, _, _ = attended(how)
     per_token = 2 * shape.intermediate + max(1, shape.routed) * shape.hidden + shape.queries + 2 * shape.keys
-    if shape.inner:
-        per_token += shape.inner + shape.outer
+    if shape.adapters:
+        per_token += per_token + shape.hidden  # what the adapters make beside the matrices
     # `prl.trainer.layers.KEPT`: what matrix products and attention make
     made = (how.tokens * per_token + queries * shape.queries) * how.size + queries * shape.heads * FLOAT
     return own_input + how.tokens * shape.hidden * how.size + made
@@ -155,15 +134,24 @@ def trainer_memory(
         weights, gradients, optimiser, reference; `gathered`: weights of other ranks, or in another format, that a pass
         has beside; activations; `head`: logits and the gradient of the head.
     """
-    from prl.trainer.logprobs import usual_chunk
-
     whole = shape.parameters * FLOAT
     gathered = shape.outside + 2 * shape.layer + (0 if shape.adapters else shape.layer)
-    logits = (
-        min(how.tokens, how.head_chunk or usual_chunk(shape.vocabulary, shape.hidden, cuda=how.cuda))
-        * shape.vocabulary
-        * FLOAT
-    )
+    return {
+        "weights": (whole + shape.adapters * FLOAT) / shards,
+        "gradients": shape.trained * FLOAT / shards,
+        "optimiser": optimiser / shards,
+        "reference": whole / shards if reference else 0,
+        "gathered": how.size * gathered if how.spread else 0,  # what is outside of the layers, two layers, a gradient
+        **pass_peak(shape, how),
+    }
+
+
+def pass_peak(shape: ModelShape, how: Pass) -> dict[str, float]:
+    """Activations and `head` when they take most: at the head, or in the backward of the last layer."""
+    from prl.trainer.logprobs import usual_chunk
+
+    chunk = how.head_chunk or usual_chunk(shape.vocabulary, shape.hidden, cuda=how.cuda)
+    logits = min(how.tokens, chunk) * shape.vocabulary * FLOAT
     head = 0 if shape.adapters else shape.vocabulary * shape.hidden * FLOAT  # its gradient
     kept = activations(shape, how)
     at_head = {"activations": kept, "head": max(2 * logits, logits + head)}
@@ -171,21 +159,11 @@ def trainer_memory(
         at_head["head"] = max(2 * logits, logits + logits / 2 + 2 * head)
     waiting = how.spread or shape.tied  # a tied head's gradient for the embedding's, a spread one's for the last layer
     recomputed = layer_bytes(shape, how) if how.checkpointing != "none" else 0
-    at_layer = {  # in the backward of the last layer
+    at_layer = {
         "activations": kept - outer_bytes(shape, how) + 3 * how.tokens * shape.intermediate * how.size + recomputed,
         "head": (head * how.size / FLOAT if how.spread else head) * waiting,
     }
-    summed = how.spread and not shape.adapters  # over ranks, in float32
-    at_end = {"activations": 0.0, "head": shape.outside * (how.size + FLOAT) * summed}
-    peak: dict[str, float] = max(at_head, at_layer, at_end, key=lambda parts: sum(parts.values()))
-    return {
-        "weights": (whole + shape.adapters * FLOAT) / shards,
-        "gradients": shape.trained * FLOAT / shards,
-        "optimiser": optimiser / shards,
-        "reference": whole / shards if reference else 0,
-        "gathered": how.size * gathered if how.spread else 0,  # what is outside of the layers, two layers, a gradient
-        **peak,
-    }
+    return max(at_head, at_layer, key=lambda parts: sum(parts.values()))
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------

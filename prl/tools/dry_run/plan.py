@@ -1,8 +1,9 @@
-"""What a run would start, where, and what memory each of its processes would take there, from its config alone."""
+"""A dry run: what a run would start, where, and what memory each of its processes would take there, from its config."""
 
 import math
+import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -14,10 +15,12 @@ from prl.config import machine
 from prl.config.build import plain
 from prl.config.gpus import visible_gpus
 from prl.config.hardware import GIB, MIB, gpu_memory_bytes
-from prl.config.schema import TrainConfig
+from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
 from prl.config.validate import hosts_teacher
+from prl.errors import ConfigError
 from prl.launch import specs
 from prl.launch.local import resolve_model
+from prl.monitors.terminal import Console
 from prl.tools.dry_run.memory import FLOAT, Pass, engine_memory, inprocess_engine_memory, kv_tokens, trainer_memory
 from prl.tools.dry_run.shape import ModelShape, optimiser_bytes, shape_of, with_adapters
 from prl.trainer.config import runs_in_half
@@ -30,6 +33,8 @@ CONTEXT = 0.6 * GIB
 """What CUDA takes of a GPU for each process. An assumption: prl has not run on one."""
 STATES = ("weights", "gradients", "optimiser", "reference")
 """Parts of a rank's memory that it keeps between steps, in host memory with `trainer.cpu_offload`."""
+WIDTH = 160
+"""Of a table in a file or a pipe, characters."""
 REMEDY = (
     "lower what takes most (trainer.tokens_per_forward, engine.kv_cache_gb or engine.gpu_memory_utilization, "
     "engine.max_num_seqs of an engine in this process), "
@@ -47,6 +52,14 @@ class Plan:
     """By device, the processes that have memory there, and of each the bytes by part."""
     caches: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By the name of an engine, the tokens that its KV cache has room for, and those of the longest sequence."""
+
+    def add(
+        self, name: str, in_ram: dict[str, float], on_gpu: dict[str, float] | None = None, gpus: Iterable[int] = ()
+    ) -> None:
+        """Add a process with what it has in RAM, and on each of its GPUs."""
+        self.processes[RAM].append((name, in_ram))
+        for gpu in gpus:
+            self.processes[f"{GPU} {gpu}"].append((name, (on_gpu or {}) | {"process": CONTEXT}))
 
     def used(self, device: str) -> float:
         """Bytes of a device that all processes take together."""
@@ -81,6 +94,21 @@ class Plan:
         return drawn
 
 
+def dry_run(config: TrainConfig) -> None:
+    """Print what a run of `config`, which is prepared, would take on the machine that is assumed.
+
+    Starts no process, loads no weights and writes nothing. Raises ConfigError for what the machine has no room for,
+    naming what to change; the table is printed before that.
+    """
+    planned = plan(config)
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(planned.table())
+    for name, (tokens, longest) in planned.caches.items():
+        print(f"KV cache of {name}: {tokens:,} tokens, {tokens / longest:,.1f} sequences of {longest:,}")
+    for problem in planned.problems():
+        raise ConfigError(problem)
+    print("fits")
+
+
 class Sizes(NamedTuple):
     """Sizes of the models of a run."""
 
@@ -107,35 +135,34 @@ def plan(config: TrainConfig) -> Plan:
     numbers = [int(name) if name.isdigit() else place for place, name in enumerate(visible_gpus())]
     gpus = {f"{GPU} {place}": memory[min(number, len(memory) - 1)] for place, number in enumerate(numbers)}
     planned = Plan({RAM: machine.memory_bytes() or math.inf} | gpus)
-    planned.processes[RAM].append(("orchestrator", {"process": COMMAND}))
-    engines = [
-        ("engine", config.model, config.engine, sizes.policy, placed.engines),
-        ("teacher", config.teacher.model, config.teacher.engine, sizes.teacher, placed.teachers),
-    ]
-    for name, model, engine, shape, places in engines:
-        if model is None or shape is None or engine.urls:
-            continue
-        device = engine.device_type
-        dtype, updated, process = resolve_model(model, device).dtype, name == "engine", ENGINE
-        if engine.in_process:
-            parts = inprocess_engine_memory(shape, dtype, engine, model.max_model_len, updated=updated)
-            places, process = [(0,) if device == "cuda" else ()], 0.0
-        else:
-            least = min(gpus.values(), default=0)
-            share = least * engine.gpu_memory_utilization - CONTEXT if device == "cuda" else None
-            parts = engine_memory(shape, dtype, engine, share=share, updated=updated)
-            spans = 1 if share is None else engine.tensor_parallel_size
-            planned.caches[name] = (kv_tokens(shape, dtype, device, parts["KV cache"], spans), model.max_model_len)
-        for place in places:
-            planned.processes[RAM].append((name, {"process": process} | ({} if place else parts)))
-            for gpu in place:
-                planned.processes[f"{GPU} {gpu}"].append((name, parts | {"process": CONTEXT}))
+    planned.add("orchestrator", {"process": COMMAND})
+    if not config.engine.urls:
+        add_engine(planned, "engine", config.model, config.engine, sizes.policy, placed.engines)
+    if sizes.teacher is not None and config.teacher.model is not None and not config.teacher.engine.urls:
+        add_engine(planned, "teacher", config.teacher.model, config.teacher.engine, sizes.teacher, placed.teachers)
     for number, place in enumerate(placed.ranks):
         on_gpu, in_ram = memory_of_rank(config, sizes, first=number == 0)
-        planned.processes[RAM].append(("trainer", in_ram | {"process": TRAINER}))
-        for gpu in place:
-            planned.processes[f"{GPU} {gpu}"].append(("trainer", on_gpu | {"process": CONTEXT}))
+        planned.add("trainer", in_ram | {"process": TRAINER}, on_gpu, place)
     return planned
+
+
+def add_engine(
+    planned: Plan, name: str, model: ModelConfig, engine: VLLMConfig, shape: ModelShape, places: list[tuple[int, ...]]
+) -> None:
+    """Add the servers of an engine, each with the GPUs of its place, or none."""
+    device, updated = engine.device_type, name == "engine"
+    dtype = resolve_model(model, device).dtype
+    if engine.in_process:
+        parts = inprocess_engine_memory(shape, dtype, engine, model.max_model_len, updated=updated)
+        places, process = [(0,) if device == "cuda" else ()], 0.0
+    else:
+        least = min((value for name, value in planned.capacities.items() if name != RAM), default=0.0)
+        share = least * engine.gpu_memory_utilization - CONTEXT if device == "cuda" else None
+        parts, process = engine_memory(shape, dtype, engine, share=share, updated=updated), ENGINE
+        spans = 1 if share is None else engine.tensor_parallel_size
+        planned.caches[name] = (kv_tokens(shape, dtype, device, parts["KV cache"], spans), model.max_model_len)
+    for place in places:
+        planned.add(name, {"process": process} | ({} if place else parts), parts, place)
 
 
 def memory_of_rank(config: TrainConfig, sizes: Sizes, *, first: bool) -> tuple[dict[str, float], dict[str, float]]:

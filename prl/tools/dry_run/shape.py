@@ -4,7 +4,7 @@ The model of a `config.json` is built on torch's meta device, which takes no mem
 and not computed.
 """
 
-import math
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from prl.config.machine import parameters_of
 from prl.config.schema import ModelConfig, PolicyModelConfig
 from prl.errors import ConfigError
 from prl.monitors.text import in_one_line
-from prl.tools.dry_run.without_values import build, quiet, setting
+from prl.trainer.architecture import has_sinks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,6 @@ class ModelShape:
     """Experts that a token is given to; 0 = it has none."""
     adapters: int = 0
     """Parameters of adapters (LoRA), which are trained in place of the others; 0 = it has none."""
-    inner: int = 0
-    """Floats of a token between the two matrices of adapters, in a layer; `outer` those after them."""
-    outer: int = 0
     latent: int = 0
     """Floats of a token and layer that the KV cache keeps in place of keys and values (latent attention); 0 = both."""
 
@@ -79,8 +76,7 @@ def shape_of(model: ModelConfig, key: str, *, trained: bool) -> tuple[ModelShape
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    with quiet():
-        built = build(config, f"{key}={model.path!r}", trained=trained)
+    built = build(config, f"{key}={model.path!r}", trained=trained)
     text = config.get_text_config()
     heads = int(text.num_attention_heads)
     sizes: dict[str, Any] = {
@@ -97,6 +93,33 @@ def shape_of(model: ModelConfig, key: str, *, trained: bool) -> tuple[ModelShape
         parameters = parameters_of(model) or 0
         return ModelShape(**sizes, parameters=parameters, outside=parameters, layer=0), None
     return ModelShape(**sizes | parameters_by_place(built) | sizes_of_experts(built, text)), built
+
+
+def build(config: Any, where: str, *, trained: bool) -> Any:
+    """The model of a config, without values; None where only an engine may know it. Raises ConfigError."""
+    import torch
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if not trained:
+            return None
+        raise ConfigError(f"{where}: {config.model_type} is no causal language model of transformers: give one of text")
+    # The trainer's where it is transformers' own; one that every architecture has.
+    attention = "sdpa" if trained and not has_sinks(config) else "eager"
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+            )
+    except Exception as error:  # transformers has no common class of errors
+        raise ConfigError(f"{where}: no model can be built of its config.json ({in_one_line(error)})") from error
+
+
+def setting(config: Any, name: str) -> Any:
+    """A setting of a config, the largest where layers differ in it (Gemma 4); None where it has none of that name."""
+    if name in (getattr(config, "per_layer_attributes", None) or ()):
+        return max(getattr(layer, name) for layer in config.per_layer_config)
+    return getattr(config, name, None)
 
 
 def parameters_by_place(built: Any) -> dict[str, Any]:
@@ -138,15 +161,7 @@ def with_adapters(shape: ModelShape, built: Any, model: PolicyModelConfig) -> Mo
     from prl.trainer.lora import adapters_of, add_adapters
 
     add_adapters(built, plain(model.lora), model.path)
-    matrices = adapters_of(built)
-    inner = sum(len(matrix) for name, matrix in matrices.items() if "lora_A" in name)
-    outer = sum(len(matrix) for name, matrix in matrices.items() if "lora_B" in name)
-    return replace(
-        shape,
-        adapters=sum(matrix.numel() for matrix in matrices.values()),
-        inner=math.ceil(inner / max(1, shape.layers)),
-        outer=math.ceil(outer / max(1, shape.layers)),
-    )
+    return replace(shape, adapters=sum(matrix.numel() for matrix in adapters_of(built).values()))
 
 
 def optimiser_bytes(model: Any, node: Any) -> int:
@@ -167,9 +182,7 @@ def optimiser_bytes(model: Any, node: Any) -> int:
     try:
         optimizer.step()
     except Exception as error:
-        raise ConfigError(
-            f"trainer.optim._target_={plain(node)['_target_']}: what it keeps is not known without a real step "
-            f"({in_one_line(error)}): a dry run counts the optimisers of torch"
-        ) from error
+        name = plain(node)["_target_"]
+        raise ConfigError(f"trainer.optim._target_={name}: no step without values: {in_one_line(error)}") from error
     optimizer.zero_grad()
     return sum(getattr(value, "nbytes", 0) for state in optimizer.state.values() for value in state.values())

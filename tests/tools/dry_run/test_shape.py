@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from prl.config.schema import ModelConfig, VLLMConfig
 from prl.errors import ConfigError
 from prl.launch.checks import check_loadable
-from prl.tools.dry_run.without_values import build, setting
+from prl.tools.dry_run.shape import build, setting
 
 
 def test_latent_attention_is_for_an_engine_on_a_gpu(tmp_path):
