@@ -5,7 +5,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ from prl.errors import UNREADABLE, ConfigError
 from prl.launch import command
 from prl.monitors.masking import masked
 from prl.monitors.text import as_message, safe
-from prl.runs.result import read_result
+from prl.runs.result import RunResult, read_result
 from prl.runs.resume import AUTO
 from prl.runs.run_dir import refuse_existing
 from prl.tools.sweep import job, naming
@@ -65,17 +64,6 @@ def read_record(folder: Path) -> SweepRecord | None:
         ) from error
 
 
-@dataclass(frozen=True)
-class Begun:
-    """A sweep that this process has begun."""
-
-    folder: Path
-    jobs_before: list[Path]
-    """Folders of the jobs that were there."""
-    thrown_away: tempfile.TemporaryDirectory[str] | None
-    """Where the jobs of a dry run write."""
-
-
 def run(task: Callable[[], Any], arguments: list[str]) -> None:
     """Run the one job that `arguments` ask for, or, where they or their experiment ask for a sweep, each of its jobs.
 
@@ -89,42 +77,39 @@ def run(task: Callable[[], Any], arguments: list[str]) -> None:
         status = end.code
     except KeyboardInterrupt:
         status = command.INTERRUPTED
-    if (sweep := Recorder.begun) is None:
+    if Recorder.folder is None or status == command.REFUSED:  # why it was refused has been printed
         raise SystemExit(status)
-    if sweep.thrown_away is not None:
-        sweep.thrown_away.cleanup()
-        raise SystemExit(status)
-    if status == command.REFUSED and jobs(sweep.folder) == sweep.jobs_before:  # no job ran; why not has been printed
-        raise SystemExit(status)
-    print(f"sweep: {sweep.folder}", *summary(sweep.folder), sep="\n", file=sys.stderr, flush=True)
-    if not status and any(job.status_of(path) != "completed" for path in jobs(sweep.folder)):
+    print(f"sweep: {Recorder.folder}", *summary(Recorder.folder), sep="\n", file=sys.stderr, flush=True)
+    if not status and any(job.status_of(path) != "completed" for path in jobs(Recorder.folder)):
         status = command.FAILED
     if status != command.INTERRUPTED:
-        write_report(sweep.folder)
+        write_report(Recorder.folder)
     raise SystemExit(status)
 
 
 class Recorder(Callback):
     """Refuses what a sweep cannot do, and writes its record, once its config has composed and before its first job."""
 
-    begun: ClassVar[Begun | None] = None
-    """The sweep of this process, None where it does one run."""
+    folder: ClassVar[Path | None] = None
+    """The directory of this process's sweep, None where it does one run, or dry runs."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         try:
-            Recorder.begun = begin(config)
+            if config.dry_run:
+                self.scratch = tempfile.TemporaryDirectory()  # Hydra makes folders for the jobs; it goes at the end
+                begin(config, Path(self.scratch.name))
+            else:
+                Recorder.folder = begin(config, naming.folder_of(config))
         except (ConfigError, OSError) as error:  # of which Hydra would warn, and run jobs that no record knows of
             print(f"error: {as_message(str(error))}", file=sys.stderr, flush=True)
             raise SystemExit(command.REFUSED) from None
 
 
-def begin(config: DictConfig) -> Begun:
-    """Record the sweep that `config` asks for, and give its jobs their directory and the keys that name none of them.
+def begin(config: DictConfig, folder: Path) -> Path:
+    """Record in its directory the sweep that `config` asks for; give its jobs the directory and their names.
 
     Raises ConfigError for what a sweep cannot do.
     """
-    thrown_away = tempfile.TemporaryDirectory() if config.dry_run else None
-    folder = naming.folder_of(config) if thrown_away is None else Path(thrown_away.name)
     record, fixed_keys = checked(config, folder)
     record.commands += [{"arguments": masked(sys.argv[1:]), "started": datetime.now().isoformat(timespec="seconds")}]
     write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
@@ -134,7 +119,7 @@ def begin(config: DictConfig) -> Begun:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, signal.default_int_handler)
-    return Begun(folder, jobs(folder), thrown_away)
+    return folder
 
 
 def checked(config: DictConfig, folder: Path) -> tuple[SweepRecord, tuple[str, ...]]:
@@ -149,21 +134,11 @@ def checked(config: DictConfig, folder: Path) -> tuple[SweepRecord, tuple[str, .
             f"hydra.sweeper.direction={direction}, but optimized_metric.direction={config.optimized_metric.direction}: "
             "begin with sweep=optuna, which takes it from there"
         )
-    if config.sweep.share_engine and "submitit" in hydra.launcher._target_:
-        raise ConfigError(
-            "sweep.share_engine=true: a job on Slurm has a process of its own, and its engine with it. Leave it out, "
-            "or take another launcher"
-        )
     if config.run.resume not in (None, AUTO):
-        raise ConfigError(
-            "run.resume=<run> goes on with one run: leave out -m and what it varies; the jobs of a sweep go on with "
-            "run.resume=auto"
-        )
+        raise ConfigError("run.resume=<run> goes on with one run; the jobs of a sweep go on with run.resume=auto")
     refuse_existing(folder)
     before = read_record(folder)
     arguments = naming.apart(naming.overrides_of(hydra), () if before is None else tuple(before.varied))
-    if "dry_run" in arguments.varied:
-        raise ConfigError("dry_run is for all jobs of a sweep or for none: give it one value")
     record = SweepRecord(list(arguments.varied), masked(arguments.fixed), [] if before is None else before.commands)
     if before is not None and any(job.status_of(path) == "completed" for path in jobs(folder)):
         for what, then, now in (("varies", before.varied, record.varied), ("sets", before.fixed, record.fixed)):
@@ -174,20 +149,17 @@ def checked(config: DictConfig, folder: Path) -> tuple[SweepRecord, tuple[str, .
 
 def jobs(folder: Path) -> list[Path]:
     """The folders of the jobs that a sweep has begun, by name."""
-    found = [path for path in folder.glob("[!.]*") if path.is_dir() and path.name not in NO_JOBS]
-    return sorted(found)
+    return sorted(path for path in folder.glob("[!.]*") if path.is_dir() and path.name not in NO_JOBS)
 
 
 def summary(folder: Path) -> list[str]:
     """A table of the sweep's jobs: status, optimised metric, seconds; then the errors, a line each."""
-    rows, errors = [("job", "status", "metric", "seconds")], []
+    rows, errors = [["job", "status", "metric", "seconds"]], []
     for path in jobs(folder):
-        result = read_result(path)
-        metric = None if result is None else result.optimized_metric
-        seconds = "" if result is None else f"{result.seconds:.0f}"
-        status = job.status_of(path) or "not started"
-        rows.append((path.name, status, "" if metric is None else f"{metric:.4f}", seconds))
-        if result is not None and result.error:
+        result = read_result(path) or RunResult()
+        metric = "" if result.optimized_metric is None else f"{result.optimized_metric:.4f}"
+        rows.append([path.name, job.status_of(path) or "not started", metric, f"{result.seconds:.0f}"])
+        if result.error:
             line = result.error.strip().splitlines()[-1 if "Traceback" in result.error else 0]
             errors.append(safe(f"{path.name}: {line}"))
     width = [max(map(len, column)) for column in zip(*rows, strict=True)]
