@@ -2,3 +2,13 @@
 
 Nothing in prl but the commands imports these; they may import all. Start with the tool's own module.
 """
+
+from pathlib import Path
+
+OUTPUTS = Path("outputs")
+"""Where runs are unless they say otherwise."""
+
+
+def named(path: Path) -> Path:
+    """What an argument of a command names: `path`, or what has that name under `outputs/` where only that is there."""
+    return OUTPUTS / path if not path.exists() and (OUTPUTS / path).exists() else path

@@ -178,7 +178,7 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     from prl.tools.rollouts.render import rollout as shown
 
     for rollout in rollouts:
-        console.print("", shown(console, record(rollout, 0), "no model"), sep="\n", soft_wrap=True)
+        console.print("", shown(record(rollout, 0), "no model"), sep="\n")
     failed = next((rollout for rollout in rollouts if rollout.failed), None)
     if failed is None:
         return None

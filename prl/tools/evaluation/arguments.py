@@ -10,7 +10,8 @@ from hydra.core.config_store import ConfigStore
 from prl.config.model_reference import is_url
 from prl.config.suggestions import override_key
 from prl.errors import ConfigError
-from prl.tools.evaluation.targets import OUTPUTS, read_run_config, run_of
+from prl.tools import named
+from prl.tools.evaluation.targets import read_run_config, run_of
 
 OF_AN_ENV = ("taskset", "args", "eval_args", "timeout_s", "group_timeout_s")
 """What is taken of an env of a run."""
@@ -27,8 +28,7 @@ def to_overrides(arguments: Sequence[str]) -> list[str]:
     targets = [argument for place, argument in enumerate(arguments) if is_target(arguments, place)]
     overrides = [argument for place, argument in enumerate(arguments) if not is_target(arguments, place)]
     expanded = [f"targets={json.dumps(targets, ensure_ascii=False)}"] if targets else []
-    folders = [folder for target in targets for folder in (Path(target).expanduser(), OUTPUTS / target)]
-    run = next((run for folder in folders if (run := run_of(folder)) is not None), None)
+    run = next(filter(None, [run_of(named(Path(target).expanduser())) for target in targets]), None)
     return [*expanded, *(from_run(run, overrides) if run is not None else ()), *overrides]
 
 

@@ -20,9 +20,9 @@ from prl.config.schema import ModelConfig
 from prl.engines.frozen import FrozenPool
 from prl.errors import UNREADABLE, ConfigError, EngineError
 from prl.monitors.text import in_one_line
+from prl.tools import named
 from prl.transport.checkpoints import checkpoint_path, steps_of
 
-OUTPUTS = Path("outputs")
 NOT_THE_SHAPE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 """Keys of a model's config that say nothing about the shape of its weights."""
 
@@ -63,10 +63,11 @@ def find_targets(config: EvaluationConfig) -> list[Target]:
 
 def _name(argument: str) -> str:
     """`run/step_000020` for a run or a checkpoint of one; else the argument."""
-    for folder in () if is_url(argument) else (Path(argument).expanduser(), OUTPUTS / argument):
-        if (run := run_of(folder)) is not None:
-            return f"{run.name}/{(checkpoint_of(run) if run == folder else folder).name}"
-    return argument
+    folder = named(Path(argument).expanduser())
+    run = None if is_url(argument) else run_of(folder)
+    if run is None:
+        return argument
+    return f"{run.name}/{(checkpoint_of(run) if run == folder else folder).name}"
 
 
 def model_of(argument: str) -> ModelConfig:
@@ -77,10 +78,9 @@ def model_of(argument: str) -> ModelConfig:
     if (model := bundled(argument)) is not None:
         check_model(model.path, "target")
         return model
-    tried = [Path(argument).expanduser(), OUTPUTS / argument]
-    folder = next((folder for folder in tried if folder.is_dir()), None)
-    if folder is None:
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", argument) or tried[0].parent.is_dir():
+    folder = named(Path(argument).expanduser())
+    if not folder.is_dir():
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", argument) or folder.parent.is_dir():
             own = ", ".join(sorted(name for name in options()["model"] if bundled(name)))
             raise ConfigError(f"{argument}: no such folder; models by name: {own}, and organisation/model on the hub")
         return ModelConfig(path=argument)  # on the hub

@@ -16,7 +16,8 @@ from rich.text import Text
 from prl.errors import ConfigError
 from prl.monitors.terminal import Console
 from prl.monitors.text import safe
-from prl.tools.report.runs import is_run, named
+from prl.tools import named
+from prl.tools.report.runs import is_run
 
 COLUMNS = 10
 """Most of a table of text in the terminal."""

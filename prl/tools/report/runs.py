@@ -16,7 +16,6 @@ from prl.monitors.text import in_one_line
 from prl.runs.owner import is_owned
 from prl.runs.result import RunResult
 from prl.runs.run_dir import RUN_FILES
-from prl.tools.rollouts.__main__ import OUTPUTS
 
 T = TypeVar("T")
 MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
@@ -28,11 +27,6 @@ class Sweep(msgspec.Struct):
 
     fixed: dict[str, str] = {}
     """The overrides that all its jobs have."""
-
-
-def named(path: Path) -> Path:
-    """What an argument of a command names: `path`, or what has that name under `outputs/` where only that is there."""
-    return OUTPUTS / path if not path.exists() and (OUTPUTS / path).exists() else path
 
 
 @dataclass(frozen=True, kw_only=True)

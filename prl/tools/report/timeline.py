@@ -15,7 +15,8 @@ import msgspec
 from prl.errors import ConfigError
 from prl.monitors.terminal import Console
 from prl.monitors.text import as_message, safe
-from prl.tools.report.runs import named, read_run
+from prl.tools import named
+from prl.tools.report.runs import read_run
 from prl.tools.report.shares import Shares, is_work, processes, read_spans, shares
 from prl.tools.report.tables import Table, terminal
 from prl.transport.events import Span

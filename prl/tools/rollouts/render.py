@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import msgspec
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
+from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -44,7 +45,7 @@ def show(
         heading = f"━━ group {group}: {len(members)} rollout{'s' * (len(members) > 1)}, reward {extent(members)} "
         console.print("", Text(heading.ljust(console.width, "━"), "bold"), sep="\n")
         for record in members:
-            console.print("", rollout(console, record), sep="\n", soft_wrap=True)
+            console.print("", rollout(record), sep="\n")
 
 
 def summary(records: list[Record], evaluated: bool) -> Table:
@@ -92,34 +93,27 @@ def stage_and_source(outcome: Outcome) -> str:
     return outcome.stage.replace("_", "-") + (f" ({outcome.source})" if outcome.source else "")
 
 
-def rollout(console: Console, record: Record, source: str = "frozen model") -> Text:
-    """One rollout, on lines as wide as the console at most; `source` generated it where no policy did."""
-    text = Text("\n").join([*header(console, record, source), Text()])
+def rollout(record: Record, source: str = "frozen model") -> Group:
+    """One rollout; `source` generated it where no policy did."""
     branched = any(message.after is not msgspec.UNSET for message in record.messages)
-    margin = LABEL + (len(str(len(record.messages))) + 1 if branched else 0)
-    if not record.messages:
-        text.append("(no message)\n", "dim")
+    lines = Table.grid(padding=(0, 1, 0, 0))
+    lines.add_column(width=LABEL - 1 + (len(str(len(record.messages))) + 1 if branched else 0))
+    lines.add_column(overflow="fold")
     for place, message in enumerate(record.messages):
         if message.after is not msgspec.UNSET:
             origin = "opens a history" if message.after is None else f"goes on after message {message.after + 1}"
-            text.append(f"┄┄ another branch, {origin} ┄┄\n", "dim")
+            lines.add_row("", Text(f"┄┄ another branch, {origin} ┄┄", "dim"))
         for label, part, style in parts(message):
             label = f"{place + 1} {label}" if branched and label else label
             inset = 2 if message.role == "tool" else 0  # an answer stands in from the call that asked for it
-            text.append(beside(safe(label), margin + inset, safe(part), console), style)
-    text.right_crop(1)
-    return text
+            lines.add_row(Text(safe(label), style), Padding(Text(safe(part), style), (0, 0, 0, inset)))
+    return Group(*header(record, source), lines if record.messages else Text("(no message)", "dim"))
 
 
-def header(console: Console, record: Record, source: str) -> list[Text]:
+def header(record: Record, source: str) -> Iterator[Text | Padding]:
     """The lines above a rollout's messages: what it is; then reward, credit, versions, sizes, filters and outcome."""
-    names = [
-        f"step {record.step}",
-        record.env,
-        f"task {record.task}",
-        f"group {record.group}",
-        f"agent {record.agent}" if record.agent != "agent" else "",
-    ]
+    agent = f"agent {record.agent}" if record.agent != "agent" else ""
+    names = [f"step {record.step}", record.env, f"task {record.task}", f"group {record.group}", agent]
     first, last = record.start_version, record.end_version
     versions = f"version {first}" if first == last else f"versions {first} to {last}"
     facts = [
@@ -133,19 +127,13 @@ def header(console: Console, record: Record, source: str) -> list[Text]:
         f"stop {record.stop}" if record.stop else "",
         *(f"matched by filter {name} ({slot})" for slot, name in monitored(record)),
     ]
-    lines = [*line_of(names, console, "bold"), *line_of(facts, console, indent=2)]
+    yield Text(safe(" · ".join(filter(None, names))), "bold", overflow="fold")
+    yield Padding(Text(safe(" · ".join(filter(None, facts))), overflow="fold"), (0, 0, 0, 2))
     if record.outcome is not None:
         reason = "" if record.stage == Stage.TRAINED else f": {record.outcome.reason}"
         colour = STAGE_COLOURS.get(record.outcome.stage, "yellow")
-        lines += line_of([stage_and_source(record.outcome) + reason], console, colour, indent=2)
-    return lines
-
-
-def line_of(facts: list[str], console: Console, style: str = "", indent: int = 0) -> list[Text]:
-    """The facts that there are in a line, or in as many as they need."""
-    text = Text(safe(" · ".join(filter(None, facts))), style)
-    lines = text.wrap(console, console.width - indent, overflow="fold")
-    return [Text(" " * indent).append_text(line) for line in lines]
+        outcome = Text(safe(stage_and_source(record.outcome) + reason), colour, overflow="fold")
+        yield Padding(outcome, (0, 0, 0, 2))
 
 
 def parts(message: Message) -> Iterator[tuple[str, str, str]]:
@@ -176,13 +164,6 @@ def spelt(value: object) -> str:
     """JSON; a text of several lines, as code is, with its lines."""
     several = isinstance(value, str) and "\n" in value
     return f'"""\n{value}\n"""' if several else msgspec.json.encode(value).decode()
-
-
-def beside(label: str, margin: int, text: str, console: Console) -> str:
-    """The text in lines as wide as the console at most, with the label in the margin of the first."""
-    room = max(NARROWEST, console.width - margin)
-    lines = enumerate(Text(text).wrap(console, room, overflow="fold"))
-    return "".join(f"{'' if place else label:{margin}}{line.plain}".rstrip() + "\n" for place, line in lines)
 
 
 def number(value: float | None) -> str:
