@@ -116,9 +116,8 @@ def test_an_error_in_user_code_names_its_line(prl_env, taskset, tmp_path, name, 
         (["math", "args.max_operant=3"], "envs.math.args.max_operant"),
         (["math", "weight=-1x"], "weight"),
         (["mth"], "; did you mean math?\n"),
-        (["prl.envs.tasksets.mth"], "did you mean prl.envs.tasksets.math?"),
-        (["math,guess"], "'math,guess' is neither an env ("),
-        (["../x"], "'../x' is neither an env ("),
+        (["math,guess"], "taskset='math,guess'"),
+        (["../x"], "taskset='../x'"),
         (["math", "trainer.optim.lrr=1"], "trainer.optim.lrr"),
         (["math", "args.system=héllo"], "args.system=héllo"),
         (["jsonl"], "envs.jsonl.args.path"),
@@ -129,11 +128,6 @@ def test_an_error_in_user_code_names_its_line(prl_env, taskset, tmp_path, name, 
 def test_what_cannot_be_loaded_is_refused_in_a_line(prl_env, arguments, named):
     status, out, err = prl_env("check", *arguments)
     assert status == 2 and out == "" and err.startswith("error: ") and named in err and len(err.splitlines()) == 1
-
-
-def test_a_reply_that_is_not_utf8_is_refused_in_a_line(prl_env):
-    status, out, err = prl_env("check", "math", "args.num_tasks=3", "eval_args=null", "--reply", "\ud800")
-    assert (status, out) == (2, "") and "UTF-8" in err and len(err.splitlines()) == 1
 
 
 def test_a_template_that_fails_is_refused_in_a_line(prl_env, tmp_path):
@@ -152,4 +146,4 @@ def test_a_module_that_a_taskset_misses_is_named(prl_env, taskset, tmp_path):
     name = taskset("env_check_misses")
     (tmp_path / f"{name}.py").write_text("import no_such_module_xyz\n")
     status, _, err = prl_env("check", name)
-    assert status == 2 and "is neither an env" not in err and "import no_such_module_xyz" in err
+    assert status == 2 and "import no_such_module_xyz" in err

@@ -19,7 +19,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,12 +31,10 @@ from prl.config.schema import EnvConfig, TrainConfig
 from prl.engines.replies import Completion
 from prl.errors import ConfigError
 from prl.launch.children import leave_none
-from prl.launch.command import FULL_ERROR, REFUSED, stopped
+from prl.launch.command import FULL_ERROR, REFUSED, one_line, stopped
 from prl.monitors.terminal import Console
 from prl.monitors.text import as_message, in_one_line, safe
 
-TASKSET = re.compile(r"([\w-]+/)?\w[\w-]*(\.\w+)*(@[\w.+-]+)?")
-"""A dotted module path, or the id of an installed taskset; the option of an env looks the same."""
 ROOM = 1 << 20
 """Tokens of an episode: more than any has, since no model has to read them."""
 NAME = "check"
@@ -84,54 +81,34 @@ def config_of(env: str, overrides: list[str]) -> tuple[str, TrainConfig]:
     Overrides whose key begins with a key of an env, as `args.path=…`, are that env's; others are the run's.
     """
     keys = {each.name for each in fields(EnvConfig)}
-    own = [each for each in overrides if re.split("[.=]", each.lstrip("+"))[0] in keys]
-    runs = [f"run.name={NAME}", *(each for each in overrides if each not in own)]
+    typed = [override.lstrip("+") for override in overrides]
+    own = [override for override in typed if re.split("[.=]", override)[0] in keys]
+    runs = [f"run.name={NAME}", *(each for each in overrides if each.lstrip("+") not in own)]
     searched = any(each.startswith("hydra.searchpath=") for each in runs)  # it may have options unknown here
-    refuse_unreadable(runs)
-    if not TASKSET.fullmatch(env):
-        raise no_such_env(env)
-    if env in options()["env"] or (searched and "." not in env):
-        refuse_unreadable(own)
-        return env, in_bounds([*runs, f"env={env}", *(f"++envs.{env}.{each.lstrip('+')}" for each in own)])
-    config, given = in_bounds([*runs, "env=[]"]), plain(OmegaConf.from_dotlist([each.lstrip("+") for each in own]))
+    is_option = env in options()["env"] or (searched and "." not in env)
+    ours = [f"env={env}", *(f"++envs.{env}.{override}" for override in own)] if is_option else ["env=[]"]
+    config = compose([*runs, *ours])
+    check_values(config)
+    if is_option:
+        return env, config
+    given: Any = plain(OmegaConf.from_dotlist(own))
     if left := sorted(given.keys() - {"args", "eval_args"}):
         raise ConfigError(f"{left[0]}: of a taskset, args and eval_args are read; give it a conf file for the rest")
-    config.envs = {NAME: EnvConfig(taskset=env, args=given.get("args", {}), eval_args=given.get("eval_args"))}
+    config.envs = {NAME: EnvConfig(**{"taskset": env} | given)}
     return NAME, config
 
 
-def in_bounds(overrides: list[str]) -> TrainConfig:
-    """Return the config of overrides. Raises ConfigError for a value that its key does not take."""
-    config = compose(overrides)
-    check_values(config)
-    return config
+def load(name: str, config: TrainConfig) -> Any:
+    """Return the env of a name. Raises ConfigError where it cannot be loaded, with the envs that there are."""
+    from prl.envs.environment import Environment  # verifiers, once the config has composed
 
-
-def refuse_unreadable(overrides: list[str]) -> None:
-    """Raise ConfigError for an override, as it was typed, that is not in Hydra's grammar."""
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        try:
-            OverridesParser.create().parse_override(override)
-        except HydraException as error:
-            what = f"the value needs quotes, '{key}=\"{value}\"'" if equals else "write key=value"
-            raise ConfigError(f"{override}: {what}") from error
-
-
-def no_such_env(env: str) -> ConfigError:
-    """Return the error for a name of which there is no env, with the nearest one that there is."""
-    names = options()["env"]
-    near = nearest(env, names, "") if TASKSET.fullmatch(env) else ""
-    asked = f"; {near}" if near.startswith("did you mean") else ""
-    return ConfigError(f"{env!r} is neither an env ({', '.join(names)}) nor a taskset that can be imported{asked}")
-
-
-def is_missing(env: str, error: BaseException) -> bool:
-    """Whether an error came of there being no module of the taskset itself, rather than one that it imports."""
-    module = env.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{(error.name or '').lower()}.")
+    try:
+        return Environment(name, config.envs[name], eval_tasks=HELD_OUT)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, ModuleNotFoundError) or name != NAME:
+            raise
+        hint = nearest(config.envs[name].taskset, options()["env"], "envs with a conf file")
+        raise ConfigError(f"{error}; {hint}") from error.__cause__
 
 
 def check(env: str, overrides: list[str], replies: list[str] | None, console: Console) -> str | None:
@@ -141,15 +118,13 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     """
     name, config = config_of(env, overrides)
     check_model(config.model.path, "model.path")
+    environment = load(name, config)
     from prl.engines.sampler import Sampler
-    from prl.envs.environment import Environment  # verifiers and transformers, once the config has composed
     from prl.launch.components import load_tokenizer, make_renderers
     from prl.launch.prompts import rendered_prompts
+    from prl.rollouts.records import record
+    from prl.tools.rollouts.render import rollout as shown
 
-    try:
-        environment = Environment(name, config.envs[name], eval_tasks=HELD_OUT)
-    except ConfigError as error:
-        raise (no_such_env(env) if is_missing(env, error) else error) from error.__cause__
     tokenizer = load_tokenizer(config.model, "model.path")
     renderer = make_renderers(config, tokenizer)[name]
     environment.check_renderer(renderer)
@@ -174,23 +149,12 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
         text = tokenizer.decode(prompt)
         say(console, f"\nfirst prompt, {len(prompt)} tokens, in the template of {config.model.path}:\n{text}")
     say(console, f"\nreplies: {whose}")
-    from prl.rollouts.records import record
-    from prl.tools.rollouts.render import rollout as shown
-
     for rollout in rollouts:
         console.print("", shown(record(rollout, 0), "no model"), sep="\n")
     failed = next((rollout for rollout in rollouts if rollout.failed), None)
     if failed is None:
         return None
     return f"the episode failed: {failed.error}" + "".join(own_line(e.traceback or "") for e in failed.trace.errors[:1])
-
-
-def utf8(text: str) -> str:
-    """Return an argument, whatever the locale has made of it. Raises ConfigError where it was not typed in UTF-8."""
-    try:
-        return os.fsencode(text).decode()
-    except UnicodeError as error:
-        raise ConfigError(f"{text!r} has bytes that are not UTF-8") from error
 
 
 async def play(environment: Any, task: Any, sampler: Any) -> list[Any]:
@@ -234,16 +198,12 @@ def main() -> None:
     checking.add_argument("--reply", action="append", metavar="TEXT", help="what the model says; again for later turns")
     given = parser.parse_args()
     try:
-        overrides, replies = ([utf8(text) for text in texts] for texts in (given.overrides, given.reply or []))
-        problem = check(given.env, overrides, replies, Console())
+        problem = check(given.env, given.overrides, given.reply, Console())
     except KeyboardInterrupt as end:
         raise stopped(end) from None
-    except ConfigError as error:
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__
-        problem = str(error) + (own_line("".join(traceback.format_exception(cause))) if cause else "")
-    except (HydraException, OmegaConfBaseException) as error:  # Hydra says which key; what it caught says why
-        messages = [str(cause).strip().splitlines() for cause in (error, error.__cause__) if cause is not None]
-        problem = ": ".join(lines[0].rstrip(".") for lines in messages if lines)
+        problem = one_line(error) + (own_line("".join(traceback.format_exception(cause))) if cause else "")
     except Exception as error:  # of a chat template, say, that takes the prompt and not the reply
         if FULL_ERROR in os.environ:
             raise
