@@ -15,10 +15,10 @@ from prl.config.compose import CONF, options
 from prl.config.evaluation import EndpointConfig, EvaluationConfig
 from prl.config.model_folder import check_model, local_folder, positions, read_config
 from prl.config.model_reference import FrozenModelConfig, check_url, is_url
-from prl.config.run_yaml import yaml_of
+from prl.config.run_yaml import load
 from prl.config.schema import ModelConfig
 from prl.engines.frozen import FrozenPool
-from prl.errors import UNREADABLE, ConfigError, EngineError
+from prl.errors import ConfigError, EngineError
 from prl.monitors.text import in_one_line
 from prl.tools import named
 from prl.transport.checkpoints import checkpoint_path, steps_of
@@ -87,9 +87,7 @@ def model_of(argument: str) -> ModelConfig:
     run = run_of(folder)
     if run == folder:
         folder = checkpoint_of(run)
-    settings = {} if run is None else read_run_config(run).get("model")
-    if settings is None:
-        raise ConfigError(f"{run}/config.yaml is not the config of a run: it has no model")
+    settings = {} if run is None else read_run_config(run).get("model", {})
     path = str(settings.get("path") if run is not None and is_base(folder) else folder)
     check_model(path, "target")
     kept = {key: settings[key] for key in ("dtype", "max_model_len", "renderer") if key in settings}
@@ -125,22 +123,15 @@ def checkpoint_of(run: Path) -> Path:
 def is_base(checkpoint: Path) -> bool:
     """Whether the best checkpoint of a run is the model that it began with, of which there is no copy."""
     path = checkpoint / "best.json"
-    try:
-        return path.is_file() and bool(json.loads(path.read_bytes())["step"] == 0)
-    except (OSError, *UNREADABLE, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged: it does not say which version it is") from error
+    return path.is_file() and bool(json.loads(path.read_bytes())["step"] == 0)
 
 
 def read_run_config(run: Path) -> dict[str, Any]:
-    """`config.yaml` of a run as plain data. Raises ConfigError where it cannot be read."""
-    path = run / "config.yaml"
-    try:
-        config = yaml_of(path.read_text(encoding="utf-8"))
-    except Exception as error:  # of YAML or OmegaConf
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(config, dict) or "${" in json.dumps(config, default=str):
-        raise ConfigError(f"{path} is not the config of a run, which is resolved")
-    return cast(dict[str, Any], config)
+    """`config.yaml` of a run as plain data. Raises ConfigError where it cannot be read, or is no run's."""
+    config = load(run / "config.yaml")
+    if "${" in json.dumps(config, default=str):
+        raise ConfigError(f"{run / 'config.yaml'} is not the config of a run, which is resolved")
+    return config
 
 
 async def look_up(url: str, config: EndpointConfig) -> tuple[FrozenModelConfig, ModelConfig]:

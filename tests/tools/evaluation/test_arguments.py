@@ -2,7 +2,6 @@
 
 import hydra
 import pytest
-from omegaconf import OmegaConf
 
 from prl.config.build import plain
 from prl.config.compose import CONF, to_config
@@ -16,27 +15,14 @@ def compose(*arguments):
         return to_config(hydra.compose("eval", overrides), overrides)
 
 
-def change(run, **values):
-    config = OmegaConf.load(run / "config.yaml")
-    for key, value in values.items():
-        OmegaConf.update(config, key, value, force_add=True)
-    OmegaConf.save(config, run / "config.yaml")
-
-
 def test_what_has_no_key_is_a_target_wherever_it_stands(make_run):
-    make_run("sweep/0-seed=1")
+    make_run("sweep/0-seed=1", steps=())
     arguments = ["k=4", "a b/c", "sweep/0-seed=1", "env=math", "http://h/v1?x=1", "--cfg", "job", "~monitor.jsonl"]
     found = to_overrides(arguments)
     assert found[0] == 'targets=["a b/c", "sweep/0-seed=1", "http://h/v1?x=1"]'
     assert found[-5:] == ["k=4", "env=math", "--cfg", "job", "~monitor.jsonl"]
     assert compose("a b/c", "tiny").targets == ["a b/c", "tiny"]
     assert to_overrides(["k=4"]) == ["k=4"]
-
-
-def test_without_a_run_it_is_the_defaults():
-    config = compose("tiny")
-    assert (config.k, config.num_tasks, config.seed, list(config.envs)) == (8, 64, 0, ["math"])
-    assert config.sampling.temperature == config.envs["math"].sampling.temperature == 1.0
 
 
 def test_a_run_gives_its_envs_sampling_renderer_and_seed(make_run):
@@ -66,27 +52,26 @@ def test_a_run_gives_its_envs_sampling_renderer_and_seed(make_run):
     assert (guess.temperature, guess.max_tokens, typed.seed, typed.renderer.name) == (0.2, 6, 3, "default")
 
 
-def test_an_env_of_the_command_line_replaces_the_runs(make_run):
-    make_run("mine", "env=guess", "sampling.temperature=0.3")
+def test_what_is_chosen_by_group_goes_before_the_runs(make_run):
+    make_run("mine", "env=guess", "sampling.temperature=0.3", "sampling.max_tokens=7", steps=())
     config = compose("mine", "env=[math]")
     assert list(config.envs) == ["math"] and config.sampling.temperature == 1.0
-
-
-def test_a_sampling_that_is_chosen_by_group_goes_before_the_runs(make_run):
-    make_run("mine", "sampling.temperature=0.3", "sampling.max_tokens=7")
     config = compose("mine", "sampling=greedy")
     assert (config.sampling.temperature, config.sampling.max_tokens) == (0.0, 7)
-    assert (config.envs["math"].sampling.temperature, config.envs["math"].sampling.max_tokens) == (0.0, 7)
+    assert (config.envs["guess"].sampling.temperature, config.envs["guess"].sampling.max_tokens) == (0.0, 7)
 
 
-def test_a_config_that_is_not_a_runs(make_run):
-    run = make_run("mine")
-    change(run, **{"envs.math.args.path": "${oc.env:HOME}"})
-    with pytest.raises(ConfigError, match="is not the config of a run, which is resolved"):
-        to_overrides(["mine"])
-    (run / "config.yaml").write_text("seed: 1\n")
-    with pytest.raises(ConfigError, match="mine/config.yaml is not the config of a training run"):
-        to_overrides(["mine"])
-    (run / "config.yaml").write_text("{")
-    with pytest.raises(ConfigError, match="mine/config.yaml cannot be read"):
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("envs: {math: {args: {path: '${oc.env:HOME}'}}}\n", "is not the config of a run, which is resolved"),
+        ("seed: 1\n", "mine/config.yaml is not the config of a run"),
+        ("envs: {}\n", "mine/config.yaml is not the config of a training run"),
+        ("{", "mine/config.yaml cannot be read"),
+    ],
+)
+def test_a_config_that_is_not_a_runs(tmp_path, text, says):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=says):
         to_overrides(["mine"])
