@@ -62,21 +62,15 @@ def test_what_an_evaluation_leaves(serve, capsys):
     assert second["envs"][0]["difference"]["mean"] == second["envs"][0]["avg"]["mean"] > 1 / 3 - 1e-9
     assert [line["start_version"] for line in lines("rollouts/eval_math_step_000001.jsonl")] == [0] * 12
     assert "targets:\n- tiny\n- tiny-teacher\n" in Path("outputs/x/config.yaml").read_text()
+    with (console := Console(width=130)).capture() as printed:
+        console.print(command.table(result))
+    rows = [[cell.strip() for cell in line.split("│")] for line in printed.get().splitlines() if "│" in line]
+    assert rows[0][1:-1] == ["tiny", "math", "0.000", "0.000", "0.000", "0.000", "", ""]
+    assert rows[1][3] == "[0.000, 0.000]" and rows[2][7].startswith("+0.") and "3 tasks, 4 samples" in printed.get()
     capsys.readouterr()
     assert view(["outputs/x", "--eval"]) == 0 and "evaluation at step 1" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="already holds a run"):
         command.main(compose("tiny"))
-
-
-def test_the_table(serve):
-    serve("no number", "also none")
-    result = command.main(compose("tiny", "tiny-teacher", "num_tasks=2", "k=2"))
-    with (console := Console(width=130)).capture() as said:
-        console.print(command.table(result))
-    rows = [[cell.strip() for cell in line.split("│")] for line in said.get().splitlines() if "│" in line]
-    assert rows[0][1:-1] == ["tiny", "math", "0.000", "0.000", "0.000", "", ""]
-    assert rows[1][3] == "[0.000, 0.000]" and rows[2][6] == "+0.000"
-    assert "2 tasks, 2 samples each" in said.get()
 
 
 def test_a_model_that_does_not_answer_has_no_score(serve):

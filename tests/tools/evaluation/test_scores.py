@@ -41,15 +41,8 @@ def test_an_interval_of_shares_ends_at_0_and_1_and_one_task_has_none():
 
 
 def rollout(task, index, reward, *, failed=False):
-    data = SimpleNamespace(idx=task)
-    return SimpleNamespace(
-        env_name="toy",
-        group_id=task,
-        index=index,
-        reward=reward,
-        failed=failed,
-        task=SimpleNamespace(data=data, key=f"t{task}"),
-    )
+    own = SimpleNamespace(data=SimpleNamespace(idx=task), key=f"t{task}")
+    return SimpleNamespace(env_name="toy", group_id=task, index=index, reward=reward, failed=failed, task=own)
 
 
 def test_a_failed_episode_counts_as_wrong_with_reward_0_and_is_reported():

@@ -11,11 +11,6 @@ from prl.models import model_path
 from prl.tools.evaluation.targets import Target, by_engine, find_targets, look_up, model_of
 
 
-def test_a_model_of_prls_by_name_or_folder():
-    expected = ModelConfig(path=model_path("tiny"), max_model_len=512, lr=4e-4, renderer="qwen3")
-    assert model_of("tiny") == model_of(model_path("tiny")) == expected
-
-
 def test_a_checkpoint_has_the_settings_of_its_run_and_a_run_is_its_last_checkpoint(make_run, make_model):
     run = make_run("outputs/mine", "model.max_model_len=99", "model.dtype=float16", "model.trust_remote_code=true")
     found = model_of("outputs/mine/checkpoints/step_000010")
@@ -30,46 +25,41 @@ def test_a_checkpoint_has_the_settings_of_its_run_and_a_run_is_its_last_checkpoi
     base = model_of("mine")
     assert (base.path, base.max_model_len) == (model_path("tiny"), 99), "no version was better than the first"
     assert model_of(str(make_model("alone"))) == ModelConfig(path="alone", max_model_len=1024), "its positions"
+    expected = ModelConfig(path=model_path("tiny"), max_model_len=512, lr=4e-4, renderer="qwen3")
+    assert model_of("tiny") == model_of(model_path("tiny")) == expected
     assert model_of("organisation/model") == ModelConfig(path="organisation/model"), "on the hub"
 
 
-@pytest.mark.parametrize("name", ["tyni", "outputs/nothing", "/no/such/folder"])
-def test_a_folder_that_is_not_there(name, make_run):
-    make_run("outputs/mine")
-    with pytest.raises(ConfigError, match=rf"{name}: no such folder; models by name: smollm2, tiny, tiny-teacher"):
-        model_of(name)
-
-
-def test_a_folder_that_is_no_model_and_a_run_without_checkpoints(make_run, tmp_path):
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["tyni"], "tyni: no such folder; models by name: smollm2, tiny, tiny-teacher"),
+        (["outputs/nothing"], "outputs/nothing: no such folder"),
+        (["/no/such/folder"], "/no/such/folder: no such folder"),
+        (["empty"], "'empty' is not a model folder: it has no config.json"),
+        (["young"], "young has no checkpoints yet"),
+        ([], "nothing to look at"),
+        (["tiny", "tiny"], "tiny is given twice"),
+    ],
+)
+def test_what_is_no_target_is_refused(given, says, make_run, tmp_path):
+    make_run("outputs/young", steps=())
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="'empty' is not a model folder: it has no config.json"):
-        model_of("empty")
-    make_run("young", steps=())
-    with pytest.raises(ConfigError, match="young has no checkpoints yet"):
-        model_of("young")
+    with pytest.raises(ConfigError, match=says):
+        find_targets(EvaluationConfig(targets=given))
 
 
 def test_names_are_short_where_they_can_be_and_settings_of_the_command_line_win(make_run):
     make_run("a/mine")
     make_run("b/mine", steps=(10,))
-    given = [
-        "tiny",
-        "a/mine/checkpoints/step_000010",
-        "b/mine/checkpoints/step_000010",
-        "a/mine/checkpoints/step_000020",
-    ]
+    steps = ("a/mine/checkpoints/step_000010", "b/mine/checkpoints/step_000010", "a/mine/checkpoints/step_000020")
+    given = ["tiny", *steps]
     config = EvaluationConfig(targets=given, model=EvalModelConfig(max_model_len=64))
     found = find_targets(config)
     assert [target.name for target in found] == [*given[:3], "mine/step_000020"]
     assert [target.name for target in find_targets(EvaluationConfig(targets=["b/mine"]))] == ["mine/step_000010"]
     assert {target.model.max_model_len for target in found} == {64}
     assert {target.model.renderer for target in found} == {"qwen3"}
-
-
-@pytest.mark.parametrize(("given", "says"), [([], "nothing to look at"), (["tiny", "tiny"], "tiny is given twice")])
-def test_no_target_or_one_twice(given, says):
-    with pytest.raises(ConfigError, match=says):
-        find_targets(EvaluationConfig(targets=given))
 
 
 def test_one_engine_loads_all_of_one_shape(make_model):
