@@ -37,50 +37,28 @@ CALLS = [
     {"name": "calculate", "arguments": '{"expression": "37*48", "digits": 2}'},
     {"name": "run", "arguments": '{"co'},
 ]
+USE = [
+    {"role": "system", "content": "Use it."},
+    user("37*48="),
+    assistant("", tool_calls=CALLS, reasoning="I will\ncall it."),
+    {"role": "tool", "content": "1776\nexactly", "name": "calculate"},
+    assistant("1776"),
+]
+BRANCHED = [
+    *(user("K."), assistant("bet"), assistant("check", sampled=False, after=0)),
+    *(user("and now?"), assistant("bet", after=None)),
+]
+BOTH = {"pre_batch": "gibberish", "post_batch": "zero_advantage"}
+DROPPED = outcome("post_filtered", "filter zero_advantage", "zero_advantage")
+FAILED = {"outcome": outcome("failed", "KeyError: no JSON object", "env"), "reward": 0.0, "advantage": None}
+KUHN = {"env": "kuhn", "group": 3}
 STEP = [
     entry(),
     entry(reward=0.05, rewards={"answer": 0.05}, advantage=-0.475, matched={"pre_batch": "gibberish"}),
-    entry(
-        group=1,
-        advantage=0.0,
-        outcome=outcome("post_filtered", "filter zero_advantage", "zero_advantage"),
-        difficulty_pool="easy",
-        matched={"pre_batch": "gibberish", "post_batch": "zero_advantage"},
-    ),
-    entry(
-        env="calculator",
-        group=2,
-        task=7,
-        reward=0.0,
-        rewards={"answer": 0.0},
-        advantage=None,
-        outcome=outcome("failed", "KeyError: no JSON object", "env"),
-        end_version=4,
-        messages=[
-            {"role": "system", "content": "Use it."},
-            user("37*48="),
-            assistant("", tool_calls=CALLS, reasoning="I will\ncall it."),
-            {"role": "tool", "content": "1776\nexactly", "name": "calculate"},
-            assistant("1776"),
-        ],
-    ),
-    entry(
-        env="kuhn",
-        group=3,
-        agent="player",
-        reward=0.75,
-        rewards={"chips": 0.75},
-        samples=2,
-        outcome=outcome("surplus", "the batch was full"),
-        messages=[
-            user("K."),
-            assistant("bet"),
-            assistant("check", sampled=False, after=0),
-            user("and now?"),
-            assistant("bet", after=None),
-        ],
-    ),
-    entry(env="kuhn", group=3, agent="opponent", reward=0.25, rewards={"chips": 0.25}),
+    entry(group=1, advantage=0.0, outcome=DROPPED, difficulty_pool="easy", matched=BOTH),
+    entry(env="calculator", group=2, task=7, rewards={"answer": 0.0}, end_version=4, messages=USE, **FAILED),
+    entry(agent="player", reward=0.75, samples=2, outcome=outcome("surplus", "full"), messages=BRANCHED, **KUHN),
+    entry(agent="opponent", reward=0.25, **KUHN),
 ]
 
 
@@ -207,19 +185,10 @@ def test_no_message_controls_the_terminal(run, capsys):
     evil = "\x1b]0;title\x07 \x1b[31mred\x1b[0m \x9b2J \u202eback\r\x08 [red]plain[/red] [/] [link=x]y :smile:"
     seen = r"\x1b]0;title\x07 \x1b[31mred\x1b[0m \x9b2J \u202eback\r\x08 [red]plain[/red] [/] [link=x]y :smile:"
     call = {"name": evil, "arguments": json.dumps({evil: evil}, ensure_ascii=False)}
-    line = entry(
-        step=9,
-        env=evil,
-        agent=evil,
-        task=evil,
-        rewards={evil: 1.0},
-        metrics={evil: 1.0},
-        difficulty_pool=evil,
-        stop=evil,
-        matched={"pre_batch": evil},
-        outcome=outcome("failed", evil, evil),
-        messages=[{"role": evil, "content": evil}, assistant(evil, reasoning=evil, tool_calls=[call])],
-    )
+    said = [{"role": evil, "content": evil}, assistant(evil, reasoning=evil, tool_calls=[call])]
+    names = dict.fromkeys(("env", "agent", "task", "difficulty_pool", "stop"), evil)
+    numbers = {"rewards": {evil: 1.0}, "metrics": {evil: 1.0}, "matched": {"pre_batch": evil}}
+    line = entry(step=9, messages=said, outcome=outcome("failed", evil, evil), **names, **numbers)
     write(run / "rollouts" / "step_000009.jsonl", [line])
     assert main(["toy"]) == 0
     assert main(["toy", "--env", evil + "?"]) == 2
