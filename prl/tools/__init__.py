@@ -12,3 +12,9 @@ OUTPUTS = Path("outputs")
 def named(path: Path) -> Path:
     """What an argument of a command names: `path`, or what has that name under `outputs/` where only that is there."""
     return OUTPUTS / path if not path.exists() and (OUTPUTS / path).exists() else path
+
+
+def line_of(error: str | None) -> str:
+    """A run's error in a line: its first, of a traceback its last."""
+    lines = (error or "").strip().splitlines() or [""]
+    return lines[-1 if lines[0].startswith("Traceback") else 0]

@@ -11,16 +11,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.text import Text
+from rich.markdown import Markdown
 
 from prl.errors import ConfigError
 from prl.monitors.terminal import Console
-from prl.monitors.text import safe
+from prl.monitors.text import as_message
 from prl.tools import named
 from prl.tools.report.runs import is_run
 
-COLUMNS = 10
-"""Most of a table of text in the terminal."""
 WIDTH = 200
 """Of the tables in a file or a pipe, characters."""
 
@@ -50,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         report(parser.parse_args(argv))
     except (ConfigError, OSError) as error:
-        print(f"error: {safe(str(error))}", file=sys.stderr)
+        print(f"error: {as_message(str(error))}", file=sys.stderr)
         return 2
     return 0
 
@@ -68,16 +66,11 @@ def report(args: argparse.Namespace) -> None:
     if args.out is None and len(dirs) > 1:
         raise ConfigError("several folders: say with --out where their summary is to be written")
     from prl.tools.report.sweep import write_summary
-    from prl.tools.report.tables import METHOD, tables, terminal
 
     out = args.out or dirs[0]
-    summary = write_summary(*dirs, out=out, metrics=args.metric, threshold=args.threshold)
+    write_summary(*dirs, out=out, metrics=args.metric, threshold=args.threshold)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    for table in tables(summary):
-        if not table.numbers and len(table.head) > COLUMNS:
-            continue  # what differs between many variants: the files have it
-        console.print(terminal(table))
-    console.print(Text(METHOD, "dim"))
+    console.print(Markdown((out / "summary.md").read_text(encoding="utf-8"), hyperlinks=False))
     print(out / "summary.html")
 
 

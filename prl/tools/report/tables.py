@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
-from rich import box
-from rich.table import Table as RichTable
-from rich.text import Text
 
 from prl.monitors.text import safe
+from prl.tools import line_of
 from prl.tools.report.runs import Run
 from prl.tools.report.statistics import LEVEL
 from prl.tools.report.summary import COMPLETED, LAST, TO_THRESHOLD, Summary
@@ -21,8 +19,6 @@ from prl.tools.report.verdict import without_value
 
 PAGE = "report.html"
 """A run's own page, in its directory."""
-ERROR = 200
-"""Longest error in a table, characters."""
 ROUNDING = 1e-12
 """A half interval below this share of its mean comes of rounding: the seeds are equal."""
 SHOWN = 2
@@ -102,30 +98,12 @@ def number(value: float) -> str:
     return f"{value:,.{3 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
 
 
-def one_line(error: str | None) -> str:
-    """An error's message, for people to see; of a traceback its last line."""
-    lines = [line.strip() for line in (error or "").splitlines() if line.strip()]
-    text = (lines[-1] if lines[0].startswith("Traceback") else lines[0]) if lines else ""
-    return safe(text if len(text) <= ERROR else text[: ERROR - 1] + "…")
-
-
 def markdown(table: Table) -> str:
     """The table in Markdown."""
     rule = ["---:" if head in table.numbers else "---" for head in table.head]
     rows = [[escaped(cell) for cell in row] for row in [table.head, *table.rows]]
     lines = ["| " + " | ".join(row) + " |" for row in [rows[0], rule, *rows[1:]]]
     return f"## {escaped(table.title)}\n\n" + "\n".join(lines) + "\n"
-
-
-def terminal(table: Table) -> RichTable:
-    """The table for the terminal."""
-    drawn = RichTable(title=Text(safe(table.title)), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in table.head:
-        number = head in table.numbers
-        drawn.add_column(Text(safe(head)), justify="right" if number else "left", overflow="fold", no_wrap=number)
-    for row in table.rows:
-        drawn.add_row(*(Text(safe(cell)) for cell in row))
-    return drawn
 
 
 def _measured(summary: Summary, metric: str) -> Table:
@@ -186,7 +164,7 @@ def _jobs(summary: Summary) -> Table:
 
 def _remark(run: Run) -> str:
     """Why it ended, or what could not be read of it; and what it has no value of at its end."""
-    reason = one_line(run.result.error or run.result.ended_because) or safe("; ".join(run.problems[:1]))
+    reason = line_of(run.result.error) or run.result.ended_because or "; ".join(run.problems[:1])
     return "; ".join(filter(None, [reason, *without_value(run.metrics)]))
 
 

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from prl.errors import ConfigError
 from prl.monitors.terminal import Console
@@ -18,7 +21,6 @@ from prl.monitors.text import as_message, safe
 from prl.tools import named
 from prl.tools.report.runs import read_run
 from prl.tools.report.shares import Shares, is_work, processes, read_spans, shares
-from prl.tools.report.tables import Table, terminal
 from prl.transport.events import Span
 from prl.transport.files import write_atomically
 
@@ -28,14 +30,13 @@ WIDTH = 160
 
 def table(times: Shares) -> Table:
     """A row for each process: its share at work, with what, and what else it did."""
-    rows = []
+    drawn = Table("process", "busy", "with", "otherwise", title=times.sentence, box=box.SIMPLE_HEAD, pad_edge=False)
     for name, did in times.did.items():
         shown = {what: f"{what} {100 * share:.0f} %" for what, share in did.items() if share >= 0.005}
         work = ", ".join(text for what, text in shown.items() if is_work(what))
         rest = ", ".join(text for what, text in shown.items() if not is_work(what))
-        rows.append([name, f"{100 * times.busy(name):.0f} %", work, rest])
-    head = ["process", "busy", "with", "otherwise"]
-    return Table(title=times.sentence, head=head, rows=rows, numbers=frozenset({"busy"}))
+        drawn.add_row(Text(name), f"{100 * times.busy(name):.0f} %", Text(work), Text(rest))
+    return drawn
 
 
 def trace(spans: Sequence[Span]) -> bytes:
@@ -85,7 +86,7 @@ def timeline(args: argparse.Namespace) -> None:
     path = run.dir / "trace.json"
     write_atomically(path, trace(spans))
     if (times := shares(spans)) is not None:
-        Console(width=None if sys.stdout.isatty() else WIDTH).print(terminal(table(times)))
+        Console(width=None if sys.stdout.isatty() else WIDTH).print(table(times))
         print(f"shares of the {times.seconds:.0f} s from the first batch to the last update; the start is left out")
     print(path)
 

@@ -11,6 +11,7 @@ from typing import Literal
 import pandas as pd
 
 from prl.monitors.metric_names import SAMPLED
+from prl.tools import line_of
 from prl.tools.report.runs import Run
 from prl.tools.report.shares import Shares
 from prl.tools.report.statistics import curve
@@ -104,10 +105,10 @@ def state_of(run: Run) -> Finding:
     if run.status == "completed":
         early = f", of {asked}: {run.result.ended_because}" if run.result.ended_because else ""
         return Finding(f"Completed {done} steps in {duration(run.result.seconds)}{early}.", "warn" if early else "good")
-    error = (run.result.error or "").strip()
+    error = line_of(run.result.error)
     if run.status == "stopped":
         return Finding(f"Stopped at {of}: {error or 'interrupted'}.", "warn")
-    why = error.splitlines()[-1] if error else "its process is gone and has left no result"
+    why = error or "its process is gone and has left no result"
     return Finding(f"{run.status.capitalize()} at {of}: {why}", "bad")
 
 

@@ -22,6 +22,7 @@ from prl.monitors.text import as_message, safe
 from prl.runs.result import RunResult, read_result
 from prl.runs.resume import AUTO
 from prl.runs.run_dir import refuse_existing
+from prl.tools import line_of
 from prl.tools.sweep import job, naming
 from prl.transport.files import write_atomically
 
@@ -160,8 +161,7 @@ def summary(folder: Path) -> list[str]:
         metric = "" if result.optimized_metric is None else f"{result.optimized_metric:.4f}"
         rows.append([path.name, job.status_of(path) or "not started", metric, f"{result.seconds:.0f}"])
         if result.error:
-            line = result.error.strip().splitlines()[-1 if "Traceback" in result.error else 0]
-            errors.append(safe(f"{path.name}: {line}"))
+            errors.append(safe(f"{path.name}: {line_of(result.error)}"))
     width = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = [[cell.ljust(size) for cell, size in zip(row, width, strict=True)] for row in rows]
     return ["  ".join(row).rstrip() for row in cells] + errors
