@@ -22,13 +22,6 @@ MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
 """What a sweep calls the directory of an attempt after which the job is done again."""
 
 
-class Sweep(msgspec.Struct):
-    """What is read of a `sweep.json`."""
-
-    fixed: dict[str, str] = {}
-    """The overrides that all its jobs have."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What a run directory holds. A file that is missing or cannot be read counts as empty."""
@@ -72,8 +65,8 @@ def read_run(folder: str | Path) -> Run:
         last = int(metrics.index[-1]) if len(metrics) else 0
         result = RunResult(status="running" if is_owned(folder) else "crashed", steps=last)
     overrides = _yaml(folder / ".hydra" / "overrides.yaml", list[str], problems) or []
-    sweep = json_of(folder.parent / "sweep.json", Sweep, problems)
-    fixed = {key.lstrip("~") for key in sweep.fixed} if sweep else set(map(override_key, overrides))
+    sweep = json_of(folder.parent / "sweep.json", dict[str, Any], problems)
+    fixed = {key.lstrip("~") for key in sweep["fixed"]} if sweep else set(map(override_key, overrides))
     return Run(
         dir=folder,
         config=_yaml(folder / "config.yaml", dict[str, Any], problems) or {},

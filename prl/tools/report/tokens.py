@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.record import Record
 from prl.tools.report.html import rounded
@@ -18,25 +16,8 @@ Key = tuple[str, int | None, int | None, str | None]
 Column = Sequence[float | None]
 
 
-class Line(msgspec.Struct):
-    """A line of an export."""
-
-    env: str
-    token_ids: list[int]
-    mask: list[bool]
-    inference_logprobs: list[float | None]
-    trainer_logprobs: list[float | None]
-    ratio: list[float | None]
-    fate: list[str]
-    advantages: list[float | None] | None = None
-    ref_logprobs: list[float | None] | None = None
-    rl_weights: list[float | None] | None = None
-    ce_weights: list[float | None] | None = None
-    ref_kl_weights: list[float | None] | None = None
-    text: list[str] | None = None
-    group: int | None = None
-    rollout: int | None = None
-    agent: str | None = None
+Line = dict[str, Any]
+"""A line of an export."""
 
 
 def exports(run_dir: Path) -> dict[int, Path]:
@@ -49,7 +30,8 @@ def read_tokens(folder: Path | None, problems: list[str]) -> dict[Key, list[Line
     sequences: dict[Key, list[Line]] = {}
     for path in sorted(folder.glob("rank_*.jsonl")) if folder else ():
         for line in lines_of(path, Line, problems):
-            sequences.setdefault((line.env, line.group, line.rollout, line.agent), []).append(line)
+            key = (line["env"], line["group"], line["rollout"], line["agent"])
+            sequences.setdefault(key, []).append(line)
     return sequences
 
 
@@ -60,31 +42,31 @@ def key_of(record: Record) -> Key:
 
 def columns(line: Line) -> dict[str, Any]:
     """A sequence as the script reads it: a list of values for each name, null where a token has none."""
-    end = SEQUENCE_TOKENS
-    fates = list(dict.fromkeys(line.fate[:end]))
-    trained = [fate not in ("context", "weight 0") for fate in line.fate]
-    text = line.text or [f"⟨{token}⟩" for token in line.token_ids]
-    ratios = difference(line.trainer_logprobs, line.inference_logprobs)
+    end, mask = SEQUENCE_TOKENS, line["mask"]
+    fates = list(dict.fromkeys(line["fate"][:end]))
+    trained = [fate not in ("context", "weight 0") for fate in line["fate"]]
+    policy, sampler, teacher = line["trainer_logprobs"], line["inference_logprobs"], line.get("ref_logprobs")
+    advantages = line.get("advantages")
     values: dict[str, Column | None] = {
-        "advantage": line.advantages and where(trained, line.advantages),
-        "policy logprob": line.trainer_logprobs,
-        "sampler logprob": where(line.mask, line.inference_logprobs),
-        "log-ratio": where([ratio is not None for ratio in line.ratio], ratios),
-        "ratio": line.ratio,
-        "teacher logprob": line.ref_logprobs and where(trained, line.ref_logprobs),
-        "teacher divergence": line.ref_logprobs and difference(line.trainer_logprobs, line.ref_logprobs),
+        "advantage": advantages and where(trained, advantages),
+        "policy logprob": policy,
+        "sampler logprob": where(mask, sampler),
+        "log-ratio": where([ratio is not None for ratio in line["ratio"]], difference(policy, sampler)),
+        "ratio": line["ratio"],
+        "teacher logprob": teacher and where(trained, teacher),
+        "teacher divergence": teacher and difference(policy, teacher),
     }
     for component in COMPONENTS.values():
-        members = [on and (mask or not component.on_mask) for on, mask in zip(trained, line.mask, strict=True)]
-        weights = getattr(line, component.stream, None) or [component.absent_weight] * len(line.mask)
+        members = [on and (sampled or not component.on_mask) for on, sampled in zip(trained, mask, strict=True)]
+        weights = line.get(component.stream) or [component.absent_weight] * len(mask)
         values[f"{component.name} weight"] = where(members, weights, 0.0)
     return {
-        "text": text[:end],
-        "ids": line.token_ids[:end],
-        "sampled": [int(on) for on in line.mask[:end]],
+        "text": line["text"][:end] if line["text"] else [f"⟨{token}⟩" for token in line["token_ids"][:end]],
+        "ids": line["token_ids"][:end],
+        "sampled": [int(on) for on in mask[:end]],
         "fates": fates,
-        "fate": [fates.index(fate) for fate in line.fate[:end]],
-        "more": max(0, len(line.token_ids) - end),
+        "fate": [fates.index(fate) for fate in line["fate"][:end]],
+        "more": max(0, len(mask) - end),
         "values": {name: [*map(rounded, column[:end])] for name, column in values.items() if column and any(column)},
     }
 

@@ -15,7 +15,7 @@ from prl.tools.report.catalogue import metric_of
 from prl.tools.report.curves import KINDS, named_series, panels
 from prl.tools.report.html import data_block, digest
 from prl.tools.report.runs import read_run
-from prl.tools.report.tokens import Line, columns
+from prl.tools.report.tokens import columns
 
 SIZE = {"steps": 6, "rollouts": 32, "tokens_at": (1, 4, 6)}
 
@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_left_out_and_named(run, monkeypatch):
 def test_damaged_files_do_not_keep_the_page_back(run):
     for name in ("config.yaml", "result.json", "metrics.jsonl", "provenance.json", "rollouts/step_000006.jsonl"):
         (run / name).write_bytes(b'{"half": \xff\n[1, 2')
-    (run / "tokens" / "step_000004" / "rank_0.jsonl").write_bytes(b"\xff\n{}\n")
+    (run / "tokens" / "step_000004" / "rank_0.jsonl").write_bytes(b"\xff\n")
     page.write_page(run)
     data = data_of(run)
     assert {row["step"] for row in data["rows"]} == {1, 2, 3, 4, 5}
@@ -119,20 +119,21 @@ def test_the_difference_names_what_was_changed(config):
 
 
 def test_columns_are_what_the_loss_had():
-    line = Line(
-        env="math",
-        token_ids=[5, 6, 7, 8],
-        mask=[False, True, True, True],
-        inference_logprobs=[0.0, -0.5, -1.0, None],
-        trainer_logprobs=[None, -0.25, -3.0, -1.0],
-        ratio=[None, 1.284, 0.1353, None],
-        fate=["context", "rl kept", "rl dropped", "invalid logprob"],
-        advantages=[0.0, 0.5, 0.5, 0.5],
-        ref_logprobs=[0.0, -1.25, -1.0, -1.0],
-    )
+    fates = ["context", "rl kept", "rl dropped", "invalid logprob"]
+    line = {
+        "token_ids": [5, 6, 7, 8],
+        "text": None,
+        "mask": [False, True, True, True],
+        "inference_logprobs": [0.0, -0.5, -1.0, None],
+        "trainer_logprobs": [None, -0.25, -3.0, -1.0],
+        "ratio": [None, 1.284, 0.1353, None],
+        "fate": fates,
+        "advantages": [0.0, 0.5, 0.5, 0.5],
+        "ref_logprobs": [0.0, -1.25, -1.0, -1.0],
+    }
     found = columns(line)
     assert found["text"] == ["⟨5⟩", "⟨6⟩", "⟨7⟩", "⟨8⟩"]
-    assert [found["fates"][index] for index in found["fate"]] == line.fate
+    assert [found["fates"][index] for index in found["fate"]] == fates
     assert found["values"] == {
         "advantage": [None, 0.5, 0.5, 0.5],
         "policy logprob": [None, -0.25, -3.0, -1.0],
