@@ -1,12 +1,17 @@
 """A sweep's command, around its jobs: what it refuses, what it records, the table, and stopping. No run is started."""
 
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 
+from prl import train
 from prl.config.compose import CONF
 from prl.errors import ConfigError
+from prl.launch import command as launch_command
 from prl.runs.result import RunResult, write_result
 from prl.tools.sweep.command import Recorder, SweepRecord, checked, read_record, run, summary
 
@@ -118,14 +123,38 @@ def test_jobs_get_the_directory_and_the_keys_that_name_none_of_them(tmp_path, mo
     assert Recorder.folder is None and [path.name for path in tmp_path.glob("outputs/*")] == ["s"]
 
 
-def test_jobs_that_are_refused_are_recorded_and_asked_again(run_command, tmp_path):
-    arguments = ("-m", "seed=0,1", "orchestrator.batch_size=33", "run.name=s")  # no multiple of the group's size
-    made(tmp_path / "outputs" / "s" / "seed=0", status="refused")
-    done = run_command(tmp_path, "prl.train", *arguments)
+@pytest.fixture
+def sweep(tmp_path, monkeypatch, capsys):
+    """`sweep(*arguments)`: the status of `prl train -m`, in this process, and what it prints on standard error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(launch_command, "_started", False)
+    monkeypatch.setattr(Recorder, "folder", None)
+    monkeypatch.setenv(launch_command.FULL_ERROR, "1")
+
+    def run_(*arguments):
+        GlobalHydra.instance().clear()
+        monkeypatch.setattr(sys, "argv", ["prl train", "-m", *arguments])
+        with pytest.raises(SystemExit) as end:
+            run(train._job, ["-m", *arguments])
+        return end.value.code, capsys.readouterr().err
+
+    yield run_
+    GlobalHydra.instance().clear()
+
+
+def test_jobs_that_are_refused_are_recorded_and_asked_again(sweep, tmp_path):
     folder = tmp_path / "outputs" / "s"
-    assert done.returncode == 1 and done.stderr.count("refused") >= 4, "a line and a row of the table each"
+    made(folder / "seed=0", status="refused")
+    status, printed = sweep("seed=0,1", "orchestrator.batch_size=33", "run.name=s")  # no multiple of the group's size
+    assert status == 1 and printed.count("refused") >= 4, "a line and a row of the table each"
     assert read_record(folder).varied == ["seed"] and (folder / "summary.html").exists()
     assert [path.name for path in (folder / "earlier").iterdir()] == ["seed=0.failed-1"]
+
+
+def test_a_dry_sweep_is_a_dry_run_of_each_job(sweep, tmp_path):
+    status, printed = sweep("orchestrator.batch_size=64,33", "dry_run=true")
+    assert status == 2 and "orchestrator.batch_size=33" in printed and not list(tmp_path.iterdir())
 
 
 def test_the_table_has_every_job_and_error(finished):
