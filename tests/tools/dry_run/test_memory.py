@@ -16,7 +16,6 @@ from prl.tools.dry_run.memory import (
     engine_memory,
     kv_bytes_per_token,
     kv_tokens,
-    outer_bytes,
     trainer_memory,
 )
 from prl.tools.dry_run.shape import optimiser_bytes, shape_of, with_adapters
@@ -30,18 +29,15 @@ from prl.trainer.tree.attention import use_tree_attention
 from prl.trainer.tree.tree import tree_stacks
 
 TOKENS = 1024
+LORA = LoraConfig(rank=16)
 EMBEDDING = SMALL["vocab_size"] * SMALL["hidden_size"]
 
 
-def shape(folder):
-    return shape_of(ModelConfig(path=str(folder)), "model.path", trained=True)
-
-
-def adapted(folder):
-    """The shape and the model of a folder with adapters."""
-    config = PolicyModelConfig(path=str(folder), lora=LORA)
+def shape(folder, lora=None):
+    """The shape of a folder's model, with adapters where they are given."""
+    config = PolicyModelConfig(path=str(folder), lora=lora or LoraConfig())
     found, model = shape_of(config, "model.path", trained=True)
-    return with_adapters(found, model, config), model
+    return with_adapters(found, model, config) if lora else found
 
 
 def storages(tensors):
@@ -78,50 +74,34 @@ def kept(model, how, length):
 
 
 @pytest.mark.parametrize(
-    ("kind", "length", "settings"),
+    ("kind", "length", "settings", "lora"),
     [
-        ("llama", 128, {}),
-        ("qwen3", 512, {}),
-        ("qwen3_moe", 512, {}),
-        ("qwen3", 512, {"precision": "bfloat16"}),
-        ("llama", 128, {"trees": False, "precision": "bfloat16"}),
-        ("qwen3_moe", 512, {"checkpointing": "selective", "precision": "bfloat16"}),
-        ("llama", 512, {"checkpointing": "selective"}),
+        ("llama", 128, {}, None),
+        ("qwen3", 512, {}, None),
+        ("qwen3_moe", 512, {}, None),
+        ("qwen3", 512, {"precision": "bfloat16"}, None),
+        ("llama", 128, {"trees": False, "precision": "bfloat16"}, None),
+        ("qwen3_moe", 512, {"checkpointing": "selective", "precision": "bfloat16"}, None),
+        ("llama", 512, {"checkpointing": "selective"}, None),
+        ("qwen3", 512, {"checkpointing": "full"}, None),
+        ("qwen3", 512, {}, LORA),
+        ("qwen3", 512, {"checkpointing": "selective"}, LORA),
     ],
     ids=str,
 )
-def test_activations_are_what_autograd_keeps(bare, built, kind, length, settings):
+def test_activations_are_what_autograd_keeps(bare, built, kind, length, settings, lora):
     how = Pass(budget=TOKENS, length=length, row=max(length, 512), **settings)
     model = built(kind).bfloat16() if how.precision == "bfloat16" else built(kind)
-    found, _ = shape(bare(kind))
-    assert activations(found, how) == pytest.approx(kept(model, how, length), rel=0.06)
-
-
-LORA = LoraConfig(rank=16)
-
-
-@pytest.mark.parametrize("settings", [{}, {"checkpointing": "selective"}], ids=str)
-def test_activations_beside_adapters_are_what_autograd_keeps(bare, built, settings):
-    how = Pass(budget=TOKENS, length=512, row=512, **settings)
-    model = built()
-    add_adapters(model, plain(LORA), "base")
-    found, _ = adapted(bare())
-    assert activations(found, how) == pytest.approx(kept(model, how, 512), rel=0.06)
-
-
-def test_with_gradient_checkpointing_a_layer_keeps_its_input(bare, built):
-    deep, flat = (Pass(budget=TOKENS, length=512, row=512, checkpointing=mode) for mode in ("full", "none"))
-    found, _ = shape(bare())
-    layers = SMALL["num_hidden_layers"]
-    inputs = layers * deep.tokens * SMALL["hidden_size"] * 4
-    assert activations(found, deep) == inputs + outer_bytes(found, deep)
-    assert kept(built(), deep, 512) == pytest.approx(inputs + 4 * 240 * 3 * deep.tokens, rel=0.1), "last norm and head"
-    assert activations(found, flat) > 8 * activations(found, deep)
+    if lora:
+        add_adapters(model, plain(lora), "base")
+    found = shape(bare(kind), lora)
+    near = 0.4 if how.checkpointing == "full" else 0.06  # little is left, of which the layout of attention is a third
+    assert activations(found, how) == pytest.approx(kept(model, how, length), rel=near)
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen3", True), ("qwen3_moe", True)])
 def test_parameters_are_the_models(bare, built, kind, tied):
-    found, _ = shape(bare(kind, tie_word_embeddings=tied))
+    found = shape(bare(kind, tie_word_embeddings=tied))
     model = built(kind, tie_word_embeddings=tied)
     layer = sum(each.numel() for each in model.base_model.layers[0].parameters())
     assert found.parameters == sum(each.numel() for each in model.parameters())
@@ -140,7 +120,8 @@ def test_an_optimisers_state_is_what_a_real_step_makes(bare, built, name, settin
     node = AdamWConfig(_target_=f"torch.optim.{name}")
     vars(node).update(settings)
     node = settled(node)
-    found, model = shape(bare("llama"))
+    config = ModelConfig(path=str(bare("llama")))
+    found, model = shape_of(config, "model.path", trained=True)
     optimizer = make_optimizers(real := built("llama"), node)
     for parameter in real.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -152,7 +133,7 @@ def test_an_optimisers_state_is_what_a_real_step_makes(bare, built, name, settin
 
 
 def test_what_ranks_share_is_divided_and_what_they_run_is_not(bare):
-    found, _ = shape(bare("llama"))
+    found = shape(bare("llama"))
     how = Pass(budget=TOKENS, length=512, row=512)
     alone, shared = (
         trainer_memory(found, replace(how, spread=n > 1), optimiser=8000, reference=True, shards=n) for n in (1, 4)
@@ -170,7 +151,7 @@ def test_what_ranks_share_is_divided_and_what_they_run_is_not(bare):
 def test_kv_bytes_are_vllms_own(bare):
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    found, _ = shape(bare())
+    found = shape(bare())
     for dtype in ("float32", "bfloat16"):
         spec = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=40, dtype=getattr(torch, dtype))
         assert kv_bytes_per_token(found, dtype) * 128 == 3 * spec.page_size_bytes
@@ -183,7 +164,7 @@ def test_kv_bytes_are_vllms_own(bare):
 
 def test_a_cpu_engine_loads_weights_beside_the_old_ones(bare):
     """SmolLM2-135M in float32, 538 MB: 1.44 GB before the first update, 2.68 GB at most in eight."""
-    found, _ = shape(bare())
+    found = shape(bare())
     frozen = engine_memory(found, "float32", VLLMConfig(), share=None, updated=False)
     policy = engine_memory(found, "float32", VLLMConfig(), share=None, updated=True)
     assert frozen["update"] == 0 and policy["update"] == 2 * policy["weights"] == 2 * 4 * found.parameters
@@ -191,7 +172,7 @@ def test_a_cpu_engine_loads_weights_beside_the_old_ones(bare):
 
 
 def test_a_gpu_engine_gives_its_cache_the_rest(bare):
-    found, _ = shape(bare("qwen3", **QWEN3_32B))
+    found = shape(bare("qwen3", **QWEN3_32B))
     spread = VLLMConfig(tensor_parallel_size=8)
     parts = engine_memory(found, "bfloat16", spread, share=40 << 30, updated=True)
     assert parts["weights"] == found.parameters * 2 / 8

@@ -14,14 +14,8 @@ from prl.tools.report.verdict import verdict, without_value
 def run_of(columns=None, steps=20, status="completed", **result):
     """A run with metrics of steps 1 to `steps`; a column is a value for all of them, or a list."""
     metrics = pd.DataFrame(columns or {}, index=pd.RangeIndex(1, steps + 1, name="step"), dtype=float)
-    return Run(
-        dir=Path("/runs/a"),
-        config={"max_steps": 20},
-        overrides=[],
-        result=RunResult(status=status, **{"steps": steps, **result}),
-        metrics=metrics,
-        problems=[],
-    )
+    ended = RunResult(status=status, **{"steps": steps, **result})
+    return Run(dir=Path("/a"), config={"max_steps": 20}, overrides=[], result=ended, metrics=metrics, problems=[])
 
 
 def said(columns=None, **kwargs):
