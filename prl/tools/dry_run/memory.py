@@ -30,8 +30,8 @@ class Pass:
     """Of each sequence in it, tokens; they share nothing."""
     row: int
     """Longest packed row, tokens; for passes without shared prefixes."""
-    precision: str = "float32"
-    """Number format of the pass, over float32 weights."""
+    size: int = FLOAT
+    """Bytes of a number in the pass, over float32 weights."""
     checkpointing: str = "none"
     """What backward computes again (`trainer.gradient_checkpointing`): none, selective or full."""
     trees: bool = True
@@ -40,11 +40,6 @@ class Pass:
     cuda: bool = False
     spread: bool = False
     """Whether each parameter is whole only while it is used (FSDP2): with several ranks, offloaded, on a GPU."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of a number in the pass."""
-        return SIZES[self.precision]
 
     @property
     def sequence(self) -> int:

@@ -194,7 +194,7 @@ def pass_of(config: TrainConfig) -> Pass:
         budget=trainer.tokens_per_forward,
         length=min(trainer.seq_len, config.model.max_model_len),
         row=trainer.seq_len,
-        precision="bfloat16" if half else "float32",
+        size=FLOAT // 2 if half else FLOAT,
         checkpointing=trainer.gradient_checkpointing,
         trees=trainer.share_prefixes or cuda,
         head_chunk=trainer.head_chunk,

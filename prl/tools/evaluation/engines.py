@@ -10,7 +10,6 @@ from prl.config.evaluation import EvaluationConfig
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.frozen import FrozenPool
 from prl.engines.traffic import lanes_of
-from prl.errors import ConfigError
 from prl.launch.engines import policy_pool
 from prl.launch.launcher import Launcher
 from prl.launch.local import resolve_model
@@ -23,25 +22,14 @@ from prl.tools.evaluation.targets import Target
 Work = Callable[[Target, ModelPool], Awaitable[None]]
 
 
-def check_engines(config: EvaluationConfig, engines: list[list[Target]]) -> None:
-    """Raise ConfigError where a running engine is to load models of several shapes."""
-    loaded = [group for group in engines if group[0].endpoint is None]
-    if config.engine.urls and len(loaded) > 1:
-        names = " and ".join(group[0].name for group in loaded)
-        raise ConfigError(f"engine.urls: one engine cannot load both {names}, whose shapes differ")
-
-
 async def serve_each(config: EvaluationConfig, engines: Iterable[list[Target]], log: Path, work: Work) -> None:
     """Have each target served, and `work` done on it. An engine that dies ends it with its name and last log lines."""
     for group in engines:
         with build(config.launcher, Launcher, "launcher") as launcher:
-            if (endpoint := group[0].endpoint) is not None:
-                pool: ModelPool = FrozenPool(endpoint)
-            else:
-                pool = start(config, group[0], launcher, log)
+            endpoint = group[0].endpoint
+            pool = start(config, group[0], launcher, log) if endpoint is None else FrozenPool(endpoint)
             timeout_s = config.engine.startup_timeout_s if endpoint is None else endpoint.timeout_s
-            own = endpoint is None and not config.engine.urls
-            restarts = restarts_of(config.engine) if own else {}
+            restarts = restarts_of(config.engine) if endpoint is None and not config.engine.urls else {}
             supervisor = Supervisor(launcher, say, restarts, config.engine.startup_timeout_s)
             try:
                 with supervisor.awaiting(f"the model to answer at {', '.join(pool.urls)}", lanes_of(len(pool.urls))):

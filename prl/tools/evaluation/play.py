@@ -28,7 +28,7 @@ from prl.orchestrator.evaluate import evaluate_env
 from prl.orchestrator.types import EvalEnv
 from prl.rollouts.rollout import Rollout
 from prl.runs.result import RunResult
-from prl.tools.evaluation.engines import check_engines, serve_each
+from prl.tools.evaluation.engines import serve_each
 from prl.tools.evaluation.scores import EnvScore, TaskScore, score_env, score_tasks
 from prl.tools.evaluation.targets import Target, by_engine, find_targets
 from prl.transport.files import write_atomically
@@ -150,8 +150,10 @@ def prepare_targets(config: EvaluationConfig) -> list[list[Target]]:
             validate_server(target.model, config.engine)
             check_loadable(target.model, config.engine, "model.", trained=False)
     engines = by_engine(targets)
-    check_engines(config, engines)
-    if any(group[0].endpoint is None for group in engines):
+    loaded = [group[0].name for group in engines if group[0].endpoint is None]
+    if config.engine.urls and len(loaded) > 1:
+        raise ConfigError(f"engine.urls: one engine cannot load both {' and '.join(loaded)}, whose shapes differ")
+    if loaded:
         run_token(config)
     return engines
 

@@ -61,19 +61,16 @@ KINDS = (
 """All panels, in the order in which a page shows them."""
 
 
-def panels(metrics: pd.DataFrame) -> tuple[list[Panel], list[str]]:
-    """The panels that have anything to show, and the titles of those whose curves are zero throughout."""
-    shown, flat = [], []
+def panels(metrics: pd.DataFrame) -> list[Panel]:
+    """The panels that have anything to show; one whose curves are zero throughout has nothing."""
+    shown = []
     for kind in KINDS:
         series = named_series(kind, metrics)
         nonzero = {name: values for name, values in series.items() if (values.fillna(0) != 0).any()}
-        if series and not nonzero:
-            flat.append(kind.title)
-        elif series:
+        if nonzero:
             drawn = nonzero if kind.only_nonzero else series
-            options = dict(kind.options or {})
-            shown.append(Panel(title=kind.title, unit=kind.unit, series=drawn, zero=kind.zero, **options))
-    return shown, flat
+            shown.append(Panel(title=kind.title, unit=kind.unit, series=drawn, zero=kind.zero, **(kind.options or {})))
+    return shown
 
 
 def named_series(kind: Kind, metrics: pd.DataFrame) -> dict[str, pd.Series]:

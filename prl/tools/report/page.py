@@ -38,7 +38,7 @@ def write_page(run_dir: Path) -> Path:
 
 def page(run: Run) -> str:
     """The page as HTML."""
-    panels, flat_ones = curves.panels(run.metrics)
+    panels = curves.panels(run.metrics)
     rollouts = read_rollouts(run.dir)
     run.problems.extend(rollouts.problems)
     data = {"panels": [panel.data() for panel in panels], "rows": rollouts.rows, "examples": rollouts.examples}
@@ -50,7 +50,6 @@ def page(run: Run) -> str:
         verdict=verdict(run, shares(read_spans(run.dir, run.problems))),
         facts=_facts(run),
         panels=panels,
-        flat_panels=flat_ones,
         rollouts=rollouts,
         difference=list(difference(run.config)),
         provenance=_provenance(run),

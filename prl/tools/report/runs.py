@@ -52,12 +52,10 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a run directory. Raises ConfigError for a folder that is not one, naming what is in it."""
+    """Read a run directory. Raises ConfigError for a folder that is not one."""
     folder = Path(folder).absolute()
     if not is_run(folder):
-        raise ConfigError(
-            f"{folder} is not a run directory: {_instead(folder)}; expected one of {', '.join(RUN_FILES)}"
-        )
+        raise ConfigError(f"{folder} is not a run directory: it has none of {', '.join(RUN_FILES)}")
     problems: list[str] = []
     metrics = _metrics(folder / "metrics.jsonl", problems)
     result = json_of(folder / "result.json", RunResult, problems)
@@ -87,8 +85,7 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
     paths = [Path(folder).absolute() for folder in folders]
     runs = dict.fromkeys(run for path in paths for run in _below(path))
     if not runs:
-        listed = "; ".join(f"{path}: {_instead(path)}" for path in paths)
-        raise ConfigError(f"no run directory in {listed}; a run directory has one of {', '.join(RUN_FILES)}")
+        raise ConfigError(f"no run in {', '.join(map(str, paths))}: none has one of {', '.join(RUN_FILES)}")
     return list(runs)
 
 
@@ -136,14 +133,6 @@ def _below(folder: Path) -> Iterator[Path]:
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sorts names with numbers by number."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _instead(folder: Path) -> str:
-    """What is there in place of a run."""
-    if not folder.is_dir():
-        return "it is a file" if folder.exists() else "it does not exist"
-    names = sorted(path.name for path in folder.iterdir())
-    return f"it has {', '.join(names[:8])}{', …' if len(names) > 8 else ''}" if names else "it is empty"
 
 
 def _metrics(path: Path, problems: list[str]) -> pd.DataFrame:

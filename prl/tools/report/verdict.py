@@ -46,35 +46,24 @@ class Finding:
     mood: Mood = "plain"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The line to read first, and the others."""
-
-    headline: str
-    findings: list[Finding]
-    mood: Mood = "plain"
-
-
-def verdict(run: Run, times: Shares | None = None) -> Verdict:
-    """The verdict. How a run ended is its headline where that is not as it should be.
+def verdict(run: Run, times: Shares | None = None) -> list[Finding]:
+    """The verdict, its headline first: how a run ended where that is not as it should be, else what it came to.
 
     `times` says who was at work while its steps were made; None where that is not known.
     """
     steps = run.metrics[run.metrics.index > 0]
     state, signal, ceased = state_of(run), missing_signal(steps), without_value(run.metrics)
-    findings = [*rewards(steps), *evaluations(run.metrics)]
+    facts = [*ceased, reward_line(steps), times.bound if times else "", signal]
+    text = "; ".join(filter(None, facts)) or "no training step was recorded"
+    summary = Finding(f"{capitalised(text)}.", "warn" if ceased else "plain")
+    findings = [summary, state] if state.mood == "good" else [state, summary]
+    findings += [*rewards(steps), *evaluations(run.metrics)]
     if times is not None:
         findings.append(Finding(f"{capitalised(times.sentence)} (`prl timeline`)."))
     if signal:
         why = "its rollouts were dropped by a filter, or none of their tokens trained"
         findings.append(Finding(f"{signal}: {why}.", "warn"))
-    findings += [Finding(text, "warn") for text in warnings(steps)]
-    facts = [*ceased, reward_line(steps), times.bound if times else "", signal]
-    text = "; ".join(filter(None, facts)) or "no training step was recorded"
-    headline = Finding(f"{capitalised(text)}.", "warn" if ceased else "plain")
-    if state.mood == "good":
-        return Verdict(headline.text, [state, *findings], headline.mood)
-    return Verdict(state.text, [headline, *findings], state.mood)
+    return findings + [Finding(text, "warn") for text in warnings(steps)]
 
 
 def capitalised(text: str) -> str:

@@ -79,9 +79,9 @@ def kept(model, how, length):
         ("llama", 128, {}, None),
         ("qwen3", 512, {}, None),
         ("qwen3_moe", 512, {}, None),
-        ("qwen3", 512, {"precision": "bfloat16"}, None),
-        ("llama", 128, {"trees": False, "precision": "bfloat16"}, None),
-        ("qwen3_moe", 512, {"checkpointing": "selective", "precision": "bfloat16"}, None),
+        ("qwen3", 512, {"size": 2}, None),
+        ("llama", 128, {"trees": False, "size": 2}, None),
+        ("qwen3_moe", 512, {"checkpointing": "selective", "size": 2}, None),
         ("llama", 512, {"checkpointing": "selective"}, None),
         ("qwen3", 512, {"checkpointing": "full"}, None),
         ("qwen3", 512, {}, LORA),
@@ -91,7 +91,7 @@ def kept(model, how, length):
 )
 def test_activations_are_what_autograd_keeps(bare, built, kind, length, settings, lora):
     how = Pass(budget=TOKENS, length=length, row=max(length, 512), **settings)
-    model = built(kind).bfloat16() if how.precision == "bfloat16" else built(kind)
+    model = built(kind).bfloat16() if how.size == 2 else built(kind)
     if lora:
         add_adapters(model, plain(lora), "base")
     found = shape(bare(kind), lora)

@@ -15,6 +15,7 @@ from prl.monitors.text import CONTROL
 from prl.tools.evaluation.arguments import to_overrides
 from prl.tools.report.__main__ import main as report
 from prl.tools.report.runs import read_run
+from prl.tools.report.timeline import main as timeline
 
 MARKUP = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 EVIL = f"\x1b]0;x\x07\x1b[2J\x9b31m\u202e{MARKUP}"
@@ -32,6 +33,8 @@ def hostile(tmp_path, monkeypatch):
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = {"status": "failed", "error": EVIL, "ended_because": EVIL, "steps": 2}
     (run / "result.json").write_text(json.dumps(result))
+    span = {"process": EVIL, "what": EVIL, "start": 1.0, "stop": 2.0, "step": 1}
+    (run / "events" / "evil.jsonl").write_text(json.dumps(span) + f"\n{EVIL}\n")
     (run / "provenance.json").write_text(json.dumps({EVIL: EVIL, "command": EVIL, "cwd": str(tmp_path)}))
     for path in (run / "rollouts").glob("*.jsonl"):
         records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -58,11 +61,13 @@ def harmless(text):
 
 
 def test_its_page_and_its_summary_are_text(hostile, capsys):
-    assert report([str(hostile.parent)]) == 0
+    assert report([str(hostile.parent)]) == 0 and timeline([str(hostile)]) == 0
     said = capsys.readouterr()
     assert not CONTROL.search(said.out + said.err)
     assert harmless((hostile / "report.html").read_text())
     assert r"\x1b]0;x\x07" in (hostile / "report.html").read_text()
+    names = [event["name"] for event in json.loads((hostile / "trace.json").read_text())["traceEvents"]]
+    assert not any(map(CONTROL.search, names)) and any("alert" in name for name in names)
     for name in ("summary.html", "summary.md"):
         assert harmless((hostile.parent / name).read_text()), name
     assert not CONTROL.search((hostile.parent / "summary.csv").read_text())

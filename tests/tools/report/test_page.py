@@ -147,9 +147,9 @@ def test_columns_are_what_the_loss_had():
 
 
 def test_a_page_has_each_panel_once_in_their_order(written):
-    drawn, flat = panels(read_run(written).metrics)
+    drawn = panels(read_run(written).metrics)
     titles = [panel.title for panel in drawn]
-    assert titles == [kind.title for kind in KINDS if kind.title in titles] and flat == []
+    assert titles == [kind.title for kind in KINDS if kind.title in titles]
     assert {"Reward", "Parts and metrics", "Evaluation", "Entropy", "Throughput"} <= set(titles)
     text = (written / "report.html").read_text()
     assert [text.count(f"<figcaption>{title} ") for title in titles] == [1] * len(titles)
@@ -174,8 +174,14 @@ def test_legends_have_the_colours_of_the_curves():
 
 def test_the_panels_by_env():
     of_step = {"reward/m/mean": 0.5, "reward/m/arrived": 0.4, "reward/m/min": 0.0, "reward/m/p50": 0.5}
-    more = {"metric/m/correct": 0.25, "ref_kl": -2.0, "ref_kl/m/mean": -1.0, "ref_kl/is_masked": 0.1}
-    drawn, _ = panels(pd.DataFrame([of_step | more] * 2, index=[1, 2]))
+    more = {
+        "off_policy/mean": 0.0,
+        "metric/m/correct": 0.25,
+        "ref_kl": -2.0,
+        "ref_kl/m/mean": -1.0,
+        "ref_kl/is_masked": 0.1,
+    }
+    drawn = panels(pd.DataFrame([of_step | more] * 2, index=[1, 2]))
     shown = {panel.title: {name: list(curve) for name, curve in panel.series.items()} for panel in drawn}
     assert shown == {
         "Reward": {"m": [0.5, 0.5]},
@@ -187,7 +193,7 @@ def test_the_panels_by_env():
 def test_long_curves_are_thinned_to_their_last_point():
     curve = pd.Series(range(12_345), dtype=float)
     assert len(plots.thinned(curve)) <= plots.POINTS and plots.thinned(curve).index[-1] == 12_344
-    [panel], _ = panels(pd.DataFrame({"entropy/all/mean": curve}))
+    [panel] = panels(pd.DataFrame({"entropy/all/mean": curve}))
     steps, values = panel.data()["series"]["entropy"]
     assert (steps[-1], values[-1]) == (12_344, 12_340), "steps whole, values in four digits"
     assert panel.limits[0] < 0 < 12_344 < panel.limits[1]

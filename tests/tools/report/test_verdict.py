@@ -19,7 +19,7 @@ def run_of(columns=None, steps=20, status="completed", **result):
 
 
 def said(columns=None, **kwargs):
-    return [finding.text for finding in verdict(run_of(columns, **kwargs)).findings]
+    return [finding.text for finding in verdict(run_of(columns, **kwargs))[1:]]
 
 
 def line(start, end, steps=20):
@@ -35,8 +35,8 @@ DID = {
 def test_a_headline_has_reward_bound_and_signal():
     columns = {"reward/all/mean": [0.32] * 5 + [0.6] * 10 + [0.88] * 5, "rollouts/batch": 100}
     found = verdict(run_of(columns | {"rollouts/trained": [90] * 15 + [34] * 5}), Shares(60.0, DID, "generation-bound"))
-    assert found.headline == "Reward 0.32 to 0.88; generation-bound; 66 % of each of the last batches had no signal."
-    assert found.findings[2].text.startswith("Engine 92 % busy (18 % loading weights), trainer 31 %: generation-bound")
+    assert found[0].text == "Reward 0.32 to 0.88; generation-bound; 66 % of each of the last batches had no signal."
+    assert found[3].text.startswith("Engine 92 % busy (18 % loading weights), trainer 31 %: generation-bound")
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def test_how_it_ended_comes_first(status, result, text, mood):
     found = verdict(run_of({"reward/all/mean": 1.0}, status=status, **result))
     reward = "Reward 1.00 to 1.00."
     if mood == "good":
-        assert (found.headline, found.findings[0].text, found.findings[0].mood) == (reward, text, mood)
+        assert (found[0].text, found[1].text, found[1].mood) == (reward, text, mood)
     else:
-        assert (found.headline, found.mood, found.findings[0].text) == (text, mood, reward)
+        assert (found[0].text, found[0].mood, found[1].text) == (text, mood, reward)
 
 
 WARNINGS = [
@@ -90,12 +90,12 @@ def test_warnings(columns, text, there):
 def test_a_metric_without_a_value_at_the_end_comes_first():
     columns = {"reward/all/mean": [0.5] * 18 + [None] * 2, "loss/mean": 1.0, "grad_norm": [1.0] * 19 + [None]}
     found = verdict(run_of(columns))
-    assert found.headline == (
+    assert found[0].text == (
         "No value of reward/all/mean after step 18; no value of grad_norm after step 19; reward 0.50 to 0.50."
     )
-    assert found.mood == "warn"
+    assert found[0].mood == "warn"
     found = verdict(run_of(columns, status="crashed"))
-    assert (found.mood, found.findings[0].mood) == ("bad", "warn") and "No value" in found.findings[0].text
+    assert (found[0].mood, found[1].mood) == ("bad", "warn") and "No value" in found[1].text
     assert without_value(run_of({"loss/mean": [None] * 20, "grad_norm": [None] * 20}).metrics) == [
         "no value of loss/mean, grad_norm at any step"
     ]
