@@ -66,9 +66,7 @@ class Panel:
     def limits(self) -> tuple[float, float]:
         """Both ends of the x axis."""
         steps = np.concatenate([np.zeros(0), *(series.dropna().index for series in self.series.values())])
-        low, high = (steps.min(), steps.max()) if len(steps) else (0.0, 1.0)
-        margin = 0.015 * (high - low) or 0.5  # a point at the end is whole
-        return float(low - margin), float(high + margin)
+        return with_margin(steps, 0.015)  # a point at the end is whole
 
     def source(self) -> str:
         """The chart as the source of a page's `img`."""
@@ -146,6 +144,13 @@ def png(panels: list[Panel]) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=110)
     return file.getvalue()
+
+
+def with_margin(values: Any, share: float) -> tuple[float, float]:
+    """Both ends of an axis for these values, with a share of their range beside them."""
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+    margin = share * (high - low) or 0.5
+    return low - margin, high + margin
 
 
 def thinned(series: pd.Series) -> pd.Series:

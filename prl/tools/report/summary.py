@@ -51,11 +51,6 @@ class Summary:
         parts = {"mean": seeds.mean(), "half": seeds.agg(statistics.half_interval), "count": count}
         return pd.concat(parts, axis=1).reindex([self.variants.label(values) for values in self.variants.members])
 
-    def curves(self, values: tuple[str, ...], metric: str, *, completed: bool) -> pd.DataFrame:
-        """Curves of a variant's runs: a row a step, a column a run; of its completed runs, or of its others."""
-        runs = [run for run in self.variants.members[values] if (run.status == COMPLETED) == completed]
-        return pd.DataFrame({run.dir: statistics.curve(run.metrics, metric) for run in runs}).sort_index()
-
 
 def summarise(runs: list[Run], metrics: Sequence[str] = (), threshold: float | None = None) -> Summary:
     """Add up runs.

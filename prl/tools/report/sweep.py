@@ -11,10 +11,10 @@ import pandas as pd
 
 from prl.tools.report import try_to_write
 from prl.tools.report.html import render
-from prl.tools.report.plots import Panel, png
+from prl.tools.report.plots import Panel, png, with_margin
 from prl.tools.report.runs import find_runs, read_run
 from prl.tools.report.statistics import band, curve
-from prl.tools.report.summary import Summary, summarise
+from prl.tools.report.summary import COMPLETED, Summary, summarise
 from prl.tools.report.tables import METHOD, PAGE, escaped, markdown, records, statuses, tables
 from prl.tools.report.variants import seed_of
 from prl.transport.files import write_atomically
@@ -79,23 +79,15 @@ def panels(summary: Summary) -> list[Panel]:
     charts = []
     for metric in summary.metrics:
         series, bands, single, thin = {}, {}, {}, {}
-        for values in summary.variants.members:
+        for values, runs in summary.variants.members.items():
             label = summary.variants.label(values)
-            done = summary.curves(values, metric, completed=True)
-            thin[label] = [done[run].dropna() for run in done] if len(done.columns) > 1 else []
-            seeds = {run.dir: seed_of(run) for run in summary.variants.members[values]}
-            interval = band(done.T.groupby(seeds).mean().T)
+            completed = {run.dir: curve(run.metrics, metric) for run in runs if run.status == COMPLETED}
+            single[label] = [curve(run.metrics, metric) for run in runs if run.status != COMPLETED]
+            thin[label] = list(completed.values()) if len(completed) > 1 else []
+            seeds = {run.dir: seed_of(run) for run in runs}
+            interval = band(pd.DataFrame(completed).sort_index().T.groupby(seeds).mean().T)
             series[label] = interval["mean"]
             bands[label] = (interval["low"], interval["high"])
-            others = summary.curves(values, metric, completed=False)
-            single[label] = [others[run].dropna() for run in others]
-        ends = _ends(pd.concat([curve(run.metrics, metric) for run in summary.runs]))
+        ends = with_margin(pd.concat([curve(run.metrics, metric) for run in summary.runs]), 0.06)
         charts.append(Panel(title=metric, unit="", series=series, bands=bands, single=single, thin=thin, y=ends))
     return charts
-
-
-def _ends(values: pd.Series) -> tuple[float, float]:
-    """Both ends of an axis for these values."""
-    low, high = float(values.min()), float(values.max())
-    margin = 0.06 * (high - low) or 0.5
-    return low - margin, high + margin
