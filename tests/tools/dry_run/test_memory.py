@@ -3,6 +3,7 @@
 import gc
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from small_models import QWEN3_32B, SMALL, batch
@@ -13,6 +14,7 @@ from prl.config.schema import ModelConfig, PolicyModelConfig, VLLMConfig
 from prl.tools.dry_run.memory import (
     Pass,
     activations,
+    attended,
     engine_memory,
     kv_bytes_per_token,
     kv_tokens,
@@ -26,6 +28,7 @@ from prl.trainer.lora import add_adapters
 from prl.trainer.model import stack_logprobs
 from prl.trainer.optim import make_optimizers
 from prl.trainer.tree.attention import use_tree_attention
+from prl.trainer.tree.blocks import BlockTree
 from prl.trainer.tree.tree import tree_stacks
 
 TOKENS = 1024
@@ -97,6 +100,14 @@ def test_activations_are_what_autograd_keeps(bare, built, kind, length, settings
     found = shape(bare(kind), lora)
     near = 0.4 if how.checkpointing == "full" else 0.06  # little is left, of which the layout of attention is a third
     assert activations(found, how) == pytest.approx(kept(model, how, length), rel=near)
+
+
+@pytest.mark.parametrize("length", [100, 512, 4096])
+def test_keys_of_attention_are_those_of_the_blocks(length):
+    tree = BlockTree.of_row(np.arange(length), [0], torch.device("cpu"))
+    _, keys, pairs = attended(Pass(budget=length, length=length + 1, row=length))
+    assert keys == pytest.approx(sum(block.keys.numel() for block in tree.blocks), rel=0.15)
+    assert pairs == pytest.approx(sum(b.keys.numel() * b.queries.shape[1] for b in tree.blocks), rel=0.15)
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen3", True), ("qwen3_moe", True)])

@@ -141,6 +141,7 @@ def test_servers_and_ranks_have_gpus_of_their_own(large):
     found, parameters = planned(large), sizes_of(large).policy.parameters
     names = [[name for name, _ in found.processes[f"GPU {place}"]] for place in range(8)]
     assert names == [["engine"]] * 4 + [["trainer"]] * 4
+    assert parts_of(large, "engine") == [{"process": ENGINE}] * 2, "in RAM its code alone"
     [engine] = parts_of(large, "engine", "GPU 1")
     assert sum(engine.values()) == pytest.approx(0.5 * 80 * GIB)
     assert engine["weights"] == parameters * 2 / 2

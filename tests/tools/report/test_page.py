@@ -65,7 +65,7 @@ def test_examples_are_the_most_mixed_the_best_and_the_worst(written):
     data = data_of(written)
     assert [example["step"] for example in data["examples"]] == [1, 4, 6]
     lines = [json.loads(line) for line in (written / "rollouts" / "step_000006.jsonl").read_text().splitlines()]
-    means = {}
+    means, mixed = {}, []
     for line in lines:
         means.setdefault((line["env"], line["group"]), []).append(line["reward"])
     for entry in data["examples"][2]["groups"]:
@@ -75,6 +75,12 @@ def test_examples_are_the_most_mixed_the_best_and_the_worst(written):
         others = [values for (env, _), values in means.items() if env == entry["env"]]
         if entry["kind"] == "mixed":
             assert abs(sum(rewards) / 8 - 0.5) == min(abs(sum(values) / 8 - 0.5) for values in others)
+        if entry["kind"] in ("best", "worst"):
+            extreme = max if entry["kind"] == "best" else min
+            rest = [values for values in others if values not in mixed]
+            assert sum(rewards) == extreme(map(sum, rest))
+        else:
+            mixed.append(rewards)
         assert all("messages" in row for row in rows)
     assert {entry["kind"] for entry in data["examples"][2]["groups"]} <= {"mixed", "best", "worst"}
     assert any(row.get("sequences") for row in data["rows"])

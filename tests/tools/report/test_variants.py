@@ -89,3 +89,8 @@ def test_a_run_without_a_config_is_in_no_variant():
     assert names(found) == {"all runs": ["0"]}
     assert (seed_of(refused), seed_of(run("0", grpo(4)))) == ("–", "4")
     assert variants([refused]).members == {}
+
+
+def test_what_was_typed_for_some_of_the_same_runs_is_no_column():
+    runs = [run("0", grpo(0), ["typed=1"]), run("1", grpo(1)), run("2", grpo(0, 0.01))]
+    assert variants(runs).columns == ["optim.lr"]
