@@ -23,6 +23,8 @@ class Kind:
     sign: int = 1
     only_nonzero: bool = False
     """Leave out the curves that are zero throughout, unless all are."""
+    shows_zeros: bool = False
+    """Whether the panel is there where all its curves are zero throughout."""
     options: Mapping[str, Any] | None = None
     """Further fields of `Panel`."""
 
@@ -40,9 +42,9 @@ LOSSES = {"rl": "loss/rl", "ce": "loss/ce", "ref_kl": "loss/ref_kl"}
 LOST = {"failed": "rollouts/errored", "too old": "off_policy/dropped", "surplus": "rollouts/surplus"}
 RATES = {"generated": "tokens/generated_per_second", "trained": "tokens/trained_per_second"}
 KINDS = (
-    Kind("Reward", "mean of the step", r"reward/(.+)/mean", zero=False),
+    Kind("Reward", "mean of the step", r"reward/(.+)/mean", zero=False, shows_zeros=True),
     Kind("Parts and metrics", "mean of the step", r"metric/(.+)/(.+)", zero=False),
-    Kind("Evaluation", "held-out reward", r"eval/(.+)/avg@\d+", zero=False),
+    Kind("Evaluation", "held-out reward", r"eval/(.+)/avg@\d+", zero=False, shows_zeros=True),
     Kind("Entropy", "nats per token", {"entropy": "entropy/all/mean"}),
     Kind("Gap and KL", "nats per token", GAPS, zero=False, options={"log": True}),
     Kind("Divergence from the reference", "nats per token", r"ref_kl/(.+)/mean", sign=-1),
@@ -62,12 +64,12 @@ KINDS = (
 
 
 def panels(metrics: pd.DataFrame) -> list[Panel]:
-    """The panels that have anything to show; one whose curves are zero throughout has nothing."""
+    """The panels that have anything to show; most have nothing where their curves are zero throughout."""
     shown = []
     for kind in KINDS:
         series = named_series(kind, metrics)
         nonzero = {name: values for name, values in series.items() if (values.fillna(0) != 0).any()}
-        if nonzero:
+        if nonzero or (series and kind.shows_zeros):
             drawn = nonzero if kind.only_nonzero else series
             shown.append(Panel(title=kind.title, unit=kind.unit, series=drawn, zero=kind.zero, **(kind.options or {})))
     return shown

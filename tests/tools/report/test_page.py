@@ -196,6 +196,11 @@ def test_the_panels_by_env():
     }
 
 
+def test_a_reward_of_zero_is_drawn_and_a_count_of_zero_is_not():
+    zeros = pd.DataFrame({"reward/math/mean": [0.0, 0.0], "truncated/math": [0.0, 0.0]}, index=[1, 2])
+    assert [panel.title for panel in panels(zeros)] == ["Reward"]
+
+
 def test_long_curves_are_thinned_to_their_last_point():
     curve = pd.Series(range(12_345), dtype=float)
     assert len(plots.thinned(curve)) <= plots.POINTS and plots.thinned(curve).index[-1] == 12_344
