@@ -37,38 +37,30 @@ def code_of(shutdown_s=0.1):
     return COMMAND.format(shutdown_s=shutdown_s)
 
 
-def started(run_dir, *arguments, **code):
+def started(run_dir, shutdown_s):
     """The command, once its work has begun."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code_of(**code), str(run_dir), "60"], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", code_of(shutdown_s), str(run_dir), "60"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     return process
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_stops_a_command_in_order(tmp_path, number, status):
-    with started(tmp_path) as process:
-        process.send_signal(number)
-        printed = process.stdout.read()
-    assert process.returncode == status and read_result(tmp_path).status == "stopped"
-    assert printed == ("" if number == signal.SIGHUP else "shuts down\nin order\n"), (
-        "a terminal that closed gets nothing"
-    )
-
-
 @pytest.mark.parametrize(
-    ("first", "second", "printed"),
-    [(signal.SIGINT, signal.SIGINT, ""), (signal.SIGTERM, signal.SIGTERM, "in order\n")],
+    ("signals", "shutdown_s", "printed"),
+    [
+        ([signal.SIGINT], 0.1, "in order\n"),
+        ([signal.SIGINT, signal.SIGINT], 60, ""),
+        ([signal.SIGTERM, signal.SIGTERM], 1, "in order\n"),
+    ],
 )
-def test_only_a_second_ctrl_c_ends_the_command_at_once(tmp_path, first, second, printed):
-    shutdown_s = 60 if second == signal.SIGINT else 1
-    with started(tmp_path, shutdown_s=shutdown_s) as process:
-        process.send_signal(first)
+def test_a_signal_stops_a_command_in_order_and_only_a_second_ctrl_c_at_once(tmp_path, signals, shutdown_s, printed):
+    with started(tmp_path, shutdown_s) as process:
+        process.send_signal(signals[0])
         assert process.stdout.readline() == "shuts down\n"
-        process.send_signal(second)
+        for number in signals[1:]:
+            process.send_signal(number)
         assert process.stdout.read() == printed
-    assert process.returncode == 128 + first and read_result(tmp_path).status == "stopped"
+    assert process.returncode == 128 + signals[0] and read_result(tmp_path).status == "stopped"
 
 
 HOLDS = """
