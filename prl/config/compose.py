@@ -4,6 +4,7 @@ Every component's schema is made from its class (`schema_of`) and registered her
 conf files to build on. Registering imports no torch, vLLM or verifiers.
 """
 
+import functools
 import inspect
 import pkgutil
 import re
@@ -17,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import InterpolationResolutionError
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
 from prl.algorithms.base import Algorithm
 from prl.config.build import nearest, plain, schema_defaults, settled, without_replaced
@@ -70,6 +71,7 @@ READ = {
 SLOT_MAPPING = re.compile(r"\+*([\w.-]+\.)?filters(\.(pre|post)_batch)?=\s*\{")
 
 
+@functools.cache
 def components(base: type) -> dict[str, type]:
     """The concrete subclasses of `base` in the modules beside its own, by module name: `grpo` -> GRPOAlgorithm."""
     package = import_module(base.__module__.rpartition(".")[0])
@@ -195,14 +197,14 @@ def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
     for an interpolation that does not resolve.
     """
     try:
-        missing = sorted(OmegaConf.missing_keys(cfg))
-        if missing:
-            raise ConfigError(f"{missing[0]} has no value: give one, {missing[0]}=<value>")
         replace_chosen(cfg, overrides)
         refuse_appended(cfg, {override.partition("=")[0].lstrip("+") for override in overrides})
         replace_slots(cfg, overrides)
         give_types(cfg)
         return settled(OmegaConf.to_object(cfg), [key for key, kind in READ.items() if kind])
+    except MissingMandatoryValue:
+        missing = min(OmegaConf.missing_keys(cfg))
+        raise ConfigError(f"{missing} has no value: give one, {missing}=<value>") from None
     except InterpolationResolutionError as error:  # of a key that is not there too
         raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
 

@@ -14,7 +14,7 @@ from prl.config.engine_options import check_options
 from prl.config.hardware import MachineConfig
 from prl.config.lora import LoraConfig
 from prl.config.machine import check_memory, check_ranks, check_run_dir
-from prl.config.model_folder import check_length, check_model, local_folder, positions, read_config
+from prl.config.model_folder import check_model
 from prl.config.model_reference import check_url, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
 from prl.errors import ConfigError
@@ -115,16 +115,10 @@ def check_run_name(name: str) -> None:
         )
 
 
-def validate_server(
-    model: ModelConfig, engine: VLLMConfig, prefix: str = "", *, served: bool = True, weights: bool = True
-) -> None:
-    """Two nodes under `prefix` of checked bounds. `served`: they are in use; `weights`: the model must have them."""
+def validate_server(model: ModelConfig, engine: VLLMConfig, prefix: str = "", *, weights: bool = True) -> None:
+    """Two nodes under `prefix` of checked bounds; `weights`: the model must have them."""
     check_device(engine.device, f"{prefix}engine.device")
     check_model(model.path, f"{prefix}model.path", weights=weights)
-    folder = local_folder(model.path)
-    if served and folder is not None and not any("hf" in str(option) for option in engine.args):
-        where = f"{prefix}model.path={model.path!r}"
-        check_length(model.max_model_len, positions(read_config(folder, where)), f"{prefix}model.", model.path)
     if engine.in_process:
         return
     for url in engine.urls:
@@ -148,11 +142,6 @@ def validate_server(
         warnings.warn(f"{prefix}engine.host={engine.host}: the engine listens beyond this machine", stacklevel=3)
 
 
-def ports(engine: VLLMConfig) -> range:
-    """The ports that the servers are to have; none where they take free ones."""
-    return range(0) if engine.port is None else range(engine.port, engine.port + engine.servers)
-
-
 def validate_teacher(config: TrainConfig) -> None:
     """A teacher is either hosted by the launcher, or served elsewhere: then it has a name and an address, if needed."""
     teacher = config.teacher
@@ -170,8 +159,7 @@ def validate_teacher(config: TrainConfig) -> None:
             raise ConfigError(
                 "teacher.engine.urls: for a model that is served already write teacher=endpoint teacher.base_url=…"
             )
-        needed = {"served": hosts_teacher(config), "weights": not config.dry_run}
-        validate_server(teacher.model, teacher.engine, "teacher.", **needed)
+        validate_server(teacher.model, teacher.engine, "teacher.", weights=not config.dry_run)
     elif not (teacher.name and teacher.base_url):
         missing = "base_url" if teacher.name else "name"
         for where, node in [config.node_of(env, "algo") for env in config.envs]:

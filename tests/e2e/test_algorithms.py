@@ -140,9 +140,9 @@ def test_two_envs_with_two_algorithms_share_batches(inline):
 @pytest.mark.engine
 def test_the_launcher_hosts_a_teacher_without_being_told(tmp_path, gone):
     """Nothing but `algo=opd`: engine, trainer and teacher of its own."""
-    argv = [sys.executable, "-m", "prl.train", "algo=opd", "env=math", "max_steps=3", "run.name=hosted"]
+    argv = [sys.executable, "-m", "prl.train", "algo=opd", "env=math", "max_steps=1", "run.name=hosted"]
     done = subprocess.run(
-        [*argv, "orchestrator.batch_size=64", "orchestrator.eval.every=null"],
+        [*argv, "orchestrator.batch_size=16", "orchestrator.eval.every=null"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.slow
 
 TINY = ("max_steps=1", "orchestrator.batch_size=16", "orchestrator.eval.num_tasks=4", "checkpoint.every_minutes=null")
 
@@ -22,11 +22,11 @@ def sweep_of(argv, env):
 
 
 @pytest.fixture
-def sweep(command, tmp_path):
-    """Run a sweep on the shared engine; its jobs, which name that engine, take turns."""
+def sweep(inline_command, tmp_path):
+    """Run a sweep, of which each job is one process or one after another in the same."""
 
     def run(*overrides, timeout=300):
-        argv, env = sweep_of(*command(*TINY, *overrides))
+        argv, env = sweep_of(*inline_command(*TINY, *overrides))
         done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=timeout)
         folders = list(tmp_path.glob("outputs/*"))
         assert len(folders) == 1, done.stderr
@@ -73,8 +73,10 @@ def descendants(pid):
     return [*found, *(each for child in found for each in descendants(child))]
 
 
-def test_an_interrupt_stops_the_sweep_and_leaves_no_process(command, tmp_path, gone):
-    argv, env = command("seed=0,1", "max_steps=500", "orchestrator.eval.every=null", "run.name=s")
+def test_an_interrupt_stops_the_sweep_and_leaves_no_process(inline_command, tmp_path, gone):
+    argv, env = inline_command(
+        "seed=0,1", "max_steps=500", "launcher=local", "orchestrator.eval.every=null", "run.name=s"
+    )
     argv, env = sweep_of(argv, env)
     sweep = subprocess.Popen(argv, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 120
@@ -98,6 +100,7 @@ def test_an_interrupt_stops_the_sweep_and_leaves_no_process(command, tmp_path, g
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.engine
 def test_jobs_of_one_process_share_a_warm_engine_and_the_seed_governs_each(train, command, said, tmp_path):
     """Each begins from the base weights; its seed gives it the tasks and replies that it would have alone."""
     fixed = (*TINY, "experiment=on_policy")
