@@ -9,17 +9,18 @@ import sys
 import time
 
 import pytest
+from patience import patient
 
 from prl.errors import PrlError
-from prl.launch.signals import run_to_end
+from prl.launch.command import errors_as_exit_codes
+from prl.launch.signals import Stopped, run_to_end
 from prl.runs.result import read_result
 
 COMMAND = """
 import asyncio, pathlib, sys, time
-from prl.launch.command import errors_as_exit_codes
 from prl.runs.result import RunResult
 from prl.runs.run_dir import recorded
-from prl.launch.signals import run_to_end
+from prl.launch.signals import Stopped, run_to_end
 async def work():
     try:
         print("ready", flush=True)
@@ -28,8 +29,11 @@ async def work():
         print("shuts down", flush=True)
         await asyncio.sleep({shutdown_s})
         print("in order", flush=True)
-with errors_as_exit_codes(), recorded(pathlib.Path(sys.argv[1]), RunResult()):
-    run_to_end(work())
+try:
+    with recorded(pathlib.Path(sys.argv[1]), RunResult()):
+        run_to_end(work())
+except Stopped as end:
+    sys.exit(128 + end.number)
 """
 
 
@@ -61,6 +65,12 @@ def test_a_signal_stops_a_command_in_order_and_only_a_second_ctrl_c_at_once(tmp_
             process.send_signal(number)
         assert process.stdout.read() == printed
     assert process.returncode == 128 + signals[0] and read_result(tmp_path).status == "stopped"
+
+
+def test_a_command_says_that_it_was_stopped_and_by_which_signal(capsys):
+    with pytest.raises(SystemExit) as caught, errors_as_exit_codes():
+        raise Stopped(signal.SIGTERM)
+    assert caught.value.code == 143 and capsys.readouterr().err == "stopped\n"
 
 
 HOLDS = """
@@ -114,7 +124,7 @@ def test_code_that_holds_the_loop_up_is_named_while_it_does(how):
 def test_a_second_ctrl_c_interrupts_code_that_holds_the_loop_up():
     process = holding("spins", 60.0)
     process.send_signal(signal.SIGINT)
-    time.sleep(1.0)
+    time.sleep(patient(1.0))
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     printed, errors = process.communicate(timeout=60)
