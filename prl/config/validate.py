@@ -5,7 +5,7 @@ Bounds of a single knob stand beside its field (`Annotated`, `Literal`); the res
 
 import re
 import warnings
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from prl.config import gpus
@@ -20,18 +20,7 @@ from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
 from prl.errors import ConfigError
 from prl.monitors.masking import HIDDEN
 
-COMPONENTS = [
-    "renderer",
-    "algo",
-    "sampling",
-    "loss",
-    "curriculum",
-    "orchestrator",
-    "trainer",
-    "engine",
-    "transport",
-    "launcher",
-]
+COMPONENTS = [field.name for field in fields(TrainConfig) if field.type is Any]
 """Keys of the nodes that name a class or a function."""
 MAX_NAME = 200
 """Longest name of a run, bytes: file systems allow 255, and some files are named after their run."""

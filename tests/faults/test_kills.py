@@ -12,6 +12,7 @@ import pytest
 from run_processes import family, running, wait_until
 from safetensors import safe_open
 
+from prl.runs.result import read_result
 from prl.tools.report.runs import read_run
 from prl.transport.checkpoints import checkpoint_path, steps_of, verify
 
@@ -110,6 +111,9 @@ def test_a_killed_run_leaves_nothing_and_goes_on(run, moment):
     if not moment.startswith("launcher"):
         assert run.process.returncode == 1 and "process 'trainer' ended with status" in said, said
         assert "Traceback" not in said
+        result = read_result(run.dir)
+        assert result.status == "failed" and "process 'trainer'" in result.error and result.steps > 0
+        assert "process &#39;trainer&#39; ended" in (run.dir / "report.html").read_text()
     check_whole(run.dir)
     run.begin("max_steps=100000")
     run.trains()
