@@ -124,16 +124,12 @@ def test_an_error_in_user_code_names_its_line(prl_env, taskset, tmp_path, name, 
         (["jsonl"], "envs.jsonl.args.path"),
         (["prl.envs.tasksets.guess", "timeout_s=3"], "timeout_s"),
         (["math", "timeout_s=-1"], "envs.math.timeout_s"),
+        (["math", "args.num_tasks=3", "eval_args=null", "--reply", "\ud800"], "UTF-8"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_in_a_line(prl_env, arguments, named):
     status, out, err = prl_env("check", *arguments)
     assert status == 2 and out == "" and err.startswith("error: ") and named in err and len(err.splitlines()) == 1
-
-
-def test_a_reply_that_is_not_utf8_is_refused_in_a_line(prl_env):
-    status, out, err = prl_env("check", "math", "args.num_tasks=3", "eval_args=null", "--reply", "\ud800")
-    assert (status, out) == (2, "") and "UTF-8" in err and len(err.splitlines()) == 1
 
 
 def test_a_template_that_fails_is_refused_in_a_line(prl_env, tmp_path):

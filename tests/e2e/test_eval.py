@@ -54,13 +54,6 @@ def test_the_base_a_checkpoint_and_another_model_on_one_engine(inline, prl, tmp_
     assert found["pass@k"]["1"]["mean"] == pytest.approx(fmean(task["correct"] / K for task in tasks[-TASKS:]))
 
 
-@pytest.mark.slow
-def test_a_chat_with_a_model(prl):
-    said = "/tokens\n12+34=\n"
-    done = prl("prl.tools.chat", "tiny-teacher", *IN_PROCESS, "sampling.temperature=0", said=said)
-    assert done.stdout == "46\n" and "<|im_end|> -0." in done.stderr
-
-
 @pytest.mark.engine
 def test_an_endpoint_of_a_game_and_a_chat(prl, engine, teacher_url):
     endpoint = [teacher_url, "endpoint.api_key_var=PRL_TOKEN"]

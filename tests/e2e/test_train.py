@@ -168,20 +168,24 @@ class SumTaskset(vf.Taskset[SumTask, SumConfig]):
 """
 
 
-@pytest.mark.slow
-def test_a_taskset_of_the_users_whose_tasks_use_a_runtime(inline, tmp_path):
-    """Named from a conf file of the user's. One that is an answer to a prompt is in prl/EXTENDING.md, trained there."""
+@pytest.mark.engine
+def test_a_taskset_of_the_users_whose_tasks_use_a_runtime(train, tmp_path):
+    """Named from a conf file of the user's. Played by verifiers' harness, which asks an engine over HTTP.
+
+    One that is an answer to a prompt is in prl/EXTENDING.md, trained there.
+    """
     (tmp_path / "sums_in_a_box.py").write_text(TASKSET)
     conf = tmp_path / "my_conf" / "env" / "sums.yaml"
     conf.parent.mkdir(parents=True)
     conf.write_text("# @package envs.sums\ntaskset: sums_in_a_box\nargs: {num_tasks: 12}\neval_args: {num_tasks: 2}\n")
-    run = inline(
+    run = train(
         "env=sums",
         f"hydra.searchpath=[file://{tmp_path}/my_conf]",
         "max_steps=2",
         "orchestrator.batch_size=32",
         "orchestrator.max_async_level=0",
         "orchestrator.eval.k=2",
+        env={"PYTHONPATH": str(tmp_path)},
     )
     assert run.status == 0, run.stderr
     assert all(gap < 1e-5 for gap in run.column("logprob_gap/mean"))
