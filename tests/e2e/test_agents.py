@@ -18,10 +18,10 @@ def bodies(record):
     return [message["content"] for message in record["messages"] if message["role"] == "tool"]
 
 
-@pytest.mark.slow
-def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(inline, tokenizer):
-    run = inline(
-        *("algo=echo", "env=calculator", "max_steps=10", "orchestrator.batch_size=64", "trainer.optim.lr=4e-4"),
+@pytest.mark.engine
+def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train, tokenizer):
+    run = train(
+        *("algo=echo", "env=calculator", "max_steps=16", "orchestrator.batch_size=128", "trainer.optim.lr=2e-4"),
         *("trainer.token_export=true", QUIET),
     )
     assert run.status == 0, run.stderr
