@@ -362,7 +362,6 @@ def test_a_slurm_job_has_what_prl_and_the_user_set():
 
 def test_a_search_optimises_what_optimized_metric_says_and_goes_on_after_a_failure():
     node = of_hydra("run.name=s", "sweep=[lr_search,joblib]", "optimized_metric.direction=minimize").hydra.sweeper
-    sweeper = instantiate(node).sweeper
-    assert sweeper._get_directions() == ["minimize"] and sweeper.max_failure_rate == 1.0 and sweeper.n_jobs == 1
+    assert (node.direction, node.max_failure_rate, node.n_jobs) == ("minimize", 1.0, 1)
     assert node.sampler.seed == 0 and list(node.params) == ["trainer.optim.lr"]
     assert of_hydra("run.name=s", "sweep=lr_search").hydra.sweeper.direction == "maximize"

