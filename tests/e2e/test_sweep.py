@@ -39,23 +39,15 @@ def results(folder):
     return {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("*/result.json"))}
 
 
-def test_two_jobs_side_by_side_in_processes_of_their_own(sweep):
-    done, folder = sweep("sweep=joblib", "algo=grpo,max_rl")
-    assert done.returncode == 0, done.stderr
-    found = results(folder)
-    assert list(found) == ["algo=grpo", "algo=max_rl"]
-    assert all(result["status"] == "completed" and result["steps"] == 1 for result in found.values())
-    assert all(0 <= result["optimized_metric"] <= 1 for result in found.values())
-    assert all(f"job {name}: reward" in done.stderr for name in found)
-    assert done.stderr.count("completed  ") == 2, "the table"
-
-
-def test_a_search_is_reproducible_and_done_jobs_are_not_done_again(sweep):
-    search = ("sweep=lr_search", "hydra.sweeper.n_trials=2")
+def test_a_search_in_processes_of_their_own_is_reproducible_and_does_no_job_twice(sweep):
+    search = ("sweep=[lr_search,joblib]", "hydra.sweeper.n_trials=2")
     done, folder = sweep(*search)
     assert done.returncode == 0, done.stderr
     found = results(folder)
     assert len(found) == 2 and all(name.startswith("trainer.optim.lr=") for name in found)
+    assert all(result["status"] == "completed" and result["steps"] == 1 for result in found.values())
+    assert all(f"job {name}: reward" in done.stderr for name in found)
+    assert done.stderr.count("completed  ") == 2, "the table"
     best = OmegaConf.load(folder / "optimization_results.yaml")
     assert best.best_value == max(result["optimized_metric"] for result in found.values())
     again, same = sweep(*search)
