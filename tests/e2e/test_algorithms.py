@@ -109,7 +109,8 @@ def test_sft_imitates_rollouts_of_the_teacher(inline):
 
 def test_opsd_distils_from_the_policy_shown_a_demonstration(inline):
     vetted = ("orchestrator.group_size=1", "trainer.optim.lr=2e-4")
-    run = inline("algo=opsd", "max_steps=10", "algo.max_concurrent=16", *vetted, *EXPORT)
+    few = ("max_steps=10", "orchestrator.batch_size=128", "algo.max_concurrent=16")
+    run = inline("algo=opsd", *few, *vetted, *EXPORT)
     assert run.status == 0, run.stderr
     assert rise(run.column("ref_kl"), ends=3) > 0.1, "minus the divergence"
     sampled, others = fates(run, 1)
