@@ -112,8 +112,6 @@ def test_a_gpu_that_cannot_be_used_is_none(smi, monkeypatch, shown, packages, re
         check_device("cuda", "trainer.device")
 
 
-
-
 @pytest.mark.parametrize("lines", ["exit 9", "echo 'No devices were found'; exit 6", ":"])
 def test_a_driver_that_fails_is_no_gpu(smi, lines):
     smi(lines)
