@@ -16,12 +16,6 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCH = SourceFileLoader("bench_trl", str(ROOT / "scripts" / "bench_trl")).load_module()
 
 
-def run_of(rewards, *, seconds=2.0, start=10.0, length=3.0, whole=99.0):
-    """A run that makes a step every `seconds`, the first at `start`."""
-    times = [start + seconds * number for number in range(len(rewards))]
-    return BENCH.Run(times, list(rewards), [length] * len(rewards), whole)
-
-
 def test_lines_of_both_sides_are_read(tmp_path, capsys):
     console, run = Console(mode="plain"), BENCH.Run()
     console.start(tmp_path, max_steps=60, run_config={})
@@ -49,21 +43,8 @@ def test_lines_of_both_sides_are_read(tmp_path, capsys):
     ],
 )
 def test_the_reward_is_reached_by_the_mean_of_five_steps(rewards, at):
-    assert run_of(rewards).reached() == at
-
-
-def test_the_table_takes_the_better_of_trls_settings():
-    one, two, ours = run_of([0.9] * 6, seconds=4.0), run_of([0.1] * 6, seconds=3.0), run_of([0.9] * 6, seconds=1.5)
-    lines = BENCH.table({"TRL, 1 thread": [one] * 3, "TRL, 2 threads": [two, two, one], "prl": [ours] * 3}).splitlines()
-    assert lines == [
-        "| | TRL, 1 thread | TRL, 2 threads | prl | prl / the better |",
-        "|---|---|---|---|---|",
-        "| a step, s | 4.00 | 3.00 | 1.50 | 0.50 |",
-        "| to the first step, s | 10.00 | 10.00 | 10.00 | 1.00 |",
-        f"| {BENCH.REACHED} | 26.00 | never | 16.00 | 0.62 |",
-        "| whole command, s | 99.00 | 99.00 | 99.00 | 1.00 |",
-        "| tokens a reply | 3.00 | 3.00 | 3.00 |  |",
-    ]
+    times = [10.0 + 2.0 * number for number in range(len(rewards))]
+    assert BENCH.Run(times, list(rewards), [3.0] * len(rewards), 99.0).reached() == at
 
 
 def test_trl_is_given_prls_settings():

@@ -9,17 +9,18 @@ import sys
 import time
 
 import pytest
+from patience import patient
 
 from prl.errors import PrlError
-from prl.launch.signals import run_to_end
+from prl.launch.command import errors_as_exit_codes
+from prl.launch.signals import Stopped, run_to_end
 from prl.runs.result import read_result
 
 COMMAND = """
 import asyncio, pathlib, sys, time
-from prl.launch.command import errors_as_exit_codes
 from prl.runs.result import RunResult
 from prl.runs.run_dir import recorded
-from prl.launch.signals import run_to_end
+from prl.launch.signals import Stopped, run_to_end
 async def work():
     try:
         print("ready", flush=True)
@@ -28,8 +29,11 @@ async def work():
         print("shuts down", flush=True)
         await asyncio.sleep({shutdown_s})
         print("in order", flush=True)
-with errors_as_exit_codes(), recorded(pathlib.Path(sys.argv[1]), RunResult()):
-    run_to_end(work())
+try:
+    with recorded(pathlib.Path(sys.argv[1]), RunResult()):
+        run_to_end(work())
+except Stopped as end:
+    sys.exit(128 + end.number)
 """
 
 
@@ -37,38 +41,36 @@ def code_of(shutdown_s=0.1):
     return COMMAND.format(shutdown_s=shutdown_s)
 
 
-def started(run_dir, *arguments, **code):
+def started(run_dir, shutdown_s):
     """The command, once its work has begun."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code_of(**code), str(run_dir), "60"], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", code_of(shutdown_s), str(run_dir), "60"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     return process
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_stops_a_command_in_order(tmp_path, number, status):
-    with started(tmp_path) as process:
-        process.send_signal(number)
-        printed = process.stdout.read()
-    assert process.returncode == status and read_result(tmp_path).status == "stopped"
-    assert printed == ("" if number == signal.SIGHUP else "shuts down\nin order\n"), (
-        "a terminal that closed gets nothing"
-    )
-
-
 @pytest.mark.parametrize(
-    ("first", "second", "printed"),
-    [(signal.SIGINT, signal.SIGINT, ""), (signal.SIGTERM, signal.SIGTERM, "in order\n")],
+    ("signals", "shutdown_s", "printed"),
+    [
+        ([signal.SIGINT], 0.1, "in order\n"),
+        ([signal.SIGINT, signal.SIGINT], 60, ""),
+        ([signal.SIGTERM, signal.SIGTERM], 1, "in order\n"),
+    ],
 )
-def test_only_a_second_ctrl_c_ends_the_command_at_once(tmp_path, first, second, printed):
-    shutdown_s = 60 if second == signal.SIGINT else 1
-    with started(tmp_path, shutdown_s=shutdown_s) as process:
-        process.send_signal(first)
+def test_a_signal_stops_a_command_in_order_and_only_a_second_ctrl_c_at_once(tmp_path, signals, shutdown_s, printed):
+    with started(tmp_path, shutdown_s) as process:
+        process.send_signal(signals[0])
         assert process.stdout.readline() == "shuts down\n"
-        process.send_signal(second)
+        for number in signals[1:]:
+            process.send_signal(number)
         assert process.stdout.read() == printed
-    assert process.returncode == 128 + first and read_result(tmp_path).status == "stopped"
+    assert process.returncode == 128 + signals[0] and read_result(tmp_path).status == "stopped"
+
+
+def test_a_command_says_that_it_was_stopped_and_by_which_signal(capsys):
+    with pytest.raises(SystemExit) as caught, errors_as_exit_codes():
+        raise Stopped(signal.SIGTERM)
+    assert caught.value.code == 143 and capsys.readouterr().err == "stopped\n"
 
 
 HOLDS = """
@@ -122,7 +124,7 @@ def test_code_that_holds_the_loop_up_is_named_while_it_does(how):
 def test_a_second_ctrl_c_interrupts_code_that_holds_the_loop_up():
     process = holding("spins", 60.0)
     process.send_signal(signal.SIGINT)
-    time.sleep(1.0)
+    time.sleep(patient(1.0))
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     printed, errors = process.communicate(timeout=60)

@@ -8,13 +8,12 @@ what the node has. A class whose `__init__` takes `**options` has those of its b
 import dataclasses
 import difflib
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast, get_args
 
-import hydra.utils
 import pydantic
-from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from typing_extensions import TypedDict
 
@@ -107,10 +106,11 @@ def located(node: Any, where: str) -> Any:
     if not isinstance(target, str) or target == MISSING:
         raise ConfigError(f"{where} has no _target_: give the dotted path of a class or function, my_package.Thing")
     with contained(f"{where}._target_={target!r}", "importing it", target):
+        module, _, name = target.rpartition(".")
         try:
-            return hydra.utils.instantiate({"_target_": target, "_partial_": True}).func
-        except HydraException as error:
-            raise ConfigError(f"{where}._target_={target!r}: {in_one_line(error.__cause__ or error)}") from error
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:  # the last where there is no dot
+            raise ConfigError(f"{where}._target_={target!r}: {in_one_line(error)}") from error
 
 
 def name_of(fn: Callable[..., Any]) -> str:
@@ -134,7 +134,7 @@ def options_of(node: Any, target: Any, where: str, live: Collection[str] = ()) -
     if unknown and inspect.isclass(target):
         raise no_such_option(f"{where}.{unknown[0]}", target, known)
     made = {name: instantiated(value, f"{where}.{name}") for name, value in given.items()}
-    return converted(made, known, where)
+    return converted(made, target, where)
 
 
 def no_such_option(key: str, owner: Any, known: Iterable[str]) -> ConfigError:
@@ -155,11 +155,18 @@ def nearest(key: str, known: Iterable[str], all_of_them: str) -> str:
     return f"did you mean {node}{dot}{near[0]}?" if near else f"{all_of_them}: {', '.join(sorted(known)) or 'none'}"
 
 
-def converted(given: Mapping[str, Any], annotations: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Values as annotations want them. Raises ConfigError naming the key."""
-    shape: Any = TypedDict("Options", {name: annotations.get(name, Any) for name in given})  # type: ignore[misc]
+@functools.cache
+def adapter_of(target: Any, names: tuple[str, ...]) -> Any:
+    """What reads these options of a class or function by its annotations: pydantic takes milliseconds to make it."""
+    annotations = options_taken(target).annotations
+    shape: Any = TypedDict("Options", {name: annotations.get(name, Any) for name in names})  # type: ignore[misc]
+    return pydantic.TypeAdapter(pydantic.with_config(CHECKED)(shape))
+
+
+def converted(given: Mapping[str, Any], target: Any, where: str) -> dict[str, Any]:
+    """Values as the annotations of a class or function want them. Raises ConfigError naming the key."""
     try:
-        return dict(pydantic.TypeAdapter(pydantic.with_config(CHECKED)(shape)).validate_python(dict(given)))
+        return dict(adapter_of(target, tuple(given)).validate_python(dict(given)))
     except pydantic.ValidationError as error:
         problem = error.errors()[0]
     value: Any = given
@@ -206,7 +213,7 @@ def check_values(node: Any, where: str = "") -> None:
             inner |= {f"{name}.{key}": item for key, item in value.items() if dataclasses.is_dataclass(item)}
     names = {field.name for field in dataclasses.fields(node)} - {name.partition(".")[0] for name in inner}
     values = {name: getattr(node, name) for name in names}
-    converted(values, annotations, where)
+    converted(values, type(node), where)
     for name, item in inner.items():
         check_values(item, f"{where}.{name}".lstrip("."))
 
@@ -276,4 +283,10 @@ def sampling_of(config: Any, env: str) -> tuple[str, dict[str, Any]]:
 def schema_defaults(node: Any) -> dict[str, Any]:
     """What the schema of a node says, the `_target_` that it was made for included; empty without a schema."""
     schema = OmegaConf.get_type(node) if OmegaConf.is_config(node) else type(node)
-    return plain(schema()) if dataclasses.is_dataclass(schema) else {}
+    return defaults_of(schema) if dataclasses.is_dataclass(schema) else {}
+
+
+@functools.cache
+def defaults_of(schema: Any) -> dict[str, Any]:
+    """The defaults of a dataclass as plain data, not to be changed."""
+    return cast(dict[str, Any], plain(schema()))

@@ -4,6 +4,7 @@ Every component's schema is made from its class (`schema_of`) and registered her
 conf files to build on. Registering imports no torch, vLLM or verifiers.
 """
 
+import functools
 import inspect
 import pkgutil
 import re
@@ -17,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import InterpolationResolutionError
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
 from prl.algorithms.base import Algorithm
 from prl.config.build import nearest, plain, schema_defaults, settled, without_replaced
@@ -56,8 +57,6 @@ COMPONENTS = ["renderer", "algo", "sampling", "loss", "curriculum", "orchestrato
 The last of a root's defaults, `/schema/closed`, closes the nodes: on a command line a new key takes a `+`."""
 OF_TRAINER = ("optim", "schedule")
 """Likewise groups that choose a class, whose nodes stand in `trainer`."""
-REPLACING = {*COMPONENTS, *OF_TRAINER, "filters", "teacher", "engine"} - {"orchestrator", "trainer"}
-"""Groups whose option is all that a node has."""
 READ = {
     "orchestrator": OrchestratorConfig,
     "trainer": TrainerConfig,
@@ -70,6 +69,7 @@ READ = {
 SLOT_MAPPING = re.compile(r"\+*([\w.-]+\.)?filters(\.(pre|post)_batch)?=\s*\{")
 
 
+@functools.cache
 def components(base: type) -> dict[str, type]:
     """The concrete subclasses of `base` in the modules beside its own, by module name: `grpo` -> GRPOAlgorithm."""
     package = import_module(base.__module__.rpartition(".")[0])
@@ -195,14 +195,13 @@ def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
     for an interpolation that does not resolve.
     """
     try:
-        missing = sorted(OmegaConf.missing_keys(cfg))
-        if missing:
-            raise ConfigError(f"{missing[0]} has no value: give one, {missing[0]}=<value>")
-        replace_chosen(cfg, overrides)
         refuse_appended(cfg, {override.partition("=")[0].lstrip("+") for override in overrides})
         replace_slots(cfg, overrides)
         give_types(cfg)
         return settled(OmegaConf.to_object(cfg), [key for key, kind in READ.items() if kind])
+    except MissingMandatoryValue:
+        missing = min(OmegaConf.missing_keys(cfg))
+        raise ConfigError(f"{missing} has no value: give one, {missing}=<value>") from None
     except InterpolationResolutionError as error:  # of a key that is not there too
         raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
 
@@ -227,36 +226,6 @@ def give_types(cfg: DictConfig) -> None:
         # Not struct: a class of the user's own may have further options.
         typed_node = OmegaConf.merge(OmegaConf.structured(kind, flags={"struct": False}), options)
         OmegaConf.update(cfg, key, typed_node, merge=False)
-
-
-def replace_chosen(cfg: DictConfig, overrides: list[str]) -> None:
-    """Make an option of a group that was chosen over the config of a run (`+loss=aipo`) replace the run's own.
-
-    Hydra has merged it with what the run's config has there. What the option does not have goes, but for typed keys.
-    """
-    if not HydraConfig.initialized() or HydraConfig.get().job.config_name != "config":
-        return
-    searched = [override for override in overrides if override.startswith("hydra.searchpath=")]
-    typed_keys = [override.partition("=")[0].lstrip("+") for override in overrides]
-    for override in overrides:
-        key = override.partition("=")[0]
-        group, _, package = key.lstrip("+").partition("@")
-        if key.startswith("+") and group in REPLACING:
-            fresh = hydra.compose(overrides=[*searched, override])
-            where = package or (f"trainer.{group}" if group in OF_TRAINER else group)
-            drop_others(OmegaConf.select(cfg, where), OmegaConf.select(fresh, where), where, typed_keys)
-
-
-def drop_others(node: DictConfig, fresh: DictConfig, where: str, typed_keys: list[str]) -> None:
-    """Drop the keys of a node that `fresh` does not have, in any depth, but for those that were typed."""
-    for name in list(node):
-        key, child = f"{where}.{name}", node._get_node(name)
-        other = fresh._get_node(name) if name in fresh.keys() else None  # noqa: SIM118 (`in` resolves interpolations)
-        if other is None and not any(f"{each}.".startswith(f"{key}.") for each in typed_keys):
-            with open_dict(node):
-                del node[name]
-        elif isinstance(child, DictConfig) and isinstance(other, DictConfig) and not child._is_none():
-            drop_others(child, other, key, typed_keys)
 
 
 def refuse_appended(cfg: DictConfig, given: Collection[str], where: str = "") -> None:

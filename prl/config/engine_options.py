@@ -19,44 +19,17 @@ OWN_KEYS = {
     "data-parallel-size": "engine.servers",
 }
 """Options that have a key of prl's own, under the prefix of the node."""
-REFUSED = frozenset(
-    [
-        "uds",
-        "root-path",
-        "grpc",
-        "headless",
-        "ssl-keyfile",
-        "ssl-certfile",
-        "ssl-ca-certs",
-        "ssl-cert-reqs",
-        "ssl-ciphers",
-        "enable-ssl-refresh",
-        "middleware",
-        "worker-extension-cls",
-        "logits-processors",
-        "api-key",
-        "hf-token",
-        "served-model-name",
-        "logprobs-mode",
-        "seed",
-        "enable-scale-out",
-        "disable-uvicorn-access-log",
-        "disable-log-stats",
-        "config",
-        "help",
-        "version",
-    ]
-)
+REFUSED = frozenset({
+    "uds", "root-path", "grpc", "headless", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs",
+    "ssl-ciphers", "enable-ssl-refresh", "middleware", "worker-extension-cls", "logits-processors", "api-key",
+    "hf-token", "served-model-name", "logprobs-mode", "seed", "enable-scale-out", "disable-uvicorn-access-log",
+    "disable-log-stats", "config", "help", "version",
+})  # fmt: skip
 """Others that prl sets itself, or that open the engine to others or change the logprobs that it returns."""
-ON_A_CPU = frozenset(
-    [
-        "enforce-eager",
-        "distributed-executor-backend",
-        "enable-chunked-prefill",
-        "max-num-batched-tokens",
-        "long-prefill-token-threshold",
-    ]
-)
+ON_A_CPU = frozenset({
+    "enforce-eager", "distributed-executor-backend", "enable-chunked-prefill", "max-num-batched-tokens",
+    "long-prefill-token-threshold",
+})  # fmt: skip
 """Those that prl sets on a CPU, where vLLM cannot prefill the prompt of a seeded request in parts."""
 
 

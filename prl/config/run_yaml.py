@@ -6,6 +6,7 @@ It names code by `_target_`, as a command line does. Nobody takes that up but th
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
@@ -24,7 +25,7 @@ DEFAULTS = ["/base@_global_", "_self_"]
 
 def data_of(config: TrainConfig | EvaluationConfig) -> dict[str, Any]:
     """A config as files show it: plain data without secrets."""
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(masked(plain(config)))))
+    return cast(dict[str, Any], masked(plain(config)))
 
 
 def text_of(config: TrainConfig | EvaluationConfig) -> str:
@@ -39,7 +40,7 @@ def yaml_of(text: str) -> Any:
     """The config that a text of `config.yaml` says, with interpolations as they are. Raises where it was cut off."""
     if text.startswith(BEGINS) and not text.rstrip().endswith(ENDS.strip()):
         raise ValueError("its end is missing")
-    content = OmegaConf.to_container(OmegaConf.create(text))
+    content = yaml.safe_load(text)
     return {key: value for key, value in content.items() if key != "defaults"} if isinstance(content, dict) else content
 
 

@@ -8,37 +8,16 @@ from omegaconf import DictConfig
 
 INSTEAD = {
     "training_mode": "algo=grpo, algo=opd, …",
-    "orchestrator.training_mode": "algo=grpo, algo=opd, …",
     "advantage": "algo, the credit's own group",
-    "algo.advantage": "algo, the credit's own group",
-    "orchestrator.advantage": "algo, the credit's own group",
-    "orchestrator.student": "model",
-    "student": "model",
-    "client": "engine.urls",
-    "orchestrator.client": "engine.urls",
-    "orchestrator.teacher": "algo.teacher, which teacher=local|endpoint fills",
-    "teacher_model": "teacher=endpoint teacher.name=… teacher.base_url=…",
-    "kl_coef": "algo.kl.coef",
-    "algo.beta": "algo.kl.coef",
-    "loss.beta": "algo.kl.coef",
     "orchestrator.filters": "filters=default|monitor|enforce|enforce_post|none, filters.post_batch.<name>…",
-    "orchestrator.curriculum": "curriculum=default|pools|odf|pools_odf, curriculum.easy_threshold…",
-    "orchestrator.sampling": "sampling",
-    "algo.sampling.temperature": "sampling.temperature, or envs.<name>.sampling.temperature for one env",
-    "algo.loss": "loss=<name>; which loss component an algorithm feeds is part of its class",
-    "eval": "orchestrator.eval",
-    "async_level": "orchestrator.max_async_level",
-    "batch_size": "orchestrator.batch_size",
-    "group_size": "orchestrator.group_size",
-    "rollouts_per_example": "orchestrator.group_size",
+    "orchestrator.teacher": "algo.teacher, which teacher=local|endpoint fills",
+    "client": "engine.urls",
+    "kl_coef": "algo.kl.coef",
     "lr": "trainer.optim.lr",
-    "optim": "trainer.optim",
-    "seq_len": "trainer.seq_len",
     "save_every": "checkpoint.every",
-    "resume": "run.resume=<run or checkpoint>, or run.resume=auto",
     "wandb": "monitor=wandb, monitor.wandb.…",
 }
-"""Keys of other systems, and of the documents that prl follows."""
+"""Keys of other projects that are like none of prl's in a word."""
 
 
 def override_key(argument: str) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterator
 
 from prl.errors import ConfigError, PrlError, of_own_code
@@ -11,8 +10,6 @@ log = logging.getLogger(__name__)
 
 OWN = ("prl.", "torch.optim.")
 """Beginnings of the paths of code that is not the user's."""
-LONG_S = 10.0
-"""[s] A hook that takes longer is named: nothing of a run goes on meanwhile."""
 
 
 @contextlib.contextmanager
@@ -55,24 +52,20 @@ class called:
     cancellation of what is awaited (`prl.launch.signals`), and interrupts only code that holds the loop up. Not for a
     block that awaits.
 
-    A class: rollouts go through it by the thousand, and a generator takes three times as long.
+    A class, so that one can be entered again and again.
 
     Raises:
         PrlError: Whatever it raised, with file and line.
     """
 
-    __slots__ = ("began", "component", "name", "where")
+    __slots__ = ("component", "name", "where")
 
     def __init__(self, where: str, component: object, name: str = ""):
         self.where, self.component, self.name = where, component, name
 
-    def __enter__(self) -> None:
-        self.began = time.monotonic()
+    def __enter__(self) -> None: ...
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        took_s = time.monotonic() - self.began
-        if took_s >= LONG_S:
-            log.warning("%s: %s took %.0f s, in which nothing else of the run went on", self.where, self.what, took_s)
         if error is None or isinstance(error, PrlError):
             return
         log.info("%s: %s failed", self.where, self.what, exc_info=True)

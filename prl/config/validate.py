@@ -5,7 +5,7 @@ Bounds of a single knob stand beside its field (`Annotated`, `Literal`); the res
 
 import re
 import warnings
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from prl.config import gpus
@@ -14,24 +14,13 @@ from prl.config.engine_options import check_options
 from prl.config.hardware import MachineConfig
 from prl.config.lora import LoraConfig
 from prl.config.machine import check_memory, check_ranks, check_run_dir
-from prl.config.model_folder import check_length, check_model, local_folder, positions, read_config
+from prl.config.model_folder import check_model
 from prl.config.model_reference import check_url, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
 from prl.errors import ConfigError
 from prl.monitors.masking import HIDDEN
 
-COMPONENTS = [
-    "renderer",
-    "algo",
-    "sampling",
-    "loss",
-    "curriculum",
-    "orchestrator",
-    "trainer",
-    "engine",
-    "transport",
-    "launcher",
-]
+COMPONENTS = [field.name for field in fields(TrainConfig) if field.type is Any]
 """Keys of the nodes that name a class or a function."""
 MAX_NAME = 200
 """Longest name of a run, bytes: file systems allow 255, and some files are named after their run."""
@@ -115,16 +104,10 @@ def check_run_name(name: str) -> None:
         )
 
 
-def validate_server(
-    model: ModelConfig, engine: VLLMConfig, prefix: str = "", *, served: bool = True, weights: bool = True
-) -> None:
-    """Two nodes under `prefix` of checked bounds. `served`: they are in use; `weights`: the model must have them."""
+def validate_server(model: ModelConfig, engine: VLLMConfig, prefix: str = "", *, weights: bool = True) -> None:
+    """Two nodes under `prefix` of checked bounds; `weights`: the model must have them."""
     check_device(engine.device, f"{prefix}engine.device")
     check_model(model.path, f"{prefix}model.path", weights=weights)
-    folder = local_folder(model.path)
-    if served and folder is not None and not any("hf" in str(option) for option in engine.args):
-        where = f"{prefix}model.path={model.path!r}"
-        check_length(model.max_model_len, positions(read_config(folder, where)), f"{prefix}model.", model.path)
     if engine.in_process:
         return
     for url in engine.urls:
@@ -148,11 +131,6 @@ def validate_server(
         warnings.warn(f"{prefix}engine.host={engine.host}: the engine listens beyond this machine", stacklevel=3)
 
 
-def ports(engine: VLLMConfig) -> range:
-    """The ports that the servers are to have; none where they take free ones."""
-    return range(0) if engine.port is None else range(engine.port, engine.port + engine.servers)
-
-
 def validate_teacher(config: TrainConfig) -> None:
     """A teacher is either hosted by the launcher, or served elsewhere: then it has a name and an address, if needed."""
     teacher = config.teacher
@@ -170,8 +148,7 @@ def validate_teacher(config: TrainConfig) -> None:
             raise ConfigError(
                 "teacher.engine.urls: for a model that is served already write teacher=endpoint teacher.base_url=…"
             )
-        needed = {"served": hosts_teacher(config), "weights": not config.dry_run}
-        validate_server(teacher.model, teacher.engine, "teacher.", **needed)
+        validate_server(teacher.model, teacher.engine, "teacher.", weights=not config.dry_run)
     elif not (teacher.name and teacher.base_url):
         missing = "base_url" if teacher.name else "name"
         for where, node in [config.node_of(env, "algo") for env in config.envs]:

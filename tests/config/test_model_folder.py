@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from prl.config.compose import compose
 from prl.config.model_folder import check_length, check_model, embedding_rows, positions
-from prl.config.validate import validate
+from prl.config.schema import ModelConfig, VLLMConfig
 from prl.errors import ConfigError
+from prl.launch.checks import check_loadable
 from prl.models import model_path
 
 
@@ -76,7 +76,7 @@ def test_weights_with_a_broken_header_or_more_than_it_says(folder):
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole + b"x")
-    assert f"it has {len(whole) + 1} bytes, its header speaks of {len(whole)}" in refused(folder)
+    assert "model.safetensors is damaged" in refused(folder)
     file.write_bytes(whole[:8] + b"x" + whole[9:])
     assert "model.safetensors is damaged" in refused(folder)
     save_file({}, file)
@@ -89,20 +89,6 @@ def test_a_shard_that_is_missing(folder):
     assert "model-00002.safetensors, which its model.safetensors.index.json names, is missing" in refused(folder)
     index.write_text("{}")
     assert "model.safetensors.index.json is broken" in refused(folder)
-
-
-@pytest.mark.parametrize(
-    "name", ["../x.safetensors", "sub/../../x.safetensors", "{}/x.safetensors", "link.safetensors"]
-)
-def test_a_shard_outside_of_the_folder(folder, name):
-    outside = folder.parent / "x.safetensors"
-    shutil.copy(folder / "model.safetensors", outside)
-    (folder / "sub").mkdir()
-    (folder / "link.safetensors").symlink_to(outside)
-    name = name.format(folder.parent)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": name}}))
-    assert f"{name!r}, which its model.safetensors.index.json names, is not in that folder" in refused(folder)
 
 
 def test_shards_of_the_hubs_cache_are_links(folder, tmp_path):
@@ -158,15 +144,11 @@ def test_how_many_positions_a_model_has(config, limit):
             check_length(limit + 1, positions(config), "model.", "m")
 
 
-@pytest.mark.parametrize("prefix", ["", "teacher."])
-def test_a_length_above_the_models_positions_is_refused_before_anything_starts(prefix):
-    config = compose(["run.name=x", *(["algo=opd"] if prefix else [])])  # grpo serves no teacher
-    node = config.teacher.model if prefix else config.model
-    node.max_model_len = 1025
-    with pytest.raises(ConfigError) as caught:
-        validate(config)
-    assert str(caught.value).startswith(f"{prefix}model.max_model_len=1025 is above the 1024 positions of {prefix}mod")
-    assert str(caught.value).endswith(f"set {prefix}model.max_model_len=1024 or less")
+@pytest.mark.parametrize("prefix", ["model.", "teacher.model."])
+def test_a_length_above_the_models_positions_is_refused_before_a_run(prefix):
+    model = ModelConfig(path=model_path("tiny"), max_model_len=1025)
+    with pytest.raises(ConfigError, match=rf"^{prefix}max_model_len=1025 is above the 1024 positions of {prefix}path="):
+        check_loadable(model, VLLMConfig(), prefix, trained=False)
 
 
 def test_the_rows_of_the_embedding(folder):

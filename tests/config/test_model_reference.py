@@ -1,6 +1,7 @@
 """Model references: what is one, where they stand, and what is refused before anything starts."""
 
 import copy
+import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from prl.config.compose import compose
 from prl.config.model_reference import (
     POLICY,
     FrozenModelConfig,
@@ -25,14 +27,6 @@ def refused(value, **how):
     with pytest.raises(ConfigError) as caught:
         check_reference(value, "algo.judge", **how)
     return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("base_url", "urls"),
-    [(None, []), (URL, [URL]), ([URL], [URL]), (("http://a", "http://b"), ["http://a", "http://b"])],
-)
-def test_one_url_or_a_list(base_url, urls):
-    assert FrozenModelConfig(name="m", base_url=base_url).urls == urls
 
 
 def test_a_mapping_of_its_keys_is_a_frozen_model():
@@ -101,57 +95,40 @@ def test_what_is_no_model_is_told_what_one_is(value):
     assert "name, base_url, api_key_var, timeout_s" in message
 
 
+NO_URLS = [
+    "127.0.0.1:8001",
+    "ftp://x",
+    "http://h:abc/v1",
+    "http://h:65536/v1",
+    "http://h:0",
+    "http://:80/v1",
+    None,
+    8001,
+]
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"name": ""}, "algo.judge.name=''"),
         ({"name": 7}, "algo.judge.name=7"),
-        ({"base_url": 8001}, "algo.judge.base_url=8001 is not a URL"),
         ({"api_key_var": 3}, "algo.judge.api_key_var must be the name of an environment variable"),
-        ({"timeout_s": "abc"}, "algo.judge.timeout_s must be"),
-        (
-            {"base_url": None},
-            "algo.judge is a frozen model without base_url: give its endpoint, algo.judge.base_url=http",
-        ),
+        ({"api_key_var": "NO_SUCH_KEY"}, "algo.judge.api_key_var=NO_SUCH_KEY: that environment variable is not set"),
+        ({"base_url": None}, "algo.judge is a frozen model without base_url: give its endpoint"),
         ({"base_url": []}, "algo.judge is a frozen model without base_url"),
         ({"base_url": "http://bob:secret@h/v1"}, "algo.judge.base_url: a URL has a user or a password in it: write it"),
-        ({"base_url": "127.0.0.1:8001"}, "algo.judge.base_url='127.0.0.1:8001' is not a URL: write it like http://"),
-        ({"base_url": [URL, "ftp://x"]}, "algo.judge.base_url='ftp://x' is not a URL"),
-        *(
-            ({"base_url": url}, f"algo.judge.base_url={url!r} is not a URL: write it like http://")
-            for url in (
-                "http://h:abc/v1",
-                "http://h:65536/v1",
-                "http://h:0",
-                "http://h:-1",
-                "http://:80/v1",
-                "http://[::1/v1",
-            )
-        ),
-        ({"base_url": [URL, None]}, "algo.judge.base_url=None is not a URL"),
-        ({"timeout_s": 0.0}, "algo.judge.timeout_s must be"),
-        ({"timeout_s": -1.0}, "algo.judge.timeout_s must be"),
-        ({"timeout_s": float("inf")}, "algo.judge.timeout_s must be"),
-        ({"timeout_s": float("nan")}, "algo.judge.timeout_s must be"),
-        ({"api_key_var": "NO_SUCH_KEY"}, "algo.judge.api_key_var=NO_SUCH_KEY: that environment variable is not set"),
+        *(({"base_url": [URL, url]}, f"algo.judge.base_url={url!r} is not a URL") for url in NO_URLS),
+        *(({"timeout_s": value}, "algo.judge.timeout_s must be") for value in ("abc", 0.0, -1.0, math.inf, math.nan)),
     ],
 )
 def test_what_cannot_work_is_refused_by_its_key(changes, says, monkeypatch):
-    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    monkeypatch.setenv("NO_SUCH_KEY", "")
     assert refused(FrozenModelConfig(**{"name": "m", "base_url": URL} | changes)).startswith(says)
 
 
 @pytest.mark.parametrize("url", ["http://[::1]:8001/v1", "https://h:65535", "http://h:/v1"])
 def test_what_a_request_can_be_sent_to_is_fine(url):
     check_reference(FrozenModelConfig("m", url), "algo.judge")
-
-
-def test_an_empty_key_is_none():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EMPTY_KEY", "")
-        assert "EMPTY_KEY: that environment variable is not set" in refused(
-            FrozenModelConfig("m", URL, api_key_var="EMPTY_KEY")
-        )
 
 
 def test_a_hosted_model_needs_a_name_and_no_address():
@@ -164,14 +141,8 @@ def test_a_hosted_model_needs_a_name_and_no_address():
 
 @pytest.mark.parametrize(("algo", "key"), [("opd", "teacher"), ("sft", "sampling.source")])
 def test_what_a_run_says_of_its_teacher_reaches_the_algorithm_that_uses_it(algo, key):
-    from prl.config.compose import compose
-
-    settings = [
-        "teacher.name=large",
-        f"teacher.base_url=[{URL},{URL}]",
-        "teacher.api_key_var=KEY",
-        "teacher.timeout_s=9",
-    ]
+    settings = ["teacher.name=large", f"teacher.base_url=[{URL},{URL}]"]
+    settings += ["teacher.api_key_var=KEY", "teacher.timeout_s=9"]
     config = compose(["run.name=x", f"algo={algo}", "teacher=endpoint", *settings])
     ((where, reference),) = frozen_models(config.algo, "algo")
     assert where == f"algo.{key}" and type(reference) is FrozenModelConfig
@@ -179,16 +150,12 @@ def test_what_a_run_says_of_its_teacher_reaches_the_algorithm_that_uses_it(algo,
 
 
 def test_what_a_model_says_of_itself_is_stronger_than_what_the_run_says_of_its_teacher():
-    from prl.config.compose import compose
-
     config = compose(["run.name=x", "algo=opd", f"algo.teacher.base_url={URL}", "algo.teacher.name=mine"])
     assert as_reference(config.algo.teacher) == FrozenModelConfig("mine", URL)
     assert not config.hosts(as_reference(config.algo.teacher))
 
 
 def test_only_a_reference_without_an_address_to_the_model_of_that_name_is_hosted():
-    from prl.config.compose import compose
-
     config = compose(["run.name=x", "algo=opd"])
     reference = as_reference(config.algo.teacher)
     assert config.hosts(reference)

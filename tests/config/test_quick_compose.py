@@ -13,13 +13,11 @@ from omegaconf import Container, OmegaConf
 
 from prl.config.compose import CONF, register
 
+CHOSEN = ["env=[math,reverse_text]", "+algo@envs.math.algo=opd", "loss=aipo", "~monitor.console", "filters=none"]
 OVERRIDES = [
     ["run.name=x"],
-    ["run.name=x", "env=[math,reverse_text]", "algo=grpo", "trainer.optim.lr=1e-3"],
-    ["run.name=y", "env=[math,reverse_text]", "seed=3", "algo=grpo", "trainer.optim.lr=1e-3"],
-    ["run.name=x", "algo=grpo", "+algo@envs.math.algo=opd", "trainer.optim.lr=1e-4"],
-    ["run.name=x", "algo=grpo", "~monitor.console", "filters=none", "+filters.post_batch.mine={_target_: a.B}"],
-    ["run.name=x", "hydra.run.dir=y", "loss=aipo"],
+    ["run.name=x", *CHOSEN, "trainer.optim.lr=1e-3"],
+    ["run.name=y", *CHOSEN, "seed=3", "+filters.post_batch.mine={_target_: a.B}", "hydra.run.dir=y"],
 ]
 
 

@@ -10,7 +10,7 @@ from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch.components import build_components, check_loss
 from prl.launch.specs import trainer_payload
-from prl.runs.run_dir import new_run_dir, refuse_existing
+from prl.runs.run_dir import new_run_dir
 
 OWN_CONF = """
 # @package _global_
@@ -30,42 +30,29 @@ class Algo(Algorithm):
     n: int = 1
 """
 
-CHOICES = [
-    [],
-    ["env=[math,reverse_text]", "loss=aipo", "filters=none", "monitor=wandb"],
-    ["+env@envs.b=math", "+algo@envs.b.algo=grpo", "envs.b.sampling.temperature=0.5", "envs.math.eval_args=null"],
-    [
-        "loss=custom",
-        "loss._target_=my.loss",
-        "+loss.clip=0.2",
-        "orchestrator.batch_size=null",
-        "orchestrator.token_batch_size=999",
+CHOICES = {
+    "default": [],
+    "options of groups": ["env=[math,reverse_text]", "loss=aipo", "filters=none", "monitor=wandb", "renderer=qwen3"],
+    "an env's own": [
+        *("+env@envs.b=math", "+algo@envs.b.algo=grpo", "envs.b.sampling.temperature=0.5"),
+        *("envs.math.eval_args=null", "+algo@envs.math.algo=sft", "+engine.args={block-size: 16}"),
     ],
-    [
-        "algo=opd",
-        "teacher=endpoint",
-        "teacher.name=big",
-        "teacher.base_url=[http://a/v1,http://b/v1]",
-        "env=math_retry",
+    "a function of the user's": [
+        *("loss=custom", "loss._target_=my.loss", "+loss.clip=0.2"),
+        *("orchestrator.batch_size=null", "orchestrator.token_batch_size=999"),
     ],
-    [
-        "algo=echo",
-        "+algo.roles.user.alpha=0.5",
-        "+algo@envs.math.algo=sft",
-        "+filters.post_batch.mine={_target_: a.B, x: {y: 1}}",
+    "a teacher elsewhere": [
+        *("algo=opd", "teacher=endpoint", "teacher.name=big", "teacher.base_url=[http://a/v1,http://b/v1]"),
+        *("filters=enforce", "~filters.pre_batch.gibberish", "filters.post_batch.repetition.mode=ngram"),
     ],
-    ["filters=enforce", "~filters.pre_batch.gibberish", "filters.post_batch.repetition.mode=ngram"],
-    [
-        "algo=custom_class",
-        "algo._target_=a.B",
-        "+algo.judge={name: ${teacher.name}, base_url: [http://a]}",
-        "+algo.x={y: 1}",
+    "a class of the user's": [
+        *("algo=custom_class", "algo._target_=a.B", "+algo.judge={name: ${teacher.name}, base_url: [http://a]}"),
+        *("+algo.x={y: 1}", "+filters.post_batch.mine={_target_: a.B, x: {y: 1}}"),
     ],
-    ["+engine.args={block-size: 16}", "renderer=qwen3", "+renderer.thinking_retention=all", "seed=7"],
-]
+}
 
 
-@pytest.mark.parametrize("overrides", CHOICES, ids=lambda overrides: overrides[0] if overrides else "default")
+@pytest.mark.parametrize("overrides", CHOICES.values(), ids=CHOICES)
 def test_saved_and_loaded_it_is_the_same_config(overrides, tmp_path):
     config = compose(["run.name=x", f"run.dir={tmp_path}/x", *overrides])
     path = new_run_dir(config) / "config.yaml"
@@ -76,8 +63,8 @@ def test_saved_and_loaded_it_is_the_same_config(overrides, tmp_path):
         assert getattr(again, name) == getattr(config, name), "of the same types, with the same values"
 
 
-@pytest.mark.parametrize("overrides", [[], ["algo=echo", "+algo.roles.user.alpha=0.5", "filters=enforce_post"]])
-def test_what_was_loaded_builds_the_same_components(overrides, tmp_path):
+def test_what_was_loaded_builds_the_same_components(tmp_path):
+    overrides = ["algo=echo", "+algo.roles.user.alpha=0.5", "filters=enforce_post"]
     config = compose(["run.name=x", f"run.dir={tmp_path}/x", *overrides])
     again = compose(["run.name=x", f"run.dir={tmp_path}/x"], new_run_dir(config))
     validate(again)
@@ -159,15 +146,6 @@ def test_a_run_needs_no_name_from_python(tmp_path):
 def test_it_composes_to_the_same_again(tmp_path):
     one, two = compose(["run.name=x"]), compose(["run.name=x"])
     assert one == two and one is not two
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "result.json"])
-def test_a_directory_that_holds_a_run_is_refused(tmp_path, name):
-    refuse_existing(tmp_path / "new")
-    refuse_existing(tmp_path)
-    (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match="already holds a run"):
-        refuse_existing(tmp_path)
 
 
 @pytest.mark.parametrize(

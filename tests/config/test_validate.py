@@ -1,5 +1,6 @@
 """Checks across fields: each refuses one thing, and names its key."""
 
+import copy
 import math
 import warnings
 
@@ -9,7 +10,7 @@ from prl.config.compose import compose
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch.components import build_components
-from prl.trainer.config import AIPOLossConfig, DefaultLossConfig
+from prl.trainer.config import AIPOLossConfig
 
 
 def put(config, key, value):
@@ -37,140 +38,128 @@ def test_the_default_config_passes_without_a_warning(config):
         check(config)
 
 
-@pytest.mark.parametrize("value", ["nope", ""])
-@pytest.mark.parametrize(
-    ("key", "choice"),
-    [
-        ("model.dtype", "bfloat16"),
-        ("trainer.device", "auto"),
-        ("engine.device", "auto"),
-        ("monitor.console.mode", "plain"),
-    ],
-)
-def test_a_choice_that_does_not_exist_lists_those_that_do(config, key, choice, value):
-    put(config, key, value)
+CHOICES = {
+    "model.dtype": "bfloat16",
+    "trainer.device": "auto",
+    "engine.device": "auto",
+    "monitor.console.mode": "plain",
+}
+
+
+@pytest.mark.parametrize(("key", "choice"), CHOICES.items())
+def test_a_choice_that_does_not_exist_lists_those_that_do(config, key, choice):
+    put(config, key, "nope")
     message = refused(config)
-    assert message.startswith(f"{key}={value}: ") and choice in message
+    assert message.startswith(f"{key}=nope: ") and choice in message
     put(config, key, choice)
     check(config)
 
 
-AT_LEAST_ONE = [
-    "max_steps",
-    "orchestrator.group_size",
-    "orchestrator.eval.num_tasks",
-    "orchestrator.eval.k",
-    "trainer.num_processes",
-    "trainer.tokens_per_forward",
-    "trainer.head_chunk",
-    "engine.tensor_parallel_size",
-    "orchestrator.eval.every",
-    "checkpoint.every",
-    "orchestrator.batch_size",
-]
-AT_LEAST_ZERO = [
-    "orchestrator.max_async_level",
-    "orchestrator.max_off_policy_steps",
-    "trainer.schedule.warmup_steps",
-]
-ABOVE_ZERO = [
-    "trainer.optim.lr",
-    "trainer.optim.eps",
-    "trainer.max_grad_norm",
-    "engine.kv_cache_gb",
-    "engine.gpu_memory_utilization",
-]
-DEADLINES = [
-    "orchestrator.batch_timeout_s",
-    "orchestrator.policy_timeout_s",
-    "trainer.ready_timeout_s",
-    "trainer.batch_timeout_s",
-    "engine.startup_timeout_s",
-    "engine.update_timeout_s",
-]
+NAN, INF = math.nan, math.inf
+DEADLINE = (0, -1.0, 1e-4, 2e9)
+OUT_OF_RANGE = {
+    "seed": (-1, 2**32),
+    "max_steps": (0,),
+    "model.max_model_len": (1,),
+    "orchestrator.group_size": (0,),
+    "orchestrator.batch_size": (0,),
+    "orchestrator.max_async_level": (-1,),
+    "orchestrator.max_off_policy_steps": (-1,),
+    "orchestrator.max_error_share": (-0.1, 1.0, NAN),
+    "orchestrator.eval.num_tasks": (0,),
+    "orchestrator.eval.k": (0,),
+    "orchestrator.eval.every": (0,),
+    "orchestrator.eval.sampling.temperature": (-0.1, NAN),
+    "orchestrator.batch_timeout_s": DEADLINE,
+    "orchestrator.policy_timeout_s": DEADLINE,
+    "trainer.num_processes": (0,),
+    "trainer.seq_len": (1,),
+    "trainer.tokens_per_forward": (0,),
+    "trainer.head_chunk": (0,),
+    "trainer.max_grad_norm": (0, -1.0),
+    "trainer.ready_timeout_s": DEADLINE,
+    "trainer.batch_timeout_s": DEADLINE,
+    "trainer.optim.lr": (0, -1.0, NAN, INF),
+    "trainer.optim.eps": (0, -1.0),
+    "trainer.optim.betas": ((0.9,),),
+    "trainer.optim.weight_decay": (-1.0, NAN),
+    "trainer.schedule.warmup_steps": (-1,),
+    "trainer.schedule.decay_fraction": (-0.1, 1.1),
+    "trainer.schedule.min_ratio": (2.0,),
+    "engine.kv_cache_gb": (0, -1.0),
+    "engine.gpu_memory_utilization": (0, 1.5),
+    "engine.max_num_seqs": (0, 65537),
+    "engine.tensor_parallel_size": (0,),
+    "engine.port": (0, 70_000),
+    "engine.startup_timeout_s": DEADLINE,
+    "engine.update_timeout_s": DEADLINE,
+    "envs.math.weight": (0.0, INF),
+    "envs.math.timeout_s": (-1.0,),
+    "envs.math.group_size": (0,),
+    "envs.math.group_timeout_s": (0.0, -1.0, INF, NAN),
+    "envs.math.sampling.temperature": (-1.0, 0.0, 0.005, NAN, INF),
+    "envs.math.sampling.max_tokens": (0, 512, 513),
+    "checkpoint.every": (0,),
+    "checkpoint.every_minutes": (0.0, 1e-300, 1e300),
+    "checkpoint.grace_s": (-1.0, 1e300),
+    "loss.adv_tau": (NAN,),
+    "loss.dppo_mask_low": (-0.1, INF),
+    "loss.dppo_mask_high": (-0.1, NAN),
+    "loss.kl_tau": (-1.0, INF),
+    "loss.delta": (0.0, INF),
+    "run.name": ("", "..", "a/b", "a\\b"),
+}
 
 
-@pytest.mark.parametrize("knob", [("stop", "target", 0.5), ("stop", "patience", 2), ("eval", "keep_best", True)])
-def test_what_looks_at_evaluations_is_refused_where_no_env_has_any(config, knob):
-    node, name, value = knob
+@pytest.mark.parametrize("key", OUT_OF_RANGE)
+def test_a_value_out_of_range_is_refused_by_name(config, key):
+    for value in OUT_OF_RANGE[key]:
+        changed = copy.deepcopy(config)
+        put(changed, key, value)
+        message = refused(changed)
+        assert key in message and (f"{value}" in message or f"{value!r}" in message)
+
+
+@pytest.mark.parametrize("value", [0.0, -8.0, NAN])
+def test_bounds_of_a_chosen_loss_are_its_own(config, value):
+    config.loss = AIPOLossConfig(delta=value)
+    assert "loss.delta" in refused(config)
+
+
+ALLOWED = {
+    "orchestrator.eval.every": (None,),
+    "orchestrator.max_error_share": (0.0, 0.999),
+    "checkpoint.every": (None,),
+    "checkpoint.grace_s": (0.0,),  # stopped without a last checkpoint
+    "engine.port": (None,),
+    "envs.math.group_timeout_s": (None, 0.5, 7200.0),  # a rollout has 600
+    "envs.math.sampling.max_tokens": (511,),  # leaves room for a prompt
+    "model.path": ("Qwen/Qwen3-0.6B",),  # left to the hub
+}
+
+
+@pytest.mark.parametrize("key", ALLOWED)
+def test_a_value_at_its_bound_is_fine(config, key):
+    for value in ALLOWED[key]:
+        put(config, key, value)
+        check(config)
+
+
+@pytest.mark.parametrize("option", [("stop", "target", 0.5), ("stop", "patience", 2), ("eval", "keep_best", True)])
+def test_what_looks_at_evaluations_is_refused_where_no_env_has_any(config, option):
+    node, name, value = option
     put(config, f"orchestrator.{node}.{name}", value)
     validate(config)
     put(config, "envs.math.eval_args", None)
-    assert refused(config) == (
-        f"orchestrator.{node}.{name} looks at evaluations, and no env has any: set envs.math.eval_args, now null"
-    )
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *((key, 0) for key in AT_LEAST_ONE),
-        ("trainer.seq_len", 1),
-        *((key, -1) for key in AT_LEAST_ZERO),
-        ("trainer.optim.weight_decay", -1.0),
-        *((key, value) for key in ABOVE_ZERO for value in (0, -1.0)),
-        *((key, value) for key in DEADLINES for value in (0, -1.0, 1e-4, 2e9)),
-        *(("engine.max_num_seqs", value) for value in (0, 65537)),
-        ("trainer.optim.weight_decay", math.nan),
-        ("trainer.optim.lr", math.nan),
-        ("orchestrator.eval.sampling.temperature", -0.1),
-        ("orchestrator.eval.sampling.temperature", math.nan),
-        ("trainer.schedule.decay_fraction", 1.1),
-        ("trainer.schedule.decay_fraction", -0.1),
-        ("trainer.schedule.min_ratio", 2.0),
-        ("envs.math.sampling.temperature", 0.005),
-        ("envs.math.sampling.temperature", math.nan),
-        ("envs.math.weight", 0.0),
-        ("envs.math.timeout_s", -1.0),
-        ("envs.math.group_size", 0),
-        *(("envs.math.group_timeout_s", value) for value in (0.0, -1.0, math.inf, math.nan)),
-        *(("checkpoint.every_minutes", value) for value in (0.0, 1e-300, 1e300)),
-        *(("checkpoint.grace_s", value) for value in (-1.0, 1e300)),
-        ("seed", 2**32),
-        ("seed", -1),
-        ("engine.port", 0),
-        ("model.max_model_len", 1),
-        *(("orchestrator.max_error_share", value) for value in (-0.1, 1.0, 1.5, math.nan)),
-    ],
-)
-def test_a_number_out_of_range_is_refused_by_name(config, key, value):
-    put(config, key, value)
-    message = refused(config)
-    assert key in message and f"{value}" in message
-
-
-@pytest.mark.parametrize(
-    "key", ["orchestrator.eval.every", "checkpoint.every", "engine.port", "envs.math.group_timeout_s"]
-)
-def test_null_is_fine_where_it_means_something(config, key):
-    put(config, key, None)
-    check(config)
-
-
-def test_a_run_may_be_stopped_without_a_last_checkpoint(config):
-    config.checkpoint.grace_s = 0.0
-    check(config)
+    assert refused(config).startswith(f"orchestrator.{node}.{name} looks at evaluations, and no env has any")
 
 
 @pytest.mark.parametrize(("name", "value"), [("alpha", 3.0), ("target_modules", ["q_proj"])])
 def test_adapters_that_are_described_have_a_rank(config, name, value):
     setattr(config.model.lora, name, value)
-    with pytest.raises(ConfigError, match=f"model.lora.{name}=.* without model.lora.rank"):
-        validate(config)
+    assert f"model.lora.{name}=" in refused(config)
     config.model.lora.rank = 2
     validate(config)
-
-
-@pytest.mark.parametrize("seconds", [0.5, 600.0, 7200.0])
-def test_a_group_may_have_less_time_than_a_rollout_or_more(config, seconds):
-    config.envs["math"].timeout_s, config.envs["math"].group_timeout_s = 600.0, seconds
-    check(config)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.999])
-def test_no_failure_at_all_may_be_allowed_but_not_every_one(config, share):
-    config.orchestrator.max_error_share = share
-    check(config)
 
 
 @pytest.mark.parametrize(("rollouts", "tokens"), [(None, None), (8, 1000)])
@@ -183,7 +172,7 @@ def test_exactly_one_batch_size(config, rollouts, tokens):
 def test_a_token_batch_has_to_hold_something(config):
     config.orchestrator.batch_size, config.orchestrator.token_batch_size = None, 0
     assert "orchestrator.token_batch_size=" in refused(config)
-    config.orchestrator.token_batch_size = 5000
+    config.orchestrator.token_batch_size = 999
     check(config)
 
 
@@ -194,14 +183,6 @@ def test_batch_size_is_divisible_by_the_group_size_of_every_env(config):
     assert "orchestrator.batch_size=22 must be divisible by envs.math.group_size=3" in refused(config)
     config.envs["math"].group_size = 11
     check(config)
-    config.orchestrator.batch_size, config.orchestrator.token_batch_size = None, 999
-    check(config)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.005, -1.0, float("nan")])
-def test_the_sampling_temperature_has_a_floor(config, temperature):
-    config.envs["math"].sampling.temperature = temperature
-    assert "envs.math.sampling.temperature" in refused(config)
 
 
 @pytest.mark.parametrize("name", ["all", "a/b", "", "a b"])
@@ -210,39 +191,9 @@ def test_an_env_name_is_part_of_metric_and_file_names(config, name):
     assert "envs" in refused(config) and repr(name) in refused(config)
 
 
-@pytest.mark.parametrize(
-    ("loss", "key", "value"),
-    [
-        (DefaultLossConfig, "dppo_mask_low", -0.1),
-        (DefaultLossConfig, "dppo_mask_high", -0.1),
-        (DefaultLossConfig, "kl_tau", math.inf),
-        (DefaultLossConfig, "dppo_mask_low", math.inf),
-        (DefaultLossConfig, "dppo_mask_high", math.nan),
-        (DefaultLossConfig, "delta", math.inf),
-        (AIPOLossConfig, "delta", math.nan),
-        (DefaultLossConfig, "kl_tau", -1.0),
-        (DefaultLossConfig, "delta", 0.0),
-        (AIPOLossConfig, "delta", -8.0),
-    ],
-)
-def test_loss_knobs_out_of_range(config, loss, key, value):
-    config.loss = loss(**{key: value})
-    assert f"loss.{key}" in refused(config)
-
-
 def test_a_run_needs_an_env(config):
     config.envs = {}
     assert "env=math" in refused(config)
-
-
-@pytest.mark.parametrize("max_tokens", [0, 512, 513])
-def test_max_tokens_leaves_room_for_the_prompt(config, max_tokens):
-    config.envs["math"].sampling.max_tokens = max_tokens
-    message = refused(config)
-    assert "envs.math.sampling.max_tokens" in message and f"{max_tokens}" in message
-    assert "model.max_model_len=512" in message or max_tokens == 0
-    config.envs["math"].sampling.max_tokens = 511
-    check(config)
 
 
 @pytest.mark.parametrize(
@@ -292,12 +243,6 @@ def test_thresholds_on_rewards_warn_where_no_reward_is_read(config):
         check(distilled)
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", "a\\b"])
-def test_a_run_name_is_one_directory(config, name):
-    config.run.name = name
-    assert f"run.name={name!r}" in refused(config)
-
-
 @pytest.mark.parametrize("key", ["trainer.device", "engine.device"])
 def test_cuda_needs_a_gpu(config, monkeypatch, key):
     put(config, key, "cuda")
@@ -307,39 +252,12 @@ def test_cuda_needs_a_gpu(config, monkeypatch, key):
     check(config)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("trainer.optim.lr", math.inf),
-        ("engine.port", 70_000),
-        ("engine.gpu_memory_utilization", 1.5),
-        ("envs.math.weight", math.inf),
-        ("envs.math.sampling.temperature", math.inf),
-        ("trainer.optim.betas", (0.9,)),
-        ("loss.adv_tau", math.nan),
-    ],
-)
-def test_values_that_would_fail_only_later(config, key, value):
-    put(config, key, value)
-    assert key in refused(config)
-
-
-def test_a_name_on_the_hub_is_left_to_the_hub(config):
-    config.model.path = "Qwen/Qwen3-0.6B"
-    check(config)
-
-
 @pytest.mark.parametrize(("algo", "key"), [("opd", "algo.teacher"), ("sft", "algo.sampling.source")])
 def test_a_teacher_that_is_served_elsewhere_has_a_name_and_an_address(algo, key):
     served = ["run.name=x", f"algo={algo}", "teacher=endpoint"]
-    for missing, given in (
-        ("name", []),
-        ("name", ["teacher.base_url=http://h/v1"]),
-        ("base_url", ["teacher.name=big"]),
-    ):
+    for missing, given in (("name", ["teacher.base_url=http://h/v1"]), ("base_url", ["teacher.name=big"])):
         message = refused(compose([*served, *given]))
         assert message.startswith(f"teacher.{missing} has no value, and {key} refers to it")
-        assert "teacher.name=<served name> teacher.base_url=http" in message
     check(compose([*served, "teacher.name=big", "teacher.base_url=http://h/v1"]))
     check(compose([*served, f"{key}.name=mine", f"{key}.base_url=http://h/v1"]))
     check(compose(["run.name=x", "teacher=endpoint"]))  # which nothing refers to

@@ -1,8 +1,6 @@
 """Conversations, tools and games train for real, and so does the choice of what to learn from."""
 
 import statistics
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -21,18 +19,13 @@ def bodies(record):
 
 
 @pytest.mark.engine
-def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train):
+def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train, tokenizer):
     run = train(
         *("algo=echo", "env=calculator", "max_steps=16", "orchestrator.batch_size=128", "trainer.optim.lr=2e-4"),
         *("trainer.token_export=true", QUIET),
     )
     assert run.status == 0, run.stderr
     assert rise(run.column("reward/all/mean")) > 0.08
-    from transformers import AutoTokenizer
-
-    from prl.models import model_path
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))
     answered = Counter(
         text for record in run.rollouts(1) if (record["outcome"]["stage"] == "trained") for text in bodies(record)
     )
@@ -49,13 +42,6 @@ def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train):
         weights = {w for w, fate in zip(line["ce_weights"] or [], fates, strict=False) if fate == "ce"}
         assert weights <= {0.1}
     assert chosen == answered and sum(chosen.values()) > 20
-    shown = subprocess.run(
-        [sys.executable, "-m", "prl.tools.rollouts", str(run.dir), "--env", "calculator"],
-        capture_output=True,
-        text=True,
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert "calculate(" in shown.stdout and "reward" in shown.stdout
 
 
 @pytest.mark.slow

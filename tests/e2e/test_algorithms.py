@@ -109,7 +109,8 @@ def test_sft_imitates_rollouts_of_the_teacher(inline):
 
 def test_opsd_distils_from_the_policy_shown_a_demonstration(inline):
     vetted = ("orchestrator.group_size=1", "trainer.optim.lr=2e-4")
-    run = inline("algo=opsd", "max_steps=10", "algo.max_concurrent=16", *vetted, *EXPORT)
+    few = ("max_steps=10", "orchestrator.batch_size=128", "algo.max_concurrent=16")
+    run = inline("algo=opsd", *few, *vetted, *EXPORT)
     assert run.status == 0, run.stderr
     assert rise(run.column("ref_kl"), ends=3) > 0.1, "minus the divergence"
     sampled, others = fates(run, 1)
@@ -140,9 +141,9 @@ def test_two_envs_with_two_algorithms_share_batches(inline):
 @pytest.mark.engine
 def test_the_launcher_hosts_a_teacher_without_being_told(tmp_path, gone):
     """Nothing but `algo=opd`: engine, trainer and teacher of its own."""
-    argv = [sys.executable, "-m", "prl.train", "algo=opd", "env=math", "max_steps=3", "run.name=hosted"]
+    argv = [sys.executable, "-m", "prl.train", "algo=opd", "env=math", "max_steps=1", "run.name=hosted"]
     done = subprocess.run(
-        [*argv, "orchestrator.batch_size=64", "orchestrator.eval.every=null"],
+        [*argv, "orchestrator.batch_size=16", "orchestrator.eval.every=null"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

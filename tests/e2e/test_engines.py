@@ -14,14 +14,12 @@ from prl.tools.report.shares import read_spans, shares
 
 pytestmark = pytest.mark.engine
 
-STEPS = 200
-"""Enough for an engine to be started again meanwhile."""
 WORK = ("generating", "loading weights")
 ON_POLICY = (
     "model=tiny",
     "env=math",
     "engine.servers=2",
-    f"max_steps={STEPS}",
+    "max_steps=100000",
     "orchestrator.batch_size=64",
     "orchestrator.max_async_level=0",
     "orchestrator.eval.every=null",
@@ -36,7 +34,7 @@ def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path
         process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=stderr)
 
     def steps() -> list[dict]:
-        assert process.poll() is None or process.returncode == 0, said.read_text()
+        assert process.poll() is None, said.read_text()
         metrics = folder / "metrics.jsonl"
         return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
@@ -52,13 +50,15 @@ def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path
         assert "answers again" not in said.read_text(), "it goes on before the other is back"
         wait_until(lambda: "answers again" in said.read_text(), 240, lambda: f"the engine is back at {steps()[-1]}")
         back_at = steps()[-1]["step"]
-        assert process.wait(400) == 0, said.read_text()
+        wait_until(lambda: len(steps()) > back_at + 10, 120, "steps with both engines")
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM, said.read_text()
     finally:
         if process.poll() is None:
             process.terminate()
             process.wait(60)
     run = finished(folder, process.returncode, said.read_text())
-    assert [line["step"] for line in run.steps] == list(range(STEPS + 1))
+    assert [line["step"] for line in run.steps] == list(range(len(run.steps)))
     assert "killed by SIGKILL" in run.stderr and "It is started again" in run.stderr
     assert run.column("engine/restarts")[-1] == 1
     assert all(gap < 1e-5 for gap in run.column("logprob_gap/mean")), run.column("logprob_gap/mean")

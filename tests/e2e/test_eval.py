@@ -8,9 +8,8 @@ from statistics import fmean
 
 import pytest
 
-pytestmark = pytest.mark.engine
-
 K, TASKS = 4, 16
+IN_PROCESS = ("engine=transformers", "launcher=inline")
 
 
 def records(path):
@@ -18,11 +17,11 @@ def records(path):
 
 
 @pytest.fixture
-def prl(engine, tmp_path):
-    """`prl(module, *arguments, said="")`: a command with the shared engine's token; it has to succeed."""
+def prl(tmp_path):
+    """`prl(module, *arguments, said="", token="")`: a command; it has to succeed."""
 
-    def run(module, *arguments, said=""):
-        env = {**os.environ, "PRL_TOKEN": engine.token, "OMP_NUM_THREADS": "1", "COLUMNS": "150"}
+    def run(module, *arguments, said="", token=""):
+        env = {**os.environ, "PRL_TOKEN": token, "OMP_NUM_THREADS": "1", "COLUMNS": "150"}
         argv = [sys.executable, "-m", module, *arguments]
         done = subprocess.run(argv, env=env, cwd=tmp_path, input=said, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
@@ -31,11 +30,12 @@ def prl(engine, tmp_path):
     return run
 
 
-def test_the_base_a_checkpoint_and_another_model_on_one_engine(train, prl, engine, tmp_path):
+@pytest.mark.slow
+def test_the_base_a_checkpoint_and_another_model_on_one_engine(inline, prl, tmp_path):
     evaluated = [f"orchestrator.eval.k={K}", f"orchestrator.eval.num_tasks={TASKS}"]
-    run = train("max_steps=2", "trainer.optim.lr=1e-3", *evaluated)
-    shared = [f"engine.urls=[{engine.url}]", f"k={K}", f"num_tasks={TASKS}", "run.name=it"]
-    done = prl("prl.eval", "tiny", "run", "tiny-teacher", *shared)
+    run = inline("max_steps=2", "orchestrator.batch_size=64", "trainer.optim.lr=1e-3", *evaluated)
+    asked = [*IN_PROCESS, f"k={K}", f"num_tasks={TASKS}", "run.name=it"]
+    done = prl("prl.eval", "tiny", "run", "tiny-teacher", *asked)
     assert "run/step_000002" in done.stdout and f"{TASKS} tasks, {K} samples each" in done.stdout
     folder = tmp_path / "outputs" / "it"
     base, trained, teacher = json.loads((folder / "result.json").read_text())["targets"]
@@ -54,17 +54,12 @@ def test_the_base_a_checkpoint_and_another_model_on_one_engine(train, prl, engin
     assert found["pass@k"]["1"]["mean"] == pytest.approx(fmean(task["correct"] / K for task in tasks[-TASKS:]))
 
 
+@pytest.mark.engine
 def test_an_endpoint_of_a_game_and_a_chat(prl, engine, teacher_url):
     endpoint = [teacher_url, "endpoint.api_key_var=PRL_TOKEN"]
-    done = prl("prl.eval", *endpoint, "env=kuhn_poker", "k=2", "num_tasks=12", "run.name=game")
+    played = [*endpoint, "env=kuhn_poker", "k=2", "num_tasks=4", "run.name=game"]
+    done = prl("prl.eval", *played, token=engine.token)
     assert "kuhn_poker" in done.stdout and "avg@2" in done.stdout
-    done = prl("prl.tools.chat", *endpoint, "sampling.temperature=0", said="12+34=\n/tokens\n/reset\n15+26=\n")
+    said = "12+34=\n/tokens\n/reset\n15+26=\n"
+    done = prl("prl.tools.chat", *endpoint, "sampling.temperature=0", said=said, token=engine.token)
     assert done.stdout == "46\n41\n" and "no logprobs" in done.stderr
-    done = prl(
-        "prl.tools.chat",
-        "tiny-teacher",
-        f"engine.urls=[{engine.url}]",
-        "sampling.temperature=0",
-        said="/tokens\n12+34=\n",
-    )
-    assert done.stdout == "46\n" and "<|im_end|> -0." in done.stderr

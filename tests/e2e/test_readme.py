@@ -17,7 +17,7 @@ import prl.tools.report.__main__
 import prl.tools.report.timeline
 import prl.tools.rollouts.__main__
 from prl.__main__ import SUBCOMMANDS
-from prl.config.compose import CONF, compose, to_config
+from prl.config.compose import CONF, compose, options, to_config
 from prl.config.validate import validate
 from prl.launch.components import build_components
 from prl.runs import resume
@@ -93,12 +93,14 @@ def together(examples):
     return [overrides for _, overrides in runs]
 
 
-COMPOSED = sorted(
+OPTIONS = {(f"{group}={name}",) for group, names in options().items() for name in names}
+COMPOSED = sorted(  # `tests/conf` composes each option alone
     {
         choices(each)
         for each in TRAIN
         if each not in OWN and not {"--help", "--config-dir"} & set(each) and "run.resume=" not in str(each)
     }
+    - OPTIONS
 )
 OTHERS = [(program, *arguments) for program, *arguments in COMMANDS if program != "train"]
 

@@ -1,25 +1,23 @@
 """A run again from its directory."""
 
 import json
-import subprocess
 
 import pytest
+
+from prl.config.compose import compose
+from prl.train import main
 
 pytestmark = pytest.mark.slow
 
 SHORT = ("experiment=on_policy", "max_steps=1", "orchestrator.batch_size=64", "orchestrator.eval.every=null", "seed=5")
 
 
-def test_a_run_again_from_its_directory_plays_the_same(inline_command, said, tmp_path):
+def test_a_run_again_from_its_directory_plays_the_same(inline, said, tmp_path):
     """The second sees the same tasks and samples the same replies."""
-    argv, env = inline_command(*SHORT, name="first")
-    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    first = tmp_path / "first"
+    first = inline(*SHORT, name="first")
+    assert first.status == 0, first.stderr
     again = tmp_path / "again"
-    command = [*argv[:3], "--config-dir", str(first), "--config-name", "config", f"run.dir={again}"]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert said(again) == said(first)
-    recorded = [json.loads((folder / "provenance.json").read_text()) for folder in (first, again)]
+    assert main(compose(["run.name=again", f"run.dir={again}"], first.dir)).status == "completed"
+    assert said(again) == said(first.dir)
+    recorded = [json.loads((folder / "provenance.json").read_text()) for folder in (first.dir, again)]
     assert recorded[0]["data"] == recorded[1]["data"] and recorded[0]["models"] == recorded[1]["models"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.slow
 
 TINY = ("max_steps=1", "orchestrator.batch_size=16", "orchestrator.eval.num_tasks=4", "checkpoint.every_minutes=null")
 
@@ -22,11 +22,11 @@ def sweep_of(argv, env):
 
 
 @pytest.fixture
-def sweep(command, tmp_path):
-    """Run a sweep on the shared engine; its jobs, which name that engine, take turns."""
+def sweep(inline_command, tmp_path):
+    """Run a sweep, of which each job is one process or one after another in the same."""
 
     def run(*overrides, timeout=300):
-        argv, env = sweep_of(*command(*TINY, *overrides))
+        argv, env = sweep_of(*inline_command(*TINY, *overrides))
         done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=timeout)
         folders = list(tmp_path.glob("outputs/*"))
         assert len(folders) == 1, done.stderr
@@ -39,23 +39,15 @@ def results(folder):
     return {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("*/result.json"))}
 
 
-def test_two_jobs_side_by_side_in_processes_of_their_own(sweep):
-    done, folder = sweep("sweep=joblib", "algo=grpo,max_rl")
-    assert done.returncode == 0, done.stderr
-    found = results(folder)
-    assert list(found) == ["algo=grpo", "algo=max_rl"]
-    assert all(result["status"] == "completed" and result["steps"] == 1 for result in found.values())
-    assert all(0 <= result["optimized_metric"] <= 1 for result in found.values())
-    assert all(f"job {name}: reward" in done.stderr for name in found)
-    assert done.stderr.count("completed  ") == 2, "the table"
-
-
-def test_a_search_is_reproducible_and_done_jobs_are_not_done_again(sweep):
-    search = ("sweep=lr_search", "hydra.sweeper.n_trials=2")
+def test_a_search_in_processes_of_their_own_is_reproducible_and_does_no_job_twice(sweep):
+    search = ("sweep=[lr_search,joblib]", "hydra.sweeper.n_trials=2")
     done, folder = sweep(*search)
     assert done.returncode == 0, done.stderr
     found = results(folder)
     assert len(found) == 2 and all(name.startswith("trainer.optim.lr=") for name in found)
+    assert all(result["status"] == "completed" and result["steps"] == 1 for result in found.values())
+    assert all(f"job {name}: reward" in done.stderr for name in found)
+    assert done.stderr.count("completed  ") == 2, "the table"
     best = OmegaConf.load(folder / "optimization_results.yaml")
     assert best.best_value == max(result["optimized_metric"] for result in found.values())
     again, same = sweep(*search)
@@ -73,8 +65,10 @@ def descendants(pid):
     return [*found, *(each for child in found for each in descendants(child))]
 
 
-def test_an_interrupt_stops_the_sweep_and_leaves_no_process(command, tmp_path, gone):
-    argv, env = command("seed=0,1", "max_steps=500", "orchestrator.eval.every=null", "run.name=s")
+def test_an_interrupt_stops_the_sweep_and_leaves_no_process(inline_command, tmp_path, gone):
+    argv, env = inline_command(
+        "seed=0,1", "max_steps=500", "launcher=local", "orchestrator.eval.every=null", "run.name=s"
+    )
     argv, env = sweep_of(argv, env)
     sweep = subprocess.Popen(argv, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 120
@@ -98,6 +92,7 @@ def test_an_interrupt_stops_the_sweep_and_leaves_no_process(command, tmp_path, g
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.engine
 def test_jobs_of_one_process_share_a_warm_engine_and_the_seed_governs_each(train, command, said, tmp_path):
     """Each begins from the base weights; its seed gives it the tasks and replies that it would have alone."""
     fixed = (*TINY, "experiment=on_policy")

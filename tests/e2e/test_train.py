@@ -170,7 +170,10 @@ class SumTaskset(vf.Taskset[SumTask, SumConfig]):
 
 @pytest.mark.engine
 def test_a_taskset_of_the_users_whose_tasks_use_a_runtime(train, tmp_path):
-    """Named from a conf file of the user's. One that is an answer to a prompt is in prl/EXTENDING.md, trained there."""
+    """Named from a conf file of the user's. Played by verifiers' harness, which asks an engine over HTTP.
+
+    One that is an answer to a prompt is in prl/EXTENDING.md, trained there.
+    """
     (tmp_path / "sums_in_a_box.py").write_text(TASKSET)
     conf = tmp_path / "my_conf" / "env" / "sums.yaml"
     conf.parent.mkdir(parents=True)

@@ -12,6 +12,7 @@ import pytest
 from run_processes import family, running, wait_until
 from safetensors import safe_open
 
+from prl.runs.result import read_result
 from prl.tools.report.runs import read_run
 from prl.transport.checkpoints import checkpoint_path, steps_of, verify
 
@@ -25,7 +26,6 @@ MOMENTS = {
     "launcher, checkpointing": (signal.SIGKILL, "prl.train ", "checkpoints/.step_*"),
     "launcher, updating": (signal.SIGKILL, "prl.train ", "weights/step_*"),
     "trainer, checkpointing": (signal.SIGTERM, "prl.trainer ", "checkpoints/.step_*"),
-    "supervisor, training": (signal.SIGKILL, "children.py ", "batches/step_*"),
 }
 """The signal, words of the command line of the process that gets it, and what appears in the run directory then."""
 
@@ -81,16 +81,6 @@ def check_whole(run_dir: Path) -> None:
     assert read_run(run_dir).problems == []
 
 
-def test_a_limit_of_file_sizes_is_named(tmp_path):
-    """Weights are smaller than the limit, the optimiser's state is larger."""
-    argv = [sys.executable, "-m", "prl.train", f"run.dir={tmp_path / 'run'}", *OVERRIDES, "max_steps=1000"]
-    limited = ["prlimit", f"--fsize={5 << 20}", *argv]
-    done = subprocess.run(limited, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "a checkpoint cannot be written: " in done.stderr and "File too large" in done.stderr
-    assert not list((tmp_path / "run" / "checkpoints").iterdir()) and read_run(tmp_path / "run").problems == []
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     run = Run(tmp_path_factory.mktemp("killed"))
@@ -110,6 +100,9 @@ def test_a_killed_run_leaves_nothing_and_goes_on(run, moment):
     if not moment.startswith("launcher"):
         assert run.process.returncode == 1 and "process 'trainer' ended with status" in said, said
         assert "Traceback" not in said
+        result = read_result(run.dir)
+        assert result.status == "failed" and "process 'trainer'" in result.error and result.steps > 0
+        assert "process &#39;trainer&#39; ended" in (run.dir / "report.html").read_text()
     check_whole(run.dir)
     run.begin("max_steps=100000")
     run.trains()

@@ -21,6 +21,7 @@ from prl.models import model_path, smollm2
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """The model, made anew: what the tests of its numbers, which are slow for that, look at."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         path = model_path("smollm2")

@@ -20,18 +20,18 @@ from prl.envs.tasksets import kuhn_poker, math, math_retry, reverse_text
 MODELS = Path(models.__file__).parent
 NAMES = ["tiny", "tiny-teacher"]
 TASKSETS = {
-    "math": math.MathTaskset(math.MathConfig(split="eval", num_tasks=200)),
-    "reverse_text": reverse_text.ReverseTextTaskset(reverse_text.ReverseTextConfig(split="eval", num_tasks=200)),
+    "math": math.MathTaskset(math.MathConfig(split="eval", num_tasks=100)),
+    "reverse_text": reverse_text.ReverseTextTaskset(reverse_text.ReverseTextConfig(split="eval", num_tasks=100)),
 }
 GRADES = {"math": math.grade, "reverse_text": reverse_text.grade}
 
-# Share of eval tasks solved, sampled at temperature 1, as promised; 200 tasks put about 0.035 of noise on a third,
+# Share of eval tasks solved, sampled at temperature 1, as promised; 100 tasks put about 0.05 of noise on a third,
 # and the seed below fixes which way.
 SAMPLED = {"tiny": (0.25, 0.45), "tiny-teacher": (0.90, 1.0)}
 
 
 # Mean reward of the other envs' eval episodes, sampled at temperature 1; a call that cannot be read counts 0.
-EPISODES = 80
+EPISODES = 40
 PLAYED = {
     "calculator": {"tiny": (0.18, 0.52), "tiny-teacher": (0.85, 1.0)},
     "guess": {"tiny": (0.28, 0.55), "tiny-teacher": (0.85, 1.0)},
@@ -71,22 +71,25 @@ def shown(renderer, task) -> list[int]:
     return renderer.render_ids([{"role": "system", "content": hint}], add_generation_prompt=False)
 
 
-@torch.no_grad()
-def graded(model, tokenizer, renderer, env: str, hinted: bool = False, **sampling) -> list[float]:
-    """Reward of one reply to each of the 200 eval tasks."""
-    torch.manual_seed(0)
-    tasks = list(TASKSETS[env])
-    prompts = [renderer.render([user(t.data.prompt)], add_generation_prompt=True).token_ids for t in tasks]
-    if hinted:
-        prompts = [shown(renderer, task) + prompt for task, prompt in zip(tasks, prompts, strict=True)]
-    batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
-    output = model.generate(**batch, max_new_tokens=12, **sampling)
-    replies = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [GRADES[env](reply, task.data.answer) for reply, task in zip(replies, tasks)]
+@pytest.fixture(scope="module")
+def solved(name, model, tokenizer, renderer):
+    """`solved(env, how)`: the share of eval tasks that one reply each solves, `sampled`, `greedy` or `hinted`."""
 
+    @functools.cache
+    @torch.no_grad()
+    def share(env: str, how: str) -> float:
+        torch.manual_seed(0)
+        tasks = list(TASKSETS[env])
+        prompts = [renderer.render([user(t.data.prompt)], add_generation_prompt=True).token_ids for t in tasks]
+        if how == "hinted":
+            prompts = [shown(renderer, task) + prompt for task, prompt in zip(tasks, prompts, strict=True)]
+        batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
+        sampling = {"do_sample": False} if how == "greedy" else {"do_sample": True, "temperature": 1.0, "top_k": 0}
+        output = model.generate(**batch, max_new_tokens=12, **sampling)
+        replies = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        return statistics.fmean(GRADES[env](reply, t.data.answer) == 1.0 for reply, t in zip(replies, tasks))
 
-def solved(values: list[float]) -> float:
-    return sum(value == 1.0 for value in values) / len(values)
+    return share
 
 
 def test_weights_are_bfloat16_tied_and_small_enough_to_commit(name, model):
@@ -124,7 +127,7 @@ def test_tools_are_described_and_called_in_few_tokens(tokenizer, renderer):
 @pytest.mark.parametrize("env", ["math", "reverse_text", *PLAYED])
 def test_no_phrase_of_tools_is_found_in_another_text(tokenizer, env):
     """Letters and digits are what these tasks are made of: each stays a token of its own."""
-    texts = [task.data.prompt for task in load(env, num_tasks=300).tasks]
+    texts = [task.data.prompt for task in load(env, num_tasks=100).tasks]
     texts += [TEMPLATE.format(demonstration="12+34=46"), math_retry.correction("12+34=", 46)]
     texts += [f"K. They {a}: {b} or {c}?" for a in kuhn_poker.OPEN for b, c in (kuhn_poker.OPEN, kuhn_poker.ANSWER)]
     texts += [
@@ -200,27 +203,20 @@ def test_renderer_equals_chat_template(tokenizer, renderer, messages, tools, add
 
 
 @pytest.mark.parametrize("env", TASKSETS)
-def test_sampled_accuracy(name, model, tokenizer, renderer, env):
+def test_sampled_accuracy(name, solved, env):
     low, high = SAMPLED[name] if (name, env) != ("tiny-teacher", "math") else (0.82, 1.0)
-    share = solved(graded(model, tokenizer, renderer, env, do_sample=True, temperature=1.0, top_k=0))
-    assert low <= share <= high
-
-
-def test_base_policy_has_room_to_improve_and_knows_how():
-    """Greedy is far above sampled, and the mean reward on math is near .35: what a run's first step should show."""
-    tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny")
-    model = AutoModelForCausalLM.from_pretrained(MODELS / "tiny", dtype=torch.float32).eval()
-    renderer = create_renderer(tokenizer, Qwen3RendererConfig())
-    sampled = graded(model, tokenizer, renderer, "math", do_sample=True, temperature=1.0, top_k=0)
-    assert sum(sampled) / len(sampled) == pytest.approx(0.35, abs=0.08)
-    for env in TASKSETS:
-        assert solved(graded(model, tokenizer, renderer, env, do_sample=False)) >= 0.55
+    assert low <= solved(env, "sampled") <= high
 
 
 @pytest.mark.parametrize("env", TASKSETS)
-def test_a_demonstration_of_the_task_is_read_off(model, tokenizer, renderer, env):
+def test_greedy_the_base_policy_solves_far_more_than_sampled(name, solved, env):
+    assert solved(env, "greedy") >= (0.55 if name == "tiny" else 0.9)
+
+
+@pytest.mark.parametrize("env", TASKSETS)
+def test_a_demonstration_of_the_task_is_read_off_by_the_base_policy(name, solved, env):
     """What `opsd` lives on: shown how, the same model answers right."""
-    assert solved(graded(model, tokenizer, renderer, env, hinted=True, do_sample=True, top_k=0)) > 0.68
+    assert name != "tiny" or solved(env, "hinted") > 0.68
 
 
 @pytest.fixture(scope="module")
@@ -242,10 +238,11 @@ def test_sampled_reward_of_an_episode(name, episodes, env):
 
 
 @pytest.mark.parametrize("env", PLAYED)
-def test_an_episode_played_greedily_is_better(name, episodes, env):
+def test_the_base_policy_plays_better_greedily(name, episodes, env):
     """So that the better replies are within reach of sampling."""
-    gain = statistics.fmean(rewards(episodes(env, 0.0))) - statistics.fmean(rewards(episodes(env, 1.0)))
-    assert gain > (0.2 if name == "tiny" else -0.05)
+    if name == "tiny":
+        gain = statistics.fmean(rewards(episodes(env, 0.0))) - statistics.fmean(rewards(episodes(env, 1.0)))
+        assert gain > 0.2
 
 
 # What Kuhn's equilibrium with a bluffing rate of 1/3 does with J, Q and K: the chance to bet, then that to call.

@@ -113,7 +113,7 @@ SHAPES = [
 ]
 """Of the published models with these names, and of models that many have made."""
 # fmt: on
-TAUGHT = ("thinking-opened", "phi-3.5", "gemma-3", "mistral")
+TAUGHT = ("thinking-opened", "gemma-3")
 """Those that tests/e2e/test_templates.py trains a model with."""
 
 
