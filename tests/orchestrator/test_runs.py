@@ -50,7 +50,7 @@ class Graded(vf.Task):
         return 1.0 - kind if kind < 2 else len(trace.last_reply) / 4
 
 
-@pytest.mark.parametrize("k", [0, 1, 2])
+@pytest.mark.parametrize("k", [0, 2])
 async def test_every_step_has_its_batch_line_and_records(train, make_env, k):
     run = await train([make_env()], steps=10, max_async_level=k, max_off_policy_steps=k)
     assert [line["step"] for line in run.all_lines] == list(range(11)), "once and in order"

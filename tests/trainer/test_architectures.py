@@ -50,8 +50,7 @@ def loaded(folder, name, tied):
     return load_model(str(write_model(folder, name, tied=tied)), device=torch.device("cpu"))
 
 
-@both_heads
-@trained
+@pytest.mark.parametrize(("name", "tied"), [(name, place % 2 == 0) for place, name in enumerate(TRAINED)])
 def test_packed_and_shared_tokens_equal_sequences_alone(tmp_path, name, tied):
     """Those of transformers' own attention, without a mask of several sequences; windows are shorter than these.
 
