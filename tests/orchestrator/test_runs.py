@@ -178,15 +178,6 @@ async def test_env_of_which_every_group_fails_ends_the_run(train, make_env):
         await train([make_env(task=Ungradable)])
 
 
-async def test_failed_weight_update_ends_the_run(train, make_env, pool, monkeypatch):
-    async def broken(version, path, timeout_s):
-        raise TimeoutError("http://engine did not load policy version 1")
-
-    monkeypatch.setattr(pool, "update_weights", broken)
-    with pytest.raises(TimeoutError, match="policy version 1"):
-        await train([make_env()])
-
-
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
@@ -271,21 +262,6 @@ async def test_algorithm_sees_each_batch_and_its_batch_credit_is_shipped(train, 
     run = await train([make_env(algorithm=ByBatch)], steps=2)
     assert ByBatch.scored == [8, 8] and ByBatch.observed == [["trained"] * 8] * 2
     assert {credit for rows in run.rows for row in rows for credit in row.advantages} == {0.0, 15.0}
-
-
-async def test_every_algorithm_is_set_up_before_the_first_request(train, make_env, pool):
-    requests = []
-
-    class Connecting(Algorithm):
-        async def setup(self):
-            requests.append(pool.requests)
-
-        def score_group(self, group):
-            for rollout in group:
-                rollout.assign_advantages(1.0)
-
-    await train([make_env(name, algorithm=Connecting) for name in "ab"], steps=1)
-    assert requests == [0, 0]
 
 
 async def test_frozen_models_rollouts_have_no_version_logprob_or_age(train, make_imitating, frozen):
