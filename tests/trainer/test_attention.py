@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from prl.trainer.tree.attention import tree_attention
+from prl.trainer.tree.attention import Scores, tree_attention
 from prl.trainer.tree.blocks import BlockTree
 from prl.trainer.tree.flex import FlexTree
 
@@ -61,7 +61,7 @@ def check(make, branches, heads, window, has_sinks, dtype=torch.float32):
         inputs.append(torch.linspace(-0.5, 0.7, heads).to(dtype))
 
     def ours(query, key, value, sinks=None):
-        return tree.attend(query, key, value, window=window, scale=None, sinks=sinks)
+        return tree.attend(query, key, value, Scores(window, sinks=sinks))
 
     def exact(query, key, value, sinks=None):
         return of_all_pairs(query, key, value, visible=visible, sinks=sinks)

@@ -35,7 +35,7 @@ from prl.rollouts.packing import pack
 from prl.trainer.model import load_model
 from prl.trainer.trainer import Trainer
 from prl.trainer.tree import flex
-from prl.trainer.tree.attention import TokenTree, without
+from prl.trainer.tree.attention import Scores, TokenTree, without
 from prl.trainer.tree.blocks import BlockTree
 from prl.trainer.tree.flex import BLOCK, LEAST, FlexTree, LongSequences, row_on_gpu
 from prl.trainer.tree.tree import row_tree, tree_stacks
@@ -198,7 +198,7 @@ def run(
     generator = torch.Generator().manual_seed(tokens)
     inputs = [torch.randn(1, tokens, heads, 16, generator=generator, requires_grad=grad) for heads in (8, 4, 4)]
     query, key, value = (each.transpose(1, 2) for each in inputs)  # as a model has them
-    return tree.attend(query, key, value, window=window, scale=scale)
+    return tree.attend(query, key, value, Scores(window, scale))
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_long_sequences_that_share_nothing_attend_alone(graphs, monkeypatch):
     torch.manual_seed(0)
     inputs = [torch.randn(1, heads, 75, 16, requires_grad=True) for heads in (8, 4, 4)]
     for window in (None, 5):
-        outs = [tree.attend(*inputs, window=window, scale=0.3) for tree in (row, expected)]
+        outs = [tree.attend(*inputs, Scores(window, 0.3)) for tree in (row, expected)]
         torch.testing.assert_close(*outs)
         weights = torch.randn_like(outs[0])
         gradients = [torch.autograd.grad((out * weights).sum(), inputs) for out in outs]
@@ -243,13 +243,13 @@ def test_the_kernel_skips_what_is_masked():
         tree = FlexTree.of_row(depths, starts, CPU)
         query, key, value = (torch.randn(1, heads, len(depths), 16) for heads in (4, 2, 2))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        how = {"window": None, "scale": 0.3}  # as above: another scale is another kernel to compile
-        found = tree.attend(query, key, value, **how)
+        scores = Scores(scale=0.3)  # as above: another scale is another kernel to compile
+        found = tree.attend(query, key, value, scores)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024
-        expected = BlockTree.of_row(depths, starts, CPU).attend(query, key, value, **how)
+        expected = BlockTree.of_row(depths, starts, CPU).attend(query, key, value, scores)
         torch.testing.assert_close(found, expected)
         tree.mask(None).full_kv_num_blocks.zero_()  # and it goes by the lists of blocks
-        fewer = tree.attend(query, key, value, **how)
+        fewer = tree.attend(query, key, value, scores)
     assert (fewer - expected).abs().max() > 0.01
     torch._dynamo.reset()
 
