@@ -111,7 +111,7 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(graphs):
     assert model.config.num_key_value_heads < model.config.num_attention_heads
     expected, found = alone(plain, samples), as_trees(model, samples, 2000)
     used = found[0] != 0
-    assert used.sum() >= 400 and graphs
+    assert used.sum() >= 200 and graphs
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == torch.float64 and (one - other)[used].abs().max() <= 4e-12
     gradient = gradient_of(plain, samples, *expected, rl_loss)
@@ -121,9 +121,9 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(graphs):
 
 
 def long_ones(rng: random.Random) -> list[TrainingSample]:
-    """Three completions of a prompt that is longer than a block."""
+    """Two completions of a prompt that is longer than a block."""
     prompt = [rng.randrange(48, 58) for _ in range(BLOCK + 20)]
-    return [long_one(rng, prompt, size) for size in (BLOCK + 7, 200, 90)]
+    return [long_one(rng, prompt, size) for size in (BLOCK + 7, 40)]
 
 
 def long_one(rng: random.Random, prompt: list[int], size: int) -> TrainingSample:
@@ -172,7 +172,7 @@ def test_in_bfloat16_it_is_as_near_as_on_a_cpu(graphs, a_rank, tiny, monkeypatch
         monkeypatch.setattr("prl.trainer.tree.tree.row_tree", tree.of_row)
         found, _ = as_trees(model, samples, 2000)
         gaps.append((found - expected).abs()[found != 0])
-    assert graphs and len(gaps[0]) == len(gaps[1]) > 400
+    assert graphs and len(gaps[0]) == len(gaps[1]) > 200
     assert 1e-3 < gaps[0].mean() < 1.1 * gaps[1].mean() < 0.1
     assert gaps[0].max() < 1.5 * gaps[1].max()
 

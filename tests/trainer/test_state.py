@@ -35,9 +35,7 @@ MUON = ADAMW | {
 def train(tiny_path, make_sample, tmp_path):
     """`train(name, steps, …)`: run the trainer's loop over batches that depend on the step alone; its directory."""
 
-    def run(
-        name, steps, *, model=tiny_path, lora=None, optim=ADAMW, ref=False, resume=None, spoilt=None, checkpoint=()
-    ):
+    def run(name, steps, *, model=tiny_path, lora=None, optim=ADAMW, ref=False, resume=None, spoilt=None):
         folder = tmp_path / name
         transport = FileTransport(folder)
         for step in steps:
@@ -46,7 +44,7 @@ def train(tiny_path, make_sample, tmp_path):
             if step == spoilt:
                 samples[0].advantages = [float("inf")] * 20
             rows, _ = pack(samples, 64, 1)
-            transport.send_batch(StepBatch(step, rows[0], 0, step in checkpoint), 0)
+            transport.send_batch(StepBatch(step, rows[0], 0), 0)
         transport.send_end(max(steps))
         config = {
             "model": {"path": str(model), "dtype": "float32", "trust_remote_code": False, "lora": lora},
@@ -102,11 +100,6 @@ def test_a_fatal_gradient_leaves_the_last_good_weights(train):
     assert parts_of(folder) == [2]
     expected, found = (load_file(part_path(run, 2) / "model.safetensors") for run in (good, folder))
     assert all(torch.equal(expected[key], found[key]) for key in expected)
-
-
-def test_checkpoints_are_written_where_asked_and_at_the_end(train):
-    assert parts_of(train("asked", [1, 2, 3], checkpoint=(1,))) == [1, 3]
-    assert parts_of(train("last", [1, 2], checkpoint=(2,))) == [2]
 
 
 @pytest.fixture
