@@ -72,13 +72,6 @@ async def test_token_batches_reach_their_size(train, make_env):
     assert len(tokens) == 8 and min(tokens) >= 150 and max(tokens) < 450
 
 
-async def test_ranks_share_a_batch_in_equal_rows(train, make_env):
-    run = await train([make_env()], steps=3, trainer_ranks=3, seq_len=32)
-    assert run.sizes == [8] * 3
-    for ranks in run.trainer.batches:
-        assert len({len(batch.micro_batches) for batch in ranks}) == 1
-
-
 @pytest.mark.parametrize("keep", [False, True])
 async def test_batches_are_kept_if_asked_and_old_weights_never(train, make_env, tmp_path, keep):
     await train([make_env()], steps=3, keep_batches=keep)
