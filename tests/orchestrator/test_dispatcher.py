@@ -143,7 +143,6 @@ async def test_rollout_is_scored_on_arrival(make_env):
     assert waited == sorted(waited) and 0 < sum(waited) < 16
 
 
-@pytest.mark.parametrize("hook", ["score_rollout", "score_group"])
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -153,15 +152,11 @@ async def test_rollout_is_scored_on_arrival(make_env):
         (asyncio.CancelledError(), "env 'mine': the work on a group was cancelled from within"),
     ],
 )
-async def test_error_of_an_algorithm_ends_the_run_by_its_name(make_env, hook, error, message):
+async def test_error_of_an_algorithm_ends_the_run_by_its_name(make_env, error, message):
     def fails(*_):
         raise error.with_traceback(None)
 
-    async def fails_later(*_):
-        fails()
-
-    algorithm = type("Breaks", (Algorithm,), {hook: fails_later if hook == "score_rollout" else fails})
-    env = make_env("mine", algorithm=algorithm)
+    env = make_env("mine", algorithm=type("Breaks", (Algorithm,), {"score_group": fails}))
     env.environment.config.group_timeout_s = 30.0
     with pytest.raises(PrlError) as raised:
         async with dispatching(env, make_env("other")) as dispatcher:
