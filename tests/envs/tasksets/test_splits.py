@@ -61,7 +61,6 @@ REFUSED = [
     ("calculator", {"operands": 11}, "operands"),
     ("guess", {"max_size": 1_000_000_000}, "max_size"),
     ("kuhn_poker", {"opponent": "nobody"}, "opponent"),
-    ("math", {"operations": ["+", "+"]}, "repeats an entry"),
     ("math", {"split": "test"}, "split"),
     ("math", {"num_task": 5}, "num_task"),
     ("reasoning_gym", {"dataset": "chian_sum"}, "no generator 'chian_sum'; there are chain_sum"),
