@@ -110,7 +110,7 @@ def test_check_layout_allows_rounding_of_a_mixture_of_experts(tmp_path, monkeypa
 def test_check_layout_refuses_nan(tiny, monkeypatch):
     with torch.no_grad():
         tiny.base_model.norm.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match="packed"):
+    with pytest.raises(ValueError, match="logprobs are not finite, as where weights are NaN"):
         check_layout(tiny, stacks)
 
 
@@ -142,15 +142,9 @@ def damaged(tmp_path):
     return make
 
 
-def with_nan(tensors):
-    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
-        tensors[name].view(-1)[-1] = float("nan")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_nan, r"not finite \(NaN or infinite\), in model\.layers\.1\.mlp\.up_proj\.weight and 1 more"),
         (lambda tensors: tensors.pop("model.norm.weight"), r"has no weights for model\.norm\.weight$"),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}),
