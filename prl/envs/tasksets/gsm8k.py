@@ -45,3 +45,5 @@ class GSM8KConfig(JsonlConfig):
 
 class GSM8KTaskset(JsonlTaskset, vf.Taskset[JsonlTask, GSM8KConfig]):
     """The problems, each once, in random order."""
+
+    IN_PROCESS = JsonlTaskset.IN_PROCESS

@@ -6,7 +6,7 @@ import huggingface_hub.constants
 import pytest
 
 from prl.config.schema import EnvConfig
-from prl.envs.environment import Environment
+from prl.envs.environment import Environment, promises_to_be_quick
 from prl.envs.tasksets.gsm8k import GSM8KConfig, GSM8KTaskset
 from prl.errors import ConfigError
 
@@ -60,5 +60,7 @@ def test_an_answer_that_is_no_number_is_refused(tasks, answer):
 def test_math_verify_grades_where_it_is_chosen_and_in_a_process_of_its_own(tasks):
     (task,) = tasks(("Half?", "#### .5"), grader="math_verify")
     assert [task.grade(reply) for reply in ("\\boxed{\\frac{2}{4}}", "\\boxed{2}")] == [1.0, 0.0]
-    grades_here = [GSM8KTaskset(GSM8KConfig(grader=grader)).IN_PROCESS for grader in ("math_verify", "numeric")]
+    grades_here = [
+        promises_to_be_quick(GSM8KTaskset(GSM8KConfig(grader=grader))) for grader in ("math_verify", "numeric")
+    ]
     assert grades_here == [False, True]
