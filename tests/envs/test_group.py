@@ -23,14 +23,14 @@ class Graded(vf.Task):
 
 
 class FakeSampler:
-    """Gives out the replies it was made with; new weights arrive meanwhile."""
+    """Gives out the replies it was made with; new weights arrive meanwhile, unless the model is frozen."""
 
-    def __init__(self, renderer, tokenizer, replies, *, finish="stop", error=None, delay=0.0):
+    def __init__(self, renderer, tokenizer, replies, *, finish="stop", error=None, delay=0.0, frozen=False):
         self.renderer, self.tokenizer, self.replies = renderer, tokenizer, replies
         self.finish, self.error, self.delay = finish, error, delay
         self.temperature = 0.7
         self.pool = SimpleNamespace(model="policy")
-        self.version = 3
+        self.version = None if frozen else 3
         self.asked = []
 
     async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
@@ -40,6 +40,8 @@ class FakeSampler:
             raise self.error
         eos = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         ids = [[*self.tokenizer.encode(text, add_special_tokens=False), eos] for text in self.replies]
+        if self.version is None:
+            return [Completion(each, [], self.finish) for each in ids]
         return [Completion(each, [-0.25] * len(each), self.finish, 3, 4) for each in ids]
 
 
@@ -109,6 +111,17 @@ async def test_a_reply_in_a_group_leaves_the_trace_of_one_alone(play, opening, f
         history = [*opening_messages(task.data), trace.nodes[-1].message, vf.UserMessage(content="more")]
         assert graph.prepare_turn(trace, history).path_len == graph.prepare_turn(alone, history).path_len > 0
     assert len({id(node) for trace in together for node in trace.nodes}) == sum(len(t.nodes) for t in together)
+
+
+async def test_a_frozen_models_rollouts_have_no_version_and_no_logprobs(play):
+    rollouts = await play(["2", "3"], frozen=True)
+    assert [(r.error, r.start_version, r.end_version, r.reward) for r in rollouts] == [
+        (None, None, None, 1.0),
+        (None, None, None, 0.0),
+    ]
+    for rollout in rollouts:
+        [sample] = rollout.samples
+        assert sum(sample.mask) == 2 and sample.logprobs == [0.0] * len(sample.mask)
 
 
 # --- graders that fail ------------------------------------------------------------------------------------------------
