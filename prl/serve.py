@@ -46,7 +46,7 @@ def main(config: ServeConfig) -> None:
         )
     from prl.launch.checks import check_loadable  # transformers, once the config has passed
 
-    check_loadable(config.model, config.engine, "model.", trained=False)
+    check_loadable(config.model, "model.", trained=False)
     run_to_end(serve(config))
 
 

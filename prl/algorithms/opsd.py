@@ -73,16 +73,13 @@ class OPSDAlgorithm(Algorithm):
         """Raise ConfigError where the chat template shows no hint: the reference would be the policy itself."""
         tokenizer = tokenizer_of(self.hint_renderer)
         try:
-            shown = None if tokenizer is None else tokenizer.decode(self._hint(PROBE))
+            shown = PROBE if tokenizer is None else tokenizer.decode(self._hint(PROBE))
         except Exception as error:  # of a chat template, which is a program
+            shown = in_one_line(error)
+        if PROBE not in shown:
             raise ConfigError(
-                f"{type(self).__name__}: the hint, a system message alone, cannot be rendered ({in_one_line(error)}): "
-                "choose a renderer that takes one with algo.renderer"
-            ) from error
-        if shown is not None and PROBE not in shown:
-            raise ConfigError(
-                f"{type(self).__name__}: the chat template leaves the hint out, a system message: choose a "
-                "renderer that takes one with algo.renderer"
+                f"{type(self).__name__}: the chat template does not show the hint, a system message alone, but "
+                f"{shown!r:.200}: choose a renderer that takes one with algo.renderer"
             )
 
     def reserve(self, tasks: Sequence[Any]) -> int:

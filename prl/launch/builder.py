@@ -105,10 +105,10 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_optimizers(config.trainer.optim)
     check_engines(config, components.launcher, hosted=bool(components.hosted))
-    check_loadable(config.model, config.engine, "model.", trained=True)
+    check_loadable(config.model, "model.", trained=True)
     tokenizer = load_tokenizer(config.model, "model.path")
     if components.hosted and config.teacher.model is not None:
-        check_loadable(config.teacher.model, config.teacher.engine, "teacher.model.", trained=False)
+        check_loadable(config.teacher.model, "teacher.model.", trained=False)
         teacher = load_tokenizer(config.teacher.model, "teacher.model.path")
         check_vocabulary(tokenizer, teacher, config, components)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks

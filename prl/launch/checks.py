@@ -4,7 +4,7 @@ What engine and trainer say themselves when they start and load a model is left 
 """
 
 from prl.config.model_folder import check_length, positions
-from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
+from prl.config.schema import ModelConfig, TrainConfig
 from prl.errors import ConfigError
 from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Launcher
@@ -25,18 +25,16 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
         raise ConfigError("launcher=inline starts no server: choose teacher=inline, or launcher=local")
 
 
-def check_loadable(model: ModelConfig, engine: VLLMConfig, prefix: str, *, trained: bool) -> None:
+def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> None:
     """Refuse a config that transformers cannot read, and a model that would silently be taken for another one.
 
     Args:
         model: The model's node.
-        engine: That of its engine.
         prefix: Of its keys, for messages.
         trained: Whether the trainer is to load it.
     """
     from transformers import AutoConfig
 
-    device = None if engine.urls or engine.in_process else engine.device_type
     where = f"{prefix}path={model.path!r}"
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -45,7 +43,6 @@ def check_loadable(model: ModelConfig, engine: VLLMConfig, prefix: str, *, train
     try:
         if trained:
             architecture.check_architecture(config, model.path)
-        architecture.check_served(config, model.path, device)
     except ValueError as error:
         raise ConfigError(f"{prefix}path={error}") from error
     check_length(model.max_model_len, positions(config.to_dict()), prefix, model.path)

@@ -4,7 +4,7 @@ Start with `rl.py` (formulas) and `interface.py` (what a loss of your own gets).
 """
 
 from prl.losses.ce import ce_loss
-from prl.losses.compute import LossCounts, TokenTreatment, compute_loss, count_members, count_sequences
+from prl.losses.compute import LossCounts, TokenTreatment, compute_loss, count_members
 from prl.losses.interface import LossInputs, LossOutputs
 from prl.losses.ref_kl import ref_kl_loss
 from prl.losses.rl import aipo_loss, default_loss, gspo_loss
@@ -18,7 +18,6 @@ __all__ = [
     "ce_loss",
     "compute_loss",
     "count_members",
-    "count_sequences",
     "default_loss",
     "gspo_loss",
     "ref_kl_loss",

@@ -52,9 +52,9 @@ class LossCounts:
     """Sequences with an rl member, at least 1."""
 
     @classmethod
-    def from_tensor(cls, counts: Tensor, rl_sequences: int = 1) -> Self:
-        """Make it of `count_members` and `count_sequences`, summed over micro-batches and all-reduced."""
-        rl, ce, ref_kl, invalid = map(int, counts.tolist())
+    def from_tensor(cls, counts: Tensor) -> Self:
+        """Make it of `count_members`, summed over micro-batches and all-reduced."""
+        rl, ce, ref_kl, invalid, rl_sequences = map(int, counts.tolist())
         return cls(max(rl, 1), max(ce, 1), max(ref_kl, 1), invalid, max(rl_sequences, 1))
 
 
@@ -81,32 +81,22 @@ class TokenTreatment:
 
 
 def count_members(
-    *,
-    inference_logprobs: Tensor,
-    loss_mask: Tensor,
-    sequence_lengths: Sequence[int] | None = None,
-    **streams: Tensor | None,
+    *, inference_logprobs: Tensor, loss_mask: Tensor, sequence_lengths: Sequence[int], **streams: Tensor | None
 ) -> Tensor:
     """Count the members of each component in one micro-batch.
 
     Args:
-        inference_logprobs, loss_mask: `[tokens]`, as in `compute_loss`.
-        sequence_lengths: cuts padding off. Padding counts nothing in any case if its mask and weights are 0.
+        inference_logprobs, loss_mask, sequence_lengths: as in `compute_loss`.
         streams: the optional streams, as in `compute_loss`; only weights count.
 
     Returns:
-        int64 `[components + 1]`: the counts in the order of `COMPONENTS`, `invalid` last.
+        int64 `[components + 2]`: the counts in the order of `COMPONENTS`, `invalid` and `rl_sequences`.
     """
-    lengths = [len(loss_mask)] if sequence_lengths is None else sequence_lengths
-    row = _without_padding({"inference_logprobs": inference_logprobs, "loss_mask": loss_mask, **streams}, lengths)
+    required = {"inference_logprobs": inference_logprobs, "loss_mask": loss_mask}
+    row = _without_padding(required | streams, sequence_lengths)
     by_component, _, invalid = _find_members(row)
-    return torch.stack([*(members.sum() for members in by_component.values()), invalid.sum()])
-
-
-def count_sequences(*, sequence_lengths: Sequence[int], **streams: Tensor | None) -> Tensor:
-    """The sequences with an rl member in one micro-batch, int64; arguments as of `count_members`."""
-    by_component, *_ = _find_members(_without_padding(streams, sequence_lengths))
-    return (sequence_sums(by_component["rl"].long(), sequence_lengths) > 0).sum()
+    sequences = sequence_sums(by_component["rl"].long(), sequence_lengths) > 0
+    return torch.stack([*(members.sum() for members in by_component.values()), invalid.sum(), sequences.sum()])
 
 
 def compute_loss(

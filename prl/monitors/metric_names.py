@@ -1,25 +1,10 @@
-"""What an entry of the catalogue of metrics is, and names of metrics that more than one part of prl reads."""
+"""Names of metrics that more than one part of prl reads; `prl/METRICS.md` declares them all."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
 Value = TypeVar("Value")
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One entry of the catalogue: a pattern of keys, their unit, and what the number means."""
-
-    key: str
-    unit: str
-    meaning: str
-    all: bool = False
-    """Whether `<env>` may be `all`."""
-    healthy: str = ""
-    """Where it should be, and what to do where it is not; empty where nothing can be said of every run."""
-
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 """How a number is spread: by name, the last part of a metric's key."""

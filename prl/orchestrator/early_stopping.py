@@ -1,7 +1,6 @@
 """Early stopping and the best checkpoint: what follows from evaluations and from the clock."""
 
 import json
-import os
 import shutil
 import statistics
 import time
@@ -79,9 +78,9 @@ class EarlyStopping:
 def keep_best(run_dir: Path, weights: Path, tokenizer: Mapping[str, bytes], version: int, reward: float) -> None:
     """Make `checkpoints/best` the policy that was evaluated, in place of the one before.
 
-    A Hugging Face folder: the weights in the number format in which the engine loaded them (linked where the file
-    system can), the tokenizer, `best.json`, which says which version it is and its held-out reward, and a manifest. Of
-    version 0, which is the model itself, `best.json` alone.
+    A Hugging Face folder: the weights in the number format in which the engine loaded them, the tokenizer, `best.json`,
+    which says which version it is and its held-out reward, and a manifest. Of version 0, which is the model itself,
+    `best.json` alone.
     """
     final = run_dir / "checkpoints" / "best"
     folder = final.with_name(".best")
@@ -90,17 +89,9 @@ def keep_best(run_dir: Path, weights: Path, tokenizer: Mapping[str, bytes], vers
         folder.mkdir(parents=True)
         if version:
             without_metrics = shutil.ignore_patterns("metrics.json")  # what the trainer says of it
-            shutil.copytree(weights, folder, ignore=without_metrics, copy_function=link_or_copy, dirs_exist_ok=True)
+            shutil.copytree(weights, folder, ignore=without_metrics, dirs_exist_ok=True)
             write_files(tokenizer, folder)
         (folder / "best.json").write_text(json.dumps({"step": version, "reward": reward}) + "\n", encoding="utf-8")
         if version:
             seal(folder, version)
         announce(folder, final)
-
-
-def link_or_copy(source: str, target: str) -> None:
-    """Have a file at `target`, too: a link where the file system can."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

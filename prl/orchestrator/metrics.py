@@ -1,4 +1,4 @@
-"""Metrics of a step, as flat keys for `metrics.jsonl`. `metric_catalogue.py` declares them all."""
+"""Metrics of a step, as flat keys for `metrics.jsonl`. `prl/METRICS.md` declares them all."""
 
 import logging
 import math

@@ -47,7 +47,6 @@ def add_adapters(model: PreTrainedModel, node: Mapping[str, Any], path: str) -> 
     Raises ConfigError for target modules that the model has not, or that cannot have an adapter.
     """
     import peft
-    import torch.distributed.tensor  # noqa: F401  which peft asks for and does not import
 
     named = node["target_modules"]
     targets = check_targets(model, None if named is None else list(named))

@@ -11,17 +11,22 @@ import math
 import types
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeGuard, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
-
-if TYPE_CHECKING:  # what follows is imported where ranks share a model: it takes a process alone half a second
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,13 +35,11 @@ PIECE = 1 << 15
 time than in larger pieces with less of it. In float64 throughout it takes half as long again."""
 
 
-def make_mesh(device: torch.device, shard_size: int | None) -> "DeviceMesh":
+def make_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
     """The ranks as a mesh: `[shard]` where all of them share one copy, else `[replicate, shard]`.
 
     Raises ValueError where `shard_size` does not divide the ranks.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-
     ranks = dist.get_world_size()
     size = ranks if shard_size is None else shard_size
     if ranks % size:
@@ -55,21 +58,13 @@ def timeout_of(group: Any, device: torch.device) -> timedelta:
     return timeout
 
 
-def is_part(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
+def is_part(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is this rank's part of one."""
-    if not dist.is_initialized():
-        return False
-    from torch.distributed.tensor import DTensor
-
     return isinstance(tensor, DTensor)
 
 
-def is_shared(model: object) -> "TypeGuard[FSDPModule]":
+def is_shared(model: object) -> TypeGuard[FSDPModule]:
     """Whether ranks share a model."""
-    if not dist.is_initialized():
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
     return isinstance(model, FSDPModule)
 
 
@@ -79,7 +74,7 @@ def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def shard(model: PreTrainedModel, mesh: "DeviceMesh", device: torch.device, *, half: bool, offload: bool) -> None:
+def shard(model: PreTrainedModel, mesh: DeviceMesh, device: torch.device, *, half: bool, offload: bool) -> None:
     """Leave of `model` this rank's part. A collective.
 
     Args:
@@ -89,8 +84,6 @@ def shard(model: PreTrainedModel, mesh: "DeviceMesh", device: torch.device, *, h
         half: run it in bfloat16; weights, the sum of gradients and the optimiser stay in float32.
         offload: keep the parts in host memory.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
     how: dict[str, Any] = {"mesh": mesh, "offload_policy": OffloadPolicy()}
     if not any(parameter.requires_grad for parameter in model.parameters()):
         how["reshard_after_forward"] = True  # else what is outside of the layers would wait for a backward
@@ -135,8 +128,6 @@ def as_forward(
     def call(model: PreTrainedModel, *args: P.args, **kwargs: P.kwargs) -> R:
         if not is_shared(model):
             return function(model, *args, **kwargs)
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
         name = function.__name__
         if name not in vars(model):
             vars(model)[name] = types.MethodType(function, model)
@@ -167,7 +158,7 @@ def most(numbers: list[int], device: torch.device) -> list[int]:
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[torch.nn.Parameter], mesh: "DeviceMesh | None") -> float:
+def gradient_norm(parameters: Iterable[torch.nn.Parameter], mesh: DeviceMesh | None) -> float:
     """The 2-norm of all gradients of a model, the same on every rank. A collective of one number.
 
     The squares of few numbers at a time are summed in float32, and these sums in float64; on a GPU all in float64. In
@@ -218,7 +209,5 @@ def part_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of `tensor`, which all ranks have whole, where it has the shape of a sharded parameter."""
     if not is_part(parameter) or tensor.shape != parameter.shape:
         return tensor
-    from torch.distributed.tensor import distribute_tensor
-
     part = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return part.to(parameter.to_local().device)  # it was made where the mesh is: a GPU, of weights in host memory too

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from prl.config.build import build, plain
 from prl.config.signature import schema_of
 from prl.errors import PrlError
-from prl.losses import LossCounts, TokenTreatment, compute_loss, count_members, count_sequences
+from prl.losses import LossCounts, TokenTreatment, compute_loss, count_members
 from prl.losses.interface import LossFunction, Metrics, add_metric
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.messages import MicroBatch, StepBatch
@@ -32,8 +32,11 @@ from prl.transport.events import FORWARD, OPTIMISER, TRAINER, Lane
 
 # Names in `metrics.jsonl` that differ from the loss's own.
 RENAMED = {"mismatch_kl": "mismatch_kl/all/mean", "logprob_gap": "logprob_gap/mean"}
-# What is counted over a step: the members of each component first, then the tokens with a logprob, then all.
-COUNTED = (*COMPONENTS, "invalid_logprobs", "trained", "forward")
+# What is counted over a step: what `count_members` has, then the tokens with a logprob, then all.
+COUNTED = (
+    *(f"tokens/{name}" for name in (*COMPONENTS, "invalid_logprobs")),
+    *("samples/rl", "tokens/trained", "tokens/forward"),
+)
 
 
 class Trainer:
@@ -117,8 +120,8 @@ class Trainer:
         with self.lane.doing(FORWARD, batch.step):
             step_stacks = self._stacks(batch)
             referring = most([int(stack.initial.any()) for stack in step_stacks], self.device)
-            tokens, sequences = self._count(step_stacks)
-            counts = LossCounts.from_tensor(tokens[: len(COMPONENTS) + 1], sequences)
+            counted = self._count(step_stacks)
+            counts = LossCounts.from_tensor(counted[: len(COMPONENTS) + 2])
             totals: Metrics = {}
             spread = EnvTokens()
             export = self.export if self.export is not None and self.export.wants(batch.step) else None
@@ -142,8 +145,7 @@ class Trainer:
                 "grad_norm": grad_norm,
                 "lr": self.peak_rates[0] * factor,
                 "samples/truncated": float(batch.truncated),
-                "samples/rl": float(sequences),
-                **{f"tokens/{name}": float(count) for name, count in zip(COUNTED, tokens.tolist(), strict=True)},
+                **{name: float(count) for name, count in zip(COUNTED, counted.tolist(), strict=True)},
             }
         )
 
@@ -168,29 +170,21 @@ class Trainer:
         (longest,) = most([len(own)], self.device)
         return own + [empty_stack(self.device) for _ in range(longest - len(own))]
 
-    def _count(self, step_stacks: list[Stack]) -> tuple[torch.Tensor, int]:
-        """Over all micro-batches and ranks, in one collective: tokens by `COUNTED`, int64 on the CPU; rl sequences."""
-        counted = [
-            [
-                *count_members(
-                    inference_logprobs=stack.logprobs, loss_mask=stack.mask, sequence_lengths=None, **stack.streams
-                ),
-                stack.wanted.sum(),
-                torch.tensor(stack.forward_tokens, device=self.device),
-                count_sequences(
-                    inference_logprobs=stack.logprobs,
-                    loss_mask=stack.mask,
-                    sequence_lengths=stack.sequence_lengths,
-                    **stack.streams,
-                ),
-            ]
-            for stack in step_stacks
-        ]
+    def _count(self, step_stacks: list[Stack]) -> torch.Tensor:
+        """`COUNTED` over all micro-batches and ranks, in one collective; int64 on the CPU."""
+        counted = []
+        for stack in step_stacks:
+            members = count_members(
+                inference_logprobs=stack.logprobs,
+                loss_mask=stack.mask,
+                sequence_lengths=stack.sequence_lengths,
+                **stack.streams,
+            )
+            counted.append([*members, stack.wanted.sum(), torch.tensor(stack.forward_tokens, device=self.device)])
         counts = torch.stack([torch.stack(row) for row in counted]).sum(0)
         if dist.is_initialized():
             dist.all_reduce(counts)
-        *tokens, sequences = counts.cpu()
-        return torch.stack(tokens), int(sequences)
+        return counts.cpu()
 
     def _backward(
         self, stack: Stack, counts: LossCounts, totals: Metrics, spread: EnvTokens, export: TokenExport | None

@@ -87,11 +87,6 @@ async def test_custom_lists_span_all_samples(make_rollout, play, custom, kind):
     assert {type(a) for a in rollout.advantages} == {float}
 
 
-async def test_custom_scalar_and_list_side_by_side(make_rollout, play, custom):
-    group = await play(custom(lambda group: [2, [1.0] * 4]), [make_rollout(), make_rollout()])
-    assert [rollout.advantages for rollout in group] == [[0.0, 2.0, 2.0, 2.0], [0.0, 1.0, 1.0, 1.0]]
-
-
 def test_credit_off_the_mask_is_ignored(make_rollout):
     rollout = make_rollout(lengths=(3, 3))
     rollout.assign_advantages([float("nan"), 1.0, 2.0, 9.0, 3.0, 4.0])

@@ -163,17 +163,6 @@ async def test_message_rendered_again_trains_once(broken_prefix, play):
     assert sorted(trained) == ["first tool", "second tool", "u1"], "and never on the model's own words"
 
 
-async def test_tool_answer_after_dropped_thinking_trains_once(talk, user, tool, call, play):
-    messages = talk.turn([user("What is at 1?")], "<think>\nhm\n</think>\n\n" + call)
-    messages = talk.turn([*messages, tool("a lamp")], "A lamp.")
-    assert messages[1].reasoning_content == "hm"
-    stripped = [m.model_copy(update={"reasoning_content": None}) if m.role == "assistant" else m for m in messages]
-    talk.turn([*stripped, user("Why?")], "See.")
-    (rollout,) = await play(EchoAlgorithm(), [talk.rollout()])
-    assert [talk.spans(sample) for sample in rollout.samples] == [[(0.1, "a lamp")], []]
-    assert rollout.num_tool_response_tokens == len(talk.encode("a lamp"))
-
-
 async def test_filter_may_leave_a_message_to_a_later_branch(talk, user, tool, call, play):
     shared = [*talk.turn([user("?")], call), tool("lamp")]
     talk.turn(shared, "A")

@@ -38,13 +38,6 @@ async def test_group_of_one_or_of_equals_earns_nothing(make_rollout, credit, rew
     assert all(credit(rollout) == 0.0 and rollout.advantages is not None for rollout in group)
 
 
-async def test_failed_rollouts_are_no_baseline(make_rollout, credit):
-    group = [make_rollout(1.0), make_rollout(0.0), make_rollout(9.0, error="ValueError: no")]
-    await GRPOAlgorithm().finalize_group(group)
-    assert [credit(rollout) for rollout in group[:2]] == [0.5, -0.5]
-    assert group[2].advantages is None and group[2].samples[0].advantages is None
-
-
 def test_cost_counts_sampled_tokens_and_tool_answers(asks_a_tool, talk, call):
     rollout = asks_a_tool(1.0, "it is four", "yes")
     sampled = len(talk.encode(call)) + len("yes") + 2  # one token a byte; each turn ends with <|im_end|>

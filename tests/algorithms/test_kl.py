@@ -12,7 +12,6 @@ from prl.algorithms.max_rl import MaxRLAlgorithm
 from prl.algorithms.reference import KLConfig
 from prl.algorithms.reward import RewardAlgorithm
 from prl.config.model_reference import FrozenModelConfig
-from prl.errors import EngineError
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.packing import pack
 
@@ -79,17 +78,6 @@ async def test_a_frozen_reference_scores_by_prefill(frozen, attached, group, mak
     for sample in shipped(rollouts):
         assert sample.ref_logprobs == big.logprobs(sample.token_ids) and not sample.initial_reference
         assert sample.ref_kl_weights == [0.5 * trains for trains in sample.mask]
-
-
-async def test_a_frozen_reference_that_fails_costs_the_rollout(frozen, attached, make_rollout):
-    algorithm = attached(GRPOAlgorithm(kl=KLConfig(coef=0.5, reference=BIG)))
-    await algorithm.start()
-    frozen[0].failing, frozen[0].error = {0}, EngineError("away")
-    failed, before = make_rollout(), make_rollout(error="ValueError: no")
-    for rollout in (failed, before):
-        await algorithm.finalize_rollout(rollout)
-    assert (failed.error, failed.error_kind) == ("EngineError: away", "reference")
-    assert len(frozen[0].asked) == 1, "who has failed is not scored"
 
 
 async def test_algorithm_that_writes_ref_kl_weights_cannot_have_kl(make_rollout, play):

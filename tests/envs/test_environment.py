@@ -79,7 +79,8 @@ __all__ = ["One"]
 
 
 async def test_a_taskset_with_nothing_but_tools_is_played_here(module, scripted):
-    env = Environment("mine", EnvConfig(taskset=module(TOOLS.format(made="Sums(vf.ToolsetConfig())"))), eval_tasks=0)
+    name = module(TOOLS.format(made="Sums(vf.ToolsetConfig())"))
+    env = Environment("mine", EnvConfig(taskset=name, in_process=True), eval_tasks=0)
     assert isinstance(env.verifiers_env, SingleAgentEnv) and not env.uses_harness
     script = ['<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', "3"]
     async with env.serving():
@@ -163,7 +164,7 @@ __all__ = ["Spoken", "Two"]
 @pytest.mark.parametrize("both", [True, False])
 async def test_each_agent_that_is_trained_is_a_seat(module, scripted, both):
     name = module(CONVERSES.replace("LISTENER_TRAINS", str(both)))
-    env = Environment("mine", EnvConfig(taskset=name), eval_tasks=0)
+    env = Environment("mine", EnvConfig(taskset=name, in_process=True), eval_tasks=0)
     async with env.serving():
         assert env.seats == 1 + both
         rollouts = [rollout async for rollout in env.play(env.tasks[0], 3, scripted(["hi", "ho"]), group_id=0)]
@@ -173,7 +174,7 @@ async def test_each_agent_that_is_trained_is_a_seat(module, scripted, both):
 
 async def test_held_out_tasks_are_played_with_the_settings_they_were_made_with(module, scripted):
     name = module(CONVERSES.replace("LISTENER_TRAINS", "False"))
-    env = Environment("mine", EnvConfig(taskset=name, eval_args={"word": "eval"}), eval_tasks=1)
+    env = Environment("mine", EnvConfig(taskset=name, eval_args={"word": "eval"}, in_process=True), eval_tasks=1)
     async with env.serving():
         for (task,), word, held_out in ((env.tasks, "train", False), (env.eval_tasks, "eval", True)):
             sampler = scripted(["hi", "ho"])

@@ -197,20 +197,6 @@ class Graded(vf.Task):
         return float(trace.last_reply == "2")
 
 
-class Containered(Graded):
-    NEEDS_CONTAINER = True
-
-
-class SetsUp(Graded):
-    async def setup(self, trace, runtime):
-        pass
-
-
-class Finalizes(Graded):
-    async def finalize(self, trace, runtime):
-        pass
-
-
 class ReadsRuntime(vf.Task):
     @vf.reward
     async def tests_pass(self, trace: vf.Trace, runtime) -> float:
@@ -223,14 +209,8 @@ class MayReadRuntime(vf.Task):
         return 1.0
 
 
-class NeedsUser(Graded):
+async def hook(self, trace, runtime):
     pass
-
-
-class CallsTools(Graded):
-    @classmethod
-    def toolsets(cls, config):
-        return ["a tool server"]
 
 
 @pytest.mark.parametrize(
@@ -238,15 +218,15 @@ class CallsTools(Graded):
     [
         (Graded, None),
         (MayReadRuntime, None),
-        (Containered, "need a container"),
-        (SetsUp, "setup hook"),
-        (Finalizes, "finalize hook"),
+        (type("Containered", (Graded,), {"NEEDS_CONTAINER": True}), "need a container"),
+        (type("SetsUp", (Graded,), {"setup": hook}), "setup hook"),
+        (type("Finalizes", (Graded,), {"finalize": hook}), "finalize hook"),
         (ReadsRuntime, "tests_pass reads a runtime"),
-        (CallsTools, "call tools"),
-        (NeedsUser, "no prompt"),
+        (type("CallsTools", (Graded,), {"toolsets": lambda self, config: ["a tool server"]}), "call tools"),
+        (type("NeedsUser", (Graded,), {}), "no prompt"),
     ],
 )
 def test_tasks_that_need_a_harness(task, reason):
-    data = vf.TaskData(prompt=None if task is NeedsUser else "1+1=")
+    data = vf.TaskData(prompt=None if reason == "no prompt" else "1+1=")
     found = reason_for_harness(Taskset(vf.TasksetConfig(id="x")), task(data))
     assert found is None if reason is None else reason in found

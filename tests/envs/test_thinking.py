@@ -73,19 +73,6 @@ async def test_with_thinking_retained_it_is_one_sample(converse, tokenizer, said
     assert texts == [tokenizer.decode(sent[-1][0] + sent[-1][1])]
 
 
-async def test_retained_thinking_stays_for_as_long_as_the_conversation_goes_on(converse):
-    replies = [f"<think>R{i}</think>A{i}<|im_end|>" for i in range(1, 5)]
-    texts, trained, _ = await converse({"thinking_retention": "all"}, replies)
-    assert trained == ["".join(replies)] and all(reply in texts[0] for reply in replies)
-    texts, trained, _ = await converse({}, replies)
-    assert trained == replies, "every turn strips the one before"
-
-
-async def test_thinking_that_never_ended_cannot_be_bridged_and_starts_a_new_sample(converse):
-    _, trained, _ = await converse({"thinking_retention": "all"}, ["<think>R1<|im_end|>", "A2<|im_end|>"])
-    assert trained == ["<think>R1<|im_end|>", "A2<|im_end|>"]
-
-
 async def test_thinking_that_was_cut_off_is_closed_and_goes_on_as_one_sample(converse):
     texts, trained, _ = await converse({"thinking_retention": "all"}, ["<think>R1", "A2<|im_end|>"])
     assert trained == ["<think>R1A2<|im_end|>"] and "<think>R1</think><|im_end|>\n<|im_start|>user\nU2" in texts[0]

@@ -121,29 +121,6 @@ def bodies(rollout, role, tokenizer):
     ]
 
 
-class Slips(vf.Toolset[vf.ToolsetConfig]):
-    TOOL_PREFIX = None
-    IN_PROCESS = True
-
-    @vf.tool
-    async def leave(self, how: str) -> str:
-        """Ends more than itself, or hangs."""
-        if how == "cancel":
-            raise asyncio.CancelledError
-        if how == "exit":
-            raise SystemExit(3)
-        await asyncio.sleep(60)
-        return ""
-
-
-@pytest.mark.parametrize(("how", "end"), [("cancel", "CancelledError escape"), ("exit", "SystemExit escape: 3")])
-async def test_what_a_tool_lets_slip_costs_its_own_episode(play, how, end):
-    (bad, fine), _ = await play(of_one([call("leave", how=how)]), toolsets=(Slips,), n=2)
-    assert (bad.error, bad.error_kind) == (f"RuntimeError: the env's code let {end}", "env")
-    assert len(bad.trace.calls) == 1 and bad.samples == []
-    assert fine.error is None and fine.reward == 1.0
-
-
 # --- token for token --------------------------------------------------------------------------------------------------
 
 
@@ -189,29 +166,6 @@ async def test_several_calls_of_one_reply_are_answered_in_their_order(play, toke
     assert [answer.tool_call_id for answer in answers] == [made.id for made in reply.tool_calls]
     assert len({answer.tool_call_id for answer in answers}) == 4
     assert bodies(rollout, "tool", tokenizer) == [answer.content for answer in answers]
-
-
-@pytest.mark.parametrize(
-    ("said", "answer"),
-    [
-        (call("divide"), "error: there is no tool 'divide'"),
-        (call(a=1), "error: b: Field required"),
-        (call(a="one", b=2), "error: a: Input should be a valid integer, unable to parse string as an integer"),
-        (call(a=0, b=0), "error: nothing to add"),
-        (
-            '<tool_call>\n{"name": "add", "arguments": [1, 2]}\n</tool_call>',
-            "error: the arguments must be a JSON object",
-        ),
-        ('<tool_call>\n{"name": "add", "arguments": "1, 2"}\n</tool_call>', "error: the arguments are not JSON"),
-        ('<tool_call>\n{"name": "\\ud800"}\n</tool_call>', "error: there is no tool '?'"),
-        (block('{"name": "add", "arguments": {"a": ' + "[" * 500 + "]" * 500 + ', "b": 2}}'), "error: "),
-    ],
-)
-async def test_a_call_that_gets_nowhere_is_answered_and_the_conversation_goes_on(play, said, answer):
-    (rollout,), _ = await play([said, "then 3"])
-    assert rollout.error is None and len(rollout.samples) == 1
-    *_, told, last = rollout.trace.messages
-    assert told.content.startswith(answer) and last.content == "then 3"
 
 
 # --- calls that cannot be read ----------------------------------------------------------------------------------------
@@ -400,17 +354,3 @@ async def test_a_tasks_own_tools_are_made_for_the_rollout_and_know_its_task(play
     assert [m.content for m in rollout.trace.messages if m.role == "tool"] == ["2 for 1+2=", "3"]
     told = sampler.tokenizer.decode(prompts(sampler)[0])
     assert '"name": "add"' in told and '"name": "put"' in told
-
-
-async def test_a_hook_that_fails_fails_its_rollout(play):
-    class Broken(Till):
-        async def setup_task(self, task):
-            raise OSError("the drawer is stuck")
-
-    class Opens(Filled):
-        @classmethod
-        def toolsets(cls, config):
-            return [Broken(vf.ToolsetConfig())]
-
-    (rollout,), _ = await play(["done"], task=Opens)
-    assert rollout.error == "OSError: the drawer is stuck" and rollout.error_kind == "env"

@@ -101,7 +101,6 @@ def test_the_model_is_told_of_them_in_openais_format():
     ("name", "arguments", "answer"),
     [
         ("desk_add", {"a": 40, "b": 2}, "42"),
-        ("desk_add", {"a": 1}, "2"),
         ("desk_add", '{"a": 1}', "2"),
         ("desk_pair", {"text": 'é "x"'}, '{"text":"é \\"x\\"","é":null}'),
         ("desk_say", '{"text": "\\ud800!"}', "?!"),
@@ -109,12 +108,7 @@ def test_the_model_is_told_of_them_in_openais_format():
         ("desk_nothing", {}, "null"),
         ("desk_nothing", "", "null"),
         ("desk_add", {"a": "many"}, "error: a: Input should be a valid integer, unable to parse string as an integer"),
-        ("desk_add", {"b": 1}, "error: a: Field required"),
-        ("desk_add", {"a": None}, "error: a: Input should be a valid integer"),
         ("desk_add", "[1]", "error: the arguments must be a JSON object"),
-        ("desk_add", "1", "error: the arguments must be a JSON object"),
-        ("desk_add", '"a"', "error: the arguments must be a JSON object"),
-        ("desk_add", "null", "error: the arguments must be a JSON object"),
         ("desk_add", "a=1", "error: the arguments are not JSON: Expecting value: line 1 column 1 (char 0)"),
         ("desk_fail", {"why": "no reason"}, "error: no reason"),
         ("desk_fail", {}, "error: RuntimeError"),
@@ -153,7 +147,6 @@ class CountedMore(vf.Task[vf.TaskData, MoreThanCount]):
     [
         (vf.Task, [], vf.State),
         (vf.Task, [Desk()], Count),
-        (Counted, [], Count),
         (Counted, [Desk()], Count),
         (CountedMore, [Desk()], MoreThanCount),
         (Counted, [Bare(vf.ToolsetConfig())], Count),
@@ -171,10 +164,3 @@ def test_two_tools_of_one_name_are_refused_unless_a_prefix_tells_them_apart():
     with pytest.raises(ValueError, match="two tools are named 'desk_add'"):
         Tools([Desk()]).joined([Desk()])
     assert len(Tools([Bare(vf.ToolsetConfig()), Named(vf.ToolsetConfig())]).declared) == 2
-
-
-async def test_a_tasks_own_tools_join_those_of_its_taskset():
-    shared = Tools([Desk()])
-    both = shared.joined([Bare(vf.ToolsetConfig())])
-    assert [await ask(both, name, {"a": 1}) for name in ("desk_add", "add")] == ["2", "1"]
-    assert shared.joined([]) is shared and await ask(shared, "add", {"a": 1}) == "error: there is no tool 'add'"

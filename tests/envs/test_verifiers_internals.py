@@ -3,40 +3,21 @@
 import asyncio
 import importlib.metadata
 import inspect
-from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
 from pydantic import SecretStr
-from verifiers.v1 import graph
 from verifiers.v1 import task as verifiers_task
 from verifiers.v1.clients import base as client_base
 from verifiers.v1.clients import resolve_client
 from verifiers.v1.interception import server as interception_server
-from verifiers.v1.mcp import server as tool_server
 from verifiers.v1.utils import decorators
 
 from prl.envs import _verifiers_internals as internals
-from prl.envs.turn import AGENT
 
 
 def test_the_installed_verifiers_is_the_one_this_was_written_for():
     assert importlib.metadata.version("verifiers") == internals.VERSION
-
-
-# --- records ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_node_is_made_by_its_constructor():
-    message = vf.UserMessage(content="?")
-    node = graph.MessageNode.model_construct(message=message, token_ids=[1, 2], timestamp=3.0)
-    assert node == graph.MessageNode(message=message, token_ids=[1, 2], timestamp=3.0)
-    assert "MessageNode.model_construct(" in inspect.getsource(graph)
-
-
-def test_the_build_that_a_trace_names_is_the_one_that_verifiers_would_name():
-    trace = vf.Trace(task=vf.TraceTask(type="Toy", data=vf.TaskData(idx=0, prompt="?")), agent=AGENT)
-    assert trace.verifiers == internals.BUILD
 
 
 # --- graders ----------------------------------------------------------------------------------------------------------
@@ -55,57 +36,6 @@ def test_a_task_is_graded_with_the_contained_one():
     assert verifiers_task.invoke_all is internals._invoke_all
     with pytest.raises(RuntimeError, match="the env's code let SystemExit escape"):
         asyncio.run(verifiers_task.invoke_all([leaves], {}))
-
-
-# --- env and agents ---------------------------------------------------------------------------------------------------
-
-
-class DuoConfig(vf.EnvConfig):
-    one: vf.AgentConfig = vf.AgentConfig(max_turns=2)
-    two: vf.AgentConfig = vf.AgentConfig()
-
-
-class Duo(vf.Env[DuoConfig]):
-    async def setup(self, agents):
-        agents.two.trainable = False
-
-    async def run(self, task, agents):
-        pass
-
-
-async def test_agents_are_made_by_us_and_listed_after_the_envs_setup():
-    made = []
-
-    def make_agent(context, completed, name, spec):
-        made.append((context, completed, name, spec.max_turns))
-        return SimpleNamespace(name=name, trainable=True)
-
-    env = internals.env_with_agents(Duo, taskset := object(), make_agent)
-    assert isinstance(env, Duo) and isinstance(env.config, DuoConfig) and env.taskset is taskset
-    agents = await internals.agents_after_setup(env, "context")
-    assert [(agent.name, agent.trainable) for agent in agents] == [("one", True), ("two", False)]
-    assert made == [("context", [], "one", 2), ("context", [], "two", None)]
-
-
-# --- state of a tool call ---------------------------------------------------------------------------------------------
-
-
-class Count(vf.State):
-    calls: int = 0
-
-
-class Counter(vf.Toolset[vf.ToolsetConfig, Count]):
-    pass
-
-
-def test_a_toolset_reads_the_state_of_the_call_and_no_other():
-    toolset, state = Counter(vf.ToolsetConfig()), Count(calls=7)
-    with internals.call_state(state):
-        assert toolset.state is state
-        with internals.call_state(None):
-            assert toolset.state is not state
-        assert toolset.state is state
-    assert toolset.state is not state and tool_server._call_state.get() is None
 
 
 # --- the client's token -----------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from prl.errors import PrlError
 from prl.filters.base import Filter, apply_filters
 from prl.filters.zero_advantage import ZeroAdvantage
 from prl.rollouts.rollout import Outcome, Stage
@@ -80,11 +79,6 @@ def test_rollouts_that_have_left_are_not_asked(make_rollout, stage):
     rollout.leave(stage, "before")
     apply([rollout], all=Everything(enforce=True), broken=Broken())
     assert rollout.outcome == Outcome(stage, "before") and rollout.matched == {}
-
-
-def test_a_filter_that_fails_is_named(make_rollout):
-    with pytest.raises(PrlError, match=r"^filters\.post_batch\.mine: Broken\.matches failed: ZeroDivisionError: a b"):
-        apply([make_rollout()], mine=Broken())
 
 
 # --- two slots --------------------------------------------------------------------------------------------------------

@@ -50,14 +50,6 @@ def test_default_threshold_follows_the_vocabulary(rollout_of, says, vocab_size, 
     assert made.matches(rollout_of([says(ids=[rare], p=-40.0)]))
 
 
-def test_each_token_is_judged_by_its_own_logprob(rollout_of, says):
-    node = says(-40.0, -0.1)
-    node.token_ids[1:] = [5, 120_000]
-    assert not gibberish().matches(rollout_of([node]))
-    node.token_ids[1:] = [120_000, 5]
-    assert gibberish().matches(rollout_of([node])), "each token has its own logprob"
-
-
 def test_tokens_that_were_not_sampled_are_not_looked_at(rollout_of, says, asks):
     env, node = asks(), says(-40.0)
     env.token_ids = [120_000] * 3

@@ -36,7 +36,7 @@ def batch(lengths=(5, 3, 8), padding=2, seed=0, dtype=torch.float64, **changes):
 
 
 def counts_of(streams):
-    return LossCounts.from_tensor(count_members(**{name: streams[name] for name in STREAMS}))
+    return LossCounts.from_tensor(count_members(**{name: streams[name] for name in (*STREAMS, "sequence_lengths")}))
 
 
 def run(streams, counts=None, **kwargs):
@@ -100,9 +100,9 @@ def test_gradient_by_finite_differences(seed):
 @pytest.mark.parametrize(
     ("i", "streams", "counts"),
     [
-        ([-1.0, -1.0, -1.0], {"loss_mask": [1, 0, 1]}, [2, 0, 0, 0]),
-        ([-1.0, -1.0, -1.0], {"loss_mask": [1, 0, 1], "sequence_lengths": [1]}, [1, 0, 0, 0]),
-        ([-9999.0], {"loss_mask": [1], "ref_kl_weights": [1.0], "ce_weights": [1.0]}, [0, 1, 0, 1]),  # invalid once
+        ([-1.0, -1.0, -1.0], {"loss_mask": [1, 0, 1]}, [2, 0, 0, 0, 1]),
+        ([-1.0, -1.0, -1.0], {"loss_mask": [1, 0, 1], "sequence_lengths": [1]}, [1, 0, 0, 0, 1]),
+        ([-9999.0], {"loss_mask": [1], "ref_kl_weights": [1.0], "ce_weights": [1.0]}, [0, 1, 0, 1, 0]),  # invalid once
         (
             [-1.0, -9999.0, -1.0, math.nan, -1.0, -math.inf, 0.0],
             {
@@ -111,18 +111,20 @@ def test_gradient_by_finite_differences(seed):
                 "ce_weights": [0.0, 0.1, 0.0, 0.1, 0.0, 0.1, 0.0],
                 "ref_kl_weights": [0.5, 0.0, -0.5, 0.0, 0.0, 1.0, 0.0],
             },
-            [1, 3, 2, 2],
+            [1, 3, 2, 2, 1],
         ),
     ],
 )
 def test_counts_by_hand(i, streams, counts):
-    """Tokens are counted, weights are not summed: rl, ce, ref_kl, and what lacks a measured logprob alone."""
-    lengths = streams.get("sequence_lengths")
+    """Tokens are counted, weights are not summed: rl, ce, ref_kl, what lacks a measured logprob alone; sequences."""
+    lengths = streams.get("sequence_lengths", [len(i)])
     tensors = {name: torch.tensor(values) for name, values in streams.items() if name != "sequence_lengths"}
     tensors["loss_mask"] = tensors["loss_mask"].bool()
     found = count_members(inference_logprobs=torch.tensor(i), sequence_lengths=lengths, **tensors)
     assert found.tolist() == counts and found.dtype == torch.int64
-    assert LossCounts.from_tensor(found, 0) == LossCounts(*(max(1, count) for count in counts[:3]), counts[3], 1)
+    assert LossCounts.from_tensor(found) == LossCounts(
+        *(max(1, count) for count in counts[:3]), counts[3], max(1, counts[4])
+    )
 
 
 def test_padding_never_enters_even_when_its_streams_are_not_zero():
@@ -131,8 +133,7 @@ def test_padding_never_enters_even_when_its_streams_are_not_zero():
         dirty[name][-3:] = 1.0
     dirty["loss_mask"][-3:] = True
     counts = counts_of(clean)
-    with_lengths = count_members(**{k: dirty[k] for k in STREAMS}, sequence_lengths=dirty["sequence_lengths"])
-    assert LossCounts.from_tensor(with_lengths) == counts
+    assert counts_of(dirty) == counts
     loss, grad, metrics = run(dirty, counts)
     assert loss == run(clean, counts)[0] and metrics == run(clean, counts)[2]
     assert torch.equal(grad[:-3], run(clean, counts)[1]) and not grad[-3:].any()
@@ -150,7 +151,8 @@ def test_packed_is_the_sum_of_its_samples():
     """Loss, gradient, counts and metrics: however the step is cut into micro-batches, the totals are the same."""
     s = batch(padding=0)
     parts = [cut(s, 0, 5, [5]), cut(s, 5, 16, [3, 8])]
-    local = torch.stack([count_members(**{k: p[k] for k in STREAMS}) for p in parts]).sum(0)
+    read = [{k: p[k] for k in (*STREAMS, "sequence_lengths")} for p in parts]
+    local = sum(count_members(**part) for part in read)
     counts = LossCounts.from_tensor(local)
     assert counts == counts_of(s)
     loss, grad, metrics = run(s, counts)

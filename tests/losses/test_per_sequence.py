@@ -59,15 +59,3 @@ def test_together_is_the_sum_of_each_alone(losses):
     for name, pair in together[2].items():
         parts = [part[2].get(name, (0.0, 0)) for part in alone]
         assert pair == (pytest.approx(sum(a for a, _ in parts)), sum(b for _, b in parts)), name
-
-
-def test_a_loss_sees_its_own_sequences_only():
-    seen = []
-
-    def spy(inputs):
-        seen.append(inputs.trainer_logprobs.tolist())
-        return squared(inputs)
-
-    assert run([spy, CLIPPED])[2]["mine"] == (2.0, 1)
-    assert seen == [[math.log(0.5)] * 2]
-    assert run([squared, spy], mask=(True, True, False, False))[2]["mine"] == (2.0, 1) and len(seen) == 1

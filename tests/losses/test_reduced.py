@@ -14,7 +14,6 @@ from prl.losses import (
     aipo_loss,
     compute_loss,
     count_members,
-    count_sequences,
     default_loss,
     gspo_loss,
 )
@@ -46,8 +45,7 @@ def count(rows):
     """(N, S) of some rows, as the trainer counts them."""
     keys = ("inference_logprobs", "loss_mask", "rl_weights", "sequence_lengths")
     read = [{key: row[key] for key in keys} for row in rows]
-    members = sum(count_members(**row) for row in read)
-    return LossCounts.from_tensor(members, int(sum(count_sequences(**row) for row in read)))
+    return LossCounts.from_tensor(sum(count_members(**row) for row in read))
 
 
 def run(row, rl_loss, counts):

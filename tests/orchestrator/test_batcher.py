@@ -37,14 +37,6 @@ def test_batch_is_the_oldest_groups_in_order(make_group):
     assert not batcher.full()
 
 
-def test_groups_are_never_split(make_group):
-    batcher = Batcher(4, None)
-    batcher.add(make_group(1, size=3, failed=1))
-    assert batcher.rollouts == 2 and not batcher.full()
-    batcher.add(make_group(2, size=3))
-    assert [group.id for group in batcher.cut(-1)] == [1, 2]
-
-
 def test_batch_takes_what_is_too_old_for_the_next(make_group):
     batcher = Batcher(2, None)
     for number, version in ((1, 3), (2, 3), (3, 4)):
@@ -137,7 +129,7 @@ def test_batch_that_trains_a_tenth_or_less_warns(make_group, caplog, size, warns
 def mixing(make_group):
     """`mixing(size, weights, arrived, …)`: a batcher in which groups of envs wait, one for each letter."""
 
-    def make(size, weights, arrived, *, group=2, tokens=None, versions=None, ended="", **how):
+    def make(size, weights, arrived, *, tokens=None, versions=None, ended=""):
         envs = {
             name: SimpleNamespace(
                 name=name, ended=name in ended, environment=SimpleNamespace(config=SimpleNamespace(weight=weight))
@@ -147,7 +139,7 @@ def mixing(make_group):
         batcher = Batcher(*((None, size) if tokens else (size, None)), list(envs.values()))
         for number, name in enumerate(arrived):
             version = versions[number] if versions else 0
-            batcher.add(make_group(number, size=group, env=envs[name], tokens=tokens or 4, version=version, **how))
+            batcher.add(make_group(number, size=2, env=envs[name], tokens=tokens or 4, version=version))
         return batcher
 
     return make
@@ -220,11 +212,6 @@ def test_a_token_batch_counts_tokens(mixing):
     batcher = mixing(100, ONE_ONE, "aaaaaaaaaabbb", tokens=5)
     assert batcher.waits_for({"b"}, -1) == {"b"} and cut_of(batcher) == "aaaaaaabbb"
     assert cut_of(mixing(100, ONE_ONE, "aaaaaaaaaabbbb", tokens=5)) == "aaaaaabbbb"
-
-
-def test_rollouts_that_failed_take_nothing_of_the_share(mixing):
-    """Groups of 3 of which 2 are left: 6 of them are 12 rollouts, of 13 that an env may have."""
-    assert cut_of(mixing(20, ONE_ONE, "aaaaaaaaaabbbb", group=3, failed=1)) == "aaaaaabbbb"
 
 
 def test_ended_env_leaves_its_share_to_others(mixing):

@@ -243,14 +243,3 @@ def test_failures_while_a_model_is_away_do_not_count(failures):
     arrive(3, 500, excused=True)
     arrive(LEAST, 0)
     arrive.intake.check(1, 1)
-
-
-def test_first_failure_of_each_kind_is_logged(failures, caplog):
-    arrive = failures()
-    for _ in range(3):
-        arrive(1, 2, error=EngineError("gone", 503))
-    arrive(0, 1, error=TimeoutError("late"))
-    assert [record.getMessage().partition("(")[2] for record in caplog.records] == [
-        "engine; the first of its kind): EngineError: gone",
-        "timeout; the first of its kind): TimeoutError: late",
-    ]

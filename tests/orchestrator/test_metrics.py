@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prl.filters.base import Filter
 from prl.monitors.metric_names import QUANTILES
 from prl.orchestrator.batcher import trains
-from prl.orchestrator.metrics import line_of_step, mean, metrics_of_batch, metrics_of_filters, quantiles, why_untrained
+from prl.orchestrator.metrics import line_of_step, mean, metrics_of_batch, metrics_of_filters, quantiles
 from prl.rollouts.messages import CallVersions
 from prl.rollouts.rollout import Stage
 
@@ -180,15 +180,6 @@ def test_rollout_trains_if_a_token_feeds_a_component(make_sample, streams, expec
 def test_tokens_beyond_seq_len_train_nothing(make_sample, stream):
     rollout = SimpleNamespace(samples=[make_sample(**{"rl_weights": [0.0] * 4, stream: [0.0, 0.0, 0.0, 0.5]})])
     assert [trains(rollout, seq_len) for seq_len in (2, 3, 4, 9)] == [False, False, True, True]
-
-
-def test_reasons_are_named_by_frequency(make_rollout):
-    rollouts = [make_rollout() for _ in range(6)]
-    for number, rollout in enumerate(rollouts):
-        drop(rollout, "pre_batch", "gibberish") if number < 2 else drop(rollout, "post_batch", "zero")
-    trained = end([make_rollout()], Stage.TRAINED)
-    failed = make_rollout(error="EngineError: gone")
-    assert why_untrained([*rollouts, *trained, failed]) == "filter zero: 4, filter gibberish: 2, EngineError: gone: 1"
 
 
 def test_line_of_a_step_by_hand(caplog):

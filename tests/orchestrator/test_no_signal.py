@@ -21,11 +21,3 @@ def test_rewards_and_a_reply_in_one_harmless_line(replying):
     message = what_to_look_at([late, replying(0.0, reply), replying(0, "4")])
     assert message.startswith("Every reward is 0; a length limit cut off 0 of 2 replies.")
     assert message.endswith(r"with reward 0: I\x1b[31m think that \u202e2+2=4") and "\n" not in message
-
-
-def test_long_and_empty_replies_are_cut_and_named(replying):
-    message = what_to_look_at([replying(0.25, "word " * 200), replying(1.0, "")])
-    assert message.startswith("Rewards are from 0.25 to 1; a length limit cut off 1 of 2 replies.")
-    assert message.endswith(" …") and len(message.split("reward 0.25: ")[1]) < 410
-    assert what_to_look_at([replying(1.0, "  ")]).endswith("with reward 1: an empty one")
-    assert what_to_look_at([replying(0.0, "x", error="no")]) == "Every rollout failed"

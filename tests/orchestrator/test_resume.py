@@ -100,8 +100,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("seed", "options"), enumerate(OPTIONS), ids=str)
 async def test_tasks_come_in_the_same_order_after_any_crash(start, make_env, tmp_path, monkeypatch, options, seed):
     monkeypatch.setattr("prl.orchestrator.checkpoints.POLL_S", 0.001)  # a step takes milliseconds here
 

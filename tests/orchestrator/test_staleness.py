@@ -238,7 +238,7 @@ def check(run):
     assert run.total("off_policy/dropped") + run.total("rollouts/surplus") == cancelled + left
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(12))
 def test_invariants_hold_in_any_run(run, seed):
     draw = random.Random(seed)
     k = draw.randrange(4)

@@ -68,14 +68,6 @@ def test_a_rollout_leaves_once(rollout, stage):
     assert rollout.outcome == Outcome(stage, "first", "me") and not rollout.trace.errors
 
 
-def test_an_error_is_text_that_a_file_takes(rollout):
-    rollout.fail(KeyError("half a pair: \ud83d, a whole one: \U0001f600"))
-    assert rollout.error == "KeyError: 'half a pair: \\ud83d, a whole one: \U0001f600'", "repr spells it out"
-    other = Rollout(rollout.trace, env_name="toy", group_id=0, start_version=4, temperature=0.7)
-    other.fail(ValueError("half a pair: \ud83d, a whole one: \U0001f600"))
-    assert other.error == "ValueError: half a pair: ?, a whole one: \U0001f600"
-
-
 def test_advantages_are_those_of_the_mask_over_all_samples(rollout):
     rollout.samples = rollout.samples * 2
     mask = rollout.samples[0].mask * 2

@@ -69,7 +69,7 @@ def gradient_of(model, samples, logprobs, entropy, rl_loss) -> dict[str, torch.T
     loss, _ = compute_loss(
         trainer_logprobs=logprobs,
         sequence_lengths=stack.sequence_lengths,
-        counts=LossCounts.from_tensor(count_members(sequence_lengths=None, **inputs)),
+        counts=LossCounts.from_tensor(count_members(sequence_lengths=stack.sequence_lengths, **inputs)),
         rl_loss=[rl_loss] * len(samples),
         entropy=entropy,
         **inputs,

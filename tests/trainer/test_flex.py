@@ -11,7 +11,6 @@ import resource
 import numpy as np
 import pytest
 import rounding
-import sharded
 import torch
 from architectures import write_model
 from largest_tensor import LargestTensor
@@ -22,13 +21,11 @@ from trees import (
     alone,
     as_trees,
     branched,
-    check_windowed,
     feed,
     forked,
     gradient_of,
     pairs,
     plain_model,
-    windowed,
 )
 
 from prl.losses import default_loss
@@ -38,7 +35,7 @@ from prl.rollouts.packing import pack
 from prl.trainer.model import load_model
 from prl.trainer.trainer import Trainer
 from prl.trainer.tree import flex
-from prl.trainer.tree.attention import TokenTree, without
+from prl.trainer.tree.attention import Scores, TokenTree, without
 from prl.trainer.tree.blocks import BlockTree
 from prl.trainer.tree.flex import BLOCK, LEAST, FlexTree, LongSequences, row_on_gpu
 from prl.trainer.tree.tree import row_tree, tree_stacks
@@ -52,8 +49,8 @@ def listed(numbers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("tokens, longest", [(1, 2), (128, 9), (129, 300), (700, 400), (1000, 60), (1500, 3)])
-@pytest.mark.parametrize("window", [None, 1, 5, 200])
+@pytest.mark.parametrize("tokens, longest", [(1, 2), (128, 9), (129, 300), (700, 400), (900, 3)])
+@pytest.mark.parametrize("window", [None, 1, 200])
 def test_a_token_sees_its_path_alone(tokens, longest, window):
     depths, starts, paths = branched(random.Random(tokens + longest), tokens, longest)
     mask, expected = FlexTree.of_row(depths, starts, CPU).mask(window), pairs(paths, window)
@@ -90,9 +87,9 @@ def group(prompt: int, completion: int, count: int) -> tuple[np.ndarray, list[in
     return depths, [0, *range(prompt, len(depths), completion)]
 
 
-@pytest.mark.parametrize("tokens", [16_384, 65_536])
-def test_no_tensor_is_as_large_as_tokens_times_tokens(tokens):
+def test_no_tensor_is_as_large_as_tokens_times_tokens():
     """A tree of one prompt with eight completions: as many elements as tokens, or as pairs of blocks and one more."""
+    tokens = 16_384
     depths, starts = group(tokens // 8, tokens // 64 * 7, 8)
     assert len(depths) == tokens
     with LargestTensor() as largest:
@@ -105,31 +102,28 @@ def test_no_tensor_is_as_large_as_tokens_times_tokens(tokens):
     assert mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum() < blocks * (own + tokens / 8 / BLOCK)
 
 
-@pytest.mark.parametrize(
-    "share, dtype, far", [(True, torch.float64, 1e-12), (True, torch.float32, 1e-5), (False, torch.float32, 1e-5)]
-)
-def test_logprobs_and_gradients_are_those_of_each_sequence_alone(graphs, share, dtype, far):
+def test_logprobs_and_gradients_are_those_of_each_sequence_alone(graphs):
     """Traces that fork on three levels; fewer key heads than query heads. Rows of a block, and of several."""
     samples = forked(random.Random(1)) + long_ones(random.Random(3))
     feed(samples, "all", random.Random(2))
     rl_loss = functools.partial(default_loss, entropy_coef=0.1)
-    plain, model = plain_model().to(dtype), load_model(model_path("tiny"), device=CPU).to(dtype)
+    plain, model = plain_model().double(), load_model(model_path("tiny"), device=CPU).double()
     assert model.config.num_key_value_heads < model.config.num_attention_heads
-    expected, found = alone(plain, samples), as_trees(model, samples, 2000, share=share)
+    expected, found = alone(plain, samples), as_trees(model, samples, 2000)
     used = found[0] != 0
-    assert used.sum() >= 400 and graphs
+    assert used.sum() >= 200 and graphs
     for one, other in zip(found, expected, strict=True):
-        assert one.dtype == dtype and (one - other)[used].abs().max() <= 4 * far
+        assert one.dtype == torch.float64 and (one - other)[used].abs().max() <= 4e-12
     gradient = gradient_of(plain, samples, *expected, rl_loss)
     for name, ours in gradient_of(model, samples, *found, rl_loss).items():
-        assert (ours - gradient[name]).norm() <= max(far, 2e-6) * gradient[name].norm(), name
+        assert (ours - gradient[name]).norm() <= 2e-6 * gradient[name].norm(), name
         assert gradient[name].norm() > 0
 
 
 def long_ones(rng: random.Random) -> list[TrainingSample]:
-    """Three completions of a prompt that is longer than a block."""
+    """Two completions of a prompt that is longer than a block."""
     prompt = [rng.randrange(48, 58) for _ in range(BLOCK + 20)]
-    return [long_one(rng, prompt, size) for size in (BLOCK + 7, 200, 90)]
+    return [long_one(rng, prompt, size) for size in (BLOCK + 7, 40)]
 
 
 def long_one(rng: random.Random, prompt: list[int], size: int) -> TrainingSample:
@@ -147,10 +141,7 @@ def long_one(rng: random.Random, prompt: list[int], size: int) -> TrainingSample
     )
 
 
-def test_layers_with_a_window_see_the_end_of_paths(graphs, tmp_path):
-    check_windowed(windowed(tmp_path))
-
-
+@pytest.mark.slow
 def test_gpt_oss_has_the_logprobs_of_sequences_alone(graphs, monkeypatch, tmp_path):
     """Those of transformers' own attention and its loop over experts; windows are shorter than the sequences."""
     monkeypatch.setattr("prl.trainer.tree.tree.row_tree", FlexTree.of_row)
@@ -169,6 +160,7 @@ def test_gpt_oss_has_the_logprobs_of_sequences_alone(graphs, monkeypatch, tmp_pa
     assert sum(gradient.norm() > 0 for name, gradient in gradients[1].items() if name.endswith(".sinks")) == 2
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_in_bfloat16_it_is_as_near_as_on_a_cpu(graphs, a_rank, tiny, monkeypatch):
     """To logprobs in float32, of every sequence alone; over float32 weights, as on a GPU."""
@@ -180,37 +172,18 @@ def test_in_bfloat16_it_is_as_near_as_on_a_cpu(graphs, a_rank, tiny, monkeypatch
         monkeypatch.setattr("prl.trainer.tree.tree.row_tree", tree.of_row)
         found, _ = as_trees(model, samples, 2000)
         gaps.append((found - expected).abs()[found != 0])
-    assert graphs and len(gaps[0]) == len(gaps[1]) > 400
+    assert graphs and len(gaps[0]) == len(gaps[1]) > 200
     assert 1e-3 < gaps[0].mean() < 1.1 * gaps[1].mean() < 0.1
     assert gaps[0].max() < 1.5 * gaps[1].max()
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [{"share_prefixes": False}, {"gradient_checkpointing": "selective", "tied": True}],
-    ids=["documents", "trees, computed again"],
-)
-def test_steps_are_those_of_the_cpu(graphs, knobs, monkeypatch):
-    """Every loss and component, references and metrics, float64."""
-    trainer = sharded.make_trainer(**knobs)
-    trainer.layout = functools.partial(tree_stacks, share=trainer.config.share_prefixes)  # as on a GPU
-    found = sharded.train(trainer, (1, 2))
-    assert graphs
-    monkeypatch.undo()
-    expected = sharded.train(sharded.make_trainer(**knobs), (1, 2))
-    for one, other in zip(found, expected, strict=True):
-        assert set(one) == set(other)
-        for name, value in other.items():
-            if name != "tokens/forward":
-                assert one[name] == pytest.approx(value, rel=1e-9, abs=1e-11), name
-
-
+@pytest.mark.slow
 def test_rows_of_all_lengths_and_windows_share_a_kernel(graphs):
     """One with gradients and one without: one for each length would soon be at torch's limit of eight."""
     torch._dynamo.reset()
     for number, grad in enumerate((True, False), 1):
         with torch.set_grad_enabled(grad):
-            for tokens in (1, 2, 40, 128, 129, 300, 1000):
+            for tokens in (1, 2, 128, 129, 300):
                 for window in (None, 5):
                     run(FlexTree, tokens, window, grad=grad)
         assert len(torch._dynamo.eval_frame._debug_get_cache_entry_list(flex_attention.__code__)) == number
@@ -225,9 +198,10 @@ def run(
     generator = torch.Generator().manual_seed(tokens)
     inputs = [torch.randn(1, tokens, heads, 16, generator=generator, requires_grad=grad) for heads in (8, 4, 4)]
     query, key, value = (each.transpose(1, 2) for each in inputs)  # as a model has them
-    return tree.attend(query, key, value, window=window, scale=scale)
+    return tree.attend(query, key, value, Scores(window, scale))
 
 
+@pytest.mark.slow
 def test_compiled_layers_leave_the_attention_its_kernel(graphs):
     """Attention is kept out of a compiled layer, and compiled all the same."""
     apart = torch.compiler.disable(run)
@@ -248,7 +222,7 @@ def test_long_sequences_that_share_nothing_attend_alone(graphs, monkeypatch):
     torch.manual_seed(0)
     inputs = [torch.randn(1, heads, 75, 16, requires_grad=True) for heads in (8, 4, 4)]
     for window in (None, 5):
-        outs = [tree.attend(*inputs, window=window, scale=0.3) for tree in (row, expected)]
+        outs = [tree.attend(*inputs, Scores(window, 0.3)) for tree in (row, expected)]
         torch.testing.assert_close(*outs)
         weights = torch.randn_like(outs[0])
         gradients = [torch.autograd.grad((out * weights).sum(), inputs) for out in outs]
@@ -258,6 +232,7 @@ def test_long_sequences_that_share_nothing_attend_alone(graphs, monkeypatch):
     assert isinstance(row_on_gpu(branch, [0, 40], CPU), FlexTree)
 
 
+@pytest.mark.slow
 def test_the_kernel_skips_what_is_masked():
     """The one that a CPU has, for the forward: a row of 16,384 tokens without the 4 GiB of its scores."""
     torch._dynamo.reset()
@@ -268,13 +243,13 @@ def test_the_kernel_skips_what_is_masked():
         tree = FlexTree.of_row(depths, starts, CPU)
         query, key, value = (torch.randn(1, heads, len(depths), 16) for heads in (4, 2, 2))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        how = {"window": None, "scale": 0.3}  # as above: another scale is another kernel to compile
-        found = tree.attend(query, key, value, **how)
+        scores = Scores(scale=0.3)  # as above: another scale is another kernel to compile
+        found = tree.attend(query, key, value, scores)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024
-        expected = BlockTree.of_row(depths, starts, CPU).attend(query, key, value, **how)
+        expected = BlockTree.of_row(depths, starts, CPU).attend(query, key, value, scores)
         torch.testing.assert_close(found, expected)
         tree.mask(None).full_kv_num_blocks.zero_()  # and it goes by the lists of blocks
-        fewer = tree.attend(query, key, value, **how)
+        fewer = tree.attend(query, key, value, scores)
     assert (fewer - expected).abs().max() > 0.01
     torch._dynamo.reset()
 

@@ -110,7 +110,7 @@ def test_check_layout_allows_rounding_of_a_mixture_of_experts(tmp_path, monkeypa
 def test_check_layout_refuses_nan(tiny, monkeypatch):
     with torch.no_grad():
         tiny.base_model.norm.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match="packed"):
+    with pytest.raises(ValueError, match="logprobs are not finite, as where weights are NaN"):
         check_layout(tiny, stacks)
 
 
@@ -142,22 +142,10 @@ def damaged(tmp_path):
     return make
 
 
-def with_nan(tensors):
-    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
-        tensors[name].view(-1)[-1] = float("nan")
-
-
-def with_further_layer(tensors):
-    for name in [name for name in tensors if name.startswith("model.layers.3.")]:
-        tensors[name.replace("layers.3.", "layers.4.")] = tensors[name].clone()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_nan, r"not finite \(NaN or infinite\), in model\.layers\.1\.mlp\.up_proj\.weight and 1 more"),
         (lambda tensors: tensors.pop("model.norm.weight"), r"has no weights for model\.norm\.weight$"),
-        (with_further_layer, r"model\.layers\.4, a layer beyond"),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}),
             r"model\.norm\.weight has shape \[3\] in its weights and \[128\] by its config",
@@ -167,13 +155,3 @@ def with_further_layer(tensors):
 def test_weights_that_do_not_fit_are_refused(damaged, change, message):
     with pytest.raises(ValueError, match=message):
         load_model(damaged(change), device=torch.device("cpu"))
-
-
-def test_a_layer_of_another_kind_may_be_left_out(damaged):
-    """As one that predicts a second token."""
-
-    def add(tensors):
-        with_further_layer(tensors)
-        tensors["model.layers.4.eh_proj.weight"] = torch.zeros(2, 2)
-
-    load_model(damaged(add), device=torch.device("cpu"))

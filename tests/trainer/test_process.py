@@ -49,21 +49,6 @@ def transport(tmp_path):
     return FileTransport(tmp_path)
 
 
-@pytest.fixture
-def refused(config, tmp_path, monkeypatch, capsys):
-    """`refused()`: what the trainer, run in this process, prints as it ends with status 1."""
-
-    def run():
-        monkeypatch.setenv("PRL_CONFIG", json.dumps(config))
-        monkeypatch.setattr(sys, "argv", ["prl.trainer", str(tmp_path)])
-        with pytest.raises(SystemExit) as end:
-            worker.main()
-        assert end.value.code == 1
-        return capsys.readouterr().err
-
-    return run
-
-
 def test_one_rank_on_a_gpu_shards_as_several_do(config, tmp_path, monkeypatch):
     """So that it runs in bfloat16 as they do; on a CPU a rank alone has the model to itself."""
     met = []
@@ -207,12 +192,6 @@ def test_an_early_end_leaves_a_checkpoint_of_its_step(
     if not last:
         saved = load_file(part_path(tmp_path, 0) / "model.safetensors")
         assert all(torch.equal(saved[name], parameter) for name, parameter in tiny.named_parameters())
-
-
-def test_an_unknown_loss_ends_the_process_in_one_line(refused, make_sample, transport):
-    rows, _ = pack([make_sample(20, 4, loss="math")], 64, 1)
-    transport.send_batch(StepBatch(1, rows[0], 0), 0)
-    assert "trainer: env 'test': a sample names the rl loss 'math'" in refused()
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 import pytest
 
-from prl.config.build import build
-from prl.errors import ConfigError
-from prl.trainer.schedule import Constant, Cosine, Linear, Schedule
+from prl.trainer.schedule import Constant, Cosine, Linear
 
 
 @pytest.mark.parametrize(
@@ -23,17 +21,3 @@ from prl.trainer.schedule import Constant, Cosine, Linear, Schedule
 def test_factors_by_hand(schedule, expected):
     steps = range(1, len(expected) + 1)
     assert [schedule.factor(step, len(expected)) for step in steps] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("fields", "key"),
-    [
-        ({"warmup_steps": -1}, "warmup_steps"),
-        ({"decay_fraction": 1.5}, "decay_fraction"),
-        ({"min_ratio": -0.1}, "min_ratio"),
-        ({"warmup": 3}, "warmup"),
-    ],
-)
-def test_a_schedule_that_cannot_be_is_refused(fields, key):
-    with pytest.raises(ConfigError, match=rf"^schedule\.{key}\b"):
-        build({"_target_": "prl.trainer.schedule.Linear"} | fields, Schedule, "schedule")

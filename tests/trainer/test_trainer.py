@@ -205,15 +205,6 @@ def test_the_reference_stays_the_initial_model(request, tiny, make_sample, tmp_p
     assert all(parameter.grad is None for parameter in trainer.reference.parameters())
 
 
-def test_metric_names(tiny, samples):
-    """Beside those that the formula above has."""
-    found = make_trainer(tiny).train_step(batch_of(samples, truncated=3))
-    assert {"grad_norm", "lr", "is_masked", "unmasked_mismatch_kl", "nll", "ref_kl"} <= found.keys()
-    assert not {"mismatch_kl", "logprob_gap"} & found.keys()
-    assert found["samples/truncated"] == 3.0 and found["tokens/invalid_logprobs"] == 0.0
-    assert all(type(value) is float and math.isfinite(value) for value in found.values())
-
-
 @pytest.mark.parametrize("what", ["dummy", "masked", "zero weights"])
 def test_nothing_to_train_is_a_no_op(tiny, make_sample, what):
     if what == "dummy":
@@ -323,16 +314,6 @@ def test_samples_that_need_what_is_missing_are_refused(tiny, make_sample, fields
     with pytest.raises(ValueError, match=message):
         make_trainer(tiny).train_step(batch_of([make_sample(12, 3), make_sample(12, 3, **fields)]))
     assert all(torch.equal(value, before[name]) for name, value in tiny.state_dict().items())
-
-
-def test_a_subclass_takes_a_knob_of_its_own(tiny):
-    class Mine(Trainer):
-        def __init__(self, *, patience=3, **knobs):
-            super().__init__(**knobs)
-            self.patience = patience
-
-    trainer = Mine(model=tiny, rl_losses={}, max_steps=1, patience=5, seq_len=64)
-    assert trainer.patience == 5 and trainer.config.seq_len == 64
 
 
 @pytest.mark.slow

@@ -22,9 +22,15 @@ from prl.trainer.tree.blocks import BLOCK, CALL, GATHER, MOST, BlockTree, block_
 from prl.trainer.tree.tree import count_shared, cut, tree_stacks
 
 
-@pytest.mark.parametrize("dtype, far", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
-@pytest.mark.parametrize("budget", [20, 10_000])
-@pytest.mark.parametrize("component", ["rl", "ref_kl", "all"])
+@pytest.mark.parametrize(
+    ("component", "budget", "dtype", "far"),
+    [
+        ("rl", 10_000, torch.float64, 1e-12),
+        ("ref_kl", 20, torch.float64, 1e-12),
+        ("all", 10_000, torch.float64, 1e-12),
+        ("all", 20, torch.float32, 1e-5),
+    ],
+)
 def test_logprobs_and_gradients_are_those_of_each_sequence_alone(component, budget, dtype, far):
     """In float64 too the norms of transformers are float32, as their gradients."""
     samples = forked(random.Random(1))
@@ -66,7 +72,7 @@ def seen(tree: BlockTree, size: int, window: int | None = None) -> list[list[int
     return [found[place] for place in tree.order.tolist()]
 
 
-@pytest.mark.parametrize("tokens, longest", [(1, 2), (40, 4), (300, 6), (300, 120), (900, 500), (2000, 3)])
+@pytest.mark.parametrize("tokens, longest", [(1, 2), (40, 4), (300, 6), (300, 120), (900, 500), (900, 3)])
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_token_attends_to_its_path_and_nothing_else(tokens, longest, window):
     depths, starts, paths = branched(random.Random(tokens + longest), tokens, longest)

@@ -62,18 +62,19 @@ class GuessConfig(SplitConfig):
 
 
 class GuessTaskset(vf.Taskset[GuessTask, GuessConfig]):
-    """Every range from 1 to n with every secret in it, in random order."""
+    """Ranges from 1 to n with each secret in them, drawn without replacement."""
 
     IN_PROCESS = True
 
     def load(self) -> Iterator[GuessTask]:
         config = self.config
-        first, end = _before(config.min_size), _before(config.max_size + 1)
-        numbers = (first + index for index in _shuffled(end - first, random.Random(config.seed)))
-        return (GuessTask(data, config.task) for data in config.chosen(map(self._pair, numbers), config.num_tasks))
+        size = _before(config.max_size + 1) - _before(config.min_size)
+        drawn = config.drawn(self._pair, size, config.num_tasks, random.Random(config.seed))
+        return (GuessTask(data, config.task) for data in drawn)
 
     def _pair(self, number: int) -> GuessData:
-        """Return range and secret at position `number` of (1, 1), (2, 1), (2, 2), (3, 1), ..."""
+        """Return range and secret at position `number` of those from `min_size` on: (8, 1), (8, 2), ..., (9, 1), ..."""
+        number += _before(self.config.min_size)
         n = (math.isqrt(8 * number + 1) + 1) // 2
         secret = number - _before(n) + 1
         guesses = n.bit_length() + self.config.slack
@@ -83,16 +84,6 @@ class GuessTaskset(vf.Taskset[GuessTask, GuessConfig]):
 def _before(n: int) -> int:
     """Return how many pairs have a range smaller than `n`: 0 + 1 + ... + (n - 1)."""
     return n * (n - 1) // 2
-
-
-def _shuffled(size: int, rng: random.Random) -> Iterator[int]:
-    """Yield 0 to `size` - 1 in random order, by a lazy Fisher-Yates shuffle: there may be too many to hold."""
-    moved: dict[int, int] = {}  # positions of the virtual list that hold another number than their own
-    for place in range(size):
-        chosen = rng.randrange(place, size)
-        number = moved.get(chosen, chosen)
-        moved[chosen] = moved.pop(place, place)
-        yield number
 
 
 class GuessEnvConfig(vf.EnvConfig):

@@ -89,6 +89,10 @@ class JsonlConfig(vf.TasksetConfig):
         grader_of(value)
         return value
 
+    def graded_answer(self, answer: str) -> str:
+        """Return what of a row's answer replies are graded against."""
+        return answer
+
 
 class JsonlTask(AnswerTask[JsonlData]):
     """A hash of the row is its identity."""
@@ -161,7 +165,8 @@ def task_of(config: JsonlConfig, row: Any, place: str) -> JsonlData:
     value = functools.partial(_value, row, place)
     prompt = value(config.prompt_key, str, list)
     answer = value(config.answer_key, str, int, float)
-    if (fault := fault_of(str(answer), config.grader)) is not None:
+    graded = config.graded_answer(str(answer))
+    if (fault := fault_of(graded, config.grader)) is not None:
         raise ValueError(f"{place}: key {config.answer_key!r} {fault}, got {answer!r:.80}")
     demonstration = value(config.demonstration_key, str, list) if config.demonstration_key else None
     if isinstance(prompt, str) and CHAT.match(prompt):  # a column of a CSV file has texts alone
@@ -174,7 +179,7 @@ def task_of(config: JsonlConfig, row: Any, place: str) -> JsonlData:
             id=_digest([prompt, answer, demonstration]),
             prompt=prompt if isinstance(prompt, str) else [as_verifiers(message) for message in prompt],
             system_prompt=config.system,
-            answer=str(answer),
+            answer=graded,
             demonstration=demonstration,
         )
     except (AttributeError, TypeError, ValueError) as error:

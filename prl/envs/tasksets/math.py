@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import verifiers.v1 as vf
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from prl.envs.tasksets.base import AnswerTask, SplitConfig
 from prl.envs.tasksets.integer import grade
@@ -57,13 +57,6 @@ class MathConfig(SplitConfig):
     """Operands are integers from 0 to this."""
     operations: tuple[Operation, ...] = Field(("+", "-"), min_length=1)
     """Operators, drawn with equal chance."""
-
-    @field_validator("operations")
-    @classmethod
-    def _distinct(cls, operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
-        if len(set(operations)) < len(operations):
-            raise ValueError(f"operations repeats an entry: {operations}")
-        return operations
 
 
 class MathTaskset(vf.Taskset[MathTask, MathConfig]):

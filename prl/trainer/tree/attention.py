@@ -14,6 +14,7 @@ scores.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,29 +31,30 @@ KEY = "trainer.share_prefixes"
 """The config key that does without it, on a CPU."""
 
 
+@dataclass(frozen=True)
+class Scores:
+    """How a layer weighs the tokens on a path."""
+
+    window: int | None = None
+    """Tokens of its path that each attends to, itself among them; None = all."""
+    scale: float | None = None
+    """Of the scores; None = 1 / sqrt(size)."""
+    sinks: Tensor | None = None
+    """`[heads]`; None = the layer has none."""
+
+
 class TokenTree(ABC):
     """How the tokens of one row attend."""
 
     @abstractmethod
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        window: int | None,
-        scale: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attention of one layer, `[1, tokens, heads, size]`.
 
         Args:
             query: `[1, heads, tokens, size]`.
             key: `[1, key heads, tokens, size]`, as `value`.
             value: see `key`.
-            window: tokens of its path that each attends to, itself among them; None = all.
-            scale: of the scores; None = 1 / sqrt(size).
-            sinks: `[heads]`; None = the layer has none.
+            scores: of the layer.
         """
 
 
@@ -121,7 +123,7 @@ def tree_attention(
         return out[..., :size], None
     if "sliding_window" not in others and getattr(module.config, "sliding_window", None):
         raise ValueError(f"{type(module).__name__} keeps its sliding window to itself; set {without(query.device)}")
-    return tree.attend(query, key, value, window=others.get("sliding_window"), scale=scaling, sinks=s_aux), None
+    return tree.attend(query, key, value, Scores(others.get("sliding_window"), scaling, s_aux)), None
 
 
 def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from prl.trainer.tree.attention import TokenTree, walk, with_sinks
+from prl.trainer.tree.attention import Scores, TokenTree, walk, with_sinks
 
 MOST = 128
 """Queries of a block, at most."""
@@ -81,18 +81,9 @@ class BlockTree(TokenTree):
             blocks.append(Blocks(depth, query, key, key_end))
         return cls(blocks, torch.from_numpy(order).to(device))
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        window: int | None,
-        scale: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         grouped, size = query.shape[1] != key.shape[1], query.shape[3]
-        scale = size**-0.5 if scale is None else scale
+        scale = size**-0.5 if scores.scale is None else scores.scale
         rows = [tensor.transpose(1, 2)[0] for tensor in (query, key, value)]
         outputs = []
         for part in self.blocks:
@@ -102,9 +93,9 @@ class BlockTree(TokenTree):
                 row.index_select(0, place.flatten()).unflatten(0, place.shape).transpose(1, 2)
                 for row, place in zip(rows, places, strict=True)
             )
-            mask = part.mask(window, q.dtype)
-            if sinks is not None:
-                q, k, v = with_sinks(q, k, v, sinks, scale)
+            mask = part.mask(scores.window, q.dtype)
+            if scores.sinks is not None:
+                q, k, v = with_sinks(q, k, v, scores.sinks, scale)
                 mask = pad(mask, (0, 1))
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
             outputs.append(out.transpose(1, 2).flatten(0, 1))

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from prl.trainer.tree.attention import TokenTree, walk
+from prl.trainer.tree.attention import Scores, TokenTree, walk
 
 BLOCK = 128
 """Tokens of a block: what the kernels take at a time, at most."""
@@ -57,37 +57,28 @@ class FlexTree(TokenTree):
         depth, end = (torch.from_numpy(each.astype(np.int32)).to(device) for each in whole)
         return cls(depth, end)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        window: int | None,
-        scale: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         tokens = query.shape[2]
         if filling := len(self.depths) - tokens:  # laid out in memory as those of a model
             query, key, value = (
                 pad(each.transpose(1, 2), (0, 0, 0, 0, 0, filling)).transpose(1, 2) for each in (query, key, value)
             )
-        further = {} if sinks is None else {"return_aux": AuxRequest(lse=True)}
+        further = {} if scores.sinks is None else {"return_aux": AuxRequest(lse=True)}
         attended = compiled()(
             query,
             key,
             value,
-            block_mask=self.mask(window),
-            scale=scale,
+            block_mask=self.mask(scores.window),
+            scale=scores.scale,
             enable_gqa=query.shape[1] != key.shape[1],
             kernel_options={"BACKEND": "TRITON"},
             **further,
         )
-        if sinks is None:
+        if scores.sinks is None:
             return attended[:, :, :tokens].transpose(1, 2)
         out, aux = attended
         # The softmax without the sink, less the share that the sink has of the sum.
-        out = out * torch.sigmoid(aux.lse - sinks[:, None])[..., None].to(out.dtype)
+        out = out * torch.sigmoid(aux.lse - scores.sinks[:, None])[..., None].to(out.dtype)
         return out[:, :, :tokens].transpose(1, 2)
 
     def mask(self, window: int | None) -> BlockMask:
@@ -106,18 +97,9 @@ class LongSequences(TokenTree):
     tree: FlexTree
     """The same row, for layers with a window or sinks."""
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        window: int | None,
-        scale: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        if window is not None or sinks is not None:
-            return self.tree.attend(query, key, value, window=window, scale=scale, sinks=sinks)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        if scores.window is not None or scores.sinks is not None:
+            return self.tree.attend(query, key, value, scores)
         split = [each.split(self.lengths, dim=2) for each in (query, key, value)]
         gqa = query.shape[1] != key.shape[1]
         attended = []
@@ -130,7 +112,7 @@ class LongSequences(TokenTree):
                     pad(keys, filling),
                     pad(values, filling),
                     is_causal=True,
-                    scale=scale,
+                    scale=scores.scale,
                     enable_gqa=gqa,
                 )
                 attended.append(out[:, :, :length])

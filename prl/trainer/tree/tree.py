@@ -17,6 +17,7 @@ from prl.rollouts.messages import MicroBatch, sequence_slices
 from prl.trainer.batch import Stack, empty_stack, stacks
 from prl.trainer.tree.attention import TokenTree
 from prl.trainer.tree.blocks import BlockTree
+from prl.trainer.tree.flex import row_on_gpu
 
 UNUSED_PER_REPEATED = 8
 """Of a forward pass, so many tokens of the budget that stay unused cost about as much as one token that goes through
@@ -147,6 +148,4 @@ def row_tree(depths: np.ndarray, starts: Sequence[int], device: torch.device) ->
     """How a row attends on `device`, by the place of each token on its path and where in the row branches start."""
     if device.type == "cpu":
         return BlockTree.of_row(depths, starts, device)
-    from prl.trainer.tree.flex import row_on_gpu  # which imports the compiler
-
     return row_on_gpu(depths, starts, device)

@@ -1,4 +1,4 @@
-"""calculator: the value of an expression, the tasks, and echo on the tool's answer, token by token."""
+"""calculator: the value of an expression, the tasks, and what is said of a call that it cannot do."""
 
 import contextlib
 import json
@@ -7,9 +7,7 @@ import random
 import pytest
 import verifiers.v1 as vf
 
-from prl.algorithms.echo import EchoAlgorithm
 from prl.config.schema import EnvConfig
-from prl.engines.renderer import tokenizer_of
 from prl.envs.environment import Environment
 from prl.envs.tasksets.calculator import CalculatorConfig, CalculatorTaskset, compute
 
@@ -144,33 +142,3 @@ async def test_who_only_calls_earns_nothing_and_is_stopped(play):
     rollout = await play([call("37*48-512")] * 9)
     assert rollout.error is None and rollout.num_turns == 4 and rollout.reward == 0.0
     assert rollout.trace.stop_condition == "max_turns"
-
-
-async def test_echo_trains_on_the_tokens_of_the_tools_answers_and_on_nothing_else(play, renderer):
-    algorithm = EchoAlgorithm()
-    algorithm.attach(policy_pool=None, renderer=renderer)
-    await algorithm.setup()
-    rollout = await play(["I call.\n" + call("37*48"), call("1776-512"), call("x"), "1264"])
-    await algorithm.finalize_rollout(rollout)
-    await algorithm.finalize_group([rollout])
-    (sample,) = rollout.samples
-    decode = tokenizer_of(renderer).decode
-
-    # An independent reading of the text: the answers stand between the template's <tool_response> lines.
-    whole, spans, at = decode(sample.token_ids), [], 0
-    answers = ["1776", "1264", "error: only integers, +, -, * and parentheses"]
-    for answer in answers:
-        begin = whole.index(f"<tool_response>\n{answer}\n</tool_response>", at) + len("<tool_response>\n")
-        spans.append(range(begin, at := begin + len(answer)))
-    expected, place = [], 0
-    for token in sample.token_ids:
-        expected.append(0.1 if any(place in span for span in spans) else 0.0)
-        place += len(decode([token]))
-    assert place == len(whole), "tokens decode one by one"
-
-    told = list(zip(map(decode, ([t] for t in sample.token_ids)), sample.ce_weights, expected, strict=True))
-    assert [(text, weight) for text, weight, _ in told] == [(text, weight) for text, _, weight in told]
-    chosen = [token for token, weight in zip(sample.token_ids, sample.ce_weights, strict=True) if weight]
-    assert decode(chosen) == "".join(answers)
-    assert not any(weight and trains for weight, trains in zip(sample.ce_weights, sample.mask, strict=True))
-    assert sample.rl_weights is None and sample.advantages == [0.0] * len(sample.mask)  # a group of one

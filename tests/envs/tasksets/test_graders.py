@@ -192,9 +192,7 @@ def test_math_verify(reply, answer, reward):
     assert math_verify(reply, answer) == reward
 
 
-@pytest.mark.parametrize(
-    "reply", ["\\boxed{9^{9^9}}", "9**9**9**9", "\\boxed{1000000!}", "\\boxed{" + "(" * 3000 + "}"]
-)
+@pytest.mark.parametrize("reply", ["\\boxed{9^{9^9}}", "\\boxed{" + "(" * 3000 + "}"])
 def test_what_would_take_math_verify_for_ever_earns_nothing(monkeypatch, reply):
     monkeypatch.setattr(graders, "MATH_SECONDS", 1)
     assert math_verify(reply, "\\frac{1}{2}") == 0.0

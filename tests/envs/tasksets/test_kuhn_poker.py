@@ -5,11 +5,9 @@ from fractions import Fraction
 
 import pytest
 
-from prl.algorithms.grpo import GRPOAlgorithm
 from prl.config.schema import EnvConfig
 from prl.envs.environment import Environment
 from prl.envs.tasksets.kuhn_poker import ANSWER, CARDS, OPEN, KuhnPokerConfig, KuhnPokerTaskset, equilibrium, play
-from prl.orchestrator.types import by_seat
 
 DEALS = ["".join(pair) for pair in itertools.permutations(CARDS, 2)]
 BETTER = {"KQ", "KJ", "QJ"}  # deals in which the first to act has the better card
@@ -193,21 +191,3 @@ async def test_evaluation_is_against_the_equilibrium_whoever_one_trains_against(
             assert one.reward in (0.75, 1.0), "a king checked: the jack checks or bluffs"
         if task.data.cards == "JK" and task.data.seat == 0:
             assert one.reward == 0.0, "the king bets and is called"
-
-
-async def test_a_side_is_compared_with_itself_alone(scripted):
-    env = environment()
-
-    def script(conversation, turn):
-        _, _, _, episode, side, *_ = conversation.split("/")
-        return "bet" if side == "player" else "fold" if episode in "01" else "call"
-
-    async with env.serving():
-        rollouts = [rollout async for rollout in env.play(deal(env, "KJ", 0), 4, scripted(script), group_id=0)]
-    seats = by_seat(rollouts)
-    assert [[rollout.agent.name for rollout in seat] for seat in seats] == [["player"] * 4, ["opponent"] * 4]
-    algorithm = GRPOAlgorithm()
-    for seat in seats:
-        await algorithm.finalize_group(seat)
-    credit = [[max(rollout.advantages, key=abs) for rollout in seat] for seat in seats]
-    assert credit == [[-0.125, -0.125, 0.125, 0.125], [0.125, 0.125, -0.125, -0.125]]

@@ -8,10 +8,10 @@ import msgspec
 import pandas as pd
 import pytest
 from made_run import make_run
+from metrics_page import entry_of
 
 from prl.runs.result import RunResult, write_result
 from prl.tools.report import examples, page, plots
-from prl.tools.report.catalogue import metric_of
 from prl.tools.report.curves import KINDS, named_series, panels
 from prl.tools.report.html import data_block, digest
 from prl.tools.report.runs import read_run
@@ -165,10 +165,10 @@ def test_a_page_has_each_panel_once_in_their_order(written):
 def test_a_panel_shows_metrics_of_the_catalogue(kind):
     if isinstance(kind.curves, str):
         made = [kind.curves.replace("(.+)", name).replace(r"\d+", "1") for name in ("math", "math/easy")]
-        keys = [next(filter(metric_of, made))]
+        keys = [next(filter(entry_of, made))]
     else:
         keys = list(kind.curves.values())
-    assert all(map(metric_of, keys))
+    assert all(map(entry_of, keys))
     assert len(named_series(kind, pd.DataFrame([dict.fromkeys(keys, 1.0)]))) == len(keys)
 
 
