@@ -172,7 +172,8 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             with lane.doing(events.ASSEMBLING, first):
                 orchestrator = builder.assemble(prepared, servers, transport, run_dir, lane)
                 servers.policy.traffic.record(lane)
-            gc.freeze()  # what is loaded stays; a collection of its 600,000 objects would stop all requests for .6 s
+            if not gc.get_freeze_count():
+                gc.freeze()  # what is loaded stays: a collection of its 600,000 objects would stop all requests for .6 s
             monitors.status("training")
             supervisor.waiting = functools.partial(waiting, orchestrator)
             ended_because = await supervisor.guard(orchestrator.run())
@@ -189,7 +190,6 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
                 await supervisor.last_checkpoint(orchestrator.end, grace_s)
             raise
         finally:
-            gc.unfreeze()
             result.take(monitors.last)
             if orchestrator is not None:
                 try_to_finish(orchestrator)

@@ -14,9 +14,6 @@ from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
-import prl  # noqa: F401  has of openai, anthropic and others imported what is used, not all
-
-# isort: split
 import pytest
 import verifiers.v1 as vf
 from aiohttp import web
@@ -40,7 +37,6 @@ gc.disable()  # nothing of what is imported and collected goes again: looking th
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
-    gc.get_freeze_count = lambda: 1  # it counts one by one what is frozen, for each env that is served: minutes in all
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -123,7 +123,6 @@ def test_an_error_in_user_code_names_its_line(prl_env, taskset, tmp_path, name, 
         (["jsonl"], "envs.jsonl.args.path"),
         (["prl.envs.tasksets.guess", "timeout_s=3"], "timeout_s"),
         (["math", "timeout_s=-1"], "envs.math.timeout_s"),
-        (["math", "args.num_tasks=3", "eval_args=null", "--reply", "\ud800"], "UTF-8"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_in_a_line(prl_env, arguments, named):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prl.config.model_folder import check_length, check_model, embedding_rows, positions
-from prl.config.schema import ModelConfig, VLLMConfig
+from prl.config.schema import ModelConfig
 from prl.errors import ConfigError
 from prl.launch.checks import check_loadable
 from prl.models import model_path
@@ -148,7 +148,7 @@ def test_how_many_positions_a_model_has(config, limit):
 def test_a_length_above_the_models_positions_is_refused_before_a_run(prefix):
     model = ModelConfig(path=model_path("tiny"), max_model_len=1025)
     with pytest.raises(ConfigError, match=rf"^{prefix}max_model_len=1025 is above the 1024 positions of {prefix}path="):
-        check_loadable(model, VLLMConfig(), prefix, trained=False)
+        check_loadable(model, prefix, trained=False)
 
 
 def test_the_rows_of_the_embedding(folder):

@@ -11,7 +11,7 @@ from prl.tools.report.runs import find_runs, flat, read_run
 
 def test_a_finished_run(tmp_path, write_run):
     lines = [{"step": 0, "eval/math/avg@1": 0.25}, {"step": 1, "reward/all/mean": 0.5, "lr": None}]
-    config = "seed: 3\nalgo: {_target_: os.system, lr: 5e-4}\nfilters: {}\nlist: [1, 2]\n"
+    config = "seed: 3\nalgo: {_target_: os.system, lr: 0.0005}\nfilters: {}\nlist: [1, 2]\n"
     result = {"status": "completed", "steps": 1, "seconds": 2.5, "metrics": {"lr": None}, "unknown": 1}
     run = read_run(write_run(tmp_path / "a", lines, config, result, "- seed=3\n- algo.lr=5e-4\n"))
     assert (run.name, run.status, run.result.seconds, run.problems) == ("a", "completed", 2.5, [])
