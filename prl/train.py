@@ -15,6 +15,7 @@ import gc
 import logging
 import multiprocessing.spawn
 import sys
+from collections.abc import Iterator
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -169,11 +170,10 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             servers = await supervisor.guard(builder.start_services(prepared, supervisor, transport, run_dir))
         orchestrator = None
         try:
+            processes.enter_context(loaded_set_apart())
             with lane.doing(events.ASSEMBLING, first):
                 orchestrator = builder.assemble(prepared, servers, transport, run_dir, lane)
                 servers.policy.traffic.record(lane)
-            if not gc.get_freeze_count():
-                gc.freeze()  # what is loaded stays: a collection of its 600,000 objects would stop all requests for .6 s
             monitors.status("training")
             supervisor.waiting = functools.partial(waiting, orchestrator)
             ended_because = await supervisor.guard(orchestrator.run())
@@ -194,6 +194,19 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             if orchestrator is not None:
                 try_to_finish(orchestrator)
             await servers.close()
+
+
+@contextlib.contextmanager
+def loaded_set_apart() -> Iterator[None]:
+    """Leave what is loaded out of garbage collections: each would stop all requests for .6 s, at 600,000 objects."""
+    if gc.get_freeze_count():  # by a caller, who has its own reasons
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def is_command() -> bool:
