@@ -56,9 +56,9 @@ def of_own_code(error: BaseException) -> str:
     """What the user's own code raised, and where."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error}"
-    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{said} ({frame.filename}, line {frame.lineno})"
+    return f"{text} ({frame.filename}, line {frame.lineno})"
 
 
 def of_disk(error: BaseException) -> str | None:

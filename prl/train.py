@@ -53,9 +53,9 @@ from prl.runs.run_dir import (
     remove_logs,
 )
 from prl.tools import report, sweep
-from prl.transport import checkpoints, events
+from prl.transport import checkpoint_folders, events
 from prl.transport.base import Transport
-from prl.transport.events import Lane
+from prl.transport.events import Track
 
 if TYPE_CHECKING:
     from prl.launch.builder import PreparedRun
@@ -142,7 +142,7 @@ def own(prepared: "PreparedRun", run_dir: Path, memory: MemoryHandler) -> RunRes
         finally:
             if holds_run(run_dir):
                 report.try_to_write(run_dir)
-            if result.status != "completed" and checkpoints.steps_of(run_dir):
+            if result.status != "completed" and checkpoint_folders.steps_of(run_dir):
                 print(f"go on with: {resume.going_on(run_dir)}", file=sys.stderr)
     return result
 
@@ -150,7 +150,7 @@ def own(prepared: "PreparedRun", run_dir: Path, memory: MemoryHandler) -> RunRes
 async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None:
     """The story of a run: start the servers, train, wait for the last checkpoint."""
     from prl.launch import builder
-    from prl.orchestrator.waiting import waiting
+    from prl.orchestrator.who_waits import waiting
 
     config, monitors, point = prepared.config, prepared.components.monitors, prepared.resume
     transport = factory(config.transport, Transport, "transport")(run_dir=run_dir)
@@ -158,28 +158,28 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     monitors.start(run_dir, max_steps=config.max_steps, run_config=data_of(config), resumed_at=first)
     if first:
         monitors.last |= last_metrics(run_dir)
-    lane = Lane(events.ORCHESTRATOR, run_dir)
+    track = Track(events.ORCHESTRATOR, run_dir)
     launcher = prepared.components.launcher
-    with contextlib.closing(lane), contextlib.closing(monitors), contextlib.ExitStack() as processes:
+    with contextlib.closing(track), contextlib.closing(monitors), contextlib.ExitStack() as processes:
         processes.callback(transport.close)
         processes.callback(launcher.stop)  # before the monitors hear the end; entered it was by `main`
-        with lane.doing(events.PREPARING, first, since=events.process_began() if is_command() else None):
+        with track.doing(events.PREPARING, first, since=events.process_began() if is_command() else None):
             monitors.status(f"starting {'' if config.engine.urls else 'the engine and '}the trainer")
-            supervisor = builder.supervise(prepared, lane)
-        with lane.doing(events.PROCESSES, first):
+            supervisor = builder.supervise(prepared, track)
+        with track.doing(events.PROCESSES, first):
             servers = await supervisor.guard(builder.start_services(prepared, supervisor, transport, run_dir))
         orchestrator = None
         try:
             processes.enter_context(loaded_set_apart())
-            with lane.doing(events.ASSEMBLING, first):
-                orchestrator = builder.assemble(prepared, servers, transport, run_dir, lane)
-                servers.policy.traffic.record(lane)
+            with track.doing(events.ASSEMBLING, first):
+                orchestrator = builder.assemble(prepared, servers, transport, run_dir, track)
+                servers.policy.traffic.record(track)
             monitors.status("training")
             supervisor.waiting = functools.partial(waiting, orchestrator)
             ended_because = await supervisor.guard(orchestrator.run())
             monitors.status("writing the checkpoint")
             supervisor.finishing()
-            with lane.doing(events.LAST_CHECKPOINT, lane.step):
+            with track.doing(events.LAST_CHECKPOINT, track.step):
                 await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
             orchestrator.finish()
             result.ended_because = ended_because

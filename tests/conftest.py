@@ -263,15 +263,15 @@ class Scripted:
             raise OverlongPrompt("no room")
         prompts = self.asked[key.rpartition("/")[0]]
         prompts.append(prompt_ids)
-        said = (
+        printed = (
             self.script(key.rpartition("/")[0], len(prompts) - 1)
             if callable(self.script)
             else self.script[len(prompts) - 1]
         )
         await asyncio.sleep(self.delay)
-        if isinstance(said, Exception):
-            raise said
-        text, finish = said if isinstance(said, tuple) else (said, "stop")
+        if isinstance(printed, Exception):
+            raise printed
+        text, finish = printed if isinstance(printed, tuple) else (printed, "stop")
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         ids += [self.tokenizer.convert_tokens_to_ids("<|im_end|>")] * (finish == "stop")
         return [Completion(list(ids), [-0.5] * len(ids), finish) for _ in range(n)]

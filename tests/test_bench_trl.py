@@ -24,10 +24,10 @@ def test_lines_of_both_sides_are_read(tmp_path, capsys):
     facts = dict.fromkeys(["loss/mean", "off_policy/mean", "off_policy/max", "tokens/generated", "tokens/trained"], 1.0)
     console.step({"step": 1, "reward/all/mean": 0.4567, "time/step": 1.0, **facts})
     console.close()
-    said = [*capsys.readouterr().err.splitlines()]
+    printed = [*capsys.readouterr().err.splitlines()]
     logs = {"reward": 0.25, "completions/mean_length": 3.333}
-    said += ["Some weights …", trl_loop.line(2, 60, logs)]
-    for since, text in enumerate(said):
+    printed += ["Some weights …", trl_loop.line(2, 60, logs)]
+    for since, text in enumerate(printed):
         run.read(text, float(since))
     assert (run.times, run.rewards, run.lengths) == ([2.0, 4.0], [0.457, 0.25], [3.33])
 

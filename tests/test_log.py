@@ -38,15 +38,17 @@ def test_the_terminal_gets_own_warnings_and_the_file_everything(tmp_path, capsys
     logging.getLogger("httpx").info("a request")
     warnings.warn_explicit("old\nway", UserWarning, LIBRARY, 3)
     warnings.warn_explicit("seq_len is low", UserWarning, "/home/me/my_algo.py", 3)
-    said = capsys.readouterr().err
-    assert said.splitlines() == [
+    printed = capsys.readouterr().err
+    assert printed.splitlines() == [
         "WARNING: before there is a file",
         "WARNING: of prl: 3; input is 5 % off",
         "WARNING: seq_len is low",
     ]
     text = (tmp_path / "logs" / "orchestrator.log").read_text()
     assert "a request" not in text
-    assert all(said in text for said in ("before there", "quiet", "noise", "of prl: 3", "old\n  way", "seq_len is low"))
+    assert all(
+        printed in text for printed in ("before there", "quiet", "noise", "of prl: 3", "old\n  way", "seq_len is low")
+    )
 
 
 def test_env_output_forges_no_line_and_shows_no_secret(tmp_path, capsys, memory):

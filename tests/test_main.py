@@ -71,8 +71,8 @@ def test_nothing_but_the_package_is_imported_for_the_usage():
         main()
         print([name for name in sys.modules if name.partition(".")[0] in ("prl", "hydra", "omegaconf", "torch")])
     """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.splitlines()[-1] == "['prl', 'prl.__main__']"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines()[-1] == "['prl', 'prl.__main__']"
 
 
 def test_ctrl_c_while_a_command_imports_is_a_stop_like_any(tmp_path):

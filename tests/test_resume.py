@@ -21,7 +21,7 @@ from prl.runs import resume
 from prl.runs.result import RunResult
 from prl.runs.run_dir import clear, new_run_dir, refuse_existing
 from prl.tools.sweep.job import write_result
-from prl.transport.checkpoints import STATE, checkpoint_path, finish, part_path, writing
+from prl.transport.checkpoint_folders import STATE, checkpoint_path, finish, part_path, writing
 
 
 @pytest.fixture
@@ -90,10 +90,12 @@ def test_a_newer_prls_checkpoint_is_no_damage_to_fall_back_from(run, at, steps, 
     folder = run(steps=steps)
     newest = checkpoint_path(folder, 4)
     (newest / "manifest.json").write_text(manifest)
-    said = f"{newest} was written by a newer prl (format 2; this one reads 1); go on with that prl, or name an earlier "
+    printed = (
+        f"{newest} was written by a newer prl (format 2; this one reads 1); go on with that prl, or name an earlier "
+    )
     with pytest.raises(ConfigError) as refused:
         again(folder, at=folder if at == "run" else at)
-    assert str(refused.value) == f"{said}checkpoint"
+    assert str(refused.value) == f"{printed}checkpoint"
     (folder / "checkpoints" / "step_000006").mkdir()  # a damaged one after it
     with pytest.raises(ConfigError, match="newer prl" if at == "auto" else "no manifest"):
         again(folder, at=folder if at == "run" else at)
@@ -156,8 +158,8 @@ def test_a_run_that_ended_early_goes_on_where_a_setting_has_changed_alone(run, c
 
 def test_a_run_that_is_not_in_the_directory_is_named_as_it_was_given(run, tmp_path):
     folder = run(steps=(2,))
-    for at, said in ((folder, "is not of the run in run.dir"), (tmp_path, "is neither"), ("", "is neither")):
-        with pytest.raises(ConfigError, match=f"^run.resume='.*' {said}"):
+    for at, printed in ((folder, "is not of the run in run.dir"), (tmp_path, "is neither"), ("", "is neither")):
+        with pytest.raises(ConfigError, match=f"^run.resume='.*' {printed}"):
             again(tmp_path / "y", at=at)
 
 
@@ -194,8 +196,8 @@ def test_a_config_that_cannot_be_read_is_said_once(run, damage, capsys):
             again(folder, at=at)
     with pytest.raises(SystemExit):
         expanded([f"run.resume={folder}"])
-    said = capsys.readouterr().err
-    assert said.count("its end is missing") + said.count("invalid start byte") == 1
+    printed = capsys.readouterr().err
+    assert printed.count("its end is missing") + printed.count("invalid start byte") == 1
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(run, capsys):

@@ -86,8 +86,8 @@ def test_an_error_is_printed_where_no_result_can_be_written(tmp_path, capsys):
 
 def test_an_exit_from_within_is_a_failure_that_names_its_line(tmp_path):
     result = RunResult()
-    said = rf"^the run was ended from within: SystemExit: 0 \({__file__}, line \d+\)$"
-    with pytest.raises(PrlError, match=said), recorded(tmp_path, result):
+    printed = rf"^the run was ended from within: SystemExit: 0 \({__file__}, line \d+\)$"
+    with pytest.raises(PrlError, match=printed), recorded(tmp_path, result):
         raise SystemExit(0)
     assert result.status == "failed" and result.error.startswith("the run was ended from within")
 

@@ -71,18 +71,18 @@ def function(node: Any, where: str, *, values: int = 1) -> "functools.partial[An
 
     Raises ConfigError unless it can be called with so many and those arguments, each as its annotation wants it.
     """
-    found = located(node, where)
+    result = located(node, where)
     target = plain(node)["_target_"]
-    if not inspect.isroutine(found):
+    if not inspect.isroutine(result):
         raise ConfigError(f"{where}._target_={target!r} is not a function")
-    if inspect.iscoroutinefunction(found):
+    if inspect.iscoroutinefunction(result):
         raise ConfigError(f"{where}._target_={target!r} is async: nothing awaits it")
-    arguments = options_of(node, found, where)
+    arguments = options_of(node, result, where)
     try:
-        inspect.signature(found).bind(*[None] * values, **arguments)
+        inspect.signature(result).bind(*[None] * values, **arguments)
     except TypeError as error:
-        raise ConfigError(f"{where}: {target}{inspect.signature(found)} cannot be called: {error}") from error
-    return functools.partial(found, **arguments)
+        raise ConfigError(f"{where}: {target}{inspect.signature(result)} cannot be called: {error}") from error
+    return functools.partial(result, **arguments)
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------
@@ -90,13 +90,13 @@ def function(node: Any, where: str, *, values: int = 1) -> "functools.partial[An
 
 def class_of(node: Any, base: type[T], where: str) -> type[T]:
     """The class that a node names, a subclass of `base`. Raises ConfigError."""
-    found = located(node, where)
-    if not (inspect.isclass(found) and issubclass(found, base)):
+    result = located(node, where)
+    if not (inspect.isclass(result) and issubclass(result, base)):
         wanted = f"{base.__module__}.{base.__name__}"
         raise ConfigError(f"{where}._target_={plain(node)['_target_']!r} is not a subclass of {wanted}")
-    if inspect.isabstract(found):
+    if inspect.isabstract(result):
         raise ConfigError(f"{where}._target_={plain(node)['_target_']!r} is abstract: name a class that is not")
-    return found
+    return result
 
 
 def located(node: Any, where: str) -> Any:

@@ -22,7 +22,7 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
 from prl.algorithms.base import Algorithm
 from prl.config.build import nearest, plain, schema_defaults, settled, without_replaced
-from prl.config.engines import TransformersConfig
+from prl.config.engine_schema import TransformersConfig
 from prl.config.evaluation import EvaluationConfig
 from prl.config.run_yaml import quoted
 from prl.config.schema import EnvConfig, FiltersConfig, ServeConfig, TrainConfig, VLLMConfig
@@ -85,7 +85,7 @@ def components(base: type) -> dict[str, type]:
 
 def schemas() -> dict[str, Any]:
     """The schema of every component, by `<group>/<name>`."""
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "sampling/default": schema_of(Sampler),
         "curriculum/default": schema_of(TaskCurriculum),
         "filters/none": FiltersConfig,
@@ -108,10 +108,10 @@ def schemas() -> dict[str, Any]:
         "schedule/linear": schema_of(Linear),
     }
     for file in CONF.glob("renderer/*.yaml"):  # importing the package, which has them, takes seconds
-        found[f"renderer/{file.stem}"] = RendererConfig(name=file.stem)
+        result[f"renderer/{file.stem}"] = RendererConfig(name=file.stem)
     for group, base in (("algo", Algorithm), ("filter", Filter), ("monitor", Monitor)):
-        found |= {f"{group}/{name}": schema_of(cls) for name, cls in components(base).items()}
-    return found
+        result |= {f"{group}/{name}": schema_of(cls) for name, cls in components(base).items()}
+    return result
 
 
 def register() -> None:
@@ -144,10 +144,10 @@ def with_struct(node: DictConfig, struct: bool) -> DictConfig:
 
 def options() -> dict[str, list[str]]:
     """The options of every config group: the files under `conf/`."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for path in sorted(CONF.glob("*/*.yaml")):
-        found.setdefault(path.parent.name, []).append(path.stem)
-    return found
+        result.setdefault(path.parent.name, []).append(path.stem)
+    return result
 
 
 def choice(group: str, *, _root_: Any) -> str:
@@ -249,7 +249,7 @@ def refuse_appended(cfg: DictConfig, given: Collection[str], where: str = "") ->
 def replace_slots(cfg: DictConfig, overrides: list[str]) -> None:
     """Make `filters.post_batch={…}` replace the slot: Hydra has merged it with the filters that were there.
 
-    What the value names keeps the knobs that it does not set; the slot's order is the value's. A filter that another
+    What the value names keeps the options that it does not set; the slot's order is the value's. A filter that another
     override names stays too.
     """
     for override in OverridesParser.create().parse_overrides(list(filter(SLOT_MAPPING.match, overrides))):

@@ -53,13 +53,13 @@ def assuming(machine: MachineConfig) -> Iterator[None]:
 def gpu_memory_bytes() -> list[int]:
     """Memory of each GPU, bytes. Raises ConfigError where GPUs are assumed and no memory is known for them."""
     known = _assumed.gpus is not None and _assumed.gpu_memory_gb is not None
-    found = () if known else tuple(gpu.memory for gpu in listed())
-    count = len(found) if _assumed.gpus is None else _assumed.gpus
+    result = () if known else tuple(gpu.memory for gpu in listed())
+    count = len(result) if _assumed.gpus is None else _assumed.gpus
     if _assumed.gpu_memory_gb is not None:
         return [int(_assumed.gpu_memory_gb * GIB)] * count
-    if count and not all(found or (0,)):
+    if count and not all(result or (0,)):
         raise ConfigError(f"of {count} GPUs the memory is not known here: give it, machine.gpu_memory_gb=<GiB of one>")
-    return [found[min(place, len(found) - 1)] for place in range(count)]
+    return [result[min(place, len(result) - 1)] for place in range(count)]
 
 
 class Gpu(NamedTuple):
@@ -78,7 +78,7 @@ def listed() -> tuple[Gpu, ...]:
     """
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, check=False, timeout=ANSWER_S)
+        message = subprocess.run(query, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     except OSError:
         return ()
     except subprocess.TimeoutExpired as error:
@@ -86,9 +86,9 @@ def listed() -> tuple[Gpu, ...]:
             f"nvidia-smi did not answer within {ANSWER_S:g} s: the driver of this machine's GPUs hangs. To do without "
             "them: engine.device=cpu trainer.device=cpu (teacher.engine.device=cpu)"
         ) from error
-    lines = said.stdout.splitlines() if said.returncode == 0 else []
-    found = [line.rpartition(",") for line in lines if line.strip()]
-    return tuple(Gpu(name.strip(), int(mib) * MIB if mib.strip().isdigit() else 0) for name, _, mib in found)
+    lines = message.stdout.splitlines() if message.returncode == 0 else []
+    result = [line.rpartition(",") for line in lines if line.strip()]
+    return tuple(Gpu(name.strip(), int(mib) * MIB if mib.strip().isdigit() else 0) for name, _, mib in result)
 
 
 @cache

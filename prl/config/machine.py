@@ -26,12 +26,12 @@ def memory_bytes() -> int | None:
     """Memory that this process may have, of the machine or of its control group; None where it does not say."""
     if (given := assumed().ram_gb) is not None:
         return None if math.isinf(given) else int(given * GIB)
-    found = []
+    result = []
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        result.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
-        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(found, default=None)
+        result.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(result, default=None)
 
 
 def check_memory(gib: float, what: str) -> None:

@@ -56,7 +56,7 @@ def check_model(path: str, key: str, *, weights: bool = True) -> None:
 
 def check_manifest(folder: Path, where: str) -> None:
     """Raise ConfigError for a checkpoint of prl's whose files are not those that were written."""
-    from prl.transport.checkpoints import MANIFEST, verify  # msgspec, which composing a config does not need
+    from prl.transport.checkpoint_folders import MANIFEST, verify  # msgspec, which composing a config does not need
 
     if (folder / MANIFEST).is_file():
         try:
@@ -96,7 +96,7 @@ def check_tokenizer_files(folder: Path, where: str) -> None:
 
 def instead(folder: Path) -> str:
     """What to give in place of a run directory, its newest checkpoint, or of an adapter, the model beside it; or ''."""
-    from prl.transport.checkpoints import checkpoint_path, steps_of  # as above
+    from prl.transport.checkpoint_folders import checkpoint_path, steps_of  # as above
 
     if (folder / "adapter_config.json").is_file() and (folder.parent / "config.json").is_file():
         return f": it is an adapter; the model with it merged is {folder.parent}"
@@ -171,8 +171,8 @@ def check_length(max_model_len: int, limit: int | None, prefix: str, path: str) 
 def embedding_rows(path: str) -> int | None:
     """Rows of a local model's token embedding, from the headers; None where no tensor has a name known for one."""
     folder = local_folder(path)
-    found = dict(tensors_of(folder, path)) if folder is not None and has_weights(folder) else {}
-    rows = [shape[0] for name, shape in found.items() if name.endswith(EMBEDDINGS) and len(shape) == 2]
+    result = dict(tensors_of(folder, path)) if folder is not None and has_weights(folder) else {}
+    rows = [shape[0] for name, shape in result.items() if name.endswith(EMBEDDINGS) and len(shape) == 2]
     return max(rows, default=None)
 
 

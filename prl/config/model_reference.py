@@ -65,16 +65,16 @@ def as_reference(value: Any) -> Any:
 def frozen_models(component: Any, where: str) -> Iterator[tuple[str, FrozenModelConfig]]:
     """The frozen models that an algorithm refers to, with their config keys.
 
-    A knob of a class of the user's own refers to one if it is a `FrozenModelConfig`, or a mapping of its keys with
+    A option of a class of the user's own refers to one if it is a `FrozenModelConfig`, or a mapping of its keys with
     `base_url` among them.
 
     Args:
-        component: The algorithm, its config node, or a mapping of its knobs.
+        component: The algorithm, its config node, or a mapping of its options.
         where: Its config key.
     """
     # What is no component at all is refused where it is built.
-    knobs = component if isinstance(component, Mapping) else getattr(component, "__dict__", {})
-    for key, value in knobs.items():
+    options = component if isinstance(component, Mapping) else getattr(component, "__dict__", {})
+    for key, value in options.items():
         reference = as_reference(value) if isinstance(value, Mapping) and "base_url" in value else value
         if isinstance(reference, FrozenModelConfig):
             yield f"{where}.{key}", reference

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
-from prl.config.engines import EngineConfig
+from prl.config.engine_schema import EngineConfig
 from prl.config.hardware import MachineConfig
 from prl.config.lora import LoraConfig
 from prl.config.model_reference import FrozenModelConfig
@@ -133,7 +133,7 @@ class FiltersConfig:
 
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """How replies are sampled: the knobs of `prl.engines.sampler.Sampler`."""
+    """How replies are sampled: the options of `prl.engines.sampler.Sampler`."""
 
     temperature: Annotated[float, Ge(0), Le(2)] = 1.0
     """Logits are divided by it in the engine, and in the trainer for tokens that the policy sampled; for all others the
@@ -163,7 +163,7 @@ EnvSamplingConfig = make_dataclass(
     "EnvSamplingConfig",
     [
         ("_target_", str, field(default="${sampling._target_}")),
-        *((knob.name, knob.type, field(default=f"${{sampling.{knob.name}}}")) for knob in fields(SamplingConfig)),
+        *((own.name, own.type, field(default=f"${{sampling.{own.name}}}")) for own in fields(SamplingConfig)),
     ],
     namespace={
         "__module__": __name__,
@@ -173,7 +173,7 @@ EnvSamplingConfig = make_dataclass(
 
 EvalSamplingConfig = make_dataclass(
     "EvalSamplingConfig",
-    [(knob.name, knob.type | None, field(default=None)) for knob in fields(SamplingConfig)],  # type: ignore[operator]
+    [(own.name, own.type | None, field(default=None)) for own in fields(SamplingConfig)],  # type: ignore[operator]
     namespace={
         "__module__": __name__,
         "__doc__": "Sampling settings of evaluation, `orchestrator.eval.sampling`; null = as the env trains.",
@@ -186,7 +186,7 @@ class EnvConfig:
     """One environment: a verifiers taskset and its place in the run.
 
     `algo`, `loss`, `filters`, `renderer` and `curriculum` replace the run's node whole where they are set, as in
-    `+algo@envs.math.algo=opd`; `sampling` inherits knob by knob, as in `envs.math.sampling.temperature=0.7`.
+    `+algo@envs.math.algo=opd`; `sampling` inherits field by field, as in `envs.math.sampling.temperature=0.7`.
     """
 
     taskset: str = MISSING

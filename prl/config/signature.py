@@ -68,12 +68,14 @@ def options_taken(target: Any) -> Options:
 def signature_of(call: Callable[..., Any]) -> inspect.Signature:
     """The signature of a function, in which an annotation that only a type checker can resolve is Any."""
     try:
-        found = inspect.signature(call, eval_str=True)
+        result = inspect.signature(call, eval_str=True)
     except Exception:  # whatever evaluating an annotation raises
-        found = inspect.signature(call)
-    unknown = [name for name, p in found.parameters.items() if p.annotation is p.empty or isinstance(p.annotation, str)]
-    known = [p.replace(annotation=Any) if name in unknown else p for name, p in found.parameters.items()]
-    return found.replace(parameters=known)
+        result = inspect.signature(call)
+    unknown = [
+        name for name, p in result.parameters.items() if p.annotation is p.empty or isinstance(p.annotation, str)
+    ]
+    known = [p.replace(annotation=Any) if name in unknown else p for name, p in result.parameters.items()]
+    return result.replace(parameters=known)
 
 
 @functools.cache

@@ -49,10 +49,10 @@ def hint(argument: str, config: DictConfig, groups: Mapping[str, list[str]]) -> 
 
 def keys_of(config: DictConfig, prefix: str = "") -> list[str]:
     """Every dotted key of a config."""
-    found: list[str] = []
+    result: list[str] = []
     for name in map(str, config):
         child = config._get_node(name)
-        found.append(prefix + name)
+        result.append(prefix + name)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            found += keys_of(child, f"{prefix}{name}.")
-    return found
+            result += keys_of(child, f"{prefix}{name}.")
+    return result

@@ -1,6 +1,6 @@
 """Rules across the nodes of a composed config. Everything here fails before a process starts.
 
-Bounds of a single knob stand beside its field (`Annotated`, `Literal`); the rest a component refuses in its `check`.
+Bounds of a single option stand beside its field (`Annotated`, `Literal`); the rest a component refuses in its `check`.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Write the files under `conf/`: each option shows all of its knobs, with their defaults, types and a line of meaning.
+"""Write the files under `conf/`: each option shows all of its fields, with their defaults, types and a line of meaning.
 
     python -m prl.config.write [--check]
 
@@ -40,11 +40,11 @@ def pages() -> dict[Path, str]:
     """The files of all commands and options, by path, as they are to be."""
     from prl.config.compose import CONF, OF_TRAINER, options, schemas
 
-    found = {path: schema for path, schema in schemas().items() if path not in ALWAYS}
+    result = {path: schema for path, schema in schemas().items() if path not in ALWAYS}
     for group, schema in (("env", EnvConfig), ("model", ModelConfig), ("teacher", TeacherConfig)):
-        found |= {f"{group}/{name}": schema for name in options()[group]}
+        result |= {f"{group}/{name}": schema for name in options()[group]}
     texts = {}
-    for path, schema in found.items():
+    for path, schema in result.items():
         file = CONF / f"{path}.yaml"
         texts[file] = page(file, path, schema, OF_TRAINER if path == "trainer/default" else ())
     for command, root in COMMANDS.items():
@@ -59,13 +59,13 @@ def page(file: Path, path: str, schema: Any, groups: Collection[str] = ()) -> st
     own = file.read_text(encoding="utf-8") if file.exists() else heading(group, name, schema)
     own = own.partition(MARK)[0].rstrip()
     given = {*groups, *(yaml.safe_load(own) or {})}
-    knobs = [lines for key, lines in knobs_of(OmegaConf.structured(schema)) if key not in given]
+    fields = [lines for key, lines in fields_of(OmegaConf.structured(schema)) if key not in given]
     if path == "train":  # beside what the options of `model` set
-        adapters = [lines for key, lines in knobs_of(OmegaConf.structured(PolicyModelConfig), "  ") if key == "lora"]
-        knobs += ["model:", *adapters]
+        adapters = [lines for key, lines in fields_of(OmegaConf.structured(PolicyModelConfig), "  ") if key == "lora"]
+        fields += ["model:", *adapters]
     if group == "sampling":  # an env's own follows the run's in all that it does not set
-        knobs = [textwrap.indent(lines, "# ") for lines in knobs]
-    return "\n".join([own, *(["", MARK] if knobs else []), *knobs]) + "\n"
+        fields = [textwrap.indent(lines, "# ") for lines in fields]
+    return "\n".join([own, *(["", MARK] if fields else []), *fields]) + "\n"
 
 
 def heading(group: str, name: str, schema: Any) -> str:
@@ -73,7 +73,7 @@ def heading(group: str, name: str, schema: Any) -> str:
     return f"# {first_line(described(schema))}\ndefaults:\n  - /schema/{group}@_here_: {name}\n  - _self_"
 
 
-def knobs_of(node: DictConfig, indent: str = "") -> Iterator[tuple[str, str]]:
+def fields_of(node: DictConfig, indent: str = "") -> Iterator[tuple[str, str]]:
     """Yield the keys of a node, each with its lines: what it is, and its default."""
     docs = docs_of_node(node)
     known = options_taken(described(OmegaConf.get_type(node))).annotations
@@ -83,7 +83,7 @@ def knobs_of(node: DictConfig, indent: str = "") -> Iterator[tuple[str, str]]:
         if isinstance(child, DictConfig) and not child._is_none() and len(child):
             if all(OmegaConf.is_interpolation(child, str(key)) for key in child):  # it follows another node
                 continue
-            below = [lines for _, lines in knobs_of(child, f"{indent}  ")]
+            below = [lines for _, lines in fields_of(child, f"{indent}  ")]
             yield name, "\n".join([*comment(sentence, "", indent), f"{indent}{name}:", *below])
         else:
             value = OmegaConf.to_container(child, resolve=False) if OmegaConf.is_config(child) else child._value()
@@ -93,8 +93,8 @@ def knobs_of(node: DictConfig, indent: str = "") -> Iterator[tuple[str, str]]:
 
 def comment(sentence: str, kind: str, indent: str) -> list[str]:
     """What a key is, in a line or more of comments; none where nothing is said of it."""
-    said = f"{sentence} ({kind})" if sentence and kind else sentence or kind
-    return [f"{indent}# {line}" for line in textwrap.wrap(said, WIDTH - len(indent) - 2, break_on_hyphens=False)]
+    message = f"{sentence} ({kind})" if sentence and kind else sentence or kind
+    return [f"{indent}# {line}" for line in textwrap.wrap(message, WIDTH - len(indent) - 2, break_on_hyphens=False)]
 
 
 def as_yaml(value: Any) -> str:
@@ -158,14 +158,14 @@ def docs_of_node(cfg: DictConfig) -> dict[str, str]:
 @functools.cache
 def docs_of(described: Any) -> dict[str, str]:
     """The docstrings under the fields of a class and of its base classes, by field."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for cls in reversed(inspect.getmro(described)) if inspect.isclass(described) else ():
         try:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         except (OSError, TypeError, SyntaxError, ValueError):  # no source: made by make_dataclass, or built in
             continue
-        found |= docs_in(tree)
-    return found
+        result |= docs_in(tree)
+    return result
 
 
 def docs_in(tree: ast.AST) -> dict[str, str]:

@@ -31,7 +31,7 @@ ENDED = {"stop": "stop", "tool_calls": "stop", "function_call": "stop", "length"
 class Dialogue:
     """A prompt as messages."""
 
-    said: Sequence[Any]
+    given: Sequence[Any]
     """verifiers' messages, or mappings in OpenAI's format."""
     tools: list[dict[str, Any]] | None = None
     """What the model may call, in OpenAI's format."""
@@ -41,7 +41,7 @@ class Dialogue:
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The messages in OpenAI's format."""
-        return [each if isinstance(each, dict) else message_to_wire(each) for each in self.said]
+        return [each if isinstance(each, dict) else message_to_wire(each) for each in self.given]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +93,15 @@ class ChatSource(MessageSource):
     async def _one(self, asked: dict[str, Any]) -> Answer:
         def read(reply: dict[str, Any]) -> Answer:
             choice = reply["choices"][0]
-            said, reason = choice["message"], choice.get("finish_reason")
+            reply_message = choice["message"]
+            reason = choice.get("finish_reason")
             if reason not in ENDED:
                 raise EngineError(f"model {self.model!r} gave no whole reply: it ended with {reason!r}")
-            message = {"role": "assistant", "content": said.get("content") or ""}
-            if thought := said.get("reasoning_content") or said.get("reasoning"):
+            message = {"role": "assistant", "content": reply_message.get("content") or ""}
+            if thought := reply_message.get("reasoning_content") or reply_message.get("reasoning"):
                 message["reasoning_content"] = thought
-            if said.get("tool_calls"):
-                message["tool_calls"] = said["tool_calls"]
+            if reply_message.get("tool_calls"):
+                message["tool_calls"] = reply_message["tool_calls"]
             return Answer(message, ENDED[reason])
 
         return await self.pool.chat(asked, read)

@@ -40,14 +40,14 @@ class Request:
     @property
     def warpers(self) -> list[LogitsProcessor]:
         """What leaves tokens out of the distribution, in vLLM's order."""
-        found: list[LogitsProcessor] = []
+        result: list[LogitsProcessor] = []
         if self.min_p > 0:
-            found.append(MinPLogitsWarper(self.min_p))
+            result.append(MinPLogitsWarper(self.min_p))
         if self.top_k > 0:
-            found.append(TopKLogitsWarper(self.top_k))
+            result.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1:
-            found.append(TopPLogitsWarper(self.top_p))
-        return found
+            result.append(TopPLogitsWarper(self.top_p))
+        return result
 
 
 @dataclass
@@ -131,12 +131,12 @@ def sample(
 
 def continuations_of(request: Request) -> list[Continuation]:
     """The continuations of a request, each with random numbers from a seed of its own, as vLLM counts them."""
-    found = []
+    result = []
     for number in range(request.n):
         generator = torch.Generator().manual_seed(request.seed + number)
         uniform = torch.rand(request.max_tokens, generator=generator, dtype=torch.float64)
-        found.append(Continuation(request, uniform.tolist()))
-    return found
+        result.append(Continuation(request, uniform.tolist()))
+    return result
 
 
 def draw(logits: Tensor, continuations: Sequence[Continuation]) -> tuple[Tensor, Tensor]:

@@ -85,13 +85,13 @@ class Sampler(SamplingConfig):
     def parameters(self, key: str) -> dict[str, Any]:
         """vLLM's sampling parameters of the request that `key` names, its seed among them."""
         seed = self.run_seed if self.seed is None else self.seed
-        found: dict[str, Any] = {"temperature": self.temperature, "seed": derive_seed(seed, key)}
+        result: dict[str, Any] = {"temperature": self.temperature, "seed": derive_seed(seed, key)}
         if self.max_tokens is not None:
-            found["max_tokens"] = self.max_tokens
-        found |= {name: getattr(self, name) for name, neutral in NEUTRAL.items() if getattr(self, name) != neutral}
+            result["max_tokens"] = self.max_tokens
+        result |= {name: getattr(self, name) for name, neutral in NEUTRAL.items() if getattr(self, name) != neutral}
         if self.stop:  # they may name special tokens, which vLLM would else leave out of the text it searches
-            found |= {"stop": list(self.stop), "skip_special_tokens": False}
-        return found
+            result |= {"stop": list(self.stop), "skip_special_tokens": False}
+        return result
 
     def limited(self, max_tokens: int) -> Self:
         """This sampler with replies of at most `max_tokens`, if it has no limit of its own."""

@@ -3,11 +3,11 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from prl.transport.events import ENGINE, GENERATING, LOADING, Lane
+from prl.transport.events import ENGINE, GENERATING, LOADING, Track
 
 
 class Traffic:
-    """Requests in flight by server, with their sequences, and a lane for each."""
+    """Requests in flight by server, with their sequences, and a track for each."""
 
     def __init__(self, urls: Sequence[str]):
         self.in_flight = dict.fromkeys(urls, 0)
@@ -17,18 +17,18 @@ class Traffic:
         """Requests that were answered so far."""
         self._version = dict.fromkeys(urls, 0)
         self._loading = dict.fromkeys(urls, False)
-        self._lanes: dict[str, Lane] = {}
-        self.record(Lane(ENGINE))
+        self._tracks: dict[str, Track] = {}
+        self.record(Track(ENGINE))
 
-    def record(self, lane: Lane) -> None:
-        """From now on, write into the file of `lane`."""
-        names = lanes_of(len(self.in_flight))
-        self._lanes = {url: lane.beside(name) for url, name in zip(self.in_flight, names, strict=True)}
+    def record(self, track: Track) -> None:
+        """From now on, write into the file of `track`."""
+        names = tracks_of(len(self.in_flight))
+        self._tracks = {url: track.beside(name) for url, name in zip(self.in_flight, names, strict=True)}
 
     @property
     def busy_s(self) -> float:
         """Seconds in which a server was at work, the mean over servers."""
-        return sum(lane.busy_s for lane in self._lanes.values()) / len(self._lanes)
+        return sum(track.busy_s for track in self._tracks.values()) / len(self._tracks)
 
     @contextlib.contextmanager
     def request(self, url: str, n: int = 1) -> Iterator[None]:
@@ -59,11 +59,11 @@ class Traffic:
 
     def _enter(self, url: str) -> None:
         if self._loading[url]:
-            self._lanes[url].enter(LOADING, self._version[url])
+            self._tracks[url].enter(LOADING, self._version[url])
         else:
-            self._lanes[url].enter(GENERATING if self.in_flight[url] else None, self._version[url] + 1)
+            self._tracks[url].enter(GENERATING if self.in_flight[url] else None, self._version[url] + 1)
 
 
-def lanes_of(servers: int) -> list[str]:
-    """The names of the lanes of so many servers."""
+def tracks_of(servers: int) -> list[str]:
+    """The names of the tracks of so many servers."""
     return [ENGINE] if servers == 1 else [f"{ENGINE} {place + 1}" for place in range(servers)]

@@ -1,7 +1,7 @@
 """From a config to the live objects of a run, in three steps: prepare what can be refused, start the servers, assemble.
 
 prepared = prepare(config)                                               tokenizer, tasks, renderers
-supervisor = supervise(prepared, lane)                                   watches their processes
+supervisor = supervise(prepared, track)                                   watches their processes
 services = await start_services(prepared, supervisor, transport, run_dir)  engine, trainer, teacher, all of them ready
 orchestrator = assemble(prepared, services, transport, run_dir)
 """
@@ -20,7 +20,7 @@ from prl.config.schema import ModelConfig, TrainConfig
 from prl.engines.base import Connect
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.tokenizers import TokenizerProbe
-from prl.engines.traffic import lanes_of
+from prl.engines.traffic import tracks_of
 from prl.envs.environment import Environment
 from prl.errors import ConfigError, PrlError
 from prl.launch import specs
@@ -46,7 +46,7 @@ from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
 from prl.orchestrator.types import TrainEnv
 from prl.transport.base import Transport
-from prl.transport.events import TRAINER, Lane
+from prl.transport.events import TRAINER, Track
 
 
 @dataclass
@@ -100,7 +100,7 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     `launcher` and `token` are those that engines were started with; None = new ones.
     """
     components = build_components(config, launcher)
-    factory(config.orchestrator, Orchestrator, "orchestrator")  # made later: here its knobs are checked
+    factory(config.orchestrator, Orchestrator, "orchestrator")  # made later: here its options are checked
     factory(config.transport, Transport, "transport")
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_optimizers(config.trainer.optim)
@@ -142,9 +142,9 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
 def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
     """verifiers' key of every task, which hashes its data, by env and by `train` or `eval`."""
     return {
-        name: {split: [task.key for task in tasks] for split, tasks in found if tasks}
+        name: {split: [task.key for task in tasks] for split, tasks in result if tasks}
         for name, env in run.environments.items()
-        for found in [(("train", env.tasks), ("eval", env.eval_tasks))]
+        for result in [(("train", env.tasks), ("eval", env.eval_tasks))]
     }
 
 
@@ -160,10 +160,10 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
     config, logs, launcher = run.config, run_dir / "logs", supervisor.launcher
     policy = policy_pool(config, config.model, launcher, run.token, specs.engine_log(run_dir), run.urls)
     services = Services(policy, {}, [])
-    lanes = lanes_of(len(policy.urls))
+    tracks = tracks_of(len(policy.urls))
 
     async def serve_policy() -> None:
-        with supervisor.awaiting(f"the engine to answer at {', '.join(policy.urls)}", lanes):
+        with supervisor.awaiting(f"the engine to answer at {', '.join(policy.urls)}", tracks):
             await policy.wait_ready(config.engine.startup_timeout_s, launcher.ensure_alive)
 
     async def serve_teacher() -> None:
@@ -189,7 +189,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
         else:
             await asyncio.gather(*(start() for start in starts))
         if config.engine.urls or config.sweep.share_engine or run.first_version:  # it may hold another run's weights
-            with supervisor.awaiting("the engine to load the weights", lanes):
+            with supervisor.awaiting("the engine to load the weights", tracks):
                 await load_first_weights(run, policy, transport)
     except BaseException:
         await services.close()
@@ -205,14 +205,14 @@ async def load_first_weights(run: PreparedRun, policy: PolicyPool, transport: Tr
     await policy.update_weights(version, path, run.config.engine.update_timeout_s)
 
 
-def supervise(run: PreparedRun, lane: Lane) -> Supervisor:
-    """What watches the run's processes, and records in `lane` how long they take to start."""
+def supervise(run: PreparedRun, track: Track) -> Supervisor:
+    """What watches the run's processes, and records in `track` how long they take to start."""
     config = run.config
     restarts = specs.restarts_of(config.engine)
     if run.components.hosted:
         restarts |= specs.restarts_of(config.teacher.engine, TEACHER)
     say = run.components.monitors.status
-    return Supervisor(run.components.launcher, say, restarts, config.engine.startup_timeout_s, lane=lane)
+    return Supervisor(run.components.launcher, say, restarts, config.engine.startup_timeout_s, track=track)
 
 
 async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Launcher) -> None:
@@ -233,7 +233,7 @@ async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Lau
 
 
 def assemble(
-    run: PreparedRun, services: Services, transport: Transport, run_dir: Path, lane: Lane | None = None
+    run: PreparedRun, services: Services, transport: Transport, run_dir: Path, track: Track | None = None
 ) -> Orchestrator:
     """The orchestrator over the run's servers."""
     return factory(run.config.orchestrator, Orchestrator, "orchestrator")(
@@ -249,7 +249,7 @@ def assemble(
         update_timeout_s=run.config.engine.update_timeout_s,
         checkpoint=run.config.checkpoint,
         state=None if run.resume is None else run.resume.state,
-        lane=lane,
+        track=track,
     )
 
 

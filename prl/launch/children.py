@@ -41,13 +41,13 @@ def descendants(pid: int) -> list[psutil.Process]:
 
     Not `multiprocessing`'s resource trackers: they end by themselves after those that they free shared memory for.
     """
-    found = []
+    result = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):  # which psutil says of a zombie, too
                 if "resource_tracker" not in " ".join(process.cmdline()):
-                    found.append(process)
-    return found
+                    result.append(process)
+    return result
 
 
 def send(number: signal.Signals, processes: list[psutil.Process]) -> None:

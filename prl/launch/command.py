@@ -47,11 +47,11 @@ def errors_as_exit_codes() -> Iterator[None]:
     try:
         yield
     except (PrlError, OSError) as error:
-        if (said := of_disk(error)) is None:
+        if (message := of_disk(error)) is None:
             if not isinstance(error, PrlError):
                 raise
-            said = refused(error) if isinstance(error, ConfigError) else str(error)  # or what a server or a log said
-        print(f"error: {as_message(said)}", file=sys.stderr, flush=True)
+            message = refused(error) if isinstance(error, ConfigError) else str(error)  # or what a server or a log said
+        print(f"error: {as_message(message)}", file=sys.stderr, flush=True)
         raise SystemExit(REFUSED if isinstance(error, ConfigError) else FAILED) from None
     except KeyboardInterrupt as end:
         raise stopped(end) from None
@@ -71,18 +71,18 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None:  # Hydra makes a sweep's directories
         return f"hydra.sweep.dir: {str(error.filename)[:LINE]} cannot be made: {error.strerror or error}"
     cause = None if isinstance(error, ConfigError) else error.__cause__  # prl's own words say it all
-    said = [str(each).strip() for each in (error, cause) if each is not None]
-    lines = [line.strip() for text in said for line in text.splitlines()]
+    message = [str(each).strip() for each in (error, cause) if each is not None]
+    lines = [line.strip() for text in message for line in text.splitlines()]
     kept = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
     kept = [line if len(line) <= LINE else f"{line[: LINE // 2]} … {line[-LINE // 2 :]}" for line in kept]
     return ": ".join(dict.fromkeys(line.rstrip(".:") for line in kept)) or type(error).__name__
 
 
-def about(overrides: list[str], said: str) -> str:
+def about(overrides: list[str], message: str) -> str:
     """What was said of a config that does not compose, with the overrides if it names the key of none."""
     parts = [part for override in overrides for part in suggestions.override_key(override).split(".")]
-    named = any(part in said for part in parts if len(part) > 2)  # a letter is in every text
-    return said if named or not overrides else f"{', '.join(overrides)[:LINE]}: {said}"
+    named = any(part in message for part in parts if len(part) > 2)  # a letter is in every text
+    return message if named or not overrides else f"{', '.join(overrides)[:LINE]}: {message}"
 
 
 def refused(error: ConfigError) -> str:

@@ -211,9 +211,9 @@ def check_loss(where: str, node: Any) -> None:
 
 
 def check_target(node: Any, base: str, where: str) -> None:
-    """Look up a class that only the trainer's process uses, with its knobs; `base` is the path of its base class.
+    """Look up a class that only the trainer's process uses, with its options; `base` is the path of its base class.
 
-    That loads torch, so it is left out where the node is prl's own class with the knobs of its schema. The nodes of
+    That loads torch, so it is left out where the node is prl's own class with the options of its schema. The nodes of
     components that its schema has inside, which the class builds itself, are not looked at.
     """
     target, options = plain(node)["_target_"], settings_of(node)

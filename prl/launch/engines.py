@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prl.engines.client import PolicyPool
 
 TEACHER = "teacher"
-"""Name of the process and the lane of a hosted teacher."""
+"""Name of the process and the track of a hosted teacher."""
 
 
 def engine_of(engine: Any, where: str) -> type[Engine]:

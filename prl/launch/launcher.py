@@ -49,7 +49,7 @@ class Launcher(ABC):
     """
 
     def check(self, where: str) -> None:  # noqa: B027
-        """Raise ConfigError for knobs that contradict each other; `where` is the launcher's config key."""
+        """Raise ConfigError for options that contradict each other; `where` is the launcher's config key."""
 
     @abstractmethod
     def start_engine(self, spec: EngineSpec) -> str:

@@ -15,10 +15,10 @@ from prl.config.validate import hosts_teacher
 from prl.engines.base import EngineSpec
 from prl.engines.vllm.server import TOKEN_VARIABLE
 from prl.errors import ConfigError
-from prl.launch import threads, warm
+from prl.launch import shared_engines, threads
 from prl.launch.launcher import Launcher, TrainerSpec
 from prl.launch.local import resolve_model
-from prl.orchestrator.waiting import ENGINE, numbered
+from prl.orchestrator.who_waits import ENGINE, numbered
 
 POLICY_NAME = "policy"
 """Name that engines serve the policy under."""
@@ -27,7 +27,7 @@ POLICY_NAME = "policy"
 def launcher_of(config: TrainConfig) -> Launcher:
     """The run's launcher. Raises ConfigError."""
     if config.sweep.share_engine:
-        return warm.WarmLauncher(config.launcher)
+        return shared_engines.WarmLauncher(config.launcher)
     return build(config.launcher, Launcher, "launcher")
 
 
@@ -35,7 +35,7 @@ def run_token(config: TrainConfig | EvaluationConfig) -> str:
     """A fresh token for this run's servers, or the one that running or warm engines were started with."""
     if not config.engine.urls:
         shares = isinstance(config, TrainConfig) and config.sweep.share_engine
-        return warm.TOKEN if shares else secrets.token_hex(24)
+        return shared_engines.TOKEN if shares else secrets.token_hex(24)
     if not os.environ.get(TOKEN_VARIABLE):
         raise ConfigError(f"engine.urls names servers that already run: set {TOKEN_VARIABLE} to their token")
     return os.environ[TOKEN_VARIABLE]

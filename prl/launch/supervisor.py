@@ -13,8 +13,8 @@ from prl.engines.rotation import DYING_S
 from prl.engines.routing import Server
 from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.launch.launcher import POLL_S, Launcher, ProcessDied
-from prl.orchestrator.waiting import ENGINE, Waiting, numbered
-from prl.transport.events import ORCHESTRATOR, STARTING, Lane
+from prl.orchestrator.who_waits import ENGINE, Waiting, numbered
+from prl.transport.events import ORCHESTRATOR, STARTING, Track
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Supervisor:
     """The policy's client, whose engines are `engine`, `engine 2` and so on; None before they have answered."""
     starting: list[str] = field(default_factory=list, init=False)
     """What the start waits for."""
-    lane: Lane = field(default_factory=lambda: Lane(ORCHESTRATOR))
+    track: Track = field(default_factory=lambda: Track(ORCHESTRATOR))
     """Beside it is recorded how long each process takes to start."""
     _restarted: dict[str, tuple[Server, float]] = field(default_factory=dict, init=False)
     """Engines that were started again and have not answered yet, and when they have to, by their processes."""
@@ -56,13 +56,13 @@ class Supervisor:
     """Whether the run has shown since then who waits for whom."""
 
     @contextlib.contextmanager
-    def awaiting(self, what: str, lanes: Sequence[str]) -> Iterator[None]:
-        """The start waits for `what` inside the block, which is recorded in `lanes`."""
+    def awaiting(self, what: str, tracks: Sequence[str]) -> Iterator[None]:
+        """The start waits for `what` inside the block, which is recorded in `tracks`."""
         self.starting.append(what)
         try:
             with contextlib.ExitStack() as stack:
-                for name in lanes:
-                    stack.enter_context(self.lane.beside(name).doing(STARTING, self.lane.step))
+                for name in tracks:
+                    stack.enter_context(self.track.beside(name).doing(STARTING, self.track.step))
                 yield
         finally:
             self.starting.remove(what)

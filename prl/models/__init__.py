@@ -42,7 +42,7 @@ def make(folder: Path) -> bool:
     source = MADE[name].package_file()
     from filelock import FileLock
 
-    from prl.transport.checkpoints import seal, writing  # msgspec, which composing a config does not need
+    from prl.transport.checkpoint_folders import seal, writing  # msgspec, which composing a config does not need
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def make(folder: Path) -> bool:
 
 def is_whole(folder: Path) -> bool:
     """Whether a folder that was sealed is there, with every file as it was written."""
-    from prl.transport.checkpoints import verify  # as above
+    from prl.transport.checkpoint_folders import verify  # as above
 
     with contextlib.suppress(ConfigError):
         return folder.is_dir() and verify(folder) == 0

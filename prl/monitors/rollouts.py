@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from prl.rollouts.record import Message, Record, read_records
+from prl.rollouts.record_lines import Message, Record, read_records
 from prl.rollouts.rollout import IN_BATCH, Stage
 
 COLUMNS = ("env", "task", "group", "reward", "advantage", "stage", "filter", "tokens", "messages")

@@ -11,7 +11,7 @@ from prl.config.schema import CheckpointConfig
 from prl.curriculum.pools import RETIRED, write_pools
 from prl.orchestrator.state import RunState, SyncState, encode
 from prl.orchestrator.types import TrainEnv
-from prl.transport import checkpoints as files
+from prl.transport import checkpoint_folders as files
 from prl.transport.files import naming, write_atomically
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from prl.orchestrator.types import Event
 from prl.orchestrator.weight_sync import WeightSync, no_policy
 from prl.rollouts.rollout import Rollout
 from prl.transport import events
-from prl.transport.events import Lane
+from prl.transport.events import Track
 
 PAUSE_S = 0.2
 """Between two looks for a frozen model that is away."""
@@ -33,7 +33,7 @@ class Collector:
     batcher: Batcher
     weight_sync: WeightSync
     staleness: Staleness
-    lane: Lane
+    track: Track
     left: list[Rollout] = field(default_factory=list)
     """Rollouts of groups that no batch holds, to be recorded with the next one."""
 
@@ -46,7 +46,7 @@ class Collector:
         Returns:
             Where the time went, seconds.
         """
-        with self.lane.doing(events.ROLLOUTS, step):  # unless it waits for something else, below
+        with self.track.doing(events.ROLLOUTS, step):  # unless it waits for something else, below
             return await self._collect(step)
 
     async def _collect(self, step: int) -> dict[str, float]:
@@ -68,7 +68,7 @@ class Collector:
                 return {"time/rollout": rollout_s, "time/wait_for_policy": idle_s}
             if not (self.weight_sync.busy or self.fill()):
                 # Every env waits for a frozen model, which has a deadline of its own.
-                with self.lane.doing(events.OTHERS, step) as waiting:
+                with self.track.doing(events.OTHERS, step) as waiting:
                     await asyncio.sleep(PAUSE_S)
                 idle_s += waiting.seconds
             elif in_flight and (self.rollouts_on_time or self.steps_ahead > 0):
@@ -76,7 +76,7 @@ class Collector:
                     raise self.dispatcher.no_batch(step, self.batcher.rollouts, self.config.batch_timeout_s)
             else:
                 # Only stragglers may come before the next policy version; each wait for one has the whole deadline.
-                with self.lane.doing(events.POLICY, step) as waiting:
+                with self.track.doing(events.POLICY, step) as waiting:
                     came = await self._handle_next(self.config.policy_timeout_s)
                 if not came:
                     raise no_policy(step, self.weight_sync.pool.version, self.config.policy_timeout_s)

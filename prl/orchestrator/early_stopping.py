@@ -12,7 +12,7 @@ from prl.monitors.metric_names import held_out
 from prl.orchestrator.config import StopConfig
 from prl.orchestrator.state import StoppingState
 from prl.rollouts.rewards import at_least, at_most
-from prl.transport.checkpoints import seal
+from prl.transport.checkpoint_folders import seal
 from prl.transport.files import announce, naming
 
 

@@ -50,7 +50,7 @@ from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout, Stage
 from prl.transport import events
 from prl.transport.base import Transport
-from prl.transport.events import Lane
+from prl.transport.events import Track
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Orchestrator:
         update_timeout_s: Deadline for an engine to load weights, seconds.
         checkpoint: When checkpoints are written, and which are kept.
         state: Of the checkpoint that the run goes on from, its weights loaded; None = a new run.
-        lane: Records what the orchestrator does.
+        track: Records what the orchestrator does.
         **options: Fields of `OrchestratorConfig`.
     """
 
@@ -103,11 +103,11 @@ class Orchestrator:
         update_timeout_s: float,
         checkpoint: CheckpointConfig | None = None,
         state: RunState | None = None,
-        lane: Lane | None = None,
+        track: Track | None = None,
         **options: Any,
     ):
         self.config = config = OrchestratorConfig(**options)
-        self.lane = lane or Lane(events.ORCHESTRATOR)
+        self.track = track or Track(events.ORCHESTRATOR)
         self.envs, self.pool = envs, pool
         self.transport, self.monitors = transport, monitors
         self.run_dir, self.max_steps = run_dir, max_steps
@@ -130,11 +130,10 @@ class Orchestrator:
             model=model,
             max_steps=max_steps,
             update_timeout_s=update_timeout_s,
-            lane=self.lane.beside(events.EVALUATION),
+            track=self.track.beside(events.EVALUATION),
         )
-        self.collector = Collector(
-            config, self.events, self.dispatcher, self.intake, self.batcher, self.weight_sync, self.staleness, self.lane
-        )
+        parts = (self.dispatcher, self.intake, self.batcher, self.weight_sync, self.staleness)
+        self.collector = Collector(config, self.events, *parts, self.track)
         self.counted, self.sums = [], Counter()
         if state is not None:
             self.load_state_dict(state)
@@ -183,7 +182,7 @@ class Orchestrator:
                 await serving.enter_async_context(env.environment.serving())
             line: dict[str, float] = {}
             if not self.goes_on:
-                with self.lane.doing(events.EVALUATED, 0):
+                with self.track.doing(events.EVALUATED, 0):
                     line = {"step": 0} | await self.weight_sync.evaluate_if_due(0, since=0, last=False)
             if line and self.weight_sync.early_stopping.reason is None:
                 self.monitors.step(line)
@@ -193,7 +192,7 @@ class Orchestrator:
                 synced = loops.create_task(self.weight_sync.run())
                 with self._kept_at_the_end():
                     await self._make_batches()
-                with self.lane.doing(events.LAST_UPDATE, self.weight_sync.shipped):
+                with self.track.doing(events.LAST_UPDATE, self.weight_sync.shipped):
                     await synced
                 saving.cancel()
             if self.ended_because is not None:  # what arrived after the last batch counts in the last line
@@ -234,7 +233,7 @@ class Orchestrator:
             if (reason := self.weight_sync.early_stopping.reason) is not None:
                 self.drop(ENDED_EARLY)
                 return self._end_early(reason, self.monitors.status)  # the user has asked for it
-            with self.lane.doing(events.CUTTING, step):
+            with self.track.doing(events.CUTTING, step):
                 self.checkpoints.keep(self.state_dict())
                 groups = self.batcher.cut(self.staleness.included(step))
                 if not groups:
@@ -245,13 +244,13 @@ class Orchestrator:
                 trained = count(to_ship, Stage.TRAINED)
                 if trained:
                     self.drop(self.staleness.left_behind(step))
-            with self.lane.doing(events.RECORDING, step):
+            with self.track.doing(events.RECORDING, step):
                 self._record(step, rollouts)
-            with self.lane.doing(events.PACKING, step):
+            with self.track.doing(events.PACKING, step):
                 rows, truncated = self._pack(step, to_ship)
                 self.batcher.check_batch(step, rollouts)
             if trained:  # what trains nothing makes no step: its rollouts count with the next batch
-                with self.lane.doing(events.SHIPPING, step):
+                with self.track.doing(events.SHIPPING, step):
                     self._ship(step, rows, truncated)
 
     def _record(self, step: int, rollouts: list[Rollout]) -> None:

@@ -19,7 +19,7 @@ from prl.orchestrator.metrics import line_of_step
 from prl.orchestrator.state import SyncState
 from prl.orchestrator.types import Event, TrainEnv
 from prl.transport.base import Transport
-from prl.transport.events import EVALUATING, EVALUATION, Lane
+from prl.transport.events import EVALUATING, EVALUATION, Track
 
 POLL_S = 0.004
 """Between two looks for a version that the trainer may be about to publish."""
@@ -54,7 +54,7 @@ class WeightSync:
     model: ModelConfig
     max_steps: int
     update_timeout_s: float
-    lane: Lane = field(default_factory=lambda: Lane(EVALUATION))
+    track: Track = field(default_factory=lambda: Track(EVALUATION))
 
     def __post_init__(self) -> None:
         path, remote = self.model.path, self.model.trust_remote_code
@@ -219,7 +219,7 @@ class WeightSync:
         due = every is not None and (last or version == 0 or version // every > since // every)
         if not due or version == self._evaluated:
             return {}
-        with self.lane.doing(EVALUATING, version):
+        with self.track.doing(EVALUATING, version):
             metrics = await evaluate(self.envs, self.config.eval, self.run_dir, version)
         self._evaluated = version
         reward = held_out_reward(metrics)  # no env may have held-out tasks

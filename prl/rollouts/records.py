@@ -8,7 +8,7 @@ import msgspec
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import content_text
 
-from prl.rollouts.record import Message, Record, ToolCall
+from prl.rollouts.record_lines import Message, Record, ToolCall
 from prl.rollouts.rollout import Rollout
 from prl.transport.files import content_of, step_name, write_atomically
 

@@ -90,8 +90,8 @@ def checkout(folder: Path) -> tuple[dict[str, Any] | None, str]:
     changed = git("status", "--porcelain").splitlines()
     diff = git("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")
     untracked = [line[3:] for line in changed if line.startswith("??")]
-    found = {"commit": commit, "changed": bool(changed), "untracked": untracked[:100]}
-    return found | {"diff_cut": len(diff.encode()) > MAX_DIFF}, diff
+    result = {"commit": commit, "changed": bool(changed), "untracked": untracked[:100]}
+    return result | {"diff_cut": len(diff.encode()) > MAX_DIFF}, diff
 
 
 def gpus() -> list[str]:
@@ -113,14 +113,14 @@ def output_of(*command: str) -> str:
 
 def packages() -> dict[str, str]:
     """The installed versions of what prl asks for."""
-    found = {}
+    result = {}
     for requirement in sorted(importlib.metadata.requires("prl") or ()):
         if name := re.match(r"[\w.-]+", requirement):
             try:
-                found[name[0]] = importlib.metadata.version(name[0])
+                result[name[0]] = importlib.metadata.version(name[0])
             except importlib.metadata.PackageNotFoundError:
                 continue
-    return found
+    return result
 
 
 # --- hashes -----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from prl.runs.owner import LOCK
 from prl.runs.provenance import command_line, data_hash
 from prl.runs.result import RunResult, read_result
 from prl.runs.run_dir import NOT_OF_A_RUN, clear, cut_back, holds_run, write_config
-from prl.transport import checkpoints
+from prl.transport import checkpoint_folders
 from prl.transport.files import content_of, write_atomically
 
 if TYPE_CHECKING:
@@ -132,22 +132,22 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     if given is None or (given == AUTO and not holds_run(run_dir)):
         return None
     if given != AUTO and run_of(Path(given), given).resolve() != run_dir.resolve():
-        said = f"run.resume={given!r} is not of the run in run.dir={config.run.dir!r}"
-        raise ConfigError(f"{said}: give run.resume on the command line, without run.dir")
-    steps, whole = checkpoints.steps_of(run_dir), given == AUTO or Path(given) == run_dir
+        message = f"run.resume={given!r} is not of the run in run.dir={config.run.dir!r}"
+        raise ConfigError(f"{message}: give run.resume on the command line, without run.dir")
+    steps, whole = checkpoint_folders.steps_of(run_dir), given == AUTO or Path(given) == run_dir
     if given == AUTO and not steps and not has_config(run_dir) and (run_dir / LOCK).exists():  # a start died early
         return ResumePoint(run_dir, 0, None, None, {}, steps)
     changed = check_changes(config, load(run_dir / "config.yaml"))
     if whole:
-        folder = checkpoints.newest(run_dir, steps, fall_back=given == AUTO)
+        folder = checkpoint_folders.newest(run_dir, steps, fall_back=given == AUTO)
     else:
         folder = Path(given)
-        checkpoints.verify(folder)
+        checkpoint_folders.verify(folder)
     if folder is None:
         if given == AUTO:
             return ResumePoint(run_dir, 0, None, None, changed, steps)
         raise ConfigError(f"{run_dir} has no checkpoint to go on from; run.resume=auto begins again in its directory")
-    path = folder / checkpoints.STATE / "run.msgpack"
+    path = folder / checkpoint_folders.STATE / "run.msgpack"
     try:
         state = decode(path.read_bytes(), path)
     except OSError as error:
@@ -187,8 +187,8 @@ def check_tasks(run_dir: Path, tasks: Tasks) -> None:
         recorded = msgspec.json.decode((run_dir / "provenance.json").read_bytes())["data"]
         before = {env: splits["train"]["sha256"] for env, splits in recorded.items()}
     except (OSError, *UNREADABLE, KeyError, TypeError, AttributeError) as error:
-        said = f"warning: {run_dir / 'provenance.json'} cannot be read ({error}): whether the tasks are the same"
-        print(safe(f"{said} is told by their number alone"), file=sys.stderr)  # which the buffers compare
+        message = f"warning: {run_dir / 'provenance.json'} cannot be read ({error}): whether the tasks are the same"
+        print(safe(f"{message} is told by their number alone"), file=sys.stderr)  # which the buffers compare
         return
     for env, splits in tasks.items():
         if env in before and data_hash(splits["train"])["sha256"] != before[env]:
@@ -222,7 +222,7 @@ def take_over(point: "ResumePoint", config: TrainConfig, tasks: Tasks) -> None:
     """
     run_dir = point.run_dir
     check_tasks(run_dir, tasks)
-    if checkpoints.steps_of(run_dir) != point.steps:
+    if checkpoint_folders.steps_of(run_dir) != point.steps:
         raise ConfigError(f"another process has gone on with the run in {run_dir} meanwhile: begin again")
     if point.folder is None:
         clear(run_dir)

@@ -153,11 +153,11 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
     for path in filter(Path.is_file, (run_dir / "events").glob("[!.]*.jsonl")):
         write_atomically(path, b"".join(line for _, line in _lines_before(content_of(path), step + 1)), durable=True)
     for path in (run_dir / "rollouts").glob("*.jsonl"):
-        if (found := ROLLOUTS.fullmatch(path.name)) and int(found[2]) > (evaluated if found[1] else step):
+        if (results := ROLLOUTS.fullmatch(path.name)) and int(results[2]) > (evaluated if results[1] else step):
             _remove(path)
     for folder in ("tokens", "batches", "checkpoints"):
         for path in (run_dir / folder).glob("step_*"):
-            if (found := STEP.fullmatch(path.name)) and int(found[1]) > step:
+            if (results := STEP.fullmatch(path.name)) and int(results[1]) > step:
                 _remove(path)
     for path in (run_dir / "checkpoints").glob(".step_*"):  # unfinished
         if PART.fullmatch(path.name):
@@ -177,19 +177,19 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
 
 def last_metrics(run_dir: Path) -> dict[str, float]:
     """The newest value of every metric in `metrics.jsonl`."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for line in content_of(run_dir / "metrics.jsonl").splitlines():
-        found |= msgspec.json.decode(line)
-    return found
+        results |= msgspec.json.decode(line)
+    return results
 
 
 def _lines_before(data: bytes, step: int) -> Iterator[tuple[int, bytes]]:
     """The JSON lines of steps before `step`, by their steps; what cannot be read is left out."""
     for line in data.splitlines(keepends=True):
         with contextlib.suppress(*UNREADABLE, KeyError, TypeError):
-            found = int(msgspec.json.decode(line)["step"])
-            if line.endswith(b"\n") and found < step:
-                yield found, line
+            results = int(msgspec.json.decode(line)["step"])
+            if line.endswith(b"\n") and results < step:
+                yield results, line
 
 
 def _remove(path: Path) -> None:

@@ -10,7 +10,7 @@ model call: the tokens that it sampled, of policy versions from start to end; a 
   `ref_logprobs` as the trainer filled them where it did.
 - `trainer_logprobs`: null where the loss needs none, and on a sequence's first token, which has none.
 - `ratio`: exp(trainer - sampler) on members of components that read the sampler (rl, ref_kl), null elsewhere.
-- `fate`: why the token was trained or not: "context" (off the mask), "weight 0" (on it), or, joined by "+", the
+- `use`: why the token was trained or not: "context" (off the mask), "weight 0" (on it), or, joined by "+", the
   components it is in ("rl kept", "rl dropped", "rl clipped", "ce", ...) and "invalid logprob" (kept out of rl or
   ref_kl).
 """
@@ -115,7 +115,7 @@ class TokenExport:
             **shipped,
             "trainer_logprobs": logprobs,
             "ratio": ratio,
-            "fate": [label or reason for label, reason in zip(labels, untrained, strict=True)],
+            "use": [label or reason for label, reason in zip(labels, untrained, strict=True)],
         }
 
 

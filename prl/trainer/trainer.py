@@ -28,7 +28,7 @@ from prl.trainer.schedule import Linear, Schedule
 from prl.trainer.sharding import gradient_norm, make_mesh, most, reduce_over_replicas, scale_gradients, shard
 from prl.trainer.tree.attention import can_attend_over_trees
 from prl.trainer.tree.tree import tree_stacks
-from prl.transport.events import FORWARD, OPTIMISER, TRAINER, Lane
+from prl.transport.events import FORWARD, OPTIMISER, TRAINER, Track
 
 # Names in `metrics.jsonl` that differ from the loss's own.
 RENAMED = {"mismatch_kl": "mismatch_kl/all/mean", "logprob_gap": "logprob_gap/mean"}
@@ -49,7 +49,7 @@ class Trainer:
         half: run the model in bfloat16 over its float32 weights, which is for ranks that share it, one at least.
         reference: loads the model that the run began with, where samples ask for its logprobs.
         export: writes what became of each token of a step.
-        lane: records what this rank does.
+        track: records what this rank does.
         options: the fields of `TrainerConfig`. A subclass takes its own by keyword and passes the rest on.
     """
 
@@ -64,7 +64,7 @@ class Trainer:
         half: bool = False,
         reference: Callable[[], PreTrainedModel] | None = None,
         export: TokenExport | None = None,
-        lane: Lane | None = None,
+        track: Track | None = None,
         **options: Any,
     ):
         self.config = TrainerConfig(**options)
@@ -87,7 +87,7 @@ class Trainer:
         self.schedule = build(self.config.schedule or schema_of(Linear)(), Schedule, "trainer.schedule")
         self.layout = self._layout()
         self.export = export
-        self.lane = lane or Lane(TRAINER)
+        self.track = track or Track(TRAINER)
         self.reference: PreTrainedModel | None = None
         if reference is not None:  # loaded after the policy is spread: one whole model in memory at a time
             self.reference = reference().requires_grad_(False).eval()
@@ -117,7 +117,7 @@ class Trainer:
         PrlError, with the weights as they were, for a gradient that is not finite.
         """
         self._check(batch)
-        with self.lane.doing(FORWARD, batch.step):
+        with self.track.doing(FORWARD, batch.step):
             step_stacks = self._stacks(batch)
             referring = most([int(stack.initial.any()) for stack in step_stacks], self.device)
             counted = self._count(step_stacks)
@@ -134,7 +134,7 @@ class Trainer:
             if export is not None:  # before the update, which raises on the very steps one wants to look at
                 export.write(batch)
         factor = self.schedule.factor(batch.step, self.max_steps)
-        with self.lane.doing(OPTIMISER, batch.step):
+        with self.track.doing(OPTIMISER, batch.step):
             grad_norm = self._update(factor)
         metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
         return (

@@ -29,7 +29,7 @@ from prl.trainer.ranks import meet
 from prl.trainer.sharding import reshard
 from prl.trainer.trainer import Trainer
 from prl.transport.base import Transport
-from prl.transport.events import BATCH, CHECKPOINT, EXPORTING, MODEL, TRAINER, Lane
+from prl.transport.events import BATCH, CHECKPOINT, EXPORTING, MODEL, TRAINER, Track
 
 POLL_S = 0.005
 TOLERANCE, HALF_TOLERANCE = 1e-2, 0.5
@@ -90,12 +90,12 @@ def run(config: Mapping[str, Any], run_dir: Path, stopping: threading.Event | No
         meet(rank, world_size, device, config["trainer"])
     resume = config.get("resume")
     trained = 0 if resume is None else resume["step"]
-    lane = Lane(TRAINER if rank == 0 else f"{TRAINER} rank {rank}", run_dir)
-    with contextlib.closing(lane), contextlib.ExitStack() as opened:
-        with lane.doing(MODEL, trained):
+    track = Track(TRAINER if rank == 0 else f"{TRAINER} rank {rank}", run_dir)
+    with contextlib.closing(track), contextlib.ExitStack() as opened:
+        with track.doing(MODEL, trained):
             transport = factory(config["transport"], Transport, "transport")(run_dir=run_dir)
             opened.callback(transport.close)
-            trainer = make_trainer(config, device, lane=lane, export=make_export(config, run_dir, rank))
+            trainer = make_trainer(config, device, track=track, export=make_export(config, run_dir, rank))
             files = Files(run_dir, trainer, config["model"], rank, saved=None if resume is None else trained)
             if resume is not None:
                 load_state(Path(resume["folder"]), trainer, rank=rank)
@@ -116,10 +116,10 @@ def train(
     stopping: threading.Event | None = None,
 ) -> None:
     """Train from the step after `trained` to the last, or to the one that the run ends with."""
-    lane = trainer.lane
+    track = trainer.track
     updated_at: float | None = None
     for step in range(trained + 1, max_steps + 1):
-        with lane.doing(BATCH, step) as waiting:
+        with track.doing(BATCH, step) as waiting:
             batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s, stopping)
         if batch is None:  # the run ends before `max_steps`
             break
@@ -137,7 +137,7 @@ def train(
         trained = step
         updated_at = now
         # Weights before the checkpoint: the engines wait for them, nobody waits for the checkpoint.
-        with lane.doing(EXPORTING, step):
+        with track.doing(EXPORTING, step):
             publish(transport, step, metrics, rank, files.write_weights)
         if batch.checkpoint:
             files.write_checkpoint(step)
@@ -184,7 +184,7 @@ class Files:
         """Write the trainer's part of the checkpoint of `step`, unless that is there."""
         if self.saved == step:
             return
-        with self.trainer.lane.doing(CHECKPOINT, step):
+        with self.trainer.track.doing(CHECKPOINT, step):
             write_part(self.run_dir, step, self.trainer, self.tokenizer, rank=self.rank)
         self.saved = step
 
@@ -199,7 +199,7 @@ def make_export(config: Mapping[str, Any], run_dir: Path, rank: int) -> TokenExp
 
 
 def make_trainer(
-    config: Mapping[str, Any], device: torch.device, *, lane: Lane | None = None, export: TokenExport | None = None
+    config: Mapping[str, Any], device: torch.device, *, track: Track | None = None, export: TokenExport | None = None
 ) -> Trainer:
     """Load the policy, or its checkpoint, and build its trainer, with the frozen reference if samples will ask for one.
 
@@ -234,7 +234,7 @@ def make_trainer(
         half=half,
         reference=reference,
         export=export,
-        lane=lane,
+        track=track,
         **nodes,
     )
     check_layout(model, trainer.layout, device, HALF_TOLERANCE if trainer.half else TOLERANCE)

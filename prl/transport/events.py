@@ -1,6 +1,6 @@
 """What each process of a run does and waits for: spans of time, in `events/<process>.jsonl` of the run directory.
 
-A lane is one process, which does one thing at a time; a file has the lanes that one process writes. Times are seconds
+A track is one process, which does one thing at a time; a file has the tracks that one process writes. Times are seconds
 since 1970, the same clock for every process of a machine.
 """
 
@@ -17,9 +17,9 @@ import psutil
 
 FOLDER = "events"
 WAITING = "waiting for "
-"""How it begins what a lane does that waits; everything else is work, or the start."""
+"""How it begins what a track does that waits; everything else is work, or the start."""
 ORCHESTRATOR, ENGINE, TRAINER, EVALUATION = "orchestrator", "engine", "trainer", "evaluation"
-"""Names of lanes; further ones are `teacher`, `trainer rank 1`, and `engine 1` where there are several."""
+"""Names of tracks; further ones are `teacher`, `trainer rank 1`, and `engine 1` where there are several."""
 PREPARING, STARTING, ASSEMBLING = "preparing", "starting", "assembling"
 GENERATING, LOADING, EVALUATING = "generating", "loading weights", "evaluating"
 ROLLOUTS, POLICY, OTHERS = f"{WAITING}rollouts", f"{WAITING}the trainer", f"{WAITING}frozen models"
@@ -34,10 +34,10 @@ _SINCE_1970 = time.time() - time.monotonic()  # taken once, so that a clock that
 
 
 class Span(msgspec.Struct, frozen=True):
-    """One thing that a lane did; the times in seconds since 1970."""
+    """One thing that a track did; the times in seconds since 1970."""
 
     process: str
-    """The lane."""
+    """The track."""
     what: str
     start: float
     stop: float
@@ -69,7 +69,7 @@ class Stopwatch:
         return self.stopped - self.started
 
 
-class Lane:
+class Track:
     """Records what one process does, one thing at a time. Without a run directory it counts the time alone."""
 
     def __init__(self, process: str, run_dir: Path | None = None):
@@ -84,11 +84,11 @@ class Lane:
         self._what: str | None = None
         self._since = self._spent_s = 0.0
 
-    def beside(self, process: str) -> "Lane":
-        """Another lane in the same file."""
-        lane = Lane(process)
-        lane._file = self._file
-        return lane
+    def beside(self, process: str) -> "Track":
+        """Another track in the same file."""
+        track = Track(process)
+        track._file = self._file
+        return track
 
     @property
     def busy_s(self) -> float:

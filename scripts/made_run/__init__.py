@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from prl.rollouts.record import Message, Record
+from prl.rollouts.record_lines import Message, Record
 from prl.rollouts.rollout import Outcome, Stage, encodable
 
 HOSTILE = (
@@ -129,7 +129,7 @@ def _tokens(draw: random.Random, record: Record) -> dict:
         "advantages": [(record.advantage or 0.0) if on else 0.0 for on in mask],
         "ref_logprobs": [-draw.random() if on else 0.0 for on in mask],
         "ref_kl_weights": [draw.choice([0.0, 0.5, 1.0]) if on else 0.0 for on in mask],
-        "fate": [draw.choice(["rl kept", "rl kept", "rl dropped"]) if on else "context" for on in mask],
+        "use": [draw.choice(["rl kept", "rl kept", "rl dropped"]) if on else "context" for on in mask],
     }
 
 

@@ -164,7 +164,7 @@ def test_evaluation_chooses_its_sampling_by_group():
     assert (env.sampler.temperature, env.eval_sampler.temperature) == (1.0, 0.0)
 
 
-def test_sampling_is_inherited_knob_by_knob():
+def test_sampling_is_inherited_option_by_option():
     config = composed("sampling.temperature=0.9", "sampling.max_tokens=32", "envs.math.sampling.temperature=0.7")
     assert (config.envs["math"].sampling.temperature, config.envs["math"].sampling.max_tokens) == (0.7, 32)
     env = build_components(config).envs["math"]

@@ -18,7 +18,7 @@ from prl.launch.signals import stopping
 HEAVY = {"torch", "vllm", "verifiers", "transformers", "renderers", "aiohttp", "wandb"}
 
 
-def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
+def test_cfg_job_prints_every_option_and_imports_nothing_heavy(tmp_path):
     arguments = [sys.executable, "-X", "importtime", "-m", "prl.train", "--cfg", "job", "--resolve"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=env)
@@ -47,9 +47,9 @@ def refused(tmp_path, monkeypatch, capfd):
         monkeypatch.setattr(sys, "argv", ["prl.train", *arguments])
         with pytest.raises(SystemExit) as caught:
             command.run(train._job, list(arguments))
-        said = capfd.readouterr()
-        assert caught.value.code == command.REFUSED and said.out == "" and "Traceback" not in said.err
-        return said.err
+        output = capfd.readouterr()
+        assert caught.value.code == command.REFUSED and output.out == "" and "Traceback" not in output.err
+        return output.err
 
     yield run
     for number, handler in handlers.items():
@@ -81,7 +81,7 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_error(refused, tmp_p
     (tmp_path / "conf" / "algo" / "mine.yaml").write_text("_target_: my_broken_algo.Best\n")
     (tmp_path / "my_broken_algo.py").write_text("raise RuntimeError('\\x1b]0;at the top\\x07')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    said = refused("algo=mine", f"hydra.searchpath=[file://{tmp_path}/conf]", f"run.dir={tmp_path}/a/run")
-    assert said.startswith("error: algo._target_='my_broken_algo.Best': ")
-    assert r"\x1b]0;at the top\x07" in said, "as a terminal may show it"
+    output = refused("algo=mine", f"hydra.searchpath=[file://{tmp_path}/conf]", f"run.dir={tmp_path}/a/run")
+    assert output.startswith("error: algo._target_='my_broken_algo.Best': ")
+    assert r"\x1b]0;at the top\x07" in output, "as a terminal may show it"
     assert not (tmp_path / "a").exists()

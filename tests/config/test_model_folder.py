@@ -24,9 +24,9 @@ def folder(tmp_path):
 def refused(folder):
     with pytest.raises(ConfigError) as caught:
         check_model(str(folder), "model.path")
-    said = str(caught.value)
-    assert said.startswith(f"model.path={str(folder)!r}") and "\n" not in said
-    return said
+    printed = str(caught.value)
+    assert printed.startswith(f"model.path={str(folder)!r}") and "\n" not in printed
+    return printed
 
 
 def test_a_whole_folder_passes_and_a_name_is_left_to_the_hub(folder, monkeypatch):

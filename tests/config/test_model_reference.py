@@ -67,8 +67,8 @@ def test_what_a_users_class_is_given_may_be_a_frozen_model():
     judge = {"name": "m", "base_url": URL}
     others = {"a": {"name": "m"}, "b": judge | {"url": URL}, "c": [judge], "d": POLICY, "sampling": 0.5}
     expected = {"envs.math.algo.judge": FrozenModelConfig("m", URL), "envs.math.algo.other": FrozenModelConfig()}
-    knobs = {"judge": judge, "other": {"base_url": None}, **others}
-    for component in (knobs, SimpleNamespace(**knobs)):
+    options = {"judge": judge, "other": {"base_url": None}, **others}
+    for component in (options, SimpleNamespace(**options)):
         assert dict(frozen_models(component, "envs.math.algo")) == expected
 
 

@@ -31,15 +31,15 @@ def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train, tokeni
     )
     chosen = Counter()
     for line in run.tokens(1):
-        spans, fates = [[]], line["fate"]
-        for token, fate, mask in zip(line["token_ids"], fates, line["mask"], strict=True):
-            assert mask == (fate in ("rl kept", "rl dropped")), "the sampled tokens feed rl, and only they"
-            if fate == "ce":
+        spans, uses = [[]], line["use"]
+        for token, use, mask in zip(line["token_ids"], uses, line["mask"], strict=True):
+            assert mask == (use in ("rl kept", "rl dropped")), "the sampled tokens feed rl, and only they"
+            if use == "ce":
                 spans[-1].append(token)
             elif spans[-1]:
                 spans.append([])
         chosen.update(tokenizer.decode(span) for span in spans if span)
-        weights = {w for w, fate in zip(line["ce_weights"] or [], fates, strict=False) if fate == "ce"}
+        weights = {w for w, use in zip(line["ce_weights"] or [], uses, strict=False) if use == "ce"}
         assert weights <= {0.1}
     assert chosen == answered and sum(chosen.values()) > 20
 

@@ -14,13 +14,13 @@ pytestmark = pytest.mark.slow
 EXPORT = ("trainer.token_export=true", "orchestrator.eval.every=null")
 
 
-def fates(run, step, env=None):
+def uses(run, step, env=None):
     """What became of the tokens that the model sampled, and of all others."""
     sampled, others = set(), set()
     for line in run.tokens(step):
         if env in (None, line["env"]):
-            for fate, mask in zip(line["fate"], line["mask"], strict=True):
-                (sampled if mask else others).add(fate)
+            for use, mask in zip(line["use"], line["mask"], strict=True):
+                (sampled if mask else others).add(use)
     return sampled, others
 
 
@@ -43,7 +43,7 @@ def test_two_envs_train_with_their_own_algorithms_weights_and_group_sizes(inline
     assert rise(run.column("reward/math/mean")) > 0.1
     assert rise(run.column("reward/reverse_text/mean")) > 0.1
     assert (run.dir / "checkpoints" / "step_000020" / "model.safetensors").exists()  # though nothing is evaluated
-    sampled, others = fates(run, 1)
+    sampled, others = uses(run, 1)
     assert sampled == {"rl kept"} and others == {"context"}
     lines = run.tokens(1)
     assert all(line[key] is None for line in lines for key in ("rl_weights", "ce_weights", "ref_kl_weights"))
@@ -62,7 +62,7 @@ def test_opd_pulls_the_policy_to_its_teacher(inline):
     assert rise(run.column("reward/all/mean")) > 0.1
     assert rise(run.column("ref_kl")) > 0.3, "minus the divergence"
     assert all(value > 0 for value in run.column("time/scoring"))
-    sampled, others = fates(run, 1)
+    sampled, others = uses(run, 1)
     assert sampled <= {"ref_kl kept", "ref_kl dropped"} and others == {"context"}
     for line in run.tokens(1):
         assert line["advantages"] is None and set(line["rl_weights"]) == {0.0}
@@ -85,7 +85,7 @@ def test_the_kl_to_the_initial_model_keeps_the_policy_near_it(inline):
         kl[name] = [-value for value in run.column("ref_kl")]  # k1, which may be negative
         assert abs(kl[name][0]) < 1e-5, "the trainer is the reference until its first update"
         assert not list((run.dir / "logs").glob("*teacher*")) and not (run.dir / "logs" / "engine.log").exists()
-        assert fates(run, 1) == ({"rl kept+ref_kl kept"}, {"context"})
+        assert uses(run, 1) == ({"rl kept+ref_kl kept"}, {"context"})
     assert rise(kl["free"]) > 0.05, "the policy leaves"
     assert statistics.mean(map(abs, kl["held"][-3:])) < statistics.mean(kl["free"][-3:]) / 2
     for line in held.tokens(12):
@@ -100,7 +100,7 @@ def test_sft_imitates_rollouts_of_the_teacher(inline):
     evaluated = [line["eval/math/avg@1"] for line in run.steps if "eval/math/avg@1" in line]
     assert evaluated[0] < 0.5 and evaluated[-1] > evaluated[0] + 0.15, "evaluation asks the policy"
     assert rise(run.column("nll"), ends=5) < -0.03
-    sampled, others = fates(run, 1)
+    sampled, others = uses(run, 1)
     assert (sampled, others) == ({"ce"}, {"context"})
     assert all(set(line["inference_logprobs"]) == {0.0} for line in run.tokens(1)), "nobody asked the teacher for them"
     assert {record["start_version"] for record in run.rollouts(9)} == {None}
@@ -113,7 +113,7 @@ def test_opsd_distils_from_the_policy_shown_a_demonstration(inline):
     run = inline("algo=opsd", *few, *vetted, *EXPORT)
     assert run.status == 0, run.stderr
     assert rise(run.column("ref_kl"), ends=3) > 0.1, "minus the divergence"
-    sampled, others = fates(run, 1)
+    sampled, others = uses(run, 1)
     assert sampled <= {"ref_kl kept", "ref_kl dropped"} and others == {"context"}
 
 
@@ -126,14 +126,14 @@ def test_two_envs_with_two_algorithms_share_batches(inline):
     mixed = [step for step in range(1, 21) if {line["env"] for line in run.tokens(step)} == {"math", "reverse_text"}]
     assert len(mixed) >= 15
     step = mixed[-1]
-    assert fates(run, step, "math")[0] <= {"rl kept", "rl dropped"}
-    assert fates(run, step, "reverse_text")[0] <= {"ref_kl kept", "ref_kl dropped"}
+    assert uses(run, step, "math")[0] <= {"rl kept", "rl dropped"}
+    assert uses(run, step, "reverse_text")[0] <= {"ref_kl kept", "ref_kl dropped"}
     line = run.steps[step]
     counted = {"rl": 0, "ref_kl": 0}
     for exported in run.tokens(step):
-        for fate in exported["fate"]:
+        for use in exported["use"]:
             for name in counted:
-                counted[name] += fate.startswith(f"{name} ")
+                counted[name] += use.startswith(f"{name} ")
     assert (line["tokens/rl"], line["tokens/ref_kl"], line["tokens/ce"]) == (counted["rl"], counted["ref_kl"], 0)
     assert max(run.column("logprob_gap/mean")) < 0.2
 

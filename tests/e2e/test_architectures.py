@@ -76,8 +76,8 @@ async def serving(folder, tmp_path, dtype="float32"):
 
 
 def trainer_of(model):
-    knobs = {"device": "cpu", "optim": AdamWConfig(lr=1e-2)}
-    return Trainer(model=model, rl_losses={"": default_loss}, max_steps=2, **knobs)
+    options = {"device": "cpu", "optim": AdamWConfig(lr=1e-2)}
+    return Trainer(model=model, rl_losses={"": default_loss}, max_steps=2, **options)
 
 
 async def test_engine_and_trainer_agree_after_every_update(served, tmp_path):

@@ -28,13 +28,13 @@ ON_POLICY = (
 
 
 def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path):
-    folder, said = tmp_path / "run", tmp_path / "stderr"
+    folder, printed = tmp_path / "run", tmp_path / "stderr"
     command = [sys.executable, "-m", "prl.train", *ON_POLICY, f"run.dir={folder}"]
-    with said.open("w") as stderr:
+    with printed.open("w") as stderr:
         process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=stderr)
 
     def steps() -> list[dict]:
-        assert process.poll() is None, said.read_text()
+        assert process.poll() is None, printed.read_text()
         metrics = folder / "metrics.jsonl"
         return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
@@ -47,17 +47,17 @@ def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path
         os.kill(servers[0], signal.SIGKILL)
         wait_until(lambda: not running(servers[0]), 10, "the engine's end")
         wait_until(lambda: len(steps()) > killed_at + 5, 60, "steps with one engine", pause_s=0.02)
-        assert "answers again" not in said.read_text(), "it goes on before the other is back"
-        wait_until(lambda: "answers again" in said.read_text(), 240, lambda: f"the engine is back at {steps()[-1]}")
+        assert "answers again" not in printed.read_text(), "it goes on before the other is back"
+        wait_until(lambda: "answers again" in printed.read_text(), 240, lambda: f"the engine is back at {steps()[-1]}")
         back_at = steps()[-1]["step"]
         wait_until(lambda: len(steps()) > back_at + 10, 120, "steps with both engines")
         process.terminate()
-        assert process.wait(60) == 128 + signal.SIGTERM, said.read_text()
+        assert process.wait(60) == 128 + signal.SIGTERM, printed.read_text()
     finally:
         if process.poll() is None:
             process.terminate()
             process.wait(60)
-    run = finished(folder, process.returncode, said.read_text())
+    run = finished(folder, process.returncode, printed.read_text())
     assert [line["step"] for line in run.steps] == list(range(len(run.steps)))
     assert "killed by SIGKILL" in run.stderr and "It is started again" in run.stderr
     assert run.column("engine/restarts")[-1] == 1
@@ -65,10 +65,10 @@ def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path
     assert sum(run.column("rollouts/errored")) == 0, "what it had was sampled by the other"
     assert set(run.column("off_policy/max")) == {0}
     spans = read_spans(folder, problems := [])
-    lanes = [name for name in shares(spans).did if name != "evaluation"]
-    assert not problems and lanes == ["orchestrator", "engine 1", "engine 2", "trainer"]
+    tracks = [name for name in shares(spans).did if name != "evaluation"]
+    assert not problems and tracks == ["orchestrator", "engine 1", "engine 2", "trainer"]
     after = [span for span in spans if span.step > back_at + 1]
-    for engine in lanes[1:3]:
+    for engine in tracks[1:3]:
         done = {what: {span.step for span in after if (span.process, span.what) == (engine, what)} for what in WORK}
         assert len(done["generating"]) > 3 and len(done["loading weights"]) > 3, f"{engine} is at work again"
     assert {path.name for path in (folder / "logs").iterdir()} >= {"engine.log", "engine_2.log", "trainer.log"}

@@ -70,8 +70,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("body", "status", "said"), REFUSED)
-async def test_what_cannot_be_sampled_is_refused_and_the_engine_lives(post, body, status, said):
+@pytest.mark.parametrize(("body", "status", "reason"), REFUSED)
+async def test_what_cannot_be_sampled_is_refused_and_the_engine_lives(post, body, status, reason):
     found, reply = await post(GENERATE, body)
-    assert (found, said in json.dumps(reply)) == (status, True), reply
+    assert (found, reason in json.dumps(reply)) == (status, True), reply
     assert (await post(GENERATE, {"model": "policy", "token_ids": PROMPT, "sampling": {"max_tokens": 1}}))[0] == 200

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl.models import model_path
-from prl.transport.checkpoints import checkpoint_path
+from prl.transport.checkpoint_folders import checkpoint_path
 from prl.transport.files import FileTransport
 
 BFLOAT16 = ("model.dtype=bfloat16", "trainer.dtype=bfloat16")

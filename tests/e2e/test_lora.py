@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prl.models import model_path
-from prl.transport.checkpoints import checkpoint_path
+from prl.transport.checkpoint_folders import checkpoint_path
 
 pytestmark = pytest.mark.slow
 

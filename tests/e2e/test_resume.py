@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from prl.transport.checkpoints import checkpoint_path, steps_of, verify
+from prl.transport.checkpoint_folders import checkpoint_path, steps_of, verify
 
 pytestmark = pytest.mark.slow
 

@@ -17,16 +17,16 @@ WAIT_S = 240
 @pytest.fixture(name="served")
 def _served(tmp_path):
     """A server that was started without a token, and what it has said."""
-    said = tmp_path / "said"
-    command = [sys.executable, "-m", "prl.serve", "policy=true", "model=tiny", "engine.port=null", f"log={said}.log"]
+    printed = tmp_path / "said"
+    command = [sys.executable, "-m", "prl.serve", "policy=true", "model=tiny", "engine.port=null", f"log={printed}.log"]
     env = {name: value for name, value in os.environ.items() if name != "PRL_TOKEN"} | {"OMP_NUM_THREADS": "1"}
-    with said.open("wb") as output, subprocess.Popen(command, stderr=output, env=env) as process:
+    with printed.open("wb") as output, subprocess.Popen(command, stderr=output, env=env) as process:
         try:
             deadline = time.monotonic() + WAIT_S
-            while "Ctrl-C ends it." not in said.read_text():
-                assert process.poll() is None and time.monotonic() < deadline, said.read_text()
+            while "Ctrl-C ends it." not in printed.read_text():
+                assert process.poll() is None and time.monotonic() < deadline, printed.read_text()
                 time.sleep(0.1)
-            yield process, said.read_text()
+            yield process, printed.read_text()
         finally:
             process.terminate()
             process.wait(60)
@@ -34,13 +34,13 @@ def _served(tmp_path):
 
 def test_runs_train_with_it_one_after_another(served, tmp_path):
     """With the command that it prints; each begins with the model's own weights, whatever the last one has trained."""
-    process, said = served
-    [token] = re.findall(r"^  export PRL_TOKEN=(\S+)$", said, re.M)
-    [command] = re.findall(r"^  python (-m prl\.train model=tiny engine\.urls=\[http://\S+\])$", said, re.M)
-    knobs = ["max_steps=2", "trainer.optim.lr=1e-2", "orchestrator.eval.num_tasks=16", "orchestrator.batch_size=32"]
+    process, printed = served
+    [token] = re.findall(r"^  export PRL_TOKEN=(\S+)$", printed, re.M)
+    [command] = re.findall(r"^  python (-m prl\.train model=tiny engine\.urls=\[http://\S+\])$", printed, re.M)
+    options = ["max_steps=2", "trainer.optim.lr=1e-2", "orchestrator.eval.num_tasks=16", "orchestrator.batch_size=32"]
     found = []
     for name in ("first", "second"):
-        run = [sys.executable, *command.split(), *knobs, f"run.dir={tmp_path / name}"]
+        run = [sys.executable, *command.split(), *options, f"run.dir={tmp_path / name}"]
         done = subprocess.run(
             run, env=os.environ | {"PRL_TOKEN": token}, capture_output=True, text=True, timeout=WAIT_S
         )

@@ -50,7 +50,7 @@ def endpoint(monkeypatch):
 def trained_texts(run, tokenizer, step=1):
     """The text of the tokens that feed `ce`, of each sequence."""
     return [
-        tokenizer.decode([t for t, fate in zip(line["token_ids"], line["fate"], strict=True) if fate == "ce"])
+        tokenizer.decode([t for t, use in zip(line["token_ids"], line["use"], strict=True) if use == "ce"])
         for line in run.tokens(step)
     ]
 

@@ -100,8 +100,8 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_other_knobs_are_read(inline):
-    """Knobs that change how, not what, two trainer ranks among them: the run still learns on-policy-exactly."""
+def test_the_other_options_are_read(inline):
+    """Options that change how, not what, two trainer ranks among them: the run still learns on-policy-exactly."""
     run = inline(
         "launcher=local",
         "trainer.num_processes=2",

@@ -107,7 +107,7 @@ async def test_tools_and_thoughts_are_passed_on_and_calls_come_back_as_the_polic
     server.replies[CHAT] = reply(None, "tool_calls", tool_calls=[call], reasoning="I call")
     earlier = vf.AssistantMessage(content="hm", reasoning_content="secret")
     tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
-    dialogue = Dialogue([*ASK.said, earlier, vf.UserMessage(content="so?")], tools)
+    dialogue = Dialogue([*ASK.given, earlier, vf.UserMessage(content="so?")], tools)
     (made,) = await sampler.complete([5], n=1, key="k", dialogue=dialogue)
     body = server.bodies[CHAT][0]
     assert body["tools"] == tools and "secret" not in str(body["messages"]) and len(body["messages"]) == 3

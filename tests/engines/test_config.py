@@ -84,10 +84,10 @@ for words in json.load(sys.stdin):
 @pytest.mark.slow
 def test_vllms_parser_takes_the_commands_of_engines_on_gpus(tmp_path):
     """Nothing here starts one: a flag that this vLLM does not know would be found on a GPU alone."""
-    knobs = ("engine.servers=2", "engine.tensor_parallel_size=2", "engine.gpu_memory_utilization=0.7")
+    options = ("engine.servers=2", "engine.tensor_parallel_size=2", "engine.gpu_memory_utilization=0.7")
     given = ("+engine.args.enable-prefix-caching=true", "+engine.args.block-size=16")
     more = ("model.lora.rank=8", "engine.device=cuda", "trainer.device=cuda")
-    config = compose(["run.name=x", *knobs, *given, *more])
+    config = compose(["run.name=x", *options, *given, *more])
     with assuming(MachineConfig(gpus=5)):
         engines = specs.policy_engines(config, config.model, "t0ken", tmp_path / "engine.log")
     words = [engine_command(engine, 8000 + number)[3:] for number, engine in enumerate(engines)]

@@ -1,4 +1,4 @@
-"""The sampler: its knobs, what a request carries, and what training refuses."""
+"""The sampler: its options, what a request carries, and what training refuses."""
 
 from dataclasses import asdict, fields
 from types import SimpleNamespace
@@ -36,8 +36,8 @@ class Pool:
         return []
 
 
-def make(renderer, run_seed=0, pool=None, **knobs):
-    sampler = Sampler(**knobs)
+def make(renderer, run_seed=0, pool=None, **options):
+    sampler = Sampler(**options)
     sampler.attach(pool=pool or Pool(), renderer=renderer, max_model_len=10, seed=run_seed)
     return sampler
 
@@ -122,8 +122,8 @@ async def test_the_seed_of_a_request_depends_on_the_run_and_its_name_alone(rende
 
 
 def test_a_seed_of_its_own_replaces_the_runs(renderer):
-    def seed_of(run_seed, **knobs):
-        return make(renderer, run_seed, **knobs).parameters("k")["seed"]
+    def seed_of(run_seed, **options):
+        return make(renderer, run_seed, **options).parameters("k")["seed"]
 
     assert seed_of(0, seed=7) == seed_of(1, seed=7) == seed_of(7) == derive_seed(7, "k")
     assert seed_of(5, seed=0) == seed_of(0), "0 is a seed, not none"
@@ -171,9 +171,9 @@ async def test_greedy_samples_once_and_answers_for_all(renderer):
     assert (sampler.pool.asked.n, sampler.pool.asked.temperature) == (1, 0.0)
 
 
-def test_an_override_has_every_knob_and_none_of_them_set():
-    knobs = [knob.name for knob in fields(Sampler)]
-    assert [knob.name for knob in fields(EvalSamplingConfig)] == knobs
+def test_an_override_has_every_option_and_none_of_them_set():
+    options = [option.name for option in fields(Sampler)]
+    assert [option.name for option in fields(EvalSamplingConfig)] == options
     assert set(asdict(EvalSamplingConfig()).values()) == {None}
 
 

@@ -228,7 +228,7 @@ async def test_the_model_is_sent_what_the_template_makes_of_the_whole(tokenizer_
 @pytest.mark.parametrize(("shape", "case"), cells("right", "warned", "refused"))
 def test_a_run_says_before_it_starts_what_a_template_cannot_do(tokenizer_of, run_of, shape, case):
     config, algorithm, environment = run_of(case)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         try:
             renderer = renderer_of(shape, tokenizer_of(shape))
@@ -239,7 +239,7 @@ def test_a_run_says_before_it_starts_what_a_template_cannot_do(tokenizer_of, run
         except ConfigError as error:
             found = "refused"
             assert "renderer" in str(error) and "\n" not in str(error)
-    if found == "right" and any("template" in str(each.message) for each in told):
+    if found == "right" and any("template" in str(each.message) for each in given):
         found = "warned"
     assert found == outcome(shape, case)
 
@@ -250,9 +250,9 @@ def test_the_readme_has_the_matrix():
     assert len(rows) == len(SHAPES)
     for shape, (name, does, *found, taught) in zip(SHAPES, rows, strict=True):
         assert (name, does) == (f"`{shape.name}`", shape.does)
-        told = ["yes" if outcome(shape, case) == "right" else outcome(shape, case) for case in CASES]
+        given = ["yes" if outcome(shape, case) == "right" else outcome(shape, case) for case in CASES]
         assert found == [
             f"`{shape.parser}`, {one}".removesuffix(", yes") if case == "tools" and shape.parser else one
-            for case, one in zip(CASES, told, strict=True)
+            for case, one in zip(CASES, given, strict=True)
         ]
         assert taught == ("yes" if shape.name in TAUGHT else "")

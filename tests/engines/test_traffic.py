@@ -16,8 +16,8 @@ def clock(monkeypatch):
     return lambda time: at.__setitem__(0, time)
 
 
-class Recording(events.Lane):
-    """Keeps its spans, and those of the lanes beside it."""
+class Recording(events.Track):
+    """Keeps its spans, and those of the tracks beside it."""
 
     closed = False
 
@@ -35,8 +35,8 @@ class Recording(events.Lane):
 
 
 def test_a_server_is_at_work_from_the_first_request_to_the_end_of_the_last(clock):
-    traffic, lane = Traffic([A]), Recording()
-    traffic.record(lane)
+    traffic, track = Traffic([A]), Recording()
+    traffic.record(track)
     with traffic.request(A):
         clock(1)
         with traffic.request(A):
@@ -48,20 +48,20 @@ def test_a_server_is_at_work_from_the_first_request_to_the_end_of_the_last(clock
         clock(6)
         raise ValueError("failed")
     assert traffic.in_flight == {A: 0}
-    assert lane.spans == [("engine", "generating", 0, 3, 1), ("engine", "generating", 5, 6, 1)]
+    assert track.spans == [("engine", "generating", 0, 3, 1), ("engine", "generating", 5, 6, 1)]
     assert traffic.busy_s == 4
 
 
 def test_while_weights_are_loaded_requests_wait_and_the_server_is_at_work(clock):
-    traffic, lane = Traffic([A, B]), Recording()
-    traffic.record(lane)
+    traffic, track = Traffic([A, B]), Recording()
+    traffic.record(track)
     with traffic.request(A):
         clock(1)
         with traffic.loading(A, 7), traffic.loading(B, 7):
             clock(3)
         clock(4)
     clock(10)
-    assert sorted(lane.spans) == [
+    assert sorted(track.spans) == [
         ("engine 1", "generating", 0, 1, 1),
         ("engine 1", "generating", 3, 4, 8),
         ("engine 1", "loading weights", 1, 3, 7),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prl.config.engines import TransformersConfig
+from prl.config.engine_schema import TransformersConfig
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec

@@ -123,13 +123,13 @@ def loaded(tmp_path):
 
     def run(config: PreTrainedConfig) -> dict:
         old, new = (saved(config, tmp_path / name, seed) for seed, name in enumerate(("old", "new")))
-        broken, said = with_a_stranger(old, tmp_path / "broken"), tmp_path / "said.json"
+        broken, printed = with_a_stranger(old, tmp_path / "broken"), tmp_path / "said.json"
         spec = replace(policy_spec("", tmp_path / "log"), frozen=True)
         environment = os.environ | engine_environment(spec) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        command = [sys.executable, "-c", CODE, *map(str, (old, new, broken, said))]
+        command = [sys.executable, "-c", CODE, *map(str, (old, new, broken, printed))]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
         assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(said.read_text(encoding="utf-8"))
+        return json.loads(printed.read_text(encoding="utf-8"))
 
     return run
 

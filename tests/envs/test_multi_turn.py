@@ -138,12 +138,12 @@ async def test_each_token_knows_the_versions_of_its_model_call(play):
 async def test_what_the_user_says_is_known_as_its_own(play, tokenizer):
     (rollout,), _ = await play(three_turns)
     (branch,) = rollout.sample_branches
-    said = [
+    printed = [
         tokenizer.decode([t for t, body in zip(node.token_ids, node.is_content, strict=True) if body])
         for node in branch.nodes
         if node.message.role == "user"
     ]
-    assert said == ["1+1=", "and now?", "once more"]
+    assert printed == ["1+1=", "and now?", "once more"]
 
 
 async def test_every_request_of_an_episode_has_a_name_of_its_own(play):

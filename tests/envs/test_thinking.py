@@ -56,20 +56,20 @@ def converse(tokenizer):
     return run
 
 
-@pytest.mark.parametrize("said", [THINKS, BY_THE_TEMPLATE])
-async def test_by_default_the_thinking_is_stripped_and_a_new_sample_starts(converse, tokenizer, said):
-    texts, trained, sent = await converse({}, [said, "A2<|im_end|>"])
-    assert len(texts) == 2 and trained == [said, "A2<|im_end|>"]
-    assert texts[0].endswith(f"U1<|im_end|>\n<|im_start|>assistant\n{said}")
+@pytest.mark.parametrize("reply_text", [THINKS, BY_THE_TEMPLATE])
+async def test_by_default_the_thinking_is_stripped_and_a_new_sample_starts(converse, tokenizer, reply_text):
+    texts, trained, sent = await converse({}, [reply_text, "A2<|im_end|>"])
+    assert len(texts) == 2 and trained == [reply_text, "A2<|im_end|>"]
+    assert texts[0].endswith(f"U1<|im_end|>\n<|im_start|>assistant\n{reply_text}")
     assert "R1" not in texts[1] and "<|im_start|>assistant\nA1<|im_end|>\n<|im_start|>user\nU2" in texts[1]
     assert texts == [tokenizer.decode(prompt + reply) for prompt, reply in sent]
 
 
-@pytest.mark.parametrize("said", [THINKS, BY_THE_TEMPLATE])
-async def test_with_thinking_retained_it_is_one_sample(converse, tokenizer, said):
-    texts, trained, sent = await converse({"thinking_retention": "all"}, [said, "A2<|im_end|>"])
-    assert trained == [said + "A2<|im_end|>"]
-    assert f"{said}\n<|im_start|>user\nU2" in texts[0]
+@pytest.mark.parametrize("reply_text", [THINKS, BY_THE_TEMPLATE])
+async def test_with_thinking_retained_it_is_one_sample(converse, tokenizer, reply_text):
+    texts, trained, sent = await converse({"thinking_retention": "all"}, [reply_text, "A2<|im_end|>"])
+    assert trained == [reply_text + "A2<|im_end|>"]
+    assert f"{reply_text}\n<|im_start|>user\nU2" in texts[0]
     assert texts == [tokenizer.decode(sent[-1][0] + sent[-1][1])]
 
 
@@ -82,8 +82,8 @@ async def test_a_bridge_that_leaves_out_what_was_sampled_is_not_taken(converse, 
     """qwen3's drops what stands behind the end of a turn."""
     renderer = make_renderer(tokenizer, name="qwen3", thinking_retention="all")
     prompt = renderer.render_ids([{"role": "user", "content": "U1"}], add_generation_prompt=True)
-    said = tokenizer.encode("A1<|im_end|>!", add_special_tokens=False)
-    bridged = renderer.bridge_to_next_turn(prompt, said, [{"role": "user", "content": "U2"}])
-    assert bridged.token_ids[: len(prompt + said)] != prompt + said, "else this test shows nothing"
+    reply_text = tokenizer.encode("A1<|im_end|>!", add_special_tokens=False)
+    bridged = renderer.bridge_to_next_turn(prompt, reply_text, [{"role": "user", "content": "U2"}])
+    assert bridged.token_ids[: len(prompt + reply_text)] != prompt + reply_text, "else this test shows nothing"
     _, trained, _ = await converse({}, ["A1<|im_end|>!", "A2<|im_end|>"], renderer)
     assert trained == ["A1<|im_end|>!", "A2<|im_end|>"]

@@ -140,7 +140,7 @@ async def test_calls_are_answered_in_one_sample_of_exactly_the_tokens_sent_and_s
 
 async def test_what_the_model_reads_is_what_its_chat_template_says(play, renderer, tokenizer):
     _, sampler = await play([call(a=1, b=2), "3"])
-    said = {
+    reply_text = {
         "role": "assistant",
         "content": "",
         "tool_calls": [
@@ -149,7 +149,7 @@ async def test_what_the_model_reads_is_what_its_chat_template_says(play, rendere
     }
     answer = {"role": "tool", "content": "3", "tool_call_id": "call_0"}
     tools = Tools([Sums(vf.ToolsetConfig())]).wire
-    for sent, messages in zip(prompts(sampler), ([], [said, answer]), strict=True):
+    for sent, messages in zip(prompts(sampler), ([], [reply_text, answer]), strict=True):
         whole = [{"role": "user", "content": "1+2="}, *messages]
         assert sent == renderer.render(whole, tools=tools, add_generation_prompt=True).token_ids
     assert '"name": "add"' in tokenizer.decode(sent) and "<tool_response>\n3\n</tool_response>" in tokenizer.decode(
@@ -171,9 +171,9 @@ async def test_several_calls_of_one_reply_are_answered_in_their_order(play, toke
 # --- calls that cannot be read ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("said", UNREADABLE)
-async def test_the_model_is_told_of_a_call_that_cannot_be_read_and_goes_on(play, tokenizer, said):
-    (rollout,), sampler = await play([said, "then 3"])
+@pytest.mark.parametrize("reply_text", UNREADABLE)
+async def test_the_model_is_told_of_a_call_that_cannot_be_read_and_goes_on(play, tokenizer, reply_text):
+    (rollout,), sampler = await play([reply_text, "then 3"])
     assert rollout.error is None and rollout.reward == 2.0 and len(rollout.samples) == 1
     assert [m.role for m in rollout.trace.messages] == ["user", "assistant", "tool", "assistant"]
     first, second = prompts(sampler)
@@ -182,15 +182,15 @@ async def test_the_model_is_told_of_a_call_that_cannot_be_read_and_goes_on(play,
     )
     (sample,) = rollout.samples
     trained = [t for t, m in zip(sample.token_ids, sample.mask, strict=True) if m]
-    assert tokenizer.decode(trained) == f"{said}<|im_end|>then 3<|im_end|>"
+    assert tokenizer.decode(trained) == f"{reply_text}<|im_end|>then 3<|im_end|>"
 
 
-@pytest.mark.parametrize("said", UNREADABLE)
-async def test_without_tools_it_is_a_reply_like_any_other(play, scripted, said):
-    (rollout,), _ = await play([said], toolsets=())
+@pytest.mark.parametrize("reply_text", UNREADABLE)
+async def test_without_tools_it_is_a_reply_like_any_other(play, scripted, reply_text):
+    (rollout,), _ = await play([reply_text], toolsets=())
     assert rollout.error is None and rollout.reward == 1.0 and len(rollout.samples) == 1
     task = Replies(vf.TaskData(idx=0, prompt="1+2="))
-    request = GroupRequest(env_name="toy", task=task, n=2, sampler=scripted([said]), group_id=1, timeout_s=5.0)
+    request = GroupRequest(env_name="toy", task=task, n=2, sampler=scripted([reply_text]), group_id=1, timeout_s=5.0)
     rollouts = [rollout async for rollout in play_group(request)]
     assert [rollout.error for rollout in rollouts] == [None] * 2 and all(len(r.samples) == 1 for r in rollouts)
 
@@ -344,13 +344,13 @@ async def test_a_tools_state_is_its_rollouts_and_the_grader_sees_it(play):
     rollouts, _ = await play(script, toolsets=(Till,), task=Filled, n=4)
     assert [rollout.error for rollout in rollouts] == [None] * 4
     assert [rollout.reward for rollout in rollouts] == [3.0, 6.0, 9.0, 12.0]
-    told = [[m.content for m in rollout.trace.messages if m.role == "tool"] for rollout in rollouts]
-    assert told == [["1", "2", "3"], ["2", "4", "6"], ["3", "6", "9"], ["4", "8", "12"]]
+    given = [[m.content for m in rollout.trace.messages if m.role == "tool"] for rollout in rollouts]
+    assert given == [["1", "2", "3"], ["2", "4", "6"], ["3", "6", "9"], ["4", "8", "12"]]
 
 
 async def test_a_tasks_own_tools_are_made_for_the_rollout_and_know_its_task(play):
     (rollout,), sampler = await play([call("put", coins=2), call(a=1, b=2), "done"], task=BringsItsOwn)
     assert rollout.error is None and rollout.reward == 2.0
     assert [m.content for m in rollout.trace.messages if m.role == "tool"] == ["2 for 1+2=", "3"]
-    told = sampler.tokenizer.decode(prompts(sampler)[0])
-    assert '"name": "add"' in told and '"name": "put"' in told
+    given = sampler.tokenizer.decode(prompts(sampler)[0])
+    assert '"name": "add"' in given and '"name": "put"' in given

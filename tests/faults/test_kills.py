@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from prl.runs.result import read_result
 from prl.tools.report.runs import read_run
-from prl.transport.checkpoints import checkpoint_path, steps_of, verify
+from prl.transport.checkpoint_folders import checkpoint_path, steps_of, verify
 
 pytestmark = pytest.mark.slow
 
@@ -96,10 +96,10 @@ def test_a_killed_run_leaves_nothing_and_goes_on(run, moment):
     run.trains()
     number, words, pattern = MOMENTS[moment]
     run.kill(number, words, pattern)
-    said = run.stderr.read_text()
+    printed = run.stderr.read_text()
     if not moment.startswith("launcher"):
-        assert run.process.returncode == 1 and "process 'trainer' ended with status" in said, said
-        assert "Traceback" not in said
+        assert run.process.returncode == 1 and "process 'trainer' ended with status" in printed, printed
+        assert "Traceback" not in printed
         result = read_result(run.dir)
         assert result.status == "failed" and "process 'trainer'" in result.error and result.steps > 0
         assert "process &#39;trainer&#39; ended" in (run.dir / "report.html").read_text()

@@ -126,5 +126,5 @@ def test_a_changed_number_is_found_and_named():
     golden = json.loads(GOLDEN.read_text())
     changed = json.loads(GOLDEN.read_text())
     changed["aipo"][1]["grad_norm"] *= 1.001
-    (told,) = differences(golden, changed)
-    assert told.startswith("/aipo/2/grad_norm: ")
+    (given,) = differences(golden, changed)
+    assert given.startswith("/aipo/2/grad_norm: ")

@@ -21,7 +21,7 @@ from prl.launch.components import build_components
 from prl.launch.local import LocalLauncher
 from prl.launch.specs import run_token
 from prl.launch.supervisor import Supervisor
-from prl.transport.events import ORCHESTRATOR, Lane
+from prl.transport.events import ORCHESTRATOR, Track
 from prl.transport.files import FileTransport
 from tests.conftest import Server
 
@@ -123,8 +123,8 @@ def test_a_filter_that_matches_nothing_in_an_env_warns_with_its_key():
         UserWarning, match=r"filters\.pre_batch\.repetition\.window=50 matches nothing in this run"
     ) as caught:
         prepare(config("env=[math,math_retry]", *FEW, "envs.math.sampling.max_tokens=32", window))
-    said = [str(each.message) for each in caught if "matches nothing" in str(each.message)]
-    assert len(said) == 1 and said[0].endswith("has 32 tokens"), "of math alone"
+    printed = [str(each.message) for each in caught if "matches nothing" in str(each.message)]
+    assert len(printed) == 1 and printed[0].endswith("has 32 tokens"), "of math alone"
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ async def test_several_servers_of_policy_and_teacher_are_started_and_all_are_ask
         ]
         assert [spec.config.port for spec in specs] == [policy.port, policy.port + 1, teacher.port, teacher.port + 1]
         assert all("/health" in server.calls for server in (policy, second["engine 2"]))
-        supervisor = supervise(made.run, Lane(ORCHESTRATOR))
+        supervisor = supervise(made.run, Track(ORCHESTRATOR))
         assert supervisor.restarts == dict.fromkeys(["engine", "engine 2", "teacher", "teacher 2"], 1)
     finally:
         for server in second.values():

@@ -58,8 +58,8 @@ def test_an_engine_that_cannot_listen_is_refused_with_its_address(tmp_path):
 )
 def test_a_model_that_the_trainer_would_get_wrong_or_transformers_does_not_know(folder, values, says):
     change(folder / "config.json", **values)
-    said = refused(f"model.path={folder}")
-    assert said.startswith("model.path=") and says in said
+    printed = refused(f"model.path={folder}")
+    assert printed.startswith("model.path=") and says in printed
 
 
 def test_a_tokenizer_that_is_broken_or_has_no_chat_template(folder):
@@ -67,8 +67,8 @@ def test_a_tokenizer_that_is_broken_or_has_no_chat_template(folder):
     assert refused(f"model.path={folder}").startswith(f"model.path={str(folder)!r}: no tokenizer there")
     shutil.copy(Path(model_path("tiny")) / "tokenizer.json", folder)
     change(folder / "tokenizer_config.json", chat_template=None)
-    said = refused(f"model.path={folder}", "renderer=default")
-    assert said.startswith("renderer") and "template" in said
+    printed = refused(f"model.path={folder}", "renderer=default")
+    assert printed.startswith("renderer") and "template" in printed
     prepare(compose([*BASE, f"model.path={folder}"]))  # the renderer qwen3 brings its own
 
 

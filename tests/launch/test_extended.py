@@ -1,4 +1,4 @@
-"""A component of the user's own that extends one of prl's takes its place, its knobs, and adds knobs of its own."""
+"""A component of the user's own that extends one of prl's takes its place, its options, and adds options of its own."""
 
 import json
 import sys
@@ -44,9 +44,9 @@ class Halving(Schedule):
         return 0.5 ** (step // self.every)
 
 
-def scaled(inputs, scale: Annotated[float, Ge(0)] = 1.0, **knobs):
+def scaled(inputs, scale: Annotated[float, Ge(0)] = 1.0, **options):
     """default_loss times `scale`."""
-    out = default_loss(inputs, **knobs)
+    out = default_loss(inputs, **options)
     return LossOutputs(scale * out.loss, out.metrics)
 '''
 
@@ -65,7 +65,7 @@ def built(*overrides):
     return config, build_components(config)
 
 
-def test_a_schedule_with_none_of_prls_knobs_in_the_trainers_process():
+def test_a_schedule_with_none_of_prls_options_in_the_trainers_process():
     config, _ = built("trainer.schedule._target_=their_things.Halving", "+trainer.schedule.every=4")
     payload = json.loads(json.dumps(trainer_payload(config, config.model, initial_reference=False)))
     made = build(payload["trainer"]["schedule"], Schedule, "trainer.schedule")

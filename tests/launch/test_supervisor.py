@@ -11,7 +11,7 @@ from prl.engines.client import InferencePool
 from prl.errors import DeadlinePassed, EngineError
 from prl.launch.launcher import ProcessDied
 from prl.launch.supervisor import Supervisor
-from prl.orchestrator.waiting import Waiting
+from prl.orchestrator.who_waits import Waiting
 
 
 class Engines:

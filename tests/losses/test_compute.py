@@ -50,7 +50,7 @@ def run(streams, counts=None, **kwargs):
 
 
 def loop(s, counts):
-    """The definition, one token at a time with default knobs: (loss, gradient)."""
+    """The definition, one token at a time with default options: (loss, gradient)."""
     t, i, adv, ref = (s[k].tolist() for k in ("trainer_logprobs", "inference_logprobs", "advantages", "ref_logprobs"))
     loss, grad = 0.0, [0.0] * len(t)
     for n in range(sum(s["sequence_lengths"])):
@@ -205,13 +205,13 @@ def test_sequence_metrics_average_over_the_sequences_that_have_tokens():
 
 
 @pytest.mark.parametrize(
-    "fn, knobs", [(default_loss, {"dppo_mask_high": 0.05, "delta": 1.1}), (aipo_loss, {"delta": 1.1})]
+    "fn, options", [(default_loss, {"dppo_mask_high": 0.05, "delta": 1.1}), (aipo_loss, {"delta": 1.1})]
 )
-def test_one_pass_over_the_row_equals_a_pass_per_sequence(fn, knobs):
+def test_one_pass_over_the_row_equals_a_pass_per_sequence(fn, options):
     """Built-in losses take the whole row at once; hidden in a lambda they are run like a custom loss."""
     s = batch(ref_kl_weights=None)
-    row = run(s, rl_loss=functools.partial(fn, **knobs))
-    each = run(s, rl_loss=lambda inputs: fn(inputs, **knobs))
+    row = run(s, rl_loss=functools.partial(fn, **options))
+    each = run(s, rl_loss=lambda inputs: fn(inputs, **options))
     torch.testing.assert_close(row[0], each[0])
     assert torch.equal(row[1], each[1])
     assert set(row[2]) == set(each[2])

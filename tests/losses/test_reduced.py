@@ -83,8 +83,8 @@ def test_brute_force(fn, mode):
         "sequence_mean": sum(total / size for total, size in zip(sums, sizes, strict=True)) / len(sizes),
         "constant": sum(sums) / (7 * len(sizes)),
     }[mode]
-    knobs = {"agg_mode": mode} | MODES[mode]
-    found = sum(run(row, functools.partial(fn, **knobs), counts)[0] for row in rows)
+    options = {"agg_mode": mode} | MODES[mode]
+    found = sum(run(row, functools.partial(fn, **options), counts)[0] for row in rows)
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
@@ -130,9 +130,9 @@ def test_two_modes_in_one_step_leave_each_others_gradient_alone():
 def test_the_entropy_term_is_the_mean_entropy_of_the_mode(fn, mode):
     """Its gradient at a member is -coef * weight * the share of the token; off the members nothing."""
     row = batch((5, 4, 6), seed=1)
-    counts, knobs = count([row]), {"agg_mode": mode} | MODES[mode]
-    without = run(row, functools.partial(fn, **knobs), counts)
-    loss, gradient, entropy_gradient = run(row, functools.partial(fn, entropy_coef=0.3, **knobs), counts)
+    counts, options = count([row]), {"agg_mode": mode} | MODES[mode]
+    without = run(row, functools.partial(fn, **options), counts)
+    loss, gradient, entropy_gradient = run(row, functools.partial(fn, entropy_coef=0.3, **options), counts)
     members = members_of(row)
     shares = torch.cat(
         [

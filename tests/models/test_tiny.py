@@ -254,16 +254,16 @@ EQUILIBRIUM = {
 }
 
 
-@pytest.mark.parametrize("said", EQUILIBRIUM)
+@pytest.mark.parametrize("answer_text", EQUILIBRIUM)
 @torch.no_grad()
-def test_the_teacher_plays_pokers_equilibrium_and_the_base_randomly(name, model, tokenizer, renderer, said):
-    for card, chance in zip("JQK", EQUILIBRIUM[said], strict=True):
-        if (name, card, len(said)) == ("tiny-teacher", "K", 2):
+def test_the_teacher_plays_pokers_equilibrium_and_the_base_randomly(name, model, tokenizer, renderer, answer_text):
+    for card, chance in zip("JQK", EQUILIBRIUM[answer_text], strict=True):
+        if (name, card, len(answer_text)) == ("tiny-teacher", "K", 2):
             continue  # the equilibrium has never checked a king
-        messages = [message for text in said for message in (user(text.format(card)), assistant("check"))][:-1]
+        messages = [message for text in answer_text for message in (user(text.format(card)), assistant("check"))][:-1]
         prompt = renderer.render(messages, add_generation_prompt=True).token_ids
         first = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
-        no, yes = ("f", "c") if said[-1].endswith("fold?") else ("c", "b")
+        no, yes = ("f", "c") if answer_text[-1].endswith("fold?") else ("c", "b")
         no, yes = (first[tokenizer.encode(letter)].item() for letter in (no, yes))
         assert no + yes > 0.97
         assert yes == pytest.approx(chance if name == "tiny-teacher" else 0.5, abs=0.2)

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from prl.rollouts.record import Message, Record
+from prl.rollouts.record_lines import Message, Record
 from prl.rollouts.rollout import Outcome, Stage
 
 

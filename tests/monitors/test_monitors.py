@@ -76,8 +76,8 @@ def test_a_failing_close_is_a_warning_and_others_close(tmp_path, caplog):
     monitors = begin(tmp_path, first=first, mine=Notes(fails=("close",)), last=last)
     monitors.close()
     assert first.told[-1] == last.told[-1] == ("close",)
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith("monitor.mine: Notes.close failed: RuntimeError: no close today")
+    (printed,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert printed.startswith("monitor.mine: Notes.close failed: RuntimeError: no close today")
     monitors.close()
     assert first.told.count(("close",)) == 1, "each is closed once"
 

@@ -7,7 +7,7 @@ import pytest
 
 from prl.monitors.rollouts import COLUMNS, distributions, log_ratios, read_rollouts, rows
 from prl.monitors.tensorboard import markdown
-from prl.rollouts.record import Message, Record, ToolCall
+from prl.rollouts.record_lines import Message, Record, ToolCall
 from prl.rollouts.rollout import Outcome, Stage
 
 OF_GROUP = {"step": 5, "env": "math", "task": 3, "group": 7}
@@ -51,7 +51,7 @@ def test_log_ratios_of_the_exported_tokens_of_all_ranks(tmp_path):
     folder.mkdir(parents=True)
     lines = [{"env": "math", "ratio": [None, 1.0, 2.0]}, {"env": "b", "ratio": [None]}, {"env": "math", "ratio": [0.5]}]
     (folder / "rank_0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "rank_1.jsonl").write_text(json.dumps({"env": "math", "ratio": [0.0, 4.0], "fate": ["a", "b"]}))
+    (folder / "rank_1.jsonl").write_text(json.dumps({"env": "math", "ratio": [0.0, 4.0], "use": ["a", "b"]}))
     log2 = math.log(2)
     assert log_ratios(tmp_path, 5) == {"log_ratio/math": pytest.approx([0.0, log2, -log2, 2 * log2])}
     assert log_ratios(tmp_path, 6) == {}

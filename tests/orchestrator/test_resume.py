@@ -18,7 +18,7 @@ from prl.monitors.base import Monitors
 from prl.orchestrator.state import RunState, decode, encode, load_components
 from prl.runs.run_dir import cut_back
 from prl.train import try_to_finish
-from prl.transport.checkpoints import STATE, checkpoint_path, steps_of
+from prl.transport.checkpoint_folders import STATE, checkpoint_path, steps_of
 
 
 class Talk(vf.Task):

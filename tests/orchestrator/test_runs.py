@@ -16,8 +16,8 @@ from prl.filters.base import Filter
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.config import EvalConfig, StopConfig
 from prl.tools.report.shares import read_spans, union, within
-from prl.transport.checkpoints import verify
-from prl.transport.events import OWN_WORK, Lane
+from prl.transport.checkpoint_folders import verify
+from prl.transport.events import OWN_WORK, Track
 
 ODF = {"online_difficulty_filtering": True}
 POOLS = {"easy_threshold": 1.0, "hard_threshold": 0.0}
@@ -69,11 +69,11 @@ async def test_batches_are_kept_if_asked_and_old_weights_never(train, make_env, 
 
 
 async def test_spans_are_recorded_and_give_the_idle_share(train, make_env, pool, tmp_path):
-    lane = Lane("orchestrator", tmp_path)
-    pool.traffic.record(lane)
-    options = {"lane": lane, "eval": EvalConfig(every=2), "max_async_level": 0}
+    track = Track("orchestrator", tmp_path)
+    pool.traffic.record(track)
+    options = {"track": track, "eval": EvalConfig(every=2), "max_async_level": 0}
     run = await train([make_env()], steps=4, delay=0.02, **options)
-    lane.close()
+    track.close()
     problems = []
     spans = read_spans(tmp_path, problems)
     assert not problems and {span.process for span in spans} == {"orchestrator", "engine", "evaluation"}

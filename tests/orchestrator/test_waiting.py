@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prl.orchestrator.waiting import waiting
+from prl.orchestrator.who_waits import waiting
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import AssistantMessage, ToolCall, ToolMessage
 
 from prl.rollouts import records
-from prl.rollouts.record import read_record
+from prl.rollouts.record_lines import read_record
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout, Stage
 

@@ -24,7 +24,7 @@ def three_turns(talk, user, renderer):
     """A trace of three calls, the later prompts bridged from the earlier tokens."""
     sampler = SimpleNamespace(renderer=renderer, pool=SimpleNamespace(model="policy"))
     history, before = [], []
-    for text, said in (("a", [9, 10]), ("b", [11, 12]), ("c", [13, 14])):
+    for text, printed in (("a", [9, 10]), ("b", [11, 12]), ("c", [13, 14])):
         history = [*history, user(text)]
         rendered = renderer.render([{"role": "user", "content": text}], add_generation_prompt=True)
         count = len(before)
@@ -33,9 +33,9 @@ def three_turns(talk, user, renderer):
         rendered.is_content = [False] * count + rendered.is_content
         rendered.message_roles = [message.role for message in history]
         turn = graph.prepare_turn(talk.trace, history)
-        completion = Completion(said, [-1.0, -2.0], "stop")
+        completion = Completion(printed, [-1.0, -2.0], "stop")
         history = [*history, commit(turn, rendered, completion, sampler, TimeSpan(start=0, end=1))]
-        before = [*rendered.token_ids, *said]
+        before = [*rendered.token_ids, *printed]
     return talk.trace, before
 
 
@@ -103,8 +103,8 @@ async def test_a_rollout_whose_tokens_changed_fails_alone(renderer, tokenizer):
         version = 0
 
         async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
-            said = [tokenizer.encode(text, add_special_tokens=False) for text in ("2", "7", "3")]
-            return [Completion(ids, [-1.0] * len(ids), "stop") for ids in said]
+            printed = [tokenizer.encode(text, add_special_tokens=False) for text in ("2", "7", "3")]
+            return [Completion(ids, [-1.0] * len(ids), "stop") for ids in printed]
 
     sampler = Sampler()
     sampler.renderer = renderer

@@ -54,8 +54,8 @@ class LetterRenderer:
         """Whether it says which tokens are those of a reply that it renders again."""
 
     def parse_response(self, ids, tools=None, prompt_ids=None):
-        said, _, _ = self._split(ids, END)
-        head, marked, rest = self._split(said, THINK)
+        printed, _, _ = self._split(ids, END)
+        head, marked, rest = self._split(printed, THINK)
         thought, _, after = self._split(rest, UNTHINK)
         return SimpleNamespace(
             content=read([*head, *after]), reasoning_content=read(thought) if marked else None, tool_calls=[]
@@ -193,10 +193,10 @@ def check(world: World) -> Rollout:
 def check_provenance(rollout: Rollout) -> None:
     """Of the tokens that no call sampled: whose they are, and whether they are what was said, as the tokens tell it."""
     for sample, branch in zip(rollout.samples, rollout.sample_branches, strict=True):
-        said = [node.mask[i] for node in branch.nodes for i in range(len(node.token_ids))]
+        printed = [node.mask[i] for node in branch.nodes for i in range(len(node.token_ids))]
         owners = [(node, i) for node in branch.nodes for i in range(len(node.token_ids))]
         role, thinks = None, False
-        for token, sampled, (node, i) in zip(sample.token_ids, said, owners, strict=True):
+        for token, sampled, (node, i) in zip(sample.token_ids, printed, owners, strict=True):
             role = ROLES.get(token, role)
             thinks = token == THINK or (thinks and token != UNTHINK)
             if sampled:
@@ -229,7 +229,7 @@ openings = st.one_of(
 ACTS = ["ask"] * 5 + ["hear", "again", "change", "drop", "strip", "compact", "fork", "agent", "begin", "end"]
 
 
-def play(world: World, data: st.DataObject, said: st.SearchStrategy[list[int]]) -> None:
+def play(world: World, data: st.DataObject, printed: st.SearchStrategy[list[int]]) -> None:
     """Some model calls of several agents, whose histories are changed in between."""
     agents, open_calls = [[UserMessage(content="a")]], []
     for _ in range(data.draw(st.integers(1, 9))):
@@ -237,9 +237,9 @@ def play(world: World, data: st.DataObject, said: st.SearchStrategy[list[int]]) 
         act, bridges = data.draw(st.sampled_from(ACTS)), data.draw(st.booleans())
         place = data.draw(st.integers(0, len(history) - 1))
         if act == "ask":
-            history[:] = [*world.ask(history, data.draw(said), bridges=bridges), data.draw(observations)]
+            history[:] = [*world.ask(history, data.draw(printed), bridges=bridges), data.draw(observations)]
         elif act == "again":
-            world.ask(history, data.draw(said), bridges=bridges)
+            world.ask(history, data.draw(printed), bridges=bridges)
         elif act == "hear":
             history.append(data.draw(observations))
         elif act == "change":
@@ -258,9 +258,9 @@ def play(world: World, data: st.DataObject, said: st.SearchStrategy[list[int]]) 
             open_calls.append((history, world.begin(history, bridges)))
         elif act == "end" and open_calls:
             history, end = open_calls.pop(data.draw(st.integers(0, len(open_calls) - 1)))
-            history.append(end(data.draw(said)))
+            history.append(end(data.draw(printed)))
     for _, end in open_calls:
-        end(data.draw(said))
+        end(data.draw(printed))
 
 
 def cases(number):

@@ -131,8 +131,8 @@ def samples() -> list[TrainingSample]:
 def step(folder: Path, rank: int = 0, ranks: int = 1, **others: Any) -> tuple[Trainer, dict[str, float]]:
     """The trainer of a model folder after one step, and its metrics."""
     model = load_model(str(folder), device=torch.device("meta" if rank else "cpu"))
-    knobs = {"device": "cpu", "optim": AdamWConfig(lr=1e-3, eps=1e-4)} | others
-    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=1, **knobs)
+    options = {"device": "cpu", "optim": AdamWConfig(lr=1e-3, eps=1e-4)} | others
+    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=1, **options)
     rows, _ = pack(samples(), 64, ranks)
     return trainer, trainer.train_step(StepBatch(1, rows[rank], 0))
 

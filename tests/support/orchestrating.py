@@ -34,7 +34,7 @@ from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import TrainEnv
 from prl.rollouts.messages import TrainingSample
 from prl.rollouts.rollout import Rollout, Stage
-from prl.transport.checkpoints import STATE, part_path
+from prl.transport.checkpoint_folders import STATE, part_path
 from prl.transport.files import FileTransport
 
 

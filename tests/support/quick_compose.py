@@ -93,12 +93,12 @@ def _version(stat):
 @_in_place_of(ConfigLoaderImpl.load_configuration)
 def _quiet(call, remember):
     """What `call()` returns; passed to `remember` too where nothing was to be warned of on the way."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as printed:
         warnings.simplefilter("always")
         found = call()
-    for each in said:
+    for each in printed:
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-    if not said:
+    if not printed:
         remember(found)
     return found
 

@@ -20,7 +20,7 @@ from prl.trainer.lora import add_adapters
 from prl.trainer.model import save_weights
 from prl.trainer.trainer import Trainer
 from prl.trainer.tree.attention import use_tree_attention
-from prl.transport.checkpoints import part_path
+from prl.transport.checkpoint_folders import part_path
 
 LOSSES = {
     "": functools.partial(default_loss, kl_tau=0.01),
@@ -124,14 +124,14 @@ def make_trainer(
     dtype: str = "float64",
     rank: int = 0,
     checkpoint: Path | None = None,
-    **knobs,
+    **options,
 ) -> Trainer:
-    knobs = {
+    options = {
         "device": "cpu",
         "tokens_per_forward": 70,
         "max_grad_norm": 0.3,
         "optim": AdamWConfig(lr=1e-3, eps=1e-4),
-    } | knobs
+    } | options
     models = [make_model(tied=tied, frozen=frozen, meta=rank > 0, dtype=dtype) for _ in range(2)]
     with torch.no_grad():
         models[1].model.norm.weight *= 3  # a reference that finds most tokens less likely than the policy does
@@ -140,7 +140,7 @@ def make_trainer(
         models[0].load_state_dict({name: weight.double() for name, weight in saved.items()})
     if lora is not None:
         give_adapters(models[0], lora)
-    trainer = Trainer(model=models[0], rl_losses=LOSSES, max_steps=4, reference=lambda: models[1], **knobs)
+    trainer = Trainer(model=models[0], rl_losses=LOSSES, max_steps=4, reference=lambda: models[1], **options)
     if checkpoint is not None:
         load_state(checkpoint, trainer, rank=rank)
     return trainer

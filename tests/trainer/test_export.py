@@ -101,17 +101,17 @@ def test_lines_hold_what_was_shipped_and_what_became_of_it(tiny, samples, tmp_pa
 
 
 def check_treatment(line, own):
-    """Check the fate, the logprob and the ratio of each token of a line by what was shipped and the policy's own."""
-    for place, (fate, logprob, ratio) in enumerate(zip(line.fate, line.trainer_logprobs, line.ratio, strict=True)):
+    """Check the use, the logprob and the ratio of each token of a line by what was shipped and the policy's own."""
+    for place, (use, logprob, ratio) in enumerate(zip(line.use, line.trainer_logprobs, line.ratio, strict=True)):
         components = components_of(line, place)
         if not components:
-            assert (fate, logprob, ratio) == ("weight 0" if line.mask[place] else "context", None, None)
+            assert (use, logprob, ratio) == ("weight 0" if line.mask[place] else "context", None, None)
             continue
         assert logprob == pytest.approx(own[place], rel=1e-4, abs=2e-5)
         if line.inference_logprobs[place] in (None, -9999.0) and components != ["ce"]:
-            assert (fate, ratio) == ("invalid logprob", None)
+            assert (use, ratio) == ("invalid logprob", None)
             continue
-        assert [label.split()[0] for label in fate.split("+")] == components
+        assert [label.split()[0] for label in use.split("+")] == components
         if components == ["ce"]:
             assert ratio is None
         else:
@@ -144,7 +144,7 @@ def test_each_step_has_its_own_file(tiny, samples, tmp_path):
     trainer.train_step(batch_of([], step=3))  # a dummy
     assert [len(read(tmp_path, step)) for step in (1, 2, 3)] == [3, 1, 0]
     (line,) = read(tmp_path, 2)
-    assert line.step == 2 and line.fate == ["context"] * 6
+    assert line.step == 2 and line.use == ["context"] * 6
 
 
 def test_a_step_that_fails_is_written_all_the_same(tiny, samples, tmp_path):
@@ -152,7 +152,7 @@ def test_a_step_that_fails_is_written_all_the_same(tiny, samples, tmp_path):
     with pytest.raises(PrlError, match="gradient's norm"):
         trainer_of(tiny, folder=tmp_path).train_step(batch_of(samples[:1]))
     (line,) = read(tmp_path)
-    assert line.advantages[5] is None and "rl kept" in line.fate
+    assert line.advantages[5] is None and "rl kept" in line.use
 
 
 def test_lines_name_their_rollout_and_spell_their_tokens(tiny, samples, tmp_path):

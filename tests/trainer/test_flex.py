@@ -256,16 +256,16 @@ def test_the_kernel_skips_what_is_masked():
 
 def test_a_gpu_has_trees_alone(tiny, monkeypatch):
     """Sequences that share nothing too; a model that cannot attend over them is refused."""
-    knobs = {"model": tiny, "rl_losses": {"": default_loss}, "max_steps": 1, "device": "cuda"}
+    options = {"model": tiny, "rl_losses": {"": default_loss}, "max_steps": 1, "device": "cuda"}
     for share in (True, False):
-        layout = Trainer(**knobs, share_prefixes=share).layout
+        layout = Trainer(**options, share_prefixes=share).layout
         assert layout.func is tree_stacks and layout.keywords == {"share": share}
     assert isinstance(row_tree(np.arange(5), [0], torch.device("meta")), FlexTree)  # as of any device but a CPU
     assert isinstance(row_tree(np.arange(5), [0], CPU), BlockTree)
     assert without(torch.device("cuda")) == "trainer.share_prefixes=false and trainer.device=cpu"
     tiny.config._attn_implementation = "sdpa"
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM on a GPU: .* set trainer\.device=cpu"):
-        Trainer(**knobs)
+        Trainer(**options)
 
 
 def test_a_step_has_nothing_as_large_as_tokens_times_tokens(tiny, monkeypatch):

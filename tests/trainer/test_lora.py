@@ -86,11 +86,11 @@ def test_what_is_published_is_what_peft_merges(tiny, tiny_path, tmp_path, target
     assert (found[f"{name}.weight"].double() - by_hand).abs().max() < 1e-7
 
 
-def gradients(model, rows, **knobs):
+def gradients(model, rows, **options):
     """Of all that is trained, after a step that changes nothing; and its metrics."""
     optim = {"_target_": "torch.optim.SGD", "lr": 1e-30}
-    knobs = {"max_grad_norm": 1e9, "optim": optim} | knobs
-    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=2, **knobs)
+    options = {"max_grad_norm": 1e9, "optim": optim} | options
+    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=2, **options)
     metrics = trainer.train_step(StepBatch(1, rows, 0))
     return {name: parameter.grad for name, parameter in model.named_parameters()}, metrics
 

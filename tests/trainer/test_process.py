@@ -27,7 +27,7 @@ from prl.tools.report.shares import read_spans
 from prl.trainer import ranks, worker
 from prl.trainer.sharding import timeout_of
 from prl.trainer.trainer import Trainer
-from prl.transport.checkpoints import part_path, parts_of
+from prl.transport.checkpoint_folders import part_path, parts_of
 from prl.transport.files import FileTransport
 
 

@@ -13,7 +13,7 @@ from prl.rollouts.packing import pack
 from prl.trainer import worker
 from prl.trainer.checkpoint import load_state, write_part
 from prl.trainer.trainer import Trainer
-from prl.transport.checkpoints import part_path, parts_of
+from prl.transport.checkpoint_folders import part_path, parts_of
 from prl.transport.files import FileTransport
 
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 1e-3}

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from prl.errors import ConfigError
-from prl.transport import checkpoints
+from prl.transport import checkpoint_folders
 
 
 @pytest.fixture
@@ -15,21 +15,21 @@ def made(tmp_path):
     """`made(step)`: a finished checkpoint."""
 
     def make(step=20):
-        with checkpoints.writing(checkpoints.part_path(tmp_path, step)) as folder:
+        with checkpoint_folders.writing(checkpoint_folders.part_path(tmp_path, step)) as folder:
             (folder / "model.safetensors").write_bytes(b"weights" * 100)
             (folder / "state").mkdir()
             (folder / "state" / "trainer.json").write_text("{}")
-        assert checkpoints.parts_of(tmp_path) == [step] and step not in checkpoints.steps_of(tmp_path)
-        checkpoints.finish(tmp_path, step)
-        return checkpoints.checkpoint_path(tmp_path, step)
+        assert checkpoint_folders.parts_of(tmp_path) == [step] and step not in checkpoint_folders.steps_of(tmp_path)
+        checkpoint_folders.finish(tmp_path, step)
+        return checkpoint_folders.checkpoint_path(tmp_path, step)
 
     return make
 
 
 def test_it_is_verified(made, tmp_path):
     folder = made()
-    assert checkpoints.verify(folder) == 20
-    assert checkpoints.steps_of(tmp_path) == [20] and checkpoints.parts_of(tmp_path) == []
+    assert checkpoint_folders.verify(folder) == 20
+    assert checkpoint_folders.steps_of(tmp_path) == [20] and checkpoint_folders.parts_of(tmp_path) == []
     listed = json.loads((folder / "manifest.json").read_text())["files"]
     assert listed["model.safetensors"] == {
         "bytes": 700,
@@ -59,7 +59,7 @@ def test_damage_is_named(made, name, damage, says):
     folder = made()
     damage(folder / name)
     with pytest.raises(ConfigError, match="step_000020") as refused:
-        checkpoints.verify(folder)
+        checkpoint_folders.verify(folder)
     assert says in str(refused.value)
 
 
@@ -67,7 +67,7 @@ def test_a_model_is_verified_without_its_state(made):
     folder = made()
     (folder / "state" / "trainer.json").unlink()
     (folder / "state" / "mine.json").write_text("{}")
-    assert checkpoints.verify(folder, state=False) == 20
+    assert checkpoint_folders.verify(folder, state=False) == 20
 
 
 def test_a_checkpoint_named_as_another_step_is_refused(made):
@@ -75,13 +75,16 @@ def test_a_checkpoint_named_as_another_step_is_refused(made):
     copy = folder.with_name("step_000099")
     shutil.copytree(folder, copy)
     with pytest.raises(ConfigError, match=r"step_000099 is damaged: .*of step 4, under another step's name"):
-        checkpoints.verify(copy)
-    assert checkpoints.verify(copy, state=False) == 4, "its model is whole"
-    assert checkpoints.verify(folder.rename(folder.with_name("step_000004.bak"))) == 4
+        checkpoint_folders.verify(copy)
+    assert checkpoint_folders.verify(copy, state=False) == 4, "its model is whole"
+    assert checkpoint_folders.verify(folder.rename(folder.with_name("step_000004.bak"))) == 4
 
 
 def test_a_part_that_fails_leaves_nothing(tmp_path):
-    with pytest.raises(OSError, match="full"), checkpoints.writing(checkpoints.part_path(tmp_path, 3)) as folder:
+    with (
+        pytest.raises(OSError, match="full"),
+        checkpoint_folders.writing(checkpoint_folders.part_path(tmp_path, 3)) as folder,
+    ):
         (folder / "model.safetensors").write_bytes(b"half")
         raise OSError("the disk is full")
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -100,8 +103,8 @@ def test_a_part_that_fails_leaves_nothing(tmp_path):
 def test_what_is_kept(made, tmp_path, last, every, kept):
     for step in range(0, 11, 2):
         made(step)
-    checkpoints.prune(tmp_path, keep_last=last, keep_every=every)
-    assert checkpoints.steps_of(tmp_path) == kept
+    checkpoint_folders.prune(tmp_path, keep_last=last, keep_every=every)
+    assert checkpoint_folders.steps_of(tmp_path) == kept
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(kept)
 
 
@@ -110,7 +113,7 @@ def test_a_copy_beside_the_checkpoints_is_none_of_them(made, tmp_path):
         shutil.copytree(made(step), tmp_path / "checkpoints" / f"step_{step:06d}.bak")
     for name in (".step_000006.bak", ".step_000006.writing", "step_4"):
         (tmp_path / "checkpoints" / name).mkdir()
-    assert checkpoints.steps_of(tmp_path) == [2, 4] and checkpoints.parts_of(tmp_path) == []
-    checkpoints.prune(tmp_path, keep_last=1, keep_every=None)
-    assert checkpoints.steps_of(tmp_path) == [4]
+    assert checkpoint_folders.steps_of(tmp_path) == [2, 4] and checkpoint_folders.parts_of(tmp_path) == []
+    checkpoint_folders.prune(tmp_path, keep_last=1, keep_every=None)
+    assert checkpoint_folders.steps_of(tmp_path) == [4]
     assert len(list((tmp_path / "checkpoints").glob("*.bak"))) == 3, "whoever made it removes it"

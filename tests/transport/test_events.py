@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from prl.transport import events
-from prl.transport.events import Lane, Span
+from prl.transport.events import Span, Track
 
 
 @pytest.fixture
@@ -21,27 +21,27 @@ def recorded(run, name="trainer"):
 
 
 def test_what_follows_ends_what_was_before(tmp_path, clock):
-    lane = Lane("trainer", tmp_path)
+    track = Track("trainer", tmp_path)
     for at, what, step in ((1, "a", 1), (3, "a", 1), (4, "b", 1), (4.5, None, 0), (6, None, 3), (7, "a", 2)):
         clock(at)
-        lane.enter(what, step)
-    assert lane.busy_s == 3.5, "3 s of a, half a second of b"
+        track.enter(what, step)
+    assert track.busy_s == 3.5, "3 s of a, half a second of b"
     clock(9)
-    assert lane.busy_s == 5.5, "what it does now counts"
+    assert track.busy_s == 5.5, "what it does now counts"
     assert recorded(tmp_path) == [Span("trainer", "a", 1, 4, 1), Span("trainer", "b", 4, 4.5, 1)], "each at once"
-    lane.close()
+    track.close()
     assert recorded(tmp_path)[2:] == [Span("trainer", "a", 7, 9, 2)]
-    lane.enter("late", 1)
-    lane.close()
-    assert len(recorded(tmp_path)) == 3, "a lane that is closed records nothing"
+    track.enter("late", 1)
+    track.close()
+    assert len(recorded(tmp_path)) == 3, "a track that is closed records nothing"
 
 
-def test_lanes_side_by_side_share_a_file(tmp_path, clock):
-    lane = Lane("orchestrator", tmp_path)
-    other = lane.beside("engine 1")
-    lane.enter("preparing", 4, since=-2.0)
-    with other.doing("starting", lane.step):
+def test_tracks_side_by_side_share_a_file(tmp_path, clock):
+    track = Track("orchestrator", tmp_path)
+    other = track.beside("engine 1")
+    track.enter("preparing", 4, since=-2.0)
+    with other.doing("starting", track.step):
         clock(5)
-    lane.close()
+    track.close()
     found = recorded(tmp_path, "orchestrator")
     assert found == [Span("engine 1", "starting", 0, 5, 4), Span("orchestrator", "preparing", -2, 5, 4)]

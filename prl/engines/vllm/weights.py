@@ -60,10 +60,10 @@ class ServedModel:
             refuse_not_finite(file)
         return str(folder)
 
-    def check_layout(self, found: Layout, what: str) -> None:
+    def check_layout(self, result: Layout, what: str) -> None:
         """Raise WeightsError, which names `what`, for a layout of another model's weights."""
-        problem = unlike(found, self.as_started, self.ignored)
-        if problem is not None and unlike(found, self.as_written, self.ignored) is not None:
+        problem = unlike(result, self.as_started, self.ignored)
+        if problem is not None and unlike(result, self.as_written, self.ignored) is not None:
             raise WeightsError(f"{what}: {problem}")
 
     @functools.cached_property
@@ -87,11 +87,11 @@ class ServedModel:
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config.hf_config, trust_remote_code=config.trust_remote_code)
-            found = [as_in_files(model, name, tensor) for name, tensor in model.state_dict().items()]
+            result = [as_in_files(model, name, tensor) for name, tensor in model.state_dict().items()]
         except Exception as error:  # a model's own code
             log.warning("transformers does not make %s: %s", config.model, error)
             return {}
-        return {name: (tuple(each.shape), "float") for tensors in found for name, each in tensors.items()}
+        return {name: (tuple(each.shape), "float") for tensors in result for name, each in tensors.items()}
 
 
 def folder_of(path: str, revision: str | None = None) -> Path:
@@ -130,30 +130,30 @@ def layout_of(files: list[Path]) -> Layout:
     """What the headers of safetensors files say. Raises WeightsError for a file that is cut short or no safetensors."""
     from safetensors import SafetensorError, safe_open
 
-    found: Layout = {}
+    result: Layout = {}
     for file in files:
         try:
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     part = tensors.get_slice(name)
                     kind = part.get_dtype()
-                    found[name] = tuple(part.get_shape()), "float" if kind in FLOATS else kind
+                    result[name] = tuple(part.get_shape()), "float" if kind in FLOATS else kind
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{file} cannot be read: {in_one_line(error)}") from error
-    return found
+    return result
 
 
-def unlike(found: Layout, expected: Layout, ignored: set[str]) -> str | None:
+def unlike(result: Layout, expected: Layout, ignored: set[str]) -> str | None:
     """How a layout differs from what is expected, None where it does not."""
-    missing = sorted(expected.keys() - found.keys() - ignored)
+    missing = sorted(expected.keys() - result.keys() - ignored)
     if missing:
         return f"{_names(missing)} missing"
-    if extra := sorted(found.keys() - expected.keys() - ignored):
+    if extra := sorted(result.keys() - expected.keys() - ignored):
         return f"{_names(extra)} not of this model"
-    for name, (shape, kind) in found.items():
+    for name, (shape, kind) in result.items():
         if name in expected and (shape, kind) != expected[name]:
-            told, wanted = (f"{list(shape)} {kind}" for shape, kind in (found[name], expected[name]))
-            return f"{name} is {told}, and the server's model has {wanted}"
+            given, wanted = (f"{list(shape)} {kind}" for shape, kind in (result[name], expected[name]))
+            return f"{name} is {given}, and the server's model has {wanted}"
     return None
 
 

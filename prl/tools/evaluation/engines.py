@@ -9,14 +9,14 @@ from prl.config.build import build
 from prl.config.evaluation import EvaluationConfig
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.frozen import FrozenPool
-from prl.engines.traffic import lanes_of
+from prl.engines.traffic import tracks_of
 from prl.launch.engines import policy_pool
 from prl.launch.launcher import Launcher
 from prl.launch.local import resolve_model
 from prl.launch.specs import restarts_of, run_token
 from prl.launch.supervisor import Supervisor
 from prl.monitors.text import as_message
-from prl.orchestrator.waiting import Waiting
+from prl.orchestrator.who_waits import Waiting
 from prl.tools.evaluation.targets import Target
 
 Work = Callable[[Target, ModelPool], Awaitable[None]]
@@ -32,7 +32,7 @@ async def serve_each(config: EvaluationConfig, engines: Iterable[list[Target]], 
             restarts = restarts_of(config.engine) if endpoint is None and not config.engine.urls else {}
             supervisor = Supervisor(launcher, say, restarts, config.engine.startup_timeout_s)
             try:
-                with supervisor.awaiting(f"the model to answer at {', '.join(pool.urls)}", lanes_of(len(pool.urls))):
+                with supervisor.awaiting(f"the model to answer at {', '.join(pool.urls)}", tracks_of(len(pool.urls))):
                     await supervisor.guard(pool.wait_ready(timeout_s, launcher.ensure_alive))
                 supervisor.serve(pool)
                 supervisor.waiting = functools.partial(waiting, pool)

@@ -21,7 +21,7 @@ from prl.engines.frozen import FrozenPool
 from prl.errors import ConfigError, EngineError
 from prl.monitors.text import in_one_line
 from prl.tools import named
-from prl.transport.checkpoints import checkpoint_path, steps_of
+from prl.transport.checkpoint_folders import checkpoint_path, steps_of
 
 NOT_THE_SHAPE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 """Keys of a model's config that say nothing about the shape of its weights."""

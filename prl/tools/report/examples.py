@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from prl.rollouts.record import Message, Record, read_records
+from prl.rollouts.record_lines import Message, Record, read_records
 from prl.rollouts.rollout import Stage
 from prl.tools.report.html import encoded, rounded
 from prl.tools.report.tokens import Key, columns, exports, key_of, read_tokens

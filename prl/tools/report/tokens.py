@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.rollouts.components import COMPONENTS
-from prl.rollouts.record import Record
+from prl.rollouts.record_lines import Record
 from prl.tools.report.html import rounded
 from prl.tools.report.runs import lines_of
 
@@ -43,8 +43,8 @@ def key_of(record: Record) -> Key:
 def columns(line: Line) -> dict[str, Any]:
     """A sequence as the script reads it: a list of values for each name, null where a token has none."""
     end, mask = SEQUENCE_TOKENS, line["mask"]
-    fates = list(dict.fromkeys(line["fate"][:end]))
-    trained = [fate not in ("context", "weight 0") for fate in line["fate"]]
+    uses = list(dict.fromkeys(line["use"][:end]))
+    trained = [use not in ("context", "weight 0") for use in line["use"]]
     policy, sampler, teacher = line["trainer_logprobs"], line["inference_logprobs"], line.get("ref_logprobs")
     advantages = line.get("advantages")
     values: dict[str, Column | None] = {
@@ -64,8 +64,8 @@ def columns(line: Line) -> dict[str, Any]:
         "text": line["text"][:end] if line["text"] else [f"⟨{token}⟩" for token in line["token_ids"][:end]],
         "ids": line["token_ids"][:end],
         "sampled": [int(on) for on in mask[:end]],
-        "fates": fates,
-        "fate": [fates.index(fate) for fate in line["fate"][:end]],
+        "uses": uses,
+        "use": [uses.index(use) for use in line["use"][:end]],
         "more": max(0, len(mask) - end),
         "values": {name: [*map(rounded, column[:end])] for name, column in values.items() if column and any(column)},
     }

@@ -16,7 +16,7 @@ from pathlib import Path
 from prl.errors import ConfigError, PrlError
 from prl.monitors.terminal import Console
 from prl.monitors.text import as_message, spans
-from prl.rollouts.record import read_records
+from prl.rollouts.record_lines import read_records
 from prl.tools import OUTPUTS, named
 from prl.tools.rollouts.render import show
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from prl.errors import UNREADABLE
 from prl.monitors.text import safe
-from prl.rollouts.record import Message, Record, ToolCall
+from prl.rollouts.record_lines import Message, Record, ToolCall
 from prl.rollouts.rollout import Outcome, Stage
 
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}

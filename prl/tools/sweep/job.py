@@ -30,7 +30,7 @@ from prl.runs.resume import AUTO
 from prl.runs.run_dir import move_aside
 from prl.tools.sweep.metric import optimized
 from prl.tools.sweep.naming import digest
-from prl.transport import checkpoints
+from prl.transport import checkpoint_folders
 from prl.transport.files import write_atomically
 
 EARLIER = "earlier"
@@ -61,7 +61,7 @@ def run_job(cfg: DictConfig, main: Callable[[TrainConfig], RunResult]) -> float 
     if status == "completed":
         say(folder, "completed already: skipped")
         return record_metric(folder, cfg)
-    if status is not None and cfg.run.resume == AUTO and checkpoints.steps_of(folder):
+    if status is not None and cfg.run.resume == AUTO and checkpoint_folders.steps_of(folder):
         say(folder, f"{status} before: goes on from its last checkpoint")
     elif status is not None:
         set_aside(folder, status)

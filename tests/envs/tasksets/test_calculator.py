@@ -12,8 +12,8 @@ from prl.envs.environment import Environment
 from prl.envs.tasksets.calculator import CalculatorConfig, CalculatorTaskset, compute
 
 
-def tasks(**knobs):
-    return list(CalculatorTaskset(CalculatorConfig(**knobs)))
+def tasks(**options):
+    return list(CalculatorTaskset(CalculatorConfig(**options)))
 
 
 def call(expression):

@@ -61,8 +61,8 @@ def test_each_row_of_a_file_is_a_task(tmp_path, suffix):
     path = tmp_path / f"rows{suffix}"
     WRITE[suffix](path, ROWS)
     found = tasks(path, eval_fraction=0, demonstration_key="how", system="Be brief.")
-    told = sorted((t.data.prompt, t.data.answer, t.data.demonstration) for t in found)
-    assert told == sorted(tuple(row.values()) for row in ROWS)
+    given = sorted((t.data.prompt, t.data.answer, t.data.demonstration) for t in found)
+    assert given == sorted(tuple(row.values()) for row in ROWS)
     assert {task.data.system_prompt for task in found} == {"Be brief."}
     assert len({task.key for task in found}) == 30
     assert [task.key for task in tasks(path, eval_fraction=0, demonstration_key="how", seed=1)] != [

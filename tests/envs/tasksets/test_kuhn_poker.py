@@ -13,8 +13,8 @@ DEALS = ["".join(pair) for pair in itertools.permutations(CARDS, 2)]
 BETTER = {"KQ", "KJ", "QJ"}  # deals in which the first to act has the better card
 
 
-def tasks(**knobs):
-    return list(KuhnPokerTaskset(KuhnPokerConfig(**knobs)))
+def tasks(**options):
+    return list(KuhnPokerTaskset(KuhnPokerConfig(**options)))
 
 
 def says(*actions):

@@ -1,4 +1,4 @@
-"""reasoning_gym: every generator of the package, what of a reply reaches its scorer, the two splits, the knobs."""
+"""reasoning_gym: every generator of the package, what of a reply reaches its scorer, the two splits, the options."""
 
 import functools
 import itertools
@@ -24,8 +24,8 @@ CHECKED = {
 }
 
 
-def tasks(**knobs) -> list:
-    return list(ReasoningGymTaskset(ReasoningGymConfig(**knobs)))
+def tasks(**options) -> list:
+    return list(ReasoningGymTaskset(ReasoningGymConfig(**options)))
 
 
 NAMES = sorted(DATASETS.keys() - REFUSED.keys())
@@ -131,10 +131,10 @@ def test_chain_sum_grades_as_documented(reply, reward, entries):
     assert grade(reply, "chain_sum", dataset, entry | {"answer": "46"}) == pytest.approx(reward)
 
 
-@pytest.mark.parametrize(("said", "reward"), [(math.nan, 0), (math.inf, 0), (-1, 0), (1.5, 1), (0.25, 0.25)])
-def test_a_reward_out_of_range_is_brought_back(said, reward, entries, monkeypatch):
+@pytest.mark.parametrize(("returned", "reward"), [(math.nan, 0), (math.inf, 0), (-1, 0), (1.5, 1), (0.25, 0.25)])
+def test_a_reward_out_of_range_is_brought_back(returned, reward, entries, monkeypatch):
     dataset, entry = entries["gcd"]
-    monkeypatch.setattr(dataset, "score_answer", lambda answer, entry: said)
+    monkeypatch.setattr(dataset, "score_answer", lambda answer, entry: returned)
     assert grade("3", "gcd", dataset, entry) == reward
 
 

@@ -11,7 +11,7 @@ from prl.config.build import plain
 from prl.config.compose import compose
 from prl.engines.replies import Completion
 from prl.models import model_path
-from prl.transport import checkpoints
+from prl.transport import checkpoint_folders
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def make_run(make_model):
         run.mkdir(parents=True)
         OmegaConf.save(OmegaConf.create(plain(compose([f"run.name='{run.name}'", *overrides]))), run / "config.yaml")
         for step in steps:
-            checkpoints.seal(make_model(checkpoints.checkpoint_path(run, step)), step)
+            checkpoint_folders.seal(make_model(checkpoint_folders.checkpoint_path(run, step)), step)
         return run
 
     return make

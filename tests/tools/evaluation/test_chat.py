@@ -21,8 +21,8 @@ def chat(renderer, make_pool, monkeypatch, capsys):
         sampler.attach(pool=pool, renderer=renderer, max_model_len=room, seed=0)
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
         await Chat(sampler).until_quit()
-        said = capsys.readouterr()
-        return said.out, said.err, pool.prompts
+        printed = capsys.readouterr()
+        return printed.out, printed.err, pool.prompts
 
     return run
 

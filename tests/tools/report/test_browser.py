@@ -95,15 +95,15 @@ def test_tokens_have_colours_and_numbers(opened):
     shown = colours("ref_kl weight")
     assert [colour == CLEAR for colour in shown] == [not weight for weight in line["ref_kl_weights"]]
     assert len(set(shown)) == len(set(line["ref_kl_weights"]))
-    by_fate = dict(zip(line["fate"], colours("fate")))
-    assert by_fate.pop("context") == CLEAR and len({*by_fate.values(), CLEAR}) == len(by_fate) + 1
+    by_use = dict(zip(line["use"], colours("use")))
+    assert by_use.pop("context") == CLEAR and len({*by_use.values(), CLEAR}) == len(by_use) + 1
 
     place = max(range(len(logs)), key=lambda i: abs(logs[i] or 0))
     tokens.nth(place).hover()
     readout = page.locator("#readout").inner_text().replace("\n", " ")
     for name, value in (*signed.items(), ("ratio", line["ratio"]), ("ref_kl weight", line["ref_kl_weights"])):
         assert f"{name} {number(value[place])}" in readout, readout
-    assert f"id {line['token_ids'][place]}" in readout and f"fate {line['fate'][place]}" in readout
+    assert f"id {line['token_ids'][place]}" in readout and f"use {line['use'][place]}" in readout
     page.locator(".tokens").first.focus()
     page.keyboard.press("ArrowLeft")
     assert f"place {place - 1} " in page.locator("#readout").inner_text().replace("\n", " ")

@@ -62,8 +62,8 @@ def harmless(text):
 
 def test_its_page_and_its_summary_are_text(hostile, capsys):
     assert report([str(hostile.parent)]) == 0 and timeline([str(hostile)]) == 0
-    said = capsys.readouterr()
-    assert not CONTROL.search(said.out + said.err)
+    printed = capsys.readouterr()
+    assert not CONTROL.search(printed.out + printed.err)
     assert harmless((hostile / "report.html").read_text())
     assert r"\x1b]0;x\x07" in (hostile / "report.html").read_text()
     names = [event["name"] for event in json.loads((hostile / "trace.json").read_text())["traceEvents"]]

@@ -125,7 +125,7 @@ def test_the_difference_names_what_was_changed(config):
 
 
 def test_columns_are_what_the_loss_had():
-    fates = ["context", "rl kept", "rl dropped", "invalid logprob"]
+    uses = ["context", "rl kept", "rl dropped", "invalid logprob"]
     line = {
         "token_ids": [5, 6, 7, 8],
         "text": None,
@@ -133,13 +133,13 @@ def test_columns_are_what_the_loss_had():
         "inference_logprobs": [0.0, -0.5, -1.0, None],
         "trainer_logprobs": [None, -0.25, -3.0, -1.0],
         "ratio": [None, 1.284, 0.1353, None],
-        "fate": fates,
+        "use": uses,
         "advantages": [0.0, 0.5, 0.5, 0.5],
         "ref_logprobs": [0.0, -1.25, -1.0, -1.0],
     }
     found = columns(line)
     assert found["text"] == ["⟨5⟩", "⟨6⟩", "⟨7⟩", "⟨8⟩"]
-    assert [found["fates"][index] for index in found["fate"]] == fates
+    assert [found["uses"][index] for index in found["use"]] == uses
     assert found["values"] == {
         "advantage": [None, 0.5, 0.5, 0.5],
         "policy logprob": [None, -0.25, -3.0, -1.0],

@@ -23,7 +23,7 @@ def outcome(stage, reason="", source=None):
 
 
 def entry(**fields):
-    """A `prl.rollouts.record.Record` as it is written: a rollout of `math` that was trained on."""
+    """A `prl.rollouts.record_lines.Record` as it is written: a rollout of `math` that was trained on."""
     trained = {
         **{"step": 4, "env": "math", "agent": "agent", "task": 31, "group": 0, "samples": 1, "completion_tokens": 3},
         **{"reward": 1.0, "rewards": {"answer": 1.0}, "metrics": {"correct": 1.0}, "advantage": 0.475},
@@ -177,10 +177,10 @@ def test_no_message_controls_the_terminal(run, capsys):
     evil = "\x1b]0;title\x07 \x1b[31mred\x1b[0m \x9b2J \u202eback\r\x08 [red]plain[/red] [/] [link=x]y :smile:"
     seen = r"\x1b]0;title\x07 \x1b[31mred\x1b[0m \x9b2J \u202eback\r\x08 [red]plain[/red] [/] [link=x]y :smile:"
     call = {"name": evil, "arguments": json.dumps({evil: evil}, ensure_ascii=False)}
-    said = [{"role": evil, "content": evil}, assistant(evil, reasoning=evil, tool_calls=[call])]
+    printed = [{"role": evil, "content": evil}, assistant(evil, reasoning=evil, tool_calls=[call])]
     names = dict.fromkeys(("env", "agent", "task", "difficulty_pool", "stop"), evil)
     numbers = {"rewards": {evil: 1.0}, "metrics": {evil: 1.0}, "matched": {"pre_batch": evil}}
-    line = entry(step=9, messages=said, outcome=outcome("failed", evil, evil), **names, **numbers)
+    line = entry(step=9, messages=printed, outcome=outcome("failed", evil, evil), **names, **numbers)
     write(run / "rollouts" / "step_000009.jsonl", [line])
     assert main(["toy"]) == 0
     assert main(["toy", "--env", evil + "?"]) == 2

@@ -24,7 +24,7 @@ def run_dir(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("knobs", "value"),
+    ("options", "value"),
     [
         ({}, (0.4 + 0.7) / 2),
         ({"last": 1}, 0.7),
@@ -35,8 +35,8 @@ def run_dir(tmp_path):
     ],
     ids=str,
 )
-def test_mean_over_what_matches_then_over_the_last_steps(run_dir, knobs, value):
-    assert optimized(run_dir, OptimizedMetricConfig(**knobs)) == pytest.approx(value)
+def test_mean_over_what_matches_then_over_the_last_steps(run_dir, options, value):
+    assert optimized(run_dir, OptimizedMetricConfig(**options)) == pytest.approx(value)
 
 
 def test_a_run_without_evaluation_is_compared_by_its_reward_in_training(run_dir):

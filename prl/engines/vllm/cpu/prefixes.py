@@ -98,11 +98,11 @@ def run_prefixes_once() -> None:
 
     def run(runner: "CPUModelRunner", **inputs: Any) -> Any:
         context = get_forward_context()
-        found = distinct_sequences(runner, inputs, context.attn_metadata)
-        if found is None:
+        result = distinct_sequences(runner, inputs, context.attn_metadata)
+        if result is None:
             return forward(runner, **inputs)
-        tokens, source, whole = torch.from_numpy(found.tokens), torch.from_numpy(found.source), context.attn_metadata
-        context.attn_metadata = metadata_of(runner, whole, found)
+        tokens, source, whole = torch.from_numpy(result.tokens), torch.from_numpy(result.source), context.attn_metadata
+        context.attn_metadata = metadata_of(runner, whole, result)
         context.additional_kwargs[SOURCE] = source
         try:
             inputs |= {name: inputs[name][tokens] for name in PER_TOKEN}

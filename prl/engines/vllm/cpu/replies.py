@@ -115,10 +115,10 @@ def reply_once() -> None:
         for message in messages.values():
             others = []
             for output in message.outputs:
-                if (found := groups.get(output.request_id)) is None:
+                if (results := groups.get(output.request_id)) is None:
                     others.append(output)
                 else:
-                    found[0].take(found[1], output)
+                    results[0].take(results[1], output)
             message.outputs = others
         return {client: message for client, message in messages.items() if has_content(message)}
 

@@ -68,20 +68,20 @@ for (const figure of document.querySelectorAll("figure.panel")) {
 
 // --- tokens -----------------------------------------------------------------------------------------------------------
 
-const FATE = "fate", SIGNED = ["advantage", "log-ratio", "teacher divergence"];
+const USE = "use", SIGNED = ["advantage", "log-ratio", "teacher divergence"];
 const sequences = data.rows.flatMap(row => row.sequences || []);
-const fates = [...new Set(sequences.flatMap(sequence => sequence.fates))].filter(fate => !["context", "weight 0"].includes(fate));
+const uses = [...new Set(sequences.flatMap(sequence => sequence.uses))].filter(use => !["context", "weight 0"].includes(use));
 const scales = new Map();  // of a mode: the size that gets the full colour, that of 98 of 100 tokens at least
 for (const name of [...SIGNED, ...new Set(sequences.flatMap(s => Object.keys(s.values).filter(n => n.endsWith(" weight"))))]) {
   const sizes = sequences.flatMap(s => s.values[name] || []).filter(value => value !== null && value !== 0).map(Math.abs);
   if (sizes.length) scales.set(name, sizes.sort((a, b) => a - b)[Math.floor(0.98 * (sizes.length - 1))]);
 }
-let mode = scales.size ? scales.keys().next().value : FATE;
+let mode = scales.size ? scales.keys().next().value : USE;
 const views = new Set();
 
 function colour(sequence, place) {
-  if (mode === FATE) {
-    const index = fates.indexOf(sequence.fates[sequence.fate[place]]);
+  if (mode === USE) {
+    const index = uses.indexOf(sequence.uses[sequence.use[place]]);
     return index < 0 ? "" : `color-mix(in srgb, var(--s${index % 8}) 34%, transparent)`;
   }
   const value = (sequence.values[mode] || [])[place];
@@ -109,7 +109,7 @@ function read(sequence, place) {
   add("token", JSON.stringify(sequence.text[place]), "token");
   add("place", `${place}`);
   add("id", `${sequence.ids[place]}`);
-  add("fate", sequence.fates[sequence.fate[place]]);
+  add("use", sequence.uses[sequence.use[place]]);
   for (const [name, values] of Object.entries(sequence.values)) {
     if (values[place] !== null) add(name, number(values[place]));
   }
@@ -150,11 +150,11 @@ function tokenView(sequence) {
 
 function legend() {
   const box = el("span", "scale small dim");
-  if (mode === FATE) {
-    fates.forEach((fate, index) => {
+  if (mode === USE) {
+    uses.forEach((use, index) => {
       const swatch = el("i");
       swatch.style.backgroundColor = `color-mix(in srgb, var(--s${index % 8}) 34%, transparent)`;
-      box.append(swatch, el("span", "", `${fate} `));
+      box.append(swatch, el("span", "", `${use} `));
     });
   } else {
     const scale = scales.get(mode), signed = SIGNED.includes(mode), ramp = el("i", "ramp");
@@ -177,7 +177,7 @@ function setMode(name) {
 }
 
 if ($("modes")) {
-  for (const name of [...scales.keys(), FATE]) {
+  for (const name of [...scales.keys(), USE]) {
     const button = el("button", "", name);
     button.addEventListener("click", () => setMode(name));
     $("modes").append(button);
@@ -247,7 +247,7 @@ function groupCard(group) {
     const head = el("summary");
     head.append(
       el("span", "num", number(row.reward, 3)), el("span", "num dim", row.advantage === undefined ? "" : (row.advantage > 0 ? "+" : "") + number(row.advantage, 3)),
-      el("span", `fate ${row.outcome === "trained" ? "good" : row.outcome.startsWith("failed") ? "bad" : "dim"}`, row.outcome),
+      el("span", `use ${row.outcome === "trained" ? "good" : row.outcome.startsWith("failed") ? "bad" : "dim"}`, row.outcome),
       el("span", "text", lastText(row).slice(0, 300)),
     );
     item.append(head);
