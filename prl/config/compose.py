@@ -57,6 +57,8 @@ COMPONENTS = ["renderer", "algo", "sampling", "loss", "curriculum", "orchestrato
 The last of a root's defaults, `/schema/closed`, closes the nodes: on a command line a new key takes a `+`."""
 OF_TRAINER = ("optim", "schedule")
 """Likewise groups that choose a class, whose nodes stand in `trainer`."""
+REPLACING = {*COMPONENTS, *OF_TRAINER, "filters", "teacher", "engine"} - {"orchestrator", "trainer", "sampling"}
+"""Groups whose option is all that a node has."""
 READ = {
     "orchestrator": OrchestratorConfig,
     "trainer": TrainerConfig,
@@ -195,6 +197,7 @@ def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
     for an interpolation that does not resolve.
     """
     try:
+        replace_chosen(cfg, overrides)
         refuse_appended(cfg, {override.partition("=")[0].lstrip("+") for override in overrides})
         replace_slots(cfg, overrides)
         give_types(cfg)
@@ -226,6 +229,36 @@ def give_types(cfg: DictConfig) -> None:
         # Not struct: a class of the user's own may have further options.
         typed_node = OmegaConf.merge(OmegaConf.structured(kind, flags={"struct": False}), options)
         OmegaConf.update(cfg, key, typed_node, merge=False)
+
+
+def replace_chosen(cfg: DictConfig, overrides: list[str]) -> None:
+    """Make an option of a group that was chosen over the config of a run (`+loss=aipo`) replace the run's own.
+
+    Hydra has merged it with what the run's config has there. What the option does not have goes, but for typed keys.
+    """
+    if not HydraConfig.initialized() or HydraConfig.get().job.config_name != "config":
+        return
+    searched = [override for override in overrides if override.startswith("hydra.searchpath=")]
+    typed_keys = [override.partition("=")[0].lstrip("+") for override in overrides]
+    for override in overrides:
+        key = override.partition("=")[0]
+        group, _, package = key.lstrip("+").partition("@")
+        if key.startswith("+") and group in REPLACING:
+            fresh = hydra.compose(overrides=[*searched, override])
+            where = package or (f"trainer.{group}" if group in OF_TRAINER else group)
+            drop_others(OmegaConf.select(cfg, where), OmegaConf.select(fresh, where), where, typed_keys)
+
+
+def drop_others(node: DictConfig, fresh: DictConfig, where: str, typed_keys: list[str]) -> None:
+    """Drop the keys of a node that `fresh` does not have, in any depth, but for those that were typed."""
+    for name in list(node):
+        key, child = f"{where}.{name}", node._get_node(name)
+        other = fresh._get_node(name) if name in fresh.keys() else None  # noqa: SIM118 (`in` resolves interpolations)
+        if other is None and not any(f"{each}.".startswith(f"{key}.") for each in typed_keys):
+            with open_dict(node):
+                del node[name]
+        elif isinstance(child, DictConfig) and isinstance(other, DictConfig) and not child._is_none():
+            drop_others(child, other, key, typed_keys)
 
 
 def refuse_appended(cfg: DictConfig, given: Collection[str], where: str = "") -> None:

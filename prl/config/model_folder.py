@@ -126,7 +126,7 @@ def tensors_of(folder: Path, where: str) -> Iterator[tuple[str, list[int]]]:
         try:
             with safe_open(file, "np") as opened:
                 yield from [(name, opened.get_slice(name).get_shape()) for name in opened.keys()]  # noqa: SIM118
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise ConfigError(f"{where}: {file.name} is damaged: {error}") from error
 
 

@@ -6,7 +6,6 @@ It names code by `_target_`, as a command line does. Nobody takes that up but th
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
@@ -40,7 +39,7 @@ def yaml_of(text: str) -> Any:
     """The config that a text of `config.yaml` says, with interpolations as they are. Raises where it was cut off."""
     if text.startswith(BEGINS) and not text.rstrip().endswith(ENDS.strip()):
         raise ValueError("its end is missing")
-    content = yaml.safe_load(text)
+    content = OmegaConf.to_container(OmegaConf.create(text))  # 4e-4 is a number, as for Hydra
     return {key: value for key, value in content.items() if key != "defaults"} if isinstance(content, dict) else content
 
 

@@ -233,6 +233,7 @@ class InferencePool(PolicyPool):
                 raise
 
     async def _catch_up(self, server: Server, anew: bool) -> None:
+        anew = anew or server.instance is None  # it has never said that it loaded any
         while self._path is not None and (anew or server.version != self._newest):
             version = self._newest
             try:

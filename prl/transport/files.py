@@ -53,16 +53,6 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def is_within(folder: Path, name: str) -> bool:
-    """Whether `name`, of a list of a folder's files, stays in that folder, with what it links to."""
-    if {"..", "/"} & {*Path(name).parts} or "\0" in name:
-        return False
-    own = Path(os.path.realpath(folder))
-    blobs = own.parent.parent / "blobs"  # the files of the hub's cache are links to there
-    place = Path(os.path.realpath(own / name))
-    return place.is_relative_to(own) or place.is_relative_to(blobs)
-
-
 def content_of(path: Path) -> bytes:
     """The content of a file that may not be there yet. Raises PrlError where it cannot be read."""
     try:

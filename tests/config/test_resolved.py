@@ -63,6 +63,21 @@ def test_saved_and_loaded_it_is_the_same_config(overrides, tmp_path):
         assert getattr(again, name) == getattr(config, name), "of the same types, with the same values"
 
 
+OVER_A_RUN = {
+    "filters": (["filters=enforce"], "filters=enforce_post"),
+    "an optimiser": (["optim=muon"], "optim=adamw"),
+    "a loss": (["loss=gspo"], "loss=aipo"),
+    "an algorithm": (["algo=echo"], "algo=grpo"),
+}
+
+
+@pytest.mark.parametrize(("before", "chosen"), OVER_A_RUN.values(), ids=OVER_A_RUN)
+def test_an_option_chosen_over_a_run_replaces_the_runs_own(before, chosen, tmp_path):
+    run = ["run.name=x", f"run.dir={tmp_path}/x"]
+    over = compose([*run, f"+{chosen}"], new_run_dir(compose([*run, *before])))
+    assert plain(over) == plain(compose([*run, chosen]))
+
+
 def test_what_was_loaded_builds_the_same_components(tmp_path):
     overrides = ["algo=echo", "+algo.roles.user.alpha=0.5", "filters=enforce_post"]
     config = compose(["run.name=x", f"run.dir={tmp_path}/x", *overrides])

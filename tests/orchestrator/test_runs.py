@@ -17,7 +17,7 @@ from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.config import EvalConfig, StopConfig
 from prl.tools.report.shares import read_spans, union, within
 from prl.transport.checkpoint_folders import verify
-from prl.transport.events import OWN_WORK, Track
+from prl.transport.events import CUTTING, PACKING, RECORDING, SHIPPING, Track
 
 ODF = {"online_difficulty_filtering": True}
 POOLS = {"easy_threshold": 1.0, "hard_threshold": 0.0}
@@ -79,8 +79,9 @@ async def test_spans_are_recorded_and_give_the_idle_share(train, make_env, pool,
     assert not problems and {span.process for span in spans} == {"orchestrator", "engine", "evaluation"}
     own = [span for span in spans if span.process == "orchestrator"]
     assert all(before.stop <= after.start for before, after in pairwise(own))
-    work = [(span.step, span.what) for span in own if span.what in OWN_WORK]
-    assert work == [(step, what) for step in range(1, 5) for what in OWN_WORK]
+    kinds = (CUTTING, RECORDING, PACKING, SHIPPING)
+    work = [(span.step, span.what) for span in own if span.what in kinds]
+    assert work == [(step, what) for step in range(1, 5) for what in kinds]
     assert [span.step for span in spans if span.what == "evaluating"] == [0, 2, 4]
     assert [span.step for span in spans if span.what == "loading weights"] == [1, 2, 3, 4]
     wall = sum(line["time/step"] for line in run.lines)

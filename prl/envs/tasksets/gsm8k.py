@@ -34,13 +34,17 @@ class GSM8KConfig(JsonlConfig):
     @model_validator(mode="after")
     def _from_the_hub(self) -> Self:
         if self.path is None:
-            self.path, self.eval_path = f"{HUB}:train", f"{HUB}:test"
+            self.path = f"{HUB}:train"
+            if self.eval_path is None:
+                self.eval_path = f"{HUB}:test"
         return self
 
     def graded_answer(self, answer: str) -> str:
-        """Return the number of a worked solution."""
+        """Return the number of a worked solution; what its grader refuses where it has none."""
         number = final_number(answer, alone=True)
-        return answer if number is None else in_decimal(number)
+        if number is None:
+            return answer if self.grader == "numeric" else ""
+        return in_decimal(number)
 
 
 class GSM8KTaskset(JsonlTaskset, vf.Taskset[JsonlTask, GSM8KConfig]):

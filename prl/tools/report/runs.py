@@ -126,7 +126,8 @@ def _below(folder: Path) -> Iterator[Path]:
         yield folder
     elif folder.is_dir():
         for path in sorted(folder.iterdir(), key=lambda path: _natural(path.name)):
-            if not path.name.startswith(".") and not MOVED_ASIDE.search(path.name):
+            aside = path.name.startswith(".") or MOVED_ASIDE.search(path.name) or path.is_symlink()
+            if not aside:
                 yield from _below(path)
 
 

@@ -78,7 +78,8 @@ def run(task: Callable[[], Any], arguments: list[str]) -> None:
         status = end.code
     except KeyboardInterrupt:
         status = command.INTERRUPTED
-    if Recorder.folder is None or status == command.REFUSED:  # why it was refused has been printed
+    refused = status == command.REFUSED and not (Recorder.folder and jobs(Recorder.folder))
+    if Recorder.folder is None or refused:  # why it was refused has been printed
         raise SystemExit(status)
     print(f"sweep: {Recorder.folder}", *summary(Recorder.folder), sep="\n", file=sys.stderr, flush=True)
     if not status and any(job.status_of(path) != "completed" for path in jobs(Recorder.folder)):
