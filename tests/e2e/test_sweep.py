@@ -93,7 +93,7 @@ def test_an_interrupt_stops_the_sweep_and_leaves_no_process(inline_command, tmp_
 
 
 @pytest.mark.engine
-def test_jobs_of_one_process_share_a_warm_engine_and_the_seed_governs_each(train, command, printed, tmp_path):
+def test_jobs_of_one_process_share_a_warm_engine_and_the_seed_governs_each(train, command, exchanges, tmp_path):
     """Each begins from the base weights; its seed gives it the tasks and replies that it would have alone."""
     fixed = (*TINY, "experiment=on_policy")
     argv, env = command(*fixed, "seed=7,8", "run.name=s", "sweep.share_engine=true")
@@ -108,5 +108,5 @@ def test_jobs_of_one_process_share_a_warm_engine_and_the_seed_governs_each(train
     assert [OmegaConf.load(job / "config.yaml").seed for job in (seven, eight)] == [7, 8]
     alone = train(*fixed, "seed=8")  # not the second job of its process: what the first one left would show
     assert alone.status == 0, alone.stderr
-    assert printed(alone.dir) == printed(eight) != printed(seven)
-    assert {prompt for _, prompt, _ in printed(seven)} != {prompt for _, prompt, _ in printed(eight)}
+    assert exchanges(alone.dir) == exchanges(eight) != exchanges(seven)
+    assert {prompt for _, prompt, _ in exchanges(seven)} != {prompt for _, prompt, _ in exchanges(eight)}

@@ -245,8 +245,8 @@ def finished(folder: Path, status: int, stderr: str) -> Run:
 
 
 @pytest.fixture
-def said():
-    """`said(run_dir)`: the prompts and replies of the first step, in the order of their groups."""
+def exchanges():
+    """`exchanges(run_dir)`: the prompts and replies of the first step, in the order of their groups."""
 
     def read(run_dir: Path) -> list[tuple[int | str, ...]]:
         records = map(json.loads, (run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines())
