@@ -78,7 +78,7 @@ def listed() -> tuple[Gpu, ...]:
     """
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        message = subprocess.run(query, capture_output=True, text=True, check=False, timeout=ANSWER_S)
+        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     except OSError:
         return ()
     except subprocess.TimeoutExpired as error:
@@ -86,7 +86,7 @@ def listed() -> tuple[Gpu, ...]:
             f"nvidia-smi did not answer within {ANSWER_S:g} s: the driver of this machine's GPUs hangs. To do without "
             "them: engine.device=cpu trainer.device=cpu (teacher.engine.device=cpu)"
         ) from error
-    lines = message.stdout.splitlines() if message.returncode == 0 else []
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
     result = [line.rpartition(",") for line in lines if line.strip()]
     return tuple(Gpu(name.strip(), int(mib) * MIB if mib.strip().isdigit() else 0) for name, _, mib in result)
 

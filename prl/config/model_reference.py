@@ -65,11 +65,11 @@ def as_reference(value: Any) -> Any:
 def frozen_models(component: Any, where: str) -> Iterator[tuple[str, FrozenModelConfig]]:
     """The frozen models that an algorithm refers to, with their config keys.
 
-    A option of a class of the user's own refers to one if it is a `FrozenModelConfig`, or a mapping of its keys with
+    A field of a class of the user's own refers to one if it is a `FrozenModelConfig`, or a mapping of its keys with
     `base_url` among them.
 
     Args:
-        component: The algorithm, its config node, or a mapping of its options.
+        component: The algorithm, its config node, or a mapping of its fields.
         where: Its config key.
     """
     # What is no component at all is refused where it is built.

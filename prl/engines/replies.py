@@ -98,8 +98,8 @@ def read_completion(choice: dict[str, Any], start_version: int, end_version: int
     """
     token_ids, reason, logprobs = read_tokens(choice), choice.get("finish_reason"), choice.get("logprobs")
     if not isinstance(logprobs, list) or len(logprobs) != len(token_ids):
-        result = len(logprobs) if isinstance(logprobs, list) else 0
-        raise EngineError(f"{len(token_ids)} sampled tokens came with {result} logprobs")
+        count = len(logprobs) if isinstance(logprobs, list) else 0
+        raise EngineError(f"{len(token_ids)} sampled tokens came with {count} logprobs")
     for token_id, logprob in zip(token_ids, logprobs, strict=True):
         if not isinstance(logprob, int | float) or logprob > ROUNDING:
             raise EngineError(f"sampled token {token_id} came with the logprob {logprob!r}")

@@ -92,8 +92,8 @@ class TemplateRenderer(DefaultRenderer):
         except Exception:  # the template may want another dialogue
             return
         read = self.parse_response(whole[len(prompt) :], prompt_ids=prompt).content
-        before, result, _ = read.partition(PROBE)
-        if whole[: len(prompt)] == prompt and (before.strip() or not result):
+        before, probe, _ = read.partition(PROBE)
+        if whole[: len(prompt)] == prompt and (before.strip() or not probe):
             raise ValueError(
                 f"its chat template writes a reply of {PROBE!r} so that it is read as {read!r}: choose the renderer of "
                 "the model's family, or mend the template's generation prompt"

@@ -53,8 +53,8 @@ def first_lost(tokenizer: Any, token_ids: Sequence[int], message: dict[str, Any]
         places = [(start, each) for each in (part, spelt) if (start := text.find(each, place)) >= 0]
         if not places:
             return part
-        start, result = places[0]
-        place = start + len(result)
+        start, probe = places[0]
+        place = start + len(probe)
     return None
 
 

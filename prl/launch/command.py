@@ -71,8 +71,8 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None:  # Hydra makes a sweep's directories
         return f"hydra.sweep.dir: {str(error.filename)[:LINE]} cannot be made: {error.strerror or error}"
     cause = None if isinstance(error, ConfigError) else error.__cause__  # prl's own words say it all
-    message = [str(each).strip() for each in (error, cause) if each is not None]
-    lines = [line.strip() for text in message for line in text.splitlines()]
+    texts = [str(each).strip() for each in (error, cause) if each is not None]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
     kept = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
     kept = [line if len(line) <= LINE else f"{line[: LINE // 2]} … {line[-LINE // 2 :]}" for line in kept]
     return ": ".join(dict.fromkeys(line.rstrip(".:") for line in kept)) or type(error).__name__

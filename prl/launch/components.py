@@ -164,13 +164,13 @@ def load_curricula(config: TrainConfig, components: RunComponents, environments:
             env.curriculum.load(
                 environments[name].tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name
             )
-    buffers = [env.curriculum for env in components.envs.values()]
+    curricula = [env.curriculum for env in components.envs.values()]
     folders = sorted(
-        str(folder) for folder in {getattr(curriculum, "load_from", None) for curriculum in buffers} - {None}
+        str(folder) for folder in {getattr(curriculum, "load_from", None) for curriculum in curricula} - {None}
     )
     for folder in folders:
         warn_of_other_envs(folder, config.envs)
-    if all(curriculum.ended for curriculum in buffers):
+    if all(curriculum.ended for curriculum in curricula):
         raise ConfigError(
             f"curriculum.load_from={', '.join(folders)!r} retires every task of every env: take a share of them "
             "back with curriculum.easy_fraction and curriculum.hard_fraction, or all with curriculum.refill=true"

@@ -2,7 +2,7 @@
 
 Each part of the orchestrator has a `state_dict` and a `load_state_dict`, and `RunState` is what they make together. The
 state of step n is what the orchestrator has between the batch of step n and that of step n+1: positions of the
-buffers, finished groups that wait for a batch, and the tasks in flight. When the run goes on, those groups wait again,
+curricula, finished groups that wait for a batch, and the tasks in flight. When the run goes on, those groups wait again,
 and the tasks in flight are issued again under their old group ids. So no task is skipped, and none but those in flight
 is played a second time.
 """
@@ -134,7 +134,7 @@ class RunState(msgspec.Struct):
     sums: dict[str, float] = {}
     """Seconds and dropped rollouts of the next metrics line."""
     components: dict[str, bytes] = {}
-    """`state_dict` of buffers, algorithms and filters by config key, as msgpack."""
+    """`state_dict` of curricula, algorithms and filters by config key, as msgpack."""
     sync: SyncState = msgspec.field(default_factory=SyncState)
 
     @property
@@ -187,7 +187,7 @@ def decode(data: bytes, path: object) -> RunState:
 
 
 def components_of(envs: Iterable[TrainEnv]) -> Iterator[tuple[str, Any]]:
-    """The buffers, algorithms and filters of a run, each under a name that stays the same when the run goes on."""
+    """The curricula, algorithms and filters of a run, each under a name that stays the same when the run goes on."""
     for env in envs:
         yield f"{env.name}.curriculum", env.curriculum
         yield f"{env.name}.algo", env.algorithm

@@ -188,7 +188,7 @@ def check_tasks(run_dir: Path, tasks: Tasks) -> None:
         before = {env: splits["train"]["sha256"] for env, splits in recorded.items()}
     except (OSError, *UNREADABLE, KeyError, TypeError, AttributeError) as error:
         message = f"warning: {run_dir / 'provenance.json'} cannot be read ({error}): whether the tasks are the same"
-        print(safe(f"{message} is told by their number alone"), file=sys.stderr)  # which the buffers compare
+        print(safe(f"{message} is told by their number alone"), file=sys.stderr)  # which the curricula compare
         return
     for env, splits in tasks.items():
         if env in before and data_hash(splits["train"])["sha256"] != before[env]:

@@ -153,11 +153,11 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
     for path in filter(Path.is_file, (run_dir / "events").glob("[!.]*.jsonl")):
         write_atomically(path, b"".join(line for _, line in _lines_before(content_of(path), step + 1)), durable=True)
     for path in (run_dir / "rollouts").glob("*.jsonl"):
-        if (results := ROLLOUTS.fullmatch(path.name)) and int(results[2]) > (evaluated if results[1] else step):
+        if (match := ROLLOUTS.fullmatch(path.name)) and int(match[2]) > (evaluated if match[1] else step):
             _remove(path)
     for folder in ("tokens", "batches", "checkpoints"):
         for path in (run_dir / folder).glob("step_*"):
-            if (results := STEP.fullmatch(path.name)) and int(results[1]) > step:
+            if (match := STEP.fullmatch(path.name)) and int(match[1]) > step:
                 _remove(path)
     for path in (run_dir / "checkpoints").glob(".step_*"):  # unfinished
         if PART.fullmatch(path.name):
@@ -187,9 +187,9 @@ def _lines_before(data: bytes, step: int) -> Iterator[tuple[int, bytes]]:
     """The JSON lines of steps before `step`, by their steps; what cannot be read is left out."""
     for line in data.splitlines(keepends=True):
         with contextlib.suppress(*UNREADABLE, KeyError, TypeError):
-            results = int(msgspec.json.decode(line)["step"])
-            if line.endswith(b"\n") and results < step:
-                yield results, line
+            of_line = int(msgspec.json.decode(line)["step"])
+            if line.endswith(b"\n") and of_line < step:
+                yield of_line, line
 
 
 def _remove(path: Path) -> None:

@@ -99,7 +99,7 @@ GROUPS = (
 NEEDED: dict[str, tuple[str, ...]] = {
     "algo=opd": ("teacher=local",),
     "algo=sft": ("teacher=local",),
-    "algo=custom": ("algo.fn._target_=prl.algorithms.advantage.grpo_advantages",),
+    "algo=custom": ("algo.fn._target_=prl.algorithms.advantage.centred",),
     "algo=custom_class": ("algo._target_=prl.algorithms.grpo.GRPOAlgorithm",),
     "loss=custom": ("loss._target_=prl.losses.aipo_loss",),
     "model=hf": ("model.path=${prl.model:tiny}", "model.max_model_len=512"),

@@ -1,4 +1,4 @@
-"""Lanes: what they record, what they count, and what a disk that is full does to them."""
+"""Tracks: what they record, what they count, and what a disk that is full does to them."""
 
 import msgspec
 import pytest

@@ -60,10 +60,10 @@ class ServedModel:
             refuse_not_finite(file)
         return str(folder)
 
-    def check_layout(self, result: Layout, what: str) -> None:
+    def check_layout(self, layout: Layout, what: str) -> None:
         """Raise WeightsError, which names `what`, for a layout of another model's weights."""
-        problem = unlike(result, self.as_started, self.ignored)
-        if problem is not None and unlike(result, self.as_written, self.ignored) is not None:
+        problem = unlike(layout, self.as_started, self.ignored)
+        if problem is not None and unlike(layout, self.as_written, self.ignored) is not None:
             raise WeightsError(f"{what}: {problem}")
 
     @functools.cached_property
@@ -87,11 +87,11 @@ class ServedModel:
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config.hf_config, trust_remote_code=config.trust_remote_code)
-            result = [as_in_files(model, name, tensor) for name, tensor in model.state_dict().items()]
+            parts = [as_in_files(model, name, tensor) for name, tensor in model.state_dict().items()]
         except Exception as error:  # a model's own code
             log.warning("transformers does not make %s: %s", config.model, error)
             return {}
-        return {name: (tuple(each.shape), "float") for tensors in result for name, each in tensors.items()}
+        return {name: (tuple(each.shape), "float") for tensors in parts for name, each in tensors.items()}
 
 
 def folder_of(path: str, revision: str | None = None) -> Path:
@@ -143,16 +143,16 @@ def layout_of(files: list[Path]) -> Layout:
     return result
 
 
-def unlike(result: Layout, expected: Layout, ignored: set[str]) -> str | None:
+def unlike(layout: Layout, expected: Layout, ignored: set[str]) -> str | None:
     """How a layout differs from what is expected, None where it does not."""
-    missing = sorted(expected.keys() - result.keys() - ignored)
+    missing = sorted(expected.keys() - layout.keys() - ignored)
     if missing:
         return f"{_names(missing)} missing"
-    if extra := sorted(result.keys() - expected.keys() - ignored):
+    if extra := sorted(layout.keys() - expected.keys() - ignored):
         return f"{_names(extra)} not of this model"
-    for name, (shape, kind) in result.items():
+    for name, (shape, kind) in layout.items():
         if name in expected and (shape, kind) != expected[name]:
-            given, wanted = (f"{list(shape)} {kind}" for shape, kind in (result[name], expected[name]))
+            given, wanted = (f"{list(shape)} {kind}" for shape, kind in (layout[name], expected[name]))
             return f"{name} is {given}, and the server's model has {wanted}"
     return None
 

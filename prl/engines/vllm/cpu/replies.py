@@ -115,10 +115,10 @@ def reply_once() -> None:
         for message in messages.values():
             others = []
             for output in message.outputs:
-                if (results := groups.get(output.request_id)) is None:
+                if (place := groups.get(output.request_id)) is None:
                     others.append(output)
                 else:
-                    results[0].take(results[1], output)
+                    place[0].take(place[1], output)
             message.outputs = others
         return {client: message for client, message in messages.items() if has_content(message)}
 

@@ -247,7 +247,7 @@ function groupCard(group) {
     const head = el("summary");
     head.append(
       el("span", "num", number(row.reward, 3)), el("span", "num dim", row.advantage === undefined ? "" : (row.advantage > 0 ? "+" : "") + number(row.advantage, 3)),
-      el("span", `use ${row.outcome === "trained" ? "good" : row.outcome.startsWith("failed") ? "bad" : "dim"}`, row.outcome),
+      el("span", `outcome ${row.outcome === "trained" ? "good" : row.outcome.startsWith("failed") ? "bad" : "dim"}`, row.outcome),
       el("span", "text", lastText(row).slice(0, 300)),
     );
     item.append(head);
