@@ -2,9 +2,9 @@
 
 Each part of the orchestrator has a `state_dict` and a `load_state_dict`, and `RunState` is what they make together. The
 state of step n is what the orchestrator has between the batch of step n and that of step n+1: positions of the
-curricula, finished groups that wait for a batch, and the tasks in flight. When the run goes on, those groups wait again,
-and the tasks in flight are issued again under their old group ids. So no task is skipped, and none but those in flight
-is played a second time.
+curricula, finished groups that wait for a batch, and the tasks in flight. When the run goes on, those groups wait
+again, and the tasks in flight are issued again under their old group ids. So no task is skipped, and none but those in
+flight is played a second time.
 """
 
 import json
