@@ -22,8 +22,6 @@ ENGINE_DEAD = "EngineDeadError"
 """In what vLLM answers once its engine core has died, until it ends itself."""
 GRACE_S = 1.0
 """Time for a process that broke a request to be seen dead, seconds."""
-REFUSED = (400, 500)
-"""How a server answers weights that it does not take; one that is starting does not answer so."""
 QUIET_S = 10.0
 """Time without progress after which the run shows who waits for whom, seconds."""
 Result = TypeVar("Result")
@@ -98,8 +96,6 @@ class Supervisor:
             if not server.away:
                 del self._restarted[name]
                 self.say(f"{name} answers again")
-            elif isinstance(server.error, EngineError) and server.error.status in REFUSED:
-                raise EngineError(f"{name} does not take the weights after its restart: {server.error}")
             elif time.monotonic() > due:
                 reason = f"{server.url} was away for {self.startup_timeout_s:g} s ({server.error})"
                 raise DeadlinePassed(f"{name} does not answer after its restart: {reason}")
