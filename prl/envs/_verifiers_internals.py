@@ -52,7 +52,7 @@ def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def signature(code: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a grader, which verifiers asks for four times a trace: 200 us, a fifth of a rollout.
+    """Return the signature of a grader, which verifiers asks for four times a trace: 200 us, a tenth of a rollout.
 
     That of a method is worked out once. Until verifiers keeps the signatures of a task's class.
     """

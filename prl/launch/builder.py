@@ -1,7 +1,7 @@
 """From a config to the live objects of a run, in three steps: prepare what can be refused, start the servers, assemble.
 
 prepared = prepare(config)                                               tokenizer, tasks, renderers
-supervisor = supervise(prepared, track)                                   watches their processes
+supervisor = supervise(prepared, track)                                  watches their processes
 services = await start_services(prepared, supervisor, transport, run_dir)  engine, trainer, teacher, all of them ready
 orchestrator = assemble(prepared, services, transport, run_dir)
 """
@@ -141,11 +141,11 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
 
 def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
     """verifiers' key of every task, which hashes its data, by env and by `train` or `eval`."""
-    return {
-        name: {split: [task.key for task in tasks] for split, tasks in result if tasks}
-        for name, env in run.environments.items()
-        for result in [(("train", env.tasks), ("eval", env.eval_tasks))]
-    }
+    keys = {}
+    for name, env in run.environments.items():
+        splits = {"train": env.tasks, "eval": env.eval_tasks}
+        keys[name] = {split: [task.key for task in tasks] for split, tasks in splits.items() if tasks}
+    return keys
 
 
 # --- start ------------------------------------------------------------------------------------------------------------
