@@ -101,7 +101,7 @@ def shown_as(estimate: "Estimate", sign: str = "", interval: bool = True) -> str
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="eval")
 def _job(cfg: DictConfig) -> None:
     with command.errors_as_exit_codes():
-        config = to_config(cfg, typed(HydraConfig.get()))
+        config = to_config(EvaluationConfig, cfg, typed(HydraConfig.get()))
         config.run.dir = absolute(config.run.dir)
         result = main(config)
     console = Console()

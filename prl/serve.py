@@ -15,7 +15,6 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from prl.config.build import check_values
 from prl.config.compose import CONF, to_config
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ServeConfig
@@ -35,7 +34,6 @@ KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model ne
 
 def main(config: ServeConfig) -> None:
     """Serve until stopped. Raises ConfigError before anything has started, PrlError when the server ends by itself."""
-    check_values(config)
     validate_server(config.model, config.engine)
     if config.engine.urls:
         raise ConfigError("engine.urls names servers that already run; nothing is left to serve")
@@ -103,7 +101,7 @@ def for_runs(config: ServeConfig, url: str) -> str:
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="serve")
 def _job(cfg: DictConfig) -> None:
     with command.errors_as_exit_codes():
-        main(to_config(cfg, []))
+        main(to_config(ServeConfig, cfg, []))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from prl.config.build import factory
 from prl.config.compose import CONF, to_config, typed
 from prl.config.hardware import assuming
 from prl.config.run_yaml import data_of
@@ -54,7 +53,6 @@ from prl.runs.run_dir import (
 )
 from prl.tools import report, sweep
 from prl.transport import checkpoint_folders, events
-from prl.transport.base import Transport
 from prl.transport.events import Track
 
 if TYPE_CHECKING:
@@ -153,7 +151,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     from prl.orchestrator.who_waits import waiting
 
     config, monitors, point = prepared.config, prepared.components.monitors, prepared.resume
-    transport = factory(config.transport, Transport, "transport")(run_dir=run_dir)
+    transport = prepared.components.transport(run_dir=run_dir)
     first = point.step if point is not None else 0
     monitors.start(run_dir, max_steps=config.max_steps, run_config=data_of(config), resumed_at=first)
     if first:
@@ -231,7 +229,7 @@ def _job(cfg: DictConfig) -> float | None:
             return sweep.job.run_job(cfg, main)
     with command.errors_as_exit_codes():
         resume.check_named(cfg)
-        config = to_config(cfg, typed(job))
+        config = to_config(TrainConfig, cfg, typed(job))
         config.run.dir = absolute(config.run.dir)
         result = main(config)
     if config.dry_run:

@@ -64,7 +64,8 @@ def test_trl_is_given_prls_settings():
         **{"warmup_steps": 2, "lr_scheduler_type": "linear"},
     }
     schedule = config.trainer.schedule
-    assert (schedule._target_, schedule.decay_fraction, schedule.min_ratio) == ("prl.trainer.schedule.Linear", 1.0, 0.0)
+    assert (schedule["decay_fraction"], schedule["min_ratio"]) == (1.0, 0.0)
+    assert schedule["_target_"] == "prl.trainer.schedule.Linear"
     given = BENCH.settings(config)
     assert {key: given[key] for key in expected} == expected
 

@@ -1,5 +1,5 @@
-"""The config: schemas, bounds, composing, and building objects of nodes that name a class by `_target_`.
+"""The config: from YAML to typed values, and from the nodes of components to objects.
 
-Start with `schema.py` (the typed root) and `compose.py`. Imports `errors`; `compose.py` and `write.py` alone know the
-components, whose constructors are the schemas.
+Start with `schema.py` (the typed root), `compose.py` (`to_config`) and `build.py`. Imports `errors`; `compose.py` knows
+the dataclasses of the orchestrator's and the trainer's options, `write.py` all components.
 """

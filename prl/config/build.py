@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 import pydantic
 from omegaconf import MISSING, OmegaConf
@@ -26,10 +26,16 @@ T = TypeVar("T")
 
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 CHECKED = pydantic.ConfigDict(
-    extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False, coerce_numbers_to_str=True
+    extra="forbid",
+    arbitrary_types_allowed=True,
+    allow_inf_nan=False,
+    coerce_numbers_to_str=True,
+    revalidate_instances="always",
 )
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 """Pydantic's names of the error that there is no such option."""
+MISSED = ("missing", "missing_argument", "missing_keyword_only_argument")
+"""Pydantic's names of the error that an option has no value."""
 
 
 def build(node: Any, base: type[T], where: str) -> T:
@@ -172,13 +178,17 @@ def converted(given: Mapping[str, Any], target: Any, where: str) -> dict[str, An
     value: Any = given
     parts = [where] if where else []
     for part in problem["loc"]:  # with names of types in it, where an option has several
+        value = vars(value) if dataclasses.is_dataclass(value) else value
         items = range(len(value)) if isinstance(value, list | tuple) else value
         if isinstance(items, Mapping | range) and part in items:
             parts.append(str(part))
             value = value[part]
     key = ".".join(parts)
     if problem["type"] in UNKNOWN:
-        raise ConfigError(f"{key}: there is no such option")
+        known = fields_at(target, problem["loc"][:-1])
+        raise ConfigError(f"{key}: there is no such key; {nearest(key, known, 'keys there')}")
+    if problem["type"] in MISSED and isinstance(problem["loc"][-1], str):
+        raise ConfigError(f"{'.'.join([where, *map(str, problem['loc'])]).lstrip('.')} has no value: give one")
     raise ConfigError(f"{key}={str(problem['input'])[:80]}: {problem['msg']}")
 
 
@@ -202,32 +212,76 @@ def instantiated(value: Any, where: str) -> Any:
         return target(**options)
 
 
-def check_values(node: Any, where: str = "") -> None:
+def fields_at(kind: Any, path: Iterable[Any]) -> Iterable[str]:
+    """The fields of the dataclass at a path of keys inside `kind`; none where there is another type."""
+    for part in path:
+        if dataclasses.is_dataclass(kind):
+            kind = options_taken(cast(Any, kind)).annotations.get(part)
+        else:  # dict[str, X]
+            kind = get_args(kind)[-1] if get_origin(kind) is dict else None
+        if get_origin(kind) is not dict:  # X | None
+            kind = next((each for each in get_args(kind) if dataclasses.is_dataclass(each)), kind)
+    return options_taken(cast(Any, kind)).annotations if dataclasses.is_dataclass(kind) else ()
+
+
+# --- typed values -----------------------------------------------------------------------------------------------------
+
+
+def read(kind: type[T], given: Mapping[str, Any], where: str = "") -> T:
+    """The dataclass `kind` with given values, as its annotations want them, in any depth.
+
+    Raises ConfigError naming the first key that is unknown, of a wrong type or out of its bounds.
+    """
+    known = options_taken(cast(Any, kind)).annotations
+    if unknown := [name for name in given if name not in known]:
+        key = f"{where}.{unknown[0]}".lstrip(".")
+        raise ConfigError(f"{key}: there is no such key; {nearest(key, known, 'keys there')}")
+    values = converted(given, kind, where)
+    if missing := sorted(options_taken(cast(Any, kind)).required - given.keys()):
+        key = f"{where}.{missing[0]}".lstrip(".")
+        raise ConfigError(f"{key} has no value: give one, {key}=<value>")
+    return kind(**values)
+
+
+def read_node(kind: type[T], node: Any, where: str) -> T:
+    """Like `read`, for the node of a component whose options prl itself reads.
+
+    Where it names a class of the user's own, that class may have options beside the fields of `kind`. They are kept in
+    the result's `__dict__`, and refused by the class if it does not take them.
+    """
+    check_node(node, where)
+    known = options_taken(cast(Any, kind)).annotations
+    further = {name: value for name, value in node.items() if name not in known}
+    if node["_target_"] == getattr(kind, "_target_", None):
+        return read(kind, node, where)
+    result = read(kind, {name: value for name, value in node.items() if name in known}, where)
+    vars(result).update(further)
+    return result
+
+
+def check_values(config: Any, where: str = "") -> None:
     """Raise ConfigError for a value of a config, a dataclass, that its annotation does not allow, in any depth."""
-    annotations = options_taken(cast(Any, type(node))).annotations
-    inner = {}
-    for name, value in vars(node).items():
-        if dataclasses.is_dataclass(value) and wants_node(annotations.get(name, Any), value):
-            inner[name] = value
-        elif isinstance(value, dict):
-            inner |= {f"{name}.{key}": item for key, item in value.items() if dataclasses.is_dataclass(item)}
-    names = {field.name for field in dataclasses.fields(node)} - {name.partition(".")[0] for name in inner}
-    values = {name: getattr(node, name) for name in names}
-    converted(values, type(node), where)
-    for name, item in inner.items():
-        check_values(item, f"{where}.{name}".lstrip("."))
+    known = options_taken(cast(Any, type(config))).annotations
+    converted({name: value for name, value in vars(config).items() if name in known}, type(config), where)
+    for name, value in vars(config).items():
+        if dataclasses.is_dataclass(value) and known.get(name) is Any:
+            check_values(value, f"{where}.{name}".lstrip("."))
 
 
-def wants_node(annotation: Any, node: Any) -> bool:
-    """Whether an annotation allows a node, a dataclass instance: `Any`, or a class of its, alone or among others."""
-    return annotation is Any or any(type(node) is each for each in (annotation, *get_args(annotation)))
+def check_node(node: Any, key: str) -> None:
+    """Raise ConfigError for a node that names no class or function."""
+    if isinstance(plain(node), dict) and "_target_" in plain(node):
+        return
+    group = key.rpartition(".")[2]
+    own = f"+{group}@{key}" if key.startswith("envs.") else group
+    raise ConfigError(f"{key}={str(node)[:80]} has no _target_: choose an option of its group, {own}=<name>")
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------
 
 
 def plain(value: Any) -> Any:
-    """`value` as dicts, lists and scalars: dataclass instances with the keys that `+key=value` added to them."""
+    """`value` as dicts, lists and scalars: dataclass instances with the options of a class of the user's own."""
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value, resolve=True)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -237,37 +291,6 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def settled(node: Any, typed: Collection[str] = (), where: str = "") -> Any:
-    """A config without the options of classes and functions that another `_target_` has replaced.
-
-    Options still at the defaults of the replaced one, which the new one does not take, go; others are left for its
-    signature to refuse. Nodes with the keys `typed` stay as they are, for prl reads their options itself.
-    """
-    if isinstance(node, dict):
-        return {key: settled(value, typed, f"{where}.{key}".lstrip(".")) for key, value in node.items()}
-    if not dataclasses.is_dataclass(node):
-        return node
-    for name, value in vars(node).items():
-        setattr(node, name, settled(value, typed, f"{where}.{name}".lstrip(".")))
-    given, defaults = plain(node), schema_defaults(node)
-    if where in typed or given.get("_target_", MISSING) in (MISSING, None, defaults.get("_target_")):
-        return node
-    try:
-        target = located(node, where)
-    except ConfigError:  # which `build` raises as well
-        return node
-    taken = options_taken(target)
-    if taken.any_other and not inspect.isclass(target):
-        return node
-    own = without_replaced(given, defaults, {*taken.annotations, *HYDRA_KEYS})
-    return node if own == given else own
-
-
-def without_replaced(given: dict[str, Any], defaults: dict[str, Any], taken: Collection[str]) -> dict[str, Any]:
-    """The options that a class takes, and those of the class that it has replaced which are not at its defaults."""
-    return {name: value for name, value in given.items() if name in taken or value != defaults.get(name, MISSING)}
-
-
 def settings_of(node: Any) -> dict[str, Any]:
     """The settings of a node without Hydra's own keys."""
     return {key: value for key, value in plain(node).items() if key not in HYDRA_KEYS}
@@ -275,18 +298,5 @@ def settings_of(node: Any) -> dict[str, Any]:
 
 def sampling_of(config: Any, env: str) -> tuple[str, dict[str, Any]]:
     """The key and the node of the sampling settings of an env; a class of the user's own may have further ones."""
-    runs = plain(config.sampling)
-    own = runs | plain(config.envs[env].sampling)
-    return ("sampling" if own == runs else f"envs.{env}.sampling"), own
-
-
-def schema_defaults(node: Any) -> dict[str, Any]:
-    """What the schema of a node says, the `_target_` that it was made for included; empty without a schema."""
-    schema = OmegaConf.get_type(node) if OmegaConf.is_config(node) else type(node)
-    return defaults_of(schema) if dataclasses.is_dataclass(schema) else {}
-
-
-@functools.cache
-def defaults_of(schema: Any) -> dict[str, Any]:
-    """The defaults of a dataclass as plain data, not to be changed."""
-    return cast(dict[str, Any], plain(schema()))
+    own = {name: value for name, value in config.envs[env].sampling.items() if value is not None}
+    return (f"envs.{env}.sampling" if own else "sampling"), config.sampling | own

@@ -1,147 +1,44 @@
-"""Compose a config: the options that Hydra knows, and from a composed config to a typed one.
+"""Compose a config: the options that Hydra knows, and from a composed config to typed values (`to_config`).
 
-Every component's schema is made from its class (`schema_of`) and registered here, under `/schema/<group>/<name>` for
-conf files to build on. Registering imports no torch, vLLM or verifiers.
+Conf files are plain YAML. What a key may be, the dataclasses of `prl.config.schema` say for what prl itself reads, and
+the constructor of a component for its node (`prl.config.build`).
 """
 
-import functools
-import inspect
-import pkgutil
 import re
-from collections.abc import Collection
-from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
-from prl.algorithms.base import Algorithm
-from prl.config.build import nearest, plain, schema_defaults, settled, without_replaced
+from prl.config.build import plain, read, read_node
 from prl.config.engine_schema import TransformersConfig
-from prl.config.evaluation import EvaluationConfig
 from prl.config.run_yaml import quoted
-from prl.config.schema import EnvConfig, FiltersConfig, ServeConfig, TrainConfig, VLLMConfig
-from prl.config.signature import schema_of
-from prl.curriculum.pools import TaskCurriculum
-from prl.engines.renderer import RendererConfig
-from prl.engines.sampler import Sampler
+from prl.config.schema import TrainConfig, VLLMConfig
 from prl.errors import ConfigError
-from prl.filters.base import Filter
-from prl.launch.inline import InlineLauncher
-from prl.launch.local import LocalLauncher
 from prl.models import model_path
-from prl.monitors.base import Monitor
 from prl.orchestrator.config import OrchestratorConfig
-from prl.trainer.config import (
-    AdamWConfig,
-    AIPOLossConfig,
-    CustomLossConfig,
-    DefaultLossConfig,
-    FileTransportConfig,
-    GSPOLossConfig,
-    SGDConfig,
-    TrainerConfig,
-)
-from prl.trainer.schedule import Constant, Cosine, Linear
+from prl.trainer.config import TrainerConfig
 
 # In a wheel it lies beside this file, in a checkout one folder up.
 CONF = next(folder / "conf" for folder in Path(__file__).parents if (folder / "conf").is_dir())
 
-COMPONENTS = ["renderer", "algo", "sampling", "loss", "curriculum", "orchestrator", "trainer", "transport", "launcher"]
-"""Groups that choose a class or a function. Conf files may add keys to their nodes, for another class that they name.
-The last of a root's defaults, `/schema/closed`, closes the nodes: on a command line a new key takes a `+`."""
 OF_TRAINER = ("optim", "schedule")
-"""Likewise groups that choose a class, whose nodes stand in `trainer`."""
-REPLACING = {*COMPONENTS, *OF_TRAINER, "filters", "teacher", "engine"} - {"orchestrator", "trainer", "sampling"}
-"""Groups whose option is all that a node has."""
-READ = {
-    "orchestrator": OrchestratorConfig,
-    "trainer": TrainerConfig,
-    "engine": VLLMConfig,
-    "teacher.engine": VLLMConfig,
-    "trainer.optim": None,
-    "trainer.schedule": None,
+"""Groups whose nodes stand in `trainer`."""
+REPLACING = {
+    *("algo", "curriculum", "engine", "filters", "launcher", "loss", "renderer", "teacher", "transport"),
+    *OF_TRAINER,
 }
-"""Nodes whose options prl itself reads, with the schema that they have where they name a class of the user's own."""
+"""Groups whose option is all that a node has."""
 SLOT_MAPPING = re.compile(r"\+*([\w.-]+\.)?filters(\.(pre|post)_batch)?=\s*\{")
 
+T = TypeVar("T")
 
-@functools.cache
-def components(base: type) -> dict[str, type]:
-    """The concrete subclasses of `base` in the modules beside its own, by module name: `grpo` -> GRPOAlgorithm."""
-    package = import_module(base.__module__.rpartition(".")[0])
-    modules = [import_module(f"{package.__name__}.{info.name}") for info in pkgutil.iter_modules(package.__path__)]
-    return {
-        module.__name__.rpartition(".")[2]: cls
-        for module in modules
-        for cls in vars(module).values()
-        if inspect.isclass(cls) and cls.__module__ == module.__name__
-        if issubclass(cls, base) and cls is not base and not inspect.isabstract(cls)
-    }
-
-
-def schemas() -> dict[str, Any]:
-    """The schema of every component, by `<group>/<name>`."""
-    result: dict[str, Any] = {
-        "sampling/default": schema_of(Sampler),
-        "curriculum/default": schema_of(TaskCurriculum),
-        "filters/none": FiltersConfig,
-        "engine/default": VLLMConfig,
-        "engine/transformers": TransformersConfig,
-        "loss/default": DefaultLossConfig,
-        "loss/aipo": AIPOLossConfig,
-        "loss/gspo": GSPOLossConfig,
-        "loss/custom": CustomLossConfig,
-        "launcher/inline": schema_of(InlineLauncher),
-        "launcher/local": schema_of(LocalLauncher),
-        "transport/files": FileTransportConfig,
-        "orchestrator/default": OrchestratorConfig,
-        "trainer/default": TrainerConfig,
-        "optim/adamw": AdamWConfig,
-        "optim/muon": AdamWConfig,
-        "optim/sgd": SGDConfig,
-        "schedule/constant": schema_of(Constant),
-        "schedule/cosine": schema_of(Cosine),
-        "schedule/linear": schema_of(Linear),
-    }
-    for file in CONF.glob("renderer/*.yaml"):  # importing the package, which has them, takes seconds
-        result[f"renderer/{file.stem}"] = RendererConfig(name=file.stem)
-    for group, base in (("algo", Algorithm), ("filter", Filter), ("monitor", Monitor)):
-        result |= {f"{group}/{name}": schema_of(cls) for name, cls in components(base).items()}
-    return result
-
-
-def register() -> None:
-    """Make the schemas and the `prl.*` resolvers known to Hydra. May be called again."""
-    store = ConfigStore.instance()
-    store.store(group="schema", name="train", node=TrainConfig)
-    store.store(group="schema", name="serve", node=ServeConfig)
-    store.store(group="schema/env", name="default", node=EnvConfig)  # for an env without a conf file
-    store.store(group="schema", name="eval", node=EvaluationConfig)
-    for path, node in schemas().items():
-        group, name = path.split("/")
-        if group in (*COMPONENTS, *OF_TRAINER):
-            node = with_struct(OmegaConf.structured(node), False)
-        store.store(group=f"schema/{group}", name=name, node=node)
-    for root, groups in (("train", COMPONENTS), ("eval", ("renderer", "sampling", "launcher"))):
-        nodes = {group: with_struct(OmegaConf.create(), True) for group in groups}
-        if root == "train":
-            inside = {group: with_struct(OmegaConf.create(), True) for group in OF_TRAINER}
-            nodes["trainer"] = with_struct(OmegaConf.create(inside), True)
-        store.store(group="schema/closed", name=root, node=OmegaConf.create(nodes))
-    for name, resolver in (("model", model_path), ("choice", choice)):
-        OmegaConf.register_new_resolver(f"prl.{name}", resolver, replace=True)
-
-
-def with_struct(node: DictConfig, struct: bool) -> DictConfig:
-    """The node of a component, open (False) or closed for further keys."""
-    OmegaConf.set_struct(node, struct)
-    return node
+for name, resolver in (("model", model_path), ("choice", lambda group, *, _root_: choice(group, _root_))):
+    OmegaConf.register_new_resolver(f"prl.{name}", resolver, replace=True)
 
 
 def options() -> dict[str, list[str]]:
@@ -152,9 +49,9 @@ def options() -> dict[str, list[str]]:
     return result
 
 
-def choice(group: str, *, _root_: Any) -> str:
+def choice(group: str, root: Any) -> str:
     """The option chosen of a config group."""
-    chosen: str = (_root_.get("hydra") or HydraConfig.get()).runtime.choices.get(group, "run")
+    chosen: str = (root.get("hydra") or HydraConfig.get()).runtime.choices.get(group, "run")
     return chosen
 
 
@@ -164,10 +61,10 @@ def compose(overrides: list[str], run_dir: Path | None = None) -> TrainConfig:
     searched = [] if run_dir is None else [f"hydra.searchpath=[{quoted(f'file://{CONF}')}]"]
     with hydra.initialize_config_dir(str(folder), version_base="1.3"):
         cfg = hydra.compose(name, [*searched, *allow_new_filters(overrides)], return_hydra_config=True)
-        return cast(TrainConfig, job_config(cfg, [*searched, *overrides]))
+        return job_config(cfg, [*searched, *overrides])
 
 
-def job_config(cfg: DictConfig, overrides: list[str]) -> Any:
+def job_config(cfg: DictConfig, overrides: list[str]) -> TrainConfig:
     """As `to_config`, for a config with Hydra's own node in it, where prl's resolvers look."""
     known = HydraConfig.instance()
     before = known.cfg
@@ -175,7 +72,7 @@ def job_config(cfg: DictConfig, overrides: list[str]) -> Any:
     try:
         with open_dict(cfg):
             del cfg["hydra"]
-        return to_config(cfg, overrides)
+        return to_config(TrainConfig, cfg, overrides)
     finally:
         known.cfg = before
 
@@ -190,45 +87,42 @@ def typed(hydra_config: Any) -> list[str]:
     return cast(list[str], OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
 
 
-def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
-    """The typed config of a composed one: a TrainConfig, or what else its root schema is.
+def to_config(kind: type[T], cfg: DictConfig, overrides: list[str]) -> T:
+    """The typed config of a composed one. `kind` is its dataclass.
 
-    Raises ConfigError for a mandatory key without a value, for one that `+key=value` added where nothing reads it, and
-    for an interpolation that does not resolve.
+    Raises ConfigError for a key without a value, for one that nothing reads, for a value of a wrong type or out of its
+    bounds, and for an interpolation that does not resolve.
     """
     try:
         replace_chosen(cfg, overrides)
-        refuse_appended(cfg, {override.partition("=")[0].lstrip("+") for override in overrides})
         replace_slots(cfg, overrides)
-        give_types(cfg)
-        return settled(OmegaConf.to_object(cfg), [key for key, kind in READ.items() if kind])
+        data = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     except MissingMandatoryValue:
         missing = min(OmegaConf.missing_keys(cfg))
         raise ConfigError(f"{missing} has no value: give one, {missing}=<value>") from None
     except InterpolationResolutionError as error:  # of a key that is not there too
         raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
+    return typed_config(kind, data)
 
 
-def give_types(cfg: DictConfig) -> None:
-    """Give nodes the schema of the class that they name.
+def typed_config(kind: type[T], data: dict[str, Any]) -> T:
+    """The dataclass `kind` with the values of plain data: the one place where a config gets its types."""
+    nodes = dict(data)
+    for name, schema in (("orchestrator", OrchestratorConfig), ("trainer", TrainerConfig)):
+        if name in nodes:
+            nodes[name] = read_node(schema, nodes[name], name)
+    if "engine" in nodes:
+        nodes["engine"] = engine_config(nodes["engine"], "engine")
+    teacher = nodes.get("teacher")
+    if isinstance(teacher, dict) and teacher.get("engine") is not None:
+        nodes["teacher"] = teacher | {"engine": engine_config(teacher["engine"], "teacher.engine")}
+    return read(kind, nodes)
 
-    A file may have written them without, as the `config.yaml` of a run is, or an override named another class.
-    """
-    by_target = {getattr(schema, "_target_", None): schema for schema in schemas().values()}
-    for key, of_other_classes in READ.items():
-        node = OmegaConf.select(cfg, key)
-        if not isinstance(node, DictConfig):
-            continue
-        present = OmegaConf.get_type(node)
-        kind = by_target.get(node.get("_target_"), of_other_classes if present is dict else None)
-        if kind in (None, present):
-            continue
-        options: Any = OmegaConf.to_container(node)
-        if present is not dict:
-            options = without_replaced(options, schema_defaults(node), plain(kind()))
-        # Not struct: a class of the user's own may have further options.
-        typed_node = OmegaConf.merge(OmegaConf.structured(kind, flags={"struct": False}), options)
-        OmegaConf.update(cfg, key, typed_node, merge=False)
+
+def engine_config(node: Any, where: str) -> VLLMConfig | TransformersConfig:
+    """The options of an engine; a class of the user's own has at least those of vLLM's."""
+    in_process = isinstance(node, dict) and node.get("_target_") == TransformersConfig._target_
+    return read_node(TransformersConfig, node, where) if in_process else read_node(VLLMConfig, node, where)
 
 
 def replace_chosen(cfg: DictConfig, overrides: list[str]) -> None:
@@ -261,24 +155,6 @@ def drop_others(node: DictConfig, fresh: DictConfig, where: str, typed_keys: lis
             drop_others(child, other, key, typed_keys)
 
 
-def refuse_appended(cfg: DictConfig, given: Collection[str], where: str = "") -> None:
-    """Raise ConfigError for a key that was added beside those of a schema: nothing would ever read it.
-
-    What a component is `given` on the command line is left to its own signature, and so are classes other than prl's.
-    """
-    known = schema_defaults(cfg)
-    target = known.get("_target_")
-    ours = target is not None and target.startswith("prl.") and cfg["_target_"] == target
-    for name in cfg:
-        key = where + str(name)
-        if known and name not in known and (target is None or (ours and key not in given)):
-            schema = cast(type, OmegaConf.get_type(cfg)).__name__
-            raise ConfigError(f"{key}: there is no such key in {schema}; {nearest(key, known, 'keys there')}")
-        child = cfg._get_node(name)
-        if isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
-            refuse_appended(child, given, f"{key}.")
-
-
 def replace_slots(cfg: DictConfig, overrides: list[str]) -> None:
     """Make `filters.post_batch={…}` replace the slot: Hydra has merged it with the filters that were there.
 
@@ -294,6 +170,3 @@ def replace_slots(cfg: DictConfig, overrides: list[str]) -> None:
                 merged = plain(OmegaConf.select(cfg, slot))
                 kept = {name: merged[name] for name in [*map(str, named), *apart] if name in merged}
                 OmegaConf.update(cfg, slot, kept, merge=False, force_add=True)
-
-
-register()

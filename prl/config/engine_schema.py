@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 from omegaconf import MISSING
 
 from prl.config.gpus import device_type
-from prl.config.signature import OneOf, Seconds
+from prl.config.signature import Seconds
 
 
 @dataclass
@@ -16,7 +16,7 @@ class EngineConfig:
     """What every way to run a model has."""
 
     _target_: str = MISSING
-    device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA where `nvidia-smi` finds a GPU, else the CPU."""
     max_num_seqs: Annotated[int, Ge(1), Le(65536)] = 256
     """Sequences an engine runs at once."""

@@ -1,20 +1,20 @@
 """The typed root of an evaluation's config: `python -m prl.eval`, and of `python -m prl.tools.chat`."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 from omegaconf import MISSING
 
 from prl.config.schema import EnvConfig, RunConfig
-from prl.config.signature import OneOf, Seconds
+from prl.config.signature import Seconds
 
 
 @dataclass
 class EvalModelConfig:
     """Settings of the targets' models; null = as the run that made the checkpoint, or the model's own."""
 
-    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     """Number format of the engine's weights."""
     max_model_len: Annotated[int, Ge(2)] | None = None
     """Longest sequence, prompt and completion together, tokens."""

@@ -3,8 +3,8 @@
 A node typed `Any` is a component: `_target_` names its class, whose signature is its schema (`prl.config.build`).
 """
 
-from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
@@ -13,7 +13,7 @@ from prl.config.engine_schema import EngineConfig
 from prl.config.hardware import MachineConfig
 from prl.config.lora import LoraConfig
 from prl.config.model_reference import FrozenModelConfig
-from prl.config.signature import OneOf, Seconds
+from prl.config.signature import Seconds
 from prl.config.sweeps import OptimizedMetricConfig, SweepConfig
 
 
@@ -42,7 +42,7 @@ class ModelConfig:
 
     path: str = MISSING
     """A local folder, or a model's name on the Hugging Face hub."""
-    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the engine's weights: float32, bfloat16, float16; `auto` = float32 on a CPU, bfloat16 on a GPU.
     The trainer always keeps float32 master weights."""
     max_model_len: Annotated[int, Ge(2)] = 4096
@@ -158,27 +158,9 @@ class SamplingConfig:
     """Divides the logits of tokens that prompt or completion contain. 1 = off. Not for training."""
 
 
-# The two below follow SamplingConfig, which hides them from a type checker.
-EnvSamplingConfig = make_dataclass(
-    "EnvSamplingConfig",
-    [
-        ("_target_", str, field(default="${sampling._target_}")),
-        *((own.name, own.type, field(default=f"${{sampling.{own.name}}}")) for own in fields(SamplingConfig)),
-    ],
-    namespace={
-        "__module__": __name__,
-        "__doc__": "Sampling settings of one env, `envs.<name>.sampling`; each is the run's unless it is set here.",
-    },
-)
-
-EvalSamplingConfig = make_dataclass(
-    "EvalSamplingConfig",
-    [(own.name, own.type | None, field(default=None)) for own in fields(SamplingConfig)],  # type: ignore[operator]
-    namespace={
-        "__module__": __name__,
-        "__doc__": "Sampling settings of evaluation, `orchestrator.eval.sampling`; null = as the env trains.",
-    },
-)
+def as_run() -> dict[str, Any]:
+    """Sampling settings that override none."""
+    return dict.fromkeys(each.name for each in fields(SamplingConfig))
 
 
 @dataclass
@@ -189,7 +171,7 @@ class EnvConfig:
     `+algo@envs.math.algo=opd`; `sampling` inherits field by field, as in `envs.math.sampling.temperature=0.7`.
     """
 
-    taskset: str = MISSING
+    taskset: str
     """An importable module, or the id of an installed verifiers taskset, that exports one `Taskset` in `__all__`."""
     args: dict[str, Any] = field(default_factory=dict)
     """The taskset's own config, for training tasks."""
@@ -211,10 +193,11 @@ class EnvConfig:
     """What a process that runs its graders may take, GiB of address space beyond what it begins with."""
     algo: Any = None
     """The algorithm of this env; null = the run's."""
-    sampling: EnvSamplingConfig = field(default_factory=EnvSamplingConfig)  # type: ignore[valid-type]
+    sampling: dict[str, Any] = field(default_factory=as_run)
+    """Sampling settings of this env; null = as the run's."""
     loss: Any = None
     """The loss of this env's `rl` tokens; null = the run's."""
-    filters: Any = None
+    filters: FiltersConfig | None = None
     """Both filter slots of this env; null = the run's."""
     renderer: Any = None
     """The renderer of this env's messages; null = the run's."""

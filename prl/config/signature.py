@@ -1,22 +1,16 @@
 """What a class or function takes by name: types, bounds and defaults of its options, read from its signature.
 
-Bounds stand beside the option (`Annotated[int, Ge(1)]`), choices are a `Literal`. Hydra is given the same as a
-dataclass (`schema_of`).
+Bounds stand beside the option (`Annotated[int, Ge(1)]`), choices are a `Literal`.
 """
 
-import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
-import operator
-import types
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any
 
 from annotated_types import Ge, Le
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING
 
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -76,52 +70,6 @@ def signature_of(call: Callable[..., Any]) -> inspect.Signature:
     ]
     known = [p.replace(annotation=Any) if name in unknown else p for name, p in result.parameters.items()]
     return result.replace(parameters=known)
-
-
-@functools.cache
-def schema_of(target: type) -> type:
-    """A dataclass with `_target_` and a field for every option of `target`, for Hydra's config store.
-
-    A dict that may be null has no type there: Hydra cannot override a typed one that is null.
-    """
-    entries: list[Any] = [("_target_", str, dataclasses.field(default=f"{target.__module__}.{target.__qualname__}"))]
-    options = options_taken(target)
-    for name, annotation in options.annotations.items():
-        kind = storable(annotation)
-        is_dict = any(get_origin(option) is dict for option in get_args(kind))
-        own = dataclasses.field(default_factory=functools.partial(copy.deepcopy, options.defaults[name]))
-        entries.append((name, Any if is_dict else kind, own))
-    return dataclasses.make_dataclass(f"{target.__name__}Config", entries)
-
-
-def storable(annotation: Any) -> Any:
-    """The annotation as OmegaConf can keep it: without bounds, `Literal` as its values' type, the unknown as Any."""
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return storable(args[0])
-    if origin is Literal:
-        kinds = {type(choice) for choice in args}
-        return kinds.pop() if len(kinds) == 1 else Any
-    if origin in (Union, types.UnionType):
-        options = [option if option is types.NoneType else storable(option) for option in args]
-        annotation = functools.reduce(operator.or_, options) if Any not in options else Any
-    with contextlib.suppress(OmegaConfBaseException, ValueError, TypeError):
-        OmegaConf.structured(dataclasses.make_dataclass("Probe", [("value", annotation, MISSING)]))
-        return annotation
-    return Any
-
-
-@dataclasses.dataclass(frozen=True, init=False)
-class OneOf:
-    """The strings that an option may be, where OmegaConf reads the class, which knows no `Literal`."""
-
-    choices: tuple[str, ...]
-
-    def __init__(self, *choices: str):
-        object.__setattr__(self, "choices", choices)
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        return handler(Literal.__getitem__(self.choices))
 
 
 Seconds = Annotated[float, Ge(0.001), Le(1e9)]

@@ -1,11 +1,9 @@
 """Config nodes of what the jobs of a sweep have in common."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge
-
-from prl.config.signature import OneOf
 
 
 @dataclass
@@ -17,7 +15,7 @@ class OptimizedMetricConfig:
     `eval/*/avg@*`, or in a run without evaluation `reward/all/mean`."""
     last: Annotated[int, Ge(1)] = 2
     """How many of the last steps that have the metric are averaged."""
-    direction: Annotated[str, OneOf("maximize", "minimize")] = "maximize"
+    direction: Literal["maximize", "minimize"] = "maximize"
     """What is better."""
 
 

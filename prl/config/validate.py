@@ -5,11 +5,11 @@ Bounds of a single option stand beside its field (`Annotated`, `Literal`); the r
 
 import re
 import warnings
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 from prl.config import gpus
-from prl.config.build import check_values, plain
+from prl.config.build import check_node, check_values, plain
 from prl.config.engine_options import check_options
 from prl.config.hardware import MachineConfig
 from prl.config.lora import LoraConfig
@@ -29,8 +29,6 @@ MAX_NAME = 200
 def validate(config: TrainConfig) -> None:
     """Raise ConfigError naming the first key that is out of range or does not fit the others."""
     check_components(config)
-    if is_dataclass(config.sampling):  # first: the settings of envs follow these
-        check_values(config.sampling, "sampling")
     check_values(config)
     refuse_masked(plain(config))
     if config.machine != MachineConfig() and not config.dry_run:
@@ -58,17 +56,9 @@ def check_components(config: TrainConfig) -> None:
     for name in COMPONENTS:
         check_node(getattr(config, name), name)
     for name in ("optim", "schedule"):
-        check_node(plain(config.trainer).get(name), f"trainer.{name}")
+        check_node(getattr(config.trainer, name), f"trainer.{name}")
     if getattr(config.teacher, "model", None) is not None:
         check_node(config.teacher.engine, "teacher.engine")
-
-
-def check_node(node: Any, key: str) -> None:
-    """Raise ConfigError for a node that names no class or function."""
-    if not (hasattr(node, "_target_") or (isinstance(node, dict) and "_target_" in node)):
-        group = key.rpartition(".")[2]
-        own = f"+{group}@{key}" if key.startswith("envs.") else group
-        raise ConfigError(f"{key}={str(node)[:80]} has no _target_: choose an option of its group, {own}=<name>")
 
 
 def refuse_masked(node: Any, where: str = "") -> None:
@@ -152,7 +142,7 @@ def validate_teacher(config: TrainConfig) -> None:
     elif not (teacher.name and teacher.base_url):
         missing = "base_url" if teacher.name else "name"
         for where, node in [config.node_of(env, "algo") for env in config.envs]:
-            for key, reference in frozen_models(plain(node), where):
+            for key, reference in frozen_models(node, where):
                 if (reference.name, reference.base_url) == (teacher.name, teacher.base_url):
                     raise ConfigError(
                         f"teacher.{missing} has no value, and {key} refers to it: a model that is served already needs "
@@ -162,7 +152,7 @@ def validate_teacher(config: TrainConfig) -> None:
 
 def hosts_teacher(config: TrainConfig) -> bool:
     """Whether the launcher serves the frozen model of `teacher` for the run: an algorithm asks it."""
-    algorithms = [plain(config.node_of(env, "algo")[1]) for env in config.envs]
+    algorithms = [config.node_of(env, "algo")[1] for env in config.envs]
     return any(config.hosts(each) for node in algorithms for _, each in frozen_models(node, ""))
 
 

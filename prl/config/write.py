@@ -7,87 +7,165 @@ file is not as it would be written.
 """
 
 import ast
+import dataclasses
 import functools
 import inspect
 import itertools
 import math
+import pkgutil
 import re
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
-from omegaconf import DictConfig, OmegaConf
 
+from prl.algorithms.base import Algorithm
+from prl.config.compose import CONF, OF_TRAINER, options
+from prl.config.engine_schema import TransformersConfig
 from prl.config.evaluation import EvaluationConfig
-from prl.config.schema import EnvConfig, ModelConfig, PolicyModelConfig, ServeConfig, TeacherConfig, TrainConfig
-from prl.config.signature import OneOf, options_taken
+from prl.config.schema import (
+    EnvConfig,
+    FiltersConfig,
+    ModelConfig,
+    PolicyModelConfig,
+    ServeConfig,
+    TeacherConfig,
+    TrainConfig,
+    VLLMConfig,
+)
+from prl.config.signature import options_taken
+from prl.curriculum.pools import TaskCurriculum
+from prl.engines.renderer import RendererConfig
+from prl.engines.sampler import Sampler
+from prl.filters.base import Filter
+from prl.launch.inline import InlineLauncher
+from prl.launch.local import LocalLauncher
+from prl.monitors.base import Monitor
+from prl.orchestrator.config import OrchestratorConfig
+from prl.trainer.config import (
+    AdamWConfig,
+    AIPOLossConfig,
+    CustomLossConfig,
+    DefaultLossConfig,
+    FileTransportConfig,
+    GSPOLossConfig,
+    SGDConfig,
+    TrainerConfig,
+)
+from prl.trainer.schedule import Constant, Cosine, Linear
 
 MARK = "# --- what follows is the code's, by python -m prl.config.write; other values go above this line"
-ALWAYS = ("monitor/jsonl", "monitor/console")
-"""Monitors that every run has: they are no options."""
 COMMANDS = {"train": TrainConfig, "serve": ServeConfig, "eval": EvaluationConfig}
 OWN = {"train": {"sweep"}, "serve": set[str](), "eval": {"model"}}
 """Keys of a command that are named as a group is and filled by no option of it."""
+COMPONENTS = ("algo", "curriculum", "filter", "launcher", "monitor", "sampling", "schedule")
+"""Groups whose options are components with the fields of their constructors."""
 WIDTH = 120
+
+
+@functools.cache
+def components(base: type) -> dict[str, type]:
+    """The concrete subclasses of `base` in the modules beside its own, by module name: `grpo` -> GRPOAlgorithm."""
+    package = import_module(base.__module__.rpartition(".")[0])
+    modules = [import_module(f"{package.__name__}.{info.name}") for info in pkgutil.iter_modules(package.__path__)]
+    return {
+        module.__name__.rpartition(".")[2]: cls
+        for module in modules
+        for cls in vars(module).values()
+        if inspect.isclass(cls) and cls.__module__ == module.__name__
+        if issubclass(cls, base) and cls is not base and not inspect.isabstract(cls)
+    }
+
+
+def classes() -> dict[str, Any]:
+    """What says which fields an option has, by `<group>/<name>`: the class of the component, or a dataclass."""
+    result: dict[str, Any] = {
+        "sampling/default": Sampler,
+        "curriculum/default": TaskCurriculum,
+        "filters/none": FiltersConfig,
+        "engine/default": VLLMConfig,
+        "engine/transformers": TransformersConfig,
+        "loss/default": DefaultLossConfig,
+        "loss/aipo": AIPOLossConfig,
+        "loss/gspo": GSPOLossConfig,
+        "loss/custom": CustomLossConfig,
+        "launcher/inline": InlineLauncher,
+        "launcher/local": LocalLauncher,
+        "transport/files": FileTransportConfig,
+        "orchestrator/default": OrchestratorConfig,
+        "trainer/default": TrainerConfig,
+        "optim/adamw": AdamWConfig,
+        "optim/muon": AdamWConfig,
+        "optim/sgd": SGDConfig,
+        "schedule/constant": Constant,
+        "schedule/cosine": Cosine,
+        "schedule/linear": Linear,
+    }
+    for group, base in (("algo", Algorithm), ("filter", Filter), ("monitor", Monitor)):
+        result |= {f"{group}/{name}": cls for name, cls in components(base).items()}
+    for group, schema in (("renderer", RendererConfig), ("env", EnvConfig), ("model", ModelConfig)):
+        result |= {f"{group}/{name}": schema for name in options()[group] if f"{group}/{name}" != "renderer/custom"}
+    return result | {f"teacher/{name}": TeacherConfig for name in options()["teacher"]}
 
 
 def pages() -> dict[Path, str]:
     """The files of all commands and options, by path, as they are to be."""
-    from prl.config.compose import CONF, OF_TRAINER, options, schemas
-
-    result = {path: schema for path, schema in schemas().items() if path not in ALWAYS}
-    for group, schema in (("env", EnvConfig), ("model", ModelConfig), ("teacher", TeacherConfig)):
-        result |= {f"{group}/{name}": schema for name in options()[group]}
     texts = {}
-    for path, schema in result.items():
+    for path, described in classes().items():
         file = CONF / f"{path}.yaml"
-        texts[file] = page(file, path, schema, OF_TRAINER if path == "trainer/default" else ())
+        texts[file] = page(file, path, described, OF_TRAINER if path == "trainer/default" else ())
     for command, root in COMMANDS.items():
         groups = {*options(), "envs", "run"} - OWN[command]
         texts[CONF / f"{command}.yaml"] = page(CONF / f"{command}.yaml", command, root, groups)
     return texts
 
 
-def page(file: Path, path: str, schema: Any, groups: Collection[str] = ()) -> str:
+def page(file: Path, path: str, described: Any, groups: Collection[str] = ()) -> str:
     """The text of a file. `path` is `<group>/<name>` for an option; `groups` are what other options fill."""
     group, _, name = path.partition("/")
-    own = file.read_text(encoding="utf-8") if file.exists() else heading(group, name, schema)
+    own = file.read_text(encoding="utf-8") if file.exists() else f"# {first_line(described)}"
     own = own.partition(MARK)[0].rstrip()
     given = {*groups, *(yaml.safe_load(own) or {})}
-    fields = [lines for key, lines in fields_of(OmegaConf.structured(schema)) if key not in given]
+    values = {"name": name} if group == "renderer" else {}
+    fields = [lines for key, lines in node_of(group, described, values) if key not in given]
     if path == "train":  # beside what the options of `model` set
-        adapters = [lines for key, lines in fields_of(OmegaConf.structured(PolicyModelConfig), "  ") if key == "lora"]
-        fields += ["model:", *adapters]
-    if group == "sampling":  # an env's own follows the run's in all that it does not set
+        fields += ["model:", *(lines for key, lines in fields_of(PolicyModelConfig, {}, "  ") if key == "lora")]
+    if path in ("train", "eval"):  # the options of `sampling` set some of them, for an env as well
+        fields += ["sampling:", *(lines for _, lines in node_of("sampling", Sampler, {}, "  "))]
+    if group == "sampling":
         fields = [textwrap.indent(lines, "# ") for lines in fields]
     return "\n".join([own, *(["", MARK] if fields else []), *fields]) + "\n"
 
 
-def heading(group: str, name: str, schema: Any) -> str:
-    """What stands above `MARK` in the file of an option that had none."""
-    return f"# {first_line(described(schema))}\ndefaults:\n  - /schema/{group}@_here_: {name}\n  - _self_"
+def node_of(group: str, described: Any, values: Mapping[str, Any], indent: str = "") -> Iterator[tuple[str, str]]:
+    """As `fields_of`, with the `_target_` of a component that is described by its own class."""
+    if group in COMPONENTS:
+        yield "_target_", f"{indent}_target_: {described.__module__}.{described.__qualname__}"
+    yield from fields_of(described, values, indent)
 
 
-def fields_of(node: DictConfig, indent: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the keys of a node, each with its lines: what it is, and its default."""
-    docs = docs_of_node(node)
-    known = options_taken(described(OmegaConf.get_type(node))).annotations
-    for name in map(str, node):
-        child: Any = node._get_node(name)
+def fields_of(described: Any, values: Mapping[str, Any], indent: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the keys of a node, each with its lines: what it is, and its default, or what it is in `values`."""
+    docs, taken = docs_of(described), options_taken(described)
+    for name, annotation in taken.annotations.items():
+        value = values.get(name, taken.defaults[name])
         sentence = re.split(r"(?<=\.) (?=[A-Z`])", docs.get(name, ""))[0].rstrip(".")
-        if isinstance(child, DictConfig) and not child._is_none() and len(child):
-            if all(OmegaConf.is_interpolation(child, str(key)) for key in child):  # it follows another node
-                continue
-            below = [lines for _, lines in fields_of(child, f"{indent}  ")]
+        if dataclasses.is_dataclass(value):
+            below = [lines for _, lines in fields_of(type(value), vars(value), f"{indent}  ")]
+        elif isinstance(value, dict):
+            below = [f"{indent}  {key}: {as_yaml(each)}" for key, each in value.items()]
+        else:
+            below = []
+        if below:
             yield name, "\n".join([*comment(sentence, "", indent), f"{indent}{name}:", *below])
         else:
-            value = OmegaConf.to_container(child, resolve=False) if OmegaConf.is_config(child) else child._value()
-            kind = type_of(known[name]) if name in known and not name.startswith("_") else ""
+            kind = "" if name.startswith("_") else type_of(annotation)
             yield name, "\n".join([*comment(sentence, kind, indent), f"{indent}{name}: {as_yaml(value)}"])
 
 
@@ -106,7 +184,6 @@ def type_of(annotation: Any) -> str:
     """A type in words, with its bounds and choices."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        choices = [", ".join(each.choices) for each in args[1:] if isinstance(each, OneOf)]
         bounds = [
             f" {sign} {getattr(bound, at):g}"
             for bound in args[1:]
@@ -114,7 +191,7 @@ def type_of(annotation: Any) -> str:
             if isinstance(bound, kind) and math.isfinite(getattr(bound, at))
         ]
         base, null, _ = type_of(args[0]).partition(" or null")
-        return next(iter(choices), base + ",".join(bounds) + null)
+        return base + ",".join(bounds) + null
     if origin is Literal:
         return ", ".join(map(str, args))
     if origin in (Union, types.UnionType):
@@ -129,30 +206,10 @@ def type_of(annotation: Any) -> str:
 # --- what the code says -----------------------------------------------------------------------------------------------
 
 
-def component(schema: Any) -> Any:
-    """The class or function whose signature the schema was made from, if it is imported; else the schema itself."""
-    instance = schema() if isinstance(schema, type) else schema
-    module, _, name = str(getattr(instance, "_target_", "")).rpartition(".")
-    cls = schema if isinstance(schema, type) else type(schema)
-    return getattr(sys.modules.get(module), name, cls)
-
-
-def described(schema: Any) -> Any:
-    """What says most of a schema whatever has been imported: itself if somebody wrote it, else the class it is of."""
-    cls = schema if isinstance(schema, type) else type(schema)
-    return cls if first_line(cls) or docs_of(cls) else component(schema)
-
-
 def first_line(described: Any) -> str:
     """The first sentence of a docstring; nothing where `dataclass` made one up."""
     text = inspect.getdoc(described) or ""
     return "" if text.startswith(f"{getattr(described, '__name__', '')}(") else text.split("\n\n")[0].replace("\n", " ")
-
-
-def docs_of_node(cfg: DictConfig) -> dict[str, str]:
-    """The docstrings under the keys of a node: its schema's, and those of the class that this was made from."""
-    schema: Any = OmegaConf.get_type(cfg)
-    return docs_of(component(schema)) | docs_of(schema)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from prl.config.schema import EvalSamplingConfig, SamplingConfig
+from prl.config.schema import SamplingConfig
 from prl.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -95,18 +95,10 @@ class Sampler(SamplingConfig):
 
     def limited(self, max_tokens: int) -> Self:
         """This sampler with replies of at most `max_tokens`, if it has no limit of its own."""
-        return self if self.max_tokens is not None else self._changed({"max_tokens": max_tokens})
+        return self if self.max_tokens is not None else self.changed({"max_tokens": max_tokens})
 
-    def with_overrides(self, overrides: EvalSamplingConfig, where: str) -> Self:  # type: ignore[valid-type]
-        """This sampler with each setting of `overrides` that is not null in place of its own.
-
-        Raises ConfigError for settings that cannot work together; `where` is the config key of `overrides`.
-        """
-        own = self._changed({name: value for name, value in vars(overrides).items() if value is not None})
-        own.check(where)
-        return own
-
-    def _changed(self, settings: dict[str, Any]) -> Self:
+    def changed(self, settings: dict[str, Any]) -> Self:
+        """This sampler with other settings."""
         own = copy.copy(self)
         vars(own).update(settings)
         return own

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from renderers.base import Renderer
 
-from prl.config.build import factory
 from prl.config.model_folder import embedding_rows
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig, TrainConfig
@@ -29,7 +28,6 @@ from prl.launch.components import (
     RunComponents,
     attach_filters,
     build_components,
-    check_optimizers,
     check_target,
     check_tasks,
     check_vocabulary,
@@ -100,10 +98,7 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     `launcher` and `token` are those that engines were started with; None = new ones.
     """
     components = build_components(config, launcher)
-    factory(config.orchestrator, Orchestrator, "orchestrator")  # made later: here its options are checked
-    factory(config.transport, Transport, "transport")
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
-    check_optimizers(config.trainer.optim)
     check_engines(config, components.launcher, hosted=bool(components.hosted))
     check_loadable(config.model, "model.", trained=True)
     tokenizer = load_tokenizer(config.model, "model.path")
@@ -236,7 +231,7 @@ def assemble(
     run: PreparedRun, services: Services, transport: Transport, run_dir: Path, track: Track | None = None
 ) -> Orchestrator:
     """The orchestrator over the run's servers."""
-    return factory(run.config.orchestrator, Orchestrator, "orchestrator")(
+    return run.components.orchestrator(
         envs=[train_env(run, name, services.policy, services.hosted) for name in run.config.envs],
         pool=services.policy,
         transport=transport,

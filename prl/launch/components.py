@@ -1,6 +1,7 @@
 """Every component of a run, built from the config and checked, and what it has to be given before anything starts."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, get_args
 
 import hydra.utils
@@ -8,7 +9,7 @@ from renderers.base import Renderer
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.validate import hosted_references, validate_algorithm
-from prl.config.build import build, factory, function, nearest, plain, sampling_of, schema_defaults, settings_of
+from prl.config.build import build, factory, function, read, sampling_of, settings_of
 from prl.config.model_folder import local_folder
 from prl.config.model_reference import POLICY, FrozenModelConfig, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
@@ -23,12 +24,27 @@ from prl.launch.launcher import Launcher
 from prl.launch.specs import launcher_of
 from prl.monitors.base import Monitor, Monitors
 from prl.monitors.text import in_one_line
+from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import EnvComponents
-from prl.trainer.config import check_aggregation
+from prl.trainer.config import (
+    AdamWConfig,
+    AIPOLossConfig,
+    DefaultLossConfig,
+    GSPOLossConfig,
+    OptimConfig,
+    SGDConfig,
+    check_aggregation,
+)
 from prl.trainer.schedule import Schedule
+from prl.transport.base import Transport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+SCHEMAS: dict[str, Any] = {
+    schema._target_: schema for schema in (AdamWConfig, SGDConfig, DefaultLossConfig, AIPOLossConfig, GSPOLossConfig)
+}
+"""Options of classes and functions that load torch, by `_target_`."""
 
 
 @dataclass
@@ -36,6 +52,10 @@ class RunComponents:
     """The components of a run."""
 
     envs: dict[str, EnvComponents]
+    orchestrator: Callable[..., Orchestrator]
+    """Takes its live objects."""
+    transport: Callable[..., Transport]
+    """Takes the directory of the run."""
     monitors: Monitors
     launcher: Launcher
     hosted: list[FrozenModelConfig]
@@ -49,8 +69,11 @@ def build_components(config: TrainConfig, launcher: Launcher | None = None) -> R
     envs = {name: _env_components(config, name) for name in config.envs}
     check_loss("loss", config.loss)
     build(config.trainer.schedule, Schedule, "trainer.schedule")
+    check_optimizers(config.trainer.optim)
     return RunComponents(
         envs=envs,
+        orchestrator=factory(config.orchestrator, Orchestrator, "orchestrator"),
+        transport=factory(config.transport, Transport, "transport"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         launcher=launcher or launcher_of(config),
         hosted=hosted_references([env.algorithm for env in envs.values()], config.hosts),
@@ -64,6 +87,7 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
     algorithm = build(node, Algorithm, where)
     sampling_key, sampling = sampling_of(config, name)
     sampler = build(sampling, Sampler, sampling_key)
+    evaluating = {key: value for key, value in config.orchestrator.eval.sampling.items() if value is not None}
     curriculum = build(config.node_of(name, "curriculum")[1], Curriculum, config.node_of(name, "curriculum")[0])
     validate_algorithm(
         algorithm,
@@ -80,16 +104,13 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
         live=algorithm.sampling.source == POLICY,
         max_model_len=config.model.max_model_len,
     )
-    filters_key, filters_node = config.node_of(name, "filters")
-    slots = plain(filters_node)  # an env's own conf file may name one slot alone
-    if not isinstance(slots, dict) or not set(slots) <= set(get_args(SlotName)):
-        raise ConfigError(f"{filters_key} has the keys {' and '.join(get_args(SlotName))}, got {filters_node!r}")
+    filters_key, filters = config.node_of(name, "filters")
     return EnvComponents(
         algorithm=algorithm,
         sampler=sampler,
-        eval_sampler=sampler.with_overrides(config.orchestrator.eval.sampling, "orchestrator.eval.sampling"),
+        eval_sampler=build(sampling | evaluating, Sampler, "orchestrator.eval.sampling"),
         curriculum=curriculum,
-        filters={slot: build_filters(slots.get(slot) or {}, f"{filters_key}.{slot}") for slot in get_args(SlotName)},
+        filters={slot: build_filters(getattr(filters, slot), f"{filters_key}.{slot}") for slot in get_args(SlotName)},
         group_size=config.group_size_of(name)[1],
         loss="" if config.envs[name].loss is None else name,
     )
@@ -188,7 +209,7 @@ def make_renderers(config: TrainConfig, tokenizer: Any) -> dict[str, Renderer]:
 
 def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Renderer:
     """The renderer that a node describes, for a model and its tokenizer. Raises ConfigError naming the key."""
-    options = {**plain(node), "where": where}
+    options = {**node, "where": where}
     if options.get("name") == "auto" and model.renderer is not None:
         options |= {"name": model.renderer, "name_key": "model.renderer"}
     make = function(options, where)
@@ -201,26 +222,22 @@ def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Re
 
 def check_loss(where: str, node: Any) -> None:
     """Look a loss up before anything starts. prl's own are known to fit, and would load torch here."""
-    defaults = schema_defaults(node)
     check_aggregation(where, settings_of(node))
-    if plain(node)["_target_"] != defaults.get("_target_"):
+    if (known := SCHEMAS.get(node["_target_"])) is None:
         function(node, where)
-    elif unknown := settings_of(node).keys() - defaults:
-        key = f"{where}.{min(unknown)}"
-        raise ConfigError(f"{key}: this loss has no such option; {nearest(key, settings_of(defaults), 'its options')}")
+    else:
+        read(known, node, where)
 
 
 def check_target(node: Any, base: str, where: str) -> None:
     """Look up a class that only the trainer's process uses, with its options; `base` is the path of its base class.
 
-    That loads torch, so it is left out where the node is prl's own class with the options of its schema. The nodes of
-    components that its schema has inside, which the class builds itself, are not looked at.
+    That loads torch, so it is left out where the node is of prl's own class, whose options have their types already.
+    The nodes of components inside, which the class builds itself, are not looked at.
     """
-    target, options = plain(node)["_target_"], settings_of(node)
-    defaults = schema_defaults(node)
-    if target != defaults.get("_target_") or not set(options) <= set(defaults):
-        inside = {name for name in defaults if isinstance(options.get(name), dict) and "_target_" in options[name]}
-        alone = {name: value for name, value in plain(node).items() if name not in inside}
+    if node._target_ != type(node)._target_:
+        inside = [name for name, value in vars(node).items() if isinstance(value, dict) and "_target_" in value]
+        alone = {name: value for name, value in vars(node).items() if name not in inside}
         factory(alone, hydra.utils.get_class(base), where)
 
 
@@ -230,9 +247,12 @@ def check_optimizers(node: Any) -> None:
     What they say of contradicting settings is known once they are made. That loads torch, so it is left out for prl's
     own AdamW with the fields of its schema.
     """
-    settings = plain(node)
+    known = SCHEMAS.get(node["_target_"], OptimConfig)
+    names = {each.name for each in fields(known)}
+    read(known, {name: value for name, value in node.items() if name in names}, "trainer.optim")
+    settings = dict(node)
     parts = settings.pop("parts", None) or {}
-    if settings.get("_target_") == "torch.optim.AdamW" and set(settings) <= set(schema_defaults(node)) and not parts:
+    if known is AdamWConfig and set(settings) <= names and not parts:
         return
     import torch
 

@@ -1,12 +1,12 @@
 """Options of the orchestrator."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from prl.config.schema import EvalSamplingConfig
-from prl.config.signature import OneOf, Seconds
+from prl.config.schema import as_run
+from prl.config.signature import Seconds
 from prl.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ class EvalConfig:
     """Held-out tasks of each env."""
     k: Annotated[int, Ge(1)] = 1
     """Samples of each task; the metric is their mean, `eval/<env>/avg@k`."""
-    sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)  # type: ignore[valid-type]
+    sampling: dict[str, Any] = field(default_factory=as_run)
     """Sampling settings of the evaluation; null = those the env trains with."""
     keep_best: bool = False
     """Keep the version with the highest held-out reward as `checkpoints/best`."""
@@ -52,7 +52,7 @@ class OrchestratorConfig:
     """Tokens in a step's batch: groups are added until it is reached. null = `batch_size` counts."""
     group_size: Annotated[int, Ge(1)] = 4
     """Rollouts of one task."""
-    mix: Annotated[str, OneOf("weights", "arrival")] = "weights"
+    mix: Literal["weights", "arrival"] = "weights"
     """Which envs a batch takes. weights: of one env at most its share by weight plus 0.15 of the batch, as long as
     groups of other envs are in flight for it. arrival: what comes first."""
     max_async_level: Annotated[int, Ge(0)] = 1

@@ -19,7 +19,6 @@ from rich.text import Text
 
 from prl.config.compose import CONF, to_config
 from prl.config.evaluation import EvaluationConfig
-from prl.config.schema import EvalSamplingConfig
 from prl.errors import ConfigError
 from prl.eval import start
 from prl.launch import command
@@ -96,7 +95,7 @@ class Chat:
         elif name == "/temperature":
             if not re.fullmatch(r"\d+\.?\d*|\.\d+", value):
                 return self.say(f"/temperature {value}: give a number from 0 up; it stays {self.sampler.temperature:g}")
-            self.sampler = self.sampler.with_overrides(EvalSamplingConfig(temperature=float(value)), "sampling")
+            self.sampler = self.sampler.changed({"temperature": float(value)})
         else:
             return self.say(f"there is no {name}: {COMMANDS}")
         self.say(f"{name[1:]}: {self.show_tokens if name == '/tokens' else value or 'done'}")
@@ -156,7 +155,7 @@ def read_line() -> str | None:
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="eval")
 def _job(cfg: DictConfig) -> None:
     with command.errors_as_exit_codes():
-        main(to_config(cfg, []))
+        main(to_config(EvaluationConfig, cfg, []))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import prl
-from prl.config.build import check_values, nearest, plain
+from prl.config.build import nearest, plain, read
 from prl.config.compose import compose, options
 from prl.config.model_folder import check_model
 from prl.config.schema import EnvConfig, TrainConfig
@@ -88,13 +88,12 @@ def config_of(env: str, overrides: list[str]) -> tuple[str, TrainConfig]:
     is_option = env in options()["env"] or (searched and "." not in env)
     ours = [f"env={env}", *(f"++envs.{env}.{override}" for override in own)] if is_option else ["env=[]"]
     config = compose([*runs, *ours])
-    check_values(config)
     if is_option:
         return env, config
     given: Any = plain(OmegaConf.from_dotlist(own))
     if left := sorted(given.keys() - {"args", "eval_args"}):
         raise ConfigError(f"{left[0]}: of a taskset, args and eval_args are read; give it a conf file for the rest")
-    config.envs = {NAME: EnvConfig(**{"taskset": env} | given)}
+    config.envs = {NAME: read(EnvConfig, {"taskset": env} | given, f"envs.{NAME}")}
     return NAME, config
 
 

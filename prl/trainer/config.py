@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
 from prl.config.gpus import device_type
-from prl.config.signature import OneOf, Seconds
+from prl.config.signature import Seconds
 from prl.errors import ConfigError
 
 MEETING_VARIABLE = "PRL_RANKS"
@@ -66,9 +66,9 @@ class TrainerConfig:
     """Trains the policy on shipped micro-batches."""
 
     _target_: str = "prl.trainer.trainer.Trainer"
-    device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = cuda where there is a GPU."""
-    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format that the model runs in; auto = float32 on a CPU, bfloat16 on a GPU. Weights, sums of gradients, the
     optimiser and logits are in float32 either way."""
     num_processes: Annotated[int, Ge(1)] = 1
@@ -90,7 +90,7 @@ class TrainerConfig:
     False = every sample with all of its tokens."""
     head_chunk: Annotated[int, Ge(1)] | None = None
     """Tokens whose logits exist at one time; null = as many as take little memory beside the model, at most 1024."""
-    gradient_checkpointing: Annotated[str, OneOf("none", "selective", "full")] = "none"
+    gradient_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in backward, which takes less memory and more time: of each layer all (full), or all but
     matrix products and attention (selective)."""
     compile: bool = False
@@ -129,7 +129,7 @@ class PolicyLossConfig:
 
     entropy_coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Subtracts this times the mean entropy of the policy at rl tokens, in nats, from the loss. 0 = off."""
-    agg_mode: Annotated[str, OneOf("token_mean", "sequence_mean", "constant")] = "token_mean"
+    agg_mode: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How tokens are averaged: each token alike, each sequence alike (one sample of a rollout), or divided by
     `constant_length` times the number of sequences, so that no length matters."""
     constant_length: Annotated[int, Ge(1)] | None = None
@@ -189,7 +189,7 @@ class GSPOLossConfig(PolicyLossConfig):
     """A sequence with A < 0 has no gradient where its ratio is below 1 minus this."""
     clip_ratio_high: Annotated[float, Ge(0), Le(1e30)] = 4e-4
     """A sequence with A > 0 has no gradient where its ratio is above 1 plus this."""
-    agg_mode: Annotated[str, OneOf("token_mean", "sequence_mean", "constant")] = "sequence_mean"
+    agg_mode: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
     """As in the other losses."""
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from prl.config.build import build, plain
-from prl.config.signature import schema_of
 from prl.errors import PrlError
 from prl.losses import LossCounts, TokenTreatment, compute_loss, count_members
 from prl.losses.interface import LossFunction, Metrics, add_metric
@@ -24,7 +23,7 @@ from prl.trainer.layers import compile_layers, recompute_activations
 from prl.trainer.metrics import EnvTokens, means_over_ranks
 from prl.trainer.model import stack_logprobs
 from prl.trainer.optim import make_optimizers
-from prl.trainer.schedule import Linear, Schedule
+from prl.trainer.schedule import Schedule
 from prl.trainer.sharding import gradient_norm, make_mesh, most, reduce_over_replicas, scale_gradients, shard
 from prl.trainer.tree.attention import can_attend_over_trees
 from prl.trainer.tree.tree import tree_stacks
@@ -84,7 +83,9 @@ class Trainer:
         self.share(model)
         self.optimizer = make_optimizers(model, plain(self.config.optim or AdamWConfig()))
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.schedule = build(self.config.schedule or schema_of(Linear)(), Schedule, "trainer.schedule")
+        self.schedule = build(
+            self.config.schedule or {"_target_": "prl.trainer.schedule.Linear"}, Schedule, "trainer.schedule"
+        )
         self.layout = self._layout()
         self.export = export
         self.track = track or Track(TRAINER)

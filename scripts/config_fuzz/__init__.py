@@ -17,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from prl.config.compose import CONF, allow_new_filters, options, to_config
+from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch.builder import prepare
@@ -162,7 +163,7 @@ def outcome(case: Case, config: DictConfig) -> Finding:
                 ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
             except Exception as error:  # as `command.run` does
                 return judged(case, about(overrides, one_line(error)))
-            typed = to_config(config, overrides)
+            typed = to_config(TrainConfig, config, overrides)
             validate(typed)
             prepare(typed)
     except ConfigError as error:

@@ -1,16 +1,15 @@
 """Components from config nodes: what a class takes, in which types, and the key of what is refused."""
 
 import sys
-from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
-from prl.algorithms.grpo import GRPOAlgorithm
-from prl.config.build import build, check_values, factory, function, name_of, settled
+from prl.config.build import build, check_values, factory, function, name_of, plain, read, read_node
+from prl.config.compose import typed_config
 from prl.config.model_reference import FrozenModelConfig
-from prl.config.signature import options_taken, schema_of
+from prl.config.schema import EnvConfig, TrainConfig
 from prl.errors import ConfigError
+from prl.trainer.config import TrainerConfig
 
 MODULE = """
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, Lt
 from prl.config.model_reference import FrozenModelConfig
-from prl.config.signature import OneOf
 from prl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ class Base:
 class Place:
     city: str = "here"
     floor: Annotated[int, Ge(0)] = 0
-    kind: Annotated[str, OneOf("flat", "house")] = "flat"
+    kind: Literal["flat", "house"] = "flat"
 
 @dataclass(kw_only=True)
 class Part(Base):
@@ -233,37 +231,48 @@ def test_a_factory_leaves_live_objects_to_its_caller(own):
             factory({**node, **option}, own.Base, "trainer.optim")
 
 
-# --- schemas ----------------------------------------------------------------------------------------------------------
+# --- typed values -----------------------------------------------------------------------------------------------------
 
 
-def test_a_schema_has_the_target_and_every_option(own):
-    node = OmegaConf.structured(schema_of(own.Required))
-    assert node._target_ == "users_own.Required" and OmegaConf.is_missing(node, "path")
-    assert set(node) == {"_target_", *options_taken(own.Required).annotations}
-    assert (node.n, node.share, node.table) == (3, None, {"one": 1.0})
-    kinds = schema_of(own.Plain).__annotations__
-    assert (kinds["n"], kinds["share"], kinds["mode"], kinds["bonus"]) == (int, float | None, str, float)
-    assert kinds["teacher"] is kinds["fn"] is Any
+def test_a_dataclass_is_read_with_its_types_in_any_depth(own):
+    part = read(own.Part, {"n": "4", "place": {"floor": 2.0}, "table": {"two": 2}})
+    assert part == own.Part(n=4, place=own.Place(floor=2), table={"two": 2.0})
 
 
-@pytest.mark.parametrize("form", [lambda node: node, OmegaConf.to_object, OmegaConf.to_container])
-def test_a_composed_node_is_built_whatever_form_it_has(own, form):
-    node = OmegaConf.structured(schema_of(own.Plain))
-    node.n = 5
-    assert build(form(node), own.Base, "algo").n == 5
-    assert build(form(OmegaConf.structured(schema_of(GRPOAlgorithm))), GRPOAlgorithm, "algo") == GRPOAlgorithm()
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"n": 0}, "config.n=0"),
+        ({"moed": "a"}, "config.moed: there is no such key; did you mean config.mode?"),
+        ({"place": {"flor": 1}}, "config.place.flor: there is no such key; did you mean config.place.floor?"),
+        ({"place": {"floor": -1}}, "config.place.floor=-1"),
+        ({"place": "x"}, "config.place=x"),
+    ],
+)
+def test_what_a_dataclass_does_not_take_is_refused(own, given, says):
+    with pytest.raises(ConfigError) as caught:
+        read(own.Part, given, "config")
+    assert str(caught.value).startswith(says)
 
 
-def test_a_replaced_target_leaves_out_what_only_the_old_class_takes_while_at_its_default(own):
-    node = OmegaConf.structured(schema_of(own.Part))
-    node._target_ = "users_own.Fewer"
-    assert settled(OmegaConf.to_object(node)) == {"_target_": "users_own.Fewer", "n": 3}
-    node.mode = "b"
-    with pytest.raises(ConfigError, match="^algo.mode"):
-        build(settled(OmegaConf.to_object(node)), own.Base, "algo")
+def test_a_field_without_a_value_is_refused(own):
+    with pytest.raises(ConfigError, match=r"^envs\.mine\.taskset has no value"):
+        read(EnvConfig, {"weight": 1}, "envs.mine")
+    with pytest.raises(ConfigError, match=r"^envs\.mine\.taskset has no value"):
+        typed_config(TrainConfig, {"envs": {"mine": {"weight": 1}}})
 
 
-def test_the_values_of_a_config_are_checked_in_any_depth(own):
+def test_a_node_of_the_users_class_keeps_its_further_options():
+    node = {"_target_": "my.Trainer", "seq_len": "9", "mine": 1}
+    trainer = read_node(TrainerConfig, node, "trainer")
+    assert trainer.seq_len == 9 and plain(trainer)["mine"] == 1
+    with pytest.raises(ConfigError, match="^trainer.mine: there is no such key"):
+        read_node(TrainerConfig, node | {"_target_": TrainerConfig._target_}, "trainer")
+    with pytest.raises(ConfigError, match="^trainer=nonsense has no _target_"):
+        read_node(TrainerConfig, "nonsense", "trainer")
+
+
+def test_a_changed_config_is_checked_again_in_any_depth(own):
     check_values(own.Part())
     for part, key in (
         (own.Part(n=0), "n"),

@@ -62,10 +62,7 @@ def refused(tmp_path, monkeypatch, capfd):
         ("env=nope", "error: there is no env=nope: choose "),
         ("max_stepz=3", "max_stepz: did you mean max_steps?"),
         ("+max_stepz=3", "error: max_stepz: there is no such key"),
-        (
-            "max_steps=abc",
-            "error: Error merging override max_steps=abc: Value 'abc' of type 'str' could not be converted to Integer",
-        ),
+        ("max_steps=abc", "error: max_steps=abc: Input should be a valid integer"),
         ("model=hf", "error: model.path has no value: give one, model.path=<value>"),
         ("envs.math.args.max_operan=3", "did you mean envs.math.args.max_operand?"),
         ("orchestrator.batch_size=7", "error: orchestrator.batch_size=7 must be divisible"),

@@ -9,7 +9,7 @@ SEED, SAMPLE = 20, 40
 FOUND = [
     "+curriculum.hash_keys.x=1", "~envs", "loss=nonsense", "renderer=null", "~renderer", "envs.math.filters=[a]",
     "envs.math.filters={nonsense: 1}", "orchestrator.eval=${run}", "orchestrator=${run}", "sweep=${run}",
-    "monitor=${run}", "envs=${run}", "engine.args=${run}", "teacher.engine=null", "teacher=${run}",
+    "monitor=${run}", "envs=${run}", "teacher.engine=null", "teacher=${run}",
     "model.path='a\nb'", f"model.path={'x' * 5000}", f"teacher.model.path={'x' * 5000}", "seed=${nope}",
     "run.name='a\nb'", "run.name=' '", "run.dir='a\x1b]0;x\x07'", "orchestrator.stop.target=nan",
     "trainer.ready_timeout_s=1e-300", "envs.math.timeout_s=1e21", "algo=nonsense", "algo=null",

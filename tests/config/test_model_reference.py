@@ -151,13 +151,13 @@ def test_what_a_run_says_of_its_teacher_reaches_the_algorithm_that_uses_it(algo,
 
 def test_what_a_model_says_of_itself_is_stronger_than_what_the_run_says_of_its_teacher():
     config = compose(["run.name=x", "algo=opd", f"algo.teacher.base_url={URL}", "algo.teacher.name=mine"])
-    assert as_reference(config.algo.teacher) == FrozenModelConfig("mine", URL)
-    assert not config.hosts(as_reference(config.algo.teacher))
+    assert as_reference(config.algo["teacher"]) == FrozenModelConfig("mine", URL)
+    assert not config.hosts(as_reference(config.algo["teacher"]))
 
 
 def test_only_a_reference_without_an_address_to_the_model_of_that_name_is_hosted():
     config = compose(["run.name=x", "algo=opd"])
-    reference = as_reference(config.algo.teacher)
+    reference = as_reference(config.algo["teacher"])
     assert config.hosts(reference)
     for changes in ({"name": "another"}, {"base_url": URL}):
         other = copy.copy(reference)

@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException
 from omegaconf import Container, OmegaConf
 
-from prl.config.compose import CONF, register
+from prl.config.compose import CONF
 
 CHOSEN = ["env=[math,reverse_text]", "+algo@envs.math.algo=opd", "loss=aipo", "~monitor.console", "filters=none"]
 OVERRIDES = [
@@ -83,5 +83,4 @@ def test_a_schema_that_is_stored_again_is_asked_again():
     for value in (1, 2):
         ConfigStore.instance().store(group="curriculum", name="stored", node={"made_of": value})
         assert composed("run.name=x", "curriculum=stored").curriculum.made_of == value
-    ConfigStore.instance().repo["curriculum"].pop("stored.yaml")
-    register()
+    del ConfigStore.instance().repo["curriculum"]

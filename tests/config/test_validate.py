@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 
+from prl.config.build import plain
 from prl.config.compose import compose
 from prl.config.validate import validate
 from prl.errors import ConfigError
@@ -17,7 +18,10 @@ def put(config, key, value):
     *path, last = key.split(".")
     for part in path:
         config = config[part] if isinstance(config, dict) else getattr(config, part)
-    setattr(config, last, value)
+    if isinstance(config, dict):
+        config[last] = value
+    else:
+        setattr(config, last, value)
 
 
 def check(config):
@@ -122,7 +126,7 @@ def test_a_value_out_of_range_is_refused_by_name(config, key):
 
 @pytest.mark.parametrize("value", [0.0, -8.0, NAN])
 def test_bounds_of_a_chosen_loss_are_its_own(config, value):
-    config.loss = AIPOLossConfig(delta=value)
+    config.loss = plain(AIPOLossConfig(delta=value))
     assert "loss.delta" in refused(config)
 
 
@@ -231,10 +235,10 @@ def test_rows_that_cut_the_longest_rollouts_are_warned_of(config):
 
 
 def test_a_model_brings_the_rate_that_suits_it():
-    assert compose(["run.name=x"]).trainer.optim.lr == 4e-4
+    assert compose(["run.name=x"]).trainer.optim["lr"] == 4e-4
     large = compose(["run.name=x", "model=hf", "model.path=some/model"])
-    assert large.trainer.optim.lr == 1e-6 and large.trainer.seq_len == large.model.max_model_len == 4096
-    assert compose(["run.name=x", "trainer.optim.lr=0.1"]).trainer.optim.lr == 0.1
+    assert large.trainer.optim["lr"] == 1e-6 and large.trainer.seq_len == large.model.max_model_len == 4096
+    assert compose(["run.name=x", "trainer.optim.lr=0.1"]).trainer.optim["lr"] == 0.1
 
 
 def test_thresholds_on_rewards_warn_where_no_reward_is_read(config):

@@ -73,6 +73,7 @@ CHOSEN = (
     "algo=best",
     "filters=longer",
     "transport=counting",
+    "optim=custom",
     "trainer.optim._target_=ours.optimiser.SlowSGD",
     "+trainer.optim.slowness=10.0",
     "trainer._target_=ours.optimiser.CountingTrainer",

@@ -18,6 +18,7 @@ import prl.tools.report.timeline
 import prl.tools.rollouts.__main__
 from prl.__main__ import SUBCOMMANDS
 from prl.config.compose import CONF, compose, options, to_config
+from prl.config.evaluation import EvaluationConfig
 from prl.config.validate import validate
 from prl.launch.components import build_components
 from prl.runs import resume
@@ -134,7 +135,7 @@ def test_another_command_parses(words, tmp_path, monkeypatch):
         return
     if program in ("eval", "chat"):
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            to_config(hydra.compose("eval", to_overrides(arguments)), arguments)
+            to_config(EvaluationConfig, hydra.compose("eval", to_overrides(arguments)), arguments)
     elif program == "serve":  # its name follows what Hydra chose when it runs
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             assert hydra.compose("serve", arguments)

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from omegaconf import OmegaConf
 from renderers import RendererConfig as PackageConfig
 
-from prl.config.build import function
+from prl.config.build import function, plain
 from prl.config.compose import options
 from prl.engines.renderer import RendererConfig, make_renderer
 from prl.errors import ConfigError
@@ -65,21 +64,17 @@ def test_every_renderer_of_the_package_is_an_option():
     assert sorted(options()["renderer"]) == FAMILIES
 
 
-def composed(schema, *overrides):
-    """The function that a config node makes of a tokenizer; `+` adds a key that the schema does not have."""
-    node = OmegaConf.structured(schema)
-    for override in overrides:
-        key, _, value = override.removeprefix("+").partition("=")
-        OmegaConf.update(node, key, OmegaConf.create({"value": value}).value, force_add=override.startswith("+"))
-    return function(node, "renderer")
+def composed(**settings):
+    """The function that a config node makes of a tokenizer."""
+    return function(plain(RendererConfig()) | settings, "renderer")
 
 
 def test_the_node_takes_the_renderers_own_settings_beside_the_name(tokenizer):
-    assert type(composed(RendererConfig, "name=qwen3")(tokenizer)).__name__ == "Qwen3Renderer"
-    made = composed(RendererConfig(name="qwen3"), "+thinking_retention=all")(tokenizer)
+    assert type(composed(name="qwen3")(tokenizer)).__name__ == "Qwen3Renderer"
+    made = composed(name="qwen3", thinking_retention="all")(tokenizer)
     assert made.config.thinking_retention == "all"
-    assert type(composed(RendererConfig)(tokenizer)).__name__ == "TemplateRenderer", "auto, of a local path"
-    assert type(composed(RendererConfig)(tokenizer, name="qwen3")).__name__ == "Qwen3Renderer", "as model.renderer says"
+    assert type(composed()(tokenizer)).__name__ == "TemplateRenderer", "auto, of a local path"
+    assert type(composed()(tokenizer, name="qwen3")).__name__ == "Qwen3Renderer", "as model.renderer says"
 
 
 @pytest.fixture
@@ -142,9 +137,7 @@ def test_a_renderer_of_ones_own(tokenizer, tmp_path, monkeypatch):
         "    config_class = Qwen3RendererConfig\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    made = composed(RendererConfig(name="custom"), "+import_path=my_renderers.Mine", "+enable_thinking=false")(
-        tokenizer
-    )
+    made = composed(name="custom", import_path="my_renderers.Mine", enable_thinking=False)(tokenizer)
     assert type(made).__name__ == "Mine" and made.config.enable_thinking is False
 
 

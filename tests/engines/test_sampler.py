@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prl.config.build import build
-from prl.config.schema import EvalSamplingConfig
+from prl.config.schema import as_run
 from prl.engines.replies import Completion
 from prl.engines.routing import Prefix
 from prl.engines.sampler import NEUTRAL, OverlongPrompt, Sampler, derive_seed, validate_for_training
@@ -152,29 +152,24 @@ def test_a_limit_of_a_seat_does_not_replace_the_samplers_own(renderer):
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
-EVAL = "orchestrator.eval.sampling"
 
-
-def test_evaluation_changes_what_it_names_and_keeps_the_rest(renderer):
+def test_a_changed_sampler_has_what_is_named_and_keeps_the_rest(renderer):
     training = make(renderer, temperature=0.7, max_tokens=5, stop=["a"], seed=3)
     before = asdict(training)
-    changed = training.with_overrides(EvalSamplingConfig(temperature=0.0, top_p=0.9, stop=["b"]), EVAL)
+    changed = training.changed({"temperature": 0.0, "top_p": 0.9, "stop": ["b"]})
     assert asdict(changed) == before | {"temperature": 0.0, "top_p": 0.9, "stop": ["b"]}
     assert (changed.pool, changed.renderer, changed.max_model_len) == (training.pool, renderer, 10)
     assert asdict(training) == before, "training goes on as before"
-    assert asdict(training.with_overrides(EvalSamplingConfig(), EVAL)) == before
 
 
 async def test_greedy_samples_once_and_answers_for_all(renderer):
-    sampler = make(renderer).with_overrides(EvalSamplingConfig(temperature=0.0), EVAL)
+    sampler = make(renderer, temperature=0.0)
     await sampler.complete([1], n=4, key="k")
     assert (sampler.pool.asked.n, sampler.pool.asked.temperature) == (1, 0.0)
 
 
 def test_an_override_has_every_option_and_none_of_them_set():
-    options = [option.name for option in fields(Sampler)]
-    assert [option.name for option in fields(EvalSamplingConfig)] == options
-    assert set(asdict(EvalSamplingConfig()).values()) == {None}
+    assert as_run() == dict.fromkeys(option.name for option in fields(Sampler))
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def built(*overrides):
 
 
 def test_a_schedule_with_none_of_prls_options_in_the_trainers_process():
-    config, _ = built("trainer.schedule._target_=their_things.Halving", "+trainer.schedule.every=4")
+    config, _ = built("schedule=custom", "trainer.schedule._target_=their_things.Halving", "+trainer.schedule.every=4")
     payload = json.loads(json.dumps(trainer_payload(config, config.model, initial_reference=False)))
     made = build(payload["trainer"]["schedule"], Schedule, "trainer.schedule")
     assert made.factor(8, 100) == 0.25

@@ -6,7 +6,6 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.algorithms.base import Algorithm
-from prl.config.schema import EvalSamplingConfig
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.evaluate import evaluate
 
@@ -80,8 +79,7 @@ async def test_evaluation_has_a_temperature_of_its_own(make_env, pool, tmp_path,
 
     monkeypatch.setattr(pool, "generate", watched)
     env = make_env(held_out=2)
-    overrides = EvalSamplingConfig(temperature=asked)
-    env.eval_sampler = env.eval_sampler.with_overrides(overrides, "orchestrator.eval.sampling")
+    env.eval_sampler = env.eval_sampler.changed({} if asked is None else {"temperature": asked})
     await evaluate([env], EvalConfig(), tmp_path, version=0)
     assert seen == [used, used] and env.sampler.temperature == 1.0
 

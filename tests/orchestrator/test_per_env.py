@@ -30,7 +30,7 @@ def test_every_group_can_be_chosen_per_env():
             env.loss,
             len(env.filters["post_batch"]),
             env.curriculum.pooled and env.curriculum.online_difficulty_filtering,
-            config.node_of(name, "renderer")[1].name,
+            config.node_of(name, "renderer")[1]["name"],
         )
         for name, env in envs.items()
     }

@@ -69,7 +69,7 @@ def sampling_and_envs(config: dict[str, Any]) -> dict[str, Any]:
             continue
         own = env["sampling"] | evaluation
         envs[name] = {key: env[key] for key in OF_AN_ENV}
-        envs[name]["sampling"] = {key: value for key, value in own.items() if value != sampling.get(key)}
+        envs[name]["sampling"] = {key: None if value == sampling.get(key) else value for key, value in own.items()}
         if env["renderer"] is not None:
             envs[name]["renderer"] = env["renderer"]
     if not envs:

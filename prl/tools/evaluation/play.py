@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from renderers.base import Renderer
 
-from prl.config.build import build, check_values, sampling_of
+from prl.config.build import build, sampling_of
 from prl.config.evaluation import EvaluationConfig
 from prl.config.machine import check_run_dir
 from prl.config.run_yaml import data_of
@@ -138,7 +138,6 @@ def prepare(config: EvaluationConfig) -> Evaluation:
 
 def prepare_targets(config: EvaluationConfig) -> list[list[Target]]:
     """Check the config but for its envs; return the targets that one engine after the other is to serve."""
-    check_values(config)
     check_device(config.engine.device, "engine.device")
     check_run_name(config.run.name)
     check_run_dir(config.run.dir)

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import OmegaConf
 
+from prl.config.build import plain, read
 from prl.config.compose import CONF, options
 from prl.config.evaluation import EndpointConfig, EvaluationConfig
 from prl.config.model_folder import check_model, local_folder, positions, read_config
@@ -100,9 +101,9 @@ def model_of(argument: str) -> ModelConfig:
 def bundled(argument: str) -> ModelConfig | None:
     """One of the models that come with prl, by its name or folder."""
     for file in (CONF / "model").glob("*.yaml"):
-        model = OmegaConf.merge(ModelConfig, OmegaConf.load(file))
+        model = OmegaConf.load(file)
         if not OmegaConf.is_missing(model, "path") and argument in (file.stem, model.path):
-            return cast(ModelConfig, OmegaConf.to_object(model))
+            return read(ModelConfig, plain(model))
     return None
 
 

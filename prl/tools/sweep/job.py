@@ -18,8 +18,10 @@ from filelock import FileLock
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from prl.config.build import plain, read
 from prl.config.compose import to_config, typed
 from prl.config.schema import TrainConfig
+from prl.config.sweeps import OptimizedMetricConfig
 from prl.errors import ConfigError, PrlError
 from prl.launch.command import INTERRUPTED, REFUSED
 from prl.monitors.masking import masked
@@ -74,7 +76,7 @@ def dry_run(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[
     print(f"job {folder.name}:", flush=True)
     try:
         with isolated():
-            main(to_config(cfg, overrides))
+            main(to_config(TrainConfig, cfg, overrides))
     except ConfigError as error:
         print(f"error: job {folder.name}: {as_message(str(error))}", file=sys.stderr, flush=True)
         raise SystemExit(REFUSED) from None
@@ -85,7 +87,7 @@ def attempt(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with isolated(), turn(folder, cfg):
-            main(to_config(cfg, overrides))
+            main(to_config(TrainConfig, cfg, overrides))
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
     except (Exception, SystemExit) as error:  # none of prl's own ends a job so
@@ -106,7 +108,7 @@ def record_metric(folder: Path, cfg: DictConfig) -> float | None:
     result = read_result(folder)
     assert result is not None
     try:
-        value: float | None = optimized(folder, OmegaConf.to_object(cfg.optimized_metric))  # type: ignore[arg-type]
+        value = optimized(folder, read(OptimizedMetricConfig, plain(cfg.optimized_metric), "optimized_metric"))
     except PrlError as error:
         say(folder, f"error: {error}")
         value = None

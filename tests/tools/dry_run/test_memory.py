@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_models import QWEN3_32B, SMALL, batch
 
-from prl.config.build import plain, settled
+from prl.config.build import plain
 from prl.config.lora import LoraConfig
 from prl.config.schema import ModelConfig, PolicyModelConfig, VLLMConfig
 from prl.tools.dry_run.memory import (
@@ -22,7 +22,6 @@ from prl.tools.dry_run.memory import (
 )
 from prl.tools.dry_run.shape import optimiser_bytes, shape_of, with_adapters
 from prl.trainer.batch import stacks
-from prl.trainer.config import AdamWConfig
 from prl.trainer.layers import recompute_activations
 from prl.trainer.lora import add_adapters
 from prl.trainer.model import stack_logprobs
@@ -128,9 +127,7 @@ def test_parameters_are_the_models(bare, built, kind, tied):
     [("AdamW", {}, 2), ("Adam", {"amsgrad": True}, 3), ("SGD", {}, 0), ("SGD", {"momentum": 0.9}, 1)],
 )
 def test_an_optimisers_state_is_what_a_real_step_makes(bare, built, name, settings, floats):
-    node = AdamWConfig(_target_=f"torch.optim.{name}")
-    vars(node).update(settings)
-    node = settled(node)
+    node = {"_target_": f"torch.optim.{name}", "lr": 1e-3, **settings}
     config = ModelConfig(path=str(bare("llama")))
     found, model = shape_of(config, "model.path", trained=True)
     optimizer = make_optimizers(real := built("llama"), node)

@@ -105,9 +105,9 @@ def test_engines_and_ranks_take_their_memory_each(dry):
 
 def test_a_kl_to_the_initial_model_copies_the_weights(dry):
     before = planned(dry).used(RAM)
-    dry.algo.kl = {"coef": 0.1, "reference": "initial"}
+    dry.algo["kl"] = {"coef": 0.1, "reference": "initial"}
     assert planned(dry).used(RAM) - before == 4 * sizes_of(dry).policy.parameters
-    dry.algo.kl = {"coef": 0.1, "reference": {"name": "a", "base_url": "http://127.0.0.1:9/v1"}}
+    dry.algo["kl"] = {"coef": 0.1, "reference": {"name": "a", "base_url": "http://127.0.0.1:9/v1"}}
     assert not holds_reference(dry)
 
 

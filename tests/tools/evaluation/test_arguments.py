@@ -3,8 +3,9 @@
 import hydra
 import pytest
 
-from prl.config.build import plain
+from prl.config.build import plain, sampling_of
 from prl.config.compose import CONF, to_config
+from prl.config.evaluation import EvaluationConfig
 from prl.errors import ConfigError
 from prl.tools.evaluation.arguments import to_overrides
 
@@ -12,7 +13,7 @@ from prl.tools.evaluation.arguments import to_overrides
 def compose(*arguments):
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         overrides = ["run.name=x", *to_overrides(arguments)]
-        return to_config(hydra.compose("eval", overrides), overrides)
+        return to_config(EvaluationConfig, hydra.compose("eval", overrides), overrides)
 
 
 def test_what_has_no_key_is_a_target_wherever_it_stands(make_run):
@@ -41,24 +42,25 @@ def test_a_run_gives_its_envs_sampling_renderer_and_seed(make_run):
     config = compose("tiny", "mine/checkpoints/step_000010")
     assert list(config.envs) == ["guess"] and config.seed == 7, "the other env has no held-out tasks"
     assert config.envs["guess"].eval_args is not None and config.envs["guess"].args["seed"] == 7
-    assert (config.sampling.temperature, config.sampling.max_tokens) == (0.5, 9)
-    guess = config.envs["guess"].sampling
-    assert (guess.temperature, guess.max_tokens) == (0.5, 5)
+    assert (config.sampling["temperature"], config.sampling["max_tokens"]) == (0.5, 9)
+    _, guess = sampling_of(config, "guess")
+    assert (guess["temperature"], guess["max_tokens"]) == (0.5, 5)
     assert plain(config.renderer) | {"name": "qwen3", "thinking_retention": "all"} == plain(config.renderer)
     typed = compose(
         "mine", "sampling.temperature=0.2", "envs.guess.sampling.max_tokens=6", "seed=3", "renderer=default"
     )
-    guess = typed.envs["guess"].sampling
-    assert (guess.temperature, guess.max_tokens, typed.seed, typed.renderer.name) == (0.2, 6, 3, "default")
+    _, guess = sampling_of(typed, "guess")
+    assert (guess["temperature"], guess["max_tokens"], typed.seed, typed.renderer["name"]) == (0.2, 6, 3, "default")
 
 
 def test_what_is_chosen_by_group_goes_before_the_runs(make_run):
     make_run("mine", "env=guess", "sampling.temperature=0.3", "sampling.max_tokens=7", steps=())
     config = compose("mine", "env=[math]")
-    assert list(config.envs) == ["math"] and config.sampling.temperature == 1.0
+    assert list(config.envs) == ["math"] and config.sampling["temperature"] == 1.0
     config = compose("mine", "sampling=greedy")
-    assert (config.sampling.temperature, config.sampling.max_tokens) == (0.0, 7)
-    assert (config.envs["guess"].sampling.temperature, config.envs["guess"].sampling.max_tokens) == (0.0, 7)
+    assert (config.sampling["temperature"], config.sampling["max_tokens"]) == (0.0, 7)
+    _, guess = sampling_of(config, "guess")
+    assert (guess["temperature"], guess["max_tokens"]) == (0.0, 7)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl import eval as command
 from prl.config.compose import CONF, to_config
+from prl.config.evaluation import EvaluationConfig
 from prl.engines.client import InferencePool
 from prl.errors import ConfigError, EngineError, PrlError
 from prl.models import model_path
@@ -22,7 +23,7 @@ from prl.tools.rollouts.__main__ import main as view
 def compose(*arguments):
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         overrides = ["run.name=x", "envs.math.args.num_tasks=4", *to_overrides(arguments)]
-        return to_config(hydra.compose("eval", overrides), overrides)
+        return to_config(EvaluationConfig, hydra.compose("eval", overrides), overrides)
 
 
 @pytest.fixture
