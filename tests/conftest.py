@@ -239,16 +239,17 @@ def server(servers):
 
 class Scripted:
     """A sampler whose model says what the script has for it: a list of replies to each conversation, or a function of
-    the conversation's name and the number of the reply. A reply is a text, one with its finish reason, or an
-    exception."""
+    the conversation's name and the number of the reply. A reply is a text, one with its finish reason, an exception, or
+    the texts of a group. Without a version it is a frozen model."""
 
-    def __init__(self, renderer, script, *, room=10_000, delay=0.0):
+    def __init__(self, renderer, script, *, room=10_000, delay=0.0, temperature=1.0, version=3, updates_per_call=0):
         self.renderer, self.tokenizer, self.script = renderer, renderer._tokenizer, script
         self.room, self.delay = room, delay
-        self.config = SimpleNamespace(temperature=1.0)
-        self.temperature = 1.0
+        self.config = SimpleNamespace(temperature=temperature)
+        self.temperature = temperature
         self.pool = SimpleNamespace(model="policy", up=True)
-        self.version = 3
+        self.version, self.updates_per_call = version, updates_per_call
+        self.requests = []
         self.asked = defaultdict(list)
         """The prompts of each conversation, as token ids."""
 
@@ -261,20 +262,25 @@ class Scripted:
 
         if len(prompt_ids) > self.room:
             raise OverlongPrompt("no room")
-        prompts = self.asked[key.rpartition("/")[0]]
+        self.requests.append(SimpleNamespace(prompt=prompt_ids, n=n, key=key, prefix=prefix))
+        conversation = key.rpartition("/")[0]
+        prompts = self.asked[conversation]
         prompts.append(prompt_ids)
-        printed = (
-            self.script(key.rpartition("/")[0], len(prompts) - 1)
-            if callable(self.script)
-            else self.script[len(prompts) - 1]
-        )
+        turn = len(prompts) - 1
+        reply = self.script(conversation, turn) if callable(self.script) else self.script[turn]
         await asyncio.sleep(self.delay)
-        if isinstance(printed, Exception):
-            raise printed
-        text, finish = printed if isinstance(printed, tuple) else (printed, "stop")
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        ids += [self.tokenizer.convert_tokens_to_ids("<|im_end|>")] * (finish == "stop")
-        return [Completion(list(ids), [-0.5] * len(ids), finish) for _ in range(n)]
+        if isinstance(reply, Exception):
+            raise reply
+        text, finish = reply if isinstance(reply, tuple) else (reply, "stop")
+        ids = [self._ids(each, finish) for each in (text if isinstance(text, list) else [text] * n)]
+        if self.version is None:
+            return [Completion(each, [], finish) for each in ids]
+        start, self.version = self.version, self.version + self.updates_per_call
+        return [Completion(each, [-0.5] * len(each), finish, start, self.version) for each in ids]
+
+    def _ids(self, text, finish):
+        end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        return [*self.tokenizer.encode(text, add_special_tokens=False), *[end] * (finish == "stop")]
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 import asyncio
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1.types import SystemMessage, UserMessage
 
-from prl.engines.replies import Completion
 from prl.engines.sampler import OverlongPrompt
 from prl.envs.group import GroupRequest, play_group
 from prl.envs.turn import opening_messages
@@ -22,35 +20,13 @@ class Graded(vf.Task):
         return float(trace.last_reply == "2")
 
 
-class FakeSampler:
-    """Gives out the replies it was made with; new weights arrive meanwhile, unless the model is frozen."""
-
-    def __init__(self, renderer, tokenizer, replies, *, finish="stop", error=None, delay=0.0, frozen=False):
-        self.renderer, self.tokenizer, self.replies = renderer, tokenizer, replies
-        self.finish, self.error, self.delay = finish, error, delay
-        self.temperature = 0.7
-        self.pool = SimpleNamespace(model="policy")
-        self.version = None if frozen else 3
-        self.asked = []
-
-    async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
-        self.asked.append((prompt_ids, n, key))
-        await asyncio.sleep(self.delay)
-        if self.error:
-            raise self.error
-        eos = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        ids = [[*self.tokenizer.encode(text, add_special_tokens=False), eos] for text in self.replies]
-        if self.version is None:
-            return [Completion(each, [], self.finish) for each in ids]
-        return [Completion(each, [-0.25] * len(each), self.finish, 3, 4) for each in ids]
-
-
 @pytest.fixture
-def start(renderer, tokenizer):
-    """`start(replies, task)`: the generator of a group's rollouts."""
+def start(scripted):
+    """`start(replies, task)`: the generator of a group's rollouts. New weights arrive while the model answers."""
 
-    def begin(replies, task=Graded, *, timeout_s=5.0, **how):
-        sampler = FakeSampler(renderer, tokenizer, replies, **how)
+    def begin(replies, task=Graded, *, timeout_s=5.0, finish="stop", error=None, frozen=False, **how):
+        how |= {"temperature": 0.7, "version": None if frozen else 3, "updates_per_call": 1}
+        sampler = scripted([error or (replies, finish)], **how)
         task = task(vf.TaskData(idx=0, prompt="1+1=")) if isinstance(task, type) else task
         request = {"task": task, "n": len(replies), "sampler": sampler, "group_id": 9, "timeout_s": timeout_s}
         begin.sampler = sampler
@@ -72,7 +48,8 @@ def play(start):
 
 async def test_a_group_is_one_request_and_each_rollout_has_its_own_tokens(play, start, renderer):
     rollouts = await play(["2", "3", "12"])
-    [(prompt, n, key)] = start.sampler.asked
+    [request] = start.sampler.requests
+    prompt, n, key = request.prompt, request.n, request.key
     assert prompt == renderer.render([{"role": "user", "content": "1+1="}], add_generation_prompt=True).token_ids
     assert n == 3 and key.startswith("toy/") and key.endswith("/9")
     assert [r.reward for r in rollouts] == [1.0, 0.0, 0.0] and not any(r.error for r in rollouts)
