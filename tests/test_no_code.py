@@ -21,6 +21,7 @@ CALLS = {
 }  # fmt: skip
 OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list"}
 """Collectives of torch's that pickle."""
+ATTRIBUTES = OBJECTS | {call.rpartition(".")[2] for call in CALLS}
 FLAGS = {"shell": True, "allow_pickle": True, "weights_only": False, "trust_remote_code": True}
 """Arguments that open a door, where they are written out."""
 
@@ -69,7 +70,7 @@ def doors(text: str) -> set[str]:
             found |= {name.name for name in node.names} & OBJECTS
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in BUILTINS:
             found.add(node.id)
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
             found |= {ast.unparse(node)} & CALLS | {node.attr} & OBJECTS
         elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
             found |= {f"{node.arg}={node.value.value}"} & {f"{name}={value}" for name, value in FLAGS.items()}

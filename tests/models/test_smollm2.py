@@ -6,7 +6,6 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -31,6 +30,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reader():
+    import gguf  # takes .3 s, of each process that collects tests
+
     return gguf.GGUFReader(smollm2.package_file())
 
 

@@ -25,7 +25,7 @@ from prl.engines.replies import Completion
 from prl.envs.turn import AGENT, commit
 from prl.rollouts.rollout import Rollout
 
-CASES = {"tokens of its own": 200, "qwen3": 60}
+CASES = {"tokens of its own": 120, "qwen3": 40}
 """Conversations drawn with each renderer, the same in every run of the suite. With many more, it searches."""
 
 SYSTEM, THINK, UNTHINK, END, BREAK, USER, TOOL, ASSISTANT = range(2, 10)

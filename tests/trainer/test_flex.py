@@ -102,6 +102,7 @@ def test_no_tensor_is_as_large_as_tokens_times_tokens():
     assert mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum() < blocks * (own + tokens / 8 / BLOCK)
 
 
+@pytest.mark.slow
 def test_logprobs_and_gradients_are_those_of_each_sequence_alone(graphs):
     """Traces that fork on three levels; fewer key heads than query heads. Rows of a block, and of several."""
     samples = forked(random.Random(1)) + long_ones(random.Random(3))

@@ -3,7 +3,6 @@
 import copy
 import json
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -60,6 +59,8 @@ def test_the_adapters_are_of_all_linear_layers_but_the_head(tiny, stack):
 @pytest.mark.parametrize("targets", [None, ["q_proj", "mlp.down_proj"]])
 def test_what_is_published_is_what_peft_merges(tiny, tiny_path, tmp_path, targets):
     """And peft loads the adapters beside the base model, by its own way."""
+    import peft
+
     model = adapted(tiny, target_modules=targets)
     save_weights(model, tmp_path / "merged", torch.float32)
     save_weights(model, tmp_path / "rounded", torch.bfloat16)

@@ -18,7 +18,7 @@ from prl.trainer.batch import stacks
 from prl.trainer.model import check_layout, load_model, stack_logprobs
 from prl.trainer.trainer import Trainer
 from prl.trainer.tree.attention import NAME, can_attend_over_trees, tree_attention, use_tree_attention
-from prl.trainer.tree.blocks import BLOCK, CALL, GATHER, MOST, BlockTree, block_ranges, group_sizes
+from prl.trainer.tree.blocks import BLOCK, GATHER, MOST, BlockTree, block_ranges
 from prl.trainer.tree.tree import count_shared, cut, tree_stacks
 
 
@@ -146,18 +146,6 @@ def test_trees_are_cut_where_little_is_shared():
     assert cut([20] * 16, shared, 20) == [range(n, n + 1) for n in range(16)]
     assert cut([], [], 20) == []
     assert count_shared([1, 2, 3], [1, 2, 4, 5]) == 2 and count_shared([1], [1, 2]) == 1 and count_shared([], [1]) == 0
-
-
-def test_blocks_of_similar_size_share_a_call():
-    """Padding adds at most a third, or what a call costs."""
-    rng = random.Random(0)
-    sizes = [(rng.randrange(1, MOST), rng.choice([0, 30, 300, 900])) for _ in range(300)]
-    sizes = [(size, prefix + size) for size, prefix in sizes]
-    groups = group_sizes(sizes)
-    assert sorted(number for group in groups for number in group) == list(range(300))
-    padded = sum(len(g) * max(sizes[n][0] for n in g) * max(sizes[n][1] for n in g) for g in groups)
-    assert padded <= 4 / 3 * sum(size * length for size, length in sizes) + CALL * len(groups)
-    assert len(groups) < 60
 
 
 @pytest.mark.parametrize("prompt, completion, count", [(12, 4, 100), (500, 30, 8), (500, 300, 4), (0, 400, 6)])
