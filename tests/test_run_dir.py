@@ -6,11 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
-from omegaconf import OmegaConf
 
 from prl.config.build import plain
 from prl.config.compose import compose
-from prl.config.run_yaml import without_run, yaml_of
 from prl.errors import ConfigError, PrlError
 from prl.runs.owner import owned
 from prl.runs.result import RunResult
@@ -90,11 +88,3 @@ def test_an_exit_from_within_is_a_failure_that_names_its_line(tmp_path):
     with pytest.raises(PrlError, match=printed), recorded(tmp_path, result):
         raise SystemExit(0)
     assert result.status == "failed" and result.error.startswith("the run was ended from within")
-
-
-def test_a_config_that_was_cut_off_is_noticed(tmp_path):
-    config = compose(["run.name=x", f"run.dir={tmp_path}/x"])
-    text = (new_run_dir(config) / "config.yaml").read_text()
-    assert yaml_of(text) == OmegaConf.to_container(OmegaConf.create(without_run(plain(config))))
-    with pytest.raises(ValueError, match="its end is missing"):
-        yaml_of(text[: text.index("checkpoint:")])

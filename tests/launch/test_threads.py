@@ -39,8 +39,6 @@ GPU = ("engine.device=cuda", "trainer.device=cuda")
         (1, 135, [], (1, 1)),
         (2, 135, [], (1, 2)),
         (2, 135, [K0], (2, 2)),
-        (2, 135, [K0, RANKS], (2, 1)),
-        (2, 1, [K0], (1, 1)),
         (16, 1, [], (1, 1)),
         (16, 6, [], (2, 2)),
         (16, 135, [], (8, 16)),
@@ -50,14 +48,10 @@ GPU = ("engine.device=cuda", "trainer.device=cuda")
         (16, 135, ["trainer.device=cuda"], (16, 8)),
         (16, 135, ["engine.device=cuda"], (8, 16)),
         (16, 135, [*GPU], (8, 8)),
-        (16, 1, [*GPU], (1, 1)),
         (16, 135, [*GPU, "trainer.cpu_offload=true"], (8, 16)),
         (16, 135, [*GPU, "engine.threads=3", "trainer.threads=4"], (3, 4)),
         (16, 135, ["engine.urls=[http://a:1,http://b:2]"], (5, 16)),
-        (16, 135, ["engine.servers=2"], (5, 16)),
         (16, 135, ["engine.servers=3", OPD, "teacher.engine.servers=2", K0], (3, 16)),
-        (16, 1, ["engine.threads=2"], (2, 1)),
-        (2, 135, ["trainer.threads=1"], (1, 1)),
     ],
 )
 def test_engines_share_the_cores_with_all_and_ranks_with_each_other(of, cores, size, overrides, expected):

@@ -2,13 +2,10 @@
 
 import json
 
-import huggingface_hub.constants
 import pytest
 
-from prl.config.schema import EnvConfig
-from prl.envs.environment import Environment, promises_to_be_quick
+from prl.envs.environment import promises_to_be_quick
 from prl.envs.tasksets.gsm8k import GSM8KConfig, GSM8KTaskset
-from prl.errors import ConfigError
 
 
 @pytest.fixture
@@ -42,19 +39,6 @@ def test_a_tenth_of_a_file_is_held_out(tasks):
     rows = [(f"{n} pens and one?", f"#### {n + 1}") for n in range(40)]
     train, held_out = ({task.data.prompt for task in tasks(*rows, split=split)} for split in ("train", "eval"))
     assert len(train) == 36 and len(held_out) == 4 and not train & held_out
-
-
-def test_without_a_file_it_asks_the_hub(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"^envs\.g\.args: openai/gsm8k .* set path to a \.jsonl"):
-        Environment("g", EnvConfig(taskset="prl.envs.tasksets.gsm8k"), eval_tasks=0)
-
-
-@pytest.mark.parametrize("answer", ["four", "#### 17:30"])
-def test_an_answer_that_is_no_number_is_refused(tasks, answer):
-    with pytest.raises(ValueError, match="line 1: key 'answer' must be a single number"):
-        tasks(("q", answer))
 
 
 def test_math_verify_grades_where_it_is_chosen_and_in_a_process_of_its_own(tasks):

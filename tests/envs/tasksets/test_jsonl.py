@@ -177,7 +177,6 @@ def test_a_call_of_a_tool_without_parameters_may_lack_arguments(tmp_path):
 
 BAD_MESSAGES = [
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}],
-    [{"role": "user", "content": ["How"]}],
     [{"role": "bob", "content": "x"}],
     [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}],
     [{"role": "tool", "content": "7"}],
@@ -186,7 +185,6 @@ BAD_MESSAGES = [
     asking({"id": "c1", "function": "weather"}),
     asking({"id": "c1", "function": {"arguments": "{}"}}),
     asking({"id": "c1", "function": {"name": "f", "arguments": "{city: Oslo}"}}),
-    asking({"id": "c1", "function": {"name": "f", "arguments": "[1]"}}),
     asking({"function": {"name": "f", "arguments": "{}"}}),
 ]
 
@@ -304,16 +302,13 @@ def test_a_function_of_the_users_grades(path):
             "line 1: key 'prompt' must be str or list and not empty, got 3",
         ),
         ("a.jsonl", '{"prompt": "", "answer": "a"}', {}, "line 1: key 'prompt' must be"),
-        ("a.jsonl", '{"prompt": "p", "answer": {}}', {}, "line 1: key 'answer' must be"),
         ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"demonstration_key": "d"}, "line 1: there is no 'd'"),
         ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"grader": "numeric"}, "key 'answer' must be a single number"),
         ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"split": "eval"}, "no prompt is held out: set eval_path"),
         ("a.json", '{"prompt": "p"}', {}, "a.json must hold a list of rows"),
-        ("a.json", "[", {}, "a.json is not JSON"),
         ("a.csv", "prompt,answer\np,a\nq\n", {}, "a.csv, line 3: key 'answer' has no value"),
         ("a.csv", "prompt,answer\np,a\nq,a,b,c\n", {}, "a.csv, line 3: 4 values for 2 columns"),
         ("a.jsonl", '{"prompt": "p", "answer": null}', {}, "line 1: key 'answer' has no value"),
-        ("a.jsonl", '{"prompt": "p", "answer": true}', {}, "line 1: key 'answer' must be .*, got True"),
         ("a.jsonl", '{"prompt": "p", "answer": NaN}', {}, "line 1: key 'answer' must be .*, got nan"),
         ("a.jsonl", r'{"prompt": "a\ud800", "answer": "1"}', {}, r"line 1: key 'prompt' has a character"),
         ("a.jsonl", r'{"prompt": [{"content": "\udc00"}], "answer": "1"}', {}, r"line 1: key 'prompt' has a character"),
