@@ -62,7 +62,7 @@ def test_a_single_turn_is_played_with_the_tasks_answer(prl_env):
     assert status == 0 and "reward 0 (answer 0)" in out and "assistant  x" in out
 
 
-def test_a_conversation_is_played_with_one_reply_after_the_other(prl_env):
+def test_conversation_is_played_reply_by_reply(prl_env):
     status, out, _ = prl_env("check", "guess", "args.num_tasks=5", "eval_args=null", "--reply", "what", "--reply", "0")
     assert status == 0 and "no held-out tasks" in out
     assert out.index("assistant  what") < out.index("a number") < out.index("assistant  0") < out.index("higher")

@@ -31,10 +31,7 @@ ARGUED = {
         "prl/tools/sweep/command.py",
         "copyreg",
     ): "joblib pickles the jobs of a sweep for its own workers: a part is left out",
-    (
-        "prl/envs/grading.py",
-        "pickle",
-    ): "what a run hands to its own workers, as multiprocessing does; no file, no port",
+    ("prl/envs/grading.py", "pickle"): "what a run hands to its own workers, as multiprocessing does; no file, no port",
     ("tests/support/misdeeds.py", "os.system"): "a grader that does what it should not",
     ("tests/support/engines.py", "exec"): "a command in a process that has imported what takes seconds",
     ("tests/support/quick_compose.py", "pickle"): "copies what the process itself has composed, and writes nothing",

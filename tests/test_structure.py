@@ -59,7 +59,7 @@ def test_imports_point_downwards():
     assert not upwards
 
 
-def test_the_orchestrator_and_the_trainer_do_not_know_each_other():
+def test_orchestrator_and_trainer_do_not_know_each_other():
     of_one = {package_of(name): set() for name in TREES}
     for name, tree in TREES.items():
         of_one[package_of(name)] |= imported_packages(tree)
@@ -84,7 +84,7 @@ def test_no_module_imports_itself_by_way_of_others():
         (r"\._tokenizer\b|\"_tokenizer\"", "engines/renderer.py"),
     ],
 )
-def test_what_a_library_keeps_private_is_touched_in_one_file(private, home):
+def test_private_parts_of_a_library_stay_in_one_file(private, home):
     touching = {path.relative_to(PACKAGE).as_posix() for path in FILES if re.search(private, path.read_text())}
     assert touching <= {home}
 

@@ -60,7 +60,7 @@ async def test_one_answer_ends_the_conversation(endpoint):
     assert "tools" not in requests[0]
 
 
-async def test_what_is_wrong_with_a_tool_call_is_told_to_the_model(endpoint):
+async def test_model_reads_what_is_wrong_with_its_call(endpoint):
     url, replies, requests = endpoint
     replies += [reply(None, ("nope", "{}"), ("nope", "")), reply("done")]
     await play(url, prompt="hi")

@@ -54,7 +54,7 @@ async def three_turns(self, task, agents):
         await talk.turn("once more")
 
 
-async def test_turns_make_one_sample_of_exactly_the_tokens_sent_and_sampled(play, tokenizer):
+async def test_turns_make_one_sample_of_their_exact_tokens(play, tokenizer):
     (rollout,), sampler = await play(three_turns)
     assert rollout.error is None and rollout.reward == 3.0
     (sample,) = rollout.samples
@@ -87,7 +87,7 @@ async def test_a_request_says_whose_prompt_it_continues(play):
         assert request.n == 1 and request.prompt[: len(earlier)] == earlier
 
 
-async def test_the_versions_are_those_of_the_first_and_the_last_call(play):
+async def test_versions_are_of_the_first_and_last_call(play):
     async def late(self, task, agents):
         async with agents.agent.interaction(task) as talk:
             await talk.turn()
@@ -109,7 +109,7 @@ async def test_each_token_knows_the_versions_of_its_model_call(play):
     assert covered == [position for position, sampled in enumerate(sample.mask) if sampled], "each sampled token once"
 
 
-async def test_every_request_of_an_episode_has_a_name_of_its_own(play):
+async def test_every_request_of_an_episode_has_its_own_name(play):
     _, sampler = await play(three_turns, n=3)
     assert len({request.key for request in sampler.requests}) == 9
 

@@ -9,7 +9,7 @@ from prl.errors import ConfigError
 ONE = "class One(vf.Taskset[vf.Task, vf.TasksetConfig]):\n    def load(self):\n        {body}\n"
 
 
-def test_a_taskset_of_the_users_is_found_by_its_dotted_path(module):
+def test_user_taskset_is_found_by_its_dotted_path(module):
     name = module(ONE.format(body="yield vf.Task(vf.TaskData(prompt='hi'))") + "__all__ = ['One']\n")
     (task,) = Environment("mine", EnvConfig(taskset=name), eval_tasks=0).tasks
     assert task.data.prompt == "hi" and task.data.idx == 0
@@ -35,7 +35,7 @@ def test_a_taskset_that_is_not_there_is_refused(taskset, says, refused):
         ("import sys\nsys.exit(4)\n", "SystemExit: 4 ("),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_refused_with_its_error(module, source, message, refused):
+def test_module_that_fails_to_import_is_refused(module, source, message, refused):
     assert f"envs.mine.taskset='package_of_tests.tasks': importing it failed: {message}" in refused(module(source))
 
 
@@ -48,13 +48,13 @@ def test_a_module_that_cannot_be_imported_is_refused_with_its_error(module, sour
         ({"operations": ["+", "^"]}, "envs.mine.args.operations.1:"),
     ],
 )
-def test_a_setting_that_does_not_fit_is_refused_by_its_full_key_with_those_that_there_are(args, says, refused):
+def test_unknown_setting_is_refused_with_the_known_ones(args, says, refused):
     message = refused("prl.envs.tasksets.math", args)
     assert message.startswith(says)
     assert "settings of prl.envs.tasksets.math: split, num_tasks, seed, max_operand, operations" in message
 
 
-def test_what_a_taskset_refuses_by_itself_is_refused_under_its_key(refused):
+def test_refusal_by_a_taskset_names_its_key(refused):
     assert refused("prl.envs.tasksets.reverse_text", {"min_length": 9, "max_length": 3}).startswith("envs.mine.args:")
 
 

@@ -44,7 +44,7 @@ def look(tokenizer):
 
 
 @pytest.mark.parametrize("place", [0, 5, 3 * CHECKED])
-def test_a_prompt_that_the_template_refuses_is_named_and_no_more(look, place):
+def test_prompt_refused_by_the_template_is_named(look, place):
     prompts = [FINE] * (4 * CHECKED)
     prompts[place] = LATE
     rendered, (warning,) = look(prompts)
@@ -58,7 +58,7 @@ def test_prompts_of_which_none_can_be_rendered_are_refused(look):
 
 
 @pytest.mark.parametrize("place", [0, 3 * CHECKED])
-def test_a_message_that_is_left_out_is_refused_wherever_its_roles_come_first(look, place):
+def test_message_omitted_by_the_template_is_refused(look, place):
     prompts = [FINE] * (4 * CHECKED)
     prompts[place] = DROPPED
     with pytest.raises(ConfigError, match="leaves out message 2, the tool's '7'"):

@@ -52,7 +52,7 @@ def test_every_monitor_gets_everything_in_order(tmp_path):
     assert monitors.last == {"step": 1, "x": 0.5, "y": 1.5}
 
 
-def test_a_failing_monitor_ends_the_run_after_the_others_have_the_line(tmp_path, line, read):
+def test_failing_monitor_ends_the_run_after_the_others(tmp_path, line, read):
     broken, after = Notes(fails=("step",)), Notes()
     monitors = begin(tmp_path, console=Console(mode="quiet"), mine=broken, jsonl=JsonLines(), after=after)
     with pytest.raises(PrlError, match=r"^monitor\.mine: Notes\.step failed: RuntimeError: no step today \(.*, line "):

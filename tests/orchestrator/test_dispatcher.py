@@ -83,7 +83,7 @@ async def test_stale_groups_are_cancelled_and_counted(make_env, pool):
         assert dispatcher.drop(math.inf) == 4 and not dispatcher.in_flight
 
 
-async def test_tasks_of_an_earlier_part_start_first_and_are_kept_until_then(make_env):
+async def test_tasks_of_an_earlier_part_start_first(make_env):
     state = DispatcherState(5, {"toy": 20.0}, [SavedTask(3, "toy", 7), SavedTask(4, "toy", 2)])
     async with dispatching(make_env(curriculum={"shuffle": False})) as dispatcher:
         dispatcher.load_state_dict(state)
@@ -152,7 +152,7 @@ async def test_rollout_is_scored_on_arrival(make_env):
         (asyncio.CancelledError(), "env 'mine': the work on a group was cancelled from within"),
     ],
 )
-async def test_error_of_an_algorithm_ends_the_run_by_its_name(make_env, error, message):
+async def test_algorithm_error_ends_the_run_by_name(make_env, error, message):
     def fails(*_):
         raise error.with_traceback(None)
 
@@ -303,7 +303,7 @@ async def test_when_all_envs_wait_nothing_starts_and_nothing_counts(make_imitati
         assert (names.count("imitating"), names.count("distilling")) == (30, 10)
 
 
-async def test_group_that_fails_while_its_model_is_away_is_excused(make_imitating, make_distilling, frozen):
+async def test_group_failed_while_model_away_is_excused(make_imitating, make_distilling, frozen):
     for make in (make_imitating, make_distilling):
         async with dispatching(make(frozen)) as dispatcher:
             dispatcher.start_group()

@@ -261,7 +261,7 @@ def test_hash_keys_must_be_fields_of_the_task(keys):
         '{"env": "math", "key": "k", "task": ' + "[" * 100_000,
     ],
 )
-def test_line_of_a_pool_that_is_no_task_is_refused(pools, tmp_path, line):
+def test_pool_line_without_a_task_is_refused(pools, tmp_path, line):
     folder = pools("math", "math")
     path = tmp_path / "hard_examples.jsonl"
     path.write_text(path.read_text() + line + "\n")

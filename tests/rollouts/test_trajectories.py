@@ -317,7 +317,7 @@ def user(text: str) -> UserMessage:
     return UserMessage(content=text)
 
 
-def test_five_calls_that_break_at_the_fourth_are_two_samples(world):
+def test_calls_that_break_once_are_two_samples(world):
     history = world.ask([user("a")], [A, END])
     history = world.ask([*history, user("b")], [THINK, B, UNTHINK, A, END])
     history = world.ask([*history, user("a")], [B, END])

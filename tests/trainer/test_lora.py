@@ -38,7 +38,7 @@ def stack(make_sample):
     return next(stacks(rows[0], 512, torch.device("cpu")))
 
 
-def test_the_adapters_are_of_all_linear_layers_but_the_head(tiny, stack):
+def test_all_linear_layers_but_the_head_have_adapters(tiny, stack):
     """And change nothing before they are trained."""
     with torch.no_grad():
         before = stack_logprobs(tiny, stack, head_chunk=None)[0]

@@ -100,11 +100,7 @@ def step(samples, *, share: bool, tokens: int, seq_len: int = 24):
     model = load_model(model_path("tiny"), device=CPU)
     rows, truncated = pack(samples, seq_len, 1)
     trainer = Trainer(
-        model=model,
-        rl_losses={"": default_loss},
-        max_steps=9,
-        share_prefixes=share,
-        tokens_per_forward=tokens,
+        model=model, rl_losses={"": default_loss}, max_steps=9, share_prefixes=share, tokens_per_forward=tokens
     )
     metrics = trainer.train_step(StepBatch(1, rows[0], truncated))
     return metrics, {name: p.grad for name, p in model.named_parameters()}
@@ -175,7 +171,7 @@ def test_a_long_branch_has_the_logprobs_of_its_sequence():
 
 
 @pytest.mark.parametrize("samples", [[], [[1] * 30]], ids=["no sample", "a long one"])
-def test_a_batch_with_nothing_to_train_still_has_a_stack(tiny, samples):
+def test_batch_with_nothing_to_train_has_a_stack(tiny, samples):
     """Of one token, however long the samples are of which none trains."""
     rows, _ = pack([sample(ids, []) for ids in samples], 32, 1)
     (stack,) = tree_stacks(rows[0], 100, CPU)
@@ -226,7 +222,7 @@ def test_models_with_other_attention_are_left_to_packed_rows(monkeypatch):
     assert can_attend_over_trees(model)
 
 
-def test_a_window_that_a_layer_does_not_tell_is_refused(tmp_path, monkeypatch):
+def test_layer_that_hides_its_window_is_refused(tmp_path, monkeypatch):
     model = load_model(windowed(tmp_path), device=CPU)
     real = tree_attention
     monkeypatch.setitem(

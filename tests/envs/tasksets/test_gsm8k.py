@@ -24,7 +24,7 @@ def tasks(tmp_path):
 
 
 @pytest.mark.parametrize(("answer", "number"), [("10 * 2\n#### 1,020", "1020"), ("1/2\n#### .5", "0.5"), ("4", "4")])
-def test_a_task_is_the_question_and_the_number_behind_the_marks(tasks, answer, number):
+def test_answer_is_the_number_behind_the_marks(tasks, answer, number):
     (task,) = tasks(("How much?", answer))
     assert (task.data.prompt, task.data.answer, task.data.demonstration) == ("How much?", number, answer)
 
@@ -41,7 +41,7 @@ def test_a_tenth_of_a_file_is_held_out(tasks):
     assert len(train) == 36 and len(held_out) == 4 and not train & held_out
 
 
-def test_math_verify_grades_where_it_is_chosen_and_in_a_process_of_its_own(tasks):
+def test_math_verify_grades_in_a_process_of_its_own(tasks):
     (task,) = tasks(("Half?", "#### .5"), grader="math_verify")
     assert [task.grade(reply) for reply in ("\\boxed{\\frac{2}{4}}", "\\boxed{2}")] == [1.0, 0.0]
     grades_here = [

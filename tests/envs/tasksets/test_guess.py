@@ -74,7 +74,7 @@ def bisecting(n):
     return player
 
 
-async def test_bisection_finds_every_secret_of_every_range_and_a_guess_less_would_not_do():
+async def test_bisection_needs_exactly_the_guesses_that_there_are():
     most = {}
     for task in everything(min_size=2, max_size=70):
         n = int(task.data.prompt.removeprefix("1-"))
@@ -108,7 +108,7 @@ def test_the_tasks_are_every_range_with_every_secret():
     assert {task.data.prompt: task.data.guesses for task in drawn} == {"1-3": 2, "1-4": 3, "1-5": 3, "1-6": 3}
 
 
-async def test_it_is_played_as_one_conversation_and_graded_on_its_last_guess(scripted):
+async def test_game_is_graded_on_its_last_guess(scripted):
     config = EnvConfig(taskset="prl.envs.tasksets.guess", args={"min_size": 20, "max_size": 20})
     environment = Environment("guess", config, eval_tasks=0)
     task = environment.tasks[0].with_data(secret=12)

@@ -141,7 +141,7 @@ def test_an_optimisers_state_is_what_a_real_step_makes(bare, built, name, settin
     assert 0 <= counted - 4 * floats * found.parameters <= 4 * len(list(real.parameters())), "and a count of steps"
 
 
-def test_what_ranks_share_is_divided_and_what_they_run_is_not(bare):
+def test_ranks_divide_states_and_not_activations(bare):
     found = shape(bare("llama"))
     how = Pass(budget=TOKENS, length=512, row=512)
     alone, shared = (

@@ -147,7 +147,7 @@ def test_a_broken_history_shows_its_branches(run, shown):
     ]
 
 
-def test_filtered_shows_what_a_filter_matched_and_nothing_that_failed(run, shown):
+def test_filtered_shows_only_what_a_filter_matched(run, shown):
     lines = shown("toy", "--filtered")
     assert [line for line in lines if line.startswith("step ")] == [
         "step 4 · math · task 31 · group 0",
