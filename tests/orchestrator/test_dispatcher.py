@@ -227,6 +227,18 @@ async def test_group_deadline_cuts_slow_scoring(make_env, pool):
     assert {max(rollout.advantages) for rollout in group.survivors} == {float(16 - len(late))}
 
 
+async def test_group_deadline_cuts_slow_credit(make_env, pool):
+    class CreditsSlowly(Algorithm):
+        async def score_group(self, group):
+            await asyncio.sleep(60.0)
+
+    env = make_env("slow", group_size=4, algorithm=CreditsSlowly)
+    env.environment.config.group_timeout_s = 0.5
+    group = await play_one(env)
+    message = "TimeoutError: not scored when its group had taken 0.5 s (envs.slow.group_timeout_s)"
+    assert [(rollout.error, rollout.error_kind) for rollout in group.rollouts] == [(message, "timeout")] * 4
+
+
 # --- envs that converse -----------------------------------------------------------------------------------------------
 
 
@@ -323,6 +335,17 @@ async def test_model_that_is_given_up_ends_the_run(make_imitating, frozen):
             dispatcher.start_group()
             frozen.go_away(for_at_most_s=-1)
             await finish(dispatcher)
+
+
+async def test_setup_waits_for_frozen_models(make_imitating, make_env, frozen):
+    env = make_imitating(frozen)
+    await env.setup()
+    assert frozen.waited == [frozen.timeout_s]
+    await env.algorithm.close()
+    assert frozen.closed == 1
+    live = make_env()
+    await live.setup()  # the policy's pool has neither: it belongs to the run
+    await live.algorithm.close()
 
 
 # --- tasks that end, rollouts that are too many -----------------------------------------------------------------------
