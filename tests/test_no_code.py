@@ -27,10 +27,7 @@ FLAGS = {"shell": True, "allow_pickle": True, "weights_only": False, "trust_remo
 
 ARGUED = {
     ("prl/__main__.py", "runpy"): "runs a command of prl's, whose names are written there",
-    (
-        "prl/tools/sweep/command.py",
-        "copyreg",
-    ): "joblib pickles the jobs of a sweep for its own workers: a part is left out",
+    ("prl/tools/sweep/command.py", "copyreg"): "joblib pickles jobs for its own workers: a part is left out",
     ("prl/envs/grading.py", "pickle"): "what a run hands to its own workers, as multiprocessing does; no file, no port",
     ("tests/support/misdeeds.py", "os.system"): "a grader that does what it should not",
     ("tests/support/engines.py", "exec"): "a command in a process that has imported what takes seconds",
@@ -38,10 +35,7 @@ ARGUED = {
     ("tests/e2e/test_readme.py", "compile"): "the blocks of the README, as a reader would run them",
     ("tests/e2e/test_readme.py", "exec"): "the same",
     ("tests/e2e/test_sources.py", "eval"): "the arithmetic of tasks that the env draws, to answer them",
-    (
-        "tests/envs/tasksets/test_math.py",
-        "eval",
-    ): "the arithmetic of a task that the test itself has drawn, by another route",
+    ("tests/envs/tasksets/test_math.py", "eval"): "the arithmetic of a task that the test has drawn",
 }
 """What there is all the same, and why."""
 

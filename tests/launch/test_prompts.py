@@ -72,16 +72,6 @@ def test_a_demonstration_that_would_be_cut_is_refused(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = [f"envs.jsonl.args.{each}" for each in (f"path={path}", "demonstration_key=shown", "eval_fraction=0")]
     small = ["run.name=x", "engine.device=cpu", "trainer.device=cpu", "orchestrator.group_size=1"]
+    demonstrated = ["algo=sft", "algo.sampling.source=demonstrations", "env=jsonl", "envs.jsonl.eval_args=null"]
     with pytest.raises(ConfigError, match="would leave out 'Write <.im_end.> to stop"):
-        prepare(
-            compose(
-                [
-                    *small,
-                    "algo=sft",
-                    "algo.sampling.source=demonstrations",
-                    "env=jsonl",
-                    "envs.jsonl.eval_args=null",
-                    *args,
-                ]
-            )
-        )
+        prepare(compose([*small, *demonstrated, *args]))

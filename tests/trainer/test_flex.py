@@ -202,6 +202,7 @@ def test_compiled_layers_leave_the_attention_its_kernel(graphs):
     torch.testing.assert_close(run(FlexTree, 300, None, scale=None), run(BlockTree, 300, None, scale=None))
 
 
+@pytest.mark.slow
 def test_long_sequences_that_share_nothing_attend_alone(graphs, monkeypatch):
     """With the same gradients; a window goes over the blocks, and so do a tree and shorter sequences."""
     monkeypatch.setattr(flex, "LONG", 20)

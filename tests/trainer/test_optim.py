@@ -149,7 +149,6 @@ SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
         (adamw(_target_="torch.nn.Linear"), "trainer.optim._target_"),
         (adamw(_target_="torch.optim.SGB"), "trainer.optim._target_"),
         (SGD | {"betas": [0.8, 0.9]}, "trainer.optim.betas"),
-        (SGD | {"momentun": 0.9}, "trainer.optim.momentun"),
         (adamw(momentum=0.9), "trainer.optim.momentum"),
         ({"_target_": "torch.optim.LBFGS", "lr": 0.1}, "trainer.optim._target_"),
         ({"_target_": "torch.optim.Muon", "lr": 0.1}, "trainer.optim._target_"),
