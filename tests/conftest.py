@@ -15,14 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import verifiers.v1 as vf
 from aiohttp import web
 from patience import patient
-from verifiers.v1 import graph
-from verifiers.v1.configs.agent import WireAgentConfig
-from verifiers.v1.dialects.chat import message_to_wire
-from verifiers.v1.trace import AgentInfo, Trace, TraceTask
-from verifiers.v1.types import AssistantMessage, Response, TurnTokens, Usage, UserMessage
+
+# verifiers, torch and transformers take seconds: the process that hands tests out to workers imports this file alone.
 
 pytest_plugins = ["quick_compose", "engines", "inline"]  # the last two are shared by tests/e2e and tests/faults
 
@@ -239,16 +235,17 @@ def server(servers):
 
 class Scripted:
     """A sampler whose model says what the script has for it: a list of replies to each conversation, or a function of
-    the conversation's name and the number of the reply. A reply is a text, one with its finish reason, or an
-    exception."""
+    the conversation's name and the number of the reply. A reply is a text, one with its finish reason, an exception, or
+    the texts of a group. Without a version it is a frozen model."""
 
-    def __init__(self, renderer, script, *, room=10_000, delay=0.0):
+    def __init__(self, renderer, script, *, room=10_000, delay=0.0, temperature=1.0, version=3, updates_per_call=0):
         self.renderer, self.tokenizer, self.script = renderer, renderer._tokenizer, script
         self.room, self.delay = room, delay
-        self.config = SimpleNamespace(temperature=1.0)
-        self.temperature = 1.0
+        self.config = SimpleNamespace(temperature=temperature)
+        self.temperature = temperature
         self.pool = SimpleNamespace(model="policy", up=True)
-        self.version = 3
+        self.version, self.updates_per_call = version, updates_per_call
+        self.requests = []
         self.asked = defaultdict(list)
         """The prompts of each conversation, as token ids."""
 
@@ -261,20 +258,25 @@ class Scripted:
 
         if len(prompt_ids) > self.room:
             raise OverlongPrompt("no room")
-        prompts = self.asked[key.rpartition("/")[0]]
+        self.requests.append(SimpleNamespace(prompt=prompt_ids, n=n, key=key, prefix=prefix))
+        conversation = key.rpartition("/")[0]
+        prompts = self.asked[conversation]
         prompts.append(prompt_ids)
-        printed = (
-            self.script(key.rpartition("/")[0], len(prompts) - 1)
-            if callable(self.script)
-            else self.script[len(prompts) - 1]
-        )
+        turn = len(prompts) - 1
+        reply = self.script(conversation, turn) if callable(self.script) else self.script[turn]
         await asyncio.sleep(self.delay)
-        if isinstance(printed, Exception):
-            raise printed
-        text, finish = printed if isinstance(printed, tuple) else (printed, "stop")
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        ids += [self.tokenizer.convert_tokens_to_ids("<|im_end|>")] * (finish == "stop")
-        return [Completion(list(ids), [-0.5] * len(ids), finish) for _ in range(n)]
+        if isinstance(reply, Exception):
+            raise reply
+        text, finish = reply if isinstance(reply, tuple) else (reply, "stop")
+        ids = [self._ids(each, finish) for each in (text if isinstance(text, list) else [text] * n)]
+        if self.version is None:
+            return [Completion(each, [], finish) for each in ids]
+        start, self.version = self.version, self.version + self.updates_per_call
+        return [Completion(each, [-0.5] * len(each), finish, start, self.version) for each in ids]
+
+    def _ids(self, text, finish):
+        end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        return [*self.tokenizer.encode(text, add_special_tokens=False), *[end] * (finish == "stop")]
 
 
 @pytest.fixture
@@ -283,55 +285,15 @@ def scripted(renderer):
     return lambda script, **how: Scripted(renderer, script, **how)
 
 
-class Talk:
-    """One rollout's conversation: `turn(prompt, reply)` commits a model call and returns the messages so far."""
-
-    def __init__(self, renderer, tokenizer):
-        self.renderer, self.tokenizer = renderer, tokenizer
-        self.trace = Trace(
-            task=TraceTask.model_construct(type="Toy", data=vf.TaskData(idx=3, prompt="?"), key="k", hash="h"),
-            agent=AgentInfo.model_construct(
-                config=WireAgentConfig.model_construct(), runtime=None, name="agent", trainable=True
-            ),
-        )
-        self.sent = []
-        """Prompt and completion of each call, as the model saw them."""
-
-    def turn(self, messages, reply, *, logprobs=None):
-        rendered = self.renderer.render([message_to_wire(m) for m in messages], add_generation_prompt=True)
-        ids = [
-            *self.tokenizer.encode(reply, add_special_tokens=False),
-            self.tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        ]
-        values = [-(len(self.sent) + 1 + i / 100) for i in range(len(ids))] if logprobs is None else logprobs
-        turn = graph.prepare_turn(self.trace, messages)
-        message = AssistantMessage(content=reply)
-        turn.commit(
-            Response.model_construct(
-                id="",
-                created=0,
-                model="policy",
-                message=message,
-                finish_reason="stop",
-                usage=Usage(prompt_tokens=len(rendered.token_ids), completion_tokens=len(ids)),
-                tokens=TurnTokens.model_construct(
-                    prompt_ids=rendered.token_ids,
-                    completion_ids=ids,
-                    completion_logprobs=values,
-                    message_spans=rendered.message_token_spans(),
-                    is_content=rendered.is_content,
-                ),
-            )
-        )
-        self.sent.append(SimpleNamespace(prompt=rendered.token_ids, completion=ids, logprobs=values))
-        return [*messages, message]
-
-
 @pytest.fixture
 def talk(renderer, tokenizer):
+    from conversation import Talk
+
     return Talk(renderer, tokenizer)
 
 
 @pytest.fixture
 def user():
+    from verifiers.v1.types import UserMessage
+
     return lambda text: UserMessage(content=text)

@@ -42,7 +42,7 @@ def test_lines_of_both_sides_are_read(tmp_path, capsys):
         ([0.79] * 9, math.inf),
     ],
 )
-def test_the_reward_is_reached_by_the_mean_of_five_steps(rewards, at):
+def test_reward_is_reached_by_mean_of_five_steps(rewards, at):
     times = [10.0 + 2.0 * number for number in range(len(rewards))]
     assert BENCH.Run(times, list(rewards), [3.0] * len(rewards), 99.0).reached() == at
 

@@ -1,12 +1,9 @@
 """`prl env check`: an env of every kind is loaded and played as in a run; what is wrong is told with its line."""
 
-import json
-import shutil
 import sys
 
 import pytest
 
-from prl.models import model_path
 from prl.tools import env_check as env
 
 TASKSET = """
@@ -65,7 +62,7 @@ def test_a_single_turn_is_played_with_the_tasks_answer(prl_env):
     assert status == 0 and "reward 0 (answer 0)" in out and "assistant  x" in out
 
 
-def test_a_conversation_is_played_with_one_reply_after_the_other(prl_env):
+def test_conversation_is_played_reply_by_reply(prl_env):
     status, out, _ = prl_env("check", "guess", "args.num_tasks=5", "eval_args=null", "--reply", "what", "--reply", "0")
     assert status == 0 and "no held-out tasks" in out
     assert out.index("assistant  what") < out.index("a number") < out.index("assistant  0") < out.index("higher")
@@ -117,33 +114,11 @@ def test_an_error_in_user_code_names_its_line(prl_env, taskset, tmp_path, name, 
         (["math", "weight=-1x"], "weight"),
         (["mth"], "; did you mean math?\n"),
         (["math,guess"], "taskset='math,guess'"),
-        (["../x"], "taskset='../x'"),
-        (["math", "trainer.optim.lrr=1"], "trainer.optim.lrr"),
         (["math", "args.system=héllo"], "args.system=héllo"),
         (["jsonl"], "envs.jsonl.args.path"),
         (["prl.envs.tasksets.guess", "timeout_s=3"], "timeout_s"),
-        (["math", "timeout_s=-1"], "envs.math.timeout_s"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_in_a_line(prl_env, arguments, named):
     status, out, err = prl_env("check", *arguments)
     assert status == 2 and out == "" and err.startswith("error: ") and named in err and len(err.splitlines()) == 1
-
-
-def test_a_template_that_fails_is_refused_in_a_line(prl_env, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(model_path("tiny"), folder)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    file = folder / "tokenizer_config.json"
-    template = "{{ raise_exception('not this') }}"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
-    model = ["model=hf", f"model.path={folder}", "model.renderer=default"]
-    status, _, err = prl_env("check", "guess", "args.num_tasks=3", "eval_args=null", *model, "--reply", "1")
-    assert status == 2 and "not this" in err and len(err.splitlines()) == 1
-
-
-def test_a_module_that_a_taskset_misses_is_named(prl_env, taskset, tmp_path):
-    name = taskset("env_check_misses")
-    (tmp_path / f"{name}.py").write_text("import no_such_module_xyz\n")
-    status, _, err = prl_env("check", name)
-    assert status == 2 and "import no_such_module_xyz" in err

@@ -1,5 +1,6 @@
 """The experiments: each sweep has the jobs of the command beside it, none would be refused, and a README has it."""
 
+import functools
 import itertools
 import warnings
 from pathlib import Path
@@ -48,7 +49,10 @@ def jobs(overrides):
     return values, [each.input_line for key, each in given.items() if key not in varied]
 
 
-def composed(overrides):
+@functools.cache
+def composed(*overrides):
+    """The config of a sweep as Hydra has it; nobody may change it."""
+    overrides = list(overrides)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         config = hydra.compose("train", overrides, return_hydra_config=True)
     config.hydra.overrides.task = overrides
@@ -58,7 +62,7 @@ def composed(overrides):
 @pytest.mark.parametrize("words", EXPERIMENTS)
 def test_a_sweep_has_the_jobs_that_could_be_typed(words):
     typed = [f"experiment={words.split()[0]}", *words.split()[1:]]
-    config = composed(typed)
+    config = composed(*typed)
     varied, _ = jobs(overrides_of(config.hydra))
     expected, fixed = jobs([*COMMON.split(), *EXPERIMENTS[words].split()])
     assert config.hydra.mode.name == "MULTIRUN" and varied == expected
@@ -77,7 +81,7 @@ def test_its_readme_has_the_command_and_the_report(words):
     name, *more = words.split()
     page = Path(__file__).parents[1].joinpath("experiments", name, "README.md").read_text()
     assert f"\npython -m prl.train experiment={words}\n" in page
-    folder = folder_of(composed([f"experiment={name}", *more]))
+    folder = folder_of(composed(f"experiment={name}", *more))
     [report] = [line for line in page.splitlines() if line.startswith("prl report ")]
     assert f" {folder} " in report and report.endswith(f" --out experiments/{name}")
 

@@ -75,7 +75,7 @@ def test_nothing_but_the_package_is_imported_for_the_usage():
     assert printed.splitlines()[-1] == "['prl', 'prl.__main__']"
 
 
-def test_ctrl_c_while_a_command_imports_is_a_stop_like_any(tmp_path):
+def test_ctrl_c_during_imports_stops_the_command(tmp_path):
     (tmp_path / "hydra.py").write_text("raise KeyboardInterrupt")
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run([sys.executable, "-m", "prl", "train"], env=env, capture_output=True, text=True, timeout=60)

@@ -21,29 +21,21 @@ CALLS = {
 }  # fmt: skip
 OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list"}
 """Collectives of torch's that pickle."""
+ATTRIBUTES = OBJECTS | {call.rpartition(".")[2] for call in CALLS}
 FLAGS = {"shell": True, "allow_pickle": True, "weights_only": False, "trust_remote_code": True}
 """Arguments that open a door, where they are written out."""
 
 ARGUED = {
     ("prl/__main__.py", "runpy"): "runs a command of prl's, whose names are written there",
-    (
-        "prl/tools/sweep/command.py",
-        "copyreg",
-    ): "joblib pickles the jobs of a sweep for its own workers: a part is left out",
-    (
-        "prl/envs/grading.py",
-        "pickle",
-    ): "what a run hands to its own workers, as multiprocessing does; no file, no port",
+    ("prl/tools/sweep/command.py", "copyreg"): "joblib pickles jobs for its own workers: a part is left out",
+    ("prl/envs/grading.py", "pickle"): "what a run hands to its own workers, as multiprocessing does; no file, no port",
     ("tests/support/misdeeds.py", "os.system"): "a grader that does what it should not",
     ("tests/support/engines.py", "exec"): "a command in a process that has imported what takes seconds",
     ("tests/support/quick_compose.py", "pickle"): "copies what the process itself has composed, and writes nothing",
     ("tests/e2e/test_readme.py", "compile"): "the blocks of the README, as a reader would run them",
     ("tests/e2e/test_readme.py", "exec"): "the same",
     ("tests/e2e/test_sources.py", "eval"): "the arithmetic of tasks that the env draws, to answer them",
-    (
-        "tests/envs/tasksets/test_math.py",
-        "eval",
-    ): "the arithmetic of a task that the test itself has drawn, by another route",
+    ("tests/envs/tasksets/test_math.py", "eval"): "the arithmetic of a task that the test has drawn",
 }
 """What there is all the same, and why."""
 
@@ -69,7 +61,7 @@ def doors(text: str) -> set[str]:
             found |= {name.name for name in node.names} & OBJECTS
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in BUILTINS:
             found.add(node.id)
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
             found |= {ast.unparse(node)} & CALLS | {node.attr} & OBJECTS
         elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
             found |= {f"{node.arg}={node.value.value}"} & {f"{name}={value}" for name, value in FLAGS.items()}

@@ -6,11 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
-from omegaconf import OmegaConf
 
 from prl.config.build import plain
 from prl.config.compose import compose
-from prl.config.run_yaml import without_run, yaml_of
 from prl.errors import ConfigError, PrlError
 from prl.runs.owner import owned
 from prl.runs.result import RunResult
@@ -77,24 +75,16 @@ def test_files_older_than_a_config_block_no_run(tmp_path):
     new_run_dir(compose(["run.name=x", f"run.dir={tmp_path}/x"]))
 
 
-def test_an_error_is_printed_where_no_result_can_be_written(tmp_path, capsys):
+def test_error_is_printed_where_result_is_unwritable(tmp_path, capsys):
     with pytest.raises(PrlError, match="the first"), owned(tmp_path), recorded(tmp_path, RunResult()):
         (tmp_path / "result.json").mkdir()
         raise PrlError("the first")
     assert capsys.readouterr().err == f"no result.json: {tmp_path}/result.json cannot be written: Is a directory\n"
 
 
-def test_an_exit_from_within_is_a_failure_that_names_its_line(tmp_path):
+def test_exit_of_user_code_is_a_failure_with_line(tmp_path):
     result = RunResult()
     printed = rf"^the run was ended from within: SystemExit: 0 \({__file__}, line \d+\)$"
     with pytest.raises(PrlError, match=printed), recorded(tmp_path, result):
         raise SystemExit(0)
     assert result.status == "failed" and result.error.startswith("the run was ended from within")
-
-
-def test_a_config_that_was_cut_off_is_noticed(tmp_path):
-    config = compose(["run.name=x", f"run.dir={tmp_path}/x"])
-    text = (new_run_dir(config) / "config.yaml").read_text()
-    assert yaml_of(text) == OmegaConf.to_container(OmegaConf.create(without_run(plain(config))))
-    with pytest.raises(ValueError, match="its end is missing"):
-        yaml_of(text[: text.index("checkpoint:")])

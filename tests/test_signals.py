@@ -57,7 +57,7 @@ def started(run_dir, shutdown_s):
         ([signal.SIGTERM, signal.SIGTERM], 1, "in order\n"),
     ],
 )
-def test_a_signal_stops_a_command_in_order_and_only_a_second_ctrl_c_at_once(tmp_path, signals, shutdown_s, printed):
+def test_first_signal_stops_in_order_second_at_once(tmp_path, signals, shutdown_s, printed):
     with started(tmp_path, shutdown_s) as process:
         process.send_signal(signals[0])
         assert process.stdout.readline() == "shuts down\n"
@@ -67,7 +67,7 @@ def test_a_signal_stops_a_command_in_order_and_only_a_second_ctrl_c_at_once(tmp_
     assert process.returncode == 128 + signals[0] and read_result(tmp_path).status == "stopped"
 
 
-def test_a_command_says_that_it_was_stopped_and_by_which_signal(capsys):
+def test_exit_status_names_the_signal(capsys):
     with pytest.raises(SystemExit) as caught, errors_as_exit_codes():
         raise Stopped(signal.SIGTERM)
     assert caught.value.code == 143 and capsys.readouterr().err == "stopped\n"
@@ -100,17 +100,14 @@ signals.run_to_end(work())
 def holding(how, still_s):
     """A process whose event loop code holds up."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, how, str(still_s)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", HOLDS, how, str(still_s)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "holds\n", process.stderr.read()
     return process
 
 
 @pytest.mark.parametrize("how", ["spins", "backtracks"])
-def test_code_that_holds_the_loop_up_is_named_while_it_does(how):
+def test_code_that_blocks_the_loop_is_named(how):
     process = holding(how, 0.5)
     try:
         while f" in {how}" not in (line := process.stderr.readline()):
@@ -121,7 +118,7 @@ def test_code_that_holds_the_loop_up_is_named_while_it_does(how):
         process.communicate()
 
 
-def test_a_second_ctrl_c_interrupts_code_that_holds_the_loop_up():
+def test_second_ctrl_c_interrupts_code_that_blocks_the_loop():
     process = holding("spins", 60.0)
     process.send_signal(signal.SIGINT)
     time.sleep(patient(1.0))
@@ -155,7 +152,7 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path):
     assert read_result(tmp_path).status == "completed"
 
 
-def test_work_runs_to_its_end_and_leaves_signals_as_they_were():
+def test_work_leaves_signal_handlers_as_they_were():
     async def work():
         await asyncio.sleep(0)
         raise PrlError("done")

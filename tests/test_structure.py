@@ -1,6 +1,7 @@
 """The shape that prl/README.md promises: where imports point, and what is touched in one file alone."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import importlib.util
@@ -13,7 +14,6 @@ import prl
 
 PACKAGE = Path(prl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in FILES}
 FLOORS = [
     {"config", "errors", "models", "monitors", "rollouts", "transport"},
     {"algorithms", "curriculum", "engines", "envs", "filters", "losses", "orchestrator", "trainer"},
@@ -25,6 +25,11 @@ FREE = {"__init__.py", "config/write.py", "config/compose.py"}
 """May import from anywhere: verifiers looks up our harness in the first; the others list the components, whose
 constructors are the schemas."""
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in FILES}
 
 
 def package_of(name: str) -> str:
@@ -46,28 +51,28 @@ def imported_packages(tree: ast.Module) -> set[str]:
 
 
 def test_every_package_has_a_floor():
-    assert {package_of(name) for name in TREES} - {"__init__"} == set(FLOOR)
+    assert {package_of(name) for name in trees()} - {"__init__"} == set(FLOOR)
 
 
 def test_imports_point_downwards():
     upwards = [
         f"{name} imports {imported}"
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for imported in imported_packages(tree)
         if name not in FREE and FLOOR[imported] > FLOOR[package_of(name)]
     ]
     assert not upwards
 
 
-def test_the_orchestrator_and_the_trainer_do_not_know_each_other():
-    of_one = {package_of(name): set() for name in TREES}
-    for name, tree in TREES.items():
+def test_orchestrator_and_trainer_do_not_know_each_other():
+    of_one = {package_of(name): set() for name in trees()}
+    for name, tree in trees().items():
         of_one[package_of(name)] |= imported_packages(tree)
     assert "trainer" not in of_one["orchestrator"] and "orchestrator" not in of_one["trainer"]
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    modules = {"prl." + name.removesuffix(".py").replace("/", "."): tree for name, tree in TREES.items()}
+    modules = {"prl." + name.removesuffix(".py").replace("/", "."): tree for name, tree in trees().items()}
     graph = {}
     for module, tree in modules.items():
         top = [node for node in tree.body if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("prl")]
@@ -84,7 +89,7 @@ def test_no_module_imports_itself_by_way_of_others():
         (r"\._tokenizer\b|\"_tokenizer\"", "engines/renderer.py"),
     ],
 )
-def test_what_a_library_keeps_private_is_touched_in_one_file(private, home):
+def test_private_parts_of_a_library_stay_in_one_file(private, home):
     touching = {path.relative_to(PACKAGE).as_posix() for path in FILES if re.search(private, path.read_text())}
     assert touching <= {home}
 
@@ -92,7 +97,7 @@ def test_what_a_library_keeps_private_is_touched_in_one_file(private, home):
 def test_functions_fit_a_screen():
     long = [
         f"{name}, line {node.lineno}: {node.name}"
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 50
     ]
@@ -116,7 +121,7 @@ def is_text_of_the_locale(call: ast.Call) -> bool:
 def test_text_is_utf8_whatever_the_locale():
     lines = [
         f"{name}, line {node.lineno}"
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and name not in ASCII and is_text_of_the_locale(node)
     ]

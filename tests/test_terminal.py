@@ -22,7 +22,7 @@ def test_colours_pass_and_text_is_harmless():
     assert console.file.getvalue() == f"\x1b[31m{shown}\x1b[0m\n"
 
 
-def test_what_is_printed_under_a_live_table_is_harmless_too(monkeypatch):
+def test_text_under_a_live_table_is_harmless(monkeypatch):
     """rich takes the streams over meanwhile, and prints by its console."""
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     raw = sys.stderr
@@ -50,7 +50,7 @@ print("at the end", flush=True)
 """
 
 
-def test_a_run_goes_on_when_nobody_reads_its_output_any_more():
+def test_run_goes_on_when_nobody_reads_its_output():
     reader, writer = os.pipe()
     command = [sys.executable, "-c", WORKS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=writer, stderr=writer) as process:

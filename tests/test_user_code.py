@@ -65,7 +65,7 @@ def refusal(tmp_path, monkeypatch):
         ("raise Stop('x')", "Stop: x"),
     ],
 )
-def test_what_it_raises_is_a_refusal_with_key_and_line(refusal, tmp_path, body, name):
+def test_exception_is_a_refusal_with_key_and_line(refusal, tmp_path, body, name):
     path = tmp_path / "mine_algo.py"
     at_import = f"algo._target_='mine_algo.Mine': importing it failed: {name} ({path}, line 5)"
     assert refusal(at_import=body) == at_import

@@ -4,84 +4,15 @@ import asyncio
 
 import pytest
 import verifiers.v1 as vf
+from conversation import Talk
 from orchestrating import *  # noqa: F403  # a toy run and its parts
-from verifiers.v1 import graph
-from verifiers.v1.clients.train import response_from_generate
-from verifiers.v1.configs.agent import WireAgentConfig
-from verifiers.v1.dialects.chat import message_to_wire
-from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
-from prl.envs.turn import parse
 from prl.errors import EngineError
-from prl.rollouts.rollout import Rollout
-
-
-class Talk:
-    """One rollout's conversation, rendered and committed turn by turn as verifiers' client does, bridges included."""
-
-    def __init__(self, renderer):
-        self.renderer, self.tokenizer = renderer, renderer._tokenizer
-        self.trace = Trace(
-            task=TraceTask.model_construct(type="Toy", data=vf.TaskData(idx=3, prompt="?"), key="k", hash="h"),
-            agent=AgentInfo.model_construct(
-                config=WireAgentConfig.model_construct(), runtime=None, name="agent", trainable=True
-            ),
-        )
-
-    def turn(self, messages, reply):
-        """Commit the model's answer `reply` to `messages`; returns the messages so far."""
-        turn = graph.prepare_turn(self.trace, messages)
-        previous, tail = turn.previous_renderer_token_ids(), [message_to_wire(m) for m in turn.tail]
-        rendered = previous and tail and self.renderer.bridge_to_next_turn(*previous, tail)
-        bridged = turn if rendered else None
-        rendered = rendered or self.renderer.render([message_to_wire(m) for m in messages], add_generation_prompt=True)
-        ids = [*self.encode(reply), self.tokenizer.convert_tokens_to_ids("<|im_end|>")]
-        result = {
-            "prompt_ids": rendered.token_ids,
-            "prompt_attribution": rendered,
-            "finish_reason": "stop",
-            "completion_ids": ids,
-            "completion_logprobs": [-1.0 - i for i in range(len(ids))],
-        }
-        response = response_from_generate(result, "policy", bridged)
-        response.message = parse(ids, self.renderer)
-        turn.commit(response)
-        return [*messages, response.message]
-
-    def encode(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def rollout(self, reward=0.0):
-        self.trace.record_reward("answer", reward)
-        rollout = Rollout(self.trace, env_name="toy", group_id=0, start_version=0, temperature=1.0)
-        rollout.attach_samples()
-        return rollout
-
-    def spans(self, sample):
-        """Each run of tokens of one weight in `ce_weights`: that weight and the text. What weighs 0.0 is left out."""
-        runs, last = [], 0.0
-        for token, weight in zip(sample.token_ids, sample.ce_weights or [0.0] * len(sample.token_ids), strict=True):
-            if weight and weight == last:
-                runs[-1][1].append(token)
-            elif weight:
-                runs.append((weight, [token]))
-            last = weight
-        return [(weight, self.tokenizer.decode(tokens)) for weight, tokens in runs]
 
 
 @pytest.fixture
-def new_talk(renderer):
-    return lambda: Talk(renderer)
-
-
-@pytest.fixture
-def talk(new_talk):
-    return new_talk()
-
-
-@pytest.fixture
-def user():
-    return lambda text: vf.UserMessage(content=text)
+def new_talk(renderer, tokenizer):
+    return lambda: Talk(renderer, tokenizer)
 
 
 @pytest.fixture

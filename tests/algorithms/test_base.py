@@ -130,11 +130,7 @@ async def test_score_batch_replaces_the_credit_of_groups(make_rollout, play, cre
 
 @pytest.mark.parametrize("hook", ["score_rollout", "score_group"])
 @pytest.mark.parametrize(
-    "meddle",
-    [
-        lambda sample: sample.token_ids.__setitem__(-1, 99),
-        lambda sample: sample.mask.__setitem__(0, True),
-    ],
+    "meddle", [lambda sample: sample.token_ids.__setitem__(-1, 99), lambda sample: sample.mask.__setitem__(0, True)]
 )
 async def test_algorithm_that_changes_tokens_is_refused(make_rollout, play, hook, meddle):
     class Meddler(Silent):

@@ -47,7 +47,7 @@ def hint_ids(renderer):
     return lambda text: tokenizer.encode(f"<|im_start|>system\n{text}<|im_end|>\n", add_special_tokens=False)
 
 
-async def test_hint_is_one_system_message_in_front_of_every_sample(opsd, shown, reference, hint_ids, play):
+async def test_hint_is_a_system_message_before_every_sample(opsd, shown, reference, hint_ids, play):
     (rollout,) = await play(opsd(template="{See}: {demonstration}!"), [shown(lengths=(4, 2, 3))])
     hint = hint_ids("{See}: from the task!")
     assert sorted(reference.asked, key=len) == [hint + list(range(n)) for n in (2, 3, 4)]

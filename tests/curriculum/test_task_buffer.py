@@ -77,11 +77,7 @@ def test_thresholds_are_inclusive(reward, pool):
 
 @pytest.mark.parametrize(
     ("easy", "hard", "pools"),
-    [
-        (0.75, None, ["easy", "normal"]),
-        (None, 0.25, ["normal", "hard"]),
-        (None, None, [None, None]),
-    ],
+    [(0.75, None, ["easy", "normal"]), (None, 0.25, ["normal", "hard"]), (None, None, [None, None])],
 )
 def test_without_a_threshold_nothing_goes_to_its_pool(easy, hard, pools):
     curriculum = pooled(easy_threshold=easy, hard_threshold=hard)

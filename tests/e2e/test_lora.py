@@ -3,7 +3,6 @@
 import statistics
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -24,6 +23,8 @@ KNOBS = (
 
 
 def test_adapters_learn_on_policy_and_are_kept_for_peft_and_for_going_on(inline):
+    import peft  # takes .4 s, of each process that collects tests
+
     run = inline(*KNOBS, "max_steps=10")
     assert run.status == 0, run.stderr
     assert all(gap < 1e-5 for gap in run.column("logprob_gap/mean"))

@@ -23,26 +23,23 @@ def reply(content=None, *calls):
     return message
 
 
-@pytest.fixture
-async def endpoint():
-    """`(url, replies, requests)`: the replies still to give, and the bodies that came."""
-    replies, requests = [], []
+PATH = "/v1/chat/completions"
 
-    async def chat(request):
-        assert request.headers["Authorization"] == "Bearer s3cret"
-        requests.append(await request.json())
+
+@pytest.fixture
+def endpoint(server):
+    """`(url, replies, requests)`: the replies still to give, and the bodies that came."""
+    replies = []
+
+    async def chat():
         choice = {"index": 0, "message": replies.pop(0), "finish_reason": "stop"}
         return web.json_response(
             {"id": "x", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
         )
 
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", chat)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", replies, requests
-    await runner.cleanup()
+    server.replies[PATH] = chat
+    yield f"{server.url}/v1", replies, server.bodies[PATH]
+    assert not server.calls or server.headers["Authorization"] == "Bearer s3cret"
 
 
 async def play(url, **data):
@@ -63,7 +60,7 @@ async def test_one_answer_ends_the_conversation(endpoint):
     assert "tools" not in requests[0]
 
 
-async def test_what_is_wrong_with_a_tool_call_is_told_to_the_model(endpoint):
+async def test_model_reads_what_is_wrong_with_its_call(endpoint):
     url, replies, requests = endpoint
     replies += [reply(None, ("nope", "{}"), ("nope", "")), reply("done")]
     await play(url, prompt="hi")

@@ -9,7 +9,7 @@ from prl.envs.environment import Environment, find_taskset
 from prl.errors import ConfigError
 
 
-def test_training_tasks_and_held_out_tasks_differ_only_in_what_eval_args_say():
+def test_held_out_tasks_differ_only_by_eval_args():
     config = EnvConfig(
         taskset="prl.envs.tasksets.math", args={"max_operand": 5, "num_tasks": 9}, eval_args={"split": "eval"}
     )
@@ -19,7 +19,7 @@ def test_training_tasks_and_held_out_tasks_differ_only_in_what_eval_args_say():
 
 
 @pytest.mark.parametrize(("eval_args", "eval_tasks"), [(None, 5), ({"split": "eval"}, 0)])
-def test_without_a_split_or_a_wish_there_are_no_held_out_tasks(eval_args, eval_tasks):
+def test_no_held_out_tasks_without_a_split(eval_args, eval_tasks):
     config = EnvConfig(taskset="prl.envs.tasksets.math", args={"num_tasks": 3}, eval_args=eval_args)
     assert Environment("math", config, eval_tasks=eval_tasks).eval_tasks == []
 
@@ -117,7 +117,7 @@ def test_tools_that_do_not_go_together_are_refused(module, refused, made, messag
 @pytest.mark.parametrize(
     "made", ["Spawned(vf.ToolsetConfig())", "Sums(vf.ToolsetConfig()), Spawned(vf.ToolsetConfig())"]
 )
-def test_tools_that_do_not_promise_to_be_quick_go_to_verifiers_own_program(module, monkeypatch, made, refused):
+def test_slow_tools_are_served_by_verifiers(module, monkeypatch, made, refused):
     name = module(TOOLS.format(made=made))
     assert "tools that run in processes of their own, which needs verifiers' own Env" in refused(name)
     monkeypatch.setattr("prl.envs.environment.load_harness_env", lambda taskset, args, *_: (taskset, args))
@@ -172,7 +172,7 @@ async def test_each_agent_that_is_trained_is_a_seat(module, scripted, both):
     assert not any(rollout.error for rollout in rollouts) and not env.verifiers_env.open
 
 
-async def test_held_out_tasks_are_played_with_the_settings_they_were_made_with(module, scripted):
+async def test_held_out_tasks_play_with_their_own_settings(module, scripted):
     name = module(CONVERSES.replace("LISTENER_TRAINS", "False"))
     env = Environment("mine", EnvConfig(taskset=name, eval_args={"word": "eval"}, in_process=True), eval_tasks=1)
     async with env.serving():

@@ -2,14 +2,12 @@
 
 import asyncio
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1.types import SystemMessage, UserMessage
 
-from prl.engines.replies import Completion
 from prl.engines.sampler import OverlongPrompt
 from prl.envs.group import GroupRequest, play_group
 from prl.envs.turn import opening_messages
@@ -22,35 +20,13 @@ class Graded(vf.Task):
         return float(trace.last_reply == "2")
 
 
-class FakeSampler:
-    """Gives out the replies it was made with; new weights arrive meanwhile, unless the model is frozen."""
-
-    def __init__(self, renderer, tokenizer, replies, *, finish="stop", error=None, delay=0.0, frozen=False):
-        self.renderer, self.tokenizer, self.replies = renderer, tokenizer, replies
-        self.finish, self.error, self.delay = finish, error, delay
-        self.temperature = 0.7
-        self.pool = SimpleNamespace(model="policy")
-        self.version = None if frozen else 3
-        self.asked = []
-
-    async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
-        self.asked.append((prompt_ids, n, key))
-        await asyncio.sleep(self.delay)
-        if self.error:
-            raise self.error
-        eos = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        ids = [[*self.tokenizer.encode(text, add_special_tokens=False), eos] for text in self.replies]
-        if self.version is None:
-            return [Completion(each, [], self.finish) for each in ids]
-        return [Completion(each, [-0.25] * len(each), self.finish, 3, 4) for each in ids]
-
-
 @pytest.fixture
-def start(renderer, tokenizer):
-    """`start(replies, task)`: the generator of a group's rollouts."""
+def start(scripted):
+    """`start(replies, task)`: the generator of a group's rollouts. New weights arrive while the model answers."""
 
-    def begin(replies, task=Graded, *, timeout_s=5.0, **how):
-        sampler = FakeSampler(renderer, tokenizer, replies, **how)
+    def begin(replies, task=Graded, *, timeout_s=5.0, finish="stop", error=None, frozen=False, **how):
+        how |= {"temperature": 0.7, "version": None if frozen else 3, "updates_per_call": 1}
+        sampler = scripted([error or (replies, finish)], **how)
         task = task(vf.TaskData(idx=0, prompt="1+1=")) if isinstance(task, type) else task
         request = {"task": task, "n": len(replies), "sampler": sampler, "group_id": 9, "timeout_s": timeout_s}
         begin.sampler = sampler
@@ -70,9 +46,10 @@ def play(start):
     return run
 
 
-async def test_a_group_is_one_request_and_each_rollout_has_its_own_tokens(play, start, renderer):
+async def test_group_is_one_request_with_tokens_for_each_rollout(play, start, renderer):
     rollouts = await play(["2", "3", "12"])
-    [(prompt, n, key)] = start.sampler.asked
+    [request] = start.sampler.requests
+    prompt, n, key = request.prompt, request.n, request.key
     assert prompt == renderer.render([{"role": "user", "content": "1+1="}], add_generation_prompt=True).token_ids
     assert n == 3 and key.startswith("toy/") and key.endswith("/9")
     assert [r.reward for r in rollouts] == [1.0, 0.0, 0.0] and not any(r.error for r in rollouts)
@@ -99,7 +76,7 @@ OPENINGS = {
 
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("opening", OPENINGS)
-async def test_a_reply_in_a_group_leaves_the_trace_of_one_alone(play, opening, frozen):
+async def test_reply_in_a_group_leaves_the_trace_of_one(play, opening, frozen):
     task, replies = Graded(vf.TaskData(idx=0, **OPENINGS[opening])), ["2", "317", "2"]
     left_out = {"id": True, "timing": True, "calls": {"__all__": {"time"}}, "nodes": {"__all__": {"timestamp"}}}
     together = [rollout.trace for rollout in await play(replies, task, frozen=frozen)]
@@ -113,7 +90,7 @@ async def test_a_reply_in_a_group_leaves_the_trace_of_one_alone(play, opening, f
     assert len({id(node) for trace in together for node in trace.nodes}) == sum(len(t.nodes) for t in together)
 
 
-async def test_a_frozen_models_rollouts_have_no_version_and_no_logprobs(play):
+async def test_frozen_rollouts_have_no_version_or_logprobs(play):
     rollouts = await play(["2", "3"], frozen=True)
     assert [(r.error, r.start_version, r.end_version, r.reward) for r in rollouts] == [
         (None, None, None, 1.0),
@@ -176,7 +153,7 @@ async def test_what_a_grader_raises_costs_its_own_rollout(play):
 
 
 @pytest.mark.parametrize("task", [Fails, FailsBesideAnother])
-async def test_a_grader_that_cancels_itself_or_ignores_its_deadline_costs_its_own_rollout(play, task):
+async def test_misbehaving_grader_costs_only_its_own_rollout(play, task):
     playing = asyncio.current_task()
     rollouts = await play(["2", "cancels", "ignores", "2"], task, timeout_s=0.3)
     assert [rollout.error_kind for rollout in rollouts] == [None, "env", "timeout", None]
@@ -204,7 +181,7 @@ class Odd(Graded):
         return float(trace.last_reply)
 
 
-async def test_a_metric_that_is_not_finite_is_warned_of_once_and_its_rollout_trains(play, caplog, monkeypatch):
+async def test_metric_not_finite_warns_once_and_the_rollout_trains(play, caplog, monkeypatch):
     monkeypatch.setattr("prl.envs.group._warned", set())
     rollouts = await play(["2", "nan", "inf", "nan"], Odd)
     assert all(rollout.error is None and rollout.samples for rollout in rollouts)
@@ -231,7 +208,7 @@ async def test_a_model_that_fails_takes_the_group_with_it(play, how, error):
     assert all(rollout.error.startswith(error) and not rollout.samples for rollout in rollouts) and len(rollouts) == 2
 
 
-async def test_a_bug_is_not_taken_for_an_episode_that_failed(play):
+async def test_bug_is_no_failed_episode(play):
     with pytest.raises(ZeroDivisionError):
         await play(["2"], error=ZeroDivisionError())
 
@@ -273,7 +250,7 @@ def sequel(monkeypatch):
     return Sequel(vf.TaskData(idx=0, prompt="1+1="))
 
 
-async def test_a_rollout_is_yielded_as_soon_as_it_is_graded(start, sequel):
+async def test_rollout_is_yielded_once_graded(start, sequel):
     rewards = []
     async with asyncio.timeout(5):
         async for rollout in start(["2", "3", "1"], sequel, timeout_s=2.0):
@@ -283,7 +260,7 @@ async def test_a_rollout_is_yielded_as_soon_as_it_is_graded(start, sequel):
     assert rewards == [(1, 3.0), (2, 1.0), (0, 2.0)]
 
 
-async def test_the_time_that_the_consumer_takes_is_not_the_rollouts(start):
+async def test_time_of_the_consumer_is_not_the_rollouts(start):
     errors = []
     async for rollout in start(["2", "3"], timeout_s=0.2):
         await asyncio.sleep(0.3)
@@ -291,7 +268,7 @@ async def test_the_time_that_the_consumer_takes_is_not_the_rollouts(start):
     assert errors == [None, None]
 
 
-async def test_a_consumer_that_stops_early_cancels_the_graders_that_still_run(start, sequel):
+async def test_consumer_that_stops_early_cancels_running_graders(start, sequel):
     async with contextlib.aclosing(start(["2", "3", "6"], sequel)) as group:
         async for rollout in group:
             assert rollout.reward == 3.0

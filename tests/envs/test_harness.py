@@ -107,7 +107,7 @@ async def test_each_trainable_trace_is_a_rollout_and_yielded_once(play, make_tra
     assert len(set(program.contexts)) == 2, "episodes are told apart"
 
 
-async def test_the_rollouts_of_a_frozen_model_have_no_version_and_no_logprobs(play, make_trace):
+async def test_frozen_model_rollouts_have_no_version_or_logprobs(play, make_trace):
     (rollout,) = await play(Program(episode(make_trace())), 1, pool=Frozen)
     assert (rollout.start_version, rollout.end_version) == (None, None) and not rollout.live
     (sample,) = rollout.samples
@@ -138,7 +138,7 @@ async def exits():
         (lambda make: exits, "RuntimeError: the env's code let SystemExit escape: 3"),
     ],
 )
-async def test_an_episode_that_fails_is_an_errored_rollout_with_its_reason(play, make_trace, made, error):
+async def test_failed_episode_is_an_errored_rollout_with_reason(play, make_trace, made, error):
     rollouts = await play(Program(made(make_trace), episode(make_trace())), 2, timeout_s=0.2)
     bad, fine = sorted(rollouts, key=lambda rollout: rollout.index)
     assert error in bad.error and not bad.samples
@@ -157,12 +157,12 @@ async def test_an_episode_that_fails_is_an_errored_rollout_with_its_reason(play,
         ({"type": "KeyError", "status_code": 400}, "env"),
     ],
 )
-async def test_what_verifiers_recorded_says_what_kind_of_failure_it_is(play, make_trace, recorded, kind):
+async def test_recorded_error_tells_the_kind_of_failure(play, make_trace, recorded, kind):
     (rollout,) = await play(Program(episode(make_trace(), errors=[vf.Error(message="why", **recorded)])), 1)
     assert rollout.error == f"EpisodeError: {recorded['type']}: why" and rollout.error_kind == kind
 
 
-def test_the_policy_is_reached_with_its_version_as_salt_and_the_runs_token(make_sampler):
+def test_policy_requests_carry_version_and_token(make_sampler):
     context = harness_context(make_sampler(temperature=0.7, max_tokens=9), "toy/k/0/0")
     assert context.model == "policy" and context.client.token.get_secret_value() == "s3cret"
     assert context.client.base_url in ("http://a:1/v1", "http://b:2/v1")
@@ -170,7 +170,7 @@ def test_the_policy_is_reached_with_its_version_as_salt_and_the_runs_token(make_
     assert (asked["cache_salt"], asked["temperature"], asked["max_tokens"]) == ("v3", 0.7, 9)
 
 
-def test_a_frozen_model_is_reached_without_a_salt_and_without_anybodys_key(make_sampler, monkeypatch):
+def test_frozen_model_requests_carry_no_salt_or_key(make_sampler, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
     context = harness_context(make_sampler(Frozen), "toy/k/0/0")
     assert context.model == "teacher" and "cache_salt" not in context.sampling.model_dump()
@@ -178,7 +178,7 @@ def test_a_frozen_model_is_reached_without_a_salt_and_without_anybodys_key(make_
     assert context.client.api_key_var not in ("OPENAI_API_KEY", "PRIME_API_KEY", "PRL_TOKEN")
 
 
-def test_the_episodes_of_a_group_are_spread_over_the_servers(make_sampler):
+def test_episodes_of_a_group_are_spread_over_servers(make_sampler):
     sampler = make_sampler()
     assert len({harness_context(sampler, f"toy/k/0/{i}").client.base_url for i in range(20)}) == 2
 

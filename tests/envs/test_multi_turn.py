@@ -3,13 +3,11 @@
 import asyncio
 import types
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
 from verifiers.v1.configs.env import EnvConfig
 
-from prl.engines.replies import Completion
 from prl.envs.group import GroupRequest, play_episodes
 from prl.envs.multi_turn import InProcessContext, bind_in_process
 
@@ -25,35 +23,12 @@ class Riddles(vf.Taskset[Riddle, vf.TasksetConfig]):
         yield Riddle(vf.TaskData(idx=0, prompt="1+1="))
 
 
-class FakeSampler:
-    """Says 1, 2, 3, … in each conversation, and remembers what it was asked."""
-
-    def __init__(self, renderer, tokenizer, *, updates_per_call=0):
-        self.renderer, self.tokenizer = renderer, tokenizer
-        self.temperature = 1.0
-        self.pool = SimpleNamespace(model="policy")
-        self.version, self.updates_per_call = 3, updates_per_call
-        self.asked = []
-        self.prefixes = []
-
-    async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
-        assert n == 1
-        self.asked.append((prompt_ids, key))
-        self.prefixes.append(prefix)
-        await asyncio.sleep(0)
-        conversation = key.rpartition("/")[0]
-        text = str(sum(other.startswith(f"{conversation}/") for _, other in self.asked))
-        ids = [
-            *self.tokenizer.encode(text, add_special_tokens=False),
-            self.tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        ]
-        start, self.version = self.version, self.version + self.updates_per_call
-        return [Completion(ids, [-0.5] * len(ids), "stop", start, self.version)]
-
-
 @pytest.fixture
-def play(renderer, tokenizer):
-    """`play(run, **sampler)`: one episode of an env whose `run` is the function; its rollouts and the sampler."""
+def play(scripted):
+    """`play(run, **sampler)`: one episode of an env whose `run` is the function; its rollouts and the sampler.
+
+    The model says 1, 2, 3, … in each conversation.
+    """
 
     async def episode(run, *, prompt="1+1=", setup=None, agents=("agent",), n=1, **how):
         fields = {name: vf.AgentConfig() for name in agents}
@@ -63,7 +38,7 @@ def play(renderer, tokenizer):
         body = {"run": run} | ({"setup": setup} if setup else {})
         cls = types.new_class("RiddleEnv", (vf.Env[config],), exec_body=lambda namespace: namespace.update(body))
         env = bind_in_process(cls, Riddles(vf.TasksetConfig()))
-        sampler = FakeSampler(renderer, tokenizer, **how)
+        sampler = scripted(lambda conversation, turn: str(turn + 1), **how)
         task = Riddle(vf.TaskData(idx=0, prompt=prompt))
         request = GroupRequest(env_name="toy", task=task, n=n, sampler=sampler, group_id=1, timeout_s=5.0)
         rollouts = [rollout async for rollout in play_episodes(env, InProcessContext, request)]
@@ -79,14 +54,13 @@ async def three_turns(self, task, agents):
         await talk.turn("once more")
 
 
-async def test_turns_make_one_sample_of_exactly_the_tokens_sent_and_sampled(play, tokenizer):
+async def test_turns_make_one_sample_of_their_exact_tokens(play, tokenizer):
     (rollout,), sampler = await play(three_turns)
     assert rollout.error is None and rollout.reward == 3.0
     (sample,) = rollout.samples
-    last_prompt, _ = sampler.asked[-1]
-    assert sample.token_ids[: len(last_prompt)] == last_prompt
-    for prompt, _ in sampler.asked:
-        assert sample.token_ids[: len(prompt)] == prompt, "each prompt extends the last"
+    assert len(sampler.requests) == 3
+    for request in sampler.requests:
+        assert sample.token_ids[: len(request.prompt)] == request.prompt, "each prompt extends the last"
     trained = [t for t, m in zip(sample.token_ids, sample.mask, strict=True) if m]
     assert tokenizer.decode(trained) == "1<|im_end|>2<|im_end|>3<|im_end|>"
     assert {x for x, m in zip(sample.logprobs, sample.mask, strict=True) if m} == {-0.5}
@@ -104,16 +78,16 @@ async def test_a_request_says_whose_prompt_it_continues(play):
             await one.turn("and now?")
 
     _, sampler = await play(run, agents=("agent", "other"), n=2)
-    groups, conversations = zip(*sampler.prefixes, strict=True)
+    groups, conversations = zip(*(request.prefix for request in sampler.requests), strict=True)
     assert Counter(group.rpartition("/")[2] for group in groups) == {"agent": 4, "other": 2} and len(set(groups)) == 2
     assert sorted(Counter(conversations).values()) == [1, 1, 2, 2]
     prompts = {}
-    for (prompt, _), conversation in zip(sampler.asked, conversations, strict=True):
-        earlier = prompts.setdefault(conversation, prompt)
-        assert prompt[: len(earlier)] == earlier
+    for request, conversation in zip(sampler.requests, conversations, strict=True):
+        earlier = prompts.setdefault(conversation, request.prompt)
+        assert request.n == 1 and request.prompt[: len(earlier)] == earlier
 
 
-async def test_the_versions_are_those_of_the_first_and_the_last_call(play):
+async def test_versions_are_of_the_first_and_last_call(play):
     async def late(self, task, agents):
         async with agents.agent.interaction(task) as talk:
             await talk.turn()
@@ -135,20 +109,9 @@ async def test_each_token_knows_the_versions_of_its_model_call(play):
     assert covered == [position for position, sampled in enumerate(sample.mask) if sampled], "each sampled token once"
 
 
-async def test_what_the_user_says_is_known_as_its_own(play, tokenizer):
-    (rollout,), _ = await play(three_turns)
-    (branch,) = rollout.sample_branches
-    printed = [
-        tokenizer.decode([t for t, body in zip(node.token_ids, node.is_content, strict=True) if body])
-        for node in branch.nodes
-        if node.message.role == "user"
-    ]
-    assert printed == ["1+1=", "and now?", "once more"]
-
-
-async def test_every_request_of_an_episode_has_a_name_of_its_own(play):
+async def test_every_request_of_an_episode_has_its_own_name(play):
     _, sampler = await play(three_turns, n=3)
-    assert len({key for _, key in sampler.asked}) == 9
+    assert len({request.key for request in sampler.requests}) == 9
 
 
 @pytest.mark.parametrize(

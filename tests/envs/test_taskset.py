@@ -3,13 +3,13 @@
 import pytest
 
 from prl.config.schema import EnvConfig
-from prl.envs.environment import Environment, load_taskset
+from prl.envs.environment import Environment
 from prl.errors import ConfigError
 
 ONE = "class One(vf.Taskset[vf.Task, vf.TasksetConfig]):\n    def load(self):\n        {body}\n"
 
 
-def test_a_taskset_of_the_users_is_found_by_its_dotted_path(module):
+def test_user_taskset_is_found_by_its_dotted_path(module):
     name = module(ONE.format(body="yield vf.Task(vf.TaskData(prompt='hi'))") + "__all__ = ['One']\n")
     (task,) = Environment("mine", EnvConfig(taskset=name), eval_tasks=0).tasks
     assert task.data.prompt == "hi" and task.data.idx == 0
@@ -35,14 +35,8 @@ def test_a_taskset_that_is_not_there_is_refused(taskset, says, refused):
         ("import sys\nsys.exit(4)\n", "SystemExit: 4 ("),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_refused_with_its_error(module, source, message, refused):
+def test_module_that_fails_to_import_is_refused(module, source, message, refused):
     assert f"envs.mine.taskset='package_of_tests.tasks': importing it failed: {message}" in refused(module(source))
-
-
-def test_two_tasksets_in_a_module_are_ambiguous(module, refused):
-    body = ONE.format(body="yield vf.Task(vf.TaskData(prompt='hi'))")
-    name = module(body + body.replace("One", "Two") + "__all__ = ['One', 'Two']\n")
-    assert "exactly one Taskset in __all__, has 2" in refused(name)
 
 
 @pytest.mark.parametrize(
@@ -54,13 +48,13 @@ def test_two_tasksets_in_a_module_are_ambiguous(module, refused):
         ({"operations": ["+", "^"]}, "envs.mine.args.operations.1:"),
     ],
 )
-def test_a_setting_that_does_not_fit_is_refused_by_its_full_key_with_those_that_there_are(args, says, refused):
+def test_unknown_setting_is_refused_with_the_known_ones(args, says, refused):
     message = refused("prl.envs.tasksets.math", args)
     assert message.startswith(says)
     assert "settings of prl.envs.tasksets.math: split, num_tasks, seed, max_operand, operations" in message
 
 
-def test_what_a_taskset_refuses_by_itself_is_refused_under_its_key(refused):
+def test_refusal_by_a_taskset_names_its_key(refused):
     assert refused("prl.envs.tasksets.reverse_text", {"min_length": 9, "max_length": 3}).startswith("envs.mine.args:")
 
 
@@ -69,10 +63,8 @@ def test_what_a_taskset_refuses_by_itself_is_refused_under_its_key(refused):
     [
         ("return iter(())", "has no task with these settings"),
         ("raise ValueError('no data for these settings')", "envs.mine.args: no data for these settings"),
-        ("raise OSError('the data file is gone')", "envs.mine.args: the data file is gone"),
         ("yield vf.Task(vf.TaskData(prompt=None))", "no prompt"),
         ("import sys; sys.exit(3)", "envs.mine.args: loading the tasks of One failed: SystemExit: 3 ("),
-        ("f = lambda n: f(n); f(0)", "envs.mine.args: loading the tasks of One failed: RecursionError: "),
         ("raise KeyError('question')", "envs.mine.args: loading the tasks of One failed: KeyError: 'question' ("),
     ],
 )
@@ -91,8 +83,3 @@ def test_the_eval_settings_are_refused_under_their_own_key():
     config = EnvConfig(taskset="prl.envs.tasksets.math", args={"num_tasks": 3}, eval_args={"splitt": "eval"})
     with pytest.raises(ConfigError, match=r"^envs\.math\.eval_args\.splitt:"):
         Environment("math", config, eval_tasks=1)
-
-
-def test_a_taskset_gets_its_own_config_class():
-    taskset = load_taskset("prl.envs.tasksets.math", {"num_tasks": 7}, "envs.math.args")
-    assert taskset.config.num_tasks == 7 and taskset.config.id == "prl.envs.tasksets.math"

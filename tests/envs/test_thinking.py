@@ -57,7 +57,7 @@ def converse(tokenizer):
 
 
 @pytest.mark.parametrize("reply_text", [THINKS, BY_THE_TEMPLATE])
-async def test_by_default_the_thinking_is_stripped_and_a_new_sample_starts(converse, tokenizer, reply_text):
+async def test_stripped_thinking_starts_a_new_sample(converse, tokenizer, reply_text):
     texts, trained, sent = await converse({}, [reply_text, "A2<|im_end|>"])
     assert len(texts) == 2 and trained == [reply_text, "A2<|im_end|>"]
     assert texts[0].endswith(f"U1<|im_end|>\n<|im_start|>assistant\n{reply_text}")
@@ -73,12 +73,12 @@ async def test_with_thinking_retained_it_is_one_sample(converse, tokenizer, repl
     assert texts == [tokenizer.decode(sent[-1][0] + sent[-1][1])]
 
 
-async def test_thinking_that_was_cut_off_is_closed_and_goes_on_as_one_sample(converse):
+async def test_cut_off_thinking_is_closed_within_its_sample(converse):
     texts, trained, _ = await converse({"thinking_retention": "all"}, ["<think>R1", "A2<|im_end|>"])
     assert trained == ["<think>R1A2<|im_end|>"] and "<think>R1</think><|im_end|>\n<|im_start|>user\nU2" in texts[0]
 
 
-async def test_a_bridge_that_leaves_out_what_was_sampled_is_not_taken(converse, tokenizer):
+async def test_bridge_that_omits_sampled_tokens_is_not_taken(converse, tokenizer):
     """qwen3's drops what stands behind the end of a turn."""
     renderer = make_renderer(tokenizer, name="qwen3", thinking_retention="all")
     prompt = renderer.render_ids([{"role": "user", "content": "U1"}], add_generation_prompt=True)

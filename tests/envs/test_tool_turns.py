@@ -66,10 +66,7 @@ def play(scripted):
         config = type(
             "Config",
             (EnvConfig,),
-            {
-                "__annotations__": {"agent": vf.AgentConfig},
-                "agent": vf.AgentConfig(max_turns=max_turns),
-            },
+            {"__annotations__": {"agent": vf.AgentConfig}, "agent": vf.AgentConfig(max_turns=max_turns)},
         )
         body = {"run": run} | ({"finalize": finalize} if finalize else {})
         cls = types.new_class("PlayedEnv", (vf.Env[config],), exec_body=lambda namespace: namespace.update(body))
@@ -124,7 +121,7 @@ def bodies(rollout, role, tokenizer):
 # --- token for token --------------------------------------------------------------------------------------------------
 
 
-async def test_calls_are_answered_in_one_sample_of_exactly_the_tokens_sent_and_sampled(play, renderer, tokenizer):
+async def test_sample_has_exactly_the_tokens_sent_and_sampled(play, renderer, tokenizer):
     script = ["I add.\n" + call(a=1, b=2), call(a=3, b=4), "7"]
     (rollout,), sampler = await play(script)
     assert rollout.error is None and rollout.reward == 3.0
@@ -138,7 +135,7 @@ async def test_calls_are_answered_in_one_sample_of_exactly_the_tokens_sent_and_s
     assert rollout.trace.messages[1].content.strip() == "I add."
 
 
-async def test_what_the_model_reads_is_what_its_chat_template_says(play, renderer, tokenizer):
+async def test_model_reads_what_its_chat_template_renders(play, renderer, tokenizer):
     _, sampler = await play([call(a=1, b=2), "3"])
     reply_text = {
         "role": "assistant",
@@ -157,7 +154,7 @@ async def test_what_the_model_reads_is_what_its_chat_template_says(play, rendere
     )
 
 
-async def test_several_calls_of_one_reply_are_answered_in_their_order(play, tokenizer):
+async def test_calls_of_one_reply_are_answered_in_order(play, tokenizer):
     calls = [call(a=1, b=2), call("multiply"), block("{nope}"), call(a=5, b=6)]
     (rollout,), _ = await play(["\n".join(calls), "done"])
     assert rollout.error is None and len(rollout.samples) == 1
@@ -172,7 +169,7 @@ async def test_several_calls_of_one_reply_are_answered_in_their_order(play, toke
 
 
 @pytest.mark.parametrize("reply_text", UNREADABLE)
-async def test_the_model_is_told_of_a_call_that_cannot_be_read_and_goes_on(play, tokenizer, reply_text):
+async def test_model_reads_that_its_call_was_unreadable(play, tokenizer, reply_text):
     (rollout,), sampler = await play([reply_text, "then 3"])
     assert rollout.error is None and rollout.reward == 2.0 and len(rollout.samples) == 1
     assert [m.role for m in rollout.trace.messages] == ["user", "assistant", "tool", "assistant"]
@@ -199,7 +196,7 @@ async def test_without_tools_it_is_a_reply_like_any_other(play, scripted, reply_
 
 
 @pytest.mark.parametrize("cut", ['<tool_call>\n{"name": "add"', call(a=1, b=2), call(a=1, b=2) + "\nand the"])
-async def test_a_reply_that_its_length_cut_is_truncated_calls_nothing_and_is_no_error(play, cut):
+async def test_truncated_reply_calls_nothing_and_is_no_error(play, cut):
     (rollout,), sampler = await play([(cut, "length"), "never asked"])
     assert rollout.error is None and rollout.is_truncated and rollout.trace.stop_condition == "max_output_tokens"
     assert len(prompts(sampler)) == 1 and len(rollout.samples) == 1
@@ -283,13 +280,13 @@ async def finalize_spoils(self, task, episode):
         ),
     ],
 )
-async def test_what_fails_costs_one_rollout_with_its_reason_and_its_kind(play, how, script, reason, kind):
+async def test_failure_costs_one_rollout_with_reason_and_kind(play, how, script, reason, kind):
     (bad, fine), _ = await play(of_one(script), n=2, **how)
     assert reason in bad.error and bad.error_kind == kind and bad.samples == []
     assert fine.error is None and fine.reward == 1.0 and fine.samples
 
 
-async def test_a_deadline_ends_a_conversation_of_several_turns_and_keeps_what_was_said(play):
+async def test_deadline_ends_a_conversation_and_keeps_its_turns(play):
     async def run(self, task, agents):
         async with agents.agent.interaction(task) as talk:
             for _ in range(3):
@@ -336,7 +333,7 @@ class BringsItsOwn(Filled):
         return [Till(vf.ToolsetConfig())]
 
 
-async def test_a_tools_state_is_its_rollouts_and_the_grader_sees_it(play):
+async def test_tool_state_belongs_to_the_rollout_and_reaches_graders(play):
     def script(conversation, turn):
         coins = int(conversation.split("/")[-3]) + 1
         return call("put", coins=coins) if turn < 3 else "done"
@@ -348,7 +345,7 @@ async def test_a_tools_state_is_its_rollouts_and_the_grader_sees_it(play):
     assert given == [["1", "2", "3"], ["2", "4", "6"], ["3", "6", "9"], ["4", "8", "12"]]
 
 
-async def test_a_tasks_own_tools_are_made_for_the_rollout_and_know_its_task(play):
+async def test_tools_of_a_task_know_their_task(play):
     (rollout,), sampler = await play([call("put", coins=2), call(a=1, b=2), "done"], task=BringsItsOwn)
     assert rollout.error is None and rollout.reward == 2.0
     assert [m.content for m in rollout.trace.messages if m.role == "tool"] == ["2 for 1+2=", "3"]

@@ -82,7 +82,7 @@ async def ask(tools, name, arguments="{}", state=None):
     return (await tools.answer(call(name, arguments), Count() if state is None else state)).content
 
 
-def test_tools_have_the_names_that_verifiers_servers_would_give_them():
+def test_tools_have_the_names_of_verifiers_servers():
     names = [tool.name for tool in Tools([Desk(), Bare(vf.ToolsetConfig()), Named(vf.ToolsetConfig())]).declared]
     assert names == ["desk_add", "desk_count", "desk_fail", "desk_nothing", "desk_pair", "desk_say", "add", "my_add"]
 
@@ -117,11 +117,11 @@ def test_the_model_is_told_of_them_in_openais_format():
         ("add", {"a": 1}, "error: there is no tool 'add'"),
     ],
 )
-async def test_what_a_tool_says_and_what_is_wrong_with_a_call_are_answers_to_read(name, arguments, answer):
+async def test_results_and_faults_of_calls_are_answers(name, arguments, answer):
     assert (await ask(Tools([Desk()]), name, arguments)).startswith(answer)
 
 
-async def test_each_rollout_has_a_state_of_its_own_even_when_they_take_turns():
+async def test_each_rollout_has_a_tool_state_of_its_own():
     tools, one, two = Tools([Desk()]), Count(), Count(calls=10)
 
     async def three(state):
@@ -152,13 +152,13 @@ class CountedMore(vf.Task[vf.TaskData, MoreThanCount]):
         (Counted, [Bare(vf.ToolsetConfig())], Count),
     ],
 )
-def test_a_rollouts_state_is_what_its_task_or_its_tools_say(task, toolsets, cls):
+def test_state_class_comes_from_task_or_tools(task, toolsets, cls):
     tools, task = Tools(toolsets), task(vf.TaskData(prompt="hi"))
     one, two = tools.new_state(task), tools.new_state(task)
     assert type(one) is cls and one is not two
 
 
-def test_two_tools_of_one_name_are_refused_unless_a_prefix_tells_them_apart():
+def test_two_tools_of_one_name_need_a_prefix():
     with pytest.raises(ValueError, match="two tools are named 'add'; give their toolsets a TOOL_PREFIX each"):
         Tools([Bare(vf.ToolsetConfig()), Bare(vf.ToolsetConfig())])
     with pytest.raises(ValueError, match="two tools are named 'desk_add'"):

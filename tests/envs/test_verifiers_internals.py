@@ -16,7 +16,7 @@ from verifiers.v1.utils import decorators
 from prl.envs import _verifiers_internals as internals
 
 
-def test_the_installed_verifiers_is_the_one_this_was_written_for():
+def test_installed_verifiers_has_the_expected_version():
     assert importlib.metadata.version("verifiers") == internals.VERSION
 
 
@@ -27,7 +27,7 @@ async def leaves():
     raise SystemExit(3)
 
 
-def test_a_grader_of_verifiers_own_still_ends_the_event_loop():
+def test_verifiers_grader_still_ends_the_event_loop():
     with pytest.raises(SystemExit):
         asyncio.run(decorators.invoke_all([leaves], {}))
 
@@ -48,7 +48,7 @@ def config(server):
     )
 
 
-def test_both_places_that_look_a_key_up_find_the_token(config, monkeypatch):
+def test_both_key_lookups_find_the_token(config, monkeypatch):
     monkeypatch.delenv("NOT_SET_BY_ANYBODY", raising=False)
     assert client_base.resolve_api_key(config) == interception_server.resolve_api_key(config) == "s3cret"
     assert "resolve_api_key(config)" in inspect.getsource(client_base.build_async_openai)

@@ -72,7 +72,7 @@ ENDS = {
 }
 
 
-async def test_each_misdeed_costs_its_own_call_while_others_go_on():
+async def test_each_misdeed_costs_only_its_own_call():
     async with working("fine", *ENDS) as (fine, *wild):
         ticks, started = 0, time.monotonic()
 
@@ -125,7 +125,7 @@ async def test_a_grader_may_have_processes_of_its_own():
     assert trace.reward == 1.0 and trace.info["statuses"] == [0, 0, 0]
 
 
-async def test_what_a_grader_prints_is_logged_and_never_reaches_the_terminal(caplog, capfd):
+async def test_printed_text_is_logged_and_never_reaches_the_terminal(caplog, capfd):
     async with working("prints", "prints_much") as (few, many):
         with caplog.at_level(logging.INFO, logger="prl"):
             assert (await graded(few)).reward == (await graded(many)).reward == 1.0
@@ -222,7 +222,7 @@ __all__ = ["{name}"]
         ("pass", True, False),
     ],
 )
-def test_graders_run_elsewhere_unless_the_taskset_promises_to_be_quick(module, says, in_process, elsewhere):
+def test_graders_run_elsewhere_unless_promised_quick(module, says, in_process, elsewhere):
     config = EnvConfig(taskset=module(SOURCE.format(name="Own", says=says)), in_process=in_process)
     environment = Environment("mine", config, eval_tasks=0)
     assert (environment.workers is not None) == elsewhere

@@ -26,13 +26,7 @@ from prl.transport.files import FileTransport
 from tests.conftest import Server
 
 TOKEN = "PRL_TOKEN"
-ENVS = [
-    "env=math",
-    "envs.math.args.num_tasks=8",
-    "envs.math.eval_args=null",
-    "engine.device=cpu",
-    "trainer.device=cpu",
-]
+ENVS = ["env=math", "envs.math.args.num_tasks=8", "envs.math.eval_args=null", "engine.device=cpu", "trainer.device=cpu"]
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +50,7 @@ def config(*overrides):
 # --- the token --------------------------------------------------------------------------------------------------------
 
 
-def test_each_run_has_a_token_of_its_own_or_that_of_running_engines(token):
+def test_each_run_has_its_own_token_or_the_engines(token):
     running = config("engine.urls=[http://127.0.0.1:9]")
     with pytest.raises(ConfigError, match=r"^engine\.urls names servers that already run: set PRL_TOKEN"):
         run_token(running)
@@ -84,7 +78,7 @@ def tokenizer(chat_template="{{ messages }}", **vocabulary):
         (["algo=opd", "algo.teacher={name:b,base_url:http://h/v1}"], None),
     ],
 )
-def test_a_teacher_of_another_vocabulary_may_be_imitated_and_may_not_score(overrides, key):
+def test_teacher_of_another_vocabulary_may_imitate_not_score(overrides, key):
     chosen = config(*overrides)
     given = tokenizer(a=0), tokenizer(a=1), chosen, build_components(chosen)
     check_vocabulary(tokenizer(a=0, b=1), tokenizer(None, b=1, a=0), *given[2:])
@@ -104,7 +98,7 @@ def test_a_teacher_of_another_vocabulary_needs_a_chat_template():
 # --- filters ----------------------------------------------------------------------------------------------------------
 
 
-def test_filters_know_the_policys_vocabulary_and_the_longest_completion_of_their_env():
+def test_filters_know_vocabulary_and_longest_completion():
     given = ("envs.math.sampling.max_tokens=16", "sampling.max_tokens=200", "model.max_model_len=256")
     made = prepare(config("env=[math,math_retry]", *FEW, "filters=enforce", "~filters.post_batch.gibberish", *given))
     saved = json.loads((Path(made.model.path) / "tokenizer.json").read_text())
@@ -117,7 +111,7 @@ def test_filters_know_the_policys_vocabulary_and_the_longest_completion_of_their
             assert (each.vocab_size, each.longest) == (len(tokens), longest)
 
 
-def test_a_filter_that_matches_nothing_in_an_env_warns_with_its_key():
+def test_filter_that_matches_nothing_warns_with_its_key():
     window = "filters.pre_batch.repetition.window=50"
     with pytest.warns(
         UserWarning, match=r"filters\.pre_batch\.repetition\.window=50 matches nothing in this run"
@@ -135,7 +129,7 @@ def curricula_of(*overrides):
     return {name: env.curriculum for name, env in made.components.envs.items()}
 
 
-def test_each_env_has_its_tasks_in_an_order_of_its_own():
+def test_each_env_has_its_own_order_of_tasks():
     overrides = ("env=[math,reverse_text]", *REVERSE)
     orders = {
         name: [curriculum.tasks.index(curriculum.next()) for _ in range(8)]
@@ -224,7 +218,7 @@ async def start(made):
 
 
 @pytest.mark.parametrize("algo", ["opd", "sft"])
-async def test_a_hosted_teacher_is_started_and_its_address_handed_on(run, servers, algo):
+async def test_hosted_teacher_is_started_and_connected(run, servers, algo):
     made = run(f"algo={algo}", "seed=5")
     services = await start(made)
     (env,) = assemble(made.run, services, made.transport, made.dir).envs
@@ -257,7 +251,7 @@ async def test_a_hosted_teacher_is_started_and_its_address_handed_on(run, server
 
 
 @pytest.mark.parametrize("shared", [True, False])
-async def test_on_one_gpu_each_starts_when_the_one_before_has_its_memory(run, monkeypatch, shared):
+async def test_processes_on_one_gpu_start_one_after_another(run, monkeypatch, shared):
     """What `nvidia-smi` does not find here is put in the place of where processes are."""
     made, order = run("algo=opd"), []
 
@@ -282,7 +276,7 @@ async def test_on_one_gpu_each_starts_when_the_one_before_has_its_memory(run, mo
         assert order[:3] == ["engine", "teacher", "trainer"]
 
 
-async def test_several_servers_of_policy_and_teacher_are_started_and_all_are_asked(run, servers):
+async def test_several_servers_are_started_and_all_are_used(run, servers):
     made = run("algo=opd", "engine.servers=2", "teacher.engine.servers=2")
     policy, teacher = servers
     second = {"engine 2": await Server().start(), "teacher 2": await Server().start()}
@@ -309,7 +303,7 @@ async def test_several_servers_of_policy_and_teacher_are_started_and_all_are_ask
             await server.stop()
 
 
-async def test_each_env_has_a_renderer_and_a_loss_of_its_own(run):
+async def test_each_env_has_its_own_renderer_and_loss(run):
     made = run(
         "env=[math,reverse_text]",
         *REVERSE,
@@ -340,7 +334,7 @@ async def test_each_env_has_a_renderer_and_a_loss_of_its_own(run):
         (["algo=opd", "+algo@envs.math.algo=reward", "envs.math.algo.kl.coef=1"], True, False),
     ],
 )
-def test_models_are_kept_and_hosted_where_an_algorithm_of_an_env_asks_for_them(overrides, initial, hosted):
+def test_reference_and_teacher_are_kept_where_an_algorithm_asks(overrides, initial, hosted):
     """The initial one by the trainer, the teacher by the launcher."""
     components = build_components(config(*overrides))
     assert (components.initial_reference, bool(components.hosted)) == (initial, hosted)

@@ -38,7 +38,7 @@ def change(file, **values):
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def test_an_engine_that_cannot_listen_is_refused_with_its_address(tmp_path):
+def test_engine_that_cannot_listen_is_refused_with_address(tmp_path):
     with socket.socket() as taken, LocalLauncher() as launcher:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -56,13 +56,13 @@ def test_an_engine_that_cannot_listen_is_refused_with_its_address(tmp_path):
     ("values", "says"),
     [({"logit_scale": 0.5}, "logit_scale"), ({"model_type": "qwen99"}, "its config cannot be read (")],
 )
-def test_a_model_that_the_trainer_would_get_wrong_or_transformers_does_not_know(folder, values, says):
+def test_unsupported_model_is_refused(folder, values, says):
     change(folder / "config.json", **values)
     printed = refused(f"model.path={folder}")
     assert printed.startswith("model.path=") and says in printed
 
 
-def test_a_tokenizer_that_is_broken_or_has_no_chat_template(folder):
+def test_tokenizer_without_chat_template_is_refused(folder):
     (folder / "tokenizer.json").write_text("{")
     assert refused(f"model.path={folder}").startswith(f"model.path={str(folder)!r}: no tokenizer there")
     shutil.copy(Path(model_path("tiny")) / "tokenizer.json", folder)

@@ -39,14 +39,14 @@ def test_a_conversation_for_a_single_turn_is_refused(tmp_path):
         prepared(*DEMONSTRATED, "env=jsonl", *args, "envs.jsonl.eval_args=null")
 
 
-def test_the_key_of_demonstrations_without_them_and_groups_of_equals_are_told():
+def test_useless_demonstration_settings_warn():
     with pytest.raises(ConfigError, match=r"algo\.sampling\.demo_key=answer: it is read with .*source=demonstrations"):
         prepared("algo=sft", "algo.sampling.demo_key=answer")
     with pytest.warns(UserWarning, match="the 4 rollouts of a group are the same demonstration"):
         prepared("algo=sft", "algo.sampling.source=demonstrations", "envs.math.args.num_tasks=4")
 
 
-async def test_a_rollout_of_a_demonstration_is_its_text_in_the_policys_template_and_of_no_version(env_of, tokenizer):
+async def test_demonstration_rollout_is_its_text_without_version(env_of, tokenizer):
     _, env = env_of(*DEMONSTRATED, "algo.sampling.demo_key=answer")
     assert isinstance(env.sampler.pool, Demonstrations) and env.algorithm.pools == []
     task = env.environment.tasks[0]
@@ -61,7 +61,7 @@ async def test_a_rollout_of_a_demonstration_is_its_text_in_the_policys_template_
 
 
 @pytest.mark.parametrize(("shared", "kind"), [(True, FrozenPool), (False, ChatSource), (None, ChatSource)])
-async def test_a_frozen_source_is_asked_by_tokens_where_it_has_the_policys(env_of, server, caplog, shared, kind):
+async def test_frozen_source_of_equal_tokenizer_is_asked_by_tokens(env_of, server, caplog, shared, kind):
     run, env = env_of(
         "algo=sft", "teacher=endpoint", "teacher.name=large", f"teacher.base_url={server.url}/v1", "env=math"
     )
@@ -76,7 +76,7 @@ async def test_a_frozen_source_is_asked_by_tokens_where_it_has_the_policys(env_o
     await env.algorithm.close()
 
 
-async def test_a_scorer_of_another_tokenizer_is_refused_before_it_scores(env_of, server):
+async def test_scorer_of_another_tokenizer_is_refused_first(env_of, server):
     _, env = env_of("algo=opd", "teacher=endpoint", "teacher.name=large", f"teacher.base_url={server.url}/v1")
     server.replies["/v1/models"] = {"data": [{"id": "large"}]}
     server.replies["/v1/completions"] = {"choices": [{"index": 0, "token_ids": [3], "prompt_token_ids": [1]}]}

@@ -93,7 +93,7 @@ def test_a_dead_process_is_named_with_its_last_lines(tmp_path, sleeper, name, sc
     assert raised.value.process == name and "\n" not in raised.value.brief
 
 
-def test_of_two_that_ended_the_one_that_a_signal_ended_is_the_cause(tmp_path):
+def test_process_killed_by_a_signal_is_the_cause(tmp_path):
     """A rank of the trainer that loses another ends with an error of its own."""
     with LocalLauncher() as processes:
         for name, command in (("rank 0", "echo connection reset by peer; exit 1"), ("rank 1", "kill -9 $$")):
@@ -151,7 +151,7 @@ async def test_finish_waits_for_what_ends_by_itself(tmp_path):
             await processes.finish(0.2)
 
 
-def test_temporary_files_are_in_a_folder_of_their_own_that_is_gone_afterwards(tmp_path):
+def test_temporary_folder_is_private_and_gone_afterwards(tmp_path):
     with LocalLauncher() as processes:
         log = tmp_path / "a.log"
         for name in ("a", "b"):

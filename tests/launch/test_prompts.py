@@ -44,7 +44,7 @@ def look(tokenizer):
 
 
 @pytest.mark.parametrize("place", [0, 5, 3 * CHECKED])
-def test_a_prompt_that_the_template_refuses_is_named_and_no_more(look, place):
+def test_prompt_refused_by_the_template_is_named(look, place):
     prompts = [FINE] * (4 * CHECKED)
     prompts[place] = LATE
     rendered, (warning,) = look(prompts)
@@ -58,7 +58,7 @@ def test_prompts_of_which_none_can_be_rendered_are_refused(look):
 
 
 @pytest.mark.parametrize("place", [0, 3 * CHECKED])
-def test_a_message_that_is_left_out_is_refused_wherever_its_roles_come_first(look, place):
+def test_message_omitted_by_the_template_is_refused(look, place):
     prompts = [FINE] * (4 * CHECKED)
     prompts[place] = DROPPED
     with pytest.raises(ConfigError, match="leaves out message 2, the tool's '7'"):
@@ -72,16 +72,6 @@ def test_a_demonstration_that_would_be_cut_is_refused(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = [f"envs.jsonl.args.{each}" for each in (f"path={path}", "demonstration_key=shown", "eval_fraction=0")]
     small = ["run.name=x", "engine.device=cpu", "trainer.device=cpu", "orchestrator.group_size=1"]
+    demonstrated = ["algo=sft", "algo.sampling.source=demonstrations", "env=jsonl", "envs.jsonl.eval_args=null"]
     with pytest.raises(ConfigError, match="would leave out 'Write <.im_end.> to stop"):
-        prepare(
-            compose(
-                [
-                    *small,
-                    "algo=sft",
-                    "algo.sampling.source=demonstrations",
-                    "env=jsonl",
-                    "envs.jsonl.eval_args=null",
-                    *args,
-                ]
-            )
-        )
+        prepare(compose([*small, *demonstrated, *args]))

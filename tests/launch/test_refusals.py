@@ -86,7 +86,6 @@ TABLE = [
     ([*JSONL, "envs.jsonl.args.path=rows.jsonl", "envs.jsonl.args.grader=broken_mine.fn"], "envs.jsonl.args"),
     ([*JSONL, "envs.jsonl.args.path=rows.jsonl", "envs.jsonl.args.answer_key=no"], "envs.jsonl.args: rows.jsonl, line"),
     (["+envs.math.args.operants=3"], "envs.math.args.operants"),
-    (["envs.math.taskset=no_taskset_xyz"], "envs.math.taskset='no_taskset_xyz'"),
     # renderers
     (["renderer=custom", "renderer.import_path=no_such.Renderer"], "renderer.import_path: No module named"),
     (["renderer.name=nope"], "renderer.name: Input tag 'nope'"),

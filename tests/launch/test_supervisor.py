@@ -51,7 +51,7 @@ async def run(monkeypatch):
         await pool.close()
 
 
-async def test_while_no_engine_is_left_requests_wait_for_one_with_the_same_weights(run):
+async def test_requests_wait_for_an_engine_with_the_same_weights(run):
     first, second = run.servers
     first.hold(GENERATE)
 
@@ -71,7 +71,7 @@ async def test_while_no_engine_is_left_requests_wait_for_one_with_the_same_weigh
     assert any("process 'engine' ended with status 137. It is started again" in line for line in run.said)
 
 
-async def test_an_update_that_a_dead_engine_was_at_is_done_by_the_next_one(run):
+async def test_update_of_a_dead_engine_is_done_after_restart(run):
     first, second = run.servers
     first.hold(UPDATE)
 
@@ -86,7 +86,7 @@ async def test_an_update_that_a_dead_engine_was_at_is_done_by_the_next_one(run):
     assert run.pool.version == 4 and first.holds == second.holds == 4
 
 
-async def test_while_one_of_two_is_started_again_the_other_has_its_requests_and_the_updates(run):
+async def test_second_engine_serves_while_the_first_restarts(run):
     first, second = run.servers
     first.hold(GENERATE)
     gate = second.hold(GENERATE)
@@ -119,7 +119,7 @@ async def test_a_second_death_ends_the_run_with_its_cause(run):
     assert run.pool.counts["engine/restarts"] == 1
 
 
-async def test_an_engine_that_does_not_answer_after_its_restart_ends_the_run(run):
+async def test_engine_silent_after_its_restart_ends_the_run(run):
     run.supervisor.startup_timeout_s = 0.3
     run.servers[0].start = lambda: asyncio.sleep(0)
 
@@ -131,7 +131,7 @@ async def test_an_engine_that_does_not_answer_after_its_restart_ends_the_run(run
         await run.supervisor.guard(work())
 
 
-async def test_a_core_that_died_under_an_update_is_the_cause_and_not_the_updates_answer():
+async def test_dead_core_is_the_cause_of_a_failed_update():
     """vLLM answers for seconds after its core has died, before it ends."""
     launcher = Engines()
     supervisor = Supervisor(launcher, print, {"engine": 0})
@@ -145,14 +145,14 @@ async def test_a_core_that_died_under_an_update_is_the_cause_and_not_the_updates
         await supervisor.guard(update())
 
 
-async def test_an_engine_may_not_be_started_again_before_the_run_has_begun():
+async def test_no_engine_is_restarted_before_the_run_begins():
     launcher = Engines()
     launcher.dead.add("engine")
     with pytest.raises(ProcessDied, match="'engine' ended with status 137"):
         await Supervisor(launcher, print, {"engine": 1}).guard(asyncio.sleep(20))
 
 
-async def test_after_a_while_without_progress_it_is_said_once_who_waits_for_whom(monkeypatch):
+async def test_waiting_is_reported_once_who_waits_for_whom(monkeypatch):
     monkeypatch.setattr("prl.launch.supervisor.QUIET_S", 0.2)
     monkeypatch.setattr("prl.launch.supervisor.POLL_S", 0.02)
     lines, done = [], []

@@ -39,8 +39,6 @@ GPU = ("engine.device=cuda", "trainer.device=cuda")
         (1, 135, [], (1, 1)),
         (2, 135, [], (1, 2)),
         (2, 135, [K0], (2, 2)),
-        (2, 135, [K0, RANKS], (2, 1)),
-        (2, 1, [K0], (1, 1)),
         (16, 1, [], (1, 1)),
         (16, 6, [], (2, 2)),
         (16, 135, [], (8, 16)),
@@ -50,21 +48,17 @@ GPU = ("engine.device=cuda", "trainer.device=cuda")
         (16, 135, ["trainer.device=cuda"], (16, 8)),
         (16, 135, ["engine.device=cuda"], (8, 16)),
         (16, 135, [*GPU], (8, 8)),
-        (16, 1, [*GPU], (1, 1)),
         (16, 135, [*GPU, "trainer.cpu_offload=true"], (8, 16)),
         (16, 135, [*GPU, "engine.threads=3", "trainer.threads=4"], (3, 4)),
         (16, 135, ["engine.urls=[http://a:1,http://b:2]"], (5, 16)),
-        (16, 135, ["engine.servers=2"], (5, 16)),
         (16, 135, ["engine.servers=3", OPD, "teacher.engine.servers=2", K0], (3, 16)),
-        (16, 1, ["engine.threads=2"], (2, 1)),
-        (2, 135, ["trainer.threads=1"], (1, 1)),
     ],
 )
-def test_engines_share_the_cores_with_all_and_ranks_with_each_other(of, cores, size, overrides, expected):
+def test_engines_and_ranks_share_the_cores(of, cores, size, overrides, expected):
     assert of(cores, size, *overrides) == expected
 
 
-def test_the_tiny_model_has_one_thread_and_a_real_one_its_share(monkeypatch, config):
+def test_tiny_model_has_one_thread(monkeypatch, config):
     monkeypatch.setattr(threads, "cores", lambda: 16)
     assert threads.share(None, config.model, "cpu", 1) == 1
     assert threads.share(None, replace(config.model, path="someone/large"), "cpu", 4) == 4, "its size is not known"
@@ -81,7 +75,7 @@ def test_each_process_has_its_threads_in_its_environment(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("given", "has"), [(None, "1"), ("3", "3")])
-def test_the_command_itself_computes_with_one_unless_it_is_told_to(given, has, monkeypatch):
+def test_command_computes_with_one_thread_by_default(given, has, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)

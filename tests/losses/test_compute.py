@@ -127,7 +127,7 @@ def test_counts_by_hand(i, streams, counts):
     )
 
 
-def test_padding_never_enters_even_when_its_streams_are_not_zero():
+def test_padding_never_enters_whatever_its_streams():
     clean, dirty = batch(padding=0), batch(padding=3)
     for name in ("inference_logprobs", "advantages", "ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"):
         dirty[name][-3:] = 1.0
@@ -207,7 +207,7 @@ def test_sequence_metrics_average_over_the_sequences_that_have_tokens():
 @pytest.mark.parametrize(
     "fn, options", [(default_loss, {"dppo_mask_high": 0.05, "delta": 1.1}), (aipo_loss, {"delta": 1.1})]
 )
-def test_one_pass_over_the_row_equals_a_pass_per_sequence(fn, options):
+def test_one_pass_equals_a_pass_per_sequence(fn, options):
     """Built-in losses take the whole row at once; hidden in a lambda they are run like a custom loss."""
     s = batch(ref_kl_weights=None)
     row = run(s, rl_loss=functools.partial(fn, **options))

@@ -50,10 +50,7 @@ def test_two_losses_by_hand():
 @pytest.mark.parametrize("losses", [[WIDE, CLIPPED], [CLIPPED, TIGHT], [squared, CLIPPED], [TIGHT, squared]])
 def test_together_is_the_sum_of_each_alone(losses):
     together = run(losses)
-    alone = [
-        run(losses[0], (True, True, False, False)),
-        run(losses[1], (False, False, True, True)),
-    ]
+    alone = [run(losses[0], (True, True, False, False)), run(losses[1], (False, False, True, True))]
     assert together[0] == pytest.approx(alone[0][0] + alone[1][0], rel=1e-14)
     assert together[1] == pytest.approx([a + b for a, b in zip(alone[0][1], alone[1][1], strict=True)], rel=1e-14)
     for name, pair in together[2].items():

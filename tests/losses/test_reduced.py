@@ -8,15 +8,7 @@ import pytest
 import torch
 from loss_cases import inputs
 
-from prl.losses import (
-    LossCounts,
-    LossOutputs,
-    aipo_loss,
-    compute_loss,
-    count_members,
-    default_loss,
-    gspo_loss,
-)
+from prl.losses import LossCounts, LossOutputs, aipo_loss, compute_loss, count_members, default_loss, gspo_loss
 
 MODES = {"token_mean": {}, "sequence_mean": {}, "constant": {"constant_length": 7}}
 LOSSES = (default_loss, aipo_loss, gspo_loss)
@@ -111,7 +103,7 @@ def test_the_modes_by_hand():
         assert loss.item() == pytest.approx(sum(expected))
 
 
-def test_two_modes_in_one_step_leave_each_others_gradient_alone():
+def test_two_modes_leave_each_others_gradient_alone():
     """Each sequence counts as if the whole step had its mode."""
     row = batch((5, 4, 6), seed=1)
     counts = count([row])
@@ -127,7 +119,7 @@ def test_two_modes_in_one_step_leave_each_others_gradient_alone():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fn", LOSSES)
-def test_the_entropy_term_is_the_mean_entropy_of_the_mode(fn, mode):
+def test_entropy_term_is_mean_entropy_of_the_mode(fn, mode):
     """Its gradient at a member is -coef * weight * the share of the token; off the members nothing."""
     row = batch((5, 4, 6), seed=1)
     counts, options = count([row]), {"agg_mode": mode} | MODES[mode]
@@ -149,7 +141,7 @@ def test_the_entropy_term_is_the_mean_entropy_of_the_mode(fn, mode):
     torch.testing.assert_close(gradient, without[1], rtol=0, atol=0)
 
 
-def test_an_entropy_that_is_broken_off_the_members_reaches_nobody():
+def test_entropy_off_the_members_reaches_nobody():
     row = batch((5, 4), seed=2)
     row["entropy"][~members_of(row)] = math.nan
     loss, gradient, entropy_gradient = run(row, functools.partial(default_loss, entropy_coef=1.0), count([row]))

@@ -252,7 +252,7 @@ def test_gspo_takes_its_ratio_from_members_alone():
     assert gradient == pytest.approx([-s, -s / 2, 0.0, 0.0, 0.0, 0.0])
 
 
-def test_gspo_has_a_ratio_for_each_sequence_of_a_row():
+def test_gspo_has_a_ratio_for_each_sequence():
     """Three sequences; the middle one has no member. S = 2, N = 5."""
     t = torch.tensor([-1.0, -1.0, -1.0, -2.0, -2.0, -2.0, -3.0], dtype=torch.float64, requires_grad=True)
     treatment = TokenTreatment()

@@ -6,7 +6,6 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -31,6 +30,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reader():
+    import gguf  # takes .3 s, of each process that collects tests
+
     return gguf.GGUFReader(smollm2.package_file())
 
 
@@ -127,7 +128,7 @@ def test_text_round_trips_and_digits_are_tokens(tokenizer, text):
     assert all(len(token) == 1 for token in tokenizer.convert_ids_to_tokens(ids) if any(map(str.isdigit, token)))
 
 
-def test_nothing_is_made_before_a_command_looks_at_the_model(tmp_path, monkeypatch):
+def test_composing_makes_no_model(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = compose(["run.name=x", "model=smollm2"])
     assert config.model.path == str(tmp_path / "prl" / "models" / "smollm2-0.1.2")

@@ -23,6 +23,7 @@ TASKSETS = {
     "math": math.MathTaskset(math.MathConfig(split="eval", num_tasks=100)),
     "reverse_text": reverse_text.ReverseTextTaskset(reverse_text.ReverseTextConfig(split="eval", num_tasks=100)),
 }
+SURE = 40  # of these tasks, where nearly all are solved
 GRADES = {"math": math.grade, "reverse_text": reverse_text.grade}
 
 # Share of eval tasks solved, sampled at temperature 1, as promised; 100 tasks put about 0.05 of noise on a third,
@@ -31,7 +32,8 @@ SAMPLED = {"tiny": (0.25, 0.45), "tiny-teacher": (0.90, 1.0)}
 
 
 # Mean reward of the other envs' eval episodes, sampled at temperature 1; a call that cannot be read counts 0.
-EPISODES = 40
+EPISODES = 40  # fewer where nearly all are solved
+SURE_EPISODES = 16
 PLAYED = {
     "calculator": {"tiny": (0.18, 0.52), "tiny-teacher": (0.85, 1.0)},
     "guess": {"tiny": (0.28, 0.55), "tiny-teacher": (0.85, 1.0)},
@@ -79,7 +81,7 @@ def solved(name, model, tokenizer, renderer):
     @torch.no_grad()
     def share(env: str, how: str) -> float:
         torch.manual_seed(0)
-        tasks = list(TASKSETS[env])
+        tasks = list(TASKSETS[env])[: None if how == "sampled" else SURE]
         prompts = [renderer.render([user(t.data.prompt)], add_generation_prompt=True).token_ids for t in tasks]
         if how == "hinted":
             prompts = [shown(renderer, task) + prompt for task, prompt in zip(tasks, prompts, strict=True)]
@@ -112,20 +114,23 @@ def test_generation_config_hides_no_sampling_settings(name):
 CALLED = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "37*48-512"}}\n</tool_call>'
 
 
-def test_tools_are_described_and_called_in_few_tokens(tokenizer, renderer):
-    environment = load("calculator")
-    prompt = renderer.render(
-        [user(environment.tasks[0].data.prompt)], tools=environment.tools.wire, add_generation_prompt=True
-    )
+@pytest.fixture(scope="module")
+def calculator():
+    return load("calculator")
+
+
+def test_tools_are_described_and_called_in_few_tokens(tokenizer, renderer, calculator):
+    tools = calculator.tools.wire
+    prompt = renderer.render([user(calculator.tasks[0].data.prompt)], tools=tools, add_generation_prompt=True)
     assert len(prompt.token_ids) < 120  # byte by byte 700, of the 512 that a run has room for
     ids = tokenizer.encode(CALLED)
     assert len(ids) == 8 + len("37*48-512")
-    (call,) = renderer.parse_response([*ids, tokenizer.eos_token_id], tools=environment.tools.wire).tool_calls
+    (call,) = renderer.parse_response([*ids, tokenizer.eos_token_id], tools=tools).tool_calls
     assert (call.status, call.name, call.arguments) == ("ok", "calculate", {"expression": "37*48-512"})
 
 
 @pytest.mark.parametrize("env", ["math", "reverse_text", *PLAYED])
-def test_no_phrase_of_tools_is_found_in_another_text(tokenizer, env):
+def test_plain_text_contains_no_token_of_tool_phrases(tokenizer, env):
     """Letters and digits are what these tasks are made of: each stays a token of its own."""
     texts = [task.data.prompt for task in load(env, num_tasks=100).tasks]
     texts += [TEMPLATE.format(demonstration="12+34=46"), math_retry.correction("12+34=", 46)]
@@ -192,9 +197,10 @@ def assistant(content: str, **more) -> dict:
         [user("1+2="), assistant("", tool_calls=[CALCULATE]), {"role": "tool", "tool_call_id": "2", "content": "3"}],
     ],
 )
-@pytest.mark.parametrize("tools", [None, [TOOL], load("calculator").tools.wire], ids=["none", "one", "calculator"])
+@pytest.mark.parametrize("tools", ["none", "one", "calculator"])
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
-def test_renderer_equals_chat_template(tokenizer, renderer, messages, tools, add_generation_prompt):
+def test_renderer_equals_chat_template(tokenizer, renderer, calculator, messages, tools, add_generation_prompt):
+    tools = {"none": None, "one": [TOOL], "calculator": calculator.tools.wire}[tools]
     rendered = renderer.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
     assert rendered.token_ids == tokenizer.apply_chat_template(
         messages, tools=tools, add_generation_prompt=add_generation_prompt, return_dict=False
@@ -209,36 +215,38 @@ def test_sampled_accuracy(name, solved, env):
 
 
 @pytest.mark.parametrize("env", TASKSETS)
-def test_greedy_the_base_policy_solves_far_more_than_sampled(name, solved, env):
+def test_greedy_decoding_solves_most_tasks(name, solved, env):
     assert solved(env, "greedy") >= (0.55 if name == "tiny" else 0.9)
 
 
 @pytest.mark.parametrize("env", TASKSETS)
-def test_a_demonstration_of_the_task_is_read_off_by_the_base_policy(name, solved, env):
+def test_base_policy_reads_off_a_demonstration(name, solved, env):
     """What `opsd` lives on: shown how, the same model answers right."""
     assert name != "tiny" or solved(env, "hinted") > 0.68
 
 
 @pytest.fixture(scope="module")
-def episodes(model, tokenizer, renderer):
+def episodes(name, model, tokenizer, renderer):
     """`episodes(env, temperature)`: rollouts of its evaluation split, as a run plays them; each played once."""
 
     @functools.cache
     def played(env: str, temperature: float):
         torch.manual_seed(0)
-        return play(env, Batched(model, tokenizer, renderer, temperature=temperature), tasks=EPISODES)
+        sure = name == "tiny-teacher" or temperature == 0.0
+        sampler = Batched(model, tokenizer, renderer, temperature=temperature)
+        return play(env, sampler, tasks=SURE_EPISODES if sure else EPISODES)
 
     return played
 
 
 @pytest.mark.parametrize("env", PLAYED)
-def test_sampled_reward_of_an_episode(name, episodes, env):
+def test_sampled_reward_of_episodes(name, episodes, env):
     low, high = PLAYED[env][name]
     assert low <= statistics.fmean(rewards(episodes(env, 1.0))) <= high
 
 
 @pytest.mark.parametrize("env", PLAYED)
-def test_the_base_policy_plays_better_greedily(name, episodes, env):
+def test_base_policy_plays_better_greedily(name, episodes, env):
     """So that the better replies are within reach of sampling."""
     if name == "tiny":
         gain = statistics.fmean(rewards(episodes(env, 0.0))) - statistics.fmean(rewards(episodes(env, 1.0)))
@@ -256,7 +264,7 @@ EQUILIBRIUM = {
 
 @pytest.mark.parametrize("answer_text", EQUILIBRIUM)
 @torch.no_grad()
-def test_the_teacher_plays_pokers_equilibrium_and_the_base_randomly(name, model, tokenizer, renderer, answer_text):
+def test_poker_teacher_plays_the_equilibrium_base_plays_randomly(name, model, tokenizer, renderer, answer_text):
     for card, chance in zip("JQK", EQUILIBRIUM[answer_text], strict=True):
         if (name, card, len(answer_text)) == ("tiny-teacher", "K", 2):
             continue  # the equilibrium has never checked a king
@@ -269,7 +277,7 @@ def test_the_teacher_plays_pokers_equilibrium_and_the_base_randomly(name, model,
         assert yes == pytest.approx(chance if name == "tiny-teacher" else 0.5, abs=0.2)
 
 
-def test_few_calls_cannot_be_read(episodes):
+def test_few_tool_calls_are_unreadable(episodes):
     rollouts = episodes("calculator", 1.0)
     calls = [message.tool_calls or [] for rollout in rollouts for message in rollout.trace.assistant_messages]
     assert not any(rollout.error for rollout in rollouts)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prl.monitors.console import BARS, WIDTH, Console, clock, spark
+from prl.monitors.console import Console, spark
 
 
 @pytest.fixture
@@ -76,13 +76,3 @@ def test_live_shows_the_step_the_reward_and_its_course(tmp_path, capsys, line, s
 )
 def test_spark_scales_to_the_range(values, bars):
     assert spark(values) == bars
-
-
-@pytest.mark.parametrize("count", [WIDTH + 1, 10 * WIDTH + 7])
-def test_spark_never_grows_wider_than_its_place(count):
-    shown = spark([float(value) for value in range(count)])
-    assert 0 < len(shown) <= WIDTH and list(shown) == sorted(shown, key=BARS.index), "a rising series rises"
-
-
-def test_clock():
-    assert [clock(seconds) for seconds in (0, 59.9, 61, 3600, 7325)] == ["0:00", "0:59", "1:01", "1:00:00", "2:02:05"]

@@ -5,7 +5,6 @@ import sys
 import time
 
 import pytest
-import wandb
 
 from prl.errors import ConfigError
 from prl.monitors.tensorboard import TensorBoard
@@ -45,7 +44,7 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path):
 @pytest.mark.parametrize(("mode", "resumed_at", "resume"), [("online", 7, "allow"), ("offline", 7, None)])
 def test_what_it_asks_for_when_a_run_goes_on(tmp_path, monkeypatch, mode, resumed_at, resume):
     asked = {}
-    monkeypatch.setattr(wandb, "init", lambda **given: asked.update(given))
+    monkeypatch.setattr("wandb.init", lambda **given: asked.update(given))
     monitor = Wandb(mode=mode)
     monitor.resumed_at = resumed_at
     monitor.start(tmp_path, max_steps=9, run_config={})

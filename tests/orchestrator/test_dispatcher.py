@@ -83,7 +83,7 @@ async def test_stale_groups_are_cancelled_and_counted(make_env, pool):
         assert dispatcher.drop(math.inf) == 4 and not dispatcher.in_flight
 
 
-async def test_tasks_of_an_earlier_part_start_first_and_are_kept_until_then(make_env):
+async def test_tasks_of_an_earlier_part_start_first(make_env):
     state = DispatcherState(5, {"toy": 20.0}, [SavedTask(3, "toy", 7), SavedTask(4, "toy", 2)])
     async with dispatching(make_env(curriculum={"shuffle": False})) as dispatcher:
         dispatcher.load_state_dict(state)
@@ -152,7 +152,7 @@ async def test_rollout_is_scored_on_arrival(make_env):
         (asyncio.CancelledError(), "env 'mine': the work on a group was cancelled from within"),
     ],
 )
-async def test_error_of_an_algorithm_ends_the_run_by_its_name(make_env, error, message):
+async def test_algorithm_error_ends_the_run_by_name(make_env, error, message):
     def fails(*_):
         raise error.with_traceback(None)
 
@@ -315,7 +315,7 @@ async def test_when_all_envs_wait_nothing_starts_and_nothing_counts(make_imitati
         assert (names.count("imitating"), names.count("distilling")) == (30, 10)
 
 
-async def test_group_that_fails_while_its_model_is_away_is_excused(make_imitating, make_distilling, frozen):
+async def test_group_failed_while_model_away_is_excused(make_imitating, make_distilling, frozen):
     for make in (make_imitating, make_distilling):
         async with dispatching(make(frozen)) as dispatcher:
             dispatcher.start_group()
@@ -337,7 +337,7 @@ async def test_model_that_is_given_up_ends_the_run(make_imitating, frozen):
             await finish(dispatcher)
 
 
-async def test_setup_waits_for_frozen_models_and_close_closes_them(make_imitating, make_env, frozen):
+async def test_setup_waits_for_frozen_models(make_imitating, make_env, frozen):
     env = make_imitating(frozen)
     await env.setup()
     assert frozen.waited == [frozen.timeout_s]

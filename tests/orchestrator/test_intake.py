@@ -83,7 +83,7 @@ def test_dropped_groups_reach_their_pool(arrive):
     assert plain.group.rollouts[0].difficulty_pool is None
 
 
-def test_game_is_dropped_where_every_seat_is_of_one_mind(arrive):
+def test_game_is_dropped_where_all_seats_agree(arrive):
     odf = arrive(**ODF, **POOLS)
     sides = ["one", "two", "one", "two"]
     for task, rewards in enumerate([(0.75, -0.75, 0.5, -0.5), (1.0, 0.0, 1.0, 0.0), (0.0, 0.5, 0.0, 0.5)]):
@@ -143,7 +143,7 @@ class EarnsNothing(Filter):
 
 
 @pytest.mark.parametrize("config", [ODF, {}])
-def test_groups_dropped_in_a_row_warn_and_end_the_run(arrive, caplog, config):
+def test_groups_dropped_in_a_row_end_the_run(arrive, caplog, config):
     dropped = arrive(**config)
     for env in dropped.envs.values():
         env.filters = {"pre_batch": {"nothing": EarnsNothing(enforce=True)}}
@@ -170,7 +170,7 @@ def test_groups_dropped_in_a_row_warn_and_end_the_run(arrive, caplog, config):
         dropped.intake.check(1, 20)
 
 
-def test_retired_tasks_do_not_count_as_dropped_in_a_row(arrive):
+def test_retired_tasks_do_not_count_as_dropped(arrive):
     odf = arrive(**ODF, **POOLS)
     for number in range(4):
         odf(*[1.0] * 50, task=number)
@@ -217,7 +217,7 @@ def test_failures_are_counted_by_env_and_kind(failures):
     assert not any(value for key, value in arrive.intake.take().items() if key.startswith("errors/"))
 
 
-def test_limit_of_failures_is_allowed_and_one_more_is_not(failures):
+def test_limit_of_failures_is_exact(failures):
     arrive = failures(0.25)
     arrive(1000, env="b")
     arrive(75, 25)
@@ -228,7 +228,7 @@ def test_limit_of_failures_is_allowed_and_one_more_is_not(failures):
         arrive.intake.check(7, 1)
 
 
-def test_few_rollouts_are_not_judged_and_old_ones_are_forgotten(failures):
+def test_failures_are_judged_over_a_window(failures):
     arrive = failures()
     for fine, failed in ((0, LEAST - 1), (LEAST, 0), (WINDOW, 0), (0, WINDOW // 2)):
         arrive(fine, failed)

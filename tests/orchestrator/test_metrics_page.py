@@ -14,22 +14,6 @@ from prl.orchestrator.config import EvalConfig
 from prl.trainer.trainer import COUNTED
 
 
-@pytest.mark.parametrize(
-    ("key", "entry"),
-    [
-        ("reward/my.env-2/arrived", "reward/<env>/arrived"),
-        ("filters/math/is_filtered", "filters/<env>/is_filtered"),
-        ("filters/math/gibberish", "filters/<env>/<filter>"),
-        ("eval/math/avg@16", "eval/<env>/avg@<k>"),
-        ("metric/math/tools/used", "metric/<env>/<metric>"),
-        ("loss/ref_kl", "loss/<component>"),
-        ("tokens/ce", "tokens/<component>"),
-    ],
-)
-def test_a_key_has_its_entry(key, entry):
-    assert entry_of(key).replace(", all>", ">") == entry
-
-
 @pytest.mark.parametrize("key", ["reward/mean", "errors/math/rain", "pool/all/easy", "loss/other", "surprise"])
 def test_a_key_that_nobody_declared_has_none(key):
     assert entry_of(key) is None

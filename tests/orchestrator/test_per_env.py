@@ -39,7 +39,7 @@ def test_every_group_can_be_chosen_per_env():
 
 
 @pytest.mark.parametrize("option", ["echo", "opd"])
-def test_algorithm_of_an_env_takes_nothing_from_that_of_the_run(option):
+def test_env_algorithm_inherits_nothing_from_the_runs(option):
     tuned = ["algo=echo", "algo.length_penalty=turns", "+algo.roles.user.alpha=0.5", "algo.kl.coef=0.1"]
     alone = compose(["run.name=x", f"algo={option}"])
     config = compose(["run.name=x", *tuned, f"+algo@envs.math.algo={option}"])

@@ -194,7 +194,7 @@ async def test_finished_groups_come_back_as_they_were(start, finished, make_env,
 
 
 @pytest.mark.parametrize(("kind", "trains"), [("post", True), ("pre", False), ("odf", True)])
-async def test_run_without_a_signal_goes_on_from_where_it_ended(start, make_env, tmp_path, zero, caplog, kind, trains):
+async def test_run_without_signal_resumes_where_it_ended(start, make_env, tmp_path, zero, caplog, kind, trains):
     """`trains`: its first tasks have a signal."""
 
     def env():
@@ -253,7 +253,7 @@ async def test_state_that_does_not_fit_is_refused_by_name(start, finished, make_
         start([make_env(tasks=9 if kind == "curriculum" else 8)], state, steps=2)
 
 
-def test_component_that_refuses_its_state_is_named_with_its_line(make_env, monkeypatch):
+def test_component_refusing_its_state_is_named_with_line(make_env, monkeypatch):
     def refuses(*_):
         raise SystemExit(0)
 

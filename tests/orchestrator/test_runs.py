@@ -116,7 +116,7 @@ async def test_rollouts_may_take_longer_than_the_policy_timeout(train, make_env,
     assert len(run.sizes) == 2
 
 
-async def test_rollouts_that_do_not_come_end_the_run_within_their_deadline(train, make_env, pool):
+async def test_missing_rollouts_end_the_run_at_the_deadline(train, make_env, pool):
     pool.delay = 1e6
     message = r"step 1: 0 rollouts after 0\.2 s \(orchestrator\.batch_timeout_s\).*of env slow"
     with pytest.raises(PrlError, match=message):
@@ -185,7 +185,7 @@ async def test_rollouts_of_empty_batches_count_in_the_next_line(train, make_env)
     assert [len(run.trained(step)) for step in (1, 2, 3)] == [8] * 3
 
 
-async def test_rollouts_filtered_before_a_batch_take_no_place_in_it(train, make_env, zero):
+async def test_pre_filtered_rollouts_take_no_place_in_batch(train, make_env, zero):
     envs = [make_env("toy", pre={"zero": zero()}), make_env("flat", task=Flat, pre={"zero": zero()})]
     run = await train(envs, steps=4)
     assert {(line["rollouts/batch"], line["rollouts/trained"]) for line in run.lines} == {(8.0, 8.0)}
@@ -210,7 +210,7 @@ async def test_evaluation_is_never_filtered(train, make_env, tmp_path):
     assert [(json.loads(line)["matched"], json.loads(line)["outcome"]) for line in lines] == [({}, None)] * 3
 
 
-async def test_algorithm_sees_each_batch_and_its_batch_credit_is_shipped(train, make_env):
+async def test_algorithm_sees_each_batch_and_credits_it(train, make_env):
     class ByBatch(Algorithm):
         scored, observed = [], []
 
@@ -325,7 +325,7 @@ async def test_pools_are_saved_with_each_checkpoint(train, make_env):
             assert folder is folders[0] or entries
 
 
-async def test_surplus_of_a_full_batch_is_recorded_with_its_step(train, make_env, pool):
+async def test_surplus_is_recorded_with_its_step(train, make_env, pool):
     pool.delay_of = lambda n: 0.0  # three groups for a batch of two, which finish together whatever else the CPU does
     run = await train([make_env()], steps=3, max_async_level=0, oversampling_factor=1.5)
     assert [len(run.records(step)) for step in (1, 2, 3)] == [12] * 3

@@ -26,7 +26,7 @@ def rule(k, limit, oversampling=1.0, strict=False):
 
 @pytest.mark.parametrize("k", range(4))
 @pytest.mark.parametrize("more", range(4))
-def test_rollout_is_meant_for_k_steps_up_to_the_limit(k, more):
+def test_rollout_is_meant_for_k_steps(k, more):
     limit = k + more if k else 0
     made = rule(k, k + more)
     for version in range(20):
@@ -372,7 +372,7 @@ def test_batches_mix_envs_by_weight_from_the_first(run, tokens):
     assert tokens or sum(by_weight) == pytest.approx(6.0, abs=0.5), "over the run the share by weight"
 
 
-def test_slow_env_is_waited_for_and_its_straggler_is_not(run):
+def test_slow_env_is_waited_for_without_its_straggler(run):
     """Step 1 waits for groups of ten seconds, which are for it. One takes a hundred, and is soon late."""
     made = run(
         steps=8,

@@ -59,7 +59,7 @@ async def test_versions_rise_and_every_step_has_its_line(make_sync, pool):
     assert sync.updates_s > 0 and not sync.busy
 
 
-async def test_it_is_busy_from_before_an_update_until_its_event(make_sync, pool, monkeypatch):
+async def test_sync_is_busy_until_its_event(make_sync, pool, monkeypatch):
     sync, update = make_sync(steps=1), pool.update_weights
 
     async def watched(*args):

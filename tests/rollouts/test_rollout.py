@@ -77,19 +77,6 @@ def test_advantages_are_those_of_the_mask_over_all_samples(rollout):
     assert rollout.advantages == [float(place) * on for place, on in enumerate(mask)]
 
 
-def test_a_rollout_answers_for_its_trace(rollout, talk):
-    trace = talk.trace
-    trace.record_reward("answer", 1.0)
-    trace.record_metric("correct", 1.0)
-    assert (rollout.reward, rollout.num_turns, rollout.metrics) == (1.0, 1, {"correct": 1.0})
-    assert (rollout.task, rollout.agent) == (trace.task, trace.agent) and rollout.nodes is trace.nodes
-    assert (rollout.start_version, rollout.end_version) == (4, 4)
-    assert rollout.num_completion_tokens == len(talk.sent[0].completion)
-    assert rollout.is_truncated is trace.is_truncated is False
-    with pytest.raises(AttributeError, match="nonsense"):
-        rollout.nonsense  # noqa: B018
-
-
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_list_of_any_other_length_must_align(rollout, change):
     length = len(rollout.samples[0].token_ids)

@@ -96,19 +96,8 @@ class Meddles(vf.Task):
         return 1.0
 
 
-async def test_a_rollout_whose_tokens_changed_fails_alone(renderer, tokenizer):
-    class Sampler:
-        temperature = 1.0
-        pool = SimpleNamespace(model="policy")
-        version = 0
-
-        async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
-            printed = [tokenizer.encode(text, add_special_tokens=False) for text in ("2", "7", "3")]
-            return [Completion(ids, [-1.0] * len(ids), "stop") for ids in printed]
-
-    sampler = Sampler()
-    sampler.renderer = renderer
-    task = Meddles(vf.TaskData(idx=0, prompt="1+1="))
+async def test_a_rollout_whose_tokens_changed_fails_alone(scripted):
+    task, sampler = Meddles(vf.TaskData(idx=0, prompt="1+1=")), scripted([["2", "7", "3"]])
     request = GroupRequest(env_name="toy", task=task, n=3, sampler=sampler, group_id=0, timeout_s=5.0)
     rollouts = [rollout async for rollout in play_group(request)]
     assert [rollout.error is None for rollout in rollouts] == [True, False, True]

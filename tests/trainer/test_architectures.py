@@ -7,7 +7,6 @@ from pathlib import Path
 
 import architectures
 import forking
-import peft
 import pytest
 import rounding
 import torch
@@ -42,15 +41,17 @@ from prl.trainer.tree.attention import can_attend_over_trees
 from prl.trainer.tree.tree import tree_stacks
 
 README = Path(__file__).parents[2] / "prl" / "trainer" / "README.md"
-both_heads = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 trained = pytest.mark.parametrize("name", TRAINED)
+# Of each, one head takes steps and the other is published: transformers ties all in one way.
+HEADS = [(name, place % 2 == 0) for place, name in enumerate(TRAINED)]
+OTHER_HEADS = [(name, not tied) for name, tied in HEADS]
 
 
 def loaded(folder, name, tied):
     return load_model(str(write_model(folder, name, tied=tied)), device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("name", "tied"), [(name, place % 2 == 0) for place, name in enumerate(TRAINED)])
+@pytest.mark.parametrize(("name", "tied"), HEADS)
 def test_packed_and_shared_tokens_equal_sequences_alone(tmp_path, name, tied):
     """Those of transformers' own attention, without a mask of several sequences; windows are shorter than these.
 
@@ -84,8 +85,7 @@ def test_packed_and_shared_tokens_equal_sequences_alone(tmp_path, name, tied):
             assert 0 <= gap < 1e-5 * parameter.grad.norm(), key
 
 
-@both_heads
-@trained
+@pytest.mark.parametrize(("name", "tied"), OTHER_HEADS)
 def test_published_tensors_are_those_of_transformers_own_files(tmp_path, name, tied):
     """Under the same names, in each format, bit by bit; a tied head is in none of them."""
     model = loaded(tmp_path / "model", name, tied)
@@ -107,7 +107,7 @@ def test_published_tensors_are_those_of_transformers_own_files(tmp_path, name, t
         assert (head is embedding) == tied == ("lm_head.weight" not in file) == torch.equal(head, embedding)
 
 
-def test_a_file_that_is_made_of_several_tensors_is_refused(tmp_path, monkeypatch):
+def test_tensor_made_of_several_of_its_file_is_refused(tmp_path, monkeypatch):
     model = loaded(tmp_path, "Qwen3", True)
     halves = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
     model._weight_conversions = [WeightConverter("mlp.both.weight", halves, operations=[Chunk(dim=0)])]
@@ -117,6 +117,8 @@ def test_a_file_that_is_made_of_several_tensors_is_refused(tmp_path, monkeypatch
 
 @trained
 def test_adapters_are_merged_as_peft_merges_them(tmp_path, name):
+    import peft  # takes .4 s, of each process that collects tests
+
     model = give_adapters(loaded(tmp_path, name, tied=name in MIXTURES))
     check_layout(model, tree_stacks)
     save_adapters(model, tmp_path / ADAPTER)
@@ -161,7 +163,7 @@ def test_the_inputs_of_experts_have_no_noise(tmp_path):
 
 
 @pytest.mark.slow
-def test_experts_over_two_ranks_make_the_step_of_one_process(tmp_path, monkeypatch):
+def test_experts_over_two_ranks_step_as_one_process(tmp_path, monkeypatch):
     """A rank has experts that no token of the other's goes to."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for name in MIXTURES:
@@ -191,7 +193,7 @@ def test_experts_over_two_ranks_make_the_step_of_one_process(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_go_wrong_is_refused_before_a_run_starts(tmp_path, name):
+def test_unsupported_architecture_is_refused_before_a_run_starts(tmp_path, name):
     """By its config: neither is it built nor are its weights read."""
     folder = write_model(tmp_path / "model", name, tied=True)
     with pytest.raises(ConfigError) as caught:

@@ -80,6 +80,7 @@ def test_blocks_attend_as_all_pairs_do(window, has_sinks, heads, dtype):
     check(BlockTree.of_row, FORKED, heads, window, has_sinks, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "has_sinks"), [(None, True), (60, False)])
 def test_a_gpus_row_attends_as_all_pairs_do(graphs, window, has_sinks):
     """But for the kernels."""

@@ -57,7 +57,7 @@ def test_rows_of_different_length(rows):
     assert stack.losses == ["", "x", "math"] and (stack.temperatures > 0).all()
 
 
-def test_a_stream_of_one_row_is_neutral_in_the_other(rows):
+def test_stream_of_one_row_is_neutral_in_others(rows):
     _, short, packed = rows
     streams = one_stack(packed).streams
     assert streams["rl_weights"].tolist() == [1.0] * 5 + [0.0] * 3 + [1.0] * 4

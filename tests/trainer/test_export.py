@@ -83,7 +83,7 @@ def components_of(line, place):
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_lines_hold_what_was_shipped_and_what_became_of_it(tiny, samples, tmp_path, share):
+def test_lines_hold_shipped_tokens_and_their_use(tiny, samples, tmp_path, share):
     trainer_of(copy.deepcopy(tiny), share=share, folder=tmp_path).train_step(batch_of(samples))
     lines = iter(read(tmp_path))
     for row in batch_of(samples).micro_batches:  # in the order they were shipped in

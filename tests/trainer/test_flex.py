@@ -16,17 +16,7 @@ from architectures import write_model
 from largest_tensor import LargestTensor
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoModelForCausalLM
-from trees import (
-    CPU,
-    alone,
-    as_trees,
-    branched,
-    feed,
-    forked,
-    gradient_of,
-    pairs,
-    plain_model,
-)
+from trees import CPU, alone, as_trees, branched, feed, forked, gradient_of, pairs, plain_model
 
 from prl.losses import default_loss
 from prl.models import model_path
@@ -102,6 +92,7 @@ def test_no_tensor_is_as_large_as_tokens_times_tokens():
     assert mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum() < blocks * (own + tokens / 8 / BLOCK)
 
 
+@pytest.mark.slow
 def test_logprobs_and_gradients_are_those_of_each_sequence_alone(graphs):
     """Traces that fork on three levels; fewer key heads than query heads. Rows of a block, and of several."""
     samples = forked(random.Random(1)) + long_ones(random.Random(3))
@@ -162,7 +153,7 @@ def test_gpt_oss_has_the_logprobs_of_sequences_alone(graphs, monkeypatch, tmp_pa
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_in_bfloat16_it_is_as_near_as_on_a_cpu(graphs, a_rank, tiny, monkeypatch):
+def test_bfloat16_is_as_near_as_on_a_cpu(graphs, a_rank, tiny, monkeypatch):
     """To logprobs in float32, of every sequence alone; over float32 weights, as on a GPU."""
     samples = forked(random.Random(1)) + long_ones(random.Random(3))
     expected, _ = alone(plain_model(), samples)
@@ -211,6 +202,7 @@ def test_compiled_layers_leave_the_attention_its_kernel(graphs):
     torch.testing.assert_close(run(FlexTree, 300, None, scale=None), run(BlockTree, 300, None, scale=None))
 
 
+@pytest.mark.slow
 def test_long_sequences_that_share_nothing_attend_alone(graphs, monkeypatch):
     """With the same gradients; a window goes over the blocks, and so do a tree and shorter sequences."""
     monkeypatch.setattr(flex, "LONG", 20)
@@ -268,7 +260,7 @@ def test_a_gpu_has_trees_alone(tiny, monkeypatch):
         Trainer(**options)
 
 
-def test_a_step_has_nothing_as_large_as_tokens_times_tokens(tiny, monkeypatch):
+def test_step_has_no_tensor_of_tokens_squared(tiny, monkeypatch):
     """All but the kernel, in whose place is something of its size: no mask of transformers' either."""
     monkeypatch.setattr("prl.trainer.tree.tree.row_tree", FlexTree.of_row)
     monkeypatch.setattr(flex, "compiled", lambda: lambda query, key, value, **_: query + key.mean() + value.mean())

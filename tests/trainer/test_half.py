@@ -34,7 +34,7 @@ def alone():
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0, "target_modules": None}], ids=["weights", "adapters"])
-def test_the_model_is_rounded_and_weights_and_gradients_are_not(alone, tiny_path, make_sample, monkeypatch, lora):
+def test_bfloat16_rounds_the_model_not_weights_or_gradients(alone, tiny_path, make_sample, monkeypatch, lora):
     seen = []
 
     def spy(hidden, weight, targets, temperatures, **options):

@@ -3,7 +3,6 @@
 import copy
 import json
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -39,7 +38,7 @@ def stack(make_sample):
     return next(stacks(rows[0], 512, torch.device("cpu")))
 
 
-def test_the_adapters_are_of_all_linear_layers_but_the_head(tiny, stack):
+def test_all_linear_layers_but_the_head_have_adapters(tiny, stack):
     """And change nothing before they are trained."""
     with torch.no_grad():
         before = stack_logprobs(tiny, stack, head_chunk=None)[0]
@@ -60,6 +59,8 @@ def test_the_adapters_are_of_all_linear_layers_but_the_head(tiny, stack):
 @pytest.mark.parametrize("targets", [None, ["q_proj", "mlp.down_proj"]])
 def test_what_is_published_is_what_peft_merges(tiny, tiny_path, tmp_path, targets):
     """And peft loads the adapters beside the base model, by its own way."""
+    import peft
+
     model = adapted(tiny, target_modules=targets)
     save_weights(model, tmp_path / "merged", torch.float32)
     save_weights(model, tmp_path / "rounded", torch.bfloat16)

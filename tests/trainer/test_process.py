@@ -62,7 +62,7 @@ def test_one_rank_on_a_gpu_shards_as_several_do(config, tmp_path, monkeypatch):
     assert met == [(0, 1, torch.device("cuda"), config["trainer"])]
 
 
-def test_an_error_that_its_user_can_mend_is_one_line(tmp_path):
+def test_mendable_error_is_one_line(tmp_path):
     full = torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
     assert worker.reason(full).startswith(
         "CUDA out of memory. Tried to allocate 2.00 GiB.: take fewer tokens at once, "

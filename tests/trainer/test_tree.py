@@ -18,7 +18,7 @@ from prl.trainer.batch import stacks
 from prl.trainer.model import check_layout, load_model, stack_logprobs
 from prl.trainer.trainer import Trainer
 from prl.trainer.tree.attention import NAME, can_attend_over_trees, tree_attention, use_tree_attention
-from prl.trainer.tree.blocks import BLOCK, CALL, GATHER, MOST, BlockTree, block_ranges, group_sizes
+from prl.trainer.tree.blocks import BLOCK, GATHER, MOST, BlockTree, block_ranges
 from prl.trainer.tree.tree import count_shared, cut, tree_stacks
 
 
@@ -100,11 +100,7 @@ def step(samples, *, share: bool, tokens: int, seq_len: int = 24):
     model = load_model(model_path("tiny"), device=CPU)
     rows, truncated = pack(samples, seq_len, 1)
     trainer = Trainer(
-        model=model,
-        rl_losses={"": default_loss},
-        max_steps=9,
-        share_prefixes=share,
-        tokens_per_forward=tokens,
+        model=model, rl_losses={"": default_loss}, max_steps=9, share_prefixes=share, tokens_per_forward=tokens
     )
     metrics = trainer.train_step(StepBatch(1, rows[0], truncated))
     return metrics, {name: p.grad for name, p in model.named_parameters()}
@@ -148,18 +144,6 @@ def test_trees_are_cut_where_little_is_shared():
     assert count_shared([1, 2, 3], [1, 2, 4, 5]) == 2 and count_shared([1], [1, 2]) == 1 and count_shared([], [1]) == 0
 
 
-def test_blocks_of_similar_size_share_a_call():
-    """Padding adds at most a third, or what a call costs."""
-    rng = random.Random(0)
-    sizes = [(rng.randrange(1, MOST), rng.choice([0, 30, 300, 900])) for _ in range(300)]
-    sizes = [(size, prefix + size) for size, prefix in sizes]
-    groups = group_sizes(sizes)
-    assert sorted(number for group in groups for number in group) == list(range(300))
-    padded = sum(len(g) * max(sizes[n][0] for n in g) * max(sizes[n][1] for n in g) for g in groups)
-    assert padded <= 4 / 3 * sum(size * length for size, length in sizes) + CALL * len(groups)
-    assert len(groups) < 60
-
-
 @pytest.mark.parametrize("prompt, completion, count", [(12, 4, 100), (500, 30, 8), (500, 300, 4), (0, 400, 6)])
 def test_the_cost_of_attention_follows_the_paths(prompt, completion, count):
     """Pairs of query and key above those of paths alone: half a block's for each, and the price of one more block."""
@@ -187,7 +171,7 @@ def test_a_long_branch_has_the_logprobs_of_its_sequence():
 
 
 @pytest.mark.parametrize("samples", [[], [[1] * 30]], ids=["no sample", "a long one"])
-def test_a_batch_with_nothing_to_train_still_has_a_stack(tiny, samples):
+def test_batch_with_nothing_to_train_has_a_stack(tiny, samples):
     """Of one token, however long the samples are of which none trains."""
     rows, _ = pack([sample(ids, []) for ids in samples], 32, 1)
     (stack,) = tree_stacks(rows[0], 100, CPU)
@@ -238,7 +222,7 @@ def test_models_with_other_attention_are_left_to_packed_rows(monkeypatch):
     assert can_attend_over_trees(model)
 
 
-def test_a_window_that_a_layer_does_not_tell_is_refused(tmp_path, monkeypatch):
+def test_layer_that_hides_its_window_is_refused(tmp_path, monkeypatch):
     model = load_model(windowed(tmp_path), device=CPU)
     real = tree_attention
     monkeypatch.setitem(

@@ -31,10 +31,7 @@ def test_it_is_verified(made, tmp_path):
     assert checkpoint_folders.verify(folder) == 20
     assert checkpoint_folders.steps_of(tmp_path) == [20] and checkpoint_folders.parts_of(tmp_path) == []
     listed = json.loads((folder / "manifest.json").read_text())["files"]
-    assert listed["model.safetensors"] == {
-        "bytes": 700,
-        "sha256": hashlib.sha256(b"weights" * 100).hexdigest(),
-    }
+    assert listed["model.safetensors"] == {"bytes": 700, "sha256": hashlib.sha256(b"weights" * 100).hexdigest()}
     assert set(listed) == {"model.safetensors", "state/trainer.json"}
 
 

@@ -59,7 +59,7 @@ def test_the_reward_is_the_mean_over_the_rounds(task, graded, replies, reward, c
     assert trace.reward == pytest.approx(reward) and trace.metrics == {"correct": correct}
 
 
-async def test_the_rounds_go_on_whatever_the_reply_while_there_is_room(scripted, task):
+async def test_rounds_go_on_whatever_the_reply(scripted, task):
     environment = Environment(
         "sort", EnvConfig(taskset="prl.envs.tasksets.alphabet_sort", args={"num_tasks": 3}), eval_tasks=0
     )
@@ -78,7 +78,7 @@ async def test_the_rounds_go_on_whatever_the_reply_while_there_is_room(scripted,
         assert asked[:2] == ["sort: ba ca ad", "add: bb"]
 
 
-def test_answers_follow_from_what_the_user_says_and_the_numbers_are_as_asked():
+def test_answers_follow_from_the_words_of_the_user():
     drawn = tasks(num_tasks=600, seed=3, max_words=4, max_added=2)
     for task in drawn:
         known = []

@@ -73,7 +73,7 @@ def test_what_is_none_is_refused(expression):
 def test_no_text_makes_it_raise_anything_else():
     rng = random.Random(0)
     pieces = [*"0123456789+-*()/.,:;=<>!%&|^~@#'\"\\[]{} \n\t\0é", "**", "//", "1or", "0x", "True", "\ud800", "f'", "x"]
-    for _ in range(20_000):
+    for _ in range(5_000):
         with contextlib.suppress(ValueError):
             assert type(compute("".join(rng.choices(pieces, k=rng.randint(0, 40))))) is int
 

@@ -2,13 +2,10 @@
 
 import json
 
-import huggingface_hub.constants
 import pytest
 
-from prl.config.schema import EnvConfig
-from prl.envs.environment import Environment, promises_to_be_quick
+from prl.envs.environment import promises_to_be_quick
 from prl.envs.tasksets.gsm8k import GSM8KConfig, GSM8KTaskset
-from prl.errors import ConfigError
 
 
 @pytest.fixture
@@ -27,7 +24,7 @@ def tasks(tmp_path):
 
 
 @pytest.mark.parametrize(("answer", "number"), [("10 * 2\n#### 1,020", "1020"), ("1/2\n#### .5", "0.5"), ("4", "4")])
-def test_a_task_is_the_question_and_the_number_behind_the_marks(tasks, answer, number):
+def test_answer_is_the_number_behind_the_marks(tasks, answer, number):
     (task,) = tasks(("How much?", answer))
     assert (task.data.prompt, task.data.answer, task.data.demonstration) == ("How much?", number, answer)
 
@@ -44,20 +41,7 @@ def test_a_tenth_of_a_file_is_held_out(tasks):
     assert len(train) == 36 and len(held_out) == 4 and not train & held_out
 
 
-def test_without_a_file_it_asks_the_hub(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"^envs\.g\.args: openai/gsm8k .* set path to a \.jsonl"):
-        Environment("g", EnvConfig(taskset="prl.envs.tasksets.gsm8k"), eval_tasks=0)
-
-
-@pytest.mark.parametrize("answer", ["four", "#### 17:30"])
-def test_an_answer_that_is_no_number_is_refused(tasks, answer):
-    with pytest.raises(ValueError, match="line 1: key 'answer' must be a single number"):
-        tasks(("q", answer))
-
-
-def test_math_verify_grades_where_it_is_chosen_and_in_a_process_of_its_own(tasks):
+def test_math_verify_grades_in_a_process_of_its_own(tasks):
     (task,) = tasks(("Half?", "#### .5"), grader="math_verify")
     assert [task.grade(reply) for reply in ("\\boxed{\\frac{2}{4}}", "\\boxed{2}")] == [1.0, 0.0]
     grades_here = [

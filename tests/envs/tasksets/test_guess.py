@@ -1,7 +1,5 @@
 """guess: what the user says, how many guesses there are, and that they suffice."""
 
-import tracemalloc
-
 import pytest
 import verifiers.v1 as vf
 
@@ -76,7 +74,7 @@ def bisecting(n):
     return player
 
 
-async def test_bisection_finds_every_secret_of_every_range_and_a_guess_less_would_not_do():
+async def test_bisection_needs_exactly_the_guesses_that_there_are():
     most = {}
     for task in everything(min_size=2, max_size=70):
         n = int(task.data.prompt.removeprefix("1-"))
@@ -110,19 +108,7 @@ def test_the_tasks_are_every_range_with_every_secret():
     assert {task.data.prompt: task.data.guesses for task in drawn} == {"1-3": 2, "1-4": 3, "1-5": 3, "1-6": 3}
 
 
-def test_no_more_pairs_are_kept_than_are_drawn():
-    tracemalloc.start()
-    try:
-        tasks(num_tasks=10, max_size=1500)  # of 1.1 million
-        assert tracemalloc.get_traced_memory()[1] < 5e6
-    finally:
-        tracemalloc.stop()
-    drawn = tasks(num_tasks=300, max_size=999_999_999, split="eval")
-    assert len({task.key for task in drawn}) == 300
-    assert all(1 <= task.data.secret <= int(task.data.prompt.removeprefix("1-")) for task in drawn)
-
-
-async def test_it_is_played_as_one_conversation_and_graded_on_its_last_guess(scripted):
+async def test_game_is_graded_on_its_last_guess(scripted):
     config = EnvConfig(taskset="prl.envs.tasksets.guess", args={"min_size": 20, "max_size": 20})
     environment = Environment("guess", config, eval_tasks=0)
     task = environment.tasks[0].with_data(secret=12)

@@ -71,7 +71,7 @@ def test_each_row_of_a_file_is_a_task(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
-def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path, suffix):
+def test_byte_order_mark_is_skipped(tmp_path, suffix):
     path = tmp_path / f"rows{suffix}"
     WRITE[suffix](path, ROWS)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
@@ -84,7 +84,7 @@ def task_of(tmp_path, row, **args):
     return task
 
 
-def test_keys_are_chosen_prompts_may_be_messages_and_answers_numbers(tmp_path):
+def test_keys_messages_and_numbers_of_rows_are_read(tmp_path):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": PARTS}]
     row = {"chat": messages, "reward_model": {"style": "rule", "truth": 2.5}, "prompt": "no"}
     task = task_of(tmp_path, row, prompt_key="chat", answer_key="reward_model.truth")
@@ -98,7 +98,7 @@ def test_a_demonstration_may_be_messages(tmp_path):
     assert task.data.demonstration == [{"role": "assistant", "content": "How warm?"}]
 
 
-def test_a_share_of_the_prompts_is_held_out_whatever_the_order_and_equal_rows_count_once(tmp_path):
+def test_held_out_share_depends_on_prompts_alone(tmp_path):
     rows = [*ROWS, ROWS[3], ROWS[4] | {"answer": "another"}]
     path, turned = jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", rows[::-1])
     train, held_out = tasks(path, eval_fraction=0.2), tasks(path, eval_fraction=0.2, split="eval")
@@ -109,7 +109,7 @@ def test_a_share_of_the_prompts_is_held_out_whatever_the_order_and_equal_rows_co
     assert len(tasks(path, eval_fraction=0.01, split="eval")) == 1, "a small file has one too"
 
 
-def test_held_out_rows_of_another_file_are_not_trained_on(tmp_path, path):
+def test_held_out_rows_of_another_file_never_train(tmp_path, path):
     other = jsonl(tmp_path / "eval.jsonl", [*ROWS[:2], {"prompt": "new", "answer": "1"}])
     config = EnvConfig(
         taskset="prl.envs.tasksets.jsonl",
@@ -121,7 +121,7 @@ def test_held_out_rows_of_another_file_are_not_trained_on(tmp_path, path):
     assert len(environment.tasks) == 28
 
 
-def test_a_data_set_in_the_hubs_cache_needs_no_hub(tmp_path, monkeypatch):
+def test_data_set_in_the_cache_needs_no_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     stored = tmp_path / "datasets--me--sums"
@@ -163,21 +163,20 @@ def asking(call):
         FLAT | {"arguments": {"city": "Oslo"}},
     ],
 )
-def test_tool_calls_of_either_format_reach_the_template_as_calls(tmp_path, renderer, tokenizer, call):
+def test_tool_calls_of_either_format_reach_the_template(tmp_path, renderer, tokenizer, call):
     (task,) = tasks(jsonl(tmp_path / "a.jsonl", [{"prompt": asking(call), "answer": "7"}]))
     sent = renderer.render([message_to_wire(message) for message in task.data.prompt], add_generation_prompt=True)
     assert sent.token_ids == renderer.render(asking(NESTED), add_generation_prompt=True).token_ids
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}' in tokenizer.decode(sent.token_ids)
 
 
-def test_a_call_of_a_tool_without_parameters_may_lack_arguments(tmp_path):
+def test_tool_call_may_lack_arguments(tmp_path):
     call = {"id": "c1", "function": {"name": "now"}}
     assert task_of(tmp_path, {"prompt": asking(call), "answer": "7"}).data.prompt[1].tool_calls[0].arguments == "{}"
 
 
 BAD_MESSAGES = [
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}],
-    [{"role": "user", "content": ["How"]}],
     [{"role": "bob", "content": "x"}],
     [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}],
     [{"role": "tool", "content": "7"}],
@@ -186,13 +185,12 @@ BAD_MESSAGES = [
     asking({"id": "c1", "function": "weather"}),
     asking({"id": "c1", "function": {"arguments": "{}"}}),
     asking({"id": "c1", "function": {"name": "f", "arguments": "{city: Oslo}"}}),
-    asking({"id": "c1", "function": {"name": "f", "arguments": "[1]"}}),
     asking({"function": {"name": "f", "arguments": "{}"}}),
 ]
 
 
 @pytest.mark.parametrize("messages", BAD_MESSAGES, ids=str)
-def test_messages_that_cannot_be_read_are_refused_with_file_line_and_key(tmp_path, messages):
+def test_unreadable_messages_are_refused_with_file_line_and_key(tmp_path, messages):
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": "fine", "answer": "5"}, {"prompt": messages, "answer": "7"}])
     with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: key 'prompt' is no list of chat messages: \S"):
         tasks(path)
@@ -209,20 +207,20 @@ def test_messages_that_cannot_be_read_are_refused_with_file_line_and_key(tmp_pat
         (pyarrow.int64(), 2**53 + 1, "9007199254740993"),
     ],
 )
-def test_numbers_of_a_parquet_file_are_as_one_would_write_them(tmp_path, kind, value, answer):
+def test_parquet_numbers_are_written_as_people_write_them(tmp_path, kind, value, answer):
     table = pyarrow.table({"prompt": ["p"], "answer": pyarrow.array([value], kind)})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     (task,) = tasks(tmp_path / "a.parquet")
     assert task.data.answer == answer
 
 
-def test_names_of_files_and_columns_may_be_in_capitals_or_have_blanks(tmp_path):
+def test_names_may_have_capitals_and_blanks(tmp_path):
     (tmp_path / "a.CSV").write_text(f"prompt, answer\n{'word ' * 100_000},5\n")
     [task] = tasks(tmp_path / "a.CSV")
     assert (task.data.prompt, task.data.answer) == ("word " * 100_000, "5")
 
 
-def test_a_chat_in_a_column_of_texts_is_a_chat(tmp_path):
+def test_chat_in_a_text_column_is_a_chat(tmp_path):
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     as_csv(
         tmp_path / "a.csv", [{"prompt": json.dumps(messages), "answer": "5"}, {"prompt": '[{"role": 3', "answer": 6}]
@@ -249,7 +247,7 @@ def test_a_chat_in_a_column_of_texts_is_a_chat(tmp_path):
         ("12345678901234567890", "12,345,678,901,234,567,890", 1.0),
     ],
 )
-def test_a_number_is_graded_as_it_stands_in_the_file(tmp_path, suffix, written, reply, reward):
+def test_number_is_graded_as_written_in_the_file(tmp_path, suffix, written, reply, reward):
     row = f'{{"prompt": "?", "answer": {written}}}'
     path = tmp_path / f"rows{suffix}"
     path.write_text(row if suffix == ".jsonl" else f"[{row}]")
@@ -266,7 +264,7 @@ NO_ANSWERS = {
 
 
 @pytest.mark.parametrize(("grader", "answer"), [(grader, each) for grader in NO_ANSWERS for each in NO_ANSWERS[grader]])
-def test_an_answer_that_cannot_be_graded_is_refused_with_file_line_and_key(tmp_path, grader, answer):
+def test_ungradable_answer_is_refused_with_file_line_and_key(tmp_path, grader, answer):
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": "fine", "answer": "5"}, {"prompt": "p", "answer": answer}])
     with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: key 'answer' must "):
         tasks(path, grader=grader)
@@ -304,16 +302,13 @@ def test_a_function_of_the_users_grades(path):
             "line 1: key 'prompt' must be str or list and not empty, got 3",
         ),
         ("a.jsonl", '{"prompt": "", "answer": "a"}', {}, "line 1: key 'prompt' must be"),
-        ("a.jsonl", '{"prompt": "p", "answer": {}}', {}, "line 1: key 'answer' must be"),
         ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"demonstration_key": "d"}, "line 1: there is no 'd'"),
         ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"grader": "numeric"}, "key 'answer' must be a single number"),
         ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"split": "eval"}, "no prompt is held out: set eval_path"),
         ("a.json", '{"prompt": "p"}', {}, "a.json must hold a list of rows"),
-        ("a.json", "[", {}, "a.json is not JSON"),
         ("a.csv", "prompt,answer\np,a\nq\n", {}, "a.csv, line 3: key 'answer' has no value"),
         ("a.csv", "prompt,answer\np,a\nq,a,b,c\n", {}, "a.csv, line 3: 4 values for 2 columns"),
         ("a.jsonl", '{"prompt": "p", "answer": null}', {}, "line 1: key 'answer' has no value"),
-        ("a.jsonl", '{"prompt": "p", "answer": true}', {}, "line 1: key 'answer' must be .*, got True"),
         ("a.jsonl", '{"prompt": "p", "answer": NaN}', {}, "line 1: key 'answer' must be .*, got nan"),
         ("a.jsonl", r'{"prompt": "a\ud800", "answer": "1"}', {}, r"line 1: key 'prompt' has a character"),
         ("a.jsonl", r'{"prompt": [{"content": "\udc00"}], "answer": "1"}', {}, r"line 1: key 'prompt' has a character"),
@@ -321,7 +316,7 @@ def test_a_function_of_the_users_grades(path):
         ("a.parquet", "PAR1", {}, "[Pp]arquet"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused_with_place_and_key(tmp_path, name, text, args, says):
+def test_unusable_file_is_refused_with_place_and_key(tmp_path, name, text, args, says):
     if text is not None:
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=says) as caught:

@@ -63,7 +63,7 @@ ILLEGAL = ["", "raise", "Check", "check.", "I bet", "all in"]
         *((["check", bad], ["bet"], -2) for bad in [*ILLEGAL, "check", "bet"]),
     ],
 )
-async def test_who_does_what_is_not_legal_forfeits_two_chips_whatever_the_cards(cards, first, second, won):
+async def test_illegal_move_forfeits_two_chips_whatever_the_cards(cards, first, second, won):
     assert await play(cards, says(*first), says(*second)) == won
 
 
@@ -96,7 +96,7 @@ async def earns(actions, seat):
 
 
 @pytest.mark.parametrize(("seat", "best"), [(0, Fraction(-1, 18)), (1, Fraction(1, 18))])
-async def test_against_the_equilibrium_no_strategy_earns_more_than_the_games_value(seat, best):
+async def test_no_strategy_beats_the_equilibrium(seat, best):
     seen = {"": OPEN, "bet": ANSWER} if seat == 0 else {"check": OPEN, "bet": ANSWER}
     spots = [(card, what) for card in CARDS for what in seen]
     earned = []
@@ -108,7 +108,7 @@ async def test_against_the_equilibrium_no_strategy_earns_more_than_the_games_val
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_twelve_deals_come_equally_often_in_a_new_order_each_time():
+def test_twelve_deals_come_equally_often_in_new_orders():
     drawn = [(task.data.cards, task.data.seat) for task in tasks(num_tasks=120, seed=4)]
     rounds = [drawn[at : at + 12] for at in range(0, 120, 12)]
     assert all(task.data.prompt == f"{task.data.cards[task.data.seat]}." for task in tasks(num_tasks=60))
@@ -153,7 +153,7 @@ def of_the_user(rollout):
         ("QJ", 1, ["raise"], ["check"], -2, ["J. They check: check or bet?"], ["Q. check or bet?"]),
     ],
 )
-async def test_both_sides_are_trained_their_rewards_add_up_and_each_sees_its_own_card(
+async def test_both_sides_train_and_see_only_their_own_card(
     scripted, cards, seat, player, opponent, chips, to_player, to_opponent
 ):
     env = environment()

@@ -84,7 +84,7 @@ WORDS = """nonsense 0 nan nan+nanj inf [NaN] 1e400 1e999999999 R9999999 (RU)9999
 NASTY = [*WORDS.split(), "", "\0", "9" * 5000, "-" * 5000, "(" * 3000, "[" * 5000, "¬" * 2000, "(9*9)*" * 500 + "9"]
 
 
-def test_no_reply_is_run_hangs_or_earns_what_it_should_not(entries):
+def test_hostile_reply_is_neither_run_nor_rewarded(entries):
     """Any reply at all has a reward in [0, 1], soon, and a wrong one never all of it."""
     for (name, (dataset, entry)), reply in itertools.product(entries.items(), NASTY):
         if reply == entry["answer"]:
@@ -108,7 +108,7 @@ def test_what_would_be_evaluated_is_not_handed_on(name, entries, monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(EXACT))
-def test_where_the_scorer_is_unfit_the_answer_itself_is_asked_for(name, entries):
+def test_unfit_scorer_is_replaced_by_the_exact_answer(name, entries):
     dataset, entry = entries[name]
     assert grade(f" {entry['answer']}\n", name, dataset, entry) == 1.0
     assert grade(entry["answer"] + "1", name, dataset, entry) == grade("0", name, dataset, entry) == 0.0
@@ -162,7 +162,7 @@ def test_settings_reach_the_generator_and_those_of_others_wait():
     }
 
 
-def test_splits_are_disjoint_whatever_the_seeds_and_a_small_generator_is_used_up():
+def test_splits_are_disjoint_whatever_the_seeds():
     digits = {"chain_sum": ADDITION["chain_sum"] | {"max_digits": 1}}
     train = {task.data.prompt for task in tasks(split="train", num_tasks=5000, seed=1, config=digits)}
     held = {task.data.prompt for task in tasks(split="eval", num_tasks=5000, seed=2, config=digits)}

@@ -36,7 +36,7 @@ def test_reward_and_metric_are_recorded(graded, reply, reward, correct):
     assert trace.reward == pytest.approx(reward) and trace.metrics == {"correct": correct}
 
 
-def test_answers_and_demonstrations_follow_from_prompts_and_lengths_are_even():
+def test_answers_follow_from_prompts_and_lengths_are_even():
     drawn = tasks(num_tasks=502, seed=3)
     for task in drawn:
         letters = task.data.prompt.removeprefix("reverse: ")

@@ -79,6 +79,6 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "args", "named"), REFUSED)
-def test_a_setting_that_cannot_be_is_refused_by_its_name(name, args, named):
+def test_impossible_setting_is_refused_by_name(name, args, named):
     with pytest.raises(ConfigError, match=rf"^envs\.e\.args.*{named}"):
         Environment("e", EnvConfig(taskset=f"prl.envs.tasksets.{name}", args=args), eval_tasks=0)

@@ -7,7 +7,7 @@ from prl.errors import ConfigError
 from prl.tools.dry_run.shape import build, setting
 
 
-def test_layers_with_heads_of_their_own_are_known_by_the_largest():
+def test_largest_head_stands_for_all_layers():
     """Gemma 4: 256 within a window and 512 without."""
     config = transformers.AutoConfig.for_model("gemma4_text")
     assert (setting(config, "head_dim"), setting(config, "hidden_size")) == (512, config.hidden_size)

@@ -11,7 +11,7 @@ from prl.models import model_path
 from prl.tools.evaluation.targets import Target, by_engine, find_targets, look_up, model_of
 
 
-def test_a_checkpoint_has_the_settings_of_its_run_and_a_run_is_its_last_checkpoint(make_run, make_model):
+def test_checkpoint_has_the_settings_of_its_run(make_run, make_model):
     run = make_run("outputs/mine", "model.max_model_len=99", "model.dtype=float16", "model.trust_remote_code=true")
     found = model_of("outputs/mine/checkpoints/step_000010")
     assert (found.max_model_len, found.renderer, found.dtype) == (99, "qwen3", "float16")
@@ -49,7 +49,7 @@ def test_what_is_no_target_is_refused(given, says, make_run, tmp_path):
         find_targets(EvaluationConfig(targets=given))
 
 
-def test_names_are_short_where_they_can_be_and_settings_of_the_command_line_win(make_run):
+def test_names_are_short_and_command_line_settings_win(make_run):
     make_run("a/mine")
     make_run("b/mine", steps=(10,))
     steps = ("a/mine/checkpoints/step_000010", "b/mine/checkpoints/step_000010", "a/mine/checkpoints/step_000020")

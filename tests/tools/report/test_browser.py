@@ -12,6 +12,8 @@ from playwright.sync_api import expect, sync_playwright
 
 from prl.tools.report.page import write_page
 
+pytestmark = pytest.mark.slow
+
 CLEAR = "rgba(0, 0, 0, 0)"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

@@ -40,7 +40,7 @@ def data_of(run):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
 
 
-def test_a_page_asks_for_nothing_and_admits_its_own_script_alone(written):
+def test_page_loads_nothing_and_admits_only_its_script(written):
     text = (written / "report.html").read_text()
     script, style = re.findall(r"<(?:script|style)>(.*?)</(?:script|style)>", text, re.S)[::-1]
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)[1]
@@ -61,7 +61,7 @@ def test_data_cannot_leave_its_block():
     }
 
 
-def test_examples_are_the_most_mixed_the_best_and_the_worst(written):
+def test_examples_are_most_mixed_best_and_worst(written):
     data = data_of(written)
     assert [example["step"] for example in data["examples"]] == [1, 4, 6]
     lines = [json.loads(line) for line in (written / "rollouts" / "step_000006.jsonl").read_text().splitlines()]
@@ -107,7 +107,7 @@ def test_damaged_files_do_not_keep_the_page_back(run):
     assert {row["step"] for row in data["rows"] if row.get("sequences")} == {1}
 
 
-def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path):
+def test_run_that_failed_before_step_one_has_a_page(tmp_path):
     write_result(tmp_path, RunResult("failed", "a\n<b>the engine</b> did not start"))
     text = page.write_page(tmp_path).read_text()
     assert "&lt;b&gt;the engine&lt;/b&gt; did not start" in text and "Curves" not in text
@@ -196,7 +196,7 @@ def test_the_panels_by_env():
     }
 
 
-def test_a_reward_of_zero_is_drawn_and_a_count_of_zero_is_not():
+def test_zero_rewards_are_drawn_and_zero_counts_are_not():
     zeros = pd.DataFrame({"reward/math/mean": [0.0, 0.0], "truncated/math": [0.0, 0.0]}, index=[1, 2])
     assert [panel.title for panel in panels(zeros)] == ["Reward"]
 

@@ -48,7 +48,7 @@ def test_files_that_are_missing_or_broken(tmp_path, write_run):
     assert sorted(named) == ["config.yaml", "overrides.yaml", "result.json"]
 
 
-def test_a_run_without_result_is_running_while_its_process_lives(tmp_path, write_run):
+def test_run_without_result_runs_while_its_process_lives(tmp_path, write_run):
     folder = write_run(tmp_path / "a", [{"step": 7}])
     assert (read_run(folder).status, read_run(folder).result.steps) == ("crashed", 7)
     with owned(folder):
@@ -73,7 +73,7 @@ def test_what_is_no_run_is_refused_with_what_it_is(tmp_path):
                 read(folder)
 
 
-def test_of_a_job_of_a_sweep_what_it_varies_is_known(tmp_path, write_run):
+def test_job_of_a_sweep_knows_what_it_varies(tmp_path, write_run):
     """What the sweep's own config varies, too: everything typed for the job that is not the same for all."""
     typed = '["optim.lr=0.1", "+max=1", "algo=grpo", "~filters.x"]'
     alone = read_run(write_run(tmp_path / "a", overrides=typed))

@@ -21,7 +21,7 @@ def test_a_curve_is_where_the_metric_was_recorded():
     assert curve(metrics, "b").empty
 
 
-def test_final_is_the_mean_of_the_last_values_or_of_all():
+def test_final_is_the_mean_of_the_last_values():
     assert final(series({0: 9, 1: 1, 2: 2, 3: 6}), 3) == 3
     assert final(series({0: 1, 1: 2}), 5) == 1.5
     assert math.isnan(final(series({}), 5))

@@ -36,7 +36,7 @@ def test_each_run_has_its_numbers(runs):
     assert reward[["final", "highest", "area"]].tolist() == pytest.approx([0.25, 0.4, 0.25])
 
 
-def test_means_and_intervals_are_over_the_completed_runs_of_a_variant(runs):
+def test_means_and_intervals_are_over_completed_runs(runs):
     found = summarise(runs, threshold=0.7).grouped(EVAL)
     two, one = found.loc["lr=0.1"], found.loc["lr=0.2"]
     assert two["mean", "final"] == pytest.approx(0.7) and two["mean", "area"] == pytest.approx(0.45)

@@ -45,7 +45,7 @@ def test_the_files_of_a_sweep(sweep, refuse_pages, capsys):
     assert html.count('<img src="data:image/svg+xml;base64,') == 2
 
 
-def test_a_chart_has_a_line_per_variant_and_per_incomplete_run(sweep):
+def test_chart_has_lines_of_variants_and_incomplete_runs(sweep):
     chart, _ = panels(summarise([read_run(folder) for folder in find_runs([sweep])]))
     assert {label: values.to_dict() for label, values in chart.series.items()} == {
         "lr=0.1": pytest.approx({0: 0.2, 4: 0.7}),

@@ -61,7 +61,7 @@ def test_shares_are_of_the_steps_alone():
     assert found.busy("orchestrator") == pytest.approx(0.05)
 
 
-def test_the_time_before_a_run_went_on_is_left_out():
+def test_time_between_stop_and_resume_is_left_out():
     later = [Span(span.process, span.what, span.start + 500, span.stop + 500, span.step) for span in ASYNCHRONOUS]
     assert windows([*ASYNCHRONOUS, *later]) == [(100, 110), (600, 610)]
     assert shares([*ASYNCHRONOUS, *later]).seconds == pytest.approx(20.0)

@@ -35,7 +35,7 @@ def test_variants_are_called_by_what_was_typed():
     assert found.differences == {"algo._target_": ["prl.GRPO", "prl.MaxRL"], "algo.length_penalty": ["null", "–"]}
 
 
-def test_a_config_that_differs_though_nothing_was_typed_is_a_variant():
+def test_config_that_differs_untyped_is_a_variant():
     found = variants([run("0", grpo(0)), run("1", grpo(0, lr=0.01)), run("2", grpo(1, lr=0.01))])
     assert names(found) == {"lr=0.001": ["0"], "lr=0.01": ["1", "2"]}
 
@@ -91,6 +91,6 @@ def test_a_run_without_a_config_is_in_no_variant():
     assert variants([refused]).members == {}
 
 
-def test_what_was_typed_for_some_of_the_same_runs_is_no_column():
+def test_override_that_changes_nothing_is_no_column():
     runs = [run("0", grpo(0), ["typed=1"]), run("1", grpo(1)), run("2", grpo(0, 0.01))]
     assert variants(runs).columns == ["optim.lr"]

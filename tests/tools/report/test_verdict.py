@@ -87,7 +87,7 @@ def test_warnings(columns, text, there):
     assert any(text in sentence for sentence in said(columns)) == there, said(columns)
 
 
-def test_a_metric_without_a_value_at_the_end_comes_first():
+def test_metric_without_a_last_value_comes_first():
     columns = {"reward/all/mean": [0.5] * 18 + [None] * 2, "loss/mean": 1.0, "grad_norm": [1.0] * 19 + [None]}
     found = verdict(run_of(columns))
     assert found[0].text == (

@@ -61,18 +61,15 @@ def test_a_directory_with_results_of_other_settings_is_refused(finished, monkeyp
 
 @pytest.mark.parametrize(
     ("overrides", "key"),
-    [
-        (["run.resume=some/run"], "run.resume"),
-        (["hydra/sweeper=optuna"], "optimized_metric.direction"),
-    ],
+    [(["run.resume=some/run"], "run.resume"), (["hydra/sweeper=optuna"], "optimized_metric.direction")],
     ids=str,
 )
-def test_what_a_sweep_cannot_do_is_refused_before_its_first_job(tmp_path, overrides, key):
+def test_impossible_sweep_is_refused_before_its_first_job(tmp_path, overrides, key):
     with pytest.raises(ConfigError, match=key):
         checked(config_of(*overrides), tmp_path)
 
 
-def test_jobs_get_the_directory_and_the_keys_that_name_none_of_them(tmp_path, monkeypatch):
+def test_jobs_get_directory_and_fixed_keys(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("prl.tools.sweep.command.signal.signal", lambda *_: None)
     monkeypatch.setattr(Recorder, "folder", None)
@@ -119,7 +116,7 @@ def test_jobs_that_are_refused_are_recorded_and_asked_again(sweep, tmp_path):
     assert [path.name for path in (folder / "earlier").iterdir()] == ["seed=0.failed-1"]
 
 
-def test_a_dry_sweep_is_a_dry_run_of_each_job(sweep, tmp_path):
+def test_dry_sweep_is_a_dry_run_per_job(sweep, tmp_path):
     status, printed = sweep("orchestrator.batch_size=64,33", "dry_run=true")
     assert status == 2 and "orchestrator.batch_size=33" in printed and not list(tmp_path.iterdir())
 

@@ -39,7 +39,7 @@ def test_mean_over_what_matches_then_over_the_last_steps(run_dir, options, value
     assert optimized(run_dir, OptimizedMetricConfig(**options)) == pytest.approx(value)
 
 
-def test_a_run_without_evaluation_is_compared_by_its_reward_in_training(run_dir):
+def test_run_without_evaluation_is_compared_by_training_reward(run_dir):
     lines = [{key: value for key, value in line.items() if "eval" not in key} for line in LINES]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert optimized(run_dir, OptimizedMetricConfig()) == pytest.approx(0.45)

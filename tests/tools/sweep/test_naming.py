@@ -21,7 +21,7 @@ def folder_of(typed, **params):
     return naming.folder_of(OmegaConf.merge(defaults, OmegaConf.from_dotlist(set_by)))
 
 
-def test_overrides_that_vary_and_those_that_do_not_are_taken_apart():
+def test_varying_overrides_are_told_from_fixed_ones():
     more = ["trainer.optim.lr=interval(1,2)", "env=[math,reverse_text]", "run.name=x", "sweep=lr_search"]
     found, env = apart([*SWEPT, *more]), "[math,reverse_text]"
     assert found.varied == ("algo", "seed", "trainer.optim.lr")
@@ -33,7 +33,7 @@ def test_a_known_key_varies_with_one_value():
     assert apart(["algo=grpo", "seed=4"], known=("seed",)).varied == ("seed",)
 
 
-def test_order_and_number_of_values_do_not_change_the_directory():
+def test_directory_ignores_order_and_number_of_values():
     folder = folder_of(SWEPT)
     assert folder.parent == Path("outputs") and folder.name.startswith("sweep-algo-seed-")
     assert folder_of(SWEPT[::-1]) == folder
