@@ -1,6 +1,5 @@
 """A line of a rollout file. Importing this loads neither torch nor verifiers."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -73,19 +72,6 @@ class Record(msgspec.Struct, kw_only=True):
 _DECODER = msgspec.json.Decoder(Record)
 
 
-def read_record(line: bytes) -> Record:
-    """The record of a line. Raises one of UNREADABLE for what is none."""
-    try:
-        return _DECODER.decode(line)
-    except msgspec.ValidationError:
-        raise
-    except msgspec.DecodeError as error:  # of an unpaired surrogate too, which JSON can spell and Python's reader takes
-        try:
-            return msgspec.convert(json.loads(line), Record)
-        except (json.JSONDecodeError, UnicodeEncodeError):
-            raise error from None
-
-
 def read_records(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
     """Read rollout files. Returns the records, and a note on each file with lines that cannot be read."""
     records: list[Record] = []
@@ -94,7 +80,7 @@ def read_records(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
         before, damaged = len(records), []
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
             try:
-                records += [read_record(line)] if line.strip() else []
+                records += [_DECODER.decode(line)] if line.strip() else []
             except UNREADABLE:
                 damaged.append(number)
         if damaged:
