@@ -83,24 +83,6 @@ def test_where_no_checkpoint_is_whole_nothing_begins_again(run, at, how):
         again(folder, at=folder if at == "run" else at)
 
 
-@pytest.mark.parametrize("at", ["auto", "run"])
-@pytest.mark.parametrize("steps", [(4,), (2, 4)])
-@pytest.mark.parametrize("manifest", ['{"format": 2, "step": 4}', '{"format": 2, "files": []}'])
-def test_a_newer_prls_checkpoint_is_no_damage_to_fall_back_from(run, at, steps, manifest):
-    folder = run(steps=steps)
-    newest = checkpoint_path(folder, 4)
-    (newest / "manifest.json").write_text(manifest)
-    printed = (
-        f"{newest} was written by a newer prl (format 2; this one reads 1); go on with that prl, or name an earlier "
-    )
-    with pytest.raises(ConfigError) as refused:
-        again(folder, at=folder if at == "run" else at)
-    assert str(refused.value) == f"{printed}checkpoint"
-    (folder / "checkpoints" / "step_000006").mkdir()  # a damaged one after it
-    with pytest.raises(ConfigError, match="newer prl" if at == "auto" else "no manifest"):
-        again(folder, at=folder if at == "run" else at)
-
-
 def test_what_another_process_has_written_meanwhile_is_not_cut_off(run):
     folder, config = run(), composed()
     for step in (2, 4):

@@ -22,13 +22,7 @@ from prl.errors import UNREADABLE, ConfigError
 from prl.monitors.text import as_message
 from prl.transport.files import step_name, write_atomically
 
-FORMAT = 1
-"""Of the manifest and of what is under `state/`. A later format is refused."""
 MANIFEST, STATE = "manifest.json", "state"
-
-
-class NewerFormat(ConfigError):
-    """A checkpoint was written by a newer prl; this one cannot check it."""
 
 
 class File(msgspec.Struct):
@@ -44,13 +38,6 @@ class Manifest(msgspec.Struct):
     step: int
     files: dict[str, File]
     """By path in the folder."""
-    format: int = FORMAT
-
-
-class Version(msgspec.Struct):
-    """What a manifest of any format has."""
-
-    format: int = FORMAT
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -108,17 +95,13 @@ def seal(folder: Path, step: int) -> None:
 
 
 def verify(folder: Path, *, state: bool = True) -> int:
-    """The step of a checkpoint. Raises ConfigError naming what is damaged or missing in it, and NewerFormat.
+    """The step of a checkpoint. Raises ConfigError naming what is damaged or missing in it.
 
     Without `state` only the model is looked at, not what a run needs beside it to go on: whoever copies that may name
     the copy as they like. One that a run goes on from is cut back to by its name.
     """
     try:
-        written = (folder / MANIFEST).read_bytes()
-        version = msgspec.json.decode(written, type=Version).format
-        if version > FORMAT:  # asked first: whatever else is in it may be of other types
-            raise NewerFormat(f"{folder} was written by a newer prl (format {version}; this one reads {FORMAT})")
-        manifest = msgspec.json.decode(written, type=Manifest)
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise ConfigError(f"{folder} is no checkpoint to go on from: it has no {MANIFEST}") from None
     except (OSError, *UNREADABLE) as error:
@@ -146,15 +129,13 @@ def newest(run_dir: Path, steps: list[int], *, fall_back: bool) -> Path | None:
     """The newest checkpoint of those of `steps`, ascending; None where there is none.
 
     Raises ConfigError where it is damaged, with the one before it; with `fall_back` that one is taken, with a warning,
-    and the error is that none is whole. NewerFormat is no damage: going on from before it would cut sound steps away.
+    and the error is that none is whole.
     """
     for number in reversed(range(len(steps))):
         folder = checkpoint_path(run_dir, steps[number])
         try:
             verify(folder)
             return folder
-        except NewerFormat as error:
-            raise NewerFormat(f"{error}; go on with that prl, or name an earlier checkpoint") from None
         except ConfigError as error:
             before = checkpoint_path(run_dir, steps[number - 1]) if number else None
             if not fall_back or before is None:

@@ -52,7 +52,6 @@ def flip(path):
         ("state/trainer.json", lambda path: path.unlink(), "state/trainer.json is missing"),
         ("manifest.json", lambda path: path.write_text(path.read_text()[:-9]), "manifest.json cannot be read"),
         ("manifest.json", lambda path: path.unlink(), "it has no manifest.json"),
-        ("manifest.json", lambda path: path.write_text('{"step": 1, "files": {}, "format": 2}'), "by a newer prl"),
     ],
 )
 def test_damage_is_named(made, name, damage, says):
