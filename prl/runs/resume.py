@@ -7,7 +7,7 @@ changed in the config, and what was played again, stands in `resumes.jsonl`, a l
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -168,7 +168,7 @@ def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str,
         names = [", ".join(sorted(each)) for each in (before, after)]
         raise ConfigError(f"a run goes on with the envs that it began with: {names[0]}; now {names[1]}")
     before_lora = {f"model.lora.{key}": value for key, value in plain(LoraConfig()).items()}  # of a run without the key
-    old, new = before_lora | dict(_flat(recorded)), dict(_flat(now))
+    old, new = before_lora | flat(recorded), flat(now)
     changed = {
         key: (old.get(key, ABSENT), new.get(key, ABSENT))
         for key in [*new, *(key for key in old if key not in new)]
@@ -198,12 +198,12 @@ def check_tasks(run_dir: Path, tasks: Tasks) -> None:
             )
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config as dotted key -> value. Lists are values, and so are empty mappings."""
+    values: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return values
 
 
 def _matches(key: list[str], pattern: list[str]) -> bool:

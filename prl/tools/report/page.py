@@ -10,10 +10,11 @@ from hydra.core.global_hydra import GlobalHydra
 
 from prl.config.build import plain
 from prl.config.compose import compose
+from prl.runs.resume import flat
 from prl.tools.report import curves
 from prl.tools.report.examples import read_rollouts
 from prl.tools.report.html import data_block, render
-from prl.tools.report.runs import Run, flat, json_of, read_run
+from prl.tools.report.runs import Run, json_of, read_run
 from prl.tools.report.shares import read_spans, shares
 from prl.tools.report.variants import ABSENT, shown
 from prl.tools.report.verdict import duration, verdict

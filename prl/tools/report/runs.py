@@ -94,14 +94,6 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in RUN_FILES)
 
 
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config as dotted key -> value. Lists are values, and so are empty mappings."""
-    values: dict[str, Any] = {}
-    for key, value in config.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return values
-
-
 def lines_of(path: Path, kind: type[T], problems: list[str]) -> list[T]:
     """The lines of a JSON Lines file but for those that cannot be read, and a last one that is still being written."""
     decoder = msgspec.json.Decoder(kind)
