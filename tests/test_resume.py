@@ -21,7 +21,8 @@ from prl.runs import resume
 from prl.runs.result import RunResult
 from prl.runs.run_dir import clear, new_run_dir, refuse_existing
 from prl.tools.sweep.job import write_result
-from prl.transport.checkpoint_folders import STATE, checkpoint_path, finish, part_path, writing
+from prl.transport.checkpoint_folders import STATE, checkpoint_path, finish, part_path
+from prl.transport.files import writing
 
 
 @pytest.fixture

@@ -42,7 +42,8 @@ def make(folder: Path) -> bool:
     source = MADE[name].package_file()
     from filelock import FileLock
 
-    from prl.transport.checkpoint_folders import seal, writing  # msgspec, which composing a config does not need
+    from prl.transport.checkpoint_folders import seal  # msgspec, which composing a config does not need
+    from prl.transport.files import writing
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,8 @@ from prl.trainer.optim import Optimizers
 from prl.trainer.sharding import part_like, whole
 from prl.trainer.trainer import Trainer
 from prl.trainer.weights import on_writer
-from prl.transport.checkpoint_folders import STATE, checkpoint_path, part_path, writing
-from prl.transport.files import naming
+from prl.transport.checkpoint_folders import STATE, checkpoint_path, part_path
+from prl.transport.files import naming, writing
 
 OPTIMIZER = "optimizer/"
 """How the names of the optimiser's tensors begin."""

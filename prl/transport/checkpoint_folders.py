@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -48,20 +48,6 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 def part_path(run_dir: Path, step: int) -> Path:
     """Folder of the trainer's part of a checkpoint that is not finished."""
     return run_dir / "checkpoints" / f".{step_name(step)}"
-
-
-@contextlib.contextmanager
-def writing(final: Path) -> Iterator[Path]:
-    """Yield an empty folder, which gets its `final` name once the block has ended, and goes where the block raises."""
-    folder = final.with_name(f"{final.name}.writing")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-        shutil.rmtree(final, ignore_errors=True)
-        folder.rename(final)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def steps_of(run_dir: Path) -> list[int]:
