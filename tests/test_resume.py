@@ -9,7 +9,6 @@ from contextlib import nullcontext
 import hydra
 import pytest
 from hydra import initialize_config_dir
-from omegaconf import OmegaConf
 
 from prl.config.compose import CONF, compose
 from prl.config.run_yaml import yaml_of
@@ -225,16 +224,6 @@ def test_a_secret_stands_in_no_file_of_a_run_which_goes_on_with_the_secret_given
     config = compose(["run.name=x", *typed], folder)
     validate(config)
     assert config.envs["math"].args["api_key"] == "s3cret"
-
-
-def test_a_run_from_before_there_were_adapters_goes_on_without(run):
-    folder = run(steps=(10,))
-    config = OmegaConf.load(folder / "config.yaml")
-    del config.model.lora
-    OmegaConf.save(config, folder / "config.yaml")
-    assert not again(folder).changed
-    with pytest.raises(ConfigError, match=r"model.lora.rank was None and is 4"):
-        again(folder, "model.lora.rank=4")
 
 
 def test_everything_else_may_change_and_is_told(run, capsys):

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from omegaconf import DictConfig, OmegaConf
 
-from prl.config.build import plain
 from prl.config.compose import options
-from prl.config.lora import LoraConfig
 from prl.config.run_yaml import data_of, has_config, load, quoted, without_run
 from prl.config.schema import TrainConfig
 from prl.config.suggestions import override_key
@@ -167,8 +165,7 @@ def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str,
     if before != after:
         names = [", ".join(sorted(each)) for each in (before, after)]
         raise ConfigError(f"a run goes on with the envs that it began with: {names[0]}; now {names[1]}")
-    before_lora = {f"model.lora.{key}": value for key, value in plain(LoraConfig()).items()}  # of a run without the key
-    old, new = before_lora | flat(recorded), flat(now)
+    old, new = flat(recorded), flat(now)
     changed = {
         key: (old.get(key, ABSENT), new.get(key, ABSENT))
         for key in [*new, *(key for key in old if key not in new)]
