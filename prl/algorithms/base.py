@@ -9,7 +9,7 @@ The life of an instance: constructed from its options, `check`ed, `attach`ed to 
 `finalize_rollout` for every rollout on arrival, `finalize_group` once a group is complete, and `finalize_batch` once a
 batch is cut. After that the samples are frozen: no later stage changes a stream.
 
-What an algorithm cannot check of itself, whether it fits the run that uses it, `validate.py` does.
+What an algorithm cannot check of itself, whether it fits the run that uses it, `compatibility.py` does.
 """
 
 import inspect

@@ -38,7 +38,7 @@ def main(config: EvaluationConfig) -> None:
     """Serve the model and talk until the input ends. Raises ConfigError before anything has started."""
     from prl.launch import components
     from prl.tools.evaluation import play
-    from prl.tools.evaluation.engines import serve_each
+    from prl.tools.evaluation.serving import serve_each
 
     engines = play.prepare_targets(config)
     if [len(group) for group in engines] != [1]:

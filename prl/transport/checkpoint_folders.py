@@ -1,7 +1,7 @@
 """Checkpoints of a run: folders that appear whole or not at all, each with a manifest of its files.
 
 checkpoints/step_000020/        a Hugging Face model folder, for `from_pretrained` and `model.path`, and beside it
-    state/trainer.*             optimiser, random generators (prl/trainer/checkpoint.py)
+    state/trainer.*             optimiser, random generators (prl/trainer/checkpoint_part.py)
     state/run.msgpack           the orchestrator's side (prl/orchestrator/state.py)
     manifest.json               size and SHA-256 of every other file; written last
 checkpoints/.step_000020/       the trainer's part, complete; the orchestrator adds its own and renames the folder
