@@ -1,6 +1,5 @@
 """Small models: those that come with prl, one folder each, and those that are made from a package on first use."""
 
-import contextlib
 import os
 import sys
 import time
@@ -30,14 +29,14 @@ def model_path(name: str) -> str:
 
 
 def make(folder: Path) -> bool:
-    """Whether `folder` is that of a model in `MADE`; it is made if it is not there, or not as it was written.
+    """Whether `folder` is that of a model in `MADE`; it is made if it is not there.
 
     Of several commands that need it one makes it, the others wait. Raises ConfigError where it cannot be made.
     """
     name = next((name for name in MADE if str(folder) == model_path(name)), None)
     if name is None:
         return False
-    if is_whole(folder):
+    if folder.is_dir():
         return True
     source = MADE[name].package_file()
     from filelock import FileLock
@@ -48,7 +47,7 @@ def make(folder: Path) -> bool:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
-            if is_whole(folder):
+            if folder.is_dir():
                 return True
             began = time.monotonic()
             print(f"making model {name} from {MADE[name].PACKAGE} {MADE[name].VERSION}", file=sys.stderr, flush=True)
@@ -60,12 +59,3 @@ def make(folder: Path) -> bool:
         what = f"model {name} cannot be made in {folder}: {error.strerror or error}"
         raise ConfigError(f"{what}; XDG_CACHE_HOME names another place for caches") from error
     return True
-
-
-def is_whole(folder: Path) -> bool:
-    """Whether a folder that was sealed is there, with every file as it was written."""
-    from prl.transport.checkpoint_folders import verify  # as above
-
-    with contextlib.suppress(ConfigError):
-        return folder.is_dir() and verify(folder) == 0
-    return False
