@@ -1,4 +1,7 @@
-"""Small models: those that come with prl, one folder each, and those that are made from a package on first use."""
+"""Small models: those that come with prl, one folder each, and those that are made from a package on first use.
+
+Start with `make`; `smollm2.py` makes one. Imports `errors` and `transport`.
+"""
 
 import os
 import sys

@@ -1,6 +1,7 @@
 """What looks at runs from outside: pages, tables, predictions, rollouts, chat, evaluation, sweeps.
 
-Nothing in prl but the commands imports these; they may import all. Start with the tool's own module.
+Start with the tool's own package or module; a command of `prl/__main__.py` has each. Nothing in prl but the commands
+imports these; they may import all.
 """
 
 from pathlib import Path
