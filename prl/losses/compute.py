@@ -32,8 +32,7 @@ from prl.losses.interface import (
     select,
     sequence_sums,
 )
-from prl.rollouts.components import COMPONENTS, Component
-from prl.rollouts.messages import STREAM_FILL
+from prl.rollouts.components import COMPONENTS, STREAM_FILL, Component
 
 TAKEN = ("mismatch_kl", "logprob_gap", "loss/", "nll", "ref_kl")
 """How metrics begin that are not the rl loss's: one of a user's own has `rl/` before such a name."""

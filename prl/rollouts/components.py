@@ -53,9 +53,8 @@ COMPONENTS: dict[str, Component] = {
 }
 """By name, in the order in which their terms are added and their counts are stored."""
 
-
-def stream_fill(components: dict[str, Component]) -> dict[str, float]:
-    """The optional per-token streams of a message, and what an absent one means beside a neighbour that has it."""
-    return {component.requires: 0.0 for component in components.values() if component.requires is not None} | {
-        component.stream: component.absent_weight for component in components.values()
-    }
+STREAM_FILL: dict[str, float] = {
+    **{component.requires: 0.0 for component in COMPONENTS.values() if component.requires is not None},
+    **{component.stream: component.absent_weight for component in COMPONENTS.values()},
+}
+"""Optional per-token streams of a message, and what an absent one means beside a neighbour that has it."""

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from prl.rollouts.components import COMPONENTS
-from prl.rollouts.messages import STREAM_FILL, MicroBatch, TrainingSample
+from prl.rollouts.components import COMPONENTS, STREAM_FILL
+from prl.rollouts.messages import MicroBatch, TrainingSample
 
 PER_TOKEN = ("mask", "logprobs", "temperatures", "position_ids", *STREAM_FILL)
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prl.rollouts.messages import STREAM_FILL, MicroBatch, TrainingSample
+from prl.rollouts.components import STREAM_FILL
+from prl.rollouts.messages import MicroBatch, TrainingSample
 from prl.rollouts.packing import PER_TOKEN, balance, check_aligned, fit, pack, pack_row, truncate
 
 LENGTHS = st.lists(st.integers(1, 20), max_size=40)
