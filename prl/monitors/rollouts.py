@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from prl.rollouts.record_lines import Message, Record, read_records
+from prl.rollouts.record_lines import Message, Record
 from prl.rollouts.rollout import IN_BATCH, Stage
 
 COLUMNS = ("env", "task", "group", "reward", "advantage", "stage", "filter", "tokens", "messages")
@@ -12,10 +12,9 @@ COLUMNS = ("env", "task", "group", "reward", "advantage", "stage", "filter", "to
 
 def read_rollouts(run_dir: Path, step: int) -> list[Record]:
     """What is recorded of a step; [] of a step that has no file. A line that cannot be read is left out."""
-    from prl.transport.files import step_name  # composing a config does not need it
+    from prl.transport.files import lines_of, step_name  # composing a config does not need it
 
-    path = run_dir / "rollouts" / f"{step_name(step)}.jsonl"
-    return read_records([path])[0] if path.exists() else []
+    return lines_of(run_dir / "rollouts" / f"{step_name(step)}.jsonl", Record, [])
 
 
 def distributions(records: Iterable[Record]) -> dict[str, list[float]]:

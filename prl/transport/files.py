@@ -63,6 +63,21 @@ def content_of(path: Path) -> bytes:
         raise PrlError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
+def lines_of(path: Path, kind: type[T], problems: list[str]) -> list[T]:
+    """The lines of a JSON Lines file but for those that cannot be read, and a last one that is still being written."""
+    decoder = msgspec.json.Decoder(kind)
+    written = path.read_bytes() if path.is_file() else b""
+    lines, damaged = [], 0
+    for line in written[: written.rfind(b"\n") + 1].splitlines():
+        try:
+            lines += [decoder.decode(line)] if line.strip() else []
+        except UNREADABLE:
+            damaged += 1
+    if damaged:
+        problems.append(f"{path}: {damaged} line{'s' * (damaged != 1)} cannot be read")
+    return lines
+
+
 @contextlib.contextmanager
 def writing(final: Path) -> Iterator[Path]:
     """Yield an empty folder, which gets its `final` name once the block has ended, and goes where the block raises."""

@@ -16,9 +16,10 @@ from pathlib import Path
 from prl.errors import ConfigError, PrlError
 from prl.monitors.terminal import Console
 from prl.monitors.text import spans
-from prl.rollouts.record_lines import read_records
+from prl.rollouts.record_lines import Record
 from prl.tools import OUTPUTS, named, run_command
 from prl.tools.rollouts.render import show
+from prl.transport.files import lines_of
 
 LISTED = 20  # names in an error
 
@@ -52,7 +53,8 @@ def page(args: argparse.Namespace) -> None:
     """
     run = find_run(args.run)
     step, paths = find_step(run, args)
-    records, notes = read_records(paths)
+    notes: list[str] = []
+    records = [record for path in paths for record in lines_of(path, Record, notes)]
     if not records:
         raise PrlError("\n".join(notes) or f"{run} has no rollouts of step {step}")
     if args.env is not None:

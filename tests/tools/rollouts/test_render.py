@@ -214,7 +214,7 @@ def test_long_texts_are_wrapped_in_columns_and_never_cut(run, shown, monkeypatch
         (["toy", "--eval", "--env", "guess"], "no evaluation of env 'guess'"),
         (["nope"], "outputs/toy"),
         (["outputs"], "here are: outputs/toy"),
-        (["torn"], "outputs/torn/rollouts/step_000001.jsonl: line 1 and 1 more"),
+        (["torn"], "outputs/torn/rollouts/step_000001.jsonl: 2 lines cannot be read"),
     ],
 )
 def test_errors_name_what_there_is(run, tmp_path, capsys, argv, named):
