@@ -9,13 +9,13 @@ The life of an instance: constructed from its options, `check`ed, `attach`ed to 
 `finalize_rollout` for every rollout on arrival, `finalize_group` once a group is complete, and `finalize_batch` once a
 batch is cut. After that the samples are frozen: no later stage changes a stream.
 
-What an algorithm cannot check of itself, whether it fits the run that uses it, `validate.py` does.
+What an algorithm cannot check of itself, whether it fits the run that uses it, `compatibility.py` does.
 """
 
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, islice
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from prl.algorithms.reference import KLConfig, ReferenceLogprobs
 from prl.config.model_reference import DEMONSTRATIONS, POLICY, FrozenModelConfig, SourceConfig, check_reference
 from prl.errors import EngineError
-from prl.rollouts.components import COMPONENTS, Component, stream_fill
+from prl.rollouts.components import COMPONENTS, STREAM_FILL, Component
 from prl.rollouts.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -208,29 +208,27 @@ class Algorithm:
         scored = self.score_group(survivors) if survivors else None
         if inspect.isawaitable(scored):
             await scored
-        self._stamp([rollout for rollout in survivors if rollout.is_active])
+        for rollout in survivors:
+            if rollout.is_active:
+                self._stamp(rollout)
 
     def finalize_batch(self, groups: list[list[Rollout]]) -> None:
         """Score the rollouts of a batch, and write their streams again. Raises ValueError for bad ones."""
         if type(self).score_batch is not Algorithm.score_batch:
             self.score_batch(groups)
-            self._stamp(chain.from_iterable(groups), again=True)
+            for rollout in chain.from_iterable(groups):
+                self._stamp(rollout, again=True)
 
     async def close(self) -> None:
         """Close the clients of frozen models."""
         for pool in self.pools:
             await pool.close()
 
-    def _stamp(self, rollouts: Iterable[Rollout], *, again: bool = False) -> None:
-        """Write the advantages and the component weights onto the rollouts' samples. Raises ValueError for bad ones.
+    def _stamp(self, rollout: Rollout, *, again: bool = False) -> None:
+        """Write the advantages and the component weights onto the rollout's samples. Raises ValueError for bad ones.
 
-        `again`: they have their weights in `ref_kl` already, which depend on no credit.
+        `again`: it has its weights in `ref_kl` already, which depend on no credit.
         """
-        streams = stream_fill(COMPONENTS)
-        for rollout in rollouts:
-            self._stamp_one(rollout, streams, again=again)
-
-    def _stamp_one(self, rollout: Rollout, streams: Collection[str], *, again: bool) -> None:
         from prl.rollouts.packing import check_streams  # with it come the messages, which a config does not need
 
         if rollout.seal not in (None, rollout.tokens_hash()):
@@ -244,7 +242,7 @@ class Algorithm:
             if not again:
                 self.kl.weigh(sample)
             check_streams(sample)
-            for name in streams:
+            for name in STREAM_FILL:
                 if not all(map(math.isfinite, getattr(sample, name) or ())):
                     raise ValueError(f"{name} of a sample holds a number that is not finite")
             for component in COMPONENTS.values():

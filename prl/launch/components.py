@@ -8,7 +8,7 @@ import hydra.utils
 from renderers.base import Renderer
 
 from prl.algorithms.base import Algorithm
-from prl.algorithms.validate import hosted_references, validate_algorithm
+from prl.algorithms.compatibility import hosted_references, validate_algorithm
 from prl.config.build import build, factory, function, read, sampling_of, settings_of
 from prl.config.model_folder import local_folder
 from prl.config.model_reference import POLICY, FrozenModelConfig, frozen_models

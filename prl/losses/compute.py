@@ -32,9 +32,10 @@ from prl.losses.interface import (
     select,
     sequence_sums,
 )
-from prl.rollouts.components import COMPONENTS, Component
-from prl.rollouts.messages import STREAM_FILL
+from prl.rollouts.components import COMPONENTS, STREAM_FILL, Component
 
+TAKEN = ("mismatch_kl", "logprob_gap", "loss/", "nll", "ref_kl")
+"""How metrics begin that are not the rl loss's: one of a user's own has `rl/` before such a name."""
 Term = tuple[Component, LossFunction, Tensor]
 """A component, a loss function, and the tokens that it is computed on, bool `[tokens]`."""
 
@@ -202,7 +203,8 @@ def _run_term(
     total, own, excluded = run_loss(function, inputs, sequence_lengths)
     add_metric(metrics, f"loss/{component.name}", total.detach(), count)
     for key, pair in own.items():
-        add_metric(metrics, f"{component.name}/{key}" if _is_taken(key, component) else key, *pair)
+        taken = component.name == "rl" and key.startswith(TAKEN)
+        add_metric(metrics, f"rl/{key}" if taken else key, *pair)
     if treatment is not None:
         treatment.add(component.name, members, excluded)
     return total
@@ -216,22 +218,13 @@ def _inputs(row: dict[str, Tensor], members: Tensor, component: Component) -> Lo
     unread = {"loss_mask", *(other.stream for other in COMPONENTS.values() if other is not component)}
     present = {name: select(members, stream) for name, stream in row.items() if name not in unread}
     return LossInputs(
-        trainer_logprobs=present.pop("trainer_logprobs"),
-        inference_logprobs=present.pop("inference_logprobs"),
-        ref_logprobs=present.pop("ref_logprobs", None),
-        advantages=present.pop("advantages", None),
-        entropy=present.pop("entropy", None),
+        trainer_logprobs=present["trainer_logprobs"],
+        inference_logprobs=present["inference_logprobs"],
+        ref_logprobs=present.get("ref_logprobs"),
+        advantages=present.get("advantages"),
+        entropy=present.get("entropy"),
         loss_mask=members,
-        loss_weights=present.pop(component.stream, None),
-        streams=present,
-    )
-
-
-def _is_taken(metric: str, by: Component) -> bool:
-    """Whether a metric of `by` has the name of one that `compute_loss` or another component reports."""
-    others = [component for component in COMPONENTS.values() if component is not by]
-    return metric in {"mismatch_kl", "logprob_gap", *(f"loss/{name}" for name in COMPONENTS)} or any(
-        metric in other.metrics or metric.startswith(f"{other.name}/") for other in others
+        loss_weights=present.get(component.stream),
     )
 
 

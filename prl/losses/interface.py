@@ -9,7 +9,7 @@ metrics as sums and counts, so that a mean over micro-batches and ranks is exact
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ class LossInputs:
     - `advantages` A: None where the algorithm assigns none (opd, opsd, sft).
     - `loss_mask`: bool, exactly this component's member tokens.
     - `loss_weights` w: scales each token's loss; None means 1.0.
-    - `streams`: the streams that further components require (`prl.rollouts.components`), by name.
     - `entropy`: of the policy's distribution at the sampling temperature, nats, with gradient.
     - `sequence_lengths`: of the sequences, where a `@tokenwise` loss gets a whole row; None = one sequence.
     - `mean_length`: rl members per sequence with any, over the whole step. What an rl loss returns is divided by the
@@ -49,19 +48,17 @@ class LossInputs:
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
     loss_weights: Tensor | None = None
-    streams: dict[str, Tensor] = field(default_factory=dict)
     entropy: Tensor | None = None
     sequence_lengths: Sequence[int] | None = None
     mean_length: float = 1.0
 
     def __post_init__(self) -> None:
-        check_shapes({name: value for name, value in vars(self).items() if isinstance(value, Tensor)} | self.streams)
+        check_shapes({name: value for name, value in vars(self).items() if isinstance(value, Tensor)})
 
     def part(self, tokens: slice) -> "LossInputs":
         """The inputs of some of the tokens alone, as of one sequence of a row."""
         cut: dict[str, Any] = {name: value[tokens] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        streams = {name: stream[tokens] for name, stream in self.streams.items()}
-        return dataclasses.replace(self, **cut, streams=streams, sequence_lengths=None)
+        return dataclasses.replace(self, **cut, sequence_lengths=None)
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """For each token the sum of `values` over its sequence, `[tokens]`."""

@@ -1,6 +1,8 @@
-"""Small models: those that come with prl, one folder each, and those that are made from a package on first use."""
+"""Small models: those that come with prl, one folder each, and those that are made from a package on first use.
 
-import contextlib
+Start with `make`; `smollm2.py` makes one. Imports `errors` and `transport`.
+"""
+
 import os
 import sys
 import time
@@ -30,24 +32,25 @@ def model_path(name: str) -> str:
 
 
 def make(folder: Path) -> bool:
-    """Whether `folder` is that of a model in `MADE`; it is made if it is not there, or not as it was written.
+    """Whether `folder` is that of a model in `MADE`; it is made if it is not there.
 
     Of several commands that need it one makes it, the others wait. Raises ConfigError where it cannot be made.
     """
     name = next((name for name in MADE if str(folder) == model_path(name)), None)
     if name is None:
         return False
-    if is_whole(folder):
+    if folder.is_dir():
         return True
     source = MADE[name].package_file()
     from filelock import FileLock
 
-    from prl.transport.checkpoint_folders import seal, writing  # msgspec, which composing a config does not need
+    from prl.transport.checkpoint_folders import seal  # msgspec, which composing a config does not need
+    from prl.transport.files import writing
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
-            if is_whole(folder):
+            if folder.is_dir():
                 return True
             began = time.monotonic()
             print(f"making model {name} from {MADE[name].PACKAGE} {MADE[name].VERSION}", file=sys.stderr, flush=True)
@@ -59,12 +62,3 @@ def make(folder: Path) -> bool:
         what = f"model {name} cannot be made in {folder}: {error.strerror or error}"
         raise ConfigError(f"{what}; XDG_CACHE_HOME names another place for caches") from error
     return True
-
-
-def is_whole(folder: Path) -> bool:
-    """Whether a folder that was sealed is there, with every file as it was written."""
-    from prl.transport.checkpoint_folders import verify  # as above
-
-    with contextlib.suppress(ConfigError):
-        return folder.is_dir() and verify(folder) == 0
-    return False

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge
 
 from prl.monitors.base import Monitor
-from prl.monitors.rollouts import COLUMNS, distributions, log_ratios, read_rollouts, rows
+from prl.monitors.rollouts import COLUMNS, distributions, read_rollouts, rows
 
 TABLE_ROWS = 64
 """Rollouts of a table: TensorBoard shows it on one page."""
@@ -41,7 +41,7 @@ class TensorBoard(Monitor):
             if key != "step":
                 self._writer.add_scalar(key, value, step)
         records = read_rollouts(self._run_dir, step)
-        for key, values in (distributions(records) | log_ratios(self._run_dir, step)).items():
+        for key, values in distributions(records).items():
             self._writer.add_histogram(key, np.array(values), step)
         if records and self.table_every is not None and step % self.table_every == 0:
             self._writer.add_text("rollouts", markdown(rows(records[:TABLE_ROWS])), step)

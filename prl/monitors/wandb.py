@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge
 
 from prl.monitors.base import Monitor
-from prl.monitors.rollouts import COLUMNS, distributions, log_ratios, read_rollouts, rows
+from prl.monitors.rollouts import COLUMNS, distributions, read_rollouts, rows
 from prl.transport.files import write_atomically
 
 
@@ -63,8 +63,7 @@ class Wandb(Monitor):
         step = int(line["step"])
         logged: dict[str, Any] = {key: value for key, value in line.items() if key != "step"}
         records = read_rollouts(self._run_dir, step)
-        histograms = distributions(records) | log_ratios(self._run_dir, step)
-        logged |= {f"{key}/histogram": wandb.Histogram(values) for key, values in histograms.items()}
+        logged |= {f"{key}/histogram": wandb.Histogram(values) for key, values in distributions(records).items()}
         if records and self.table_every is not None and step % self.table_every == 0:
             logged["rollouts"] = wandb.Table(columns=list(COLUMNS), data=rows(records))
         self._run.log(logged, step=step)

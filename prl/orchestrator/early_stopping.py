@@ -13,7 +13,7 @@ from prl.orchestrator.config import StopConfig
 from prl.orchestrator.state import StoppingState
 from prl.rollouts.rewards import at_least, at_most
 from prl.transport.checkpoint_folders import seal
-from prl.transport.files import announce, naming
+from prl.transport.files import naming, writing
 
 
 def held_out_reward(metrics: Mapping[str, float]) -> float | None:
@@ -83,10 +83,7 @@ def keep_best(run_dir: Path, weights: Path, tokenizer: Mapping[str, bytes], vers
     `best.json` alone.
     """
     final = run_dir / "checkpoints" / "best"
-    folder = final.with_name(".best")
-    shutil.rmtree(folder, ignore_errors=True)
-    with naming(final):
-        folder.mkdir(parents=True)
+    with naming(final), writing(final) as folder:
         if version:
             without_metrics = shutil.ignore_patterns("metrics.json")  # what the trainer says of it
             shutil.copytree(weights, folder, ignore=without_metrics, dirs_exist_ok=True)
@@ -94,4 +91,3 @@ def keep_best(run_dir: Path, weights: Path, tokenizer: Mapping[str, bytes], vers
         (folder / "best.json").write_text(json.dumps({"step": version, "reward": reward}) + "\n", encoding="utf-8")
         if version:
             seal(folder, version)
-        announce(folder, final)

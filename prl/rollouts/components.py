@@ -1,7 +1,7 @@
 """The components of the training loss, one table entry each.
 
 L = sum over components of (sum of the component's loss over its member tokens) / (number of its member tokens). The
-neutral values of packing, membership, the normaliser, the metrics and the token export follow from the table. A new
+neutral values of packing, membership, the normaliser and the token export follow from the table. A new
 component is an entry here, a loss function, and its fields in `prl.rollouts.messages.Streams` and `LossCounts`.
 """
 
@@ -25,8 +25,6 @@ class Component:
     """The per-token stream that its loss reads; None = none."""
     provider: str = ""
     """Who provides that stream, as the end of the sentence that refuses a sample without it."""
-    metrics: frozenset[str] = frozenset()
-    """Metric names that its loss reports beside those that start with `<name>/`; a user's rl loss cannot take them."""
 
     @property
     def stream(self) -> str:
@@ -44,21 +42,19 @@ COMPONENTS: dict[str, Component] = {
         requires="advantages",
         provider="its algorithm must call rollout.assign_advantages, or declare another action_loss_type",
     ),
-    "ce": Component(name="ce", loss="prl.losses.ce.ce_loss", metrics=frozenset({"nll"})),
+    "ce": Component(name="ce", loss="prl.losses.ce.ce_loss"),
     "ref_kl": Component(
         name="ref_kl",
         loss="prl.losses.ref_kl.ref_kl_loss",
         reads_sampler=True,
         requires="ref_logprobs",
         provider="its algorithm must score a reference model, as opd and opsd do",
-        metrics=frozenset({"ref_kl"}),
     ),
 }
 """By name, in the order in which their terms are added and their counts are stored."""
 
-
-def stream_fill(components: dict[str, Component]) -> dict[str, float]:
-    """The optional per-token streams of a message, and what an absent one means beside a neighbour that has it."""
-    return {component.requires: 0.0 for component in components.values() if component.requires is not None} | {
-        component.stream: component.absent_weight for component in components.values()
-    }
+STREAM_FILL: dict[str, float] = {
+    **{component.requires: 0.0 for component in COMPONENTS.values() if component.requires is not None},
+    **{component.stream: component.absent_weight for component in COMPONENTS.values()},
+}
+"""Optional per-token streams of a message, and what an absent one means beside a neighbour that has it."""

@@ -6,10 +6,7 @@ from typing import Any
 
 import msgspec
 
-from prl.rollouts.components import COMPONENTS, Component, stream_fill
-
-STREAM_FILL: dict[str, float] = stream_fill(COMPONENTS)
-"""Optional per-token streams, and what an absent one means beside a neighbour that has it."""
+from prl.rollouts.components import Component
 
 
 class Streams(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from prl.rollouts.components import COMPONENTS
-from prl.rollouts.messages import STREAM_FILL, MicroBatch, TrainingSample
+from prl.rollouts.components import COMPONENTS, STREAM_FILL
+from prl.rollouts.messages import MicroBatch, TrainingSample
 
 PER_TOKEN = ("mask", "logprobs", "temperatures", "position_ids", *STREAM_FILL)
 
@@ -14,8 +14,8 @@ PER_TOKEN = ("mask", "logprobs", "temperatures", "position_ids", *STREAM_FILL)
 def pack(samples: list[TrainingSample], seq_len: int, ranks: int) -> tuple[list[list[MicroBatch]], int]:
     """Pack samples into rows of `seq_len` tokens, as many rows and nearly as many tokens for every rank.
 
-    Ranks differ by at most the tokens of the longest sample. A rank with fewer samples than the others have rows is
-    filled up with dummies, rows without a member token. Samples of any algorithm share a row.
+    Ranks differ by at most the tokens of the longest sample. A rank with fewer rows than the others is filled up with
+    dummies, rows without a token. Samples of any algorithm share a row.
 
     Args:
         samples: of one step; longer ones are truncated.
@@ -34,7 +34,7 @@ def pack(samples: list[TrainingSample], seq_len: int, ranks: int) -> tuple[list[
     shares = balance([truncate(sample, seq_len) for sample in samples], ranks)
     rows_of = [fit(share, seq_len) for share in shares]
     count = max(1, max(map(len, rows_of)))
-    return [[pack_row(row, seq_len) for row in split(rows, count)] for rows in rows_of], truncated
+    return [[pack_row(row, seq_len) for row in filled_up(rows, count)] for rows in rows_of], truncated
 
 
 def check_streams(sample: TrainingSample) -> None:
@@ -112,17 +112,9 @@ def by_length(samples: list[TrainingSample]) -> list[TrainingSample]:
     return sorted(samples, key=lambda sample: len(sample.token_ids), reverse=True)
 
 
-def split(rows: list[list[TrainingSample]], count: int) -> list[list[TrainingSample]]:
-    """Halve the rows with the most samples until there are `count`; empty rows where every row has a single sample."""
-    rows = sorted(rows, key=len)
-    while len(rows) < count:
-        if rows and len(rows[-1]) > 1:
-            row = rows.pop()
-            for half in (row[::2], row[1::2]):  # of like length: the samples of a row are sorted
-                bisect.insort(rows, half, key=len)
-        else:
-            rows.insert(0, [])
-    return rows
+def filled_up(rows: list[list[TrainingSample]], count: int) -> list[list[TrainingSample]]:
+    """So many rows, empty ones first."""
+    return [[]] * (count - len(rows)) + sorted(rows, key=len)
 
 
 def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:

@@ -1,13 +1,9 @@
 """A line of a rollout file. Importing this loads neither torch nor verifiers."""
 
-import json
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from prl.errors import UNREADABLE
 from prl.rollouts.rollout import Outcome, Stage
 
 
@@ -68,39 +64,3 @@ class Record(msgspec.Struct, kw_only=True):
     def stage(self) -> Stage | None:
         """The stage of its outcome; None for a rollout of an evaluation that did not fail."""
         return None if self.outcome is None else self.outcome.stage
-
-
-_DECODER = msgspec.json.Decoder(Record)
-
-
-def read_record(line: bytes) -> Record:
-    """The record of a line. Raises one of UNREADABLE for what is none."""
-    try:
-        return _DECODER.decode(line)
-    except msgspec.ValidationError:
-        raise
-    except msgspec.DecodeError as error:  # of an unpaired surrogate too, which JSON can spell and Python's reader takes
-        try:
-            return msgspec.convert(json.loads(line), Record)
-        except (json.JSONDecodeError, UnicodeEncodeError):
-            raise error from None
-
-
-def read_records(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
-    """Read rollout files. Returns the records, and a note on each file with lines that cannot be read."""
-    records: list[Record] = []
-    notes = []
-    for path in paths:
-        before, damaged = len(records), []
-        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-            try:
-                records += [read_record(line)] if line.strip() else []
-            except UNREADABLE:
-                damaged.append(number)
-        if damaged:
-            where = f"line {damaged[0]}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
-            notes.append(
-                f"{path}: {where} cannot be read (half written, or not a rollout); "
-                f"the other {len(records) - before} can"
-            )
-    return records, notes

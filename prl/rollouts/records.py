@@ -9,7 +9,7 @@ from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import content_text
 
 from prl.rollouts.record_lines import Message, Record, ToolCall
-from prl.rollouts.rollout import Rollout
+from prl.rollouts.rollout import Rollout, encodable
 from prl.transport.files import content_of, step_name, write_atomically
 
 
@@ -24,11 +24,11 @@ def write_records(run_dir: Path, step: int, rollouts: Sequence[Rollout], prefix:
 
 
 def _encoded(line: Record) -> bytes:
-    """A JSON line. Names of rewards and texts may hold lone surrogates, which UTF-8 cannot encode: they are escaped."""
+    """A JSON line. Names of rewards and texts may hold lone surrogates, which UTF-8 cannot encode: `?` for each."""
     try:
         return msgspec.json.encode(line) + b"\n"
     except UnicodeEncodeError:
-        return json.dumps(msgspec.to_builtins(line)).encode() + b"\n"
+        return encodable(json.dumps(msgspec.to_builtins(line), ensure_ascii=False)).encode() + b"\n"
 
 
 def record(rollout: Rollout, step: int) -> Record:

@@ -1,4 +1,5 @@
 """The directory of a run: its files, its lock, its result, what it was made with, and how a run goes on.
 
-Start with `run_dir.py` and `resume.py`. Imports `config` and what it saves the state of.
+Start with `run_dir.py` and `resume.py`. Imports `config`, `transport`, `monitors`, the state of the
+`orchestrator`, and of `launch` the numbers of threads that it records.
 """

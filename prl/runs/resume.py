@@ -7,7 +7,7 @@ changed in the config, and what was played again, stands in `resumes.jsonl`, a l
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from omegaconf import DictConfig, OmegaConf
 
-from prl.config.build import plain
 from prl.config.compose import options
-from prl.config.lora import LoraConfig
 from prl.config.run_yaml import data_of, has_config, load, quoted, without_run
 from prl.config.schema import TrainConfig
 from prl.config.suggestions import override_key
 from prl.errors import UNREADABLE, ConfigError
 from prl.monitors.text import safe
 from prl.runs.owner import LOCK
-from prl.runs.provenance import command_line, data_hash
+from prl.runs.provenance import command_line, data_hash, model_hash
 from prl.runs.result import RunResult, read_result
 from prl.runs.run_dir import NOT_OF_A_RUN, clear, cut_back, holds_run, write_config
 from prl.transport import checkpoint_folders
@@ -167,8 +165,7 @@ def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str,
     if before != after:
         names = [", ".join(sorted(each)) for each in (before, after)]
         raise ConfigError(f"a run goes on with the envs that it began with: {names[0]}; now {names[1]}")
-    before_lora = {f"model.lora.{key}": value for key, value in plain(LoraConfig()).items()}  # of a run without the key
-    old, new = before_lora | dict(_flat(recorded)), dict(_flat(now))
+    old, new = flat(recorded), flat(now)
     changed = {
         key: (old.get(key, ABSENT), new.get(key, ABSENT))
         for key in [*new, *(key for key in old if key not in new)]
@@ -181,15 +178,22 @@ def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str,
     return changed
 
 
-def check_tasks(run_dir: Path, tasks: Tasks) -> None:
-    """Raise ConfigError where an env's training tasks are not those that the run began with."""
+def check_origin(config: TrainConfig, tasks: Tasks) -> None:
+    """Raise ConfigError where training tasks, or weights beside adapters, are not those that the run began with."""
+    run_dir = Path(config.run.dir)
     try:
-        recorded = msgspec.json.decode((run_dir / "provenance.json").read_bytes())["data"]
-        before = {env: splits["train"]["sha256"] for env, splits in recorded.items()}
+        recorded = msgspec.json.decode((run_dir / "provenance.json").read_bytes())
+        before = {env: splits["train"]["sha256"] for env, splits in recorded["data"].items()}
+        weights = recorded["models"]["model"]
     except (OSError, *UNREADABLE, KeyError, TypeError, AttributeError) as error:
         message = f"warning: {run_dir / 'provenance.json'} cannot be read ({error}): whether the tasks are the same"
         print(safe(f"{message} is told by their number alone"), file=sys.stderr)  # which the curricula compare
         return
+    if config.model.lora.rank is not None and model_hash(config.model.path) != weights:
+        raise ConfigError(
+            "model.path has other weights than when the run began (provenance.json), beside which its adapters were "
+            "trained: give those, or begin a new run from the merged weights, model.path=<the checkpoint>"
+        )
     for env, splits in tasks.items():
         if env in before and data_hash(splits["train"])["sha256"] != before[env]:
             raise ConfigError(
@@ -198,12 +202,12 @@ def check_tasks(run_dir: Path, tasks: Tasks) -> None:
             )
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config as dotted key -> value. Lists are values, and so are empty mappings."""
+    values: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return values
 
 
 def _matches(key: list[str], pattern: list[str]) -> bool:
@@ -221,7 +225,7 @@ def take_over(point: "ResumePoint", config: TrainConfig, tasks: Tasks) -> None:
     process has been there since `find`.
     """
     run_dir = point.run_dir
-    check_tasks(run_dir, tasks)
+    check_origin(config, tasks)
     if checkpoint_folders.steps_of(run_dir) != point.steps:
         raise ConfigError(f"another process has gone on with the run in {run_dir} meanwhile: begin again")
     if point.folder is None:

@@ -1,9 +1,16 @@
 """What looks at runs from outside: pages, tables, predictions, rollouts, chat, evaluation, sweeps.
 
-Nothing in prl but the commands imports these; they may import all. Start with the tool's own module.
+Start with the tool's own package or module; a command of `prl/__main__.py` has each. Nothing in prl but the commands
+imports these; they may import all.
 """
 
+import argparse
+import sys
+from collections.abc import Callable
 from pathlib import Path
+
+from prl.errors import PrlError
+from prl.monitors.text import as_message
 
 OUTPUTS = Path("outputs")
 """Where runs are unless they say otherwise."""
@@ -18,3 +25,15 @@ def line_of(error: str | None) -> str:
     """A run's error in a line: its first, of a traceback its last."""
     lines = (error or "").strip().splitlines() or [""]
     return lines[-1 if lines[0].startswith("Traceback") else 0]
+
+
+def run_command(
+    command: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, argv: list[str] | None
+) -> int:
+    """Run a command. Returns its exit status: 0 = done; 2 = what the arguments name is not there, or cannot be used."""
+    try:
+        command(parser.parse_args(argv))
+    except (PrlError, OSError) as error:
+        print(f"error: {as_message(str(error))}", file=sys.stderr)
+        return 2
+    return 0

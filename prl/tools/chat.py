@@ -5,7 +5,6 @@
 On a terminal, or line by line from a pipe: echo "12+34=" | python -m prl.tools.chat tiny
 """
 
-import math
 import re
 import signal
 import sys
@@ -29,18 +28,16 @@ from prl.monitors.text import safe
 
 if TYPE_CHECKING:
     from prl.engines.client import ModelPool
-    from prl.engines.replies import Completion
     from prl.engines.sampler import Sampler
 
-COMMANDS = "/system TEXT  /reset  /temperature X  /tokens  /quit"
-COLOURS = ((0.9, "green"), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "red"))  # by least probability
+COMMANDS = "/system TEXT  /reset  /temperature X  /quit"
 
 
 def main(config: EvaluationConfig) -> None:
     """Serve the model and talk until the input ends. Raises ConfigError before anything has started."""
     from prl.launch import components
     from prl.tools.evaluation import play
-    from prl.tools.evaluation.engines import serve_each
+    from prl.tools.evaluation.serving import serve_each
 
     engines = play.prepare_targets(config)
     if [len(group) for group in engines] != [1]:
@@ -64,7 +61,6 @@ class Chat:
     sampler: "Sampler"
     messages: list[dict[str, str]] = field(default_factory=list)
     system: str = ""
-    show_tokens: bool = False
     requests: int = 0
 
     def __post_init__(self) -> None:
@@ -90,15 +86,13 @@ class Chat:
             self.system = value
         elif name == "/reset":
             self.messages.clear()
-        elif name == "/tokens":
-            self.show_tokens = not self.show_tokens
         elif name == "/temperature":
             if not re.fullmatch(r"\d+\.?\d*|\.\d+", value):
                 return self.say(f"/temperature {value}: give a number from 0 up; it stays {self.sampler.temperature:g}")
             self.sampler = self.sampler.changed({"temperature": float(value)})
         else:
             return self.say(f"there is no {name}: {COMMANDS}")
-        self.say(f"{name[1:]}: {self.show_tokens if name == '/tokens' else value or 'done'}")
+        self.say(f"{name[1:]}: {value or 'done'}")
 
     async def answer(self, text: str) -> None:
         """Have the model reply to `text`, and print the reply. The request's number is part of its seed."""
@@ -122,23 +116,6 @@ class Chat:
         self.out.print(Text(safe(content)))
         ended = f", ended by {completion.finish_reason}" if completion.finish_reason != "stop" else ""
         self.say(f"{len(prompt_ids)} tokens in, {len(completion.token_ids)} out{ended}")
-        if self.show_tokens:
-            self.aside.print(coloured(completion, self.sampler))
-
-
-def coloured(completion: "Completion", sampler: "Sampler") -> Text:
-    """The tokens of a reply with their logprobs, coloured by probability."""
-    from prl.engines.renderer import tokenizer_of
-
-    tokenizer = tokenizer_of(sampler.renderer)
-    if tokenizer is None or not completion.logprobs:
-        return Text("no logprobs: the endpoint or the renderer does not give them", "dim")
-    shown = Text()
-    for token_id, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
-        colour = next(colour for least, colour in COLOURS if math.exp(logprob) >= least)
-        shown.append(safe(tokenizer.decode([token_id])).replace("\n", "\\n"), f"bold {colour}")
-        shown.append(f" {logprob:.3f}  ", "dim")
-    return shown
 
 
 def read_line() -> str | None:

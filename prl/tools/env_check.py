@@ -32,6 +32,7 @@ from prl.engines.replies import Completion
 from prl.errors import ConfigError
 from prl.launch.children import leave_none
 from prl.launch.command import FULL_ERROR, REFUSED, one_line, stopped
+from prl.monitors.log import Harmless
 from prl.monitors.terminal import Console
 from prl.monitors.text import as_message, in_one_line, safe
 
@@ -138,7 +139,8 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     sampler.attach(pool=script, renderer=renderer, max_model_len=ROOM, seed=config.seed)  # type: ignore[arg-type]
     printed = logging.getLogger("prl.envs.workers")  # by graders, which run in processes of their own
     printed.setLevel(logging.INFO)
-    handler = ConsoleHandler(console)
+    handler = logging.StreamHandler(console.file)
+    handler.setFormatter(Harmless())
     printed.addHandler(handler)
     try:
         rollouts = asyncio.run(play(environment, task, sampler))
@@ -169,17 +171,6 @@ def own_line(text: str) -> str:
     """Return the innermost line of the user's code in a formatted traceback, on a line of its own; empty if none."""
     own = [m for m in FRAME.finditer(text) if not any(part in m["file"] for part in NOT_THEIRS)]
     return f"\n{own[-1]['file']}, line {own[-1]['line']}: {(own[-1]['code'] or '').strip()}" if own else ""
-
-
-class ConsoleHandler(logging.Handler):
-    """Shows log messages on a console."""
-
-    def __init__(self, console: Console):
-        super().__init__()
-        self.console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        say(self.console, record.getMessage())
 
 
 def say(console: Console, text: str) -> None:

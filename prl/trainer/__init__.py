@@ -1,4 +1,5 @@
 """The torch side: it sees tensors and weights of tokens, and knows no algorithm.
 
-Start with `worker.py` (the loop) and `trainer.py` (a step). Imports `losses`, `rollouts`, `transport` and `config`.
+Start with `worker.py` (the loop) and `trainer.py` (a step). Imports `losses`, `rollouts`, `transport`,
+`monitors`, `config` and `errors`.
 """

@@ -11,8 +11,8 @@ import torch
 
 from prl.losses.compute import weighted_tokens
 from prl.losses.interface import per_token
-from prl.rollouts.components import COMPONENTS
-from prl.rollouts.messages import STREAM_FILL, MicroBatch
+from prl.rollouts.components import COMPONENTS, STREAM_FILL
+from prl.rollouts.messages import MicroBatch
 from prl.trainer.tree.attention import TokenTree
 
 

@@ -25,7 +25,8 @@ import msgspec
 import torch
 
 from prl.losses import TokenTreatment
-from prl.rollouts.messages import STREAM_FILL, MicroBatch, Origin, StepBatch, sequence_slices
+from prl.rollouts.components import STREAM_FILL
+from prl.rollouts.messages import MicroBatch, Origin, StepBatch, sequence_slices
 from prl.trainer.batch import Stack
 from prl.transport.files import step_name, write_atomically
 

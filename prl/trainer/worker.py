@@ -20,7 +20,7 @@ from prl.config.model_folder import tokenizer_files
 from prl.errors import PrlError, of_disk, of_own_code
 from prl.monitors.text import as_message, in_one_line
 from prl.rollouts.messages import StepBatch
-from prl.trainer.checkpoint import load_state, write_part
+from prl.trainer.checkpoint_part import load_state, write_part
 from prl.trainer.config import TrainerConfig, runs_in_half
 from prl.trainer.export import TokenExport, example_steps
 from prl.trainer.lora import add_adapters, load_adapters

@@ -1,7 +1,7 @@
 """Checkpoints of a run: folders that appear whole or not at all, each with a manifest of its files.
 
 checkpoints/step_000020/        a Hugging Face model folder, for `from_pretrained` and `model.path`, and beside it
-    state/trainer.*             optimiser, random generators (prl/trainer/checkpoint.py)
+    state/trainer.*             optimiser, random generators (prl/trainer/checkpoint_part.py)
     state/run.msgpack           the orchestrator's side (prl/orchestrator/state.py)
     manifest.json               size and SHA-256 of every other file; written last
 checkpoints/.step_000020/       the trainer's part, complete; the orchestrator adds its own and renames the folder
@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -22,13 +22,7 @@ from prl.errors import UNREADABLE, ConfigError
 from prl.monitors.text import as_message
 from prl.transport.files import step_name, write_atomically
 
-FORMAT = 1
-"""Of the manifest and of what is under `state/`. A later format is refused."""
 MANIFEST, STATE = "manifest.json", "state"
-
-
-class NewerFormat(ConfigError):
-    """A checkpoint was written by a newer prl; this one cannot check it."""
 
 
 class File(msgspec.Struct):
@@ -44,13 +38,6 @@ class Manifest(msgspec.Struct):
     step: int
     files: dict[str, File]
     """By path in the folder."""
-    format: int = FORMAT
-
-
-class Version(msgspec.Struct):
-    """What a manifest of any format has."""
-
-    format: int = FORMAT
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -61,20 +48,6 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 def part_path(run_dir: Path, step: int) -> Path:
     """Folder of the trainer's part of a checkpoint that is not finished."""
     return run_dir / "checkpoints" / f".{step_name(step)}"
-
-
-@contextlib.contextmanager
-def writing(final: Path) -> Iterator[Path]:
-    """Yield an empty folder, which gets its `final` name once the block has ended, and goes where the block raises."""
-    folder = final.with_name(f"{final.name}.writing")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-        shutil.rmtree(final, ignore_errors=True)
-        folder.rename(final)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def steps_of(run_dir: Path) -> list[int]:
@@ -108,17 +81,13 @@ def seal(folder: Path, step: int) -> None:
 
 
 def verify(folder: Path, *, state: bool = True) -> int:
-    """The step of a checkpoint. Raises ConfigError naming what is damaged or missing in it, and NewerFormat.
+    """The step of a checkpoint. Raises ConfigError naming what is damaged or missing in it.
 
     Without `state` only the model is looked at, not what a run needs beside it to go on: whoever copies that may name
     the copy as they like. One that a run goes on from is cut back to by its name.
     """
     try:
-        written = (folder / MANIFEST).read_bytes()
-        version = msgspec.json.decode(written, type=Version).format
-        if version > FORMAT:  # asked first: whatever else is in it may be of other types
-            raise NewerFormat(f"{folder} was written by a newer prl (format {version}; this one reads {FORMAT})")
-        manifest = msgspec.json.decode(written, type=Manifest)
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise ConfigError(f"{folder} is no checkpoint to go on from: it has no {MANIFEST}") from None
     except (OSError, *UNREADABLE) as error:
@@ -146,15 +115,13 @@ def newest(run_dir: Path, steps: list[int], *, fall_back: bool) -> Path | None:
     """The newest checkpoint of those of `steps`, ascending; None where there is none.
 
     Raises ConfigError where it is damaged, with the one before it; with `fall_back` that one is taken, with a warning,
-    and the error is that none is whole. NewerFormat is no damage: going on from before it would cut sound steps away.
+    and the error is that none is whole.
     """
     for number in reversed(range(len(steps))):
         folder = checkpoint_path(run_dir, steps[number])
         try:
             verify(folder)
             return folder
-        except NewerFormat as error:
-            raise NewerFormat(f"{error}; go on with that prl, or name an earlier checkpoint") from None
         except ConfigError as error:
             before = checkpoint_path(run_dir, steps[number - 1]) if number else None
             if not fall_back or before is None:

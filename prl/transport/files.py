@@ -63,10 +63,33 @@ def content_of(path: Path) -> bytes:
         raise PrlError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def announce(folder: Path, final: Path) -> None:
-    """Make the finished `folder` visible under its final name."""
-    shutil.rmtree(final, ignore_errors=True)
-    folder.replace(final)
+def lines_of(path: Path, kind: type[T], problems: list[str]) -> list[T]:
+    """The lines of a JSON Lines file but for those that cannot be read, and a last one that is still being written."""
+    decoder = msgspec.json.Decoder(kind)
+    written = path.read_bytes() if path.is_file() else b""
+    lines, damaged = [], 0
+    for line in written[: written.rfind(b"\n") + 1].splitlines():
+        try:
+            lines += [decoder.decode(line)] if line.strip() else []
+        except UNREADABLE:
+            damaged += 1
+    if damaged:
+        problems.append(f"{path}: {damaged} line{'s' * (damaged != 1)} cannot be read")
+    return lines
+
+
+@contextlib.contextmanager
+def writing(final: Path) -> Iterator[Path]:
+    """Yield an empty folder, which gets its `final` name once the block has ended, and goes where the block raises."""
+    folder = final.with_name(f"{final.name}.writing")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        shutil.rmtree(final, ignore_errors=True)
+        folder.rename(final)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class FileTransport(Transport):
@@ -102,16 +125,11 @@ class FileTransport(Transport):
     def publish(
         self, version: int, metrics: dict[str, float], write_weights: Callable[[Path], None] | None = None
     ) -> None:
-        folder = self.run_dir / "weights" / f".{step_name(version)}"
-        try:
-            with naming(self.weights_path(version)):
-                folder.mkdir(parents=True, exist_ok=True)
-                if write_weights is not None:
-                    write_weights(folder)
-                (folder / "metrics.json").write_bytes(msgspec.json.encode(metrics))
-                announce(folder, self.weights_path(version))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        final = self.weights_path(version)
+        with naming(final), writing(final) as folder:
+            if write_weights is not None:
+                write_weights(folder)
+            (folder / "metrics.json").write_bytes(msgspec.json.encode(metrics))
 
     def receive_metrics(self, version: int) -> dict[str, float] | None:
         path = self.weights_path(version) / "metrics.json"

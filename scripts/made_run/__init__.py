@@ -15,7 +15,7 @@ from prl.rollouts.rollout import Outcome, Stage, encodable
 
 HOSTILE = (
     "</script><img src=x onerror=\"document.title='owned'\"><!-- {{ 7*7 }} {% raw %} ${7*7} "
-    "<svg onload=alert(1)> \u202eright to left\u202c \u2028 \x1b[31m \ud800 ]]>"
+    "<svg onload=alert(1)> \u202eright to left\u202c \u2028 \x1b[31m ]]>"
 )
 """What a model might write: markup, comments, templates, a turn of the direction of writing, half a character."""
 

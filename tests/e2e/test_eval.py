@@ -60,6 +60,6 @@ def test_an_endpoint_of_a_game_and_a_chat(prl, engine, teacher_url):
     played = [*endpoint, "env=kuhn_poker", "k=2", "num_tasks=4", "run.name=game"]
     done = prl("prl.eval", *played, token=engine.token)
     assert "kuhn_poker" in done.stdout and "avg@2" in done.stdout
-    said = "12+34=\n/tokens\n/reset\n15+26=\n"
+    said = "12+34=\n/reset\n15+26=\n"
     done = prl("prl.tools.chat", *endpoint, "sampling.temperature=0", said=said, token=engine.token)
-    assert done.stdout == "46\n41\n" and "no logprobs" in done.stderr
+    assert done.stdout == "46\n41\n"

@@ -1,4 +1,4 @@
-"""model=smollm2: made once from its package, with its numbers; what is missing is named, what is damaged made again."""
+"""model=smollm2: made once from its package, with its numbers; what is missing is named, what is damaged refused."""
 
 import os
 import re
@@ -16,6 +16,7 @@ from prl.config.compose import compose
 from prl.config.model_folder import check_model
 from prl.errors import ConfigError
 from prl.models import model_path, smollm2
+from prl.transport.checkpoint_folders import verify
 
 
 @pytest.fixture(scope="module")
@@ -169,13 +170,11 @@ def test_it_is_made_once(toy, capsys):
     assert not models.make(toy.parent) and not models.make(Path(model_path("tiny"))), "not what it makes"
 
 
-@pytest.mark.parametrize("damaged", ["config.json", "manifest.json"])
-def test_a_damaged_one_is_made_again(toy, damaged):
+def test_a_damaged_one_is_refused(toy):
     models.make(toy)
-    (toy / damaged).write_text("[]", encoding="utf-8")
-    assert models.make(toy) and makings(toy) == 2
-    assert sorted(os.listdir(toy)) == ["config.json", "manifest.json"]
-    assert models.make(toy) and makings(toy) == 2
+    (toy / "config.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"damaged: the content of config\.json"):
+        verify(toy, state=False)
 
 
 # --- refused in one line ----------------------------------------------------------------------------------------------

@@ -1,11 +1,8 @@
 """What trackers show of a step's rollouts."""
 
-import json
-import math
-
 import pytest
 
-from prl.monitors.rollouts import COLUMNS, distributions, log_ratios, read_rollouts, rows
+from prl.monitors.rollouts import COLUMNS, distributions, read_rollouts, rows
 from prl.monitors.tensorboard import markdown
 from prl.rollouts.record_lines import Message, Record, ToolCall
 from prl.rollouts.rollout import Outcome, Stage
@@ -44,17 +41,6 @@ def test_distributions_by_hand():
         "off_policy/math": [2, 0],  # 5 - 1 - 2, 5 - 1 - 4; what never got into a batch has no age
     }
     assert distributions([]) == {}
-
-
-def test_log_ratios_of_the_exported_tokens_of_all_ranks(tmp_path):
-    folder = tmp_path / "tokens" / "step_000005"
-    folder.mkdir(parents=True)
-    lines = [{"env": "math", "ratio": [None, 1.0, 2.0]}, {"env": "b", "ratio": [None]}, {"env": "math", "ratio": [0.5]}]
-    (folder / "rank_0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "rank_1.jsonl").write_text(json.dumps({"env": "math", "ratio": [0.0, 4.0], "use": ["a", "b"]}))
-    log2 = math.log(2)
-    assert log_ratios(tmp_path, 5) == {"log_ratio/math": pytest.approx([0.0, log2, -log2, 2 * log2])}
-    assert log_ratios(tmp_path, 6) == {}
 
 
 def test_the_table_marks_what_a_filter_dropped():

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prl.rollouts.messages import STREAM_FILL, MicroBatch, TrainingSample
-from prl.rollouts.packing import PER_TOKEN, balance, check_aligned, fit, pack, pack_row, split, truncate
+from prl.rollouts.components import STREAM_FILL
+from prl.rollouts.messages import MicroBatch, TrainingSample
+from prl.rollouts.packing import PER_TOKEN, balance, check_aligned, fit, pack, pack_row, truncate
 
 LENGTHS = st.lists(st.integers(1, 20), max_size=40)
 
@@ -61,9 +62,7 @@ def test_every_token_is_in_one_row_with_its_values(lengths, ranks, seq_len):
     assert sorted(seen) == sorted(originals)
     tokens = [tokens_of(rows) for rows in dealt]
     assert max(tokens) - min(tokens) <= min(seq_len, max(lengths, default=0)), "ranks differ by the longest sample"
-    for rows in dealt:
-        samples = sum(len(row.sequence_lengths) for row in rows)
-        assert sum(not row.sequence_lengths for row in rows) == max(0, len(rows) - samples), "dummies"
+    assert any(all(row.sequence_lengths for row in rows) for rows in dealt) or not lengths, "as few rows as one needs"
 
 
 def tokens_of(rows: list[MicroBatch]) -> int:
@@ -87,13 +86,6 @@ def test_longest_samples_go_to_the_emptiest_rank():
     """9 | 7 | 6, then 5 to 6, 4 to 7, 3 to 9."""
     shares = balance(samples_of([3, 9, 4, 7, 5, 6]), 3)
     assert [[len(s.token_ids) for s in share] for share in shares] == [[9, 3], [7, 4], [6, 5]]
-
-
-def test_rows_are_split_where_another_rank_has_more():
-    """The row with the most samples first: 5, 3, 2, 1 into 5, 2 and 3, 1, then 3, 1 once more."""
-    rows = split([samples_of([5, 3, 2, 1]), samples_of([9])], 4)
-    assert sorted([len(s.token_ids) for s in row] for row in rows) == [[1], [3], [5, 2], [9]]
-    assert split([], 2) == [[], []] and split([[]], 1) == [[]]
 
 
 @settings(max_examples=40, deadline=None)

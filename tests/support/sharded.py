@@ -14,7 +14,7 @@ from prl.losses import aipo_loss, default_loss, gspo_loss
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.messages import MicroBatch, StepBatch, TrainingSample
 from prl.rollouts.packing import pack
-from prl.trainer.checkpoint import load_state, write_part
+from prl.trainer.checkpoint_part import load_state, write_part
 from prl.trainer.config import AdamWConfig
 from prl.trainer.lora import add_adapters
 from prl.trainer.model import save_weights

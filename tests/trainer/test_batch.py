@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from prl.rollouts.messages import STREAM_FILL
+from prl.rollouts.components import STREAM_FILL
 from prl.rollouts.packing import pack_row
 from prl.trainer.batch import stacks
 

@@ -11,7 +11,8 @@ from msgspec.structs import astuple
 
 from prl.errors import PrlError
 from prl.losses import LossOutputs, default_loss
-from prl.rollouts.messages import STREAM_FILL, Origin, StepBatch
+from prl.rollouts.components import STREAM_FILL
+from prl.rollouts.messages import Origin, StepBatch
 from prl.rollouts.packing import pack
 from prl.trainer.config import AdamWConfig
 from prl.trainer.export import TokenExport, example_steps, first_groups

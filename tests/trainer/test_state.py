@@ -11,7 +11,7 @@ from prl.errors import ConfigError, PrlError
 from prl.rollouts.messages import StepBatch
 from prl.rollouts.packing import pack
 from prl.trainer import worker
-from prl.trainer.checkpoint import load_state, write_part
+from prl.trainer.checkpoint_part import load_state, write_part
 from prl.trainer.trainer import Trainer
 from prl.transport.checkpoint_folders import part_path, parts_of
 from prl.transport.files import FileTransport

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from prl.losses import LossCounts
-from prl.rollouts.components import COMPONENTS, stream_fill
+from prl.rollouts.components import COMPONENTS, STREAM_FILL
 from prl.rollouts.messages import MicroBatch, TrainingSample
 
 
@@ -41,13 +41,13 @@ def test_members_of_a_sample(fields, rl, ce, ref_kl):
 
 def test_absent_streams_are_absent_in_the_bytes():
     """Zeros are not absence."""
-    for name in stream_fill(COMPONENTS):
+    for name in STREAM_FILL:
         data = msgspec.msgpack.encode(sample(**{name: [0.0] * 4}))
-        assert [other for other in stream_fill(COMPONENTS) if other.encode() in data] == [name]
+        assert [other for other in STREAM_FILL if other.encode() in data] == [name]
 
 
 def test_every_component_has_its_fields():
     """In the messages, of its streams; in what its loss is divided by, of its count, in the table's order."""
     for message in (TrainingSample, MicroBatch):
-        assert set(stream_fill(COMPONENTS)) <= set(message.__struct_fields__)
+        assert set(STREAM_FILL) <= set(message.__struct_fields__)
     assert [field.name for field in fields(LossCounts)][: len(COMPONENTS)] == list(COMPONENTS)

@@ -1,1 +1,4 @@
-"""What a run would take, from its config alone (`dry_run=true`): processes, devices, bytes."""
+"""What a run would take, from its config alone (`dry_run=true`): processes, devices, bytes.
+
+Start with `plan.py`; `memory.py` is the arithmetic, `shape.py` counts a model's parameters.
+"""

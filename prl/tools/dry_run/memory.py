@@ -171,8 +171,8 @@ GPU_TOKENS = 8192
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str, tensor_parallel: int = 1) -> int:
     """Bytes of one token in the KV cache of one device."""
-    of_layer = shape.latent or 2 * max(1, shape.kv_heads // tensor_parallel) * shape.head_dim
-    return shape.layers * of_layer * SIZES[dtype]
+    heads = max(1, shape.kv_heads // tensor_parallel)
+    return shape.layers * 2 * heads * shape.head_dim * SIZES[dtype]
 
 
 def kv_tokens(shape: ModelShape, dtype: str, device: str, cache_bytes: float, tensor_parallel: int = 1) -> int:

@@ -44,8 +44,6 @@ class ModelShape:
     """Experts that a token is given to; 0 = it has none."""
     adapters: int = 0
     """Parameters of adapters (LoRA), which are trained in place of the others; 0 = it has none."""
-    latent: int = 0
-    """Floats of a token and layer that the KV cache keeps in place of keys and values (latent attention); 0 = both."""
 
     @property
     def trained(self) -> int:
@@ -87,7 +85,6 @@ def shape_of(model: ModelConfig, key: str, *, trained: bool) -> tuple[ModelShape
         "heads": heads,
         "kv_heads": int(setting(text, "num_key_value_heads") or heads),
         "head_dim": int(setting(text, "head_dim") or text.hidden_size // heads),
-        "latent": int(getattr(text, "kv_lora_rank", None) or 0) + int(getattr(text, "qk_rope_head_dim", None) or 0),
     }
     if built is None:
         parameters = parameters_of(model) or 0

@@ -28,8 +28,8 @@ from prl.orchestrator.evaluate import evaluate_env
 from prl.orchestrator.types import EvalEnv
 from prl.rollouts.rollout import Rollout
 from prl.runs.result import RunResult
-from prl.tools.evaluation.engines import serve_each
 from prl.tools.evaluation.scores import EnvScore, TaskScore, score_env, score_tasks
+from prl.tools.evaluation.serving import serve_each
 from prl.tools.evaluation.targets import Target, by_engine, find_targets
 from prl.transport.files import write_atomically
 

@@ -1,8 +1,8 @@
 """Pages and tables of what runs left in their directories.
 
     python -m prl.tools.report <run>                                 one run: its page, report.html
-    python -m prl.tools.report <sweep> [--metric M] [--threshold X]  its runs added up: summary.md, .csv, .html,
-    curves.png python -m prl.tools.report <run> <run> <sweep> … --out <folder>  runs of several places
+    python -m prl.tools.report <sweep> [--metric M] [--threshold X]  its runs added up: summary.md and the like
+    python -m prl.tools.report <run> <run> <sweep> … --out <folder>  runs of several places
 
 It takes runs that finished, crashed, were refused or still run.
 """
@@ -15,8 +15,7 @@ from rich.markdown import Markdown
 
 from prl.errors import ConfigError
 from prl.monitors.terminal import Console
-from prl.monitors.text import as_message
-from prl.tools import named
+from prl.tools import named, run_command
 from prl.tools.report.runs import is_run
 
 WIDTH = 200
@@ -24,7 +23,7 @@ WIDTH = 200
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0 = written; 2 = what the arguments name is not there, or cannot be."""
+    """Run the command. Returns the exit status."""
     summary, *_ = str(__doc__).splitlines()
     parser = argparse.ArgumentParser(prog="prl report", description=summary)
     parser.add_argument(
@@ -45,12 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         "--threshold", type=float, metavar="X", help="count steps, tokens and seconds until the metric is at least this"
     )
     parser.add_argument("--out", type=Path, metavar="folder", help="where to write to; by default the folder named")
-    try:
-        report(parser.parse_args(argv))
-    except (ConfigError, OSError) as error:
-        print(f"error: {as_message(str(error))}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(report, parser, argv)
 
 
 def report(args: argparse.Namespace) -> None:

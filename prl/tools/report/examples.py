@@ -12,11 +12,12 @@ from typing import Any
 
 import msgspec
 
-from prl.rollouts.record_lines import Message, Record, read_records
+from prl.rollouts.record_lines import Message, Record
 from prl.rollouts.rollout import Stage
 from prl.tools.report.html import encoded, rounded
 from prl.tools.report.tokens import Key, columns, exports, key_of, read_tokens
 from prl.tools.rollouts.render import called, stage_and_source
+from prl.transport.files import lines_of
 
 ROLLOUTS = 10_000
 """Rows of the table of rollouts, from which on no further step is read."""
@@ -62,9 +63,7 @@ def read_rollouts(run_dir: Path) -> Rollouts:
     read = 0
     for step in [*sorted(shown), *(step for step in spread(list(files), STEPS) if step not in shown)]:
         if len(records) < ROLLOUTS:
-            of_step, problems = read_records([files[step]])
-            records += of_step
-            page.problems += problems
+            records += lines_of(files[step], Record, page.problems)
             read += 1
     if read < len(files):
         page.left_out.append(f"{len(files) - read} of {len(files)} steps")

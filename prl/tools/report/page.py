@@ -2,20 +2,16 @@
 
 import datetime
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hydra.core.global_hydra import GlobalHydra
-
-from prl.config.build import plain
-from prl.config.compose import compose
+from prl.runs.resume import flat
 from prl.tools.report import curves
 from prl.tools.report.examples import read_rollouts
 from prl.tools.report.html import data_block, render
-from prl.tools.report.runs import Run, flat, json_of, read_run
+from prl.tools.report.runs import Run, json_of, read_run
 from prl.tools.report.shares import read_spans, shares
-from prl.tools.report.variants import ABSENT, shown
+from prl.tools.report.variants import shown
 from prl.tools.report.verdict import duration, verdict
 from prl.transport.files import write_atomically
 
@@ -51,7 +47,7 @@ def page(run: Run) -> str:
         facts=_facts(run),
         panels=panels,
         rollouts=rollouts,
-        difference=list(difference(run.config)),
+        config=[(key, shown(value)) for key, value in flat(run.config).items()],
         provenance=_provenance(run),
         written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
         data=data_block("data", data),
@@ -71,24 +67,6 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     if "rollouts/trained" in steps:
         facts.append(("rollouts trained on", f"{steps['rollouts/trained'].sum():,.0f}"))
     return facts
-
-
-def difference(config: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Key, default and value of what a run's config sets otherwise than the defaults do; "–" where there is none."""
-    given, defaults = flat(config), flat(plain(_defaults()))
-    for key in dict.fromkeys([*given, *defaults]):
-        if given.get(key, ABSENT) != defaults.get(key, ABSENT) and key not in ("run.name", "run.dir"):
-            yield key, shown(defaults.get(key, ABSENT)), shown(given.get(key, ABSENT))
-
-
-def _defaults() -> Any:
-    """The config of a run without arguments. Within a Hydra job too, whose state is put back."""
-    instance = GlobalHydra.instance()
-    hydra, instance.hydra = instance.hydra, None
-    try:
-        return compose(["run.name=default"])
-    finally:
-        instance.hydra = hydra
 
 
 def _provenance(run: Run) -> list[tuple[str, str]]:

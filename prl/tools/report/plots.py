@@ -39,8 +39,6 @@ class Panel:
     """By name of a series: lower and upper edge of a band around it."""
     single: Mapping[str, list[pd.Series]] = field(default_factory=dict)
     """By name of a series: curves of single runs, dotted in its colour."""
-    thin: Mapping[str, list[pd.Series]] = field(default_factory=dict)
-    """By name of a series: the curves that it is the mean of, thin in its colour."""
     zero: bool = False
     """The axis begins at 0."""
     peaks: bool = False
@@ -89,8 +87,6 @@ class Panel:
             marker = {"marker": "o", "markersize": 3.2} if len(values) <= 12 else {}
             dash = DASHES[place // len(COLOURS) % len(DASHES)]
             axes.plot(smoothed(values), linewidth=1.5, linestyle=dash, color=colour, label=name, **marker)
-            for curve in self.thin.get(name, []):
-                axes.plot(smoothed(curve), color=colour, linewidth=0.7, alpha=0.6)
             for curve in self.single.get(name, []):
                 axes.plot(smoothed(curve), color=colour, linestyle=":")
         self._scale(axes)

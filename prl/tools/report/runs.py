@@ -11,11 +11,12 @@ import pandas as pd
 
 from prl.config.run_yaml import yaml_of
 from prl.config.suggestions import override_key
-from prl.errors import UNREADABLE, ConfigError
+from prl.errors import ConfigError
 from prl.monitors.text import in_one_line
 from prl.runs.owner import is_owned
 from prl.runs.result import RunResult
 from prl.runs.run_dir import RUN_FILES
+from prl.transport.files import lines_of
 
 T = TypeVar("T")
 MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
@@ -92,29 +93,6 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run directory."""
     return any((folder / name).is_file() for name in RUN_FILES)
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config as dotted key -> value. Lists are values, and so are empty mappings."""
-    values: dict[str, Any] = {}
-    for key, value in config.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return values
-
-
-def lines_of(path: Path, kind: type[T], problems: list[str]) -> list[T]:
-    """The lines of a JSON Lines file but for those that cannot be read, and a last one that is still being written."""
-    decoder = msgspec.json.Decoder(kind)
-    written = path.read_bytes() if path.is_file() else b""
-    lines, damaged = [], 0
-    for line in written[: written.rfind(b"\n") + 1].splitlines():
-        try:
-            lines += [decoder.decode(line)] if line.strip() else []
-        except UNREADABLE:
-            damaged += 1
-    if damaged:
-        problems.append(f"{path}: {damaged} line{'s' * (damaged != 1)} cannot be read")
-    return lines
 
 
 def json_of(path: Path, kind: type[T], problems: list[str]) -> T | None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from prl.tools.report.runs import lines_of
 from prl.transport.events import (
     ENGINE,
     EVALUATION,
@@ -25,6 +24,7 @@ from prl.transport.events import (
     WAITING,
     Span,
 )
+from prl.transport.files import lines_of
 
 BALANCED = 1.25
 """The larger of generation and update bounds a run if it takes so many times as long as the other."""

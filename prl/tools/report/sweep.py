@@ -20,9 +20,9 @@ from prl.tools.report.variants import seed_of
 from prl.transport.files import write_atomically
 
 DRAWN = (
-    "A line is the mean over the seeds of a variant's completed runs, which are thin lines where there are several, a "
-    "band its interval. A dotted line is one run that has not completed. The axis is as high as the runs; an interval "
-    "of few seeds can be wider. Curves of 30 points and more are running means."
+    "A line is the mean over the seeds of a variant's completed runs, a band its interval. A dotted line is one run "
+    "that has not completed. The axis is as high as the runs; an interval of few seeds can be wider. Curves of 30 "
+    "points and more are running means."
 )
 
 
@@ -78,16 +78,15 @@ def panels(summary: Summary) -> list[Panel]:
     """A chart a metric: the mean of each variant's completed runs with its interval; each other run by itself."""
     charts = []
     for metric in summary.metrics:
-        series, bands, single, thin = {}, {}, {}, {}
+        series, bands, single = {}, {}, {}
         for values, runs in summary.variants.members.items():
             label = summary.variants.label(values)
             completed = {run.dir: curve(run.metrics, metric) for run in runs if run.status == COMPLETED}
             single[label] = [curve(run.metrics, metric) for run in runs if run.status != COMPLETED]
-            thin[label] = list(completed.values()) if len(completed) > 1 else []
             seeds = {run.dir: seed_of(run) for run in runs}
             interval = band(pd.DataFrame(completed).sort_index().T.groupby(seeds).mean().T)
             series[label] = interval["mean"]
             bands[label] = (interval["low"], interval["high"])
         ends = with_margin(pd.concat([curve(run.metrics, metric) for run in summary.runs]), 0.06)
-        charts.append(Panel(title=metric, unit="", series=series, bands=bands, single=single, thin=thin, y=ends))
+        charts.append(Panel(title=metric, unit="", series=series, bands=bands, single=single, y=ends))
     return charts

@@ -18,7 +18,7 @@ from rich.text import Text
 from prl.errors import ConfigError
 from prl.monitors.terminal import Console
 from prl.monitors.text import as_message, safe
-from prl.tools import named
+from prl.tools import named, run_command
 from prl.tools.report.runs import read_run
 from prl.tools.report.shares import Shares, is_work, processes, read_spans, shares
 from prl.transport.events import Span
@@ -64,15 +64,10 @@ def trace(spans: Sequence[Span]) -> bytes:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0 = written; 2 = what the argument names is not there, or cannot be."""
+    """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="prl timeline", description=str(__doc__).splitlines()[0])
     parser.add_argument("run", type=Path, help="a run directory, or its name under outputs/")
-    try:
-        timeline(parser.parse_args(argv))
-    except (ConfigError, OSError) as error:
-        print(f"error: {as_message(str(error))}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(timeline, parser, argv)
 
 
 def timeline(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.record_lines import Record
 from prl.tools.report.html import rounded
-from prl.tools.report.runs import lines_of
+from prl.transport.files import lines_of
 
 SEQUENCE_TOKENS = 4_000
 """Tokens of one sequence; the first ones are shown."""

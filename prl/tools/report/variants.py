@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from prl.config.suggestions import override_key
+from prl.runs.resume import flat
 from prl.runs.run_dir import NOT_OF_A_RUN
-from prl.tools.report.runs import Run, flat
+from prl.tools.report.runs import Run
 
 NOT_COMPARED = ("*.urls", "*.port", "*.base_url")
 """Config keys that say which servers a run used; they make no variant, as those of `NOT_OF_A_RUN` make none."""

@@ -15,19 +15,17 @@ from pathlib import Path
 
 from prl.errors import ConfigError, PrlError
 from prl.monitors.terminal import Console
-from prl.monitors.text import as_message, spans
-from prl.rollouts.record_lines import read_records
-from prl.tools import OUTPUTS, named
+from prl.monitors.text import spans
+from prl.rollouts.record_lines import Record
+from prl.tools import OUTPUTS, named, run_command
 from prl.tools.rollouts.render import show
+from prl.transport.files import lines_of
 
 LISTED = 20  # names in an error
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status.
-
-    0 = shown; 1 = nothing to show; 2 = the arguments name something that does not exist or cannot be read.
-    """
+    """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="prl rollouts",
         description="Page through the rollouts of a run: the messages, the reward, and the outcome of each.",
@@ -43,12 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         help="only rollouts that a filter of either slot matched, monitoring filters included; rollouts that did not "
         "train for another reason (failed, surplus, difficulty) are left out",
     )
-    try:
-        page(parser.parse_args(argv))
-    except (PrlError, OSError) as error:
-        print(f"error: {as_message(str(error))}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError | OSError) else 1
-    return 0
+    return run_command(page, parser, argv)
 
 
 def page(args: argparse.Namespace) -> None:
@@ -60,7 +53,8 @@ def page(args: argparse.Namespace) -> None:
     """
     run = find_run(args.run)
     step, paths = find_step(run, args)
-    records, notes = read_records(paths)
+    notes: list[str] = []
+    records = [record for path in paths for record in lines_of(path, Record, notes)]
     if not records:
         raise PrlError("\n".join(notes) or f"{run} has no rollouts of step {step}")
     if args.env is not None:

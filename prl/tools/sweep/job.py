@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from filelock import FileLock
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,13 +30,10 @@ from prl.runs.result import RunResult, read_result, write_result
 from prl.runs.resume import AUTO
 from prl.runs.run_dir import move_aside
 from prl.tools.sweep.metric import optimized
-from prl.tools.sweep.naming import digest
 from prl.transport import checkpoint_folders
 from prl.transport.files import write_atomically
 
 EARLIER = "earlier"
-TURN_S = 7 * 24 * 3600.0
-"""Deadline of a job that waits for another to be done with what they share, seconds."""
 
 
 def run_job(cfg: DictConfig, main: Callable[[TrainConfig], RunResult]) -> float | None:
@@ -86,7 +82,7 @@ def attempt(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[
     """Run the job; say and record how it ended. Raises SystemExit where it was stopped."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with isolated(), turn(folder, cfg):
+        with isolated():
             main(to_config(TrainConfig, cfg, overrides))
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
@@ -139,22 +135,6 @@ def isolated() -> Iterator[None]:
             os.environ.update(environment)
             for number, handling in before.items():
                 signal.signal(number, handling)
-
-
-@contextlib.contextmanager
-def turn(folder: Path, cfg: DictConfig) -> Iterator[None]:
-    """Wait until no other job of the sweep uses the engines, or the port, that this one names: one run at a time each.
-
-    Raises filelock's Timeout at the deadline.
-    """
-    shared = sorted(cfg.engine.get("urls", [])) or [cfg.engine.get("port")]
-    if shared == [None]:
-        yield
-        return
-    lock = folder.parent / ".locks" / f"engine-{digest(repr(shared))}"
-    lock.parent.mkdir(exist_ok=True)
-    with FileLock(lock, timeout=TURN_S, poll_interval=0.2):
-        yield
 
 
 def status_of(folder: Path) -> str | None:

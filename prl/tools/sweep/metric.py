@@ -2,13 +2,13 @@
 
 import difflib
 import fnmatch
-import json
-import math
 from pathlib import Path
+from statistics import fmean
 
 from prl.config.sweeps import OptimizedMetricConfig
-from prl.errors import UNREADABLE, PrlError
+from prl.errors import PrlError
 from prl.monitors.metric_names import REWARDS
+from prl.transport.files import lines_of
 
 
 def optimized(run_dir: Path, config: OptimizedMetricConfig) -> float:
@@ -21,14 +21,12 @@ def optimized(run_dir: Path, config: OptimizedMetricConfig) -> float:
         PrlError: The run has no such metric, or it is not a finite number.
     """
     path = run_dir / "metrics.jsonl"
-    try:
-        lines = [line for line in map(json.loads, path.read_bytes().splitlines()) if line["step"] > 0]
-    except FileNotFoundError:
-        raise PrlError(f"optimized_metric: {path} is not there; leave the monitor jsonl on for a sweep") from None
-    except (OSError, *UNREADABLE, KeyError, TypeError) as error:
-        raise PrlError(f"optimized_metric: {path} is damaged, a line of it cannot be read: {error}") from error
+    problems = [] if path.is_file() else [f"{path} is not there; leave the monitor jsonl on for a sweep"]
+    lines = [line for line in lines_of(path, dict[str, float | None], problems) if line.get("step")]  # without step 0
+    if problems:
+        raise PrlError(f"optimized_metric: {problems[0]}")
     patterns = REWARDS if config.key is None else (config.key,)
-    steps: list[list[float]] = []
+    steps: list[list[float | None]] = []
     for pattern in patterns:
         values = [[value for key, value in line.items() if fnmatch.fnmatchcase(key, pattern)] for line in lines]
         steps = steps or [matched for matched in values if matched]
@@ -36,7 +34,7 @@ def optimized(run_dir: Path, config: OptimizedMetricConfig) -> float:
         near = difflib.get_close_matches(patterns[0], {key for line in lines for key in line}, n=3, cutoff=0.3)
         hint = f"; near it are {', '.join(near)}" if near else ""
         raise PrlError(f"optimized_metric.key={patterns[0]!r}: {run_dir} has no such metric{hint}")
-    last = steps[-config.last :]
-    if not all(value is not None and math.isfinite(value) for values in last for value in values):
+    last = [[value for value in values if value is not None] for values in steps[-config.last :]]
+    if last != steps[-config.last :]:  # null is how a number that is not finite is written
         raise PrlError(f"optimized_metric.key={patterns[0]!r}: {run_dir} has values of it that are not finite")
-    return sum(sum(values) / len(values) for values in last) / len(last)
+    return fmean(fmean(values) for values in last)

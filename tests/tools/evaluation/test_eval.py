@@ -16,7 +16,7 @@ from prl.errors import ConfigError, EngineError, PrlError
 from prl.models import model_path
 from prl.tools.evaluation import play
 from prl.tools.evaluation.arguments import to_overrides
-from prl.tools.evaluation.engines import serve_each
+from prl.tools.evaluation.serving import serve_each
 from prl.tools.rollouts.__main__ import main as view
 
 

@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import msgspec
 import pandas as pd
 import pytest
 from made_run import make_run
@@ -111,17 +110,6 @@ def test_run_that_failed_before_step_one_has_a_page(tmp_path):
     write_result(tmp_path, RunResult("failed", "a\n<b>the engine</b> did not start"))
     text = page.write_page(tmp_path).read_text()
     assert "&lt;b&gt;the engine&lt;/b&gt; did not start" in text and "Curves" not in text
-
-
-def test_the_difference_names_what_was_changed(config):
-    from prl.config.build import plain
-
-    given = msgspec.convert(plain(config), dict)
-    assert list(page.difference(given)) == []
-    given["trainer"]["optim"]["lr"] = 1e-3
-    given["envs"]["other"] = {"taskset": "my_spelling"}
-    found = {key: (default, value) for key, default, value in page.difference(given)}
-    assert found == {"trainer.optim.lr": ("0.0004", "0.001"), "envs.other.taskset": ("–", "my_spelling")}
 
 
 def test_columns_are_what_the_loss_had():

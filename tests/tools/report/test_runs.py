@@ -6,7 +6,8 @@ import pytest
 
 from prl.errors import ConfigError
 from prl.runs.owner import owned
-from prl.tools.report.runs import find_runs, flat, read_run
+from prl.runs.resume import flat
+from prl.tools.report.runs import find_runs, read_run
 
 
 def test_a_finished_run(tmp_path, write_run):

@@ -54,8 +54,6 @@ def test_chart_has_lines_of_variants_and_incomplete_runs(sweep):
     low, high = chart.bands["lr=0.1"]
     assert (high[4] - low[4]) / 2 == pytest.approx(1.2706205, rel=1e-6)
     assert [[values.to_dict() for values in single] for single in chart.single.values()] == [[], [{0: 0.2, 2: 0.9}]]
-    thin = [[values.to_dict() for values in curves] for curves in chart.thin.values()]
-    assert thin == [[{0: 0.2, 4: 0.6}, {0: 0.2, 4: 0.8}], []]
     assert chart.y == pytest.approx((0.2 - 0.042, 0.9 + 0.042))
     axes = Figure().add_subplot()
     chart.draw(axes)

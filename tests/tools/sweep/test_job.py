@@ -10,7 +10,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-from filelock import FileLock, Timeout
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict, read_write
@@ -150,19 +149,6 @@ def test_an_interrupt_stops_the_sweep(job):
     with pytest.raises(SystemExit) as end:  # any other exception would be one failed job to Hydra
         job(fails(KeyboardInterrupt(), "stopped"))
     assert end.value.code == 130 and status_of(job.folder) == "stopped"
-
-
-def test_jobs_that_name_the_same_engine_take_turns(job, tmp_path):
-    def main(config):
-        [lock] = (tmp_path / ".locks").glob("engine-*")
-        with pytest.raises(Timeout):
-            FileLock(lock, timeout=0).acquire()
-        return completes()(config)
-
-    assert job(main, ("engine.urls", ["http://127.0.0.1:1"])) == 0.5
-    [lock] = (tmp_path / ".locks").glob("engine-*")
-    with FileLock(lock, timeout=0):
-        pass
 
 
 def test_a_dry_job_leaves_nothing_and_a_refusal_ends_the_sweep(job, capsys):
