@@ -27,11 +27,12 @@ def chunked_logprobs(
     temperatures: Tensor,
     *,
     chunk: int | None = None,
+    bias: Tensor | None = None,
     into_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log_softmax(hidden @ weight.T / temperature) at the targets, and the entropy of that distribution.
+    """log_softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy of that distribution.
 
-    Shapes: `hidden` `[tokens, dim]`, `weight` `[vocab, dim]`, `targets` `[tokens]` int64,
+    Shapes: `hidden` `[tokens, dim]`, `weight` `[vocab, dim]`, `bias` `[vocab]`, `targets` `[tokens]` int64,
     `temperatures` `[tokens]`; returns `logprobs` `[tokens]` float32 and `entropy` `[tokens]` float32, in nats. Both
     have a gradient. `chunk` is in tokens: the peak is about one buffer of `[chunk, vocab]` float32, and a second one
     in the backward of an entropy. None is what `usual_chunk` says.
@@ -50,7 +51,7 @@ def chunked_logprobs(
     chunk = usual_chunk(*weight.shape, cuda=weight.is_cuda) if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
-    return _ChunkedLogprobs.apply(hidden, weight, targets, temperatures, chunk, into_grad)
+    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperatures, chunk, into_grad)
 
 
 def usual_chunk(vocab: int, dim: int, *, cuda: bool) -> int:
@@ -64,9 +65,9 @@ def usual_chunk(vocab: int, dim: int, *, cuda: bool) -> int:
 class _Workspace:
     """Buffers one chunk large, made once: fresh ones per chunk would spend as long in page faults as in arithmetic."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, scale: Tensor, chunk: int) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, chunk: int) -> None:
         # A CPU has no product of bfloat16 whose result is float32.
-        self.weight = weight.to(scale.dtype) if weight.device.type == "cpu" else weight
+        self.weight, self.bias = weight.to(scale.dtype) if weight.device.type == "cpu" else weight, bias
         self.full = scale.new_empty((min(chunk, len(hidden)), len(weight)))
 
     def logits(self, hidden: Tensor, scale: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ class _Workspace:
             torch.mm(hidden * scale[:, None], self.weight.T, out=logits)  # cheaper than scaling the logits
         else:
             torch.mm(hidden, self.weight.T, out_dtype=scale.dtype, out=logits).mul_(scale[:, None])
-        return logits
+        return logits if self.bias is None else logits.addr_(scale, self.bias.to(scale.dtype))
 
 
 def softmax_numbers(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,17 +140,17 @@ def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
 
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperatures, chunk, into_grad):
+    def forward(ctx, hidden, weight, bias, targets, temperatures, chunk, into_grad):
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         scale = torch.where(temperatures > 0, temperatures, 1.0).to(dtype).reciprocal()
         logprobs = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
         lse, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        work = _Workspace(hidden, weight, scale, chunk)
+        work = _Workspace(hidden, weight, bias, scale, chunk)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             logits = work.logits(hidden[rows], scale[rows])
             lse[rows], logprobs[rows], entropy[rows] = softmax_numbers(logits, targets[rows])
-        ctx.save_for_backward(hidden, weight, targets, scale, lse, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, scale, lse, entropy)
         ctx.chunk = chunk
         ctx.parameter = weight if into_grad and weight.is_leaf and weight.dtype == dtype else None
         ctx.set_materialize_grads(False)  # so that an entropy which no loss uses shows as None
@@ -158,7 +159,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, targets, scale, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, scale, lse, entropy = ctx.saved_tensors
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         grad_hidden = torch.zeros_like(hidden)
         # Chunks add up in at least float32: a bf16 sum over many chunks would lose the small ones.
@@ -166,16 +167,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = None if ctx.parameter is None else ctx.parameter.grad
             grad_weight = torch.zeros_like(weight, dtype=scale.dtype) if grad_weight is None else grad_weight
+        grad_bias = torch.zeros_like(bias, dtype=scale.dtype) if ctx.needs_input_grad[2] else None
         used = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
         active = used.nonzero().squeeze(1)
-        work = _Workspace(hidden, weight, scale, min(ctx.chunk, len(active)))
+        work = _Workspace(hidden, weight, bias, scale, min(ctx.chunk, len(active)))
         probs = None if grad_entropy is None else torch.empty_like(work.full)
         for rows in active.split(ctx.chunk) if len(active) else ():
             h = hidden[rows]
             logits = work.logits(h, scale[rows])
             if probs is None:
                 # d logprob / d logits = scale * (onehot - softmax); sign and factor go onto the small matrices below.
-                delta = softmax_less_target(logits, lse[rows], targets[rows], hidden.dtype)
+                dtype = hidden.dtype if grad_bias is None else logits.dtype
+                delta = softmax_less_target(logits, lse[rows], targets[rows], dtype)
                 factor = -(grad_logprobs[rows] * scale[rows])
             else:
                 # d entropy / d logits = -scale * softmax * (log softmax + entropy) on top of it.
@@ -185,6 +188,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 delta = bent.add_(grad_logprobs[rows, None]).mul_(p)
                 delta.scatter_add_(1, targets[rows, None], -grad_logprobs[rows, None])
                 factor = -scale[rows]
+            if grad_bias is not None:
+                grad_bias += factor @ delta
             delta = delta.to(hidden.dtype)
             grad_hidden[rows] = ((delta @ weight) * factor[:, None]).to(hidden.dtype)
             if grad_weight is not None:
@@ -193,4 +198,4 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if grad_weight is not None and ctx.parameter is not None:
             ctx.parameter.grad, grad_weight = grad_weight, None
         # Autograd casts each to the dtype of its input.
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None

@@ -95,6 +95,7 @@ def stack_logprobs(
         stack.token_ids[place],
         stack.temperatures[place],
         chunk=head_chunk,
+        bias=getattr(head, "bias", None),
         into_grad=True,
     )
     logprobs, entropy = (

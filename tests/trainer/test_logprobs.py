@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prl.trainer.logprobs import add_product, chunked_logprobs, softmax_less_target, softmax_numbers
 
 
-def problem(tokens=37, dim=8, vocab=53, seed=0, dtype=torch.float64):
+def problem(tokens=37, dim=8, vocab=53, seed=0, dtype=torch.float64, bias=False):
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -19,11 +19,11 @@ def problem(tokens=37, dim=8, vocab=53, seed=0, dtype=torch.float64):
 
     targets = torch.randint(vocab, (tokens,), generator=generator)
     temperatures = (0.3 + torch.rand(tokens, generator=generator, dtype=torch.float64) * 1.5).to(torch.float32)
-    return normal(tokens, dim), normal(vocab, dim), targets, temperatures
+    return normal(tokens, dim), normal(vocab, dim), targets, temperatures, normal(vocab) if bias else None
 
 
-def plain(hidden, weight, targets, temperatures):
-    logits = F.linear(hidden, weight)
+def plain(hidden, weight, targets, temperatures, bias=None):
+    logits = F.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(torch.float32, hidden.dtype)) / temperatures[:, None]
     logp = logits.log_softmax(-1)
     return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
@@ -35,23 +35,24 @@ def grads(fn, leaves, upstream, upstream_entropy=None):
     return values.detach(), entropy.detach(), torch.autograd.grad(total, leaves)
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["", "entropy"])
 @pytest.mark.parametrize("chunk", [1, 7, 36, 37, 256])
 @pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-12), (torch.float32, 3e-5)])
-def test_values_and_gradients_are_those_of_log_softmax(dtype, tol, chunk, with_entropy):
+def test_values_and_gradients_are_those_of_log_softmax(dtype, tol, chunk, with_entropy, bias):
     """Some tokens have a gradient of their logprob, some of their entropy, some both, some neither."""
-    hidden, weight, targets, temperatures = problem(dtype=dtype)
-    leaves = [hidden, weight]
+    hidden, weight, targets, temperatures, b = problem(dtype=dtype, bias=bias)
+    leaves = [x for x in (hidden, weight, b) if x is not None]
     upstream = torch.randn(2, 37, generator=torch.Generator().manual_seed(1), dtype=dtype)
     upstream[0, ::3], upstream[1, ::4] = 0.0, 0.0
     upstream = upstream if with_entropy else upstream[:1]
 
     def found():
-        return chunked_logprobs(hidden, weight, targets, temperatures, chunk=chunk)
+        return chunked_logprobs(hidden, weight, targets, temperatures, chunk=chunk, bias=b)
 
     ours = grads(found, leaves, *upstream)
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    expected = grads(lambda: plain(*exact, targets, temperatures.double()), exact, *upstream.double())
+    expected = grads(lambda: plain(*exact[:2], targets, temperatures.double(), *exact[2:]), exact, *upstream.double())
     for mine, theirs in zip((*ours[:2], *ours[2]), (*expected[:2], *expected[2]), strict=True):
         assert mine.dtype == dtype
         torch.testing.assert_close(mine.double(), theirs, rtol=tol, atol=tol)
@@ -67,20 +68,20 @@ def test_by_hand():
 
 
 def test_gradcheck():
-    hidden, weight, targets, temperatures = problem(tokens=5, dim=3, vocab=6)
+    hidden, weight, targets, temperatures, bias = problem(tokens=5, dim=3, vocab=6, bias=True)
 
-    def fn(h, w):
-        return chunked_logprobs(h, w, targets, temperatures, chunk=2)
+    def fn(h, w, b):
+        return chunked_logprobs(h, w, targets, temperatures, chunk=2, bias=b)
 
     for outputs in (fn, lambda *leaves: fn(*leaves)[0], lambda *leaves: fn(*leaves)[1]):  # finite differences
-        assert torch.autograd.gradcheck(outputs, (hidden, weight))
+        assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("before", [False, True], ids=["first", "second"])
 def test_the_heads_gradient_can_be_added_where_it_belongs(tied, before):
     """Also to what an earlier backward left there, and beside the embedding's."""
-    hidden, weight, targets, temperatures = problem()
+    hidden, weight, targets, temperatures, _ = problem()
     earlier = torch.randn_like(weight) if before else None
 
     def gradient(fn, **keywords):
@@ -98,7 +99,7 @@ def test_the_heads_gradient_can_be_added_where_it_belongs(tied, before):
 
 
 def test_a_head_in_another_dtype_has_autograds_gradient():
-    hidden, weight, targets, temperatures = problem(dtype=torch.bfloat16)
+    hidden, weight, targets, temperatures, _ = problem(dtype=torch.bfloat16)
     found = [
         torch.autograd.grad(chunked_logprobs(hidden, weight, targets, temperatures, into_grad=on)[0].sum(), weight)[0]
         for on in (False, True)
@@ -109,7 +110,7 @@ def test_a_head_in_another_dtype_has_autograds_gradient():
 @pytest.mark.parametrize("part", [1, 53, 60, 106, 200])
 def test_the_softmax_takes_a_chunk_in_parts(monkeypatch, part):
     """Row by row it is the same arithmetic."""
-    hidden, weight, targets, temperatures = problem()
+    hidden, weight, targets, temperatures, _ = problem()
     expected = chunked_logprobs(hidden, weight, targets, temperatures, chunk=16)
     monkeypatch.setattr("prl.trainer.logprobs.PART", part)
     found = chunked_logprobs(hidden, weight, targets, temperatures, chunk=16)
@@ -118,7 +119,7 @@ def test_the_softmax_takes_a_chunk_in_parts(monkeypatch, part):
 
 def test_bf16_has_float32_logits_and_bf16_gradients():
     """Products of bf16 numbers are exact in float32, so that nothing is rounded but the sums of gradients."""
-    hidden, weight, targets, temperatures = problem(tokens=200, dim=32, vocab=300, dtype=torch.bfloat16)
+    hidden, weight, targets, temperatures, _ = problem(tokens=200, dim=32, vocab=300, dtype=torch.bfloat16)
     upstream = torch.ones(200)
     values, entropy, ours = grads(
         lambda: chunked_logprobs(hidden, weight, targets, temperatures, chunk=16), (hidden, weight), upstream
@@ -136,7 +137,7 @@ def test_bf16_has_float32_logits_and_bf16_gradients():
 
 def test_a_gpu_multiplies_bf16_into_float32():
     """Its products on a device without numbers: which they are, with arguments that torch takes."""
-    hidden, weight, targets, temperatures = problem(tokens=20, dim=32, vocab=300, dtype=torch.bfloat16)
+    hidden, weight, targets, temperatures, _ = problem(tokens=20, dim=32, vocab=300, dtype=torch.bfloat16)
     called = []
 
     class Called(TorchDispatchMode):
@@ -179,28 +180,28 @@ def test_large_logits_do_not_overflow():
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_only_what_needs_a_gradient_gets_one(frozen):
-    hidden, weight, targets, temperatures = problem()
+    hidden, weight, targets, temperatures, _ = problem()
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
     chunked_logprobs(hidden, weight, targets, temperatures, chunk=4)[0].sum().backward()
     assert (hidden.grad is None) == (frozen == "hidden") and (weight.grad is None) == (frozen == "weight")
 
 
 def test_zero_tokens():
-    hidden, weight, targets, temperatures = problem(tokens=0)
+    hidden, weight, targets, temperatures, _ = problem(tokens=0)
     logprobs, entropy = chunked_logprobs(hidden, weight, targets, temperatures)
     logprobs.sum().backward()
     assert logprobs.shape == entropy.shape == (0,) and hidden.grad.shape == (0, 8) and not weight.grad.any()
 
 
 def test_temperature_zero_leaves_the_logits_alone():
-    hidden, weight, targets, _ = problem()
+    hidden, weight, targets, _, _ = problem()
     zero, one = (chunked_logprobs(hidden, weight, targets, torch.full((37,), t)) for t in (0.0, 1.0))
     assert torch.equal(zero[0], one[0]) and torch.equal(zero[1], one[1])
 
 
 def test_tokens_without_gradient_take_no_part_in_the_backward():
     """A broken padding row (NaN) reaches nobody's gradient as long as the loss does not use it."""
-    hidden, weight, targets, temperatures = problem()
+    hidden, weight, targets, temperatures, _ = problem()
     upstream = torch.ones(37, dtype=torch.float64)
     upstream[::3] = 0
     _, _, expected = grads(lambda: plain(hidden, weight, targets, temperatures), (hidden, weight), upstream)
@@ -219,7 +220,7 @@ def test_tokens_without_gradient_take_no_part_in_the_backward():
 def test_memory_does_not_grow_with_tokens_times_vocab(dtype, with_entropy):
     """Neither kept for the backward nor made on the way, in either direction."""
     tokens, dim, vocab, chunk = 96, 4, 500, 8
-    hidden, weight, targets, temperatures = problem(tokens, dim, vocab, dtype=dtype)
+    hidden, weight, targets, temperatures, _ = problem(tokens, dim, vocab, dtype=dtype)
     saved = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x)
     with hooks, LargestTensor() as forward:
@@ -240,6 +241,6 @@ def test_memory_does_not_grow_with_tokens_times_vocab(dtype, with_entropy):
     ],
 )
 def test_arguments_that_cannot_be_are_refused(changes, message):
-    hidden, weight, targets, temperatures = problem()
+    hidden, weight, targets, temperatures, _ = problem()
     with pytest.raises(ValueError, match=message):
         chunked_logprobs(hidden, weight, **{"targets": targets, "temperatures": temperatures} | changes)
