@@ -13,7 +13,7 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJtZSJ9.c2lnbmVk"
 
 
 SECRET_NAMES = [
-    "api_key", "api-key", "apiKey", "X-Api-Key", "api_keys", "token", "APIKey", "JWTSecrets",
+    "api_key", "api-key", "apiKey", "X-Api-Key", "api_keys", "api_key_openai", "APIKey", "JWTSecrets",
     "hf_token", "myHFToken", "authToken", "SLURM_JWT", "VLLM_AUTH", "AWS_SECRET_ACCESS_KEY", "clientSecret",
     "PGPASSWORD", "db.passwd", "passphrase", "Authorization", "cookie", "credentials", "OPENAI_KEY",
 ]  # fmt: skip
@@ -25,6 +25,22 @@ def test_a_value_is_secret_by_its_name_whatever_it_is(name):
     assert masked({name: {"a": ["X", 7, "</x y>"], "b": None}}) == {name: {"a": ["***"] * 3, "b": None}}
     plain = {name: [None, True, "", "null", "${oc.env:KEY}", "***"]}
     assert masked(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("token", "X"),
+        ("auth", "a8Kd93kXq0Zb72Lw"),
+        ("judge_key", "a1b2c3d4e5f6a7b8"),
+        ("keys", "550e8400-e29b-41d4-a716-446655440000"),
+        ("pass", "q9Xc-77vBn2Lk0_PwRt5"),
+    ],
+)
+def test_under_other_names_what_looks_drawn_is_secret(name, value):
+    assert masked({name: value}) == {name: "***"} and masked({name: [value, 7]}) == {name: ["***", 7]}
+    shown = [f"x.{name}=***", f"--{name}", "***", value[:3]]
+    assert masked([f"x.{name}={value}", f"--{name}", value, value[:3]]) == shown
 
 
 PLAIN = {
@@ -63,10 +79,12 @@ def test_other_values_stay_as_they_are(name, value):
     [
         "if password == guess:",
         "def __init__(self, secret: str, tries: int = 3)",
+        "secrets: list[str] = []",
+        "password = getpass.getpass()",
         "tests/test_secret.py::test_x FAILED",
         "env@envs.secret=jsonl",
         "envs.password_game.weight=1",
-        "secret_length: 4",
+        "num_secrets: 3, secret_length: 4",
         "max_session_tokens: 4096",
         "api_key: EMPTY",
     ],
@@ -104,16 +122,19 @@ def test_a_config_without_secrets_is_written_as_it_is(tmp_path, monkeypatch):
         ('{"token": "X", "max_tokens": 5}', '{"token": "***", "max_tokens": 5}'),
         ("a?access_token=x1&n=2", "a?access_token=***&n=2"),
         ("db={password: 'correct horse battery'}", "db={password: '***'}"),
-        ("-H X-Api-Key: two words\nx", "-H X-Api-Key: ***\nx"),
+        ("-H X-Api-Key: two, words\nx", "-H X-Api-Key: ***\nx"),
         ('{\\"password\\": \\"a b\\", \\"n\\": 1}', '{\\"password\\": \\"***\\", \\"n\\": 1}'),
         ("prl x --password hunter2 --api-key sk123 a", "prl x --password *** --api-key *** a"),
         ("GET https://h/v1?key=abcd1234&n=2&sig=x%2F", "GET https://h/v1?key=***&n=2&sig=***"),
-        ("f(password=a, n=1)", "f(password=***, n=1)"),
+        ("f(password=a,b, n=1)", "f(password=***, n=1)"),
         ("api_keys: [a, b], secrets: {db: a}, n: 1", "api_keys: ***, secrets: ***, n: 1"),
+        ("+password: str | None = 'a b'", "+password: str | None = '***'"),
         ('os.environ["WANDB_API_KEY"] = "hunter2"', 'os.environ["WANDB_API_KEY"] = "***"'),
         ("DB_PASS=hunter2 JUDGE_TOKEN=abc", "DB_PASS=*** JUDGE_TOKEN=***"),
         ("?X-Amz-Security-Token=fe5f80", "?X-Amz-Security-Token=***"),
+        ("wandb login " + "0123456789" * 4, "wandb login ***"),
         ("gsk_abcdefgh12345678ABCD", "***"),
+        ("error: judge_key: a1b2c3d4e5f6a7b8 refused", "error: judge_key: *** refused"),
         ("-----BEGIN PRIVATE KEY-----\nMIIE\n-----END PRIVATE KEY-----\nx", "***\nx"),
         ("it was the-value-of-it", "it was ***"),
     ],
@@ -126,8 +147,8 @@ def test_secrets_in_a_text(text, shown, monkeypatch):
 def test_arguments_are_masked_by_their_keys():
     nested = "a={_target_: b.c, api_key: X},env=d,e=http://me:X@h,f=1"  # as Hydra names a job
     assert masked(nested) == "a={_target_: b.c, api_key: ***},env=d,e=http://***@h,f=1"
-    given = ["x.password='a b'", "+env.api_key=[1,b]", "lr=0.1", "a={api_key:b1,c:d}"]
-    assert masked(given) == ["x.password=***", "+env.api_key=***", "lr=0.1", "a={api_key:***,c:d}"]
+    given = ["x.password='a b'", "+env.api_key=[1,b]", "lr=0.1", "a={token:b1,c:d}"]
+    assert masked(given) == ["x.password=***", "+env.api_key=***", "lr=0.1", "a={token:***,c:d}"]
     given = ["prl", "--password", "hunter2", "--api-key", "sk123", "--name", "x"]
     assert masked(given) == ["prl", "--password", "***", "--api-key", "***", "--name", "x"]
 
