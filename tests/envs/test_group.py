@@ -11,7 +11,7 @@ from verifiers.v1.types import SystemMessage, UserMessage
 
 from prl.engines.replies import Completion
 from prl.engines.sampler import OverlongPrompt
-from prl.envs.group import GroupRequest, play_group
+from prl.envs.group import GroupRequest, nothing_more, play_group
 from prl.envs.turn import opening_messages
 from prl.errors import EngineError
 
@@ -46,33 +46,21 @@ class FakeSampler:
 
 
 @pytest.fixture
-def start(renderer, tokenizer):
-    """`start(replies, task)`: the generator of a group's rollouts."""
-
-    def begin(replies, task=Graded, *, timeout_s=5.0, **how):
-        sampler = FakeSampler(renderer, tokenizer, replies, **how)
-        task = task(vf.TaskData(idx=0, prompt="1+1=")) if isinstance(task, type) else task
-        request = {"task": task, "n": len(replies), "sampler": sampler, "group_id": 9, "timeout_s": timeout_s}
-        begin.sampler = sampler
-        return play_group(GroupRequest(env_name="toy", **request))
-
-    return begin
-
-
-@pytest.fixture
-def play(start):
+def play(renderer, tokenizer):
     """`play(replies, task)`: a group's rollouts, in the order of their attempts."""
 
-    async def run(replies, task=Graded, **how):
-        rollouts = [rollout async for rollout in start(replies, task, **how)]
-        return sorted(rollouts, key=lambda rollout: rollout.index)
+    async def run(replies, task=Graded, *, timeout_s=5.0, arrived=nothing_more, **how):
+        run.sampler = FakeSampler(renderer, tokenizer, replies, **how)
+        task = task(vf.TaskData(idx=0, prompt="1+1=")) if isinstance(task, type) else task
+        request = {"task": task, "n": len(replies), "sampler": run.sampler, "group_id": 9, "timeout_s": timeout_s}
+        return await play_group(GroupRequest(env_name="toy", arrived=arrived, **request))
 
     return run
 
 
-async def test_a_group_is_one_request_and_each_rollout_has_its_own_tokens(play, start, renderer):
+async def test_a_group_is_one_request_and_each_rollout_has_its_own_tokens(play, renderer):
     rollouts = await play(["2", "3", "12"])
-    [(prompt, n, key)] = start.sampler.asked
+    [(prompt, n, key)] = play.sampler.asked
     assert prompt == renderer.render([{"role": "user", "content": "1+1="}], add_generation_prompt=True).token_ids
     assert n == 3 and key.startswith("toy/") and key.endswith("/9")
     assert [r.reward for r in rollouts] == [1.0, 0.0, 0.0] and not any(r.error for r in rollouts)
@@ -251,13 +239,13 @@ def test_a_conversation_opens_with_the_system_prompt():
 
 
 class Sequel(vf.Task):
-    """Grades "2" once another rollout was yielded, and "6" in a minute."""
+    """Grades "2" once another rollout has arrived, and "6" in a minute."""
 
     @vf.reward
     async def answer(self, trace: vf.Trace) -> float:
         try:
             if trace.last_reply == "2":
-                await self.another_was_yielded.wait()
+                await self.another_arrived.wait()
             if trace.last_reply == "6":
                 await asyncio.sleep(60.0)
         except asyncio.CancelledError:
@@ -268,33 +256,35 @@ class Sequel(vf.Task):
 
 @pytest.fixture
 def sequel(monkeypatch):
-    monkeypatch.setattr(Sequel, "another_was_yielded", asyncio.Event(), raising=False)
+    monkeypatch.setattr(Sequel, "another_arrived", asyncio.Event(), raising=False)
     monkeypatch.setattr(Sequel, "cancelled", [], raising=False)
     return Sequel(vf.TaskData(idx=0, prompt="1+1="))
 
 
-async def test_a_rollout_is_yielded_as_soon_as_it_is_graded(start, sequel):
+async def test_a_rollout_arrives_as_soon_as_it_is_graded(play, sequel):
     rewards = []
+
+    async def arrived(rollout):
+        assert rollout.error is None and rollout.samples and rollout.trace.ok and rollout.end_version == 4
+        rewards.append((rollout.index, rollout.reward))
+        sequel.another_arrived.set()
+
     async with asyncio.timeout(5):
-        async for rollout in start(["2", "3", "1"], sequel, timeout_s=2.0):
-            assert rollout.error is None and rollout.samples and rollout.trace.ok and rollout.end_version == 4
-            rewards.append((rollout.index, rollout.reward))
-            sequel.another_was_yielded.set()
+        rollouts = await play(["2", "3", "1"], sequel, timeout_s=2.0, arrived=arrived)
     assert rewards == [(1, 3.0), (2, 1.0), (0, 2.0)]
+    assert [rollout.index for rollout in rollouts] == [0, 1, 2]
 
 
-async def test_the_time_that_the_consumer_takes_is_not_the_rollouts(start):
-    errors = []
-    async for rollout in start(["2", "3"], timeout_s=0.2):
-        await asyncio.sleep(0.3)
-        errors.append(rollout.error)
-    assert errors == [None, None]
+async def test_the_time_that_an_arrival_takes_is_not_the_rollouts(play):
+    rollouts = await play(["2", "3"], timeout_s=0.2, arrived=lambda _: asyncio.sleep(0.3))
+    assert [rollout.error for rollout in rollouts] == [None, None]
 
 
-async def test_a_consumer_that_stops_early_cancels_the_graders_that_still_run(start, sequel):
-    async with contextlib.aclosing(start(["2", "3", "6"], sequel)) as group:
-        async for rollout in group:
-            assert rollout.reward == 3.0
-            break
-        assert sequel.cancelled == []
+async def test_a_failing_arrival_cancels_the_graders_that_still_run(play, sequel):
+    async def arrived(rollout):
+        assert rollout.reward == 3.0 and sequel.cancelled == []
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await play(["2", "3", "6"], sequel, arrived=arrived)
     assert sorted(sequel.cancelled) == ["2", "6"]

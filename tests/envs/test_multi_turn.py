@@ -66,7 +66,7 @@ def play(renderer, tokenizer):
         sampler = FakeSampler(renderer, tokenizer, **how)
         task = Riddle(vf.TaskData(idx=0, prompt=prompt))
         request = GroupRequest(env_name="toy", task=task, n=n, sampler=sampler, group_id=1, timeout_s=5.0)
-        rollouts = [rollout async for rollout in play_episodes(env, InProcessContext, request)]
+        rollouts = await play_episodes(env, InProcessContext, request)
         return rollouts, sampler
 
     return episode

@@ -110,7 +110,7 @@ async def test_a_rollout_whose_tokens_changed_fails_alone(renderer, tokenizer):
     sampler.renderer = renderer
     task = Meddles(vf.TaskData(idx=0, prompt="1+1="))
     request = GroupRequest(env_name="toy", task=task, n=3, sampler=sampler, group_id=0, timeout_s=5.0)
-    rollouts = [rollout async for rollout in play_group(request)]
+    rollouts = await play_group(request)
     assert [rollout.error is None for rollout in rollouts] == [True, False, True]
     bad = rollouts[1]
     assert bad.error.startswith("TokenMismatch: env 'toy', turn 1: ") and bad.samples == [] and not bad.trace.ok
