@@ -71,7 +71,8 @@ def discover_decorated(task: object, attr: str) -> list[Callable[..., Any]]:
 
     Until verifiers keeps the graders of a task's class.
     """
-    return [getattr(task, name) for name in _decorated(type(task), attr)]
+    names = _decorated(type(task), attr)  # type: ignore[arg-type]  # mypy takes no class for hashable
+    return [getattr(task, name) for name in names]
 
 
 async def _invoke_all(signals: list[Callable[..., Any]], available: dict[str, Any]) -> list[Any]:

@@ -1,12 +1,23 @@
 """Keep failures of env code its own: contained exceptions, and concurrent work that ends with whoever waits for it."""
 
 import asyncio
+import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@contextlib.asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """An asyncio.TaskGroup that raises the first failure itself instead of an exception group."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
 async def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -14,11 +25,8 @@ async def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
     When one raises, or this is cancelled, the others are cancelled and awaited; then the first failure is raised.
     """
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in work]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+    async with task_group() as group:
+        tasks = [group.create_task(coroutine) for coroutine in work]
     return [task.result() for task in tasks]
 
 

@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Awaitable
 
 from verifiers.v1.task import Task
 
+from prl.envs.isolation import task_group
 from prl.errors import PrlError
 from prl.orchestrator.state import DispatcherState, SavedTask
-from prl.orchestrator.types import Event, Group, TrainEnv, attribute_errors_to, by_seat, raise_unless_leaked, task_group
+from prl.orchestrator.types import Event, Group, TrainEnv, attribute_errors_to, by_seat, raise_unless_leaked
 from prl.rollouts.rollout import Rollout
 
 log = logging.getLogger(__name__)
