@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from prl.engines.http import PROBE_S, Endpoints
 from prl.engines.replies import Completion, read_completions, read_prompt_logprobs
 from prl.engines.rotation import Rotation
-from prl.engines.routing import Prefix, Server
+from prl.engines.routing import Server
 from prl.engines.traffic import Traffic
 from prl.engines.vllm.protocol import GENERATE, LOAD
 from prl.engines.vllm.server import TOKEN_VARIABLE
@@ -41,7 +41,7 @@ class ModelPool(ABC):
 
     @abstractmethod
     async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: Prefix | None = None
+        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
     ) -> list[Completion]:
         """Sample `n` continuations of one prompt.
 
@@ -49,7 +49,7 @@ class ModelPool(ABC):
             prompt_ids: The prompt `[tokens]`.
             sampling: vLLM's sampling parameters.
             n: Number of continuations; that number i has the seed `sampling["seed"] + i`.
-            prefix: What the prompt begins with; None = nothing that another request has in common with it.
+            prefix: Name of what the prompt begins with; None = nothing that another request has in common with it.
         """
 
     @abstractmethod
@@ -164,7 +164,7 @@ class InferencePool(PolicyPool):
         self._locks = [lock_of(url) for url in urls] if shared else []
 
     async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: Prefix | None = None
+        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
     ) -> list[Completion]:
         # vLLM searches for stop strings in the text, which it makes only when asked to detokenise.
         sampling = {**sampling, "n": n, "detokenize": bool(sampling.get("stop"))}
@@ -188,7 +188,7 @@ class InferencePool(PolicyPool):
         sampling: dict[str, Any],
         read: Callable[[dict[str, Any], int], Read],
         n: int = 1,
-        prefix: Prefix | None = None,
+        prefix: str | None = None,
     ) -> Read:
         """What `read` makes of the reply and the version that the request started from, that of its server then."""
 

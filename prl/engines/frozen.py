@@ -25,7 +25,7 @@ from prl.engines.replies import (
     reading,
     require_prompt,
 )
-from prl.engines.routing import Prefix, Server
+from prl.engines.routing import Server
 from prl.engines.tokenizers import TokenizerProbe
 from prl.engines.traffic import Traffic
 from prl.errors import ConfigError, DeadlinePassed, EngineError, PrlError
@@ -100,7 +100,7 @@ class FrozenPool(ReferencePool):
         return self._search is None
 
     async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: Prefix | None = None
+        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
     ) -> list[Completion]:
         def read(reply: dict[str, Any]) -> list[Completion]:
             choices = choices_of(reply, n)
@@ -182,7 +182,7 @@ class FrozenPool(ReferencePool):
         read: Callable[[dict[str, Any]], Read],
         *,
         n: int = 1,
-        prefix: Prefix | None = None,
+        prefix: str | None = None,
         timeout_s: float | None = None,
     ) -> Read:
         """What `read` makes of a server's reply; a server that is busy is asked again, for `timeout_s` of the model."""

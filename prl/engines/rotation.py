@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from prl.engines.routing import Prefix, Router, Server
+from prl.engines.routing import Router, Server
 from prl.engines.vllm.server import ANOTHER_INSTANCE
 from prl.errors import DeadlinePassed, EngineError, RequestAborted
 
@@ -53,9 +53,7 @@ class Rotation:
 
     # --- requests ---
 
-    async def send(
-        self, send: Callable[[Server], Awaitable[Answer]], n: int = 1, prefix: Prefix | None = None
-    ) -> Answer:
+    async def send(self, send: Callable[[Server], Awaitable[Answer]], n: int = 1, prefix: str | None = None) -> Answer:
         """What `send` returns for a server of the rotation, called again where that one is lost meanwhile."""
         give_up = None
         while True:
@@ -72,7 +70,7 @@ class Rotation:
                     raise
                 self.counts["engine/requests_reissued"] += first
 
-    async def free(self, n: int = 1, prefix: Prefix | None = None) -> Server:
+    async def free(self, n: int = 1, prefix: str | None = None) -> Server:
         """Wait for a server that may be sent a request. Raises EngineError where none is going to be there."""
         while (server := self._router.choose(n, prefix)) is None:
             errors = [each.error for each in self.servers if each.error is not None and each.stays_away]

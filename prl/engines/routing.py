@@ -1,9 +1,9 @@
-"""Which server of a model a request goes to: by load, and by which one has what its prompt begins with in its cache."""
+"""Which server of a model a request goes to: by what its prompt begins with, and by load."""
 
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from prl.errors import PrlError
 
@@ -15,17 +15,6 @@ BUSIER, FEW = 1.25, 16
 Elsewhere the whole prompt is computed again. The most that load can cost is a step that takes as long as it has
 sequences: then the busiest server is a quarter slower than if all had the same. With few sequences the time of a step
 is that of reading the weights, and hardly depends on their number."""
-REMEMBERED = 16384
-"""Prefixes whose server is known, at most."""
-
-
-class Prefix(NamedTuple):
-    """Names of what a prompt begins with, each the same for all requests that have it in common."""
-
-    group: str
-    """The opening of the group's rollouts."""
-    conversation: str
-    """All that was said before in this conversation."""
 
 
 @dataclass(eq=False)
@@ -82,29 +71,20 @@ class Router:
     def __init__(self, servers: Sequence[Server], load: Mapping[str, int]):
         """`load` is the number of sequences that each server has been asked for and has not answered, by its URL."""
         self.servers, self.load = servers, load
-        self._seen: dict[str, tuple[Server, int]] = {}
-        """Who has computed a prefix last, and under which policy version, oldest first: an update clears the caches."""
 
-    def choose(self, n: int = 1, prefix: Prefix | None = None) -> Server | None:
-        """The server for a request of `n` continuations; None while none may be sent one."""
+    def choose(self, n: int = 1, prefix: str | None = None) -> Server | None:
+        """The server for a request of `n` continuations; None while none may be sent one.
+
+        Requests of the same `prefix` go to the same one, unless it is busier than most or has just failed.
+        """
         if len(self.servers) == 1:
             return self.servers[0] if self.servers[0].open else None
         ready = [server for server in self.servers if server.open]
         if not ready:
             return None
-        best = min(ready, key=lambda server: (server.avoided, self.load[server.url]))
-        if prefix is None:
-            return best
-        limit = max(FEW, BUSIER * (sum(self.load[server.url] for server in ready) + n) / len(ready))
-        for name in (prefix.conversation, prefix.group):
-            server, version = self._seen.get(name, (best, -1))
-            warm = server.version == version and server.open and not server.avoided
-            if warm and self.load[server.url] + n <= limit:
-                best = server
-                break
-        for name in prefix:
-            self._seen.pop(name, None)
-            self._seen[name] = best, best.version
-        while len(self._seen) > REMEMBERED:
-            del self._seen[next(iter(self._seen))]
-        return best
+        if prefix is not None:
+            home = max(ready, key=lambda server: zlib.crc32(f"{prefix} {server.url}".encode()))
+            limit = max(FEW, BUSIER * (sum(self.load[server.url] for server in ready) + n) / len(ready))
+            if not home.avoided and self.load[home.url] + n <= limit:
+                return home
+        return min(ready, key=lambda server: (server.avoided, self.load[server.url]))

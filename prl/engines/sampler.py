@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from prl.engines.chat import Dialogue, MessageSource
     from prl.engines.client import ModelPool
     from prl.engines.replies import Completion
-    from prl.engines.routing import Prefix
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this one to it."""
@@ -110,12 +109,12 @@ class Sampler(SamplingConfig):
         n: int,
         key: str,
         dialogue: "Dialogue | None" = None,
-        prefix: "Prefix | None" = None,
+        prefix: str | None = None,
     ) -> "list[Completion]":
         """`n` continuations of one prompt; `key` names the request. Raises OverlongPrompt where there is no room.
 
-        `dialogue` is the prompt as messages, for a source that takes no tokens; `prefix` what other requests have in
-        common with it.
+        `dialogue` is the prompt as messages, for a source that takes no tokens; `prefix` names what other
+        requests have in common with it.
         """
         from prl.engines.chat import MessageSource, as_completion  # configs are composed without an HTTP client
 

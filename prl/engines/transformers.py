@@ -20,7 +20,6 @@ from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.decoding import Continuation, Request, sample, score
 from prl.engines.frozen import ReferencePool
 from prl.engines.replies import Completion
-from prl.engines.routing import Prefix
 from prl.engines.tokenizers import TokenizerProbe
 from prl.engines.traffic import Traffic
 from prl.errors import ConfigError, DeadlinePassed, EngineError
@@ -64,7 +63,7 @@ class TransformersModel(ModelPool):
         return [HERE]
 
     async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: Prefix | None = None
+        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
     ) -> list[Completion]:
         room = self.spec.model.max_model_len - len(prompt_ids)
         if not prompt_ids or room < 1:

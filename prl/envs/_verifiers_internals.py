@@ -59,12 +59,30 @@ def signature(code: Callable[..., Any]) -> inspect.Signature:
     return _signature_of_method(code.__func__) if isinstance(code, MethodType) else inspect.signature(code)
 
 
+@functools.lru_cache(1024)
+def _decorated(cls: type, attr: str) -> list[str]:
+    """Return the names of a class's methods that have the mark `attr`."""
+    members = [(name, getattr(cls, name, None)) for name in dir(cls)]
+    return [name for name, member in members if callable(member) and hasattr(member, attr)]
+
+
+def discover_decorated(task: object, attr: str) -> list[Callable[..., Any]]:
+    """Return the graders of a task, which verifiers looks for among all names of its classes, twice a trace: 100 us.
+
+    Until verifiers keeps the graders of a task's class.
+    """
+    names = _decorated(type(task), attr)  # type: ignore[arg-type]  # mypy takes no class for hashable
+    return [getattr(task, name) for name in names]
+
+
 async def _invoke_all(signals: list[Callable[..., Any]], available: dict[str, Any]) -> list[Any]:
     """Replace verifiers' `invoke_all`, in whose tasks a SystemExit of one grader would stop the event loop.
 
-    Each grader has a task of its own, so that one that cancels its task cancels nothing else.
+    Several graders have a task each, so that one that cancels its task cancels nothing else; a single one has that of
+    its trace.
     """
-    return await asyncio.gather(*(run_contained(decorators.invoke, signal, available) for signal in signals))
+    grading = [run_contained(decorators.invoke, signal, available) for signal in signals]
+    return list(await asyncio.gather(*grading)) if len(grading) > 1 else [await each for each in grading]
 
 
 # --- an env over agents of our own ------------------------------------------------------------------------------------
@@ -128,6 +146,7 @@ def _resolve_api_key(config: vf.BaseClientConfig) -> str:
     return resolve_api_key(config)
 
 
+task.discover_decorated = discover_decorated
 task.invoke_all = _invoke_all  # until verifiers' own contains what a signal raises
 task.inspect = decorators.inspect = SimpleNamespace(signature=signature, Parameter=inspect.Parameter)
 client_base.resolve_api_key = _resolve_api_key  # of every request of a client

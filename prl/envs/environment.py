@@ -17,7 +17,7 @@ from prl.config.user_code import failed
 from prl.engines.sampler import Sampler
 from prl.envs._verifiers_internals import agents_after_setup
 from prl.envs.grading import give_to_workers
-from prl.envs.group import GroupRequest, play_episodes, play_group
+from prl.envs.group import Arrived, GroupRequest, nothing_more, play_episodes, play_group
 from prl.envs.harness import harness_context, load_harness_env, reason_for_harness, runtime_readers
 from prl.envs.multi_turn import InProcessContext, bind_in_process
 from prl.envs.tools import Tools, set_up
@@ -138,15 +138,19 @@ class Environment:
                 await env.start()
             yield
 
-    def play(
-        self, task: vf.Task, n: int, sampler: Sampler, *, group_id: int, held_out: bool = False
-    ) -> AsyncGenerator[Rollout, None]:
-        """Play `n` attempts at one task.
+    async def play(
+        self,
+        task: vf.Task,
+        n: int,
+        sampler: Sampler,
+        *,
+        group_id: int,
+        held_out: bool = False,
+        arrived: Arrived = nothing_more,
+    ) -> list[Rollout]:
+        """Play `n` attempts at one task. Returns the rollouts, in the order of the attempts.
 
-        Yields each rollout as soon as it is graded, with its samples attached, or has failed (`rollout.error`). They
-        come in the order in which they finish; `rollout.index` is the number of the attempt. The time that the consumer
-        takes between two rollouts does not count towards a rollout's deadline. Close the generator with
-        `contextlib.aclosing`: that cancels what still runs.
+        Each is graded, with its samples attached, or has failed (`rollout.error`).
 
         Args:
             task: One of `tasks`, or of `eval_tasks` with `held_out`.
@@ -154,6 +158,8 @@ class Environment:
             sampler: The model that plays.
             group_id: Names the group among those of the env; its seeds depend on it.
             held_out: The task is one of `eval_tasks`.
+            arrived: Awaited with each rollout as soon as it is finished, while others are still played. The time that
+                it takes does not count towards a rollout's deadline.
         """
         request = GroupRequest(
             env_name=self.name,
@@ -162,11 +168,12 @@ class Environment:
             sampler=sampler,
             group_id=group_id,
             timeout_s=min(self.config.timeout_s, self.config.group_timeout_s or self.config.timeout_s),
+            arrived=arrived,
         )
         env = self.eval_verifiers_env if held_out else self.verifiers_env
         if env is None:
-            return play_group(request)
-        return play_episodes(env, harness_context if self.uses_harness else InProcessContext, request)
+            return await play_group(request)
+        return await play_episodes(env, harness_context if self.uses_harness else InProcessContext, request)
 
 
 def promises_to_be_quick(taskset: vf.Taskset) -> bool:

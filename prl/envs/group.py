@@ -1,4 +1,4 @@
-"""A group, `n` attempts at one task: played, graded, and yielded as rollouts.
+"""A group, `n` attempts at one task: played, graded, and returned as rollouts.
 
 Single turns, a prompt and a reply without a tool or another party in between, all start from the same prompt, so the
 whole group is one request for `n` completions (`play_group`). Everything else is an episode of a verifiers `Env`:
@@ -6,10 +6,9 @@ a multi-turn env in this process, or the one with verifiers' harness (`play_epis
 """
 
 import asyncio
-import contextlib
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import verifiers.v1 as vf
@@ -21,7 +20,7 @@ from prl.engines.renderer import UnrenderablePrompt, render_prompt
 from prl.engines.sampler import OverlongPrompt, Sampler, whose
 from prl.envs._verifiers_internals import BUILD
 from prl.envs.grading import grade
-from prl.envs.isolation import as_failure, as_finished
+from prl.envs.isolation import as_failure, run_all
 from prl.envs.multi_turn import InProcessContext
 from prl.envs.turn import AGENT, commit, commit_sibling, opening_messages, trace_task
 from prl.errors import EngineError
@@ -33,8 +32,14 @@ log = logging.getLogger(__name__)
 MakeContext = Callable[[Sampler, str], InProcessContext | vf.ModelContext]
 """(sampler, name of the episode) -> what its agents reach the model with."""
 
+Arrived = Callable[[Rollout], Awaitable[None]]
+
 MAX_REWARD = 3e38
 """Largest reward by absolute value: credit is a difference of rewards, and must be finite in float32."""
+
+
+async def nothing_more(_: Rollout) -> None:
+    """Do nothing with a rollout that has arrived."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +54,8 @@ class GroupRequest:
     group_id: int
     timeout_s: float
     """[s] Time for an attempt, its grading included; infinite where there is no limit."""
+    arrived: Arrived = nothing_more
+    """Awaited with each rollout as soon as it is graded or has failed, while others are still played."""
 
     @property
     def key(self) -> str:
@@ -97,11 +104,10 @@ def complete(rollout: Rollout) -> None:
     rollout.attach_samples()
 
 
-async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
-    """Play a group of single turns; yield each rollout as soon as it is graded, with its samples, or has failed.
+async def play_group(request: GroupRequest) -> list[Rollout]:
+    """Play a group of single turns; return its rollouts, each graded and with its samples, or failed.
 
-    The time that the consumer takes between two rollouts does not count towards `request.timeout_s`. Closing the
-    generator cancels the graders that still run.
+    A rollout goes to `request.arrived` as soon as it is graded; that takes none of the time of `request.timeout_s`.
     """
     sampler, task = request.sampler, trace_task(request.task)
     messages = opening_messages(request.task.data)
@@ -117,11 +123,11 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
     except (EngineError, OverlongPrompt, TimeoutError, UnrenderablePrompt) as error:
         if isinstance(error, UnrenderablePrompt):
             log.warning("env %s: task %s fails: %s", request.env_name, request.task.key, error)
+        late = isinstance(error, TimeoutError)
         for rollout in rollouts:
-            late = isinstance(error, TimeoutError)
             rollout.fail(request.timeout_error(whose(sampler.pool)) if late else error)
-            yield rollout
-        return
+            await request.arrived(rollout)
+        return rollouts
     span = vf.TimeSpan(start=started, end=events.now())
     first = rollouts[0].trace
     for rollout, completion in zip(rollouts, completions, strict=True):
@@ -130,14 +136,12 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
         else:
             commit_sibling(rollout.trace, first, rendered, completion, sampler, span)
         rollout.read_versions()
-    grading = (_grade(request, rollout, deadline) for rollout in rollouts)
-    async with contextlib.aclosing(as_finished(grading)) as finished:
-        async for rollout in finished:
-            yield rollout
+    await run_all(_grade(request, rollout, deadline) for rollout in rollouts)
+    return rollouts
 
 
-async def _grade(request: GroupRequest, rollout: Rollout, deadline: float) -> Rollout:
-    """Grade a finished rollout and attach its samples.
+async def _grade(request: GroupRequest, rollout: Rollout, deadline: float) -> None:
+    """Grade a finished rollout, attach its samples and hand it on.
 
     An exception of the env's reward functions, or their delay beyond `deadline`, fails this rollout only. So does being
     cancelled: by themselves, or by a group that is closed.
@@ -152,25 +156,22 @@ async def _grade(request: GroupRequest, rollout: Rollout, deadline: float) -> Ro
         rollout.trace.ok = rollout.trace.is_completed = True
     except BaseException as error:  # a Rust extension's panic, for one, is no Exception
         rollout.fail(request.timeout_error() if clock.expired() else as_failure(error))
-    return rollout
+    await request.arrived(rollout)
 
 
-async def play_episodes(env: vf.Env, make_context: MakeContext, request: GroupRequest) -> AsyncGenerator[Rollout, None]:
-    """Play `request.n` episodes of one task; yield the rollouts of each as soon as it is graded or has failed.
+async def play_episodes(env: vf.Env, make_context: MakeContext, request: GroupRequest) -> list[Rollout]:
+    """Play `request.n` episodes of one task; return the rollouts, in the order of the episodes.
 
-    Every trainable trace of an episode is a rollout. The time that the consumer takes does not count towards
-    `request.timeout_s`. Closing the generator cancels the episodes that still run.
+    Every trainable trace of an episode is a rollout, which goes to `request.arrived` as soon as it is graded or has
+    failed; that takes none of the time of `request.timeout_s`.
 
     Args:
         env: What plays an episode.
         make_context: Makes what the env's agents reach the model with.
         request: The group.
     """
-    episodes = (_play_episode(env, make_context, request, index) for index in range(request.n))
-    async with contextlib.aclosing(as_finished(episodes)) as finished:
-        async for rollouts in finished:
-            for rollout in rollouts:
-                yield rollout
+    episodes = await run_all(_play_episode(env, make_context, request, index) for index in range(request.n))
+    return [rollout for rollouts in episodes for rollout in rollouts]
 
 
 async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRequest, index: int) -> list[Rollout]:
@@ -204,6 +205,7 @@ async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRe
             complete(rollout)
         except Exception as error:
             rollout.fail(error)
+    await asyncio.gather(*map(request.arrived, rollouts))
     return rollouts
 
 

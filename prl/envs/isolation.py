@@ -1,31 +1,33 @@
-"""Keep failures of env code its own: contained exceptions, and concurrent work that ends with its consumer."""
+"""Keep failures of env code its own: contained exceptions, and concurrent work that ends with whoever waits for it."""
 
 import asyncio
+import contextlib
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def as_finished(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
-    """Run coroutines concurrently and yield each result as soon as it is there.
-
-    When the consumer stops early, is cancelled, or one of the coroutines raises, the others are cancelled and awaited
-    before the generator ends. Close it with `contextlib.aclosing`: a loop that is left by `break` does not.
-    """
-    finished: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
-    tasks = [asyncio.create_task(coroutine) for coroutine in work]
-    for task in tasks:
-        task.add_done_callback(finished.put_nowait)
+@contextlib.asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """An asyncio.TaskGroup that raises the first failure itself instead of an exception group."""
     try:
-        for _ in tasks:
-            yield (await finished.get()).result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+async def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently; return their results in order.
+
+    When one raises, or this is cancelled, the others are cancelled and awaited; then the first failure is raised.
+    """
+    async with task_group() as group:
+        tasks = [group.create_task(coroutine) for coroutine in work]
+    return [task.result() for task in tasks]
 
 
 async def run_contained(code: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -17,7 +17,6 @@ from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.engines.chat import Dialogue
 from prl.engines.renderer import render_prompt
-from prl.engines.routing import Prefix
 from prl.engines.sampler import OverlongPrompt, Sampler
 from prl.envs._verifiers_internals import BUILD, env_with_agents
 from prl.envs.grading import grade
@@ -119,7 +118,7 @@ class Conversation:
         self.max_turns = max_turns
         self._sampler = sampler
         self._key = key
-        self._prefix = Prefix(group or key, key)
+        self._prefix = group or key
         self._messages: list[vf.Message] = opening_messages(task.data)
         self._prompt_pending = task.data.prompt is not None
 

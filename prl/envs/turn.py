@@ -112,10 +112,10 @@ def record_call(
 ) -> None:
     """Record on a trace the model call that sampled message `node`."""
     lengths = {"prompt_tokens": len(rendered.token_ids), "completion_tokens": len(completion.token_ids)}
-    call = RecordedCall.model_construct(
+    call = RecordedCall(
         model=sampler.pool.model,
         finish_reason=completion.finish_reason,
-        usage=vf.Usage.model_construct(**lengths),
+        usage=vf.Usage(**lengths),
         node=node,
         time=span,
         digest=token_hash(rendered.token_ids, completion.token_ids).digest(),

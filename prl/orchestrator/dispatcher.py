@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Awaitable
 
 from verifiers.v1.task import Task
 
+from prl.envs.isolation import task_group
 from prl.errors import PrlError
 from prl.orchestrator.state import DispatcherState, SavedTask
-from prl.orchestrator.types import Event, Group, TrainEnv, attribute_errors_to, by_seat, raise_unless_leaked, task_group
+from prl.orchestrator.types import Event, Group, TrainEnv, attribute_errors_to, by_seat, raise_unless_leaked
 from prl.rollouts.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -162,12 +163,14 @@ async def play_and_credit(group: Group) -> None:
     env = group.env
     now = asyncio.get_running_loop().time
     started = now()
-    playing = env.environment.play(group.task, env.group_size, env.sampler, group_id=group.id)
-    async with task_group() as scoring, contextlib.aclosing(playing):
-        async for rollout in playing:
-            group.rollouts.append(rollout)
-            scoring.create_task(_score(group, rollout, started))
-    group.rollouts.sort(key=lambda rollout: rollout.index)
+
+    async def score(rollout: Rollout) -> None:
+        group.rollouts.append(rollout)
+        await _score(group, rollout, started)
+
+    group.rollouts = await env.environment.play(
+        group.task, env.group_size, env.sampler, group_id=group.id, arrived=score
+    )
     played = now()
     for seat in by_seat(group.rollouts):
         await _in_time(env, env.algorithm.finalize_group(seat), seat, played)

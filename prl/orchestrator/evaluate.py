@@ -1,7 +1,6 @@
 """Evaluation: `k` rollouts of every held-out task under the model that is loaded, in training and in `prl.eval`."""
 
 import asyncio
-import contextlib
 import logging
 import math
 from collections.abc import Sequence
@@ -61,10 +60,8 @@ async def play_all(env: EvalEnv, k: int) -> list[Rollout]:
     slots = asyncio.Semaphore(max(1, MAX_IN_FLIGHT // k))
 
     async def play(index: int, task: Task) -> list[Rollout]:
-        playing = env.environment.play(task, k, env.eval_sampler, group_id=index, held_out=True)
-        # The deadline of a rollout does not run while it waits for the engine to have room.
-        async with slots, contextlib.aclosing(playing):
-            return sorted([rollout async for rollout in playing], key=lambda rollout: rollout.index)
+        async with slots:  # the deadline of a rollout does not run while it waits for the engine to have room
+            return await env.environment.play(task, k, env.eval_sampler, group_id=index, held_out=True)
 
     groups = await asyncio.gather(*(play(index, task) for index, task in enumerate(env.environment.eval_tasks)))
     return [rollout for group in groups for rollout in group]

@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 
 from prl.config.schema import CheckpointConfig, ModelConfig
 from prl.engines.client import PolicyPool
+from prl.envs.isolation import task_group
 from prl.errors import NoSignal, PrlError
 from prl.monitors.base import Monitors
 from prl.orchestrator.batcher import Batcher, decide
@@ -42,7 +43,7 @@ from prl.orchestrator.intake import Intake
 from prl.orchestrator.metrics import count, metrics_of_step
 from prl.orchestrator.staleness import ENDED_EARLY, NONE_DROPPED, Dropped, Staleness
 from prl.orchestrator.state import IntakeState, RunState, load_components, restored, save_components, saved_alone
-from prl.orchestrator.types import Event, TrainEnv, task_group
+from prl.orchestrator.types import Event, TrainEnv
 from prl.orchestrator.weight_sync import WeightSync
 from prl.rollouts.messages import MicroBatch, StepBatch
 from prl.rollouts.packing import pack

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from verifiers.v1.task import Task
@@ -178,13 +178,3 @@ def raise_unless_leaked(error: asyncio.CancelledError, env_name: str) -> None:
     if task is not None and task.cancelling():
         raise error
     raise PrlError(f"env {env_name!r}: the work on a group was cancelled from within") from None
-
-
-@contextlib.asynccontextmanager
-async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """An asyncio.TaskGroup that raises the first failure itself instead of an exception group."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            yield tasks
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None

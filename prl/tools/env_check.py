@@ -160,11 +160,8 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
 
 async def play(environment: Any, task: Any, sampler: Any) -> list[Any]:
     """Return the rollouts of one episode."""
-    async with (
-        environment.serving(),
-        contextlib.aclosing(environment.play(task, 1, sampler, group_id=0)) as finished,
-    ):
-        return [rollout async for rollout in finished]
+    async with environment.serving():
+        return list(await environment.play(task, 1, sampler, group_id=0))
 
 
 def own_line(text: str) -> str:

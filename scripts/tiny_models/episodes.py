@@ -172,7 +172,7 @@ def play(env: str, sampler: Batched, *, tasks: int) -> list[Rollout]:
     drawn = itertools.islice(itertools.cycle(environment.eval_tasks), tasks)
 
     async def episode(index: int, task: Task) -> list[Rollout]:
-        return [rollout async for rollout in environment.play(task, 1, sampler, group_id=index, held_out=True)]
+        return await environment.play(task, 1, sampler, group_id=index, held_out=True)
 
     async def episodes() -> list[list[Rollout]]:
         async with environment.serving():

@@ -7,11 +7,8 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-import torch
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from prl.engines.vllm.protocol import GENERATE, LOAD, measured
 from prl.engines.vllm.routes import PolicyRoutes, prompt_logprobs
@@ -32,11 +29,6 @@ class Engine:
         self.errored = False
         self.stuck = False
         self.failure = None
-        self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(
-                model=WEIGHTS, revision=None, hf_config=AutoConfig.from_pretrained(WEIGHTS), trust_remote_code=False
-            ),
-        )
         self.engine_core = self
 
     async def pause_scheduler_async(self, mode, clear_cache):
@@ -149,7 +141,7 @@ async def test_pause_load_forget_resume(engine, post):
     reply = await post({"path": WEIGHTS})
     body = reply.json()
     assert reply.status_code == 200 and body["loaded"] == WEIGHTS and engine.calls == WHOLE
-    assert list(body["seconds"]) == ["check", "load"]
+    assert body["seconds"] >= 0
 
 
 async def test_two_updates_do_not_mix(engine, post):
@@ -193,88 +185,26 @@ async def test_an_engine_that_dies_during_an_update_leaves_no_request_unanswered
     assert reply.status_code == 500 and "the engine died" in reply.json()["error"]
 
 
-def changed(folder, **tensors):
-    """Tiny's weights in `folder`, with these changed; None takes one away."""
-    state = load_file(f"{WEIGHTS}/model.safetensors") | tensors
-    save_file({name: value for name, value in state.items() if value is not None}, folder / "model.safetensors")
-
-
-NORM = "model.norm.weight"
-ONES = torch.ones(128)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "says"),
-    [
-        ({NORM: None}, f"{NORM} is missing"),
-        ({"model.more": ONES}, "model.more is not of this model"),
-        ({NORM: torch.ones(127)}, f"{NORM} is [127] float, and the server's model has [128] float"),
-        ({NORM: torch.ones(128, dtype=torch.int64)}, f"{NORM} is [128] I64, and the server's model has [128] float"),
-        ({NORM: torch.full((128,), float("nan"))}, f"128 of 128 numbers of {NORM} are NaN or infinite"),
-        ({NORM: torch.cat([ONES[:127], torch.tensor([float("-inf")])])}, f"1 of 128 numbers of {NORM} are NaN"),
-    ],
-)
-async def test_weights_that_do_not_fit_are_refused_before_anything_is_touched(engine, post, tmp_path, tensors, says):
-    changed(tmp_path, **tensors)
-    reply = await post({"path": str(tmp_path)})
-    assert reply.status_code == 400 and says in reply.json()["error"] and engine.calls == []
-    assert reply.json()["error"].endswith("the weights stay as they are") and "\n" not in reply.json()["error"]
-
-
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        {},
-        {NORM: ONES.double()},  # another number format
-        {NORM: ONES * 3e38},  # finite, and their sum is not
-        {"lm_head.weight": torch.ones(512, 128)},  # tied: it may be there
-    ],
-)
-async def test_weights_that_fit_are_loaded(engine, post, tmp_path, tensors):
-    changed(tmp_path, **tensors)
-    reply = await post({"path": str(tmp_path)})
-    assert reply.status_code == 200 and reply.json()["loaded"] == str(tmp_path)
-
-
-def truncated(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
-def pickled(folder):
-    torch.save({"w": torch.ones(1)}, folder / "model.safetensors")
-
-
 def emptied(folder):
-    (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    return folder
+
+
+def elsewhere(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../model.safetensors"}}')
+    return folder
 
 
 def gone(folder):
     return folder / "gone"
 
 
-@pytest.mark.parametrize("damage", [truncated, pickled, emptied, gone])
-async def test_files_that_cannot_be_read_are_refused_before_anything_is_touched(engine, post, tmp_path, damage):
-    changed(tmp_path)
-    folder = damage(tmp_path) or tmp_path
+@pytest.mark.parametrize("damage", [emptied, elsewhere, gone])
+async def test_a_folder_without_weights_is_refused_before_anything_is_touched(engine, post, tmp_path, damage):
+    folder = damage(tmp_path)
     reply = await post({"path": str(folder)})
     assert reply.status_code == 400 and str(folder) in reply.json()["error"] and engine.calls == []
     assert "\n" not in reply.json()["error"] and reply.json()["error"].endswith("the weights stay as they are")
-
-
-async def test_names_as_transformers_writes_them_pass_too(engine, post, tmp_path, monkeypatch):
-    """Where the files at start name tensors otherwise, as those of an older version do."""
-    older = tmp_path / "older"
-    older.mkdir()
-    state = load_file(f"{WEIGHTS}/model.safetensors")
-    save_file({name.replace("model.", "transformer."): value for name, value in state.items()}, older / "a.safetensors")
-    engine.vllm_config.model_config.model = str(older)
-    app = FastAPI()
-    app.state.engine_client = engine
-    await PolicyRoutes().init_state(engine, app.state, SimpleNamespace(served_model_name=["policy"], model="m"))
-    assert app.state.served_model.check(WEIGHTS) == WEIGHTS
-    assert app.state.served_model.check(str(older)) == str(older)
 
 
 async def test_a_frozen_server_has_no_such_route(engine, monkeypatch):

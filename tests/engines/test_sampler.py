@@ -9,7 +9,6 @@ import pytest
 from prl.config.build import build
 from prl.config.schema import as_run
 from prl.engines.replies import Completion
-from prl.engines.routing import Prefix
 from prl.engines.sampler import NEUTRAL, OverlongPrompt, Sampler, derive_seed, validate_for_training
 from prl.errors import ConfigError, EngineError
 
@@ -44,9 +43,9 @@ def make(renderer, run_seed=0, pool=None, **options):
 
 async def test_a_request_carries_the_sampling_and_the_stop_tokens(renderer):
     sampler = make(renderer, temperature=0.7)
-    await sampler.complete([1, 2, 3], n=4, key="math/1+1/0", prefix=Prefix("g", "c"))
+    await sampler.complete([1, 2, 3], n=4, key="math/1+1/0", prefix="g")
     asked = sampler.pool.asked
-    assert (asked.prompt_ids, asked.n, asked.temperature, asked.prefix) == ([1, 2, 3], 4, 0.7, ("g", "c"))
+    assert (asked.prompt_ids, asked.n, asked.temperature, asked.prefix) == ([1, 2, 3], 4, 0.7, "g")
     assert asked.stop_token_ids == renderer.get_stop_token_ids() and asked.stop_token_ids
     sampler.pool.version = 4
     assert sampler.version == 4

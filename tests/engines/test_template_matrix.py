@@ -145,7 +145,7 @@ async def single(play, system=False):
     model = play.model(play.reply(1))
     task = vf.Task(vf.TaskData(idx=0, prompt="U1", system_prompt="Be brief." if system else None))
     asked = GroupRequest(env_name="toy", task=task, n=2, sampler=model, group_id=0, timeout_s=math.inf)
-    rollouts = [rollout async for rollout in play_group(asked)]
+    rollouts = await play_group(asked)
     assert model.sent == [play.whole(template_shapes.conversation(system=system))]
     assert len(rollouts) == 2 and ("Be brief." in model.sent[0]) == system
     for rollout in rollouts:

@@ -84,7 +84,7 @@ async def test_a_taskset_with_nothing_but_tools_is_played_here(module, scripted)
     assert isinstance(env.verifiers_env, SingleAgentEnv) and not env.uses_harness
     script = ['<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', "3"]
     async with env.serving():
-        (rollout,) = [rollout async for rollout in env.play(env.tasks[0], 1, scripted(script), group_id=0)]
+        (rollout,) = await env.play(env.tasks[0], 1, scripted(script), group_id=0)
         assert env.seats == 1
     assert rollout.error is None and rollout.reward == 1.0
     assert [m.role for m in rollout.trace.messages] == ["user", "assistant", "tool", "assistant"]
@@ -167,7 +167,7 @@ async def test_each_agent_that_is_trained_is_a_seat(module, scripted, both):
     env = Environment("mine", EnvConfig(taskset=name, in_process=True), eval_tasks=0)
     async with env.serving():
         assert env.seats == 1 + both
-        rollouts = [rollout async for rollout in env.play(env.tasks[0], 3, scripted(["hi", "ho"]), group_id=0)]
+        rollouts = await env.play(env.tasks[0], 3, scripted(["hi", "ho"]), group_id=0)
     assert [rollout.agent.name for rollout in rollouts] == ["speaker", *["listener"] * both] * 3
     assert not any(rollout.error for rollout in rollouts) and not env.verifiers_env.open
 
@@ -178,7 +178,7 @@ async def test_held_out_tasks_play_with_their_own_settings(module, scripted):
     async with env.serving():
         for (task,), word, held_out in ((env.tasks, "train", False), (env.eval_tasks, "eval", True)):
             sampler = scripted(["hi", "ho"])
-            (rollout,) = [rollout async for rollout in env.play(task, 1, sampler, group_id=0, held_out=held_out)]
+            (rollout,) = await env.play(task, 1, sampler, group_id=0, held_out=held_out)
             assert rollout.error is None
             assert [m.content for m in rollout.trace.messages] == [f"a {word} task", "hi", word, "ho"]
     assert not env.eval_verifiers_env.open

@@ -9,7 +9,7 @@ from verifiers.v1 import graph
 from verifiers.v1.types import SystemMessage, UserMessage
 
 from prl.engines.sampler import OverlongPrompt
-from prl.envs.group import GroupRequest, play_group
+from prl.envs.group import GroupRequest, nothing_more, play_group
 from prl.envs.turn import opening_messages
 from prl.errors import EngineError
 
@@ -21,34 +21,24 @@ class Graded(vf.Task):
 
 
 @pytest.fixture
-def start(scripted):
-    """`start(replies, task)`: the generator of a group's rollouts. New weights arrive while the model answers."""
+def play(scripted):
+    """`play(replies, task)`: a group's rollouts, by attempt. New weights arrive while the model answers."""
 
-    def begin(replies, task=Graded, *, timeout_s=5.0, finish="stop", error=None, frozen=False, **how):
+    async def run(
+        replies, task=Graded, *, timeout_s=5.0, arrived=nothing_more, finish="stop", error=None, frozen=False, **how
+    ):
         how |= {"temperature": 0.7, "version": None if frozen else 3, "updates_per_call": 1}
-        sampler = scripted([error or (replies, finish)], **how)
+        run.sampler = scripted([error or (replies, finish)], **how)
         task = task(vf.TaskData(idx=0, prompt="1+1=")) if isinstance(task, type) else task
-        request = {"task": task, "n": len(replies), "sampler": sampler, "group_id": 9, "timeout_s": timeout_s}
-        begin.sampler = sampler
-        return play_group(GroupRequest(env_name="toy", **request))
-
-    return begin
-
-
-@pytest.fixture
-def play(start):
-    """`play(replies, task)`: a group's rollouts, in the order of their attempts."""
-
-    async def run(replies, task=Graded, **how):
-        rollouts = [rollout async for rollout in start(replies, task, **how)]
-        return sorted(rollouts, key=lambda rollout: rollout.index)
+        request = {"task": task, "n": len(replies), "sampler": run.sampler, "group_id": 9, "timeout_s": timeout_s}
+        return await play_group(GroupRequest(env_name="toy", arrived=arrived, **request))
 
     return run
 
 
-async def test_group_is_one_request_with_tokens_for_each_rollout(play, start, renderer):
+async def test_group_is_one_request_with_tokens_for_each_rollout(play, renderer):
     rollouts = await play(["2", "3", "12"])
-    [request] = start.sampler.requests
+    [request] = play.sampler.requests
     prompt, n, key = request.prompt, request.n, request.key
     assert prompt == renderer.render([{"role": "user", "content": "1+1="}], add_generation_prompt=True).token_ids
     assert n == 3 and key.startswith("toy/") and key.endswith("/9")
@@ -228,13 +218,13 @@ def test_a_conversation_opens_with_the_system_prompt():
 
 
 class Sequel(vf.Task):
-    """Grades "2" once another rollout was yielded, and "6" in a minute."""
+    """Grades "2" once another rollout has arrived, and "6" in a minute."""
 
     @vf.reward
     async def answer(self, trace: vf.Trace) -> float:
         try:
             if trace.last_reply == "2":
-                await self.another_was_yielded.wait()
+                await self.another_arrived.wait()
             if trace.last_reply == "6":
                 await asyncio.sleep(60.0)
         except asyncio.CancelledError:
@@ -245,33 +235,35 @@ class Sequel(vf.Task):
 
 @pytest.fixture
 def sequel(monkeypatch):
-    monkeypatch.setattr(Sequel, "another_was_yielded", asyncio.Event(), raising=False)
+    monkeypatch.setattr(Sequel, "another_arrived", asyncio.Event(), raising=False)
     monkeypatch.setattr(Sequel, "cancelled", [], raising=False)
     return Sequel(vf.TaskData(idx=0, prompt="1+1="))
 
 
-async def test_rollout_is_yielded_once_graded(start, sequel):
+async def test_rollout_arrives_once_graded(play, sequel):
     rewards = []
+
+    async def arrived(rollout):
+        assert rollout.error is None and rollout.samples and rollout.trace.ok and rollout.end_version == 4
+        rewards.append((rollout.index, rollout.reward))
+        sequel.another_arrived.set()
+
     async with asyncio.timeout(5):
-        async for rollout in start(["2", "3", "1"], sequel, timeout_s=2.0):
-            assert rollout.error is None and rollout.samples and rollout.trace.ok and rollout.end_version == 4
-            rewards.append((rollout.index, rollout.reward))
-            sequel.another_was_yielded.set()
+        rollouts = await play(["2", "3", "1"], sequel, timeout_s=2.0, arrived=arrived)
     assert rewards == [(1, 3.0), (2, 1.0), (0, 2.0)]
+    assert [rollout.index for rollout in rollouts] == [0, 1, 2]
 
 
-async def test_time_of_the_consumer_is_not_the_rollouts(start):
-    errors = []
-    async for rollout in start(["2", "3"], timeout_s=0.2):
-        await asyncio.sleep(0.3)
-        errors.append(rollout.error)
-    assert errors == [None, None]
+async def test_time_of_an_arrival_is_not_the_rollouts(play):
+    rollouts = await play(["2", "3"], timeout_s=0.2, arrived=lambda _: asyncio.sleep(0.3))
+    assert [rollout.error for rollout in rollouts] == [None, None]
 
 
-async def test_consumer_that_stops_early_cancels_running_graders(start, sequel):
-    async with contextlib.aclosing(start(["2", "3", "6"], sequel)) as group:
-        async for rollout in group:
-            assert rollout.reward == 3.0
-            break
-        assert sequel.cancelled == []
+async def test_failing_arrival_cancels_running_graders(play, sequel):
+    async def arrived(rollout):
+        assert rollout.reward == 3.0 and sequel.cancelled == []
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await play(["2", "3", "6"], sequel, arrived=arrived)
     assert sorted(sequel.cancelled) == ["2", "6"]

@@ -71,31 +71,21 @@ def make_sampler(renderer):
 
 
 @pytest.fixture
-def start(make_sampler):
-    """`start(program, n)`: the generator of the rollouts."""
+def play(make_sampler):
+    """`play(program, n)`: all rollouts, in the order of their episodes."""
 
-    def begin(program, n, *, pool=Pool, timeout_s=5.0):
+    async def run(program, n, *, pool=Pool, timeout_s=5.0):
         task = vf.Task(vf.TaskData(idx=0, prompt="1+1="))
         request = GroupRequest(
             env_name="toy", task=task, n=n, sampler=make_sampler(pool), group_id=4, timeout_s=timeout_s
         )
-        return play_episodes(program, lambda sampler, key: key, request)
-
-    return begin
-
-
-@pytest.fixture
-def play(start):
-    """`play(program, n)`: all rollouts, in the order in which they were yielded."""
-
-    async def run(program, n, **how):
         async with asyncio.timeout(10):
-            return [rollout async for rollout in start(program, n, **how)]
+            return await play_episodes(program, lambda sampler, key: key, request)
 
     return run
 
 
-async def test_each_trainable_trace_is_a_rollout_and_yielded_once(play, make_trace):
+async def test_each_trainable_trace_is_one_rollout(play, make_trace):
     program = Program(
         episode(make_trace("1", reward=0.1), make_trace("9", trainable=False)),
         episode(make_trace("2", reward=0.2), make_trace("3", reward=0.3)),

@@ -75,7 +75,7 @@ def play(scripted):
         sampler = scripted(script, **how)
         data = vf.TaskData(idx=0, prompt="1+2=")
         request = GroupRequest(env_name="toy", task=task(data), n=n, sampler=sampler, group_id=1, timeout_s=timeout_s)
-        rollouts = [rollout async for rollout in play_episodes(env, InProcessContext, request)]
+        rollouts = await play_episodes(env, InProcessContext, request)
         return sorted(rollouts, key=lambda rollout: rollout.index), sampler
 
     return episodes
@@ -188,7 +188,7 @@ async def test_without_tools_it_is_a_reply_like_any_other(play, scripted, reply_
     assert rollout.error is None and rollout.reward == 1.0 and len(rollout.samples) == 1
     task = Replies(vf.TaskData(idx=0, prompt="1+2="))
     request = GroupRequest(env_name="toy", task=task, n=2, sampler=scripted([reply_text]), group_id=1, timeout_s=5.0)
-    rollouts = [rollout async for rollout in play_group(request)]
+    rollouts = await play_group(request)
     assert [rollout.error for rollout in rollouts] == [None] * 2 and all(len(r.samples) == 1 for r in rollouts)
 
 

@@ -38,6 +38,38 @@ def test_a_task_is_graded_with_the_contained_one():
         asyncio.run(verifiers_task.invoke_all([leaves], {}))
 
 
+class Graded(vf.Task):
+    @vf.reward(priority=2)
+    async def late(self, trace): ...
+
+    @vf.reward
+    async def ungraded(self, trace): ...
+
+    @vf.metric
+    async def counted(self, trace): ...
+
+    @property
+    def broken(self):
+        raise RuntimeError("asked for a property")
+
+
+class GradedMore(Graded):
+    async def ungraded(self, trace): ...
+
+    @vf.reward(priority=3)
+    async def early(self, trace): ...
+
+
+@pytest.mark.parametrize("cls", [Graded, GradedMore])
+@pytest.mark.parametrize("attr", ["reward", "metric"])
+def test_the_graders_of_a_task_are_those_that_verifiers_finds(cls, attr):
+    task = cls(vf.TaskData(idx=0, prompt="?"))
+    assert verifiers_task.discover_decorated is internals.discover_decorated
+    found = decorators.discover_decorated(task, attr)
+    assert found and sorted(found, key=str) == sorted(internals.discover_decorated(task, attr), key=str)
+    assert task.hooks(attr) == found
+
+
 # --- the client's token -----------------------------------------------------------------------------------------------
 
 

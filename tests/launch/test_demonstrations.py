@@ -51,7 +51,7 @@ async def test_demonstration_rollout_is_its_text_without_version(env_of, tokeniz
     assert isinstance(env.sampler.pool, Demonstrations) and env.algorithm.pools == []
     task = env.environment.tasks[0]
     await env.setup()
-    (rollout,) = [each async for each in env.environment.play(task, 1, env.sampler, group_id=0)]
+    (rollout,) = await env.environment.play(task, 1, env.sampler, group_id=0)
     assert rollout.error is None and rollout.reward == 1.0 and not rollout.live
     await env.algorithm.finalize_rollout(rollout)
     await env.algorithm.finalize_group([rollout])

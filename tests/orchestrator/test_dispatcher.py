@@ -140,7 +140,7 @@ async def test_rollout_is_scored_on_arrival(make_env):
     assert len(group.survivors) == 16, "the scores came in time for the graders"
     assert len(seen) == 16 and set(map(id, seen)) == set(map(id, group.rollouts)), "each one once"
     waited = [len(rollout.trace.last_reply) == 3 for rollout in seen]
-    assert waited == sorted(waited) and 0 < sum(waited) < 16
+    assert not waited[0] and any(waited)
 
 
 @pytest.mark.parametrize(
@@ -170,19 +170,17 @@ async def test_algorithm_error_ends_the_run_by_name(make_env, error, message):
 # --- a deadline of the whole group ------------------------------------------------------------------------------------
 
 
-async def fails(task, n, sampler, *, group_id):
+async def fails(task, n, sampler, *, group_id, arrived):
     try:
         await asyncio.sleep(60)
     finally:
         raise RuntimeError("a bug of the env's clean-up")
-    yield
 
 
-async def ends(task, n, sampler, *, group_id):
+async def ends(task, n, sampler, *, group_id, arrived):
     with contextlib.suppress(asyncio.CancelledError):  # as a library may
         await asyncio.sleep(60)
-    return
-    yield
+    return []
 
 
 @pytest.mark.parametrize("play", [fails, ends])

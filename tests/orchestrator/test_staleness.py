@@ -121,16 +121,19 @@ class Run:
         finally:
             self.loop.close()
 
-    async def play(self, task, n, sampler, *, group_id):
+    async def play(self, task, n, sampler, *, group_id, arrived):
         version, env_name = self.pool.version, f"e{n}"
         failing = self.fails()
         await asyncio.sleep(self.duration(group_id) + self.more_s.get(n, 0.0))
+        rollouts = []
         for index in range(n):
             rollout = self.make_rollout(1.0, env=env_name, version=version, group=group_id)
             rollout.index, rollout.end_version = index, self.pool.version
             if failing and index % 2 == 0:
                 rollout.leave(Stage.FAILED, "ValueError: no", "env")
-            yield rollout
+            rollouts.append(rollout)
+            await arrived(rollout)
+        return rollouts
 
     async def update_weights(self, version, path, timeout_s):
         assert version > self.pool.version

@@ -99,7 +99,7 @@ class Meddles(vf.Task):
 async def test_a_rollout_whose_tokens_changed_fails_alone(scripted):
     task, sampler = Meddles(vf.TaskData(idx=0, prompt="1+1=")), scripted([["2", "7", "3"]])
     request = GroupRequest(env_name="toy", task=task, n=3, sampler=sampler, group_id=0, timeout_s=5.0)
-    rollouts = [rollout async for rollout in play_group(request)]
+    rollouts = await play_group(request)
     assert [rollout.error is None for rollout in rollouts] == [True, False, True]
     bad = rollouts[1]
     assert bad.error.startswith("TokenMismatch: env 'toy', turn 1: ") and bad.samples == [] and not bad.trace.ok

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, Response
 from prl.engines.vllm.cpu import replies
 from prl.engines.vllm.protocol import GENERATE, LOAD, Generated, GenerateRequest, Sampled, measured
 from prl.engines.vllm.server import FROZEN_VARIABLE, INSTANCE_VARIABLE
-from prl.engines.vllm.weights import ServedModel, WeightsError
+from prl.engines.vllm.weights import WeightsError, files_of, folder_of
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
@@ -51,7 +51,6 @@ class PolicyRoutes:
         """Prepare what the routes need besides the engine."""
         state.served_names = args.served_model_name or [args.model]
         state.load_policy_lock = asyncio.Lock()
-        state.served_model = ServedModel(engine_client.vllm_config.model_config)
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -145,8 +144,8 @@ async def load_policy(request: Request) -> JSONResponse:
     """Load new weights and keep the running requests, which are recomputed under the new weights and go on.
 
     Returns:
-        200 with `loaded`, the `seconds` of each part and the server's `instance`; with `error` 400 (refused before the
-        engine pauses: the old weights) or 500 (weights unknown: the engine stays paused)
+        200 with `loaded`, the `seconds` it took and the server's `instance`; with `error` 400 (no weights there: the
+        old ones stay) or 500 (weights unknown: the engine stays paused)
     """
     try:
         body = await request.json()
@@ -157,19 +156,18 @@ async def load_policy(request: Request) -> JSONResponse:
         return JSONResponse({"error": "the body must be a JSON object with a string `path`"}, status_code=400)
     state = request.app.state
     async with state.load_policy_lock:
-        began = time.monotonic()
         try:
-            folder = await asyncio.to_thread(state.served_model.check, path)
+            folder = await asyncio.to_thread(folder_of, path)
+            files_of(folder)
         except WeightsError as error:
             return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
-        checked = time.monotonic()
+        began = time.monotonic()
         try:
-            await while_alive(state.engine_client, load(state.engine_client, folder))
+            await while_alive(state.engine_client, load(state.engine_client, str(folder)))
         except Exception as error:  # whatever the workers raise: the caller has to know that the old weights are gone
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
-        seconds = {"check": checked - began, "load": time.monotonic() - checked}
-        instance = os.environ.get(INSTANCE_VARIABLE)
-        return JSONResponse({"loaded": folder, "seconds": seconds, "instance": instance})
+        answer = {"loaded": str(folder), "seconds": time.monotonic() - began}
+        return JSONResponse(answer | {"instance": os.environ.get(INSTANCE_VARIABLE)})
 
 
 async def load(engine: "AsyncLLM", path: str) -> None:

@@ -67,7 +67,7 @@ async def test_rounds_go_on_whatever_the_reply(scripted, task):
 
     async def played(**how):
         sampler = scripted(["nonsense"] * 3, **how)
-        [rollout] = [rollout async for rollout in environment.play(three, 1, sampler, group_id=0)]
+        [rollout] = await environment.play(three, 1, sampler, group_id=0)
         return [message.content for message in rollout.trace.messages if message.role == "user"], sampler
 
     async with environment.serving():

@@ -121,7 +121,7 @@ async def play(scripted):
 
     async def one(script, problem="37*48-512", answer=1264):
         task = environment.tasks[0].with_data(id=problem, prompt=f"{problem}=", answer=answer)
-        (rollout,) = [rollout async for rollout in environment.play(task, 1, scripted(script), group_id=0)]
+        (rollout,) = await environment.play(task, 1, scripted(script), group_id=0)
         return rollout
 
     async with environment.serving():

@@ -115,7 +115,7 @@ async def test_game_is_graded_on_its_last_guess(scripted):
     scripts = {"0": ["10", "15", "12"], "1": ["10", "ten", "11", "13", "14"]}
     sampler = scripted(lambda conversation, turn: scripts[conversation.split("/")[3]][turn])
     async with environment.serving():
-        won, lost = [rollout async for rollout in environment.play(task, 2, sampler, group_id=0)]
+        won, lost = await environment.play(task, 2, sampler, group_id=0)
     assert [m.content for m in won.trace.messages] == ["1-20", "10", "higher", "15", "lower", "12"]
     assert lost.trace.messages[4].content == "a number" and lost.num_turns == 5
     assert (won.reward, lost.reward) == (1.0, 0.0) and won.metrics == {"guesses": 3.0}

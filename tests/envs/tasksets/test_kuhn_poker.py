@@ -160,7 +160,7 @@ async def test_both_sides_train_and_see_only_their_own_card(
     sampler = scripted(by_side(player=player, opponent=opponent))
     async with env.serving():
         assert env.seats == 2
-        mine, theirs = [rollout async for rollout in env.play(deal(env, cards, seat), 1, sampler, group_id=0)]
+        mine, theirs = await env.play(deal(env, cards, seat), 1, sampler, group_id=0)
     assert (mine.error, theirs.error) == (None, None) and mine.samples and theirs.samples
     assert [mine.agent.name, theirs.agent.name] == ["player", "opponent"]
     assert (mine.reward, theirs.reward) == ((2 + chips) / 4, (2 - chips) / 4)
@@ -178,10 +178,7 @@ async def test_evaluation_is_against_the_equilibrium_whoever_one_trains_against(
     env = environment(eval_args={"opponent": "equilibrium"})
     sampler = scripted(lambda conversation, turn: "call" if turn else "check")
     async with env.serving():
-        played = [
-            [rollout async for rollout in env.play(task, 2, sampler, group_id=i, held_out=True)]
-            for i, task in enumerate(env.eval_tasks)
-        ]
+        played = [await env.play(task, 2, sampler, group_id=i, held_out=True) for i, task in enumerate(env.eval_tasks)]
     assert {rollout.agent.name for group in played for rollout in group} == {"player"}
     assert seated == [(t.data.cards[1 - t.data.seat], t.data.seat == 1) for t in env.eval_tasks for _ in range(2)]
     assert all("/player/" in name for name in sampler.asked), "nobody else is asked"

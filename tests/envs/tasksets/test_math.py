@@ -96,6 +96,6 @@ async def test_a_second_try_is_worth_half(scripted, replies, messages, reward, a
     )
     task = environment.tasks[0].with_data(prompt="12+34=", answer=46)
     async with environment.serving():
-        [rollout] = [rollout async for rollout in environment.play(task, 1, scripted(replies), group_id=0)]
+        [rollout] = await environment.play(task, 1, scripted(replies), group_id=0)
     assert [message.content for message in rollout.trace.messages if message.role == "user"] == messages
     assert rollout.reward == pytest.approx(reward) and rollout.metrics["correct_at_once"] == at_once
