@@ -43,8 +43,8 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items):
     """With `--dist loadgroup`: what is started once for several tests is started in one worker alone."""
     for item in items:
-        if "teacher_url" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("teacher"))
+        if "engine" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("engine"))
 
 
 def gone(pid):

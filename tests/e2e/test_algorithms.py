@@ -1,10 +1,8 @@
 """Every algorithm trains for real, in the direction it promises, and its tokens feed the component it declares."""
 
 import json
-import os
 import statistics
 import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -139,20 +137,14 @@ def test_two_envs_with_two_algorithms_share_batches(inline):
 
 
 @pytest.mark.engine
-def test_the_launcher_hosts_a_teacher_without_being_told(tmp_path, gone):
-    """Nothing but `algo=opd`: engine, trainer and teacher of its own."""
-    argv = [sys.executable, "-m", "prl.train", "algo=opd", "env=math", "max_steps=1", "run.name=hosted"]
-    done = subprocess.run(
-        [*argv, "orchestrator.batch_size=16", "orchestrator.eval.every=null"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
+def test_the_launcher_hosts_a_teacher_without_being_told(inline_command, tmp_path):
+    """Nothing but `algo=opd`: a server of its own beside the trainer, and an engine in the run's process."""
+    argv, env = inline_command("algo=opd", "teacher=local", "launcher=local", "max_steps=1", name="hosted")
+    argv += ["orchestrator.batch_size=16", "orchestrator.eval.every=null"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
-    folder = tmp_path / "outputs" / "hosted"
-    assert {"teacher.log", "engine.log"} <= {path.name for path in (folder / "logs").iterdir()}
+    folder = tmp_path / "hosted"
+    assert {path.name for path in (folder / "logs").iterdir()} >= {"teacher.log", "trainer.log"}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(line["tokens/ref_kl"] > 0 for line in lines[1:])
     assert "base_url: null" in (folder / "config.yaml").read_text(), "the address of a hosted model is of one run only"
