@@ -27,7 +27,7 @@ from prl.rollouts.packing import pack
 from prl.trainer.model import load_model
 from prl.trainer.trainer import Trainer
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("served models")]  # of one process
 
 SCRIPT = Path(__file__).parents[1] / "support" / "served_models.py"
 COPIED = "gpt-oss"

@@ -142,7 +142,7 @@ os.environ.update(env)
 os.chdir(folder)
 for number, path in enumerate((stdin, stdout, stderr)):
     if path:
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC * bool(number)), number)
 sys.stdin = open(0)
 sys.path[:0] = [folder, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
 sys.argv = [module, *arguments]
