@@ -21,7 +21,7 @@ def bodies(record):
 @pytest.mark.engine
 def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train, tokenizer):
     run = train(
-        *("algo=echo", "env=calculator", "max_steps=16", "orchestrator.batch_size=128", "trainer.optim.lr=2e-4"),
+        *("algo=echo", "env=calculator", "max_steps=6", "orchestrator.batch_size=128", "trainer.optim.lr=2e-4"),
         *("trainer.token_export=true", QUIET),
     )
     assert run.status == 0, run.stderr

@@ -15,12 +15,21 @@ from prl.tools.report.shares import read_spans, shares
 pytestmark = pytest.mark.engine
 
 WORK = ("generating", "loading weights")
+GRADER = """
+import time
+
+def unhurried(reply, answer):
+    time.sleep(0.05)
+    return float(reply.strip() == answer)
+"""
+"""Leaves the cores to an engine that starts."""
 ON_POLICY = (
     "model=tiny",
-    "env=math",
+    *("env=jsonl", "envs.jsonl.args.path=sums.jsonl", "envs.jsonl.args.grader=unhurried.unhurried"),
+    "filters=none",  # a group whose replies are all wrong trains too
     "engine.servers=2",
     "max_steps=100000",
-    "orchestrator.batch_size=64",
+    "orchestrator.batch_size=16",
     "orchestrator.max_async_level=0",
     "orchestrator.eval.every=null",
     "monitor.console.mode=plain",
@@ -29,9 +38,13 @@ ON_POLICY = (
 
 def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path):
     folder, printed = tmp_path / "run", tmp_path / "stderr"
+    (tmp_path / "unhurried.py").write_text(GRADER)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 30) for b in range(10, 30)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, "-m", "prl.train", *ON_POLICY, f"run.dir={folder}"]
     with printed.open("w") as stderr:
-        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=stderr)
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=stderr)
 
     def steps() -> list[dict]:
         assert process.poll() is None, printed.read_text()
@@ -50,7 +63,7 @@ def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path
         assert "answers again" not in printed.read_text(), "it goes on before the other is back"
         wait_until(lambda: "answers again" in printed.read_text(), 240, lambda: f"the engine is back at {steps()[-1]}")
         back_at = steps()[-1]["step"]
-        wait_until(lambda: len(steps()) > back_at + 10, 120, "steps with both engines")
+        wait_until(lambda: len(steps()) > back_at + 6, 120, "steps with both engines")
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM, printed.read_text()
     finally:

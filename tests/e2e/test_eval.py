@@ -1,9 +1,6 @@
 """`python -m prl.eval` and `python -m prl.tools.chat` on the shared engines, against the evaluation of training."""
 
 import json
-import os
-import subprocess
-import sys
 from statistics import fmean
 
 import pytest
@@ -17,13 +14,12 @@ def records(path):
 
 
 @pytest.fixture
-def prl(tmp_path):
-    """`prl(module, *arguments, said="", token="")`: a command; it has to succeed."""
+def prl(run_command, tmp_path, monkeypatch):
+    """`prl(module, *arguments, typed="")`: a command; it has to succeed."""
+    monkeypatch.setenv("COLUMNS", "150")
 
-    def run(module, *arguments, said="", token=""):
-        env = {**os.environ, "PRL_TOKEN": token, "OMP_NUM_THREADS": "1", "COLUMNS": "150"}
-        argv = [sys.executable, "-m", module, *arguments]
-        done = subprocess.run(argv, env=env, cwd=tmp_path, input=said, capture_output=True, text=True, timeout=200)
+    def run(module, *arguments, typed=""):
+        done = run_command(tmp_path, module, *arguments, typed=typed, timeout=200)
         assert done.returncode == 0, done.stderr
         return done
 
@@ -55,11 +51,12 @@ def test_the_base_a_checkpoint_and_another_model_on_one_engine(inline, prl, tmp_
 
 
 @pytest.mark.engine
-def test_an_endpoint_of_a_game_and_a_chat(prl, engine, teacher_url):
+def test_an_endpoint_of_a_game_and_a_chat(prl, engine, teacher_url, monkeypatch):
+    monkeypatch.setenv("PRL_TOKEN", engine.token)
     endpoint = [teacher_url, "endpoint.api_key_var=PRL_TOKEN"]
     played = [*endpoint, "env=kuhn_poker", "k=2", "num_tasks=4", "run.name=game"]
-    done = prl("prl.eval", *played, token=engine.token)
+    done = prl("prl.eval", *played)
     assert "kuhn_poker" in done.stdout and "avg@2" in done.stdout
-    said = "12+34=\n/reset\n15+26=\n"
-    done = prl("prl.tools.chat", *endpoint, "sampling.temperature=0", said=said, token=engine.token)
+    typed = "12+34=\n/reset\n15+26=\n"
+    done = prl("prl.tools.chat", *endpoint, "sampling.temperature=0", typed=typed)
     assert done.stdout == "46\n41\n"

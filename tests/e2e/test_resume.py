@@ -3,9 +3,7 @@
 import json
 import os
 import signal
-import subprocess
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,32 +41,30 @@ def kept(line):
     return {key: value for key, value in line.items() if key != "time/update_weights" and not key.startswith("eval/")}
 
 
-def train_until(command, step, number):
-    """Start a run, and send it a signal once it has recorded `step`. Returns status and stderr."""
-    argv, env = command
-    run_dir = Path(next(arg.split("=", 1)[1] for arg in argv if arg.startswith("run.dir=")))
-    process = subprocess.Popen(
-        argv, cwd=run_dir.parent, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
+@pytest.fixture
+def train_until(begin, tmp_path):
+    """`train_until(step, number, *overrides)`: send a run a signal once it has recorded `step`; status and stderr."""
+
+    def run(step, number, *overrides):
+        process, stderr = begin(*overrides), tmp_path / "run.stderr"
         deadline = time.monotonic() + 120
-        while not any(line["step"] >= step for line in lines_of(run_dir)):
-            assert process.poll() is None, process.stderr.read()
+        while not any(line["step"] >= step for line in lines_of(tmp_path / "run")):
+            assert process.is_alive(), stderr.read_text()
             assert time.monotonic() < deadline
             time.sleep(0.02)
         os.kill(process.pid, number)
-        _, stderr = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    return process.returncode, stderr
+        process.join(60)
+        return process.exitcode, stderr.read_text()
+
+    return run
 
 
-def test_killed_stopped_and_gone_on(command, train, tmp_path):
+def test_killed_stopped_and_gone_on(train_until, train, tmp_path):
     folder = tmp_path / "run"
-    train_until(command(*KNOBS, "max_steps=1000"), 5, signal.SIGKILL)
+    train_until(5, signal.SIGKILL, *KNOBS, "max_steps=1000")
     assert not (folder / "result.json").exists() and verify(checkpoint_path(folder, steps_of(folder)[-1])) >= 2
 
-    status, stderr = train_until(command(*KNOBS, "max_steps=1000", "run.resume=auto"), 9, signal.SIGTERM)
+    status, stderr = train_until(9, signal.SIGTERM, *KNOBS, "max_steps=1000", "run.resume=auto")
     assert (
         status == 143 and "going on after step" in stderr and "stopping: the trainer writes a last checkpoint" in stderr
     )

@@ -1,52 +1,37 @@
 """`python -m prl.serve policy=true`: an engine that runs train with, one after another."""
 
+import contextlib
 import json
 import os
-import re
-import subprocess
-import sys
-import time
+from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.engine
 
-WAIT_S = 240
+
+def test_runs_train_with_it_one_after_another(engine, train):
+    """Each begins with the model's own weights, whatever the last one has trained. None writes the token anywhere."""
+    options = ["trainer.optim.lr=1e-2", "orchestrator.eval.num_tasks=16", "orchestrator.batch_size=32"]
+    runs = train(*options, "max_steps=2", name="first"), train(*options, "max_steps=1", name="second")
+    assert [run.status for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
+    assert "starting the trainer" in runs[0].stderr and "starting the engine" not in runs[0].stderr
+    first, second = ({line["step"]: line.get("eval/math/avg@1") for line in run.steps} for run in runs)
+    assert first[0] == second[0] != first[2]
+    check_that_none_has(engine.token.encode(), runs[0])
 
 
-@pytest.fixture(name="served")
-def _served(tmp_path):
-    """A server that was started without a token, and what it has said."""
-    printed = tmp_path / "said"
-    command = [sys.executable, "-m", "prl.serve", "policy=true", "model=tiny", "engine.port=null", f"log={printed}.log"]
-    env = {name: value for name, value in os.environ.items() if name != "PRL_TOKEN"} | {"OMP_NUM_THREADS": "1"}
-    with printed.open("wb") as output, subprocess.Popen(command, stderr=output, env=env) as process:
-        try:
-            deadline = time.monotonic() + WAIT_S
-            while "Ctrl-C ends it." not in printed.read_text():
-                assert process.poll() is None and time.monotonic() < deadline, printed.read_text()
-                time.sleep(0.1)
-            yield process, printed.read_text()
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def test_runs_train_with_it_one_after_another(served, tmp_path):
-    """With the command that it prints; each begins with the model's own weights, whatever the last one has trained."""
-    process, printed = served
-    [token] = re.findall(r"^  export PRL_TOKEN=(\S+)$", printed, re.M)
-    [command] = re.findall(r"^  python (-m prl\.train model=tiny engine\.urls=\[http://\S+\])$", printed, re.M)
-    options = ["max_steps=2", "trainer.optim.lr=1e-2", "orchestrator.eval.num_tasks=16", "orchestrator.batch_size=32"]
-    found = []
-    for name in ("first", "second"):
-        run = [sys.executable, *command.split(), *options, f"run.dir={tmp_path / name}"]
-        done = subprocess.run(
-            run, env=os.environ | {"PRL_TOKEN": token}, capture_output=True, text=True, timeout=WAIT_S
-        )
-        assert done.returncode == 0, done.stderr
-        assert "starting the trainer" in done.stderr
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        found.append({step["step"]: step["eval/math/avg@1"] for step in map(json.loads, lines) if step["step"] != 1})
-    assert found[0][0] == found[1][0] != found[0][2]
-    assert process.poll() is None
+def check_that_none_has(token, run):
+    assert token not in run.stderr.encode()
+    files = [path for path in run.dir.rglob("*") if path.is_file()]
+    assert {"config.yaml", "provenance.json", "orchestrator.log", "trainer.log"} <= {path.name for path in files}
+    recorded = json.loads((run.dir / "provenance.json").read_text())["environment"]
+    assert "PRL_TOKEN" not in recorded and "OMP_NUM_THREADS" in recorded, "it lists settings alone"
+    assert [path for path in files if token in path.read_bytes()] == []
+    lines = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if folder.stat().st_uid == os.getuid():
+                lines.append((folder / "cmdline").read_bytes())
+    assert any(b"prl.engines.vllm.server" in line for line in lines)
+    assert [line for line in lines if token in line] == []

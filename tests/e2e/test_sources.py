@@ -8,7 +8,10 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-BRIEF = ("trainer.token_export=true", "orchestrator.eval.every=null", "orchestrator.group_size=1", "max_steps=8")
+BRIEF = (
+    *("trainer.token_export=true", "orchestrator.eval.every=null", "max_steps=5"),
+    *("orchestrator.group_size=1", "orchestrator.batch_size=128"),
+)
 
 
 class Adds(BaseHTTPRequestHandler):
@@ -38,10 +41,14 @@ class Adds(BaseHTTPRequestHandler):
         pass
 
 
+class Patient(ThreadingHTTPServer):
+    request_queue_size = 512  # with the 5 of the standard library, clients wait seconds to try again
+
+
 @pytest.fixture
 def endpoint(monkeypatch):
     monkeypatch.setenv("ADDS_KEY", "s3cret")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Adds) as server:
+    with Patient(("127.0.0.1", 0), Adds) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/v1"
         server.shutdown()
@@ -89,5 +96,5 @@ def test_sft_on_demonstrations_of_a_file_asks_no_model(inline, tokenizer, tmp_pa
     answers = {f"<think>\n\n</think>\n\n{row['a']}<|im_end|>" for row in rows}
     texts = trained_texts(run, tokenizer)
     assert len(texts) > 100 and set(texts) <= answers
-    assert {record["start_version"] for record in run.rollouts(8)} == {None}
+    assert {record["start_version"] for record in run.rollouts(5)} == {None}
     assert not list((run.dir / "logs").glob("teacher*"))

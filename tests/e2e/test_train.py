@@ -182,7 +182,7 @@ def test_a_taskset_of_the_users_whose_tasks_use_a_runtime(train, tmp_path):
         "env=sums",
         f"hydra.searchpath=[file://{tmp_path}/my_conf]",
         "max_steps=2",
-        "orchestrator.batch_size=32",
+        "orchestrator.batch_size=16",
         "orchestrator.max_async_level=0",
         "orchestrator.eval.k=2",
         env={"PYTHONPATH": str(tmp_path)},

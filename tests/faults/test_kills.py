@@ -16,7 +16,7 @@ from prl.runs.result import read_result
 from prl.tools.report.runs import read_run
 from prl.transport.checkpoint_folders import checkpoint_path, steps_of, verify
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kills")]  # of one run
 
 OVERRIDES = (
     *("engine=transformers", "launcher=local", "monitor.console.mode=plain", "run.resume=auto"),

@@ -18,6 +18,8 @@ from prl.errors import ConfigError
 from prl.models import model_path, smollm2
 from prl.transport.checkpoint_folders import verify
 
+pytestmark = pytest.mark.xdist_group("smollm2")  # which is made once
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

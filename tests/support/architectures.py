@@ -73,7 +73,7 @@ SERVED = {
     "GLM-4-MoE": "untied",
     "gpt-oss": "untied",
 }
-"""The head of those that tests/e2e/test_architectures.py has an engine serve; Qwen3 with a tied one is model=tiny."""
+"""The head of those that tests/engines/test_worker.py has an engine serve; Qwen3 with a tied one is model=tiny."""
 REFUSED = [name for name, each in ARCHITECTURES.items() if each.refused]
 
 

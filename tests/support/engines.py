@@ -1,11 +1,9 @@
 """Two real vLLM servers, the tiny policy and its teacher, for tests of whole runs; each run starts a real trainer."""
 
-import asyncio
 import json
 import multiprocessing
 import os
 import re
-import secrets
 import subprocess
 import sys
 import time
@@ -21,7 +19,6 @@ from prl.launch.launcher import EngineSpec
 from prl.launch.local import LocalLauncher, model_environment
 from prl.models import model_path
 
-TEACHER = ("teacher=endpoint", "teacher.name=tiny-teacher", "teacher.api_key_var=PRL_TOKEN")
 TINY = ModelConfig(path=model_path("tiny"), dtype="float32", max_model_len=512)
 
 
@@ -56,45 +53,37 @@ def policy_spec(token: str, log: Path) -> EngineSpec:
     )
 
 
+def serve(launcher: LocalLauncher, logs: Path, name: str, *options: str, token: str = "") -> str:
+    """Start `python -m prl.serve` with a server log of that name. Returns what it prints once it serves."""
+    printed = logs / f"{name}.printed"
+    # torch would keep it among the temporary files of this launcher's processes, and compile all of it each time.
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": model_environment(TINY, 1)["TORCHINDUCTOR_CACHE_DIR"]}
+    env = {"PRL_TOKEN": token, "OMP_NUM_THREADS": "1", **compiled}
+    command = [sys.executable, "-m", "prl.serve", *options, "engine.port=null", f"log={logs}/{name}.log"]
+    launcher.start(name, command, env=env, log=printed)
+    deadline = time.monotonic() + 240
+    while "Ctrl-C ends it." not in (text := printed.read_text()):
+        launcher.ensure_alive()
+        assert time.monotonic() < deadline, text
+        time.sleep(0.1)
+    return text
+
+
 @pytest.fixture(scope="session")
 def engine(engine_launcher, server_logs, forks):
-    """The policy's engine."""
-    token = secrets.token_hex(16)
-    url = engine_launcher.start_engine(policy_spec(token, server_logs / "engine.log"))
-
-    async def ready() -> None:
-        pool = InferencePool([url], "policy", token)
-        try:
-            async with asyncio.timeout(240):
-                await pool.wait_ready(240, engine_launcher.ensure_alive)
-        finally:
-            await pool.close()
-
-    asyncio.run(ready())
+    """An engine for runs, with the address and token that it prints. Its tests share a worker (`tests/conftest.py`)."""
+    printed = serve(engine_launcher, server_logs, "engine", "policy=true", "model=tiny")
+    [token] = re.findall(r"^  export PRL_TOKEN=(\S+)$", printed, re.M)
+    [url] = re.findall(r"^  python -m prl\.train model=tiny engine\.urls=\[(http://\S+)\]$", printed, re.M)
     return Engine(url, token)
 
 
 @pytest.fixture(scope="session")
 def teacher_url(engine, engine_launcher, server_logs):
-    """Where `python -m prl.serve` serves the teacher. Tests that use it share a worker (`tests/conftest.py`)."""
-    said = server_logs / "serve.log"
-    serve = [sys.executable, "-m", "prl.serve", "model=tiny-teacher", "engine.port=null"]
-    # torch would keep it among the temporary files of this launcher's processes, and compile all of it each time.
-    compiled = {"TORCHINDUCTOR_CACHE_DIR": model_environment(TINY, 1)["TORCHINDUCTOR_CACHE_DIR"]}
-    env = {"PRL_TOKEN": engine.token, "OMP_NUM_THREADS": "1", **compiled}
-    engine_launcher.start("serve", [*serve, f"log={server_logs}/teacher.log"], env=env, log=said)
-    deadline = time.monotonic() + 240
-    while (found := re.search(r"tiny-teacher is served at (http://\S+/v1)\.", said.read_text())) is None:
-        engine_launcher.ensure_alive()
-        assert time.monotonic() < deadline, said.read_text()
-        time.sleep(0.1)
-    return found.group(1)
-
-
-@pytest.fixture(scope="session")
-def teacher(teacher_url):
-    """Overrides that make the shared teacher a run's."""
-    return (*TEACHER, f"teacher.base_url={teacher_url}")
+    """Where the teacher is served, with the engine's token."""
+    printed = serve(engine_launcher, server_logs, "teacher", "model=tiny-teacher", token=engine.token)
+    [url] = re.findall(r"tiny-teacher is served at (http://\S+/v1)\.", printed)
+    return url
 
 
 @pytest.fixture
@@ -151,9 +140,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 os.environ.clear()
 os.environ.update(env)
 os.chdir(folder)
-for number, path in ((1, stdout), (2, stderr)):
+for number, path in enumerate((stdin, stdout, stderr)):
     if path:
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC * bool(number)), number)
+sys.stdin = open(0)
 sys.path[:0] = [folder, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
 sys.argv = [module, *arguments]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -171,7 +161,9 @@ def forks():
 
 def started(forks, given: dict):
     """A process that is `python -m prl.train`, with the arguments, environment, folder and stderr in `given`."""
-    process = forks.Process(target=exec, args=(AS_A_COMMAND, {"module": "prl.train", "stdout": "", **given}))
+    process = forks.Process(
+        target=exec, args=(AS_A_COMMAND, {"module": "prl.train", "stdin": "", "stdout": "", **given})
+    )
     process.start()
     return process
 
@@ -180,15 +172,17 @@ def started(forks, given: dict):
 def run_command(forks, tmp_path_factory):
     """`run_command(folder, module, *arguments)`: `python -m <module> <arguments>` in a folder, to its end."""
 
-    def run(folder: Path, module: str, *arguments: str, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
+    def run(
+        folder: Path, module: str, *arguments: str, typed: str = "", timeout: float = 100.0
+    ) -> subprocess.CompletedProcess[str]:
         said = tmp_path_factory.mktemp("said")
+        (said / "stdin").write_text(typed)
         given = {
             "module": module,
             "arguments": list(arguments),
             "env": {**os.environ, "OMP_NUM_THREADS": "1"},
             "folder": str(folder),
-            "stdout": str(said / "stdout"),
-            "stderr": str(said / "stderr"),
+            **{name: str(said / name) for name in ("stdin", "stdout", "stderr")},
         }
         process = forks.Process(target=exec, args=(AS_A_COMMAND, given))
         process.start()
