@@ -116,7 +116,6 @@ def test_an_error_in_user_code_names_its_line(prl_env, taskset, tmp_path, name, 
         (["math,guess"], "taskset='math,guess'"),
         (["math", "args.system=héllo"], "args.system=héllo"),
         (["jsonl"], "envs.jsonl.args.path"),
-        (["prl.envs.tasksets.guess", "timeout_s=3"], "timeout_s"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_in_a_line(prl_env, arguments, named):

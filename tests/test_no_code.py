@@ -27,7 +27,6 @@ FLAGS = {"shell": True, "allow_pickle": True, "weights_only": False, "trust_remo
 
 ARGUED = {
     ("prl/__main__.py", "runpy"): "runs a command of prl's, whose names are written there",
-    ("prl/tools/sweep/command.py", "copyreg"): "joblib pickles jobs for its own workers: a part is left out",
     ("prl/envs/grading.py", "pickle"): "what a run hands to its own workers, as multiprocessing does; no file, no port",
     ("tests/support/misdeeds.py", "os.system"): "a grader that does what it should not",
     ("tests/support/engines.py", "exec"): "a command in a process that has imported what takes seconds",

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import prl
-from prl.config.build import nearest, plain, read
+from prl.config.build import nearest
 from prl.config.compose import compose, options
 from prl.config.model_folder import check_model
+from prl.config.run_yaml import quoted
 from prl.config.schema import EnvConfig, TrainConfig
 from prl.engines.replies import Completion
 from prl.errors import ConfigError
@@ -87,15 +87,9 @@ def config_of(env: str, overrides: list[str]) -> tuple[str, TrainConfig]:
     runs = [f"run.name={NAME}", *(each for each in overrides if each.lstrip("+") not in own)]
     searched = any(each.startswith("hydra.searchpath=") for each in runs)  # it may have options unknown here
     is_option = env in options()["env"] or (searched and "." not in env)
-    ours = [f"env={env}", *(f"++envs.{env}.{override}" for override in own)] if is_option else ["env=[]"]
-    config = compose([*runs, *ours])
-    if is_option:
-        return env, config
-    given: Any = plain(OmegaConf.from_dotlist(own))
-    if left := sorted(given.keys() - {"args", "eval_args"}):
-        raise ConfigError(f"{left[0]}: of a taskset, args and eval_args are read; give it a conf file for the rest")
-    config.envs = {NAME: read(EnvConfig, {"taskset": env} | given, f"envs.{NAME}")}
-    return NAME, config
+    name = env if is_option else NAME
+    chosen = [f"env={env}"] if is_option else ["env=[]", f"+envs.{NAME}.taskset={quoted(env)}"]
+    return name, compose([*runs, *chosen, *(f"++envs.{name}.{override}" for override in own)])
 
 
 def load(name: str, config: TrainConfig) -> Any:

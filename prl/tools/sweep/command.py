@@ -1,6 +1,5 @@
 """The command of a sweep, around Hydra: one directory, a record of what was asked for, and a summary at the end."""
 
-import copyreg
 import signal
 import sys
 import tempfile
@@ -10,8 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
-from hydra.core.config_store import ConfigStore
-from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
@@ -40,17 +37,6 @@ class SweepRecord(msgspec.Struct):
     """The overrides that all jobs have."""
     commands: list[dict[str, Any]] = []
     """The arguments of every command that worked on this sweep, and when."""
-
-
-def own_store() -> ConfigStore:
-    """Hydra's store of configs as this process makes it: importing `prl.config.compose` has registered prl's."""
-    Plugins.instance()  # they store theirs when they are found
-    return ConfigStore.instance()
-
-
-# What the command hands to a worker process brings no schemas along: those made at run time would be copies there, with
-# fields that have another `dataclasses.MISSING`.
-copyreg.pickle(ConfigStore, lambda _: (own_store, ()))
 
 
 def read_record(folder: Path) -> SweepRecord | None:
