@@ -37,7 +37,7 @@ __all__ = ["Loads"]
 """
 # Of a server elsewhere: no engine imports ahead, for seconds, what this run does not come to.
 URLS = "engine.urls=[http://127.0.0.1:1]"
-OF_TASKSET = ("env=[]", "+schema/env@envs.mine=default", "++envs.mine.taskset=mine_tasks", URLS)
+OF_TASKSET = ("env=[]", "+envs.mine.taskset=mine_tasks", URLS)
 
 
 @pytest.fixture
