@@ -20,7 +20,7 @@ SECRET_NAMES = [
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
-def test_a_value_is_secret_by_its_name_whatever_it_is(name):
+def test_value_is_secret_by_its_name(name):
     assert masked({"env": {name: "X"}}) == {"env": {name: "***"}}
     assert masked({name: {"a": ["X", 7, "</x y>"], "b": None}}) == {name: {"a": ["***"] * 3, "b": None}}
     plain = {name: [None, True, "", "null", "${oc.env:KEY}", "***"]}
@@ -89,7 +89,7 @@ def test_other_values_stay_as_they_are(name, value):
         "api_key: EMPTY",
     ],
 )
-def test_code_counts_and_names_of_envs_stay_as_they_are(text):
+def test_code_counts_and_env_names_stay(text):
     assert masked_text(text) == text and masked([text]) == [text]
 
 
@@ -161,13 +161,13 @@ def test_arguments_are_masked_by_their_keys():
         ("a8Kd93kXq0Zb72Lw", "sent a8Kd93kXq0Zb72Lw", "sent ***"),
     ],
 )
-def test_values_of_the_environment_are_secret_in_texts_as_whole_words(value, text, shown, monkeypatch):
+def test_environment_values_are_masked_as_whole_words(value, text, shown, monkeypatch):
     monkeypatch.setenv("DB_PASSWORD", value)
     monkeypatch.setenv("PWD", "/home/me/project")
     assert masked_text(text) == shown and masked_text("in /home/me/project") == "in /home/me/project"
 
 
-def test_config_values_of_the_environment_are_secret_if_they_look_random(monkeypatch):
+def test_random_looking_environment_values_are_masked_in_configs(monkeypatch):
     monkeypatch.setenv("DB_PASSWORD", "correct-horse")
     monkeypatch.setenv("VLLM_AUTH", "a8Kd93kXq0Zb72Lw")
     values = ["a8Kd93kXq0Zb72Lw", "x=a8Kd93kXq0Zb72Lw", "a8Kd93kXq0Zb72Lw.pt", "correct-horse"]

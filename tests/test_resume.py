@@ -83,7 +83,7 @@ def test_where_no_checkpoint_is_whole_nothing_begins_again(run, at, how):
         again(folder, at=folder if at == "run" else at)
 
 
-def test_what_another_process_has_written_meanwhile_is_not_cut_off(run):
+def test_files_of_another_process_are_not_cut_off(run):
     folder, config = run(), composed()
     for step in (2, 4):
         point = again(folder)
@@ -101,7 +101,7 @@ def test_without_a_checkpoint_the_way_out_is_said(run):
         again(folder, at=folder)
 
 
-def test_a_checkpoint_that_has_all_the_steps_is_refused_unless_the_run_has_just_not_ended(run):
+def test_checkpoint_that_has_all_the_steps_is_refused(run):
     folder = run(steps=(2, 4))
     last = checkpoint_path(folder, 4)
     for at, max_steps in (("auto", 3), (folder, 3), (last, 3), (last, 4)):
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_has_all_the_steps_is_refused_unless_the_run_has_just_
     assert again(folder, "max_steps=4", at=checkpoint_path(folder, 2)).step == 2
 
 
-def test_a_run_is_completed_where_itself_is_named_and_not_one_of_its_checkpoints(run):
+def test_run_is_completed_unless_a_checkpoint_is_named(run):
     folder = run(steps=(2, 4))
     write_result(folder, RunResult(status="completed", steps=4))
 
@@ -127,7 +127,7 @@ def test_a_run_is_completed_where_itself_is_named_and_not_one_of_its_checkpoints
 
 
 @pytest.mark.parametrize("change", ["curriculum.refill=true", "orchestrator.stop.time_budget_s=9", "max_steps=9"])
-def test_a_run_that_ended_early_goes_on_where_a_setting_has_changed_alone(run, change):
+def test_run_that_ended_early_needs_a_changed_setting(run, change):
     folder = run("max_steps=8", steps=(2, 4))
     write_result(folder, RunResult(status="completed", steps=4, ended_because="every env has run out of tasks"))
     for at in ("auto", folder):
@@ -138,7 +138,7 @@ def test_a_run_that_ended_early_goes_on_where_a_setting_has_changed_alone(run, c
         assert completed(change, "max_steps=4").steps == 4
 
 
-def test_a_run_that_is_not_in_the_directory_is_named_as_it_was_given(run, tmp_path):
+def test_refused_directory_is_named_as_given(run, tmp_path):
     folder = run(steps=(2,))
     for at, printed in ((folder, "is not of the run in run.dir"), (tmp_path, "is neither"), ("", "is neither")):
         with pytest.raises(ConfigError, match=f"^run.resume='.*' {printed}"):
@@ -146,7 +146,7 @@ def test_a_run_that_is_not_in_the_directory_is_named_as_it_was_given(run, tmp_pa
 
 
 @pytest.mark.parametrize("left", [{"config.yaml": ""}, {"metrics.jsonl": '{"step": 1}\n'}])
-def test_a_start_that_died_before_its_config_begins_again_unless_there_are_checkpoints(tmp_path, run, left):
+def test_start_without_config_begins_again_unless_checkpoints_exist(tmp_path, run, left):
     folder, config = tmp_path / "y", config_of(tmp_path / "y")
     folder.mkdir()
     for name, content in left.items() | {("run.lock", "")}:
@@ -182,7 +182,7 @@ def test_a_config_that_cannot_be_read_is_said_once(run, damage, capsys):
     assert printed.count("its end is missing") + printed.count("invalid start byte") == 1
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(run, capsys):
+def test_damaged_checkpoint_is_refused_offering_the_one_before(run, capsys):
     folder = run(steps=(10, 20))
     path = checkpoint_path(folder, 20) / STATE / "run.msgpack"
     path.write_bytes(path.read_bytes()[:-1])
@@ -210,7 +210,7 @@ def test_what_a_run_must_keep(run, change):
         again(folder, change)
 
 
-def test_a_secret_stands_in_no_file_of_a_run_which_goes_on_with_the_secret_given_again(run, tmp_path, monkeypatch):
+def test_secret_is_never_saved_and_is_given_again(run, tmp_path, monkeypatch):
     """`run.resume=auto` has it on its command line, as the run had."""
     given = ("+envs.math.args.api_key=s3cret", "+envs.math.args.urls=['http://me:s3cret@h/v1']", "+envs.math.args.n=3")
     folder = run(*given, steps=(10,))
@@ -333,7 +333,7 @@ def test_the_command_line_of_a_run_or_a_checkpoint(run, monkeypatch):
         assert resume.expanded([none]) == [none]
 
 
-def test_what_hydra_composes_of_a_runs_config_goes_on_unchanged(run):
+def test_recomposed_config_of_a_run_is_unchanged(run):
     folder = run("algo=echo", "+algo.roles.user.alpha=0.5", "trainer.optim._target_=torch.optim.SGD", steps=(10,))
     config = compose([f"run.dir={folder}", "run.name=x", "run.resume=auto"], folder)
     assert resume.find(config).changed == {}

@@ -5,7 +5,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from prl.monitors.tensorboard import TensorBoard
 
 
-def test_a_step_has_scalars_histograms_and_a_table_of_its_rollouts(tmp_path, recorded):
+def test_step_has_scalars_histograms_and_rollouts(tmp_path, recorded):
     monitor = TensorBoard(table_every=2)
     monitor.start(tmp_path, max_steps=4, run_config={})
     for step in (1, 2):

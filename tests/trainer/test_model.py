@@ -88,7 +88,7 @@ def test_only_selected_tokens_and_their_gradient(tiny, sequences):
 
 
 @pytest.mark.parametrize("change", [{"position_ids": None}, {"use_cache": True}], ids=["positions", "cache"])
-def test_check_layout_refuses_a_model_whose_sequences_see_each_other(tiny, monkeypatch, change):
+def test_check_layout_refuses_sequences_that_see_each_other(tiny, monkeypatch, change):
     real = tiny.base_model.forward
     monkeypatch.setattr(tiny.base_model, "forward", lambda **kwargs: real(**(kwargs | change)))
     with pytest.raises(ValueError, match="Qwen3ForCausalLM: packed sequences see each other"):

@@ -16,7 +16,7 @@ def compose(*arguments):
         return to_config(EvaluationConfig, hydra.compose("eval", overrides), overrides)
 
 
-def test_what_has_no_key_is_a_target_wherever_it_stands(make_run):
+def test_word_without_a_key_is_a_target(make_run):
     make_run("sweep/0-seed=1", steps=())
     arguments = ["k=4", "a b/c", "sweep/0-seed=1", "env=math", "http://h/v1?x=1", "--cfg", "job", "~monitor.jsonl"]
     found = to_overrides(arguments)

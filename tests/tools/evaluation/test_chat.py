@@ -51,7 +51,7 @@ async def test_a_temperature_is_a_number_from_0_up(chat, value, temperature):
     assert prompts[0][1]["temperature"] == (1.0 if temperature is None else temperature)
 
 
-async def test_another_word_after_the_slash_and_a_prompt_that_is_too_long(chat):
+async def test_unknown_command_and_overlong_prompt_are_explained(chat):
     out, aside, prompts = await chat("/nope\n" + "1" * 40 + "\n2=\n", room=30)
     assert "there is no /nope: /system TEXT" in aside and "leaves no room" in aside
     assert out == "46\n" and len(prompts) == 1 and "111" not in prompts[0][0], "what had no room is forgotten"

@@ -111,7 +111,7 @@ def test_a_running_engine_cannot_load_two_shapes(make_model, monkeypatch):
         play.prepare(compose("tiny", "wide", "engine.urls=[http://h]"))
 
 
-async def test_a_running_engine_is_given_the_weights_of_each_target(server, monkeypatch):
+async def test_running_engine_gets_weights_of_each_target(server, monkeypatch):
     monkeypatch.setenv("PRL_TOKEN", "t")
     server.replies["/health"] = {}
     config = compose("tiny", "tiny-teacher", f"engine.urls=[{server.url}]")

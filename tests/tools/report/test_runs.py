@@ -66,7 +66,7 @@ def test_runs_below_are_listed_without_those_moved_aside(tmp_path, write_run):
     assert [path.name for path in find_runs(named)] == ["10-b", "2-a.failed-1"]
 
 
-def test_what_is_no_run_is_refused_with_what_it_is(tmp_path):
+def test_folder_without_a_run_is_refused(tmp_path):
     (tmp_path / "curves.csv").touch()
     for folder in (tmp_path, tmp_path / "a", tmp_path / "curves.csv"):
         for read in (read_run, lambda folder: find_runs([folder])):

@@ -78,14 +78,14 @@ def result(folder):
     return json.loads((folder / "result.json").read_text())
 
 
-def test_a_job_runs_in_its_folder_and_returns_its_metric(job):
+def test_job_runs_in_its_folder_and_returns_its_metric(job):
     seen = []
     assert job(lambda config: seen.append(config) or completes(0.25)(config)) == 0.25
     assert (seen[0].run.dir, seen[0].run.name, seen[0].seed) == (str(job.folder), "seed=3", 3)
     assert result(job.folder)["optimized_metric"] == 0.25
 
 
-def test_a_completed_job_is_skipped_and_its_metric_is_looked_up(job, capsys):
+def test_completed_job_is_skipped_with_its_recorded_metric(job, capsys):
     assert job(completes(0.25)) == job(never) == 0.25
     assert "job seed=3: completed already: skipped" in capsys.readouterr().err
     assert job(never, ("optimized_metric.key", "loss/mean")) is None
@@ -114,14 +114,14 @@ def test_a_killed_job_restarts_or_resumes(job, capsys, resume):
     ],
     ids=str,
 )
-def test_a_job_that_fails_is_a_line_and_a_record(job, capsys, error, written, status, line):
+def test_failed_job_is_a_line_and_a_record(job, capsys, error, written, status, line):
     assert job(fails(error, written)) is None
     printed = capsys.readouterr().err
     assert f"job seed=3: {line}" in printed and printed.count("\n") == 1
     assert result(job.folder)["status"] == status and str(error) in result(job.folder)["error"]
 
 
-def test_an_incomplete_job_runs_again_and_its_files_are_kept(job, tmp_path):
+def test_incomplete_job_runs_again_keeping_its_files(job, tmp_path):
     for count, (error, status) in enumerate([(PrlError("a"), "failed"), (PrlError("b"), "failed"), (None, None)]):
         job(fails(error, status) if error else completes())
         assert len(list(tmp_path.glob("earlier/seed=3.failed-*"))) == count
@@ -151,7 +151,7 @@ def test_an_interrupt_stops_the_sweep(job):
     assert end.value.code == 130 and status_of(job.folder) == "stopped"
 
 
-def test_a_dry_job_leaves_nothing_and_a_refusal_ends_the_sweep(job, capsys):
+def test_dry_job_leaves_nothing_and_refusal_ends_sweep(job, capsys):
     seen = []
     assert job(lambda config: seen.append(config.dry_run), ("dry_run", True)) is None
     assert seen == [True] and status_of(job.folder) is None
