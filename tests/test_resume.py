@@ -245,7 +245,7 @@ def test_everything_else_may_change_and_is_told(run, capsys):
         (4, "a b", "model.path has other weights than when the run began"),
     ],
 )
-def test_other_data_and_other_weights_beside_adapters_are_refused_and_nothing_is_touched(run, rank, tasks, says):
+def test_other_data_and_weights_are_refused(run, rank, tasks, says):
     folder = run(steps=(10,))
     from prl.runs.provenance import data_hash
 

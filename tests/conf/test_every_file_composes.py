@@ -151,14 +151,14 @@ def test_the_same_env_twice_under_two_names():
     check(config)
 
 
-def test_an_env_with_a_node_of_its_own_takes_nothing_from_the_runs():
+def test_own_node_takes_nothing_from_the_runs():
     own = ("+algo@envs.math.algo=grpo", "+loss@envs.math.loss=aipo")
     config = composed("algo.length_penalty=turns", "loss.delta=3", *own)
     assert config.algo["length_penalty"] == "turns" and config.envs["math"].algo["length_penalty"] is None
     assert (config.loss["delta"], config.envs["math"].loss["delta"]) == (3.0, 8.0)
 
 
-def test_an_env_chooses_its_sampling_by_group_and_takes_the_rest_from_the_run():
+def test_env_chooses_its_sampling_by_group():
     given = ["env=[math,reverse_text]", "algo=sft", "sampling.max_tokens=9", "sampling.temperature=0.7"]
     for own, temperatures in (("greedy", (0.0, 0.7)), ("default", (0.7, 0.7))):
         envs = build_components(composed(*given, f"+sampling@envs.math.sampling={own}")).envs
@@ -195,7 +195,7 @@ ALL_FILTERS = {"gibberish", "repetition", "zero_advantage"}
         ("enforce_post", set(), ALL_FILTERS),
     ],
 )
-def test_all_filters_are_in_both_slots_and_the_option_says_which_drop(option, pre, post):
+def test_option_says_which_filters_drop(option, pre, post):
     filters = composed(f"filters={option}").filters
     assert set(filters.pre_batch) == set(filters.post_batch) == ALL_FILTERS
     assert {name for name, node in filters.pre_batch.items() if node["enforce"]} == pre
@@ -231,7 +231,7 @@ def test_a_curriculum_without_options_draws_shuffled_tasks_from_one_pool():
     assert {name for name, value in defaults.items() if value} == {"_target_", "shuffle"}
 
 
-def test_one_filter_is_left_out_changed_or_added_on_the_command_line():
+def test_filter_is_removed_changed_or_added():
     config = composed(
         "~filters.pre_batch.gibberish",
         "filters.pre_batch.repetition.window=9",
@@ -283,7 +283,7 @@ def test_a_conf_file_that_does_not_fit_its_function_is_refused(own_conf):
         check(compose(["run.name=x", "loss=mine"]))
 
 
-def test_a_conf_file_of_ones_own_for_sampling_sets_what_it_names_for_the_run_or_an_env(own_conf):
+def test_own_sampling_file_sets_what_it_names(own_conf):
     own_conf("sampling/short.yaml", "max_tokens: 9\n")
     own_conf("sampling/based.yaml", "defaults: [short, _self_]\ntemperature: 0.5\n")
     for choice in ("sampling=based", "+sampling@envs.math.sampling=based"):
@@ -301,7 +301,7 @@ def test_setting_a_slot_replaces_it(override):
     assert composed(override).filters.post_batch == {}
 
 
-def test_a_replaced_slot_keeps_what_another_override_names_and_forgets_what_one_removes():
+def test_replaced_slot_keeps_what_other_overrides_name():
     slot = "filters.post_batch={repetition: {enforce: true}}"
     left = composed(slot, "filters.post_batch.gibberish.enforce=true").filters.post_batch
     assert {name: node["enforce"] for name, node in left.items()} == {"repetition": True, "gibberish": True}
@@ -368,7 +368,7 @@ def test_a_slurm_job_has_what_prl_and_the_user_set():
     }
 
 
-def test_a_search_optimises_what_optimized_metric_says_and_goes_on_after_a_failure():
+def test_search_optimises_what_optimized_metric_names():
     node = of_hydra("run.name=s", "sweep=[lr_search,joblib]", "optimized_metric.direction=minimize").hydra.sweeper
     assert (node.direction, node.max_failure_rate, node.n_jobs) == ("minimize", 1.0, 1)
     assert node.sampler.seed == 0 and list(node.params) == ["trainer.optim.lr"]

@@ -68,7 +68,7 @@ def refused(tmp_path, monkeypatch, capfd):
         ("orchestrator.batch_size=7", "error: orchestrator.batch_size=7 must be divisible"),
     ],
 )
-def test_a_bad_command_line_says_what_is_wrong_and_leaves_nothing_behind(refused, tmp_path, override, says):
+def test_bad_command_line_says_what_is_wrong(refused, tmp_path, override, says):
     assert says in refused(override)
     assert not list(tmp_path.iterdir())
 

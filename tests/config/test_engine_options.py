@@ -58,7 +58,7 @@ def test_the_rest_is_vllms(name):
     check_options({name: 1}, "", device="cpu")
 
 
-def test_what_is_set_on_a_cpu_alone_is_free_on_a_gpu():
+def test_cpu_options_are_free_on_a_gpu():
     check_options(dict.fromkeys(ON_A_CPU, 1), "", device="cuda")
 
 

@@ -29,7 +29,7 @@ from prl.runs import provenance
         (3, Needs(0, 1, 2, 1), [], [(0,), (1,)], []),
     ],
 )
-def test_each_process_has_gpus_of_its_own_in_order_unless_there_is_one_for_all(gpus, needs, engines, ranks, teachers):
+def test_processes_have_own_gpus_or_share_one(gpus, needs, engines, ranks, teachers):
     assert place(needs, gpus) == Placement(engines, ranks, teachers)
 
 
@@ -86,7 +86,7 @@ def test_the_gpus_are_those_that_this_process_may_use(monkeypatch, smi, tmp_path
     assert visible_gpus() == ["3", "GPU-b"]
 
 
-def test_a_gpu_that_does_not_say_its_memory_is_one_all_the_same(smi):
+def test_gpu_of_unknown_memory_counts(smi):
     smi("echo 'NVIDIA Thor, [N/A]'")
     assert device_type("auto") == "cuda"
     with pytest.raises(ConfigError, match="of 1 GPUs the memory is not known here: give it, machine.gpu_memory_gb="):

@@ -29,7 +29,7 @@ def refused(folder):
     return printed
 
 
-def test_a_whole_folder_passes_and_a_name_is_left_to_the_hub(folder, monkeypatch):
+def test_whole_folder_passes_name_is_the_hubs(folder, monkeypatch):
     check_model(str(folder), "model.path")
     monkeypatch.chdir(folder.parent)
     check_model("./model", "model.path")

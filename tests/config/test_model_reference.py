@@ -40,7 +40,7 @@ def test_anything_else_stays_as_it_came(value):
     assert as_reference(value) is value
 
 
-def test_the_source_of_rollouts_is_the_policy_or_what_a_mapping_describes():
+def test_source_is_policy_or_a_mapping():
     assert SourceConfig().source == POLICY
     assert SourceConfig(source={"name": "m", "base_url": URL}).source == FrozenModelConfig("m", URL)
 
@@ -55,7 +55,7 @@ class Algorithm:
     sampling: SourceConfig = field(default_factory=SourceConfig)
 
 
-def test_frozen_models_are_found_by_what_they_are_not_by_what_they_are_called():
+def test_frozen_models_are_found_by_type():
     judge, source = FrozenModelConfig("m", URL), FrozenModelConfig("n", URL)
     found = dict(frozen_models(Algorithm(judge, sampling=SourceConfig(source=source)), "envs.math.algo"))
     assert found == {"envs.math.algo.judge": judge, "envs.math.algo.sampling.source": source}
@@ -72,7 +72,7 @@ def test_what_a_users_class_is_given_may_be_a_frozen_model():
         assert dict(frozen_models(component, "envs.math.algo")) == expected
 
 
-def test_the_source_is_found_in_a_config_node_as_in_an_algorithm():
+def test_source_is_found_in_a_node():
     source = {"name": "m", "base_url": URL}
     for sampling in (SourceConfig(source), {"source": source}, OmegaConf.create({"source": source})):
         assert dict(frozen_models({"sampling": sampling}, "algo")) == {
@@ -140,7 +140,7 @@ def test_a_hosted_model_needs_a_name_and_no_address():
 
 
 @pytest.mark.parametrize(("algo", "key"), [("opd", "teacher"), ("sft", "sampling.source")])
-def test_what_a_run_says_of_its_teacher_reaches_the_algorithm_that_uses_it(algo, key):
+def test_teacher_settings_reach_the_algorithm(algo, key):
     settings = ["teacher.name=large", f"teacher.base_url=[{URL},{URL}]"]
     settings += ["teacher.api_key_var=KEY", "teacher.timeout_s=9"]
     config = compose(["run.name=x", f"algo={algo}", "teacher=endpoint", *settings])
@@ -149,13 +149,13 @@ def test_what_a_run_says_of_its_teacher_reaches_the_algorithm_that_uses_it(algo,
     assert reference == FrozenModelConfig("large", [URL, URL], "KEY", 9.0)
 
 
-def test_what_a_model_says_of_itself_is_stronger_than_what_the_run_says_of_its_teacher():
+def test_own_model_keys_win_over_the_teachers():
     config = compose(["run.name=x", "algo=opd", f"algo.teacher.base_url={URL}", "algo.teacher.name=mine"])
     assert as_reference(config.algo["teacher"]) == FrozenModelConfig("mine", URL)
     assert not config.hosts(as_reference(config.algo["teacher"]))
 
 
-def test_only_a_reference_without_an_address_to_the_model_of_that_name_is_hosted():
+def test_only_references_without_address_are_hosted():
     config = compose(["run.name=x", "algo=opd"])
     reference = as_reference(config.algo["teacher"])
     assert config.hosts(reference)

@@ -61,7 +61,7 @@ def test_nothing_that_is_done_to_a_config_is_in_the_next():
     assert list(described(composed(*OVERRIDES[1]))) == before
 
 
-def test_a_conf_file_that_has_changed_come_or_gone_is_read_again(tmp_path):
+def test_changed_conf_file_is_read_again(tmp_path):
     (tmp_path / "curriculum").mkdir()
     file = tmp_path / "curriculum" / "mine.yaml"
 

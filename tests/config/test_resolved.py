@@ -115,7 +115,7 @@ def mine(tmp_path, monkeypatch):
     return f"hydra.searchpath=[file://{tmp_path}/conf]"
 
 
-def test_a_conf_file_sets_the_options_of_a_class_that_it_names(mine, tmp_path):
+def test_conf_file_sets_options_of_own_class(mine, tmp_path):
     config = compose([mine, f"run.dir={tmp_path}/x", "experiment=own"])
     assert check_loss("loss", config.loss) is None and config.loss["k"] == 3
     parts = build_components(config).envs["math"]

@@ -257,7 +257,7 @@ def test_cuda_needs_a_gpu(config, monkeypatch, key):
 
 
 @pytest.mark.parametrize(("algo", "key"), [("opd", "algo.teacher"), ("sft", "algo.sampling.source")])
-def test_a_teacher_that_is_served_elsewhere_has_a_name_and_an_address(algo, key):
+def test_served_teacher_needs_name_and_address(algo, key):
     served = ["run.name=x", f"algo={algo}", "teacher=endpoint"]
     for missing, given in (("name", ["teacher.base_url=http://h/v1"]), ("base_url", ["teacher.name=big"])):
         message = refused(compose([*served, *given]))

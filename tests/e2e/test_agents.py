@@ -19,7 +19,7 @@ def bodies(record):
 
 
 @pytest.mark.engine
-def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train, tokenizer):
+def test_echo_learns_a_tool_by_its_answers(train, tokenizer):
     run = train(
         *("algo=echo", "env=calculator", "max_steps=6", "orchestrator.batch_size=128", "trainer.optim.lr=2e-4"),
         *("trainer.token_export=true", QUIET),
@@ -60,7 +60,7 @@ def test_guessing_over_many_turns_trains_on_exactly_what_was_sampled(inline):
 
 
 @pytest.mark.slow
-def test_both_sides_of_a_game_and_envs_of_every_kind_train_in_one_run(inline):
+def test_envs_of_every_kind_train_in_one_run(inline):
     envs = ("kuhn_poker", "alphabet_sort", "reasoning_gym")
     run = inline(f"env=[{','.join(envs)}]", "max_steps=4", "orchestrator.eval.every=4", "orchestrator.eval.num_tasks=8")
     assert run.status == 0, run.stderr

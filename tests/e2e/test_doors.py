@@ -47,7 +47,7 @@ def urls(engine, teacher_url):
     return [engine.url, teacher_url.removesuffix("/v1")]
 
 
-def test_an_engine_listens_on_loopback_alone_and_its_unix_sockets_are_of_its_user(urls, sockets):
+def test_engine_listens_on_loopback_alone(urls, sockets):
     for url in urls:
         tcp, unix = sockets(server_of(url, sockets))
         assert ("127.0.0.1", int(url.rpartition(":")[2])) in tcp and {host for host, _ in tcp} == {"127.0.0.1"}

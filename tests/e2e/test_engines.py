@@ -36,7 +36,7 @@ ON_POLICY = (
 )
 
 
-def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path):
+def test_run_goes_on_while_one_engine_restarts(tmp_path):
     folder, printed = tmp_path / "run", tmp_path / "stderr"
     (tmp_path / "unhurried.py").write_text(GRADER)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 30) for b in range(10, 30)]

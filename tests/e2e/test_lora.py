@@ -22,7 +22,7 @@ KNOBS = (
 )
 
 
-def test_adapters_learn_on_policy_and_are_kept_for_peft_and_for_going_on(inline):
+def test_adapters_learn_and_are_kept_for_peft(inline):
     import peft  # takes .4 s, of each process that collects tests
 
     run = inline(*KNOBS, "max_steps=10")

@@ -110,7 +110,7 @@ def test_killed_stopped_and_gone_on(train_until, train, tmp_path):
     assert late.steps[-1].keys() - done.steps[-1].keys() == set() and "eval/math/avg@1" in late.steps[-1]
 
 
-def test_a_run_that_earns_nothing_leaves_a_checkpoint_to_go_on_from(train, tmp_path):
+def test_run_without_reward_leaves_a_checkpoint(train, tmp_path):
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(
         "".join(json.dumps({"prompt": f"say {n}", "answer": f"nothing like {n}"}) + "\n" for n in "abcdefgh")

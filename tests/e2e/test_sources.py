@@ -62,7 +62,7 @@ def trained_texts(run, tokenizer, step=1):
     ]
 
 
-def test_sft_from_a_chat_endpoint_trains_on_its_text_in_the_policys_template(inline, endpoint, tokenizer):
+def test_sft_from_chat_trains_in_the_policys_template(inline, endpoint, tokenizer):
     teacher = ("teacher=endpoint", "teacher.name=adds", "teacher.api_key_var=ADDS_KEY", f"teacher.base_url={endpoint}")
     run = inline("algo=sft", *teacher, *BRIEF)
     assert run.status == 0, run.stderr

@@ -39,7 +39,7 @@ def results(folder):
     return {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("*/result.json"))}
 
 
-def test_a_search_in_processes_of_their_own_is_reproducible_and_does_no_job_twice(sweep):
+def test_search_in_processes_is_reproducible(sweep):
     search = ("sweep=[lr_search,joblib]", "hydra.sweeper.n_trials=2")
     done, folder = sweep(*search)
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,7 @@ def test_an_interrupt_stops_the_sweep_and_leaves_no_process(inline_command, tmp_
 
 
 @pytest.mark.engine
-def test_jobs_of_one_process_share_a_warm_engine_and_the_seed_governs_each(train, command, exchanges, tmp_path):
+def test_jobs_share_a_warm_engine(train, command, exchanges, tmp_path):
     """Each begins from the base weights; its seed gives it the tasks and replies that it would have alone."""
     fixed = (*TINY, "experiment=on_policy")
     argv, env = command(*fixed, "seed=7,8", "run.name=s", "sweep.share_engine=true")

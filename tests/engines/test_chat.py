@@ -56,9 +56,7 @@ def text_of(completion, tokenizer):
         (Answer({"role": "assistant", "content": "2"}, "length"), EMPTY + "2", "length"),
     ],
 )
-def test_the_tokens_of_a_reply_are_what_its_template_has_from_the_prompt_to_the_end_of_the_turn(
-    renderer, tokenizer, answer, text, reason
-):
+def test_reply_tokens_are_the_templates(renderer, tokenizer, answer, text, reason):
     made = as_completion(renderer, ASK, answer, max_tokens=50)
     assert (text_of(made, tokenizer), made.finish_reason) == (text, reason)
     assert made.logprobs == [] and made.start_version is None
@@ -70,7 +68,7 @@ def test_a_prompt_that_opens_the_reply_leaves_the_rest_of_it(tokenizer):
     assert text_of(made, tokenizer) == "2<|im_end|>"
 
 
-def test_a_reply_that_does_not_fit_is_cut_and_a_demonstration_is_not(renderer, tokenizer):
+def test_long_reply_is_cut_a_demonstration_is_not(renderer, tokenizer):
     message = {"role": "assistant", "content": "123456"}
     cut = as_completion(renderer, ASK, Answer(message), max_tokens=8)
     assert len(cut.token_ids) == 8 and cut.finish_reason == "length"
@@ -85,7 +83,7 @@ def test_a_reply_that_does_not_fit_is_cut_and_a_demonstration_is_not(renderer, t
 # --- a chat endpoint --------------------------------------------------------------------------------------------------
 
 
-async def test_a_group_is_one_request_for_each_reply_with_a_seed_of_its_own(server, sampler, tokenizer):
+async def test_each_reply_is_a_request_with_its_seed(server, sampler, tokenizer):
     server.replies[CHAT] = reply("2")
     completions = await sampler.complete([5] * 10, n=2, key="k", dialogue=ASK)
     assert [text_of(each, tokenizer) for each in completions] == [EMPTY + "2<|im_end|>"] * 2
@@ -102,7 +100,7 @@ async def test_a_group_is_one_request_for_each_reply_with_a_seed_of_its_own(serv
     }
 
 
-async def test_tools_and_thoughts_are_passed_on_and_calls_come_back_as_the_policys_tokens(server, sampler, tokenizer):
+async def test_tools_and_thoughts_become_the_policys_tokens(server, sampler, tokenizer):
     call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     server.replies[CHAT] = reply(None, "tool_calls", tool_calls=[call], reasoning="I call")
     earlier = vf.AssistantMessage(content="hm", reasoning_content="secret")
@@ -199,7 +197,7 @@ def test_a_field_without_a_reply_is_refused(value):
         replies_in(Data(answer=value), "answer")
 
 
-async def test_a_demonstration_is_played_reply_by_reply_after_those_that_the_prompt_shows():
+async def test_demonstration_is_played_reply_by_reply():
     shown = [{"role": "user", "content": "0+1="}, {"role": "assistant", "content": "1"}]
     replies = [{"role": "assistant", "content": text} for text in ("2", "3")]
     task = Data(prompt=[*shown, {"role": "user", "content": "1+1="}], answer=replies)

@@ -45,7 +45,7 @@ async def test_what_a_server_gave_up_is_sent_again(server, pool):
     assert found.token_ids == [3, 4] and pool.counts["engine/requests_reissued"] == 1
 
 
-async def test_weights_are_sent_again_to_a_server_that_is_shutting_down_and_says_that_it_is_well(server, pool):
+async def test_weights_are_resent_to_a_server_shutting_down(server, pool):
     """Until it has ended: then its successor loads them."""
     pool.servers[0].restart_s = 30
     replies = [(500, '{"error":"Exception: Server shutting down"}')] * 3 + [{"loaded": "/w"}]
@@ -129,7 +129,7 @@ async def test_prompt_logprobs_come_by_the_route_that_samples(server, pool):
 
 
 @pytest.mark.parametrize("bad", [None, "-1", -9999.0, -10000.0, {"7": -1.0}, float("nan"), float("inf"), -float("inf")])
-async def test_a_prompt_logprob_that_is_missing_or_not_finite_is_an_error(server, pool, bad):
+async def test_missing_or_infinite_logprob_is_an_error(server, pool, bad):
     server.replies[GENERATE] = scored(None, -0.5, bad)
     with pytest.raises(EngineError):
         await pool.prompt_logprobs([5, 6, 7])
@@ -170,7 +170,7 @@ async def test_an_update_that_is_not_confirmed_is_none(server, pool):
     assert pool.version == 0
 
 
-async def test_no_request_is_sent_during_an_update_and_one_sent_before_may_live_through_it(server, pool):
+async def test_no_request_is_sent_during_an_update(server, pool):
     loading, sampling = asyncio.Event(), asyncio.Event()
 
     async def load():
@@ -227,7 +227,7 @@ async def test_wait_ready_with_a_wrong_token_gives_up_at_once(server, pool):
 # --- spreading --------------------------------------------------------------------------------------------------------
 
 
-async def test_two_connections_that_are_closed_in_a_row_cost_no_request_and_a_third_is_an_error():
+async def test_third_closed_connection_is_an_error():
     """An engine that is busy closes its idle connections one after the other, each as we are about to use it."""
 
     def serve(closed: int, answered: int) -> None:

@@ -69,7 +69,7 @@ async def test_a_request_is_token_ids_and_plain_sampling_and_nothing_else(server
 
 
 @pytest.mark.parametrize(("tail", "listed"), [("", False), ("/v1", True), ("/v1/", False)])
-async def test_the_url_may_end_in_v1_and_may_be_one_of_a_list(server, connect, tail, listed):
+async def test_url_may_end_in_v1_or_be_a_list(server, connect, tail, listed):
     url = server.url + tail
     pool = connect(base_url=[url] if listed else url)
     await pool.generate([1], {})
@@ -171,7 +171,7 @@ async def test_a_missing_prompt_logprob_is_an_error(server, pool, bad):
     assert server.calls == [COMPLETIONS]
 
 
-async def test_a_prompt_logprob_above_0_is_an_error_as_a_sampled_ones_is(server, pool):
+async def test_logprob_above_0_is_an_error(server, pool):
     server.replies[COMPLETIONS] = rows(None, row(_7=1e-4))
     assert await pool.prompt_logprobs([5, 7]) == [0.0, 1e-4]  # rounding
     server.replies[COMPLETIONS] = rows(None, row(_7=3.0))
@@ -257,7 +257,7 @@ async def test_a_refused_key_is_told_at_once_with_its_setting(server, connect, m
     assert raised.value.status == status and server.calls == [MODELS] and "s3cret" not in str(raised.value)
 
 
-async def test_wait_ready_names_the_endpoint_that_did_not_answer_and_the_last_it_said(server, pool):
+async def test_wait_ready_names_the_silent_endpoint(server, pool):
     server.replies[MODELS] = (503, "out of memory")
     message = rf"model 'teacher' at {server.url} was not ready after 0.2 s \(.*HTTP 503: out of memory\)"
     with pytest.raises(DeadlinePassed, match=message):
@@ -277,9 +277,7 @@ async def fails(pool, what="generate"):
 
 
 @pytest.mark.parametrize(("what", "status"), [("generate", 500), ("prompt_logprobs", 503)])
-async def test_a_server_error_fails_the_request_and_the_model_is_away_until_it_is_found_again(
-    server, pool, what, status
-):
+async def test_server_error_takes_the_model_away_until_found(server, pool, what, status):
     server.replies |= {COMPLETIONS: (status, ""), MODELS: (status, "")}
     await fails(pool, what)
     assert not pool.up, "at once"
@@ -293,7 +291,7 @@ async def test_a_server_error_fails_the_request_and_the_model_is_away_until_it_i
 
 
 @pytest.mark.parametrize("reply", [(400, "too long"), (404, "no such model"), {"choices": []}])
-async def test_an_answer_that_the_request_is_to_blame_for_does_not_mean_that_the_model_is_away(server, pool, reply):
+async def test_request_error_does_not_take_the_model_away(server, pool, reply):
     server.replies[COMPLETIONS] = reply
     await fails(pool)
     await asyncio.sleep(0.05)

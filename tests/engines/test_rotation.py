@@ -32,9 +32,7 @@ async def pool(policies, monkeypatch):
 # --- death and comeback -----------------------------------------------------------------------------------------------
 
 
-async def test_requests_of_a_server_that_died_go_to_another_at_once_and_it_comes_back_with_the_newest_weights(
-    pool, policies
-):
+async def test_dead_server_comes_back_with_newest_weights(pool, policies):
     first, second = policies
     for server in policies:
         server.hold(GENERATE)
@@ -57,9 +55,7 @@ async def test_requests_of_a_server_that_died_go_to_another_at_once_and_it_comes
     assert [await ask(pool) for _ in range(3)] == [(2, 2)] * 3 and first.asked() == 3
 
 
-async def test_a_server_that_was_started_anew_between_two_requests_samples_nothing_from_its_base_weights(
-    pool, policies
-):
+async def test_restarted_server_samples_nothing_from_base_weights(pool, policies):
     """Nobody has noticed: no request failed."""
     first, second = policies
     await first.stop()
@@ -71,7 +67,7 @@ async def test_a_server_that_was_started_anew_between_two_requests_samples_nothi
     assert second.asked() == 3
 
 
-async def test_weights_that_are_gone_before_a_server_has_loaded_them_are_followed_by_the_newest(pool, policies):
+async def test_removed_weights_are_followed_by_the_newest(pool, policies):
     """They are discarded once all servers of the rotation have newer ones, and this one is on its way back."""
     [first, _] = policies
     gone = asyncio.Event()
@@ -96,7 +92,7 @@ async def test_weights_that_are_gone_before_a_server_has_loaded_them_are_followe
 # --- updates ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_server_takes_requests_of_the_new_version_while_another_still_loads_it(pool, policies):
+async def test_updated_server_works_while_another_loads(pool, policies):
     first, second = policies
     gates = [server.hold(UPDATE) for server in policies]
     update = asyncio.create_task(pool.update_weights(2, "/w2"))
@@ -115,7 +111,7 @@ async def test_a_server_takes_requests_of_the_new_version_while_another_still_lo
     assert await asyncio.gather(*tasks) == [(2, 2)] * 4 and second.asked() == 2
 
 
-async def test_a_server_that_dies_of_an_update_is_brought_up_to_date_when_it_is_back(pool, policies):
+async def test_server_that_died_of_an_update_catches_up(pool, policies):
     first, second = policies
     first.hold(UPDATE)
     update = asyncio.create_task(pool.update_weights(2, "/w2"))
@@ -130,7 +126,7 @@ async def test_a_server_that_dies_of_an_update_is_brought_up_to_date_when_it_is_
     assert first.holds == 2
 
 
-async def test_an_update_that_a_server_refuses_ends_with_its_name_although_another_has_it(pool, policies):
+async def test_refused_update_names_its_server(pool, policies):
     [_, second] = policies
     second.replies[UPDATE] = (400, "a tensor is missing")
     with pytest.raises(EngineError, match=f"{second.url}{UPDATE} answered HTTP 400: a tensor is missing"):

@@ -127,7 +127,7 @@ def test_logprobs_are_numbers_of_json():
     ]
 
 
-def test_each_token_of_a_prompt_has_the_logprob_of_its_own_id():
+def test_prompt_logprobs_are_of_their_own_ids():
     def row(**logprobs):
         return {int(name[1:]): SimpleNamespace(logprob=value) for name, value in logprobs.items()}
 
@@ -150,7 +150,7 @@ async def test_two_updates_do_not_mix(engine, post):
     assert engine.calls == WHOLE * 2
 
 
-async def test_after_a_failed_load_the_engine_stays_paused_until_one_has_succeeded(engine, post):
+async def test_failed_load_leaves_the_engine_paused(engine, post):
     """Nothing is sampled from a mixture of weights."""
     engine.failure = FileNotFoundError("no such folder")
     reply = await post({"path": WEIGHTS})

@@ -22,7 +22,7 @@ def test_the_server_with_the_fewest_sequences_is_next(router):
     assert chosen == [A, B, C, B, C, B], "loads before each: 0 0 0, 8 0 0, 8 1 0, 8 1 1, 8 2 1, 8 2 9"
 
 
-def test_requests_of_a_prefix_go_to_one_server_and_prefixes_are_spread(router):
+def test_prefixes_are_spread_each_on_one_server(router):
     homes = {number: router.choose(1, f"group {number}") for number in range(30)}
     assert {server.url for server in homes.values()} == {A, B, C}
     router.load |= {A: 12, B: 3, C: 8}
@@ -38,15 +38,13 @@ def test_requests_of_a_prefix_go_to_one_server_and_prefixes_are_spread(router):
         (142, 100, False),  # 143, and 142.9
     ],
 )
-def test_it_leaves_for_a_server_that_is_a_quarter_above_the_mean_and_has_more_than_a_few(
-    router, here, elsewhere, stays
-):
+def test_busy_server_is_left(router, here, elsewhere, stays):
     home = router.choose(1, "group")
     router.load |= dict.fromkeys(router.load, elsewhere) | {home.url: here}
     assert (router.choose(1, "group") is home) is stays
 
 
-def test_servers_that_are_away_or_load_get_nothing_and_those_that_failed_come_last(router):
+def test_absent_servers_get_nothing_failed_ones_last(router):
     home = router.choose(1, "group")
     other, failing = (server for server in router.servers if server is not home)
     failing.failed()

@@ -99,7 +99,7 @@ def test_stop_strings_are_searched_for_in_a_text_with_special_tokens(renderer):
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(None, 6), (5, 5), (9, 6)])
-async def test_max_tokens_is_what_is_asked_for_or_what_the_model_has_room_for(renderer, max_tokens, expected):
+async def test_max_tokens_is_bounded_by_the_models_room(renderer, max_tokens, expected):
     sampler = make(renderer, max_tokens=max_tokens)
     await sampler.complete([1, 2, 3], n=1, key="k")
     assert sampler.pool.asked.max_tokens == expected
@@ -111,7 +111,7 @@ async def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(rendere
     await make(renderer).complete([1] * 8, n=1, key="k")
 
 
-async def test_the_seed_of_a_request_depends_on_the_run_and_its_name_alone(renderer):
+async def test_request_seed_depends_on_run_and_name(renderer):
     seeds = []
     for seed, key in ((0, "a"), (0, "a"), (0, "b"), (1, "a")):
         sampler = make(renderer, seed)

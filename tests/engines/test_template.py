@@ -121,7 +121,7 @@ def test_a_turn_ends_where_tokenizer_files_and_template_end_it(make, template, g
         assert parsed(tokenizer, f"4{end}", name=name).content == "4"
 
 
-def test_a_turn_that_a_family_does_not_end_so_is_rendered_again(make):
+def test_unended_turn_is_rendered_again(make):
     tokenizer = make(eos=END, generation_config={"eos_token_id": [make().convert_tokens_to_ids(BOS)]})
     renderer = make_renderer(tokenizer, name="qwen3", thinking_retention="all")
     prompt = renderer.render_ids([user("U1")], add_generation_prompt=True)

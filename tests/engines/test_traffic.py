@@ -34,7 +34,7 @@ class Recording(events.Track):
         self.spans.append((span.process, span.what, span.start, span.stop, span.step))
 
 
-def test_a_server_is_at_work_from_the_first_request_to_the_end_of_the_last(clock):
+def test_server_works_from_first_to_last_request(clock):
     traffic, track = Traffic([A]), Recording()
     traffic.record(track)
     with traffic.request(A):
@@ -52,7 +52,7 @@ def test_a_server_is_at_work_from_the_first_request_to_the_end_of_the_last(clock
     assert traffic.busy_s == 4
 
 
-def test_while_weights_are_loaded_requests_wait_and_the_server_is_at_work(clock):
+def test_loading_server_counts_as_at_work(clock):
     traffic, track = Traffic([A, B]), Recording()
     traffic.record(track)
     with traffic.request(A):

@@ -61,7 +61,7 @@ async def test_the_models_own_end_tokens_end_a_reply(pool, tokenizer):
     assert all(reply.token_ids.index(end) == len(reply.token_ids) - 1 for reply in replies)
 
 
-async def test_new_weights_answer_from_then_on_and_no_reply_is_of_two_versions(pool, tmp_path):
+async def test_no_reply_is_of_two_versions(pool, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype=torch.float32)
     before = await pool.prompt_logprobs(PROMPT)
     with torch.no_grad():

@@ -19,7 +19,7 @@ async def test_the_policys_client_asks_the_servers_that_were_started(tmp_path):
     await pool.close()
 
 
-async def test_clients_of_a_frozen_model_have_its_address_and_key_and_their_own_deadline(tmp_path):
+async def test_frozen_clients_have_address_key_and_deadline(tmp_path):
     connect = VLLMEngine.frozen(spec(tmp_path, frozen=True), lambda spec: ["http://127.0.0.1:9"])
     reference = FrozenModelConfig(name="served", timeout_s=7.0, api_key_var="NOT_SET")
     pool = connect(reference)

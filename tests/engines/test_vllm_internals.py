@@ -130,7 +130,7 @@ def test_what_is_used_is_there_and_needed(cpu_only):
 
 
 @pytest.mark.engine
-def test_a_prompt_runs_once_and_each_continuation_is_the_one_it_would_be_alone(cpu_only, tmp_path):
+def test_group_prompt_runs_once_with_equal_continuations(cpu_only, tmp_path):
     assert cpu_only, "a GPU's blocks are small enough for vLLM's own prefix cache"
     names = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
     argv = [sys.executable, "-c", ONCE, str(tmp_path)]

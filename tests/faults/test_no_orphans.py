@@ -105,7 +105,7 @@ def test_a_command_leaves_no_process_of_the_users_code(leave, end, status):
     assert not any(map(running, map(int, started.split())))
 
 
-def test_a_command_does_not_wait_for_the_tracker_of_its_shared_memory():
+def test_command_does_not_wait_for_shared_memory_tracker():
     code = COMMAND.format(leave="memory = shared_memory.SharedMemory(create=True, size=64); print(memory.name)", end="")
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
