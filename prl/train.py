@@ -109,9 +109,11 @@ def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult
     urls = [] if config.dry_run else engines.start_early(config, launcher, token, run_dir)
     try:
         from prl.launch import builder  # verifiers and transformers are imported once the config has passed
+        from prl.launch.components import build_components
 
         point = resume.find(config)
-        prepared = builder.prepare(config, launcher, token)
+        components = build_components(config, launcher)
+        prepared = builder.prepare(config, components, token)
         prepared.resume, prepared.urls = point, urls
         if config.dry_run and point is not None:  # a run looks once nobody else may write there
             resume.check_origin(config, builder.task_keys(prepared))

@@ -1,6 +1,7 @@
-"""From a config to the live objects of a run, in three steps: prepare what can be refused, start the servers, assemble.
+"""From a config to the live objects of a run: build components, prepare what can be refused, start servers, assemble.
 
-prepared = prepare(config)                                               tokenizer, tasks, renderers
+components = build_components(config)                                    an object for each node (components.py)
+prepared = prepare(config, components)                                   tokenizer, tasks, renderers
 supervisor = supervise(prepared, track)                                  watches their processes
 services = await start_services(prepared, supervisor, transport, run_dir)  engine, trainer, teacher, all of them ready
 orchestrator = assemble(prepared, services, transport, run_dir)
@@ -27,7 +28,6 @@ from prl.launch.checks import check_engines, check_loadable
 from prl.launch.components import (
     RunComponents,
     attach_filters,
-    build_components,
     check_target,
     check_tasks,
     check_vocabulary,
@@ -92,12 +92,11 @@ class Services:
 # --- prepare ----------------------------------------------------------------------------------------------------------
 
 
-def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | None = None) -> PreparedRun:
-    """Build and check the components, load tokenizer and tasks. Raises ConfigError.
+def prepare(config: TrainConfig, components: RunComponents, token: str | None = None) -> PreparedRun:
+    """Load tokenizer and tasks, and check them with the components of the config. Raises ConfigError.
 
-    `launcher` and `token` are those that engines were started with; None = new ones.
+    `token` is the one that engines were started with; None = a new one.
     """
-    components = build_components(config, launcher)
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_engines(config, components.launcher, hosted=bool(components.hosted))
     check_loadable(config.model, "model.", trained=True)

@@ -22,6 +22,7 @@ from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch.builder import prepare
 from prl.launch.command import about, one_line, refused
+from prl.launch.components import build_components
 
 QUICK = ("run.name=fuzz", "engine.device=cpu", "trainer.device=cpu")
 """Overrides of every base: what takes no time, on any machine."""
@@ -165,7 +166,7 @@ def outcome(case: Case, config: DictConfig) -> Finding:
                 return judged(case, about(overrides, one_line(error)))
             typed = to_config(TrainConfig, config, overrides)
             validate(typed)
-            prepare(typed)
+            prepare(typed, build_components(typed))
     except ConfigError as error:
         return judged(case, refused(error))
     except Exception as error:

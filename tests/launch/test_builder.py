@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from prepared_run import prepared_run
 
 from prl.config.compose import compose
 from prl.config.gpus import Placement
@@ -16,7 +17,7 @@ from prl.engines.client import InferencePool
 from prl.engines.frozen import FrozenPool
 from prl.errors import ConfigError
 from prl.launch import builder as module
-from prl.launch.builder import assemble, check_vocabulary, prepare, start_services, supervise
+from prl.launch.builder import assemble, check_vocabulary, start_services, supervise
 from prl.launch.components import build_components
 from prl.launch.local import LocalLauncher
 from prl.launch.specs import run_token
@@ -99,8 +100,13 @@ def test_a_teacher_of_another_vocabulary_needs_a_chat_template():
 
 
 def test_filters_know_vocabulary_and_longest_completion():
-    given = ("envs.math.sampling.max_tokens=16", "sampling.max_tokens=200", "model.max_model_len=256")
-    made = prepare(config("env=[math,math_retry]", *FEW, "filters=enforce", "~filters.post_batch.gibberish", *given))
+    given = (
+        "filters=enforce",
+        "envs.math.sampling.max_tokens=16",
+        "sampling.max_tokens=200",
+        "model.max_model_len=256",
+    )
+    made = prepared_run(config("env=[math,math_retry]", *FEW, *given, "~filters.post_batch.gibberish"))
     saved = json.loads((Path(made.model.path) / "tokenizer.json").read_text())
     tokens = {*saved["model"]["vocab"].values(), *(token["id"] for token in saved["added_tokens"])}
     for name, longest in {"math": 16, "math_retry": 255}.items():  # several turns
@@ -116,7 +122,7 @@ def test_filter_that_matches_nothing_warns_with_its_key():
     with pytest.warns(
         UserWarning, match=r"filters\.pre_batch\.repetition\.window=50 matches nothing in this run"
     ) as caught:
-        prepare(config("env=[math,math_retry]", *FEW, "envs.math.sampling.max_tokens=32", window))
+        prepared_run(config("env=[math,math_retry]", *FEW, "envs.math.sampling.max_tokens=32", window))
     printed = [str(each.message) for each in caught if "matches nothing" in str(each.message)]
     assert len(printed) == 1 and printed[0].endswith("has 32 tokens"), "of math alone"
 
@@ -125,7 +131,7 @@ def test_filter_that_matches_nothing_warns_with_its_key():
 
 
 def curricula_of(*overrides):
-    made = prepare(config("curriculum=pools", *overrides))
+    made = prepared_run(config("curriculum=pools", *overrides))
     return {name: env.curriculum for name, env in made.components.envs.items()}
 
 
@@ -195,7 +201,7 @@ def run(servers, tmp_path):
             given.teacher.engine.port = teacher.port
         launcher, processes = LocalLauncher(), Processes()
         launcher.start = processes.start
-        before, prepared = copy.deepcopy(given), prepare(given)
+        before, prepared = copy.deepcopy(given), prepared_run(given)
         probed = {"index": 0, "token_ids": [0], "prompt_token_ids": prepared.probe.token_ids}
         teacher.replies["/v1/completions"] = {"choices": [probed]}  # it has the policy's tokenizer
         return SimpleNamespace(

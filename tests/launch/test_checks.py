@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 from engines import policy_spec
+from prepared_run import prepared_run
 
 from prl.config.compose import compose
 from prl.config.schema import VLLMConfig
 from prl.errors import ConfigError, PrlError
-from prl.launch.builder import prepare
 from prl.launch.local import LocalLauncher
 from prl.launch.prompts import check_lengths
 from prl.models import model_path
@@ -29,7 +29,7 @@ def folder(tmp_path):
 
 def refused(*overrides):
     with pytest.raises(ConfigError) as caught:
-        prepare(compose([*BASE, *overrides]))
+        prepared_run(compose([*BASE, *overrides]))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -69,7 +69,7 @@ def test_tokenizer_without_chat_template_is_refused(folder):
     change(folder / "tokenizer_config.json", chat_template=None)
     printed = refused(f"model.path={folder}", "renderer=default")
     assert printed.startswith("renderer") and "template" in printed
-    prepare(compose([*BASE, f"model.path={folder}"]))  # the renderer qwen3 brings its own
+    prepared_run(compose([*BASE, f"model.path={folder}"]))  # the renderer qwen3 brings its own
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

@@ -2,20 +2,21 @@
 frozen source is asked with."""
 
 import pytest
+from prepared_run import prepared_run
 
 from prl.config.compose import compose
 from prl.engines.chat import ChatSource, Demonstrations
 from prl.engines.frozen import FrozenPool
 from prl.errors import ConfigError
-from prl.launch.builder import Services, assemble, prepare
+from prl.launch.builder import Services, assemble
 from prl.transport.files import FileTransport
 
 SMALL = ["run.name=x", "engine.device=cpu", "trainer.device=cpu", "orchestrator.eval.every=null"]
 DEMONSTRATED = ["algo=sft", "algo.sampling.source=demonstrations", "orchestrator.group_size=1"]
 
 
-def prepared(*overrides):
-    return prepare(compose([*SMALL, *overrides]))
+def demonstrated(*overrides):
+    return prepared_run(compose([*SMALL, *overrides]))
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def env_of(tmp_path, renderer):
     """`env_of(*overrides)`: the env `math` of an assembled run."""
 
     def make(*overrides):
-        run = prepared("envs.math.args.num_tasks=4", *overrides)
+        run = demonstrated("envs.math.args.num_tasks=4", *overrides)
         services = Services(policy=None, hosted={}, teachers=[])
         return run, assemble(run, services, FileTransport(tmp_path), tmp_path).envs[0]
 
@@ -36,14 +37,14 @@ def test_a_conversation_for_a_single_turn_is_refused(tmp_path):
     path.write_text(f'{{"prompt": "p", "answer": "a", "talk": {talk}}}\n')
     args = [f"envs.jsonl.args.{each}" for each in (f"path={path}", "demonstration_key=talk")]
     with pytest.raises(ConfigError, match="has 2 replies, and the env asks for one"):
-        prepared(*DEMONSTRATED, "env=jsonl", *args, "envs.jsonl.eval_args=null")
+        demonstrated(*DEMONSTRATED, "env=jsonl", *args, "envs.jsonl.eval_args=null")
 
 
 def test_useless_demonstration_settings_warn():
     with pytest.raises(ConfigError, match=r"algo\.sampling\.demo_key=answer: it is read with .*source=demonstrations"):
-        prepared("algo=sft", "algo.sampling.demo_key=answer")
+        demonstrated("algo=sft", "algo.sampling.demo_key=answer")
     with pytest.warns(UserWarning, match="the 4 rollouts of a group are the same demonstration"):
-        prepared("algo=sft", "algo.sampling.source=demonstrations", "envs.math.args.num_tasks=4")
+        demonstrated("algo=sft", "algo.sampling.source=demonstrations", "envs.math.args.num_tasks=4")
 
 
 async def test_demonstration_rollout_is_its_text_without_version(env_of, tokenizer):

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
+from prepared_run import prepared_run
 
 from prl.config.compose import compose
 from prl.engines.renderer import make_renderer
 from prl.envs.tools import Tools
 from prl.errors import ConfigError
-from prl.launch.builder import prepare
 from prl.launch.prompts import CHECKED, rendered_prompts
 
 FIRST_SYSTEM_ALONE = (
@@ -74,4 +74,4 @@ def test_a_demonstration_that_would_be_cut_is_refused(tmp_path):
     small = ["run.name=x", "engine.device=cpu", "trainer.device=cpu", "orchestrator.group_size=1"]
     demonstrated = ["algo=sft", "algo.sampling.source=demonstrations", "env=jsonl", "envs.jsonl.eval_args=null"]
     with pytest.raises(ConfigError, match="would leave out 'Write <.im_end.> to stop"):
-        prepare(compose([*small, *demonstrated, *args]))
+        prepared_run(compose([*small, *demonstrated, *args]))

@@ -23,6 +23,7 @@ from architectures import (
     step,
     write_model,
 )
+from prepared_run import prepared_run
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter
@@ -30,7 +31,6 @@ from transformers.core_model_loading import Chunk, WeightConverter
 from prl.config.compose import compose
 from prl.config.tensor_names import check_names
 from prl.errors import ConfigError
-from prl.launch.builder import prepare
 from prl.rollouts.packing import pack
 from prl.trainer.architecture import check_architecture
 from prl.trainer.batch import stacks
@@ -197,7 +197,7 @@ def test_unsupported_architecture_is_refused_before_a_run_starts(tmp_path, name)
     """By its config: neither is it built nor are its weights read."""
     folder = write_model(tmp_path / "model", name, tied=True)
     with pytest.raises(ConfigError) as caught:
-        prepare(compose(["run.name=x", "model=hf", f"model.path={folder}", "engine.device=cpu"]))
+        prepared_run(compose(["run.name=x", "model=hf", f"model.path={folder}", "engine.device=cpu"]))
     assert ARCHITECTURES[name].refused in str(caught.value) and str(folder) in str(caught.value)
 
 
