@@ -42,6 +42,8 @@ class InlineLauncher(Launcher):
         config = json.loads(json.dumps(spec.payload))  # as the process of a trainer gets it
         try:
             worker.run(config, spec.run_dir, self.stopping)
+        except SystemExit:
+            log.info("the trainer was stopped while it waited")
         except Exception as error:
             log.info("the trainer failed", exc_info=True)
             self.error = error

@@ -68,7 +68,6 @@ def test_ctrl_c_stops_everything_in_order(running_run):
     assert json.loads((running_run.dir / "result.json").read_text())["status"] == "stopped"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the trainer, at its end
 def test_an_engine_that_is_not_there_is_named(inline, monkeypatch):
     monkeypatch.setenv("PRL_TOKEN", "x")
     run = inline("engine=default", "engine.urls=[http://127.0.0.1:9]", "engine.startup_timeout_s=1")
