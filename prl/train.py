@@ -116,7 +116,7 @@ def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult
         prepared = builder.prepare(config, components, token)
         prepared.resume, prepared.urls = point, urls
         if config.dry_run and point is not None:  # a run looks once nobody else may write there
-            resume.check_origin(config, builder.task_keys(prepared))
+            resume.check_tasks(run_dir, builder.task_keys(prepared))
     except BaseException:
         launcher.stop()
         remove_logs(run_dir, absent)

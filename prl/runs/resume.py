@@ -22,7 +22,7 @@ from prl.config.suggestions import override_key
 from prl.errors import UNREADABLE, ConfigError
 from prl.monitors.text import safe
 from prl.runs.owner import LOCK
-from prl.runs.provenance import command_line, data_hash, model_hash
+from prl.runs.provenance import command_line, data_hash
 from prl.runs.result import RunResult, read_result
 from prl.runs.run_dir import NOT_OF_A_RUN, clear, cut_back, holds_run, write_config
 from prl.transport import checkpoint_folders
@@ -178,22 +178,15 @@ def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str,
     return changed
 
 
-def check_origin(config: TrainConfig, tasks: Tasks) -> None:
-    """Raise ConfigError where training tasks, or weights beside adapters, are not those that the run began with."""
-    run_dir = Path(config.run.dir)
+def check_tasks(run_dir: Path, tasks: Tasks) -> None:
+    """Raise ConfigError where an env's training tasks are not those that the run began with."""
     try:
-        recorded = msgspec.json.decode((run_dir / "provenance.json").read_bytes())
-        before = {env: splits["train"]["sha256"] for env, splits in recorded["data"].items()}
-        weights = recorded["models"]["model"]
+        recorded = msgspec.json.decode((run_dir / "provenance.json").read_bytes())["data"]
+        before = {env: splits["train"]["sha256"] for env, splits in recorded.items()}
     except (OSError, *UNREADABLE, KeyError, TypeError, AttributeError) as error:
         message = f"warning: {run_dir / 'provenance.json'} cannot be read ({error}): whether the tasks are the same"
         print(safe(f"{message} is told by their number alone"), file=sys.stderr)  # which the curricula compare
         return
-    if config.model.lora.rank is not None and model_hash(config.model.path) != weights:
-        raise ConfigError(
-            "model.path has other weights than when the run began (provenance.json), beside which its adapters were "
-            "trained: give those, or begin a new run from the merged weights, model.path=<the checkpoint>"
-        )
     for env, splits in tasks.items():
         if env in before and data_hash(splits["train"])["sha256"] != before[env]:
             raise ConfigError(
@@ -225,7 +218,7 @@ def take_over(point: "ResumePoint", config: TrainConfig, tasks: Tasks) -> None:
     process has been there since `find`.
     """
     run_dir = point.run_dir
-    check_origin(config, tasks)
+    check_tasks(run_dir, tasks)
     if checkpoint_folders.steps_of(run_dir) != point.steps:
         raise ConfigError(f"another process has gone on with the run in {run_dir} meanwhile: begin again")
     if point.folder is None:

@@ -5,13 +5,14 @@ under `x.lora_A.default` and `x.lora_B.default`. peft is imported where a run ha
 """
 
 import copy
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -30,6 +31,9 @@ NAME = "default"
 """Of the one adapter that each layer has."""
 OF_ADAPTER = re.compile(rf"(.+\.lora_[AB])\.{NAME}\.weight")
 OF_LAYER = re.compile(r"(.+)\.base_layer\.(\w+)")
+CLOSE = 1e-5
+"""By which a checkpoint's merged weights may differ from those merged again, which ranks add up in another order;
+relative to the largest."""
 
 
 def add_adapters(model: PreTrainedModel, node: Mapping[str, Any], path: str) -> None:
@@ -148,7 +152,8 @@ def save_adapters(model: PreTrainedModel, folder: Path | None) -> None:
 def load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
     """Give the adapters of `model` the values that they have in a checkpoint.
 
-    Raises ConfigError where there are others.
+    Raises ConfigError where there are others, and where the model's own weights are not those that they were trained
+    beside: then the checkpoint's merged weights are not what comes out here.
     """
     own = adapters_of(model)
     path = checkpoint / ADAPTER / WEIGHTS
@@ -160,3 +165,14 @@ def load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
         raise ConfigError(f"{path} has adapters of other layers or shapes than model.lora asks for")
     for name, matrix in own.items():
         matrix.copy_(saved[name])
+    with safe_open(checkpoint / "model.safetensors", "pt") as merged:
+        names = set(merged.keys())
+        tensors = (as_in_files(model, name, tensor) for name, tensor in weights_of(model))
+        for name, now in itertools.chain.from_iterable(each.items() for each in tensors):
+            then = (merged.get_tensor(name) if name in names else torch.empty(0)).to(now.device)
+            if then.shape != now.shape or not (now - then).abs().max() <= CLOSE * then.abs().max():
+                raise ConfigError(
+                    f"{name} of model.path has other values than when the run began, of which {checkpoint} has the "
+                    "adapters: give the model that it began with, or begin a new run from the merged weights, "
+                    f"model.path={checkpoint}"
+                )

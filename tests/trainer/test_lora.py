@@ -130,6 +130,10 @@ def test_adapters_come_back_and_others_are_refused(tiny, tmp_path):
     load_adapters(again, tmp_path)
     expected = dict(model.named_parameters())
     assert all(torch.equal(parameter, expected[name]) for name, parameter in again.named_parameters())
+    with torch.no_grad():
+        tiny.model.norm.weight[3] += 0.01
+    with pytest.raises(ConfigError, match=r"model.norm.weight of model.path has other values than when the run began"):
+        load_adapters(adapted(copy.deepcopy(tiny)), tmp_path)
     with pytest.raises(ConfigError, match="adapters of other layers or shapes"):
         load_adapters(adapted(copy.deepcopy(tiny), rank=5), tmp_path)
     (tmp_path / ADAPTER / "adapter_model.safetensors").write_bytes(b"cut")
