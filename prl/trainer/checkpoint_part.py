@@ -1,7 +1,7 @@
 """The trainer's part of a checkpoint: weights, optimiser and random generators.
 
-state/trainer.safetensors     every tensor: optimizer/<parameter>/<name>, generator/<rank>/{cpu,cuda}
-state/trainer.json            everything else of the optimiser, by parameter and name
+state/trainer.safetensors     every tensor: optimiser/…, generator/<rank>/{cpu,cuda}
+state/trainer.json            everything else of the optimiser, with the tensors' names in their places
 adapter/                      with model.lora, the adapters as peft has them; the weights have them merged
 
 Tensors and JSON alone: nothing in a checkpoint is code. The optimiser's state is kept by parameter name, and its
@@ -9,7 +9,7 @@ settings are not kept: they are the config's, which may have changed when a run 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from prl.trainer.weights import on_writer
 from prl.transport.checkpoint_folders import STATE, checkpoint_path, part_path
 from prl.transport.files import naming, writing
 
-OPTIMIZER = "optimizer/"
-"""How the names of the optimiser's tensors begin."""
+TENSOR = "$tensor"
+"""Key of what stands for a tensor in `trainer.json`."""
 
 
 def write_part(run_dir: Path, step: int, trainer: Trainer, tokenizer: Mapping[str, bytes], *, rank: int = 0) -> None:
@@ -69,21 +69,16 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
     A rank that the checkpoint does not know keeps its generators. Raises ConfigError where the optimiser's state does
     not fit the model's parameters.
     """
-    saved = _read_state(folder)["optimizer"]
+    saved = _read_state(folder)
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    missing = sorted(saved.keys() - parameters.keys())
+    missing = sorted(saved["optimizer"].keys() - parameters.keys())
     if missing:
         raise ConfigError(f"{folder}: the optimiser's state is of parameters that the model lacks: {missing[0]}")
-    generators = {}
     with safe_open(folder / STATE / "trainer.safetensors", "pt") as tensors:
-        for path in sorted(tensors.keys()):
-            owner, _, key = path.rpartition("/")
-            if owner == f"generator/{rank}":
-                generators[key] = tensors.get_tensor(path)
-            elif path.startswith(OPTIMIZER):
-                name = owner.removeprefix(OPTIMIZER)
-                saved[name][key] = part_like(parameters[name], tensors.get_tensor(path))
-    _load_optimizer(trainer.optimizer, parameters, saved)
+        _load_optimizer(trainer.optimizer, parameters, saved["optimizer"], tensors.get_tensor)
+        own = {kind: f"generator/{rank}/{kind}" for kind in ("cpu", "cuda")}
+        saved_names = set(tensors.keys())
+        generators = {kind: tensors.get_tensor(name) for kind, name in own.items() if name in saved_names}
     if "cpu" in generators:
         torch.set_rng_state(generators["cpu"])
     if "cuda" in generators and trainer.device.type == "cuda":
@@ -91,14 +86,26 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
 
 
 def _load_optimizer(
-    optimizers: Optimizers, parameters: Mapping[str, torch.nn.Parameter], saved: Mapping[str, Any]
+    optimizers: Optimizers,
+    parameters: Mapping[str, torch.nn.Parameter],
+    saved: Mapping[str, Any],
+    tensor: Callable[[str], torch.Tensor],
 ) -> None:
     """Give the optimisers of `parameters` the state that is saved by their names; settings stay as they are."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for optimizer in optimizers.optimizers:
         order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-        state = {number: saved[name] for number, name in enumerate(order) if name in saved}
+        state = {
+            number: _with_tensors(saved[name], _parts(parameters[name], tensor))
+            for number, name in enumerate(order)
+            if name in saved
+        }
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _parts(parameter: torch.nn.Parameter, tensor: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+    """Like `tensor`, of what belongs to `parameter`: this rank's part where that is one."""
+    return lambda name: part_like(parameter, tensor(name))
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -123,27 +130,40 @@ def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.
     save_file(on_writer(_gathered(tensors), writes=True), folder / "trainer.safetensors")
 
 
-def _optimizer_state(trainer: Trainer) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
-    """The optimiser's state by parameter, for JSON, and its tensors by file name, of which ranks have parts."""
-    values: dict[str, dict[str, Any]] = {}
+def _optimizer_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The optimiser's state by parameter, for JSON, and its tensors by their names there, of which ranks have parts."""
     tensors: dict[str, torch.Tensor] = {}
     state = trainer.optimizer.state
-    for name, parameter in trainer.model.named_parameters():  # in the same order on all ranks
-        if parameter not in state:
-            continue
-        values[name] = {}
-        for key, value in state[parameter].items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{OPTIMIZER}{name}/{key}"] = value
-            else:
-                values[name][key] = value
-    return values, tensors
+    parameters = trainer.model.named_parameters()  # in the same order on all ranks
+    named = {name: _without_tensors(state[p], f"optimizer/{name}", tensors) for name, p in parameters if p in state}
+    return named, tensors
 
 
 def _gathered(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Each whole, one after the other; a collective."""
     for name, tensor in tensors.items():
         yield name, whole(tensor.detach())
+
+
+def _without_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` for JSON: its tensors go into `tensors`, by names that begin with `name` and stand in their places."""
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value
+        return {TENSOR: name}
+    if isinstance(value, Mapping):
+        return {str(key): _without_tensors(item, f"{name}/{key}", tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_tensors(item, f"{name}/{place}", tensors) for place, item in enumerate(value)]
+    return value
+
+
+def _with_tensors(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """The inverse of `_without_tensors`, but for tuples, which come back as lists."""
+    if isinstance(value, dict):
+        if value.keys() == {TENSOR}:
+            return tensor(value[TENSOR])
+        return {key: _with_tensors(item, tensor) for key, item in value.items()}
+    return [_with_tensors(item, tensor) for item in value] if isinstance(value, list) else value
 
 
 def _generators(device: torch.device) -> dict[str, torch.Tensor]:
