@@ -151,6 +151,8 @@ def no_such_option(key: str, owner: Any, known: Iterable[str]) -> ConfigError:
         hint = f"{bases[0]} has: let __init__ take **options, and pass them to super().__init__"
     else:
         hint = nearest(key, known, "its options")
+        if not owner.__module__.startswith("prl."):
+            hint += "; the option `custom` of its group has no fields but those that you give"
     return ConfigError(f"{key}: {owner.__name__} has no such option; {hint}")
 
 
@@ -172,7 +174,9 @@ def adapter_of(target: Any, names: tuple[str, ...]) -> Any:
 def converted(given: Mapping[str, Any], target: Any, where: str) -> dict[str, Any]:
     """Values as the annotations of a class or function want them. Raises ConfigError naming the key."""
     try:
-        return dict(adapter_of(target, tuple(given)).validate_python(dict(given)))
+        result = dict(adapter_of(target, tuple(given)).validate_python(dict(given)))
+        refuse_truth(given, result, where)
+        return result
     except pydantic.ValidationError as error:
         problem = error.errors()[0]
     value: Any = given
@@ -190,6 +194,19 @@ def converted(given: Mapping[str, Any], target: Any, where: str) -> dict[str, An
     if problem["type"] in MISSED and isinstance(problem["loc"][-1], str):
         raise ConfigError(f"{'.'.join([where, *map(str, problem['loc'])]).lstrip('.')} has no value: give one")
     raise ConfigError(f"{key}={str(problem['input'])[:80]}: {problem['msg']}")
+
+
+def refuse_truth(given: Any, made: Any, where: str) -> None:
+    """Raise ConfigError where a number was made of true or false, in any depth: pydantic takes them for 1 and 0."""
+    if isinstance(given, bool) and isinstance(made, int | float) and not isinstance(made, bool):
+        raise ConfigError(f"{where}={str(given).lower()}: a number is wanted")
+    made, given = plain(made), plain(given)
+    if isinstance(given, dict) and isinstance(made, dict):
+        for name in given.keys() & made.keys():
+            refuse_truth(given[name], made[name], f"{where}.{name}".lstrip("."))
+    elif isinstance(given, list) and isinstance(made, list):
+        for place, (one, other) in enumerate(zip(given, made, strict=False)):
+            refuse_truth(one, other, f"{where}.{place}")
 
 
 def instantiated(value: Any, where: str) -> Any:
@@ -216,7 +233,8 @@ def fields_at(kind: Any, path: Iterable[Any]) -> Iterable[str]:
     """The fields of the dataclass at a path of keys inside `kind`; none where there is another type."""
     for part in path:
         if dataclasses.is_dataclass(kind):
-            kind = options_taken(cast(Any, kind)).annotations.get(part)
+            fields = options_taken(cast(Any, kind)).annotations
+            kind = fields.get(part, kind)  # pydantic also names the class, of several that an option may be
         else:  # dict[str, X]
             kind = get_args(kind)[-1] if get_origin(kind) is dict else None
         if get_origin(kind) is not dict:  # X | None

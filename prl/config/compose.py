@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
-from prl.config.build import plain, read, read_node
+from prl.config.build import check_node, located, plain, read, read_node
 from prl.config.engine_schema import TransformersConfig
 from prl.config.run_yaml import quoted
 from prl.config.schema import TrainConfig, VLLMConfig
@@ -120,9 +120,16 @@ def typed_config(kind: type[T], data: dict[str, Any]) -> T:
 
 
 def engine_config(node: Any, where: str) -> VLLMConfig | TransformersConfig:
-    """The options of an engine; a class of the user's own has at least those of vLLM's."""
-    in_process = isinstance(node, dict) and node.get("_target_") == TransformersConfig._target_
-    return read_node(TransformersConfig, node, where) if in_process else read_node(VLLMConfig, node, where)
+    """The options of an engine, those of the class that it extends."""
+    check_node(node, where)
+    named: dict[str, Any] = {schema._target_: schema for schema in (VLLMConfig, TransformersConfig)}
+    kind = named.get(node["_target_"])
+    if kind is None:
+        cls = located(node, where)
+        bases = [f"{base.__module__}.{base.__qualname__}" for base in getattr(cls, "__mro__", ())]
+        kind = next((named[base] for base in bases if base in named), VLLMConfig)
+    result: VLLMConfig | TransformersConfig = read_node(kind, node, where)
+    return result
 
 
 def replace_chosen(cfg: DictConfig, overrides: list[str]) -> None:
@@ -132,7 +139,8 @@ def replace_chosen(cfg: DictConfig, overrides: list[str]) -> None:
     """
     if not HydraConfig.initialized() or HydraConfig.get().job.config_name != "config":
         return
-    searched = [override for override in overrides if override.startswith("hydra.searchpath=")]
+    of_hydra = [*overrides, *HydraConfig.get().overrides.hydra]
+    searched = list(dict.fromkeys(each for each in of_hydra if each.startswith("hydra.searchpath=")))
     typed_keys = [override.partition("=")[0].lstrip("+") for override in overrides]
     for override in overrides:
         key = override.partition("=")[0]

@@ -40,7 +40,7 @@ class EndpointConfig:
 
 @dataclass
 class EvaluationConfig:
-    """An evaluation without training. Groups fill the nodes that are `Any` with the schema of the option chosen."""
+    """An evaluation without training. Nodes that are `Any` name a class each, with its options."""
 
     run: RunConfig = field(default_factory=RunConfig)
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0

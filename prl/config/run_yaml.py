@@ -19,7 +19,7 @@ from prl.monitors.text import in_one_line
 BEGINS, ENDS = "---\n", "...\n"
 """Marks of YAML: a file that has the first and not the second was cut off."""
 DEFAULTS = ["/base@_global_", "_self_"]
-"""What Hydra composes it with: the schema of a run and Hydra's own settings (conf/base.yaml)."""
+"""What Hydra composes it with: where a run lives and Hydra's own settings (conf/base.yaml)."""
 
 
 def data_of(config: TrainConfig | EvaluationConfig) -> dict[str, Any]:

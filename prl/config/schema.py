@@ -223,7 +223,7 @@ class CheckpointConfig:
 
 @dataclass
 class TrainConfig:
-    """A training run. Groups fill the nodes that are `Any` with the schema of the option chosen."""
+    """A training run. Nodes that are `Any` name a class or a function each, with its options."""
 
     run: TrainRunConfig = field(default_factory=TrainRunConfig)
     """Where the run lives: `run.name`, `run.dir`."""

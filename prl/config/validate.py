@@ -63,7 +63,8 @@ def check_components(config: TrainConfig) -> None:
 
 def refuse_masked(node: Any, where: str = "") -> None:
     """Raise ConfigError where a config has what a run's files have in place of a secret."""
-    for key, value in node.items() if isinstance(node, dict) else ():
+    inside = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in inside:
         name = f"{where}.{key}".lstrip(".")
         if isinstance(value, str) and HIDDEN in value:
             raise ConfigError(

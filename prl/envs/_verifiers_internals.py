@@ -78,11 +78,9 @@ def discover_decorated(task: object, attr: str) -> list[Callable[..., Any]]:
 async def _invoke_all(signals: list[Callable[..., Any]], available: dict[str, Any]) -> list[Any]:
     """Replace verifiers' `invoke_all`, in whose tasks a SystemExit of one grader would stop the event loop.
 
-    Several graders have a task each, so that one that cancels its task cancels nothing else; a single one has that of
-    its trace.
+    Each grader has a task of its own, so that one that cancels its task cancels nothing else.
     """
-    grading = [run_contained(decorators.invoke, signal, available) for signal in signals]
-    return list(await asyncio.gather(*grading)) if len(grading) > 1 else [await each for each in grading]
+    return list(await asyncio.gather(*(run_contained(decorators.invoke, signal, available) for signal in signals)))
 
 
 # --- an env over agents of our own ------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
 
 def composed(arguments: list[str], groups: Iterable[str], root: str = "train") -> DictConfig:
     """The config of the options chosen for groups among `arguments`, where those compose; else that of the defaults."""
-    named = {*groups, "schema", "hydra.searchpath"}
+    named = {*groups, "hydra.searchpath"}
     chosen = [each for each in arguments if re.split("[@/]", suggestions.override_key(each))[0] in named]
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):

@@ -1,5 +1,6 @@
 """Every component of a run, built from the config and checked, and what it has to be given before anything starts."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, get_args
@@ -32,6 +33,7 @@ from prl.trainer.config import (
     DefaultLossConfig,
     GSPOLossConfig,
     OptimConfig,
+    PartConfig,
     SGDConfig,
     check_aggregation,
 )
@@ -41,9 +43,8 @@ from prl.transport.base import Transport
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SCHEMAS: dict[str, Any] = {
-    schema._target_: schema for schema in (AdamWConfig, SGDConfig, DefaultLossConfig, AIPOLossConfig, GSPOLossConfig)
-}
+LOSSES: tuple[Any, ...] = (DefaultLossConfig, AIPOLossConfig, GSPOLossConfig)
+SCHEMAS: dict[str, Any] = {schema._target_: schema for schema in (AdamWConfig, SGDConfig, *LOSSES)}
 """Options of classes and functions that load torch, by `_target_`."""
 
 
@@ -223,10 +224,17 @@ def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Re
 def check_loss(where: str, node: Any) -> None:
     """Look a loss up before anything starts. prl's own are known to fit, and would load torch here."""
     check_aggregation(where, settings_of(node))
-    if (known := SCHEMAS.get(node["_target_"])) is None:
-        function(node, where)
-    else:
+    known = SCHEMAS.get(node["_target_"])
+    if known is not None:
         read(known, node, where)
+        return
+    own = function(node, where)
+    named = inspect.signature(own.func).parameters
+    passed_on = {name: value for name, value in own.keywords.items() if name not in named}
+    for schema in LOSSES:  # what a function takes as `**options` is that of a loss which it extends
+        if passed_on.keys() <= {each.name for each in fields(schema)}:
+            read(schema, {"_target_": schema._target_, **passed_on}, where)
+            return
 
 
 def check_target(node: Any, base: str, where: str) -> None:
@@ -254,6 +262,9 @@ def check_optimizers(node: Any) -> None:
     parts = settings.pop("parts", None) or {}
     if known is AdamWConfig and set(settings) <= names and not parts:
         return
+    for name, part in parts.items():
+        chosen = {key: value for key, value in part.items() if key in ("match", "dims")}
+        read(PartConfig, chosen, f"trainer.optim.parts.{name}")
     import torch
 
     from prl.trainer.optim import make_optimizer

@@ -22,6 +22,16 @@ Beta = Annotated[float, Ge(0), Lt(1)]
 
 
 @dataclass
+class PartConfig:
+    """Which parameters an entry of `parts` has: those that match both."""
+
+    match: str | None = None
+    """A regular expression that is searched in a parameter's name; null = any."""
+    dims: int | None = None
+    """Its number of dimensions; null = any."""
+
+
+@dataclass
 class OptimConfig:
     """What every optimiser has. Further keys are settings of its class, e.g. +trainer.optim.amsgrad=true."""
 
@@ -31,7 +41,7 @@ class OptimConfig:
     """Peak learning rate."""
     weight_decay: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Weight decay of matrices; norms and biases are exempt."""
-    parts: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Other optimisers for some of the parameters, by a name of yours: `_target_` with its settings; `match`, a regular
     expression that is searched in a parameter's name; `dims`, its number of dimensions. The first that matches has it.
     """

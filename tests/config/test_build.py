@@ -137,6 +137,9 @@ SCORER = {"_target_": "users_own.Scorer", "k": 3}
         ("Part", {"moed": "a"}, "algo.moed"),
         ("Part", {"n": "x"}, "algo.n"),
         ("Part", {"n": 2.5}, "algo.n"),
+        ("Part", {"n": True}, "algo.n=true"),
+        ("Part", {"table": {"a": False}}, "algo.table.a=false"),
+        ("Part", {"betas": [0.5, True]}, "algo.betas.1=true"),
         ("Part", {"n": None}, "algo.n"),
         ("Part", {"n": 0}, "algo.n"),
         ("Part", {"n": 14}, "algo.n"),
@@ -243,6 +246,8 @@ def test_a_dataclass_is_read_with_its_types_in_any_depth(own):
     ("given", "says"),
     [
         ({"n": 0}, "config.n=0"),
+        ({"n": True}, "config.n=true"),
+        ({"place": {"floor": False}}, "config.place.floor=false"),
         ({"moed": "a"}, "config.moed: there is no such key; did you mean config.mode?"),
         ({"place": {"flor": 1}}, "config.place.flor: there is no such key; did you mean config.place.floor?"),
         ({"place": {"floor": -1}}, "config.place.floor=-1"),

@@ -1,5 +1,8 @@
 """The resolved config of a run loads back to itself."""
 
+import subprocess
+import sys
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -155,6 +158,25 @@ def test_a_key_that_nothing_reads_is_refused(mine, override, says):
     with pytest.raises(Exception) as caught:
         build_components(compose([mine, override]))
     assert says in " ".join(str(each) for each in (caught.value, caught.value.__cause__))
+
+
+def test_an_engine_that_extends_the_in_process_one_has_its_options(tmp_path, monkeypatch):
+    text = "from prl.engines.transformers import TransformersEngine\nclass Mine(TransformersEngine): ...\n"
+    (tmp_path / "engine_mine.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = compose(["debug=fast", "engine._target_=engine_mine.Mine"])
+    assert config.engine.in_process and config.engine._target_ == "engine_mine.Mine"
+    validate(config)
+
+
+def test_an_option_of_ones_own_is_chosen_over_a_run(mine, tmp_path):
+    """As on a command line, where Hydra keeps its own overrides apart."""
+    run = ["run.name=x", f"run.dir={tmp_path}/x"]
+    folder = new_run_dir(compose([*run, "loss=aipo"]))
+    command = [sys.executable, "-m", "prl.train", "--config-dir", str(folder), "--config-name", "config", mine]
+    command += ["+loss=mine", "loss.scorer=7", "loss.oops=1", f"run.dir={tmp_path}/y"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert "Could not find 'loss/mine'" not in done.stderr and "loss.oops" in done.stderr and done.returncode == 2
 
 
 def test_a_run_needs_no_name_from_python(tmp_path):

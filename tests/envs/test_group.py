@@ -240,6 +240,21 @@ def sequel(monkeypatch):
     return Sequel(vf.TaskData(idx=0, prompt="1+1="))
 
 
+class CancelsItself(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        asyncio.current_task().cancel()
+        return 1.0
+
+
+async def test_grader_that_cancels_itself_fails_its_rollout_alone(play):
+    async def arrived(_):
+        await asyncio.sleep(0)
+
+    rollouts = await play(["2", "3"], CancelsItself, arrived=arrived)
+    assert all("CancelledError" in str(rollout.error) for rollout in rollouts)
+
+
 async def test_rollout_arrives_once_graded(play, sequel):
     rewards = []
 
