@@ -175,7 +175,7 @@ def converted(given: Mapping[str, Any], target: Any, where: str) -> dict[str, An
     """Values as the annotations of a class or function want them. Raises ConfigError naming the key."""
     try:
         result = dict(adapter_of(target, tuple(given)).validate_python(dict(given)))
-        refuse_truth(given, result, where)
+        refuse_truth(plain(given), plain(result), where)
         return result
     except pydantic.ValidationError as error:
         problem = error.errors()[0]
@@ -197,10 +197,12 @@ def converted(given: Mapping[str, Any], target: Any, where: str) -> dict[str, An
 
 
 def refuse_truth(given: Any, made: Any, where: str) -> None:
-    """Raise ConfigError where a number was made of true or false, in any depth: pydantic takes them for 1 and 0."""
+    """Raise ConfigError where a number was made of true or false, in any depth: pydantic takes them for 1 and 0.
+
+    Both are plain data.
+    """
     if isinstance(given, bool) and isinstance(made, int | float) and not isinstance(made, bool):
         raise ConfigError(f"{where}={str(given).lower()}: a number is wanted")
-    made, given = plain(made), plain(given)
     if isinstance(given, dict) and isinstance(made, dict):
         for name in given.keys() & made.keys():
             refuse_truth(given[name], made[name], f"{where}.{name}".lstrip("."))
@@ -288,7 +290,8 @@ def check_values(config: Any, where: str = "") -> None:
 
 def check_node(node: Any, key: str) -> None:
     """Raise ConfigError for a node that names no class or function."""
-    if isinstance(plain(node), dict) and "_target_" in plain(node):
+    settings = plain(node)
+    if isinstance(settings, dict) and "_target_" in settings:
         return
     group = key.rpartition(".")[2]
     own = f"+{group}@{key}" if key.startswith("envs.") else group
@@ -314,7 +317,12 @@ def settings_of(node: Any) -> dict[str, Any]:
     return {key: value for key, value in plain(node).items() if key not in HYDRA_KEYS}
 
 
+def not_null(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that override others: null is those of the run."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
 def sampling_of(config: Any, env: str) -> tuple[str, dict[str, Any]]:
     """The key and the node of the sampling settings of an env; a class of the user's own may have further ones."""
-    own = {name: value for name, value in config.envs[env].sampling.items() if value is not None}
+    own = not_null(config.envs[env].sampling)
     return (f"envs.{env}.sampling" if own else "sampling"), config.sampling | own

@@ -10,7 +10,7 @@ from renderers.base import Renderer
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.compatibility import hosted_references, validate_algorithm
-from prl.config.build import build, factory, function, read, sampling_of, settings_of
+from prl.config.build import build, factory, function, not_null, read, sampling_of, settings_of
 from prl.config.model_folder import local_folder
 from prl.config.model_reference import POLICY, FrozenModelConfig, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
@@ -88,7 +88,7 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
     algorithm = build(node, Algorithm, where)
     sampling_key, sampling = sampling_of(config, name)
     sampler = build(sampling, Sampler, sampling_key)
-    evaluating = {key: value for key, value in config.orchestrator.eval.sampling.items() if value is not None}
+    evaluating = not_null(config.orchestrator.eval.sampling)
     curriculum = build(config.node_of(name, "curriculum")[1], Curriculum, config.node_of(name, "curriculum")[0])
     validate_algorithm(
         algorithm,

@@ -7,6 +7,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
+from prl.config.build import not_null
 from prl.config.model_reference import is_url
 from prl.config.suggestions import override_key
 from prl.errors import ConfigError
@@ -61,7 +62,7 @@ def from_run(run: Path, overrides: Sequence[str]) -> list[str]:
 
 def sampling_and_envs(config: dict[str, Any]) -> dict[str, Any]:
     """How a run samples its evaluations, and its envs that have held-out tasks."""
-    evaluation = {key: value for key, value in config["orchestrator"]["eval"]["sampling"].items() if value is not None}
+    evaluation = not_null(config["orchestrator"]["eval"]["sampling"])
     sampling = config["sampling"] | evaluation
     envs = {}
     for name, env in config["envs"].items():
