@@ -106,6 +106,8 @@ def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult
     refuse_owned(run_dir)
     token = specs.run_token(config)
     absent = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    if launcher.places_processes and not config.dry_run:
+        launcher.reserve(specs.bundles_of(config))
     urls = [] if config.dry_run else engines.start_early(config, launcher, token, run_dir)
     try:
         from prl.launch import builder  # verifiers and transformers are imported once the config has passed

@@ -29,7 +29,7 @@ CONF = next(folder / "conf" for folder in Path(__file__).parents if (folder / "c
 OF_TRAINER = ("optim", "schedule")
 """Groups whose nodes stand in `trainer`."""
 REPLACING = {
-    *("algo", "curriculum", "engine", "filters", "launcher", "loss", "renderer", "teacher", "transport"),
+    *("algo", "curriculum", "engine", "filters", "launcher", "loss", "renderer", "teacher", "weights"),
     *OF_TRAINER,
 }
 """Groups whose option is all that a node has."""

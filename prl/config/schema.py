@@ -244,7 +244,7 @@ class TrainConfig:
     orchestrator: Any = MISSING
     trainer: Any = MISSING
     engine: Any = MISSING
-    transport: Any = MISSING
+    weights: Any = MISSING
     launcher: Any = MISSING
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: dict[str, Any] = field(default_factory=dict)

@@ -46,6 +46,7 @@ from prl.engines.sampler import Sampler
 from prl.filters.base import Filter
 from prl.launch.inline import InlineLauncher
 from prl.launch.local import LocalLauncher
+from prl.launch.ray import RayLauncher
 from prl.monitors.base import Monitor
 from prl.orchestrator.config import OrchestratorConfig
 from prl.trainer.config import (
@@ -55,6 +56,7 @@ from prl.trainer.config import (
     DefaultLossConfig,
     FileTransportConfig,
     GSPOLossConfig,
+    RayTransportConfig,
     SGDConfig,
     TrainerConfig,
 )
@@ -97,12 +99,14 @@ def classes() -> dict[str, Any]:
         "loss/custom": CustomLossConfig,
         "launcher/inline": InlineLauncher,
         "launcher/local": LocalLauncher,
-        "transport/files": FileTransportConfig,
+        "launcher/ray": RayLauncher,
         "orchestrator/default": OrchestratorConfig,
         "trainer/default": TrainerConfig,
         "optim/adamw": AdamWConfig,
         "optim/muon": AdamWConfig,
         "optim/sgd": SGDConfig,
+        "weights/files": FileTransportConfig,
+        "weights/ray": RayTransportConfig,
         "schedule/constant": Constant,
         "schedule/cosine": Cosine,
         "schedule/linear": Linear,

@@ -25,10 +25,20 @@ class Traffic:
         names = tracks_of(len(self.in_flight))
         self._tracks = {url: track.beside(name) for url, name in zip(self.in_flight, names, strict=True)}
 
+    def moved(self, url: str, now: str) -> None:
+        """A server has another URL from now on; requests that it has are counted where they were."""
+        if url == now:
+            return
+        for count in (self.in_flight, self.load, self._version):
+            count[now] = 0
+        self._loading[now] = False
+        self._tracks[now] = self._tracks[url]
+
     @property
     def busy_s(self) -> float:
         """Seconds in which a server was at work, the mean over servers."""
-        return sum(track.busy_s for track in self._tracks.values()) / len(self._tracks)
+        tracks = set(self._tracks.values())
+        return sum(track.busy_s for track in tracks) / len(tracks)
 
     @contextlib.contextmanager
     def request(self, url: str, n: int = 1) -> Iterator[None]:

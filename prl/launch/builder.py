@@ -35,7 +35,7 @@ from prl.launch.components import (
     load_tokenizer,
     make_renderers,
 )
-from prl.launch.engines import TEACHER, engine_of, hosted_teacher, policy_pool
+from prl.launch.engines import engine_of, hosted_teacher, policy_pool
 from prl.launch.launcher import Launcher
 from prl.launch.local import resolve_model
 from prl.launch.prompts import check_demonstrations, check_prompts
@@ -165,7 +165,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
         connect = services.hosted[name] = hosted_teacher(config, launcher, run.token, logs / "teacher.log")
         teacher = connect(FrozenModelConfig(name=name, timeout_s=config.teacher.timeout_s))
         services.teachers.append(teacher)
-        with supervisor.awaiting(f"the teacher to answer at {', '.join(teacher.urls)}", [TEACHER]):
+        with supervisor.awaiting(f"the teacher to answer at {', '.join(teacher.urls)}", [specs.TEACHER]):
             await teacher.wait_ready(timeout_s, launcher.ensure_alive)
 
     async def load_trainer() -> None:
@@ -195,7 +195,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
 async def load_first_weights(run: PreparedRun, policy: PolicyPool, transport: Transport) -> None:
     """Have the engine load the weights that the run begins with."""
     version = run.first_version
-    path = str(transport.weights_path(version).resolve()) if version else run.model.path
+    path = transport.engine_path(version) if version else run.model.path
     await policy.update_weights(version, path, run.config.engine.update_timeout_s)
 
 
@@ -204,7 +204,7 @@ def supervise(run: PreparedRun, track: Track) -> Supervisor:
     config = run.config
     restarts = specs.restarts_of(config.engine)
     if run.components.hosted:
-        restarts |= specs.restarts_of(config.teacher.engine, TEACHER)
+        restarts |= specs.restarts_of(config.teacher.engine, specs.TEACHER)
     say = run.components.monitors.status
     return Supervisor(run.components.launcher, say, restarts, config.engine.startup_timeout_s, track=track)
 

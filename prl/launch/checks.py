@@ -10,10 +10,15 @@ from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Launcher
 from prl.monitors.text import in_one_line
 from prl.trainer import architecture
+from prl.trainer.config import RayTransportConfig
 
 
 def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> None:
-    """Refuse processes for a launcher that starts none. `hosted` says whether a teacher is one of the engines."""
+    """Refuse engines and weights that do not go with the launcher. `hosted`: a teacher is one of the engines."""
+    if config.weights["_target_"] == RayTransportConfig._target_ and not launcher.places_processes:
+        raise ConfigError("weights=ray goes between the nodes of launcher=ray: choose weights=files, or that launcher")
+    if launcher.places_processes and config.engine.in_process:
+        raise ConfigError("launcher=ray places processes, and engine=transformers has none: choose engine=default")
     if not isinstance(launcher, InlineLauncher):
         return
     if config.trainer.num_processes > 1:

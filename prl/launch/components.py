@@ -74,7 +74,7 @@ def build_components(config: TrainConfig, launcher: Launcher | None = None) -> R
     return RunComponents(
         envs=envs,
         orchestrator=factory(config.orchestrator, Orchestrator, "orchestrator"),
-        transport=factory(config.transport, Transport, "transport"),
+        transport=factory(config.weights, Transport, "weights"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         launcher=launcher or launcher_of(config),
         hosted=hosted_references([env.algorithm for env in envs.values()], config.hosts),

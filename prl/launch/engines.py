@@ -10,16 +10,12 @@ from prl.config.evaluation import EvaluationConfig
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.engines.base import Connect, Engine, EngineSpec
 from prl.errors import PrlError
-from prl.launch import specs, threads
+from prl.launch import specs
 from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Launcher
-from prl.launch.local import resolve_model
 
 if TYPE_CHECKING:
     from prl.engines.client import PolicyPool
-
-TEACHER = "teacher"
-"""Name of the process and the track of a hosted teacher."""
 
 
 def engine_of(engine: Any, where: str) -> type[Engine]:
@@ -67,22 +63,10 @@ def hosted_teacher(config: TrainConfig, launcher: Launcher, token: str, log: Pat
     """Run the hosted teacher; returns what makes its clients."""
     teacher = config.teacher
     assert teacher.model is not None  # only a teacher with one is hosted
-    device = teacher.engine.device_type
     places = specs.placement(config).teachers
 
     def serve(spec: EngineSpec) -> list[str]:
         return [launcher.start_engine(each) for each in specs.several(spec, places)]
 
-    spec = EngineSpec(
-        process=TEACHER,
-        served_name=teacher.name,
-        model=resolve_model(teacher.model, device),
-        config=teacher.engine,
-        device=device,
-        seed=config.seed,
-        token=token,
-        log=log,
-        frozen=True,
-        threads=threads.of_teacher(config, teacher.model),
-    )
+    spec = specs.hosted_teacher(config, teacher.model, token, log)
     return engine_of(teacher.engine, "teacher.engine").frozen(spec, serve)

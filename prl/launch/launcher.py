@@ -2,9 +2,10 @@
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from prl.config.gpus import Gpus
 from prl.config.schema import ModelConfig
@@ -41,6 +42,26 @@ class TrainerSpec:
     """Those that each rank sees; none = all compute on the CPU."""
 
 
+@dataclass(frozen=True)
+class Bundle:
+    """What one process of a run takes of the machine that it is placed on."""
+
+    process: str
+    """Its name."""
+    model: ModelConfig
+    cpus: int
+    gpus: int
+    room: int = 0
+    """Bytes of memory for files of weights."""
+    host: str | None = None
+    """Where an engine listens; None = it is a rank of the trainer."""
+
+    @property
+    def resources(self) -> dict[str, int]:
+        """What it takes, by Ray's names."""
+        return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
+
+
 class Launcher(ABC):
     """Starts the processes of a run, watches them, and leaves none behind.
 
@@ -48,8 +69,14 @@ class Launcher(ABC):
     however that one ends.
     """
 
+    places_processes: ClassVar[bool] = False
+    """Whether it chooses machines and GPUs by itself; else a process has those of this machine that its spec names."""
+
     def check(self, where: str) -> None:  # noqa: B027
         """Raise ConfigError for options that contradict each other; `where` is the launcher's config key."""
+
+    def reserve(self, bundles: Sequence[Bundle]) -> None:  # noqa: B027
+        """Take what the processes of a run need, before one is started. Raises ConfigError where that is not there."""
 
     @abstractmethod
     def start_engine(self, spec: EngineSpec) -> str:
@@ -63,9 +90,9 @@ class Launcher(ABC):
     def ensure_alive(self) -> None:
         """Raise ProcessDied, with the process's name and last log lines, if one has ended too early."""
 
-    def restart_engine(self, name: str) -> bool:
-        """Start a model server again, by its process's name, where it was. Returns False where that is not possible."""
-        return False
+    def restart_engine(self, name: str) -> str | None:
+        """Start a model server again, by its process's name. Returns its base URL; None where that is not possible."""
+        return None
 
     async def watch(self) -> None:
         """Run until a process ends too early, and raise ProcessDied then."""

@@ -23,6 +23,7 @@ from prl.launch.launcher import Launcher, ProcessDied, TrainerSpec
 from prl.launch.processes import Process
 from prl.models import cache_folder
 from prl.trainer.config import KEPT, MEETING_VARIABLE, OWN_PAGES
+from prl.transport.events import TRAINER
 
 MIN_BATCHED_TOKENS = 4096
 LOOPBACK = {
@@ -62,11 +63,8 @@ class LocalLauncher(Launcher):
         return process
 
     def start_engine(self, spec: EngineSpec) -> str:
-        host = spec.config.host
-        port = self._port_for(spec)
-        self.engines[spec.process] = spec, port
-        self._serve(spec.process)
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self.engines[spec.process] = spec, self._port_for(spec)
+        return self._serve(spec.process)
 
     def _port_for(self, spec: EngineSpec) -> int:
         """A port for an engine; not one of another's that does not listen yet."""
@@ -75,37 +73,39 @@ class LocalLauncher(Launcher):
             pass
         return port
 
-    def restart_engine(self, name: str) -> bool:
+    def restart_engine(self, name: str) -> str | None:
         if name not in self.engines:
-            return False
+            return None
         for process in [process for process in self.processes if process.name == name]:
             process.end()
             self.processes.remove(process)
-        self._serve(name)
-        return True
+        return self._serve(name)
 
-    def _serve(self, name: str) -> None:
+    def _serve(self, name: str) -> str:
         spec, port = self.engines[name]
         self.start(name, engine_command(spec, port), env=engine_environment(spec), log=spec.log)
+        return base_url(spec.config.host, port)
 
     def start_trainer(self, spec: TrainerSpec) -> None:
         payload = {"PRL_CONFIG": json.dumps(spec.payload)}
         for rank, (name, env) in enumerate(self._ranks(spec).items()):
-            log = spec.run_dir / "logs" / (f"trainer_rank_{rank}.log" if rank else "trainer.log")
-            self.start(name, trainer_command(spec), env=env | payload, log=log).may_finish = True
+            self.start(
+                name, trainer_command(spec), env=env | payload, log=rank_log(spec.run_dir, rank)
+            ).may_finish = True
 
     def _ranks(self, spec: TrainerSpec) -> dict[str, dict[str, str]]:
         """What each rank of the trainer has in its environment, by the name of its process."""
         env = trainer_environment(spec.model, spec.threads)
         gpus = spec.gpus or [()] * spec.num_processes
+        names = rank_names(spec.num_processes)
         if spec.num_processes == 1:
-            return {"trainer": env | visible_devices(gpus[0], os.environ)}
+            return {names[0]: env | visible_devices(gpus[0], os.environ)}
         # Not torchrun: its ranks meet at a TCP port that is open to the network, and it unpickles what it finds there.
         common = {"WORLD_SIZE": str(spec.num_processes), MEETING_VARIABLE: str(self.scratch / "ranks")}
         ranks = {}
         for rank, own in enumerate(gpus):  # each sees no GPU but its own
             numbers = {"RANK": str(rank), "LOCAL_RANK": "0"}
-            ranks[f"trainer rank {rank}"] = env | common | numbers | visible_devices(own, os.environ)
+            ranks[names[rank]] = env | common | numbers | visible_devices(own, os.environ)
         return ranks
 
     def ensure_alive(self) -> None:
@@ -144,6 +144,21 @@ class LocalLauncher(Launcher):
         if self.folder is not None:
             self.folder.cleanup()
             self.folder = None
+
+
+def rank_names(count: int) -> list[str]:
+    """The names of the processes of so many ranks."""
+    return [TRAINER] if count == 1 else [f"{TRAINER} rank {rank}" for rank in range(count)]
+
+
+def rank_log(run_dir: Path, rank: int) -> Path:
+    """Where the output of a rank goes."""
+    return run_dir / "logs" / (f"trainer_rank_{rank}.log" if rank else "trainer.log")
+
+
+def base_url(host: str, port: int) -> str:
+    """The base URL of a server that listens there."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def free_port(host: str, port: int | None = None) -> int:

@@ -55,8 +55,9 @@ class WarmLauncher(Launcher):
         for launcher in (*self.used.values(), self.own):
             launcher.ensure_alive()
 
-    def restart_engine(self, name: str) -> bool:
-        return any(launcher.restart_engine(name) for launcher in self.used.values())
+    def restart_engine(self, name: str) -> str | None:
+        urls = [launcher.restart_engine(name) for launcher in self.used.values()]
+        return next(filter(None, urls), None)
 
     async def finish(self, timeout_s: float) -> None:
         await self.own.finish(timeout_s)

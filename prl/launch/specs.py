@@ -7,21 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prl.config.build import build, plain
+from prl.config.build import build, class_of, plain
 from prl.config.evaluation import EvaluationConfig
 from prl.config.gpus import Gpus, Needs, Placement, place, visible_gpus
+from prl.config.machine import parameters_of
 from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
 from prl.config.validate import hosts_teacher
 from prl.engines.base import EngineSpec
 from prl.engines.vllm.server import TOKEN_VARIABLE
 from prl.errors import ConfigError
 from prl.launch import shared_engines, threads
-from prl.launch.launcher import Launcher, TrainerSpec
-from prl.launch.local import resolve_model
+from prl.launch.launcher import Bundle, Launcher, TrainerSpec
+from prl.launch.local import rank_names, resolve_model
 from prl.orchestrator.who_waits import ENGINE, numbered
 
 POLICY_NAME = "policy"
 """Name that engines serve the policy under."""
+TEACHER = "teacher"
+"""Name of the process and the track of a hosted teacher."""
 
 
 def launcher_of(config: TrainConfig) -> Launcher:
@@ -71,6 +74,23 @@ def policy_engines(
     return several(policy_engine(config, model, token, log), placement(config).engines)
 
 
+def hosted_teacher(config: TrainConfig, model: ModelConfig, token: str, log: Path) -> EngineSpec:
+    """An engine of the teacher that the run hosts."""
+    device = config.teacher.engine.device_type
+    return EngineSpec(
+        process=TEACHER,
+        served_name=config.teacher.name,
+        model=resolve_model(model, device),
+        config=config.teacher.engine,
+        device=device,
+        seed=config.seed,
+        token=token,
+        log=log,
+        frozen=True,
+        threads=threads.of_teacher(config, model),
+    )
+
+
 def several(first: EngineSpec, gpus: Sequence[Gpus]) -> list[EngineSpec]:
     """The servers of one model, one for each of `gpus`."""
     port, log = first.config.port, first.log
@@ -89,6 +109,8 @@ def several(first: EngineSpec, gpus: Sequence[Gpus]) -> list[EngineSpec]:
 def placement(config: TrainConfig | EvaluationConfig) -> Placement:
     """Which GPUs the run's processes have. Raises ConfigError where there are not GPUs enough."""
     needs = needs_of(config)
+    if class_of(config.launcher, Launcher, "launcher").places_processes:
+        return Placement([()] * needs.engines, [()] * needs.ranks, [()] * needs.teachers)
     asked = any(count for count, _ in needs.of_each())
     return place(needs, len(visible_gpus()) if asked else 0)
 
@@ -108,6 +130,36 @@ def needs_of(config: TrainConfig | EvaluationConfig) -> Needs:
 def spanned(engine: VLLMConfig) -> int:
     """GPUs that each server spans."""
     return engine.tensor_parallel_size if engine.device_type == "cuda" else 0
+
+
+def bundles_of(config: TrainConfig) -> list[Bundle]:
+    """What each process of a run takes: the policy's engines, the trainer's ranks, the hosted teacher's engines."""
+    bundles = [bundle_of(spec) for spec in policy_engines(config, config.model, "", Path())]
+    bundles += bundles_of_ranks(trainer(config, Path(), trainer_payload(config, config.model, initial_reference=False)))
+    if hosts_teacher(config) and config.teacher.model is not None:
+        teacher = hosted_teacher(config, config.teacher.model, "", Path())
+        bundles += [bundle_of(each) for each in several(teacher, placement(config).teachers)]
+    return bundles
+
+
+def bundles_of_ranks(spec: TrainerSpec) -> list[Bundle]:
+    """What each rank of the trainer takes; the first one writes the weights."""
+    gpus = int(spec.payload["trainer"]["device"] == "cuda")
+    names = rank_names(spec.num_processes)
+    room = [weights_bytes(spec.model)] + [0] * (len(names) - 1)
+    return [Bundle(name, spec.model, spec.threads, gpus, need) for name, need in zip(names, room, strict=True)]
+
+
+def bundle_of(spec: EngineSpec) -> Bundle:
+    """What an engine takes."""
+    gpus = spec.config.tensor_parallel_size if spec.device == "cuda" else 0
+    room = 0 if spec.frozen else weights_bytes(spec.model)
+    return Bundle(spec.process, spec.model, cpus=spec.threads, gpus=gpus, room=room, host=spec.config.host)
+
+
+def weights_bytes(model: ModelConfig) -> int:
+    """Bytes of the files of two policy versions, in the engines' number format; 0 where the size is not known here."""
+    return 2 * (parameters_of(model) or 0) * (4 if model.dtype == "float32" else 2)
 
 
 def restarts_of(engine: VLLMConfig, name: str = ENGINE) -> dict[str, int]:
@@ -140,7 +192,7 @@ def trainer_payload(config: TrainConfig, model: ModelConfig, *, initial_referenc
         "model": plain(model),
         "losses": {name: plain(node) for name, node in losses.items()},
         "trainer": plain(config.trainer) | {"device": config.trainer.device_type},
-        "transport": plain(config.transport),
+        "weights": plain(config.weights),
         "seed": config.seed,
         "max_steps": config.max_steps,
         "initial_reference": initial_reference,

@@ -125,16 +125,19 @@ class Supervisor:
         for server in servers:  # none for another model, whose clients look for it by themselves
             pool.rotation.leave(server, EngineError(death.brief))
         try:
-            if not await asyncio.to_thread(self.launcher.restart_engine, name):
-                raise death
+            url = await asyncio.to_thread(self.launcher.restart_engine, name)
         except ProcessDied:
             raise
         except PrlError as error:
             raise ProcessDied(f"{death}\nIt cannot be started again: {error}", name) from error
+        if url is None:
+            raise death
         log.info("%s", death)
         self.say(f"{death.brief}. It is started again")
         pool.counts["engine/restarts"] += 1
         for server in servers:
+            pool.traffic.moved(server.url, url)
+            server.url = url
             self._restarted[name] = server, server.failed_at + self.startup_timeout_s
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:

@@ -183,8 +183,7 @@ class WeightSync:
         """Load `version` and evaluate it if that is due; its line gets the metrics of both."""
         self.busy = True
         started, before = time.monotonic(), self.pool.version
-        path = str(self.transport.weights_path(version).resolve())
-        await self.pool.update_weights(version, path, self.update_timeout_s)
+        await self.pool.update_weights(version, self.transport.engine_path(version), self.update_timeout_s)
         self._line_of(version)["time/update_weights"] = time.monotonic() - started
         for old in range(before, version):
             self.transport.discard_weights(old)
@@ -225,7 +224,7 @@ class WeightSync:
         reward = held_out_reward(metrics)  # no env may have held-out tasks
         is_best = reward is not None and self.early_stopping.evaluated(version, reward)
         if reward is not None and is_best and self.config.eval.keep_best:
-            weights = self.transport.weights_path(version)
+            weights = await asyncio.to_thread(self.transport.weights_path, version)
             await asyncio.to_thread(keep_best, self.run_dir, weights, self._tokenizer_files, version, reward)
         return metrics
 

@@ -217,6 +217,13 @@ class CustomLossConfig:
 
 @dataclass
 class FileTransportConfig:
-    """Messages as files in the run directory, which launcher and trainer must both be able to read and write."""
+    """Batches and weights as files of the run directory, which all processes of the run must see."""
 
     _target_: str = "prl.transport.files.FileTransport"
+
+
+@dataclass
+class RayTransportConfig:
+    """With launcher=ray: batches as calls, weights from node to node, into memory there. No folder in common."""
+
+    _target_: str = "prl.transport.ray.RayTransport"

@@ -75,10 +75,10 @@ def run(config: Mapping[str, Any], run_dir: Path, stopping: threading.Event | No
     """Load the model, then train step after step until the last one.
 
     Args:
-        config: the resolved nodes `model`, `losses` (rl loss nodes by name, "" is the run's), `trainer` and
-            `transport`, and the values `seed`, `max_steps`, `initial_reference` (whether samples ask for the logprobs
-            of the model that the run began with); where the run goes on, `resume`
-            (`folder` and `step` of a checkpoint).
+        config: the resolved nodes `model`, `losses` (rl loss nodes by name, "" is the run's), `trainer` and `weights`
+            (the transport), and the values `seed`, `max_steps`, `initial_reference` (whether samples ask for the
+            logprobs of the model that the run began with); where the run goes on, `resume` (`folder` and `step` of a
+            checkpoint).
         run_dir: the run directory.
         stopping: ends it where it waits, without a checkpoint; None = a process is stopped by signals.
     """
@@ -93,7 +93,7 @@ def run(config: Mapping[str, Any], run_dir: Path, stopping: threading.Event | No
     track = Track(TRAINER if rank == 0 else f"{TRAINER} rank {rank}", run_dir)
     with contextlib.closing(track), contextlib.ExitStack() as opened:
         with track.doing(MODEL, trained):
-            transport = factory(config["transport"], Transport, "transport")(run_dir=run_dir)
+            transport = factory(config["weights"], Transport, "weights")(run_dir=run_dir)
             opened.callback(transport.close)
             trainer = make_trainer(config, device, track=track, export=make_export(config, run_dir, rank))
             files = Files(run_dir, trainer, config["model"], rank, saved=None if resume is None else trained)

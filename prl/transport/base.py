@@ -59,9 +59,13 @@ class Transport(ABC):
     def receive_metrics(self, version: int) -> dict[str, float] | None:
         """The metrics published with `version`, None while it has not been published."""
 
+    def engine_path(self, version: int) -> str:
+        """The folder from which an engine loads a published `version`; a relative path is one of the engine's."""
+        return str(self.weights_path(version).resolve())
+
     @abstractmethod
     def weights_path(self, version: int) -> Path:
-        """The folder from which an engine loads the weights of a published `version`."""
+        """The folder on this machine with the weights of a published `version`; it may take the time to copy them."""
 
     @abstractmethod
     def discard_weights(self, version: int) -> None:

@@ -41,7 +41,7 @@ REQUIRED = {  # what a user has to fill in for these options
 }
 ROOTS = sorted(path.stem for path in CONF.glob("*.yaml"))
 PER_ENV = ("algo", "loss", "filters", "renderer", "curriculum")
-INDEPENDENT = ("curriculum", "filters", "launcher", "loss", "monitor", "optim", "schedule", "transport")
+INDEPENDENT = ("curriculum", "filters", "launcher", "loss", "monitor", "optim", "schedule", "weights")
 """Groups of which any option goes with any of the others': one of each is composed together."""
 TOGETHER = [
     [(group, option) for group, option in zip(INDEPENDENT, row, strict=True) if option]

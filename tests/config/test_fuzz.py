@@ -19,7 +19,7 @@ FOUND = [
     "orchestrator.group_size=50000000", "trainer.seq_len=2", "engine.kv_cache_gb=5000000", "engine.urls=[a]",
     "trainer._target_=prl.trainer.trainer.Trainr", "trainer.optim._target_=torch.optim.Adamm",
     "trainer.schedule._target_=prl.trainer.schedule.Lineary", "+trainer.optim.momentumm=1",
-    "orchestrator._target_=prl.orchestrator.orchestrator.Orchestra", "transport._target_=prl.transport.files.Files",
+    "orchestrator._target_=prl.orchestrator.orchestrator.Orchestra", "weights._target_=prl.transport.files.Files",
     "launcher._target_=prl.launch.local.Local", "monitor.jsonl._target_=prl.monitors.jsonl.Json",
     "loss._target_=prl.losses.defalt_loss",
 ]  # fmt: skip

@@ -66,13 +66,13 @@ PACKAGE = {
     "ours/conf/__init__.py": "",
     "ours/conf/algo/best.yaml": "{_target_: ours.algorithm.BestAlgorithm, scale: 0.5}",
     "ours/conf/filters/longer.yaml": "post_batch: {longer: {_target_: ours.filter.Longer, enforce: true, tokens: 2}}",
-    "ours/conf/transport/counting.yaml": "{_target_: ours.transport.CountingTransport, prefix: shipped}",
+    "ours/conf/weights/counting.yaml": "{_target_: ours.transport.CountingTransport, prefix: shipped}",
 }
 CHOSEN = (
     "hydra.searchpath=[pkg://ours.conf]",
     "algo=best",
     "filters=longer",
-    "transport=counting",
+    "weights=counting",
     "optim=custom",
     "trainer.optim._target_=ours.optimiser.SlowSGD",
     "+trainer.optim.slowness=10.0",

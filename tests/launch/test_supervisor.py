@@ -32,7 +32,7 @@ class Engines:
     def restart_engine(self, name):
         asyncio.run_coroutine_threadsafe(self.servers[name].start(), self.loop).result(10)
         self.dead.discard(name)
-        return True
+        return self.servers[name].url
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def config(tiny_path):
     return {
         "model": {"path": tiny_path, "dtype": "float32", "trust_remote_code": False},
         "losses": {"": {"_target_": "prl.losses.default_loss", "_partial_": True, "kl_tau": 1e-3}},
-        "transport": {"_target_": "prl.transport.files.FileTransport"},
+        "weights": {"_target_": "prl.transport.files.FileTransport"},
         "seed": 0,
         "max_steps": 2,
         "initial_reference": False,

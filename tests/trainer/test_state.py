@@ -49,7 +49,7 @@ def train(tiny_path, make_sample, tmp_path):
         config = {
             "model": {"path": str(model), "dtype": "float32", "trust_remote_code": False, "lora": lora},
             "losses": {"": {"_target_": "prl.losses.default_loss", "_partial_": True, "kl_tau": 1e-3}},
-            "transport": {"_target_": "prl.transport.files.FileTransport"},
+            "weights": {"_target_": "prl.transport.files.FileTransport"},
             "seed": 0,
             "max_steps": 9,
             "initial_reference": ref,

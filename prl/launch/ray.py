@@ -1,0 +1,297 @@
+"""The launcher for a Ray cluster: each engine and each rank of the trainer is a process that an actor owns."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import ray
+import ray.exceptions
+import ray.util
+from annotated_types import Gt
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from prl.config.build import name_of
+from prl.config.machine import cores
+from prl.engines.base import EngineSpec
+from prl.errors import ConfigError, PrlError
+from prl.launch import children
+from prl.launch.host import Host, Node
+from prl.launch.launcher import Bundle, Launcher, ProcessDied, TrainerSpec
+from prl.launch.local import base_url, rank_log, rank_names
+from prl.launch.relay import Relay
+from prl.launch.specs import bundle_of, bundles_of_ranks
+from prl.monitors.text import in_one_line
+from prl.transport.events import TRAINER
+from prl.transport.files import FileTransport
+from prl.transport.ray import CHUNK, RayTransport, ready
+
+QUIET_S = 10.0
+"""Time that the cluster may take to give what is asked for before the run says what that is, seconds."""
+ANSWER_S = 60.0
+"""Deadline for an actor to start and to answer, seconds."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+@dataclass(kw_only=True)
+class RayLauncher(Launcher):
+    """Starts each process where Ray places it, in an actor that owns it: several machines are a Ray cluster."""
+
+    address: str | None = None
+    """A cluster to join, `auto` or `<host>:6379`; null = that of RAY_ADDRESS, else Ray is started here for the run."""
+    wait_s: Annotated[float, Gt(0)] = 300.0
+    """Deadline for the cluster to have what the run asks for, seconds."""
+
+    places_processes: ClassVar[bool] = True
+    bundles: list[Bundle] = field(default_factory=list, init=False, repr=False)
+    """What the placement group has, a bundle for each process."""
+    group: Any = field(default=None, init=False, repr=False)
+    """The placement group; None = nothing was reserved."""
+    hosts: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    """The actor of each process."""
+    nodes: dict[str, Node] = field(default_factory=dict, init=False, repr=False)
+    """Where it is."""
+    engines: dict[str, EngineSpec] = field(default_factory=dict, init=False, repr=False)
+    ends: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    """What its actor answers once a process has ended."""
+    relay: Relay = field(default_factory=Relay, init=False, repr=False)
+    joined: bool = field(default=False, init=False, repr=False)
+    """Whether it was this launcher that connected this process to Ray."""
+
+    # --- the cluster --------------------------------------------------------------------------------------------------
+
+    def reserve(self, bundles: Sequence[Bundle]) -> None:
+        self.bundles = list(bundles)
+        self._join()
+        self.group = ray.util.placement_group([bundle.resources for bundle in bundles], strategy="PACK")
+        self._wait_for_room()
+        for bundle in bundles:
+            self._place(bundle)
+        for bundle in bundles:
+            self._look(bundle)
+
+    def _join(self) -> None:
+        """Connect this process to the cluster, or to one of this machine alone that is started for the run."""
+        if ray.is_initialized():
+            return
+        address = self.address or os.environ.get("RAY_ADDRESS")
+        options: dict[str, Any] = {"address": address}
+        if address is None:  # there its cores are numbers that processes take, and engine and trainer share real ones
+            wanted = sum(bundle.cpus for bundle in self.bundles)
+            options = {"address": "local", "num_cpus": max(cores(), wanted), "include_dashboard": False}
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            with signals_kept():
+                ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"launcher.address={address}: {in_one_line(error)}") from error
+        self.joined = True
+
+    def _wait_for_room(self) -> None:
+        """Wait until each process has its bundle. Raises ConfigError at the deadline."""
+        if self.group.wait(min(QUIET_S, self.wait_s)):
+            return
+        asked = ", ".join(f"{bundle.process} {amounts(bundle.resources)}" for bundle in self.bundles)
+        has = f"the cluster has {amounts(ray.cluster_resources())}, of which {amounts(ray.available_resources())} free"
+        print(f"waiting for Ray to place {asked}; {has}", file=sys.stderr, flush=True)
+        if not self.group.wait(max(1.0, self.wait_s - QUIET_S)):
+            raise ConfigError(f"launcher.wait_s={self.wait_s:g} has passed: no room for {asked}; {has}")
+
+    def _place(self, bundle: Bundle) -> None:
+        """Create the actor of a process."""
+        options: dict[str, Any] = {"name": bundle.process, "num_cpus": bundle.cpus, "num_gpus": bundle.gpus}
+        if self.group is not None:
+            place = [each.process for each in self.bundles].index(bundle.process)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.group, place)
+        self.hosts[bundle.process] = ray.remote(Host).options(**options).remote()
+
+    def _look(self, bundle: Bundle) -> None:
+        """See where a process has been placed. Raises ConfigError where it could not run."""
+        host = self.hosts[bundle.process]
+        try:
+            node: Node = ray.get(host.node.remote(), timeout=ANSWER_S)
+            has_model = not Path(bundle.model.path).is_dir() or ray.get(host.sees.remote(bundle.model.path))
+        except ray.exceptions.RayError as error:
+            raise ConfigError(f"launcher: no actor for {bundle.process!r}: {in_one_line(error)[-400:]}") from error
+        at = f"{bundle.process!r} is placed on node {node.address}"
+        own, here = version("prl"), ray.util.get_node_ip_address()
+        if node.prl != own:
+            raise ConfigError(f"launcher: {at}, which has prl {node.prl}; this machine has {own}")
+        if not has_model:
+            raise ConfigError(f"model.path={bundle.model.path!r}: {at}, which sees no such folder")
+        if bundle.room > node.room:
+            need, free = (f"{size / 2**30:.1f} GiB" for size in (bundle.room, node.room))
+            raise ConfigError(f"launcher: {at}, where weights need {need} of {node.folder}, and {free} are free")
+        if bundle.host in LOOPBACK and node.address != here:
+            raise ConfigError(
+                f"engine.host={bundle.host}: {at}, and only that machine would reach it: engine.host=0.0.0.0"
+            )
+        self.nodes[bundle.process] = node
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def start_engine(self, spec: EngineSpec) -> str:
+        self._have(bundle_of(spec))
+        self.engines[spec.process] = spec
+        return self._serve(spec.process)
+
+    def _have(self, bundle: Bundle) -> None:
+        """Place a process for which nothing was reserved, as in an evaluation."""
+        if bundle.process not in self.hosts:
+            self._join()
+            self.bundles.append(bundle)
+            self._place(bundle)
+            self._look(bundle)
+
+    def _serve(self, name: str) -> str:
+        """Have an engine's actor start the engine. Returns its base URL."""
+        spec, host = self.engines[name], self.hosts[name]
+        with own_errors():
+            port = ray.get(host.serve.remote(spec, search_path()))
+        self._watch(name, spec.log)
+        return base_url(self.nodes[name].address if spec.config.host in EVERY_ADDRESS else spec.config.host, port)
+
+    def restart_engine(self, name: str) -> str | None:
+        if name not in self.engines:
+            return None
+        try:
+            ray.get(self.hosts[name].node.remote())
+        except ray.exceptions.RayActorError:  # gone, perhaps with its node: Ray places its bundle elsewhere
+            bundle = next(each for each in self.bundles if each.process == name)
+            ray.kill(self.hosts[name])
+            self._place(bundle)
+            self._look(bundle)
+        with own_errors():
+            for rank in [host for each, host in self.hosts.items() if each.startswith(TRAINER)][:1]:
+                for weights in ray.get(rank.versions.remote()):
+                    ray.get(self.hosts[name].fetch.remote(weights, rank))
+        return self._serve(name)
+
+    def start_trainer(self, spec: TrainerSpec) -> None:
+        for bundle in bundles_of_ranks(spec):
+            self._have(bundle)
+        names = rank_names(spec.num_processes)
+        payload = dict(spec.payload)
+        carried = payload["weights"]["_target_"] == name_of(RayTransport)
+        if carried:
+            payload["weights"] = {"_target_": name_of(FileTransport)}
+        addresses = {self.nodes[name].address for name in names}
+        environment = search_path()
+        if len(names) > 1:
+            port = str(ray.get(self.hosts[names[0]].meeting_port.remote()))
+            meeting = {"MASTER_ADDR": self.nodes[names[0]].address, "MASTER_PORT": port}
+            environment |= meeting | {"WORLD_SIZE": str(len(names)), "LOCAL_RANK": "0"}
+        for rank, name in enumerate(names):
+            host = self.hosts[name]
+            if carried and payload.get("resume") is not None:
+                payload["resume"] = spec.payload["resume"] | {"folder": sent(spec.payload["resume"]["folder"], host)}
+            own = replace(spec, payload=payload, gpus=())
+            variables = environment | ({"RANK": str(rank)} if len(names) > 1 else {})
+            ray.get(host.train.remote(own, name, variables, apart=len(addresses) > 1, carried=carried))
+            self._watch(name, rank_log(spec.run_dir, rank), spec.run_dir if carried else None)
+
+    def _watch(self, name: str, log: Path, run_dir: Path | None = None) -> None:
+        self.ends[name] = self.hosts[name].ended.remote(str(log))
+        self.relay.follow(name, self.hosts[name], log, run_dir)
+
+    def ensure_alive(self) -> None:
+        if self.relay.error is not None:
+            raise self.relay.error
+        ended = [name for name, end in self.ends.items() if ready([end])]
+        deaths = {name: self._death_of(name) for name in ended}
+        # A rank that loses another ends with an error; one that a signal ended is the cause of that.
+        for _, death in sorted(filter(None, deaths.values()), key=lambda pair: -pair[0]):
+            self.relay.pull()
+            raise death
+
+    def _death_of(self, name: str) -> tuple[int, ProcessDied] | None:
+        """How a process ended: its status, and what is to be raised. None where a rank has ended as it should."""
+        try:
+            status, text = ray.get(self.ends[name])
+        except ray.exceptions.RayActorError as error:
+            where = self.nodes[name].address
+            return 255, ProcessDied(f"process {name!r} is gone on node {where}: {in_one_line(error)[-400:]}", name)
+        if status == 0 and name.startswith(TRAINER):
+            return None
+        return status, ProcessDied(text, name)
+
+    async def finish(self, timeout_s: float) -> None:
+        ranks = [name for name in self.ends if name.startswith(TRAINER)]
+        for name in self.ends.keys() - set(ranks):  # they end while the trainer writes
+            self.hosts[name].ask.remote()
+        self.ends = {name: self.ends[name] for name in ranks}
+        deadline = time.monotonic() + timeout_s
+        while not ready(list(self.ends.values())):
+            self.ensure_alive()
+            if time.monotonic() > deadline:
+                raise PrlError(f"the trainer had not ended {timeout_s:g} s after the last step")
+            await asyncio.sleep(0.02)
+        self.ensure_alive()
+        await asyncio.to_thread(self.relay.pull)
+
+    def stop(self) -> None:
+        if not ray.is_initialized():
+            return
+        self.relay.close()
+        stopping = [host.stop.remote() for host in self.hosts.values()]
+        if stopping:
+            ray.wait(stopping, num_returns=len(stopping), timeout=2 * children.GRACE_S)
+        for host in self.hosts.values():
+            ray.kill(host)
+        if self.group is not None:
+            ray.util.remove_placement_group(self.group)
+        self.hosts, self.ends, self.group = {}, {}, None
+        if self.joined:
+            self.joined = False
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def signals_kept() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM, instead of which `ray.init` sets its own."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Raise as a PrlError what an actor's method has raised, in a line."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        raise PrlError(in_one_line(error.cause)) from error
+
+
+def search_path() -> dict[str, str]:
+    """Variables by which a process finds the modules that this one does."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))}
+
+
+def sent(folder: str, host: Any) -> str:
+    """Where an actor's process finds a checkpoint of this machine: there, or where it is copied to on its node."""
+    if ray.get(host.sees.remote(folder)):
+        return folder
+    for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+        path = f"resume/{file.relative_to(folder)}"
+        with file.open("rb") as opened:
+            while data := opened.read(CHUNK):
+                ray.get(host.append.remote(path, data))
+    return str(ray.get(host.folder.remote("resume")))
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    """Cores and GPUs of Ray's resources."""
+    counts = [f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
+    return " and ".join(counts) or "none"

@@ -1,0 +1,140 @@
+"""The transport of a run on a Ray cluster without a folder that all nodes see: calls of the actors that own processes.
+
+Each process works in a folder of its node (`prl/launch/host.py`). A batch is written there by its rank's actor, and the
+trainer publishes there as it does in a run directory. New weights go from the node of the first rank to each node that
+has an engine, which loads them from a file in memory.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+import ray.exceptions
+import ray.util
+
+from prl.rollouts.messages import StepBatch
+from prl.transport.events import ENGINE, TRAINER
+from prl.transport.files import FileTransport, naming, step_name, writing
+
+WEIGHTS, BATCHES = "weights", "batches"
+"""Folders of a run that are carried by calls of their own."""
+LOG = "log"
+"""The path of the output of an actor's process."""
+CHUNK = 32 * 2**20
+"""Bytes of a file that one call carries."""
+AHEAD = 4
+"""Chunks that are asked for before they are needed."""
+
+
+class RayTransport(FileTransport):
+    """The orchestrator's side; a rank's side is a `FileTransport` in the folder of its node."""
+
+    def __init__(self, run_dir: Path):
+        super().__init__(run_dir)
+        self._metrics: dict[int, Any] = {}
+        """By version, what the first rank's actor answers once that is published."""
+        self._copies: dict[int, list[Any]] = {}
+        """By version, what the engines' actors answer once they have its weights."""
+
+    def send_batch(self, batch: StepBatch, rank: int) -> None:
+        super().send_batch(batch, rank)  # the run directory has it too, for `orchestrator.keep_batches`
+        self._pass_on(self.batch_path(batch.step, rank), hosts(TRAINER)[rank])
+
+    def discard_batch(self, step: int) -> None:
+        super().discard_batch(step)
+        for host in hosts(TRAINER):
+            host.remove.remote(f"{BATCHES}/{step_name(step)}")
+
+    def send_end(self, last_step: int) -> None:
+        super().send_end(last_step)
+        for host in hosts(TRAINER):
+            self._pass_on(self._end, host)
+
+    def _pass_on(self, file: Path, host: Any) -> None:
+        ray.get(host.write.remote(str(file.relative_to(self.run_dir)), file.read_bytes()))
+
+    def receive_metrics(self, version: int) -> dict[str, float] | None:
+        if version not in self._metrics:
+            ranks = hosts(TRAINER)
+            if not ranks:
+                return None
+            self._metrics[version] = ranks[0].published.remote(step_name(version))
+        if not ready([self._metrics[version]]):
+            return None
+        if version not in self._copies:
+            self._copies[version] = distribute(step_name(version))
+        if not ready(self._copies[version]):
+            return None
+        for copy in self._copies[version]:
+            with contextlib.suppress(ray.exceptions.RayActorError):  # an engine that is started again copies them then
+                ray.get(copy)
+        return dict(msgspec.json.decode(ray.get(self._metrics[version])))
+
+    def engine_path(self, version: int) -> str:
+        return step_name(version)  # in the folder of its node
+
+    def weights_path(self, version: int) -> Path:
+        path = super().weights_path(version)
+        if not path.exists():
+            copy_folder(hosts(TRAINER)[0], f"{WEIGHTS}/{path.name}", path)
+        return path
+
+    def discard_weights(self, version: int) -> None:
+        super().discard_weights(version)
+        self._metrics.pop(version, None)
+        self._copies.pop(version, None)
+        for host in [*hosts(TRAINER)[:1], *hosts(ENGINE)]:
+            host.remove.remote(f"{WEIGHTS}/{step_name(version)}")
+
+
+def hosts(kind: str) -> list[Any]:
+    """The actors of this run whose processes have names that begin with `kind`, by their numbers."""
+    names = [name for name in ray.util.list_named_actors() if name.startswith(kind)]
+    return [ray.get_actor(name) for name in sorted(names, key=lambda name: (len(name), name))]
+
+
+def ready(answers: list[Any]) -> bool:
+    """Whether all calls have been answered, or have failed."""
+    return len(ray.wait(answers, num_returns=len(answers), timeout=0)[0]) == len(answers) if answers else True
+
+
+def distribute(version: str) -> list[Any]:
+    """Have each engine's actor get the weights of a version: from its own node, where that has them, else over the net.
+
+    Returns what the actors answer.
+    """
+    (source,) = hosts(TRAINER)[:1]
+    holders = {ray.get(source.node.remote()).id: (source, None)}
+    copies = []
+    for host in hosts(ENGINE):
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            node = ray.get(host.node.remote()).id
+            holder, arrived = holders.get(node, (source, None))
+            copies.append(host.fetch.remote(version, holder, arrived))
+            holders.setdefault(node, (host, copies[-1]))
+    return copies
+
+
+def copy_folder(host: Any, folder: str, final: Path) -> None:
+    """Copy a folder from the run directory of an actor's process; it appears whole or not at all."""
+    with naming(final), writing(final) as target:
+        for path, size in ray.get(host.sizes.remote(folder)).items():
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            with (target / path).open("wb") as file:
+                for piece in pieces(host, f"{folder}/{path}", 0, size):
+                    file.write(piece)
+
+
+def pieces(host: Any, path: str, start: int, end: int) -> Iterator[bytes]:
+    """What a file of an actor's process has from one place to another, a few pieces asked for ahead."""
+    asked = deque[Any]()
+    for offset in range(start, end, CHUNK):
+        asked.append(host.read.remote(path, offset, min(CHUNK, end - offset)))
+        if len(asked) > AHEAD:
+            yield ray.get(asked.popleft())
+    while asked:
+        yield ray.get(asked.popleft())

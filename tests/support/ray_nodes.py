@@ -1,0 +1,78 @@
+"""A Ray cluster of several nodes on this machine, made with Ray's own commands."""
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import ray
+from run_processes import family, wait_until
+
+RAY = str(Path(sys.executable).with_name("ray"))
+BLIND = "mount -t tmpfs none {folder} && exec {command}"
+"""A node with a mount of its own over a folder: it sees nothing of what is there."""
+
+
+class Nodes:
+    """Nodes by name. Each is a `ray start --block`, which owns its raylet and what that starts."""
+
+    def __init__(self, folder: Path):
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            self.port = sock.getsockname()[1]
+        self.folder = folder
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.environment = {
+            "RAY_ADDRESS": f"{ray.util.get_node_ip_address()}:{self.port}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        }
+        """What a command needs to join."""
+
+    def add(self, name: str, cpus: int, *, blind_to: Path | None = None) -> None:
+        """Add a node; the first one is the head."""
+        where = ["--address", self.environment["RAY_ADDRESS"]] if self.processes else ["--head", "--port", str(self.port)]
+        where += [] if self.processes else ["--temp-dir", str(self.folder), "--include-dashboard=false"]
+        command = [RAY, "start", *where, "--num-cpus", str(cpus), "--block", "--disable-usage-stats"]
+        command += ["--object-store-memory", "100000000"]
+        if blind_to is not None:
+            command = ["unshare", "-m", "sh", "-c", BLIND.format(folder=blind_to, command=" ".join(command))]
+        with (self.folder / f"{name}.log").open("wb") as log:
+            env = os.environ | self.environment
+            self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+        wait_until(lambda: b"--block" in (self.folder / f"{name}.log").read_bytes(), 60, f"{name} has started")
+
+    def raylet(self, name: str) -> int:
+        (pid,) = [pid for pid, line in family(self.processes[name].pid).items() if "raylet/raylet " in line]
+        return pid
+
+    def kill(self, name: str) -> None:
+        """End a node as a machine ends: its raylet first, which is all that Ray would see."""
+        os.kill(self.raylet(name), signal.SIGKILL)
+
+    def close(self) -> None:
+        for process in reversed(self.processes.values()):
+            left = [process.pid, *family(process.pid)]
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextlib.contextmanager
+def ray_nodes():
+    """Nodes that end with the block. Their folder has a short path: a socket's has 107 characters at most."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        nodes = Nodes(Path(folder))
+        try:
+            yield nodes
+        finally:
+            nodes.close()
