@@ -1,10 +1,10 @@
 """The life of processes: whatever ends a run or a part of it, no process stays behind.
 
-    python -P children.py LAUNCHER FOLDER[:FOLDER …] COMMAND [ARG …]
+    python -P children.py LAUNCHER FOLDER COMMAND [ARG …]
 
 runs a command under a supervisor. As a subreaper it adopts each descendant whose own parent has ended. Once the command
 has ended, or the launcher has (process `LAUNCHER`), be it by SIGKILL, it ends what is left; without a launcher it also
-removes the folders, which have temporary files. Where the supervisor is killed itself, the kernel ends the command.
+removes the run's folder for temporary files. Where the supervisor is killed itself, the kernel ends the command.
 """
 
 import atexit
@@ -77,7 +77,7 @@ def leave_none() -> None:
     atexit.register(end_descendants, os.getpid(), GRACE_S)
 
 
-def supervise(launcher: int, folders: list[str], command: list[str]) -> int:
+def supervise(launcher: int, folder: str, command: list[str]) -> int:
     """Run a command until it or the launcher ends, then end what is left of it. Return its status."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # for the command, which would inherit SIG_IGN
@@ -91,11 +91,10 @@ def supervise(launcher: int, folders: list[str], command: list[str]) -> int:
         time.sleep(0 if ended else POLL_S)
     end_descendants(os.getpid(), GRACE_S)
     if os.getppid() != launcher:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
-    sys.exit(supervise(int(sys.argv[1]), sys.argv[2].split(os.pathsep), sys.argv[3:]))
+    sys.exit(supervise(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

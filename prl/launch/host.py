@@ -4,11 +4,13 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ray
 import ray.util
@@ -62,6 +64,7 @@ class Host:
         self.run_dir = self.disk / "run"
         self.run_dir.mkdir()
         (self.run_dir / WEIGHTS).symlink_to(self.memory)
+        self.alive = removed_at_the_end([self.disk, self.memory])
         self.process: Process | None = None
 
     async def node(self) -> Node:
@@ -112,7 +115,7 @@ class Host:
     def _start(self, name: str, command: list[str], env: dict[str, str], cwd: Path | None = None) -> None:
         scratch = self.disk / "tmp"
         scratch.mkdir(exist_ok=True)
-        self.process = Process(name, command, env, self.log, scratch, doomed=[self.disk, self.memory], cwd=cwd)
+        self.process = Process(name, command, env, self.log, scratch, cwd)
 
     @property
     def log(self) -> Path:
@@ -213,3 +216,16 @@ class Host:
                 shutil.copytree(Path(there.folder) / name, folder, copy_function=os.link, dirs_exist_ok=True)
         else:
             await asyncio.to_thread(copy_folder, holder, f"{WEIGHTS}/{name}", final)
+
+
+def removed_at_the_end(folders: Sequence[Path]) -> IO[bytes] | None:
+    """Have folders removed once this process has ended, however that was. Returns what has to live until then.
+
+    Not by a child of this process: Ray kills those with SIGKILL when it ends an actor.
+    """
+    script = 'exec 3<&0; (cat <&3 >/dev/null; rm -rf "$@") >/dev/null 2>&1 &'
+    shell = subprocess.Popen(
+        ["sh", "-c", script, "sh", *map(str, folders)], stdin=subprocess.PIPE, start_new_session=True
+    )
+    shell.wait()
+    return shell.stdin

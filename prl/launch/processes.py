@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from prl.launch import children
@@ -38,11 +37,8 @@ class Process(subprocess.Popen[bytes]):
         env: dict[str, str],
         log: Path,
         scratch: Path,
-        *,
-        doomed: Sequence[Path] = (),
         cwd: Path | None = None,
     ):
-        """`scratch` is for temporary files; it goes where this process is killed, and so do the `doomed` folders."""
         self.name = name
         self.command = command
         self.log = log
@@ -50,12 +46,11 @@ class Process(subprocess.Popen[bytes]):
             log.parent.mkdir(parents=True, exist_ok=True)
             output = log.open("ab")
         folders = {"TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch)}
-        folders_to_go = os.pathsep.join(map(str, [scratch, *doomed]))
         with output:
             self.log_start = output.tell()
             """Where its own output begins in the log."""
             super().__init__(
-                [sys.executable, "-P", children.__file__, str(os.getpid()), folders_to_go, *self.command],
+                [sys.executable, "-P", children.__file__, str(os.getpid()), str(scratch), *self.command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

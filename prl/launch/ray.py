@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar
 import ray
 import ray.exceptions
 import ray.util
+import tenacity
 from annotated_types import Gt
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -39,6 +40,8 @@ QUIET_S = 10.0
 """Time that the cluster may take to give what is asked for before the run says what that is, seconds."""
 ANSWER_S = 60.0
 """Deadline for an actor to start and to answer, seconds."""
+LOST = 256
+"""Stands for the status of a process whose actor is gone."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
@@ -113,7 +116,13 @@ class RayLauncher(Launcher):
         if self.group is not None:
             place = [each.process for each in self.bundles].index(bundle.process)
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.group, place)
-        self.hosts[bundle.process] = ray.remote(Host).options(**options).remote()
+        for attempt in tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(ray.exceptions.ActorAlreadyExistsError),  # one that was just killed
+            wait=tenacity.wait_fixed(0.1),
+            stop=tenacity.stop_after_delay(ANSWER_S),
+        ):
+            with attempt:
+                self.hosts[bundle.process] = ray.remote(Host).options(**options).remote()
 
     def _look(self, bundle: Bundle) -> None:
         """See where a process has been placed. Raises ConfigError where it could not run."""
@@ -164,10 +173,10 @@ class RayLauncher(Launcher):
     def restart_engine(self, name: str) -> str | None:
         if name not in self.engines:
             return None
-        try:
-            ray.get(self.hosts[name].node.remote())
-        except ray.exceptions.RayActorError:  # gone, perhaps with its node: Ray places its bundle elsewhere
+        if self._is_lost(name):  # perhaps with its node: then Ray places its bundle elsewhere
             bundle = next(each for each in self.bundles if each.process == name)
+            if self.group is not None:
+                self._wait_for_room()
             ray.kill(self.hosts[name])
             self._place(bundle)
             self._look(bundle)
@@ -176,6 +185,20 @@ class RayLauncher(Launcher):
                 for weights in ray.get(rank.versions.remote()):
                     ray.get(self.hosts[name].fetch.remote(weights, rank))
         return self._serve(name)
+
+    def _is_lost(self, name: str) -> bool:
+        """Whether an actor is gone, once Ray is sure: of a dead node it is after some seconds without a heartbeat."""
+        deadline = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                ray.get(self.hosts[name].node.remote())
+                return False
+            except ray.exceptions.ActorUnavailableError:
+                if time.monotonic() > deadline:
+                    return True
+                time.sleep(children.POLL_S)
+            except ray.exceptions.RayActorError:
+                return True
 
     def start_trainer(self, spec: TrainerSpec) -> None:
         for bundle in bundles_of_ranks(spec):
@@ -208,19 +231,20 @@ class RayLauncher(Launcher):
         if self.relay.error is not None:
             raise self.relay.error
         ended = [name for name, end in self.ends.items() if ready([end])]
-        deaths = {name: self._death_of(name) for name in ended}
-        # A rank that loses another ends with an error; one that a signal ended is the cause of that.
-        for _, death in sorted(filter(None, deaths.values()), key=lambda pair: -pair[0]):
-            self.relay.pull()
-            raise death
+        deaths = [death for death in map(self._death_of, ended) if death is not None]
+        if deaths:
+            with contextlib.suppress(ray.exceptions.RayError):
+                self.relay.pull()  # the last lines of logs
+            # A rank that loses another ends with an error; one that a signal ended, or its node's end, is the cause.
+            raise max(deaths, key=lambda pair: pair[0])[1]
 
     def _death_of(self, name: str) -> tuple[int, ProcessDied] | None:
         """How a process ended: its status, and what is to be raised. None where a rank has ended as it should."""
         try:
             status, text = ray.get(self.ends[name])
         except ray.exceptions.RayActorError as error:
-            where = self.nodes[name].address
-            return 255, ProcessDied(f"process {name!r} is gone on node {where}: {in_one_line(error)[-400:]}", name)
+            why = in_one_line(error)[:300]
+            return LOST, ProcessDied(f"process {name!r} is lost with node {self.nodes[name].address}: {why}", name)
         if status == 0 and name.startswith(TRAINER):
             return None
         return status, ProcessDied(text, name)
