@@ -134,10 +134,11 @@ def spanned(engine: VLLMConfig) -> int:
 
 def bundles_of(config: TrainConfig) -> list[Bundle]:
     """What each process of a run takes: the policy's engines, the trainer's ranks, the hosted teacher's engines."""
-    bundles = [bundle_of(spec) for spec in policy_engines(config, config.model, "", Path())]
+    log = engine_log(Path(config.run.dir))
+    bundles = [bundle_of(spec) for spec in policy_engines(config, config.model, "", log)]
     bundles += bundles_of_ranks(trainer(config, Path(), trainer_payload(config, config.model, initial_reference=False)))
     if hosts_teacher(config) and config.teacher.model is not None:
-        teacher = hosted_teacher(config, config.teacher.model, "", Path())
+        teacher = hosted_teacher(config, config.teacher.model, "", log)
         bundles += [bundle_of(each) for each in several(teacher, placement(config).teachers)]
     return bundles
 
