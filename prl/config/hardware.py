@@ -19,7 +19,7 @@ ANSWER_S = 20.0
 
 @dataclass
 class MachineConfig:
-    """The machine of a dry run (`dry_run=true`); null = as this one."""
+    """The machine of a dry run, and with `launcher=ray` what the cluster has; null = as this one."""
 
     gpus: Annotated[int, Ge(0), Le(1024)] | None = None
     """GPUs that it has; 0 = none."""

@@ -195,7 +195,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
 async def load_first_weights(run: PreparedRun, policy: PolicyPool, transport: Transport) -> None:
     """Have the engine load the weights that the run begins with."""
     version = run.first_version
-    path = transport.engine_path(version) if version else run.model.path
+    path = await transport.deliver(version) if version else run.model.path
     await policy.update_weights(version, path, run.config.engine.update_timeout_s)
 
 

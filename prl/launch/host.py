@@ -192,11 +192,17 @@ class Host:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
+    def published_now(self, name: str) -> bytes | None:
+        """Return the metrics of a version, JSON; None while it has not been published."""
+        return (self.memory / name / "metrics.json").read_bytes() if (self.memory / name).exists() else None
+
     async def published(self, name: str) -> bytes:
         """Wait for a version to be published. Returns its metrics, JSON."""
-        while not (self.memory / name).exists():  # noqa: ASYNC110  another process makes it
+        while True:
+            data = self.published_now(name)
+            if data is not None:
+                return data
             await asyncio.sleep(POLL_S)
-        return (self.memory / name / "metrics.json").read_bytes()
 
     def versions(self) -> list[str]:
         """Return the names of the versions whose weights are here."""

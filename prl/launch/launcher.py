@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -60,6 +60,16 @@ class Bundle:
     def resources(self) -> dict[str, int]:
         """What it takes, by Ray's names."""
         return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
+
+    @property
+    def amounts(self) -> str:
+        """The same in words: `1 CPU and 1 GPU`."""
+        return amounts(self.resources)
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    """Cores and GPUs among Ray's resources, in words."""
+    return " and ".join(f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)) or "nothing"
 
 
 class Launcher(ABC):

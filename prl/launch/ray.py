@@ -5,10 +5,11 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +28,7 @@ from prl.engines.base import EngineSpec
 from prl.errors import ConfigError, PrlError
 from prl.launch import children
 from prl.launch.host import Host, Node
-from prl.launch.launcher import Bundle, Launcher, ProcessDied, TrainerSpec
+from prl.launch.launcher import Bundle, Launcher, ProcessDied, TrainerSpec, amounts
 from prl.launch.local import base_url, rank_log, rank_names
 from prl.launch.relay import Relay
 from prl.launch.specs import bundle_of, bundles_of_ranks
@@ -38,6 +39,8 @@ from prl.transport.ray import CHUNK, RayTransport, ready
 
 QUIET_S = 10.0
 """Time that the cluster may take to give what is asked for before the run says what that is, seconds."""
+CONNECT_S = 10.0
+"""Deadline for the head of a cluster to answer, seconds."""
 ANSWER_S = 60.0
 """Deadline for an actor to start and to answer, seconds."""
 LOST = 256
@@ -94,17 +97,20 @@ class RayLauncher(Launcher):
             options = {"address": "local", "num_cpus": max(cores(), wanted), "include_dashboard": False}
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
+            if address is not None and ":" in address:  # Ray itself would try for minutes
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
             with signals_kept():
                 ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"launcher.address={address}: {in_one_line(error)}") from error
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise ConfigError(f"launcher.address={address}: {in_one_line(error)[:400]}") from error
         self.joined = True
 
     def _wait_for_room(self) -> None:
         """Wait until each process has its bundle. Raises ConfigError at the deadline."""
         if self.group.wait(min(QUIET_S, self.wait_s)):
             return
-        asked = ", ".join(f"{bundle.process} {amounts(bundle.resources)}" for bundle in self.bundles)
+        asked = ", ".join(f"{bundle.process} {bundle.amounts}" for bundle in self.bundles)
         has = f"the cluster has {amounts(ray.cluster_resources())}, of which {amounts(ray.available_resources())} free"
         print(f"waiting for Ray to place {asked}; {has}", file=sys.stderr, flush=True)
         if not self.group.wait(max(1.0, self.wait_s - QUIET_S)):
@@ -313,9 +319,3 @@ def sent(folder: str, host: Any) -> str:
             while data := opened.read(CHUNK):
                 ray.get(host.append.remote(path, data))
     return str(ray.get(host.folder.remote("resume")))
-
-
-def amounts(resources: Mapping[str, float]) -> str:
-    """Cores and GPUs of Ray's resources."""
-    counts = [f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
-    return " and ".join(counts) or "none"

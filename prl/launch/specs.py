@@ -109,10 +109,15 @@ def several(first: EngineSpec, gpus: Sequence[Gpus]) -> list[EngineSpec]:
 def placement(config: TrainConfig | EvaluationConfig) -> Placement:
     """Which GPUs the run's processes have. Raises ConfigError where there are not GPUs enough."""
     needs = needs_of(config)
-    if class_of(config.launcher, Launcher, "launcher").places_processes:
+    if places_processes(config) and not getattr(config, "dry_run", False):
         return Placement([()] * needs.engines, [()] * needs.ranks, [()] * needs.teachers)
     asked = any(count for count, _ in needs.of_each())
     return place(needs, len(visible_gpus()) if asked else 0)
+
+
+def places_processes(config: TrainConfig | EvaluationConfig) -> bool:
+    """Whether the launcher chooses machines and GPUs by itself."""
+    return class_of(config.launcher, Launcher, "launcher").places_processes
 
 
 def needs_of(config: TrainConfig | EvaluationConfig) -> Needs:

@@ -183,7 +183,8 @@ class WeightSync:
         """Load `version` and evaluate it if that is due; its line gets the metrics of both."""
         self.busy = True
         started, before = time.monotonic(), self.pool.version
-        await self.pool.update_weights(version, self.transport.engine_path(version), self.update_timeout_s)
+        path = await self.transport.deliver(version)
+        await self.pool.update_weights(version, path, self.update_timeout_s)
         self._line_of(version)["time/update_weights"] = time.monotonic() - started
         for old in range(before, version):
             self.transport.discard_weights(old)

@@ -59,8 +59,8 @@ class Transport(ABC):
     def receive_metrics(self, version: int) -> dict[str, float] | None:
         """The metrics published with `version`, None while it has not been published."""
 
-    def engine_path(self, version: int) -> str:
-        """The folder from which an engine loads a published `version`; a relative path is one of the engine's."""
+    async def deliver(self, version: int) -> str:
+        """Have the weights of a published `version` where the engines are; return the path that they load them from."""
         return str(self.weights_path(version).resolve())
 
     @abstractmethod

@@ -5,6 +5,7 @@ trainer publishes there as it does in a run directory. New weights go from the n
 has an engine, which loads them from a file in memory.
 """
 
+import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Iterator
@@ -37,8 +38,6 @@ class RayTransport(FileTransport):
         super().__init__(run_dir)
         self._metrics: dict[int, Any] = {}
         """By version, what the first rank's actor answers once that is published."""
-        self._copies: dict[int, list[Any]] = {}
-        """By version, what the engines' actors answer once they have its weights."""
 
     def send_batch(self, batch: StepBatch, rank: int) -> None:
         super().send_batch(batch, rank)  # the run directory has it too, for `orchestrator.keep_batches`
@@ -58,24 +57,23 @@ class RayTransport(FileTransport):
         ray.get(host.write.remote(str(file.relative_to(self.run_dir)), file.read_bytes()))
 
     def receive_metrics(self, version: int) -> dict[str, float] | None:
+        name = step_name(version)
         if version not in self._metrics:
             ranks = hosts(TRAINER)
-            if not ranks:
-                return None
-            self._metrics[version] = ranks[0].published.remote(step_name(version))
+            data = ray.get(ranks[0].published_now.remote(name)) if ranks else None
+            if data is not None:
+                return dict(msgspec.json.decode(data))
+            if ranks:
+                self._metrics[version] = ranks[0].published.remote(name)
+            return None
         if not ready([self._metrics[version]]):
             return None
-        if version not in self._copies:
-            self._copies[version] = distribute(step_name(version))
-        if not ready(self._copies[version]):
-            return None
-        for copy in self._copies[version]:
-            with contextlib.suppress(ray.exceptions.RayActorError):  # an engine that is started again copies them then
-                ray.get(copy)
-        return dict(msgspec.json.decode(ray.get(self._metrics[version])))
+        return dict(msgspec.json.decode(ray.get(self._metrics.pop(version))))
 
-    def engine_path(self, version: int) -> str:
-        return step_name(version)  # in the folder of its node
+    async def deliver(self, version: int) -> str:
+        name = step_name(version)
+        await asyncio.to_thread(distribute, name)
+        return name  # in the folder where an engine's actor has started it
 
     def weights_path(self, version: int) -> Path:
         path = super().weights_path(version)
@@ -85,8 +83,6 @@ class RayTransport(FileTransport):
 
     def discard_weights(self, version: int) -> None:
         super().discard_weights(version)
-        self._metrics.pop(version, None)
-        self._copies.pop(version, None)
         for host in [*hosts(TRAINER)[:1], *hosts(ENGINE)]:
             host.remove.remote(f"{WEIGHTS}/{step_name(version)}")
 
@@ -102,10 +98,10 @@ def ready(answers: list[Any]) -> bool:
     return len(ray.wait(answers, num_returns=len(answers), timeout=0)[0]) == len(answers) if answers else True
 
 
-def distribute(version: str) -> list[Any]:
+def distribute(version: str) -> None:
     """Have each engine's actor get the weights of a version: from its own node, where that has them, else over the net.
 
-    Returns what the actors answer.
+    An actor that is lost is left out: its engine gets them when it is started again.
     """
     (source,) = hosts(TRAINER)[:1]
     holders = {ray.get(source.node.remote()).id: (source, None)}
@@ -116,7 +112,9 @@ def distribute(version: str) -> list[Any]:
             holder, arrived = holders.get(node, (source, None))
             copies.append(host.fetch.remote(version, holder, arrived))
             holders.setdefault(node, (host, copies[-1]))
-    return copies
+    for copy in copies:
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            ray.get(copy)
 
 
 def copy_folder(host: Any, folder: str, final: Path) -> None:

@@ -104,6 +104,9 @@ def dry_run(config: TrainConfig) -> None:
     Console(width=None if sys.stdout.isatty() else WIDTH).print(planned.table())
     for name, (tokens, longest) in planned.caches.items():
         print(f"KV cache of {name}: {tokens:,} tokens, {tokens / longest:,.1f} sequences of {longest:,}")
+    if specs.places_processes(config):
+        bundles = [f"{bundle.process} {bundle.amounts}" for bundle in specs.bundles_of(config)]
+        print(f"asks Ray for {', '.join(bundles)}")
     for problem in planned.problems():
         raise ConfigError(problem)
     print("fits")
