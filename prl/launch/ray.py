@@ -103,7 +103,8 @@ class RayLauncher(Launcher):
             with signals_kept():
                 ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise ConfigError(f"launcher.address={address}: {in_one_line(error)[:400]}") from error
+            why = str(error.__cause__ or error).strip().rpartition("\n")[2]  # below a traceback of Ray's own
+            raise ConfigError(f"launcher.address={address}: {in_one_line(error)}: {why}"[:600]) from error
         self.joined = True
 
     def _wait_for_room(self) -> None:
@@ -138,19 +139,7 @@ class RayLauncher(Launcher):
             has_model = not Path(bundle.model.path).is_dir() or ray.get(host.sees.remote(bundle.model.path))
         except ray.exceptions.RayError as error:
             raise ConfigError(f"launcher: no actor for {bundle.process!r}: {in_one_line(error)[-400:]}") from error
-        at = f"{bundle.process!r} is placed on node {node.address}"
-        own, here = version("prl"), ray.util.get_node_ip_address()
-        if node.prl != own:
-            raise ConfigError(f"launcher: {at}, which has prl {node.prl}; this machine has {own}")
-        if not has_model:
-            raise ConfigError(f"model.path={bundle.model.path!r}: {at}, which sees no such folder")
-        if bundle.room > node.room:
-            need, free = (f"{size / 2**30:.1f} GiB" for size in (bundle.room, node.room))
-            raise ConfigError(f"launcher: {at}, where weights need {need} of {node.folder}, and {free} are free")
-        if bundle.host in LOOPBACK and node.address != here:
-            raise ConfigError(
-                f"engine.host={bundle.host}: {at}, and only that machine would reach it: engine.host=0.0.0.0"
-            )
+        check_node(bundle, node, ray.util.get_node_ip_address(), has_model=has_model)
         self.nodes[bundle.process] = node
 
     # --- processes ----------------------------------------------------------------------------------------------------
@@ -284,6 +273,20 @@ class RayLauncher(Launcher):
         if self.joined:
             self.joined = False
             ray.shutdown()
+
+
+def check_node(bundle: Bundle, node: Node, here: str, *, has_model: bool) -> None:
+    """Raise ConfigError where a process cannot run on its node, or not be reached there from the address `here`."""
+    at, own = f"{bundle.process!r} is placed on node {node.address}", version("prl")
+    if node.prl != own:
+        raise ConfigError(f"launcher: {at}, which has prl {node.prl}; this machine has {own}")
+    if not has_model:
+        raise ConfigError(f"model.path={bundle.model.path!r}: {at}, which sees no such folder")
+    if bundle.room > node.room:
+        need, free = (f"{size / 2**30:.1f} GiB" for size in (bundle.room, node.room))
+        raise ConfigError(f"launcher: {at}, where weights need {need} of {node.folder}, and {free} are free")
+    if bundle.host in LOOPBACK and node.address != here:
+        raise ConfigError(f"engine.host={bundle.host}: {at}, and only that machine would reach it: engine.host=0.0.0.0")
 
 
 @contextlib.contextmanager

@@ -49,6 +49,9 @@ class Relay:
         """Copy what a process writes from now on."""
         before = self.followed.get(name)
         same = before is not None and before.host == host
+        with naming(log):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.touch()
         self.followed[name] = Followed(host, log, run_dir, before.copied if same and before is not None else {})
         if not self._thread.is_alive():
             self._thread.start()

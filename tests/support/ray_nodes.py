@@ -36,7 +36,9 @@ class Nodes:
 
     def add(self, name: str, cpus: int, *, blind_to: Path | None = None) -> None:
         """Add a node; the first one is the head."""
-        where = ["--address", self.environment["RAY_ADDRESS"]] if self.processes else ["--head", "--port", str(self.port)]
+        where = (
+            ["--address", self.environment["RAY_ADDRESS"]] if self.processes else ["--head", "--port", str(self.port)]
+        )
         where += [] if self.processes else ["--temp-dir", str(self.folder), "--include-dashboard=false"]
         command = [RAY, "start", *where, "--num-cpus", str(cpus), "--block", "--disable-usage-stats"]
         command += ["--object-store-memory", "100000000"]
@@ -47,13 +49,18 @@ class Nodes:
             self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
         wait_until(lambda: b"--block" in (self.folder / f"{name}.log").read_bytes(), 60, f"{name} has started")
 
-    def raylet(self, name: str) -> int:
-        (pid,) = [pid for pid, line in family(self.processes[name].pid).items() if "raylet/raylet " in line]
-        return pid
-
     def kill(self, name: str) -> None:
-        """End a node as a machine ends: its raylet first, which is all that Ray would see."""
-        os.kill(self.raylet(name), signal.SIGKILL)
+        """Kill a node's raylet, which is what Ray sees of the end of a machine."""
+        (pid,) = self.running("raylet/raylet ", name)
+        os.kill(pid, signal.SIGKILL)
+
+    def running(self, text: str, *names: str) -> dict[int, str]:
+        """Processes with `text` in their command lines and the nodes that they are on, of these nodes or of all."""
+        found = {}
+        for name in names or self.processes:
+            lines = family(self.processes[name].pid)
+            found |= {pid: name for pid, line in lines.items() if text in line and "children.py" not in line}
+        return found
 
     def close(self) -> None:
         for process in reversed(self.processes.values()):
@@ -68,10 +75,12 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def ray_nodes():
+def ray_nodes(token=True):
     """Nodes that end with the block. Their folder has a short path: a socket's has 107 characters at most."""
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         nodes = Nodes(Path(folder))
+        if not token:  # as for this process, which has imported Ray with what the environment had then
+            nodes.environment = {"RAY_ADDRESS": nodes.environment["RAY_ADDRESS"], "RAY_AUTH_MODE": "disabled"}
         try:
             yield nodes
         finally:
