@@ -1,12 +1,10 @@
 """Renderers of the `renderers` package: messages to tokens and back.
 
-The only place that touches what that package keeps private, and the only one that changes a tokenizer. Written for
-renderers 0.1.12; `tests/engines/test_renderer.py` notices when a later version makes either of them unnecessary.
+The only place that touches what that package keeps private. Written for renderers 0.1.12.
 """
 
 import base64
 import contextlib
-import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 
 HARMONY_FOLDER, HARMONY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
 """Where gpt-oss's renderer looks for its vocabulary: the variable that names a folder, and the file in it."""
-SHORT_TEXT = 32
-"""Longest text whose tokens are remembered, characters."""
 
 
 @dataclass
@@ -64,7 +60,7 @@ def make_renderer(
     name_key: str | None = None,
     **settings: Any,
 ) -> "Renderer":
-    """The renderer `name` over `tokenizer`, whose `encode` is given a cache for short texts.
+    """The renderer `name` over `tokenizer`.
 
     Args:
         tokenizer: The model's.
@@ -83,7 +79,6 @@ def make_renderer(
     from prl.engines.template import TemplateRenderer, with_declared_ends  # importing the package takes seconds
 
     key = name_key or f"{where}.name"
-    remember_short_texts(tokenizer)
     is_harmony = "gpt-oss" in (name, MODEL_RENDERER_MAP.get(tokenizer.name_or_path))
     try:
         with harmony_vocabulary(tokenizer) if is_harmony else contextlib.nullcontext():
@@ -172,25 +167,3 @@ def tokenizer_of(renderer: "Renderer") -> "PreTrainedTokenizerBase | None":
     The package's protocol has no attribute for it; all of its renderers keep it under this name.
     """
     return getattr(renderer, "_tokenizer", None)
-
-
-def remember_short_texts(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Cache what renderers encode again for every message: role names and markers.
-
-    A tokenizer that has the cache already keeps it.
-    """
-    encode = tokenizer.encode
-    if hasattr(encode, "remembers_short_texts"):
-        return
-
-    @functools.lru_cache(maxsize=1024)
-    def short(text: str) -> tuple[int, ...]:
-        return tuple(encode(text, add_special_tokens=False))
-
-    def cached(text: Any, *args: Any, add_special_tokens: bool = True, **kwargs: Any) -> list[int]:
-        if add_special_tokens or args or kwargs or not isinstance(text, str) or len(text) > SHORT_TEXT:
-            return encode(text, *args, add_special_tokens=add_special_tokens, **kwargs)
-        return list(short(text))
-
-    cached.remembers_short_texts = True  # type: ignore[attr-defined]
-    tokenizer.encode = cached

@@ -77,25 +77,15 @@ def test_the_node_takes_the_renderers_own_settings_beside_the_name(tokenizer):
     assert type(composed()(tokenizer, name="qwen3")).__name__ == "Qwen3Renderer", "as model.renderer says"
 
 
-@pytest.fixture
-def own_tokenizer():
-    """A fresh one each time: making a renderer wraps its `encode`."""
-    from transformers import AutoTokenizer
-
-    from prl.models import model_path
-
-    return AutoTokenizer.from_pretrained(model_path("tiny"), local_files_only=True)
-
-
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"custom"}))
-def test_a_family_either_fits_the_tokenizer_or_is_refused_by_name(own_tokenizer, name):
+def test_a_family_either_fits_the_tokenizer_or_is_refused_by_name(tokenizer, name):
     if name in OF_THE_TINY_TOKENIZER:
-        made = make_renderer(own_tokenizer, name=name)
+        made = make_renderer(tokenizer, name=name)
         ids = made.render([{"role": "user", "content": "1+1="}], add_generation_prompt=True).token_ids
-        assert max(ids) < len(own_tokenizer) and "1+1=" in own_tokenizer.decode(ids)
+        assert max(ids) < len(tokenizer) and "1+1=" in tokenizer.decode(ids)
         return
     with pytest.raises(ConfigError, match=f"^renderer.name={name} does not fit this model's tokenizer: "):
-        make_renderer(own_tokenizer, name=name)
+        make_renderer(tokenizer, name=name)
 
 
 def test_the_readme_says_what_becomes_of_every_family():
@@ -109,7 +99,7 @@ def test_the_readme_says_what_becomes_of_every_family():
     assert {*named} == {*FAMILIES} - {"auto", "custom", "default"}
 
 
-def test_gpt_oss_has_its_vocabulary_from_the_models_tokenizer(own_tokenizer, monkeypatch, tmp_path):
+def test_gpt_oss_has_its_vocabulary_from_the_models_tokenizer(tokenizer, monkeypatch, tmp_path):
     """In the file of its encoder, which has bytes and numbers, and would be downloaded."""
     monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", str(tmp_path))  # of the user
     read = {}
@@ -121,12 +111,12 @@ def test_gpt_oss_has_its_vocabulary_from_the_models_tokenizer(own_tokenizer, mon
 
     monkeypatch.setattr("renderers.gpt_oss.load_harmony_encoding", load)
     with pytest.raises(ConfigError, match=r"tokenizer: its vocabulary is not that of gpt-oss \(another hash\)"):
-        make_renderer(own_tokenizer, name="gpt-oss")
+        make_renderer(tokenizer, name="gpt-oss")
     assert os.environ["TIKTOKEN_ENCODINGS_BASE"] == str(tmp_path)
     assert sorted(read.values()) == list(read.values()) == list(range(len(read))) and len(read) == 256
     for word, number in read.items():
         if word.isascii():
-            assert own_tokenizer.decode([number]) == word.decode()
+            assert tokenizer.decode([number]) == word.decode()
 
 
 def test_a_renderer_of_ones_own(tokenizer, tmp_path, monkeypatch):
@@ -139,37 +129,3 @@ def test_a_renderer_of_ones_own(tokenizer, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     made = composed(name="custom", import_path="my_renderers.Mine", enable_thinking=False)(tokenizer)
     assert type(made).__name__ == "Mine" and made.config.enable_thinking is False
-
-
-# --- what the package keeps private -----------------------------------------------------------------------------------
-
-
-MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}] * 2
-
-
-def encoded(tokenizer):
-    """Every text that reaches the tokenizer's own `encode` while a conversation is rendered twice."""
-    texts = []
-    encode = tokenizer.encode
-
-    def listening(text, *args, **kwargs):
-        texts.append(text)
-        return encode(text, *args, **kwargs)
-
-    tokenizer.encode = listening
-    return texts
-
-
-def test_short_texts_are_encoded_once_and_to_the_same_tokens(own_tokenizer):
-    plain = own_tokenizer.encode
-    texts = encoded(own_tokenizer)
-    renderer = make_renderer(own_tokenizer, name="qwen3")
-    for _ in range(2):
-        renderer.render(MESSAGES, add_generation_prompt=True)
-    short = [text for text in texts if isinstance(text, str) and len(text) <= 32]
-    assert short and len(short) == len(set(short))
-    for text in ("user", "1+1=", "x" * 32, "x" * 33):
-        for special in (False, True):
-            assert own_tokenizer.encode(text, add_special_tokens=special) == plain(text, add_special_tokens=special)
-    own_tokenizer.encode("user", add_special_tokens=False).append(-1)
-    assert -1 not in own_tokenizer.encode("user", add_special_tokens=False), "callers own what they get"
