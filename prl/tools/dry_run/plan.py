@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -22,7 +22,7 @@ from prl.launch import specs
 from prl.launch.local import resolve_model
 from prl.monitors.terminal import Console
 from prl.tools.dry_run.memory import FLOAT, Pass, engine_memory, inprocess_engine_memory, kv_tokens, trainer_memory
-from prl.tools.dry_run.shape import ModelShape, optimiser_bytes, shape_of, with_adapters
+from prl.tools.dry_run.shape import ModelShape, shape_of
 from prl.trainer.config import runs_in_half
 
 RAM, GPU = "RAM", "GPU"
@@ -112,39 +112,22 @@ def dry_run(config: TrainConfig) -> None:
     print("fits")
 
 
-class Sizes(NamedTuple):
-    """Sizes of the models of a run."""
-
-    policy: ModelShape
-    optimiser: int
-    """Bytes that the optimiser keeps of all that is trained."""
-    teacher: ModelShape | None
-    """None where the launcher hosts none."""
-
-
-def sizes_of(config: TrainConfig) -> Sizes:
-    """Raises ConfigError for what cannot be counted."""
-    policy, model = shape_of(config.model, "model.path", trained=True)
-    if config.model.lora.rank is not None:
-        policy = with_adapters(policy, model, config.model)
-    hosted = config.teacher.model if hosts_teacher(config) else None
-    teacher = None if hosted is None else shape_of(hosted, "teacher.model.path", trained=False)[0]
-    return Sizes(policy, optimiser_bytes(model, config.trainer.optim), teacher)
-
-
 def plan(config: TrainConfig) -> Plan:
     """The processes of a run whose config has passed, on a machine as `prl.config.hardware` knows it."""
-    sizes, placed, memory = sizes_of(config), specs.placement(config), gpu_memory_bytes()
+    placed, memory = specs.placement(config), gpu_memory_bytes()
     numbers = [int(name) if name.isdigit() else place for place, name in enumerate(visible_gpus())]
     gpus = {f"{GPU} {place}": memory[min(number, len(memory) - 1)] for place, number in enumerate(numbers)}
     planned = Plan({RAM: machine.memory_bytes() or math.inf} | gpus)
     planned.add("orchestrator", {"process": COMMAND})
+    policy = shape_of(config.model, "model.path", lora=config.model.lora, trained=True)
     if not config.engine.urls:
-        add_engine(planned, "engine", config.model, config.engine, sizes.policy, placed.engines)
-    if sizes.teacher is not None and config.teacher.model is not None and not config.teacher.engine.urls:
-        add_engine(planned, "teacher", config.teacher.model, config.teacher.engine, sizes.teacher, placed.teachers)
+        add_engine(planned, "engine", config.model, config.engine, policy, placed.engines)
+    model, engine = config.teacher.model, config.teacher.engine
+    if model is not None and hosts_teacher(config) and not engine.urls:
+        shape = shape_of(model, "teacher.model.path", trained=False)
+        add_engine(planned, "teacher", model, engine, shape, placed.teachers)
     for number, place in enumerate(placed.ranks):
-        on_gpu, in_ram = memory_of_rank(config, sizes, first=number == 0)
+        on_gpu, in_ram = memory_of_rank(config, policy, first=number == 0)
         planned.add("trainer", in_ram | {"process": TRAINER}, on_gpu, place)
     return planned
 
@@ -168,38 +151,33 @@ def add_engine(
         planned.add(name, {"process": process} | ({} if place else parts), parts, place)
 
 
-def memory_of_rank(config: TrainConfig, sizes: Sizes, *, first: bool) -> tuple[dict[str, float], dict[str, float]]:
+def memory_of_rank(
+    config: TrainConfig, policy: ModelShape, *, first: bool
+) -> tuple[dict[str, float], dict[str, float]]:
     """What a rank of the trainer has on its GPU, and in the machine's memory, bytes by part.
 
     The latter at its peak: in a step, or before. The first of several ranks, or one with a GPU, loads all weights into
     RAM and hands each rank its part.
     """
     trainer, cuda = config.trainer, config.trainer.device_type == "cuda"
-    parts = trainer_memory(
-        sizes.policy,
-        pass_of(config),
-        optimiser=sizes.optimiser,
-        reference=holds_reference(config),
-        shards=trainer.shard_size or trainer.num_processes,
-    )
+    shards = trainer.shard_size or trainer.num_processes
+    parts = trainer_memory(policy, pass_of(config), reference=holds_reference(config), shards=shards)
     in_ram = {name: value for name, value in parts.items() if not cuda or (trainer.cpu_offload and name in STATES)}
     on_gpu = {name: value for name, value in parts.items() if name not in in_ram}
     loads = first and (cuda or trainer.num_processes > 1)
-    loading = {"loading": float(sizes.policy.parameters * FLOAT * loads)}
+    loading = {"loading": float(policy.parameters * FLOAT * loads)}
     return on_gpu, max(in_ram, loading, key=lambda parts: sum(parts.values()))
 
 
 def pass_of(config: TrainConfig) -> Pass:
     """The largest forward pass of a rank: sequences as long as they may be, which share nothing."""
-    trainer, device = config.trainer, config.trainer.device_type
-    cuda, half = device == "cuda", runs_in_half(config.trainer.dtype, device)
+    trainer, cuda = config.trainer, config.trainer.device_type == "cuda"
+    half, length = runs_in_half(trainer.dtype, trainer.device_type), min(trainer.seq_len, config.model.max_model_len)
     return Pass(
-        budget=trainer.tokens_per_forward,
-        length=min(trainer.seq_len, config.model.max_model_len),
-        row=trainer.seq_len,
+        tokens=max(trainer.tokens_per_forward, length),
+        length=length,
         size=FLOAT // 2 if half else FLOAT,
         checkpointing=trainer.gradient_checkpointing,
-        trees=trainer.share_prefixes or cuda,
         head_chunk=trainer.head_chunk,
         cuda=cuda,
         spread=cuda or half or trainer.num_processes > 1 or trainer.cpu_offload,

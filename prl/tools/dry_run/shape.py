@@ -5,12 +5,12 @@ and not computed.
 """
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from prl.config.build import plain
 from prl.config.machine import parameters_of
-from prl.config.schema import ModelConfig, PolicyModelConfig
+from prl.config.schema import ModelConfig
 from prl.errors import ConfigError
 from prl.monitors.text import in_one_line
 from prl.trainer.architecture import has_sinks
@@ -32,14 +32,10 @@ class ModelShape:
     hidden: int
     """Width of what passes from layer to layer."""
     intermediate: int
-    """Width inside the MLP; of experts, those that a token is given to, and what all share."""
+    """Width inside the MLP; of experts, those that a token is given to."""
     heads: int
     kv_heads: int
     head_dim: int
-    tied: bool = True
-    """Whether the output head is the token embedding."""
-    qk_norm: bool = False
-    """Whether queries and keys have norms of their own."""
     routed: int = 0
     """Experts that a token is given to; 0 = it has none."""
     adapters: int = 0
@@ -61,12 +57,13 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
 
-def shape_of(model: ModelConfig, key: str, *, trained: bool) -> tuple[ModelShape, Any]:
-    """The sizes of a model, and the model itself without values; None in place of it where only an engine knows it.
+def shape_of(model: ModelConfig, key: str, *, lora: Any = None, trained: bool) -> ModelShape:
+    """The sizes of a model.
 
     Args:
         model: its node.
         key: of its path, for messages.
+        lora: the node `model.lora` of a policy; None = it has no adapters.
         trained: whether the trainer is to load it.
 
     Raises ConfigError for a config that transformers cannot build a model of.
@@ -76,20 +73,20 @@ def shape_of(model: ModelConfig, key: str, *, trained: bool) -> tuple[ModelShape
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     built = build(config, f"{key}={model.path!r}", trained=trained)
     text = config.get_text_config()
-    heads = int(text.num_attention_heads)
-    sizes: dict[str, Any] = {
-        "layers": int(text.num_hidden_layers),
-        "vocabulary": int(text.vocab_size),
-        "hidden": int(text.hidden_size),
-        "intermediate": int(setting(text, "intermediate_size") or 4 * text.hidden_size),
-        "heads": heads,
-        "kv_heads": int(setting(text, "num_key_value_heads") or heads),
-        "head_dim": int(setting(text, "head_dim") or text.hidden_size // heads),
-    }
-    if built is None:
-        parameters = parameters_of(model) or 0
-        return ModelShape(**sizes, parameters=parameters, outside=parameters, layer=0), None
-    return ModelShape(**sizes | parameters_by_place(built) | sizes_of_experts(built, text)), built
+    heads, routed = int(text.num_attention_heads), int(setting(text, "num_experts_per_tok") or 0)
+    width = (setting(text, "moe_intermediate_size") if routed else None) or setting(text, "intermediate_size")
+    return ModelShape(
+        layers=int(text.num_hidden_layers),
+        vocabulary=int(text.vocab_size),
+        hidden=int(text.hidden_size),
+        intermediate=int(width or 4 * text.hidden_size) * max(1, routed),
+        heads=heads,
+        kv_heads=int(setting(text, "num_key_value_heads") or heads),
+        head_dim=int(setting(text, "head_dim") or text.hidden_size // heads),
+        routed=routed,
+        **parameters_by_place(built, parameters_of(model) or 0),
+        adapters=0 if lora is None or lora.rank is None else parameters_of_adapters(built, lora, model.path),
+    )
 
 
 def build(config: Any, where: str, *, trained: bool) -> Any:
@@ -119,20 +116,15 @@ def setting(config: Any, name: str) -> Any:
     return getattr(config, name, None)
 
 
-def parameters_by_place(built: Any) -> dict[str, Any]:
-    """How the parameters of a model are spread over it."""
+def parameters_by_place(built: Any, in_files: int) -> dict[str, int]:
+    """How the parameters of a model are spread over it; `in_files` has how many there are where it was not built."""
     from prl.trainer.sharding import layers_of
 
-    layers = layers_of(built)
-    sizes = [parameters_in(layer) for layer in layers]
+    if built is None:
+        return {"parameters": in_files, "outside": in_files, "layer": 0}
+    sizes = [parameters_in(layer) for layer in layers_of(built)]
     parameters = parameters_in(built)
-    return {
-        "parameters": parameters,
-        "outside": parameters - sum(sizes),
-        "layer": max(sizes, default=0),
-        "tied": built.get_output_embeddings().weight is built.get_input_embeddings().weight,
-        "qk_norm": any(name.endswith("q_norm") for layer in layers for name, _ in layer.named_modules()),
-    }
+    return {"parameters": parameters, "outside": parameters - sum(sizes), "layer": max(sizes, default=0)}
 
 
 def parameters_in(module: Any) -> int:
@@ -140,46 +132,9 @@ def parameters_in(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def sizes_of_experts(built: Any, config: Any) -> dict[str, int]:
-    """What a mixture of experts has otherwise than its config's `intermediate_size` says; empty for another model."""
-    stacked = (each for name, each in built.named_parameters() if each.dim() == 3 and "down_proj" in name)
-    down = next(stacked, None)
-    routed = int(getattr(config, "num_experts_per_tok", None) or 0)
-    if down is None or not routed:
-        return {}
-    width = down.shape[2] if down.shape[1] == config.hidden_size else down.shape[1]
-    own_width = getattr(config, "shared_expert_intermediate_size", None)
-    shared = own_width or width * (getattr(config, "n_shared_experts", None) or 0)
-    return {"routed": routed, "intermediate": routed * width + shared}
-
-
-def with_adapters(shape: ModelShape, built: Any, model: PolicyModelConfig) -> ModelShape:
-    """The shape of a model once it has the adapters of `model.lora`, which `built` gets. Raises ConfigError."""
+def parameters_of_adapters(built: Any, lora: Any, path: str) -> int:
+    """Parameters of the adapters that `lora` asks for, which `built` gets. Raises ConfigError."""
     from prl.trainer.lora import adapters_of, add_adapters
 
-    add_adapters(built, plain(model.lora), model.path)
-    return replace(shape, adapters=sum(matrix.numel() for matrix in adapters_of(built).values()))
-
-
-def optimiser_bytes(model: Any, node: Any) -> int:
-    """What the optimisers of `trainer.optim` keep of a whole model, by one step of them on the meta device.
-
-    Raises ConfigError as `make_optimizers`, and for an optimiser that cannot step there.
-    """
-    import torch
-
-    from prl.trainer.optim import make_optimizers
-
-    optimizer = make_optimizers(model, node)
-    for group in optimizer.param_groups:
-        if group.get("fused"):  # of one kernel or of many, it keeps the same; there is none for these tensors
-            group["fused"] = False
-        for parameter in group["params"]:
-            parameter.grad = torch.empty_like(parameter)
-    try:
-        optimizer.step()
-    except Exception as error:
-        name = plain(node)["_target_"]
-        raise ConfigError(f"trainer.optim._target_={name}: no step without values: {in_one_line(error)}") from error
-    optimizer.zero_grad()
-    return sum(getattr(value, "nbytes", 0) for state in optimizer.state.values() for value in state.values())
+    add_adapters(built, plain(lora), path)
+    return sum(matrix.numel() for matrix in adapters_of(built).values())

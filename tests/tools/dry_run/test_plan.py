@@ -8,8 +8,8 @@ from prl.config.compose import compose
 from prl.config.hardware import GIB, MachineConfig, assuming
 from prl.config.validate import validate
 from prl.errors import ConfigError
-from prl.tools.dry_run.plan import COMMAND, ENGINE, RAM, TRAINER, holds_reference, plan, sizes_of
-from prl.tools.dry_run.shape import optimiser_bytes
+from prl.tools.dry_run.plan import COMMAND, ENGINE, RAM, TRAINER, holds_reference, plan
+from prl.tools.dry_run.shape import shape_of
 from prl.train import main as dry_run
 
 GPUS = {"gpus": 8, "gpu_memory_gb": 80.0, "ram_gb": 2000.0, "cores": 64}
@@ -27,18 +27,6 @@ def here(monkeypatch):
     monkeypatch.setattr(machine, "memory_bytes", lambda: assumed("ram_gb", 16) * GIB)
     monkeypatch.setattr(machine, "cores", lambda: int(assumed("cores", 2)))
     monkeypatch.setattr(hardware, "listed", lambda: ())
-    monkeypatch.setattr("prl.tools.dry_run.plan.optimiser_bytes", counted_once)
-
-
-COUNTED = {}
-
-
-def counted_once(model, node):
-    """A step of an optimiser takes longest of a plan: done once for each model."""
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    if trained not in COUNTED:
-        COUNTED[trained] = optimiser_bytes(model, node)
-    return COUNTED[trained]
 
 
 @pytest.fixture
@@ -60,6 +48,10 @@ def large(dry, bare):
     return dry
 
 
+def policy_of(config):
+    return shape_of(config.model, "model.path", lora=config.model.lora, trained=True)
+
+
 def planned(config):
     with assuming(config.machine):
         return plan(config)
@@ -79,7 +71,7 @@ def test_the_default_run_fits_and_leaves_nothing(dry, tmp_path, capsys):
 
 
 def test_memory_is_that_of_all_processes(dry):
-    found, parameters = planned(dry), sizes_of(dry).policy.parameters
+    found, parameters = planned(dry), policy_of(dry).parameters
     processes = dict(found.processes[RAM])
     assert list(processes) == ["orchestrator", "engine", "trainer"] and found.capacities == {RAM: 16 * GIB}
     engine, trainer = processes["engine"], processes["trainer"]
@@ -90,7 +82,7 @@ def test_memory_is_that_of_all_processes(dry):
 
 
 def test_engines_and_ranks_take_their_memory_each(dry):
-    states = 4 * sizes_of(dry).policy.parameters * 2 + sizes_of(dry).optimiser
+    states = 16 * policy_of(dry).parameters
     dry.trainer.num_processes, dry.trainer.shard_size = 3, 1
     copies = planned(dry).used(RAM)
     assert [parts["gathered"] > 0 for parts in parts_of(dry, "trainer")] == [True] * 3
@@ -106,31 +98,34 @@ def test_engines_and_ranks_take_their_memory_each(dry):
 def test_a_kl_to_the_initial_model_copies_the_weights(dry):
     before = planned(dry).used(RAM)
     dry.algo["kl"] = {"coef": 0.1, "reference": "initial"}
-    assert planned(dry).used(RAM) - before == 4 * sizes_of(dry).policy.parameters
+    assert planned(dry).used(RAM) - before == 4 * policy_of(dry).parameters
     dry.algo["kl"] = {"coef": 0.1, "reference": {"name": "a", "base_url": "http://127.0.0.1:9/v1"}}
     assert not holds_reference(dry)
 
 
 def test_adapters_alone_have_gradients_and_a_state(dry):
-    full = sizes_of(dry)
+    full = policy_of(dry)
     dry.model.lora.rank = 4
-    adapters, sizes = 4 * 4 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384)), sizes_of(dry)
-    assert sizes.policy.adapters == adapters and sizes.policy.parameters == full.policy.parameters
+    adapters, policy = 4 * 4 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384)), policy_of(dry)
+    assert policy.adapters == adapters and policy.parameters == full.parameters
     [parts] = parts_of(dry, "trainer")
-    assert parts["weights"] == 4 * (full.policy.parameters + adapters)
-    assert parts["gradients"] == 4 * adapters and parts["optimiser"] == sizes.optimiser < 0.12 * full.optimiser
+    assert parts["weights"] == 4 * (full.parameters + adapters)
+    assert parts["gradients"] == 4 * adapters and parts["optimiser"] == 8 * adapters
 
 
 def test_a_hosted_teacher_is_an_engine_of_its_own():
     config = compose(["run.name=x", "algo=opd", "dry_run=true", "teacher.engine.kv_cache_gb=3"])
     [parts] = parts_of(config, "teacher")
-    assert parts["KV cache"] == 3 * GIB and parts["weights"] == 4 * sizes_of(config).teacher.parameters
+    assert (
+        parts["KV cache"] == 3 * GIB
+        and parts["weights"] == 4 * shape_of(config.teacher.model, "m", trained=False).parameters
+    )
     assert list(planned(config).caches) == ["engine", "teacher"]
 
 
 def test_an_in_process_engine_has_weights_update_and_batch():
     config = compose(["run.name=x", "debug=fast", "engine.max_num_seqs=8", "model.max_model_len=100"])
-    [engine], weights = parts_of(config, "engine"), 4 * sizes_of(config).policy.parameters
+    [engine], weights = parts_of(config, "engine"), 4 * policy_of(config).parameters
     per_token = 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, their width, bytes
     assert engine == {"process": 0, "weights": weights, "update": weights, "KV cache": 8 * 100 * per_token}
 
@@ -138,7 +133,7 @@ def test_an_in_process_engine_has_weights_update_and_batch():
 def test_servers_and_ranks_have_gpus_of_their_own(large):
     large.trainer.num_processes, large.engine.servers, large.engine.tensor_parallel_size = 4, 2, 2
     large.trainer.shard_size = 2
-    found, parameters = planned(large), sizes_of(large).policy.parameters
+    found, parameters = planned(large), policy_of(large).parameters
     names = [[name for name, _ in found.processes[f"GPU {place}"]] for place in range(8)]
     assert names == [["engine"]] * 4 + [["trainer"]] * 4
     assert parts_of(large, "engine") == [{"process": ENGINE}] * 2, "in RAM its code alone"
@@ -168,7 +163,7 @@ def change(config, key, value):
     ("fixture", "changes", "keys"),
     [
         ("dry", {"machine.ram_gb": 6, "engine.kv_cache_gb": 5}, ["RAM", "engine.kv_cache_gb"]),
-        ("dry", {"trainer.tokens_per_forward": 1 << 18}, ["RAM", "trainer.tokens_per_forward"]),
+        ("dry", {"trainer.tokens_per_forward": 1 << 19}, ["RAM", "trainer.tokens_per_forward"]),
         ("large", {"machine.gpus": 0, "machine.ram_gb": 9000}, ["KV cache", "4,096", "engine.kv_cache_gb"]),
         ("large", {"engine.tensor_parallel_size": 2, "trainer.num_processes": 6}, ["GPU 2", "trainer.cpu_offload"]),
         ("large", {"machine.gpu_memory_gb": None}, ["machine.gpu_memory_gb"]),
