@@ -4,6 +4,7 @@ import os
 import re
 import secrets
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,17 +12,19 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge
 
 from prl.monitors.base import Monitor
-from prl.monitors.rollouts import COLUMNS, distributions, read_rollouts, rows
-from prl.transport.files import write_atomically
+from prl.rollouts.record_lines import Message, Record
+from prl.transport.files import lines_of, step_name, write_atomically
+
+COLUMNS = ("env", "task", "group", "reward", "advantage", "stage", "filter", "tokens", "messages")
+"""Of the table: `stage` is where a rollout left, `filter` the one that dropped it or, monitoring, matched it."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Wandb(Monitor):
     """A Weights & Biases run, with its files under `wandb/` in the run directory.
 
-    Beside the metrics it has histograms of the rollouts of each step, and tables of rollouts. A run that goes on is one
-    run there: steps that it repeats keep the values of the time before. Offline its parts have one id, so that
-    `wandb sync` sends them as one run.
+    Beside the metrics it has tables of rollouts. A run that goes on is one run there: steps that it repeats keep the
+    values of the time before. Offline its parts have one id, so that `wandb sync` sends them as one run.
     """
 
     needs_package: ClassVar[str] = "wandb"
@@ -62,10 +65,10 @@ class Wandb(Monitor):
 
         step = int(line["step"])
         logged: dict[str, Any] = {key: value for key, value in line.items() if key != "step"}
-        records = read_rollouts(self._run_dir, step)
-        logged |= {f"{key}/histogram": wandb.Histogram(values) for key, values in distributions(records).items()}
-        if records and self.table_every is not None and step % self.table_every == 0:
-            logged["rollouts"] = wandb.Table(columns=list(COLUMNS), data=rows(records))
+        if self.table_every is not None and step % self.table_every == 0:
+            data = rows(lines_of(self._run_dir / "rollouts" / f"{step_name(step)}.jsonl", Record, []))
+            if data:  # none of step 0
+                logged["rollouts"] = wandb.Table(columns=list(COLUMNS), data=data)
         self._run.log(logged, step=step)
 
     def close(self) -> None:
@@ -84,3 +87,26 @@ def run_id(run_dir: Path, *, goes_on: bool) -> str:
 def sweep_of(run_dir: Path) -> str | None:
     """The name of the sweep that a run is a job of; None if it is not."""
     return run_dir.parent.name if (run_dir.parent / "sweep.json").exists() else None
+
+
+def rows(records: Iterable[Record]) -> list[list[str | float | None]]:
+    """The table, in the order of `COLUMNS`."""
+    return [
+        [
+            record.env,
+            str(record.task),
+            record.group,
+            record.reward,
+            record.advantage,
+            str(record.stage),
+            ", ".join(f"{slot}: {name}" for slot, name in record.matched.items()),
+            record.completion_tokens,
+            "\n".join(map(_text, record.messages)),
+        ]
+        for record in records
+    ]
+
+
+def _text(message: Message) -> str:
+    calls = "".join(f" {call.name}({call.arguments})" for call in message.tool_calls)
+    return f"{message.role}: {message.content}{calls}"

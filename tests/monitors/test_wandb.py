@@ -8,7 +8,9 @@ import pytest
 
 from prl.errors import ConfigError
 from prl.monitors.tensorboard import TensorBoard
-from prl.monitors.wandb import Wandb, run_id, sweep_of
+from prl.monitors.wandb import COLUMNS, Wandb, rows, run_id, sweep_of
+from prl.rollouts.record_lines import Message, Record, ToolCall
+from prl.rollouts.rollout import Outcome, Stage
 
 
 @pytest.mark.slow
@@ -26,7 +28,7 @@ def test_offline_stays_under_the_run_directory(tmp_path, monkeypatch, line, star
     (folder,) = (run_dir / "wandb").glob(f"offline-run-*-{run_id(run_dir, goes_on=True)}")
     (data,) = folder.glob("*.wandb")
     deadline = time.monotonic() + 30  # wandb's own process writes it, on a busy machine after `finish` has returned
-    wanted = (b"reward/all/mean", b"reward/math/histogram", b"rollouts.table.json")
+    wanted = (b"reward/all/mean", b"rollouts.table.json")
     while not all(key in data.read_bytes() for key in wanted):
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -65,3 +67,22 @@ def test_a_missing_package_is_refused_before_anything_starts(tmp_path, monkeypat
         monitor().check("monitor.x")
     with pytest.raises(ConfigError, match=f"package {package}"):
         monitor().start(tmp_path, max_steps=4, run_config={})
+
+
+def test_the_table_marks_what_a_filter_dropped():
+    record = Record(
+        step=5,
+        env="math",
+        task=3,
+        group=7,
+        reward=0.0,
+        advantage=-0.5,
+        outcome=Outcome(Stage.POST_FILTERED, "filter repetition", "repetition"),
+        matched={"post_batch": "repetition"},
+        completion_tokens=12,
+        messages=[Message("user", "1+1="), Message("assistant", "2", tool_calls=[ToolCall("add", '{"a": 1}')])],
+    )
+    (row,) = rows([record])
+    messages = 'user: 1+1=\nassistant: 2 add({"a": 1})'
+    assert row == ["math", "3", 7, 0.0, -0.5, "post_filtered", "post_batch: repetition", 12, messages]
+    assert len(COLUMNS) == len(row)
