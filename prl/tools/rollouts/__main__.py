@@ -29,7 +29,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="prl rollouts",
         description="Page through the rollouts of a run: the messages, the reward, and the outcome of each.",
-        epilog="The table at the top covers the whole step, or its rollouts of --env.",
     )
     parser.add_argument("run", help="a run directory, or its name under outputs/")
     parser.add_argument("--step", type=int, metavar="N", help="the step; by default the last there is")
@@ -69,7 +68,7 @@ def page(args: argparse.Namespace) -> None:
     console = Console()
     os.environ.setdefault("LESS", "FRX")  # as git does: R for colours, F for no paging of what fits the screen
     with console.pager(styles=True) if sys.stdout.isatty() else contextlib.nullcontext():
-        show(console, title, records, shown, notes, args.eval)
+        show(console, title, shown, notes)
 
 
 def find_run(name: str) -> Path:

@@ -1,19 +1,17 @@
 """Rollout records as text for a terminal.
 
-A table of the step, then each rollout as a header and its messages. Loads neither torch nor verifiers.
+Each is a header and its messages. Loads neither torch nor verifiers.
 
 What models and tools said is not trusted: nothing of it is read as rich markup, and characters that a terminal would
 obey are written out (`\\x1b`).
 """
 
-from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
-from rich import box
 from rich.console import Console, Group
 from rich.padding import Padding
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from prl.errors import UNREADABLE
@@ -29,57 +27,20 @@ DROPPING_SLOTS = {Stage.PRE_FILTERED: "pre_batch", Stage.POST_FILTERED: "post_ba
 """Stage of an outcome -> the filter slot that decided it."""
 
 
-def show(
-    console: Console, title: str, records: list[Record], shown: list[Record], notes: list[str], evaluated: bool
-) -> None:
-    """Print the table of `records`, then those of them that are to be `shown`, group by group."""
+def show(console: Console, title: str, records: list[Record], notes: list[str]) -> None:
+    """Print rollouts, group by group."""
     console.width = max(NARROWEST, console.width)
     console.print(Text(safe(title), "bold"))
-    console.print(summary(records, evaluated))
     for note in notes:
         console.print(Text(safe(note), "yellow"))
     groups: dict[tuple, list[Record]] = {}
-    for record in shown:
+    for record in records:
         groups.setdefault((record.env, record.group, str(record.task)), []).append(record)
     for (_, group, _), members in groups.items():
         heading = f"━━ group {group}: {len(members)} rollout{'s' * (len(members) > 1)}, reward {extent(members)} "
         console.print("", Text(heading.ljust(console.width, "━"), "bold"), sep="\n")
         for record in members:
             console.print("", rollout(record), sep="\n")
-
-
-def summary(records: list[Record], evaluated: bool) -> Table:
-    """A table with a row for each env, or for each agent of an env that several agents play.
-
-    The mean reward leaves failed rollouts out. In an evaluation they count as 0, as in `eval/<env>/avg@<k>`.
-    """
-    numbers = [Column(name, justify="right") for name in ("rollouts", "reward", "trained")]
-    columns: list[Column | str] = [*numbers[:2], "failed"] if evaluated else [*numbers, "matched, not trained"]
-    table = Table("env", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, part in rows(records).items():
-        counted = [0.0 if r.stage == Stage.FAILED else r.reward for r in part if evaluated or r.stage != Stage.FAILED]
-        rewards = [reward for reward in counted if reward is not None]
-        mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "–"
-        cells = [name, str(len(part)), mean] + ([] if evaluated else [str(sum(r.stage == Stage.TRAINED for r in part))])
-        counts = Counter(event for record in part for event in events(record))
-        cells.append("\n".join(f"{n} {event}" for event, n in counts.most_common()) or "–")
-        table.add_row(*(Text(safe(cell)) for cell in cells))
-    return table
-
-
-def rows(records: list[Record]) -> dict[str, list[Record]]:
-    """Name of a row of the table -> its records."""
-    agents = Counter(env for env, _ in {(record.env, record.agent) for record in records})
-    parts: dict[str, list[Record]] = {}
-    for record in records:
-        parts.setdefault(f"{record.env} {record.agent}" if agents[record.env] > 1 else record.env, []).append(record)
-    return parts | {"all": records} if len(parts) > 1 else parts
-
-
-def events(record: Record) -> list[str]:
-    """What the table counts: the filters that only matched, and the stage at which it left, unless it trained."""
-    left = [] if record.outcome is None or record.stage == Stage.TRAINED else [stage_and_source(record.outcome)]
-    return [*(f"matched ({name})" for _, name in monitored(record)), *left]
 
 
 def monitored(record: Record) -> list[tuple[str, str]]:

@@ -97,24 +97,6 @@ def block(lines, start):
     return lines[at : lines.index("", at)] if "" in lines[at:] else lines[at:]
 
 
-def test_the_last_step_has_a_table_of_envs(run, shown):
-    lines = shown("toy")
-    assert lines[0] == "outputs/toy · step 4"
-    table = [" ".join(line.split()) for line in lines[2 : lines.index("", 3)]]
-    assert table[0] == "env rollouts reward trained matched, not trained"
-    assert table[2:] == [
-        "math 3 0.683 2 2 matched (gibberish)",  # (1 + 0.05 + 1) / 3
-        "1 post-filtered (zero_advantage)",
-        "calculator 1 – 0 1 failed (env)",  # what failed is no part of the mean
-        "kuhn player 1 0.750 0 1 surplus",
-        "kuhn opponent 1 0.250 1 –",
-        "all 6 0.610 3 2 matched (gibberish)",  # (1 + 0.05 + 1 + 0.75 + 0.25) / 5
-        "1 post-filtered (zero_advantage)",
-        "1 failed (env)",
-        "1 surplus",
-    ]
-
-
 def test_a_rollout_is_a_header_and_its_messages(run, shown):
     lines = shown("toy", "--env", "calculator")
     assert block(lines, "step 4 · calculator · task 7 · group 2") == [
@@ -154,7 +136,6 @@ def test_filtered_shows_only_what_a_filter_matched(run, shown):
         "step 4 · math · task 31 · group 1",
     ]
     assert "Shown: 2 of 6 rollouts, those that a filter matched." in lines
-    assert any(line.split()[:2] == ["calculator", "1"] for line in lines)  # the table is the step's
 
 
 def test_one_step_one_env_and_evaluations(run, shown):
@@ -165,9 +146,7 @@ def test_one_step_one_env_and_evaluations(run, shown):
     assert not any("calculator" in line for line in lines)
     evaluated = shown("toy", "--eval")
     assert evaluated[0] == "outputs/toy · evaluation at step 4"
-    assert "assistant  held out" in evaluated and not any("not trained" in line for line in evaluated)
-    # A failed one counts as 0, as in avg@k.
-    assert "math 2 0.500 1 failed (timeout)" in [" ".join(line.split()) for line in evaluated]
+    assert "assistant  held out" in evaluated and "  failed (timeout): TimeoutError: 60 s" in evaluated
     assert shown("toy", "--eval", "--env", "kuhn")[0] == "outputs/toy · evaluation at step 3"
 
 
