@@ -14,27 +14,24 @@ import logging
 import os
 import re
 import sys
-import traceback
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-import prl
 from prl.config.build import nearest
 from prl.config.compose import compose, options
 from prl.config.model_folder import check_model
 from prl.config.run_yaml import quoted
 from prl.config.schema import EnvConfig, TrainConfig
 from prl.engines.replies import Completion
-from prl.errors import ConfigError
+from prl.errors import ConfigError, of_own_code
 from prl.launch.children import leave_none
 from prl.launch.command import FULL_ERROR, REFUSED, one_line, stopped
 from prl.monitors.log import Harmless
 from prl.monitors.terminal import Console
-from prl.monitors.text import as_message, in_one_line, safe
+from prl.monitors.text import as_message, safe
 
 ROOM = 1 << 20
 """Tokens of an episode: more than any has, since no model has to read them."""
@@ -42,9 +39,6 @@ NAME = "check"
 """Of the run, and of an env that is a taskset without a conf file."""
 HELD_OUT = 100_000
 """Held-out tasks that are counted."""
-FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in .+\n(?: +(?P<code>[^\s~^].*)\n)?', re.MULTILINE)
-NOT_THEIRS = (str(Path(prl.__file__).parent), "site-packages", "dist-packages", str(Path(re.__file__).parents[2]), "<")
-"""Parts of the paths of files that are not the user's own."""
 
 
 class Script:
@@ -149,19 +143,13 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     failed = next((rollout for rollout in rollouts if rollout.failed), None)
     if failed is None:
         return None
-    return f"the episode failed: {failed.error}" + "".join(own_line(e.traceback or "") for e in failed.trace.errors[:1])
+    return "\n".join([f"the episode failed: {failed.error}", *(e.traceback or "" for e in failed.trace.errors[:1])])
 
 
 async def play(environment: Any, task: Any, sampler: Any) -> list[Any]:
     """Return the rollouts of one episode."""
     async with environment.serving():
         return list(await environment.play(task, 1, sampler, group_id=0))
-
-
-def own_line(text: str) -> str:
-    """Return the innermost line of the user's code in a formatted traceback, on a line of its own; empty if none."""
-    own = [m for m in FRAME.finditer(text) if not any(part in m["file"] for part in NOT_THEIRS)]
-    return f"\n{own[-1]['file']}, line {own[-1]['line']}: {(own[-1]['code'] or '').strip()}" if own else ""
 
 
 def say(console: Console, text: str) -> None:
@@ -183,12 +171,11 @@ def main() -> None:
     except KeyboardInterrupt as end:
         raise stopped(end) from None
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        cause = error.__cause__
-        problem = one_line(error) + (own_line("".join(traceback.format_exception(cause))) if cause else "")
+        problem = one_line(error)
     except Exception as error:  # of a chat template, say, that takes the prompt and not the reply
         if FULL_ERROR in os.environ:
             raise
-        problem = f"{type(error).__name__}: {in_one_line(error)}{own_line(traceback.format_exc())}"
+        problem = of_own_code(error)
     if problem is not None:
         print(f"error: {as_message(problem)}", file=sys.stderr)
         raise SystemExit(REFUSED)
