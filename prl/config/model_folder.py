@@ -49,21 +49,8 @@ def check_model(path: str, key: str, *, weights: bool = True) -> None:
         if not tensors:
             raise ConfigError(f"{where} has no weights: its *.safetensors files hold no tensor")
         check_tokenizer_files(folder, where)
-        check_manifest(folder, where)
     except OSError as error:
         raise ConfigError(f"{key}={path[:200]!r} cannot be read: {error.strerror or error}") from error
-
-
-def check_manifest(folder: Path, where: str) -> None:
-    """Raise ConfigError for a checkpoint of prl's whose files are not those that were written."""
-    from prl.transport.checkpoint_folders import MANIFEST, verify  # msgspec, which composing a config does not need
-
-    if (folder / MANIFEST).is_file():
-        try:
-            verify(folder, state=False)
-        except ConfigError as error:
-            hint = f"give another checkpoint, or remove {MANIFEST} there if the change was yours"
-            raise ConfigError(f"{where}: {error}; {hint}") from None
 
 
 def local_folder(path: str) -> Path | None:
@@ -116,7 +103,6 @@ def tensors_of(folder: Path, where: str) -> Iterator[tuple[str, list[int]]]:
     """
     from safetensors import SafetensorError, safe_open  # composing a config needs none
 
-    check_shards(folder, where)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickled = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
@@ -128,19 +114,6 @@ def tensors_of(folder: Path, where: str) -> Iterator[tuple[str, list[int]]]:
                 yield from [(name, opened.get_slice(name).get_shape()) for name in opened.keys()]  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{where}: {file.name} is damaged: {error}") from error
-
-
-def check_shards(folder: Path, where: str) -> None:
-    """Raise ConfigError for a folder whose index is broken, or names a file that is missing."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return
-    try:
-        named = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (*UNREADABLE, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{where}: its {index.name} is broken: {type(error).__name__}: {error}") from error
-    if absent := [name for name in named if not (folder / str(name)).is_file()]:
-        raise ConfigError(f"{where} is not complete: {absent[0]}, which its {index.name} names, is missing")
 
 
 def positions(config: dict[str, Any]) -> int | None:

@@ -4,9 +4,8 @@ import hashlib
 import json
 import logging
 import random
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -217,12 +216,12 @@ class TaskCurriculum(Curriculum):
 
     def _load_pools(self, folder: str) -> None:
         """Retire the tasks that the pools in `folder` hold, less the shares that are sampled again."""
-        saved = [
-            [fingerprint(entry, self.hash_keys), pool]
-            for pool in RETIRED
-            for entry in read_pool(folder, pool, self.where)
-            if entry["env"] == self.env_name
-        ]
+        entries = [(entry, pool) for pool in RETIRED for entry in read_pool(folder, pool, self.where)]
+        saved = [[fingerprint(entry, self.hash_keys), pool] for entry, pool in entries if entry["env"] == self.env_name]
+        if entries and not saved:
+            log.warning(
+                "env %s: no task in %s.load_from=%s is of an env of that name", self.env_name, self.where, folder
+            )
         self._retire(saved, self.hash_keys, [self.easy_fraction, self.hard_fraction], folder)
 
     def _retire(self, saved: list[list[str]], hash_keys: list[str] | None, shares: list[float], source: str) -> None:
@@ -286,15 +285,3 @@ def read_pool(folder: str, pool: str, where: str) -> list[dict[str, Any]]:
                 f"{where}.load_from: line {number} of {path} does not describe a task: {error}"
             ) from error
     return entries
-
-
-def warn_of_other_envs(load_from: str, env_names: Iterable[str]) -> None:
-    """Warn if none of the tasks saved in `load_from` belongs to an env of this run."""
-    saved = {entry["env"] for pool in RETIRED for entry in read_pool(load_from, pool, "curriculum")}
-    if saved and not saved.intersection(env_names):
-        warnings.warn(
-            f"curriculum.load_from={load_from!r}: its tasks belong to the envs {', '.join(sorted(saved))}, and this "
-            f"run has only {', '.join(sorted(env_names))}: none is retired. +env@envs.<name>=<option> gives an env "
-            "its old name",
-            stacklevel=2,
-        )

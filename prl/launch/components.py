@@ -16,7 +16,6 @@ from prl.config.model_reference import POLICY, FrozenModelConfig, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.user_code import contained, hook
 from prl.curriculum.base import Curriculum
-from prl.curriculum.pools import warn_of_other_envs
 from prl.engines.sampler import Sampler, derive_seed, validate_for_training
 from prl.envs.environment import Environment
 from prl.errors import ConfigError
@@ -187,15 +186,10 @@ def load_curricula(config: TrainConfig, components: RunComponents, environments:
                 environments[name].tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name
             )
     curricula = [env.curriculum for env in components.envs.values()]
-    folders = sorted(
-        str(folder) for folder in {getattr(curriculum, "load_from", None) for curriculum in curricula} - {None}
-    )
-    for folder in folders:
-        warn_of_other_envs(folder, config.envs)
     if all(curriculum.ended for curriculum in curricula):
         raise ConfigError(
-            f"curriculum.load_from={', '.join(folders)!r} retires every task of every env: take a share of them "
-            "back with curriculum.easy_fraction and curriculum.hard_fraction, or all with curriculum.refill=true"
+            "curriculum.load_from retires every task of every env: take a share of them back with "
+            "curriculum.easy_fraction and curriculum.hard_fraction, or all with curriculum.refill=true"
         )
 
 

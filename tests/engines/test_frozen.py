@@ -121,14 +121,6 @@ async def test_a_redirect_is_not_followed_and_the_key_goes_nowhere_else(servers,
     assert servers[0].calls == [COMPLETIONS] and servers[1].calls == []
 
 
-@pytest.mark.parametrize("status", [200, 500])
-async def test_a_reply_without_end_is_not_read_to_its_end(server, pool, monkeypatch, status):
-    monkeypatch.setattr("prl.engines.http.MOST_BYTES", 2 << 20)
-    server.replies[COMPLETIONS] = (status, " " * (3 << 20))
-    with pytest.raises(EngineError, match="more than 2 MiB"):
-        await pool.generate([1], {})
-
-
 @pytest.mark.parametrize("status, wait_s", [(429, "0.2"), (503, "0.2"), (429, None)])
 async def test_a_server_that_asks_for_time_gets_it(server, pool, status, wait_s):
     asked = []
