@@ -6,75 +6,38 @@ import torch.distributed as dist
 
 from prl.losses import TokenTreatment
 from prl.losses.interface import Metrics, add_metric, mismatch_kl, per_token
-from prl.monitors.metric_names import QUANTILES
 from prl.trainer.batch import Stack
 
-SAMPLED_PER_RANK = 4096
-"""Log-ratios of an env that each rank contributes to the quantiles between the smallest and the largest."""
 
+@torch.no_grad()
+def metrics_of_envs(stack: Stack, logprobs: torch.Tensor, entropy: torch.Tensor, treatment: TokenTreatment) -> Metrics:
+    """Metrics of a stack by env, as (sum, count).
 
-class EnvTokens:
-    """Means by env, and the spread of log-ratios, over the stacks of one step."""
+    Args:
+        stack: the stack, after the loss.
+        logprobs: the trainer's, `[flat tokens]`.
+        entropy: of the trainer's distribution, `[flat tokens]`, 0 where no logprob is wanted.
+        treatment: as the loss has filled them in.
 
-    def __init__(self) -> None:
-        self.log_ratios: dict[str, list[torch.Tensor]] = {}
-
-    @torch.no_grad()
-    def add(self, stack: Stack, logprobs: torch.Tensor, entropy: torch.Tensor, treatment: TokenTreatment) -> Metrics:
-        """Take in a stack after the loss.
-
-        Args:
-            stack: the stack.
-            logprobs: the trainer's, `[flat tokens]`.
-            entropy: of the trainer's distribution, `[flat tokens]`, 0 where no logprob is wanted.
-            treatment: as the loss has filled them in.
-
-        Returns:
-            By env, as (sum, count): `entropy` over tokens whose logprob is wanted, `mismatch_kl` over members of
-            components that read the sampler, and `ref_kl`, reference minus trainer, over members of that component.
-        """
-        envs = list(dict.fromkeys(stack.envs))
-        of_token = per_token([envs.index(env) for env in stack.envs], stack.sequence_lengths, logprobs.device)
-        log_ratio = torch.where(treatment.sampled, logprobs - stack.logprobs, 0.0)
-        pulled = [tokens for label, tokens in treatment.labels.items() if label.split()[0] == "ref_kl"]
-        metrics: Metrics = {}
-        for number, env in enumerate(envs):
-            own = of_token == number
-            sampled = own & treatment.sampled
-            metrics[f"entropy/{env}/mean"] = (entropy[own & stack.wanted].double().sum(), (own & stack.wanted).sum())
-            metrics[f"mismatch_kl/{env}/mean"] = (mismatch_kl(log_ratio[sampled]).sum(), sampled.sum())
-            if pulled:
-                members = own & torch.stack(pulled).any(0)
-                gap = stack.streams["ref_logprobs"][members] - logprobs[members]
-                metrics[f"ref_kl/{env}/mean"] = (gap.double().sum(), members.sum())
-            self.log_ratios.setdefault(env, []).append(log_ratio[sampled])
-        return metrics
-
-    def quantiles(self, device: torch.device) -> dict[str, float]:
-        """Quantiles of log rho over the step and all ranks, as `log_ratio/<env>/<quantile>`.
-
-        The smallest and the largest are exact, and so are the others where a rank has at most `SAMPLED_PER_RANK`
-        tokens of an env; of more it takes as many, evenly spaced in sorted order.
-        """
-        parts = gather({env: _thinned(torch.cat(log_ratios)) for env, log_ratios in self.log_ratios.items()}, device)
-        line: dict[str, float] = {}
-        for env in sorted({env for part in parts for env in part}):
-            values = torch.tensor([value for part in parts for value in part.get(env, [])], dtype=torch.float64)
-            if len(values):
-                quantiles = torch.quantile(values, torch.tensor(list(QUANTILES.values()), dtype=torch.float64))
-                line |= {
-                    f"log_ratio/{env}/{name}": value for name, value in zip(QUANTILES, quantiles.tolist(), strict=True)
-                }
-        return line
-
-
-def _thinned(values: torch.Tensor) -> list[float]:
-    """At most `SAMPLED_PER_RANK` of the values in sorted order, evenly spaced, the first and the last among them."""
-    ordered = values.double().sort().values
-    if len(ordered) > SAMPLED_PER_RANK:
-        ordered = ordered[torch.linspace(0, len(ordered) - 1, SAMPLED_PER_RANK).round().long()]
-    thinned: list[float] = ordered.tolist()
-    return thinned
+    Returns:
+        `entropy` over tokens whose logprob is wanted, `mismatch_kl` over members of components that read the sampler,
+        and `ref_kl`, reference minus trainer, over members of that component.
+    """
+    envs = list(dict.fromkeys(stack.envs))
+    of_token = per_token([envs.index(env) for env in stack.envs], stack.sequence_lengths, logprobs.device)
+    log_ratio = torch.where(treatment.sampled, logprobs - stack.logprobs, 0.0)
+    pulled = [tokens for label, tokens in treatment.labels.items() if label.split()[0] == "ref_kl"]
+    metrics: Metrics = {}
+    for number, env in enumerate(envs):
+        own = of_token == number
+        sampled = own & treatment.sampled
+        metrics[f"entropy/{env}/mean"] = (entropy[own & stack.wanted].double().sum(), (own & stack.wanted).sum())
+        metrics[f"mismatch_kl/{env}/mean"] = (mismatch_kl(log_ratio[sampled]).sum(), sampled.sum())
+        if pulled:
+            members = own & torch.stack(pulled).any(0)
+            gap = stack.streams["ref_logprobs"][members] - logprobs[members]
+            metrics[f"ref_kl/{env}/mean"] = (gap.double().sum(), members.sum())
+    return metrics
 
 
 def means_over_ranks(metrics: Metrics, device: torch.device) -> dict[str, float]:

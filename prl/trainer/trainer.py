@@ -20,7 +20,7 @@ from prl.trainer.batch import Stack, empty_stack, stacks
 from prl.trainer.config import AdamWConfig, TrainerConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.layers import compile_layers, recompute_activations
-from prl.trainer.metrics import EnvTokens, means_over_ranks
+from prl.trainer.metrics import means_over_ranks, metrics_of_envs
 from prl.trainer.model import stack_logprobs
 from prl.trainer.optim import make_optimizers
 from prl.trainer.schedule import Schedule
@@ -124,31 +124,26 @@ class Trainer:
             counted = self._count(step_stacks)
             counts = LossCounts.from_tensor(counted[: len(COMPONENTS) + 2])
             totals: Metrics = {}
-            spread = EnvTokens()
             export = self.export if self.export is not None and self.export.wants(batch.step) else None
             self.optimizer.zero_grad()
             for place, (stack, refers) in enumerate(zip(step_stacks, referring, strict=True), 1):
                 reduce_over_replicas(self.model, place == len(step_stacks))
                 if refers:
                     stack = self._with_reference(stack)
-                self._backward(stack, counts, totals, spread, export)
+                self._backward(stack, counts, totals, export)
             if export is not None:  # before the update, which raises on the very steps one wants to look at
                 export.write(batch)
         factor = self.schedule.factor(batch.step, self.max_steps)
         with self.track.doing(OPTIMISER, batch.step):
             grad_norm = self._update(factor)
         metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
-        return (
-            metrics
-            | spread.quantiles(self.device)
-            | {
-                "loss/mean": sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS),
-                "grad_norm": grad_norm,
-                "lr": self.peak_rates[0] * factor,
-                "samples/truncated": float(batch.truncated),
-                **{name: float(count) for name, count in zip(COUNTED, counted.tolist(), strict=True)},
-            }
-        )
+        return metrics | {
+            "loss/mean": sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS),
+            "grad_norm": grad_norm,
+            "lr": self.peak_rates[0] * factor,
+            "samples/truncated": float(batch.truncated),
+            **{name: float(count) for name, count in zip(COUNTED, counted.tolist(), strict=True)},
+        }
 
     def _check(self, batch: StepBatch) -> None:
         """Raise ValueError for a sequence that asks for a loss or a reference that is not there."""
@@ -187,10 +182,8 @@ class Trainer:
             dist.all_reduce(counts)
         return counts.cpu()
 
-    def _backward(
-        self, stack: Stack, counts: LossCounts, totals: Metrics, spread: EnvTokens, export: TokenExport | None
-    ) -> None:
-        """Add one stack's gradient, its metrics to `totals` and `spread`, and its tokens to the step's export."""
+    def _backward(self, stack: Stack, counts: LossCounts, totals: Metrics, export: TokenExport | None) -> None:
+        """Add one stack's gradient, its metrics to `totals`, and its tokens to the step's export."""
         logprobs, entropy = stack_logprobs(self.model, stack, head_chunk=self.config.head_chunk)
         treatment = TokenTreatment()
         loss, metrics = compute_loss(
@@ -209,7 +202,7 @@ class Trainer:
             export.add(stack, logprobs.detach(), treatment)
         entropy = entropy.detach()
         metrics["entropy/all/mean"] = (entropy.sum(dtype=torch.float64), stack.wanted.sum())
-        metrics |= spread.add(stack, logprobs.detach(), entropy, treatment)
+        metrics |= metrics_of_envs(stack, logprobs.detach(), entropy, treatment)
         for name, pair in metrics.items():
             add_metric(totals, name, *pair)
 
