@@ -5,14 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import PreTrainedModel
 
 Decode = Callable[..., str]
 """A tokenizer's `decode`."""
@@ -20,7 +13,7 @@ Decode = Callable[..., str]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """`n` continuations of one prompt. The fields are vLLM's sampling parameters, those of them that prl sends."""
+    """`n` continuations of one prompt. The fields are those of vLLM's sampling parameters that leave all tokens in."""
 
     prompt_ids: list[int]
     n: int = 1
@@ -30,24 +23,6 @@ class Request:
     stop_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
     skip_special_tokens: bool = True
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-
-    @property
-    def warpers(self) -> list[LogitsProcessor]:
-        """What leaves tokens out of the distribution, in vLLM's order."""
-        result: list[LogitsProcessor] = []
-        if self.min_p > 0:
-            result.append(MinPLogitsWarper(self.min_p))
-        if self.top_k > 0:
-            result.append(TopKLogitsWarper(self.top_k))
-        if self.top_p < 1:
-            result.append(TopPLogitsWarper(self.top_p))
-        return result
 
 
 @dataclass
@@ -60,21 +35,6 @@ class Continuation:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
-
-    def warp(self, logits: Tensor) -> Tensor:
-        """The logits `[vocabulary]` of the distribution that the next token is drawn from."""
-        request = self.request
-        if request.repetition_penalty != 1:
-            seen = torch.tensor([request.prompt_ids + self.token_ids], device=logits.device)
-            logits = RepetitionPenaltyLogitsProcessor(request.repetition_penalty)(seen, logits[None])[0]
-        if request.presence_penalty or request.frequency_penalty:
-            own = torch.tensor(self.token_ids, dtype=torch.int64, device=logits.device)
-            counts = own.bincount(minlength=len(logits))
-            logits = logits - request.frequency_penalty * counts - request.presence_penalty * (counts > 0)
-        logits = logits / (request.temperature or 1.0)
-        for warper in request.warpers:
-            logits = warper(None, logits[None])[0]
-        return logits
 
     def take(self, token_id: int, logprob: float, decode: Decode) -> None:
         """Add a token, and end where it is the last one."""
@@ -143,7 +103,8 @@ def draw(logits: Tensor, continuations: Sequence[Continuation]) -> tuple[Tensor,
     """The next token of each continuation and its logprob, `[continuations]` both, from logits `[…, vocabulary]`."""
     if not logits.isfinite().all():
         raise ValueError("the model's logits are not finite")
-    logits = torch.stack([each.warp(row) for each, row in zip(continuations, logits, strict=True)])
+    temperatures = [each.request.temperature or 1.0 for each in continuations]
+    logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
     logprobs = logits.log_softmax(-1)
     cumulated = logprobs.double().exp().cumsum(-1)
     numbers = [each.uniform[len(each.token_ids)] for each in continuations]

@@ -72,6 +72,10 @@ class TransformersModel(ModelPool):
                 "leaves room for one token at least",
                 400,
             )
+        if unknown := sampling.keys() - Request.__dataclass_fields__.keys():
+            raise EngineError(
+                f"engine=transformers has no {', '.join(sorted(unknown))}: choose vLLM, engine=default", 400
+            )
         stops = [*self._end_tokens, *sampling.get("stop_token_ids", ())]
         limit = min(sampling.get("max_tokens") or room, room)
         options = {**sampling, "stop_token_ids": stops, "max_tokens": limit, "n": n}

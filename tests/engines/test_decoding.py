@@ -77,26 +77,15 @@ def chi_square(counts, probabilities):
     return sum((counts[token] - total * p) ** 2 / (total * p) for token, p in enumerate(probabilities) if p > 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}])
 def test_tokens_come_as_often_as_the_softmax_says(toy, options):
     n = 4000
     (group,) = sample(toy, [Request(prompt_ids=[1, 2, 3], n=n, max_tokens=1, seed=7, **options)], text)
     with torch.no_grad():
         logits = toy(torch.tensor([[1, 2, 3]])).logits[0, -1] / options.get("temperature", 1.0)
-    probabilities = logits.softmax(-1)
-    order = probabilities.argsort(descending=True)
-    kept = torch.ones(8, dtype=torch.bool)
-    if "top_k" in options:
-        kept[order[3:]] = False
-    if "top_p" in options:  # the fewest whose sum reaches it
-        kept[order[1:]] = probabilities[order].cumsum(0)[:-1] < 0.7
-    if "min_p" in options:
-        kept = probabilities >= 0.3 * probabilities.max()
-    expected = (probabilities * kept / probabilities[kept].sum()).tolist()
+    expected = logits.softmax(-1).tolist()
     counts = Counter(continuation.token_ids[0] for continuation in group)
-    assert set(counts) <= set(kept.nonzero().flatten().tolist())
-    degrees = int(kept.sum()) - 1
-    assert chi_square(counts, expected) < degrees + 4 * math.sqrt(2 * max(degrees, 1))
+    assert chi_square(counts, expected) < 7 + 4 * math.sqrt(14)
     for continuation in group[:20]:
         assert continuation.logprobs[0] == pytest.approx(math.log(expected[continuation.token_ids[0]]), abs=1e-5)
 
@@ -117,23 +106,6 @@ def test_temperature_zero_takes_the_likeliest_token(toy):
         with torch.no_grad():
             ids.append(int(toy(torch.tensor([ids])).logits[0, -1].argmax()))
     assert [each.token_ids for each in group] == [ids[2:]] * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "penalised"),
-    [
-        ({"presence_penalty": 1.5}, lambda logits: logits - torch.tensor([0, 0, 0, 1.5, 1.5, 0, 0, 0])),
-        ({"frequency_penalty": -0.5}, lambda logits: logits + torch.tensor([0, 0, 0, 1.0, 0.5, 0, 0, 0])),
-        ({"repetition_penalty": 2.0}, lambda logits: logits / torch.tensor([1, 2, 1, 2, 2, 1, 1, 1])),
-    ],
-)
-def test_penalties_are_those_of_vllm(options, penalised):
-    (continuation,) = continuations_of(Request(prompt_ids=[1], max_tokens=9, temperature=0.5, **options))
-    continuation.token_ids += [3, 4, 3]
-    logits = torch.arange(1.0, 9.0)
-    token_ids, logprobs = draw(logits[None], [continuation])
-    expected = (penalised(logits) / 0.5).log_softmax(-1)
-    assert logprobs[0] == pytest.approx(float(expected[token_ids[0]]), abs=1e-5)
 
 
 def test_what_ends_a_continuation_stays_in_it(toy):
@@ -169,18 +141,17 @@ def test_logits_that_are_not_finite_are_refused():
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
-    (continuation,) = continuations_of(Request(prompt_ids=[1], max_tokens=3, top_k=1))
+    (continuation,) = continuations_of(Request(prompt_ids=[1], max_tokens=3))
     continuation.uniform = [0.0, 1 - 2**-53, 0.5]
     for place in range(3):
-        token_ids, _ = draw(torch.tensor([[0.0, 5.0, 0.0]]), [continuation])
+        token_ids, _ = draw(torch.tensor([[-1e9, 5.0, -1e9]]), [continuation])
         continuation.take(int(token_ids[0]), 0.0, text)
         assert continuation.token_ids[place] == 1
 
 
 def test_tokens_are_drawn_on_the_device_of_the_logits():
     """What is made without a device is on another one here, as on a GPU it would be on the CPU."""
-    options = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "top_k": 2}
-    (continuation,) = continuations_of(Request(prompt_ids=[1], max_tokens=9, **options))
+    (continuation,) = continuations_of(Request(prompt_ids=[1], max_tokens=9))
     logits = torch.zeros(1, 5)
     with torch.device("meta"):
         token_ids, logprobs = draw(logits, [continuation])

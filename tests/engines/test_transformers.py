@@ -53,6 +53,11 @@ async def test_it_answers_as_a_server_does(pool):
     assert pool.answered == 9 and pool.requests_in_flight == 0 and pool.traffic.busy_s > 0
 
 
+async def test_what_leaves_tokens_out_is_refused_by_name(pool):
+    with pytest.raises(EngineError, match="engine=transformers has no min_p, top_p: choose vLLM"):
+        await pool.generate(PROMPT, SAMPLING | {"top_p": 0.9, "min_p": 0.1})
+
+
 async def test_the_models_own_end_tokens_end_a_reply(pool, tokenizer):
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     prompt = tokenizer.encode("<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n")
