@@ -132,18 +132,3 @@ def engine_memory(
     wide = GPU_TOKENS * (2 * shape.hidden + 3 * shape.intermediate / spans) * size
     trial = wide + 2 * engine.max_num_seqs * shape.vocabulary * 4
     return {"weights": weights, "activations": trial, "KV cache": max(0.0, share - weights - trial)}
-
-
-def inprocess_engine_memory(
-    shape: ModelShape, dtype: str, engine: VLLMConfig, max_model_len: int, *, updated: bool
-) -> dict[str, float]:
-    """What transformers' model in the process of a run holds, bytes by part.
-
-    A batch has at most `max_num_seqs` sequences of `max_model_len`. New weights are loaded beside the old ones, in
-    float32 first.
-    """
-    return {
-        "weights": shape.parameters * SIZES[dtype],
-        "update": shape.parameters * FLOAT * updated,
-        "KV cache": engine.max_num_seqs * max_model_len * kv_bytes_per_token(shape, dtype),
-    }

@@ -21,7 +21,7 @@ from prl.errors import ConfigError
 from prl.launch import specs
 from prl.launch.local import resolve_model
 from prl.monitors.terminal import Console
-from prl.tools.dry_run.memory import FLOAT, Pass, engine_memory, inprocess_engine_memory, kv_tokens, trainer_memory
+from prl.tools.dry_run.memory import FLOAT, Pass, engine_memory, kv_tokens, trainer_memory
 from prl.tools.dry_run.shape import ModelShape, shape_of
 from prl.trainer.config import runs_in_half
 
@@ -37,7 +37,7 @@ WIDTH = 160
 """Of a table in a file or a pipe, characters."""
 REMEDY = (
     "lower what takes most (trainer.tokens_per_forward, engine.kv_cache_gb or engine.gpu_memory_utilization, "
-    "engine.max_num_seqs of an engine in this process), "
+    "or engine.max_num_seqs), "
     "set trainer.gradient_checkpointing=full, trainer.cpu_offload=true or model.lora.rank, or take a smaller model"
 )
 
@@ -135,20 +135,18 @@ def plan(config: TrainConfig) -> Plan:
 def add_engine(
     planned: Plan, name: str, model: ModelConfig, engine: VLLMConfig, shape: ModelShape, places: list[tuple[int, ...]]
 ) -> None:
-    """Add the servers of an engine, each with the GPUs of its place, or none."""
-    device, updated = engine.device_type, name == "engine"
-    dtype = resolve_model(model, device).dtype
+    """Add the servers of an engine, each with the GPUs of its place, or none. One in the run's process is left out."""
     if engine.in_process:
-        parts = inprocess_engine_memory(shape, dtype, engine, model.max_model_len, updated=updated)
-        places, process = [(0,) if device == "cuda" else ()], 0.0
-    else:
-        least = min((value for name, value in planned.capacities.items() if name != RAM), default=0.0)
-        share = least * engine.gpu_memory_utilization - CONTEXT if device == "cuda" else None
-        parts, process = engine_memory(shape, dtype, engine, share=share, updated=updated), ENGINE
-        spans = 1 if share is None else engine.tensor_parallel_size
-        planned.caches[name] = (kv_tokens(shape, dtype, device, parts["KV cache"], spans), model.max_model_len)
+        return
+    device = engine.device_type
+    dtype = resolve_model(model, device).dtype
+    least = min((value for name, value in planned.capacities.items() if name != RAM), default=0.0)
+    share = least * engine.gpu_memory_utilization - CONTEXT if device == "cuda" else None
+    parts = engine_memory(shape, dtype, engine, share=share, updated=name == "engine")
+    spans = 1 if share is None else engine.tensor_parallel_size
+    planned.caches[name] = (kv_tokens(shape, dtype, device, parts["KV cache"], spans), model.max_model_len)
     for place in places:
-        planned.add(name, {"process": process} | ({} if place else parts), parts, place)
+        planned.add(name, {"process": ENGINE} | ({} if place else parts), parts, place)
 
 
 def memory_of_rank(

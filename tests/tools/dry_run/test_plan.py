@@ -123,11 +123,9 @@ def test_a_hosted_teacher_is_an_engine_of_its_own():
     assert list(planned(config).caches) == ["engine", "teacher"]
 
 
-def test_an_in_process_engine_has_weights_update_and_batch():
-    config = compose(["run.name=x", "debug=fast", "engine.max_num_seqs=8", "model.max_model_len=100"])
-    [engine], weights = parts_of(config, "engine"), 4 * policy_of(config).parameters
-    per_token = 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, their width, bytes
-    assert engine == {"process": 0, "weights": weights, "update": weights, "KV cache": 8 * 100 * per_token}
+def test_an_engine_in_the_runs_process_is_left_out():
+    found = planned(compose(["run.name=x", "debug=fast", "dry_run=true"]))
+    assert [name for name, _ in found.processes[RAM]] == ["orchestrator", "trainer"] and not found.caches
 
 
 def test_servers_and_ranks_have_gpus_of_their_own(large):
