@@ -1,7 +1,6 @@
 """Where a run came from: `provenance.json` in its directory, and the uncommitted changes in `provenance.diff`.
 
-Of the environment only what is known to be a setting is recorded, and nothing that looks like a secret
-(`prl/monitors/masking.py`).
+Nothing that looks like a secret is recorded (`prl/monitors/masking.py`), and nothing of the environment.
 """
 
 import hashlib
@@ -31,13 +30,6 @@ MAX_DIFF = 1_000_000
 """Longest `provenance.diff`, bytes."""
 HASHED_WHOLE = 2 * 1024**3
 """Weights up to this many bytes are hashed whole; of larger ones the files' sizes and headers are."""
-SETTINGS = re.compile(
-    r"(OMP|MKL|KMP|OPENBLAS|NCCL|GLOO|CUDA|PYTORCH|TORCH|ATEN|LC)_\w+|LANG|TZ|TMPDIR|PYTHON(PATH|HASHSEED|UTF8)"
-    r"|(HF_HUB|TRANSFORMERS|HF_DATASETS)_OFFLINE|HF_HOME|HF_HUB_CACHE|TOKENIZERS_PARALLELISM|WANDB_(MODE|PROJECT|DIR)"
-    r"|VLLM_(USE|ENABLE|DISABLE|CPU|ATTENTION|FLASH|LOGGING|WORKER|BATCH|CACHE|TARGET|ALLREDUCE)\w*"
-    r"|PRL_(GPUS|STANDBY)|SLURM_(JOB_(ID|NAME|PARTITION|NODELIST)|NNODES|NTASKS|PROCID|NODEID|CPUS_PER_TASK|GPUS\w*)"
-)
-"""Environment variables that change what a run does, by their whole names; no other is recorded."""
 GIT = ("git", "-c", "core.fsmonitor=false")
 
 
@@ -72,7 +64,6 @@ def write_provenance(run_dir: Path, config: TrainConfig, tasks: Mapping[str, Map
         "seed": config.seed,
         "models": {key: model_hash(model.path) for key, model in models.items()},
         "data": {env: {split: data_hash(hashes) for split, hashes in of.items()} for env, of in tasks.items()},
-        "environment": environment(),
     }
     text = json.dumps(record, indent=2, ensure_ascii=False)  # in a locale without them, bytes of names are surrogates
     write_atomically(run_dir / "provenance.json", text.encode(errors="surrogateescape") + b"\n")
@@ -161,8 +152,3 @@ def data_hash(hashes: Iterable[str]) -> dict[str, Any]:
 def command_line(arguments: list[str]) -> str:
     """Arguments as they are typed in a shell, without secrets."""
     return shlex.join(masked(arguments))
-
-
-def environment() -> dict[str, str]:
-    """The environment variables of `SETTINGS`, without secrets."""
-    return {name: masked_text(value) for name, value in sorted(os.environ.items()) if SETTINGS.fullmatch(name)}
