@@ -36,8 +36,7 @@ STATES = ("weights", "gradients", "optimiser", "reference")
 WIDTH = 160
 """Of a table in a file or a pipe, characters."""
 REMEDY = (
-    "lower what takes most (trainer.tokens_per_forward, engine.kv_cache_gb or engine.gpu_memory_utilization, "
-    "or engine.max_num_seqs), "
+    "lower what takes most (trainer.tokens_per_forward, engine.kv_cache_gb or engine.gpu_memory_utilization), "
     "set trainer.gradient_checkpointing=full, trainer.cpu_offload=true or model.lora.rank, or take a smaller model"
 )
 
