@@ -45,32 +45,22 @@ def failed(error: BaseException, where: str, what: str) -> ConfigError:
     return ConfigError(f"{where}: {what} failed: {of_own_code(error)}")
 
 
-class called:
+@contextlib.contextmanager
+def called(where: str, component: object, name: str = "") -> Iterator[None]:
     """Run the block, which calls a component (its method `name`) during a run; `where` is its config key, for messages.
 
     SystemExit and KeyboardInterrupt are the component's own here, and would tear the event loop: Ctrl-C comes as a
     cancellation of what is awaited (`prl.launch.signals`), and interrupts only code that holds the loop up. Not for a
     block that awaits.
 
-    A class, so that one can be entered again and again.
-
     Raises:
         PrlError: Whatever it raised, with file and line.
     """
-
-    __slots__ = ("component", "name", "where")
-
-    def __init__(self, where: str, component: object, name: str = ""):
-        self.where, self.component, self.name = where, component, name
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is None or isinstance(error, PrlError):
-            return
-        log.info("%s: %s failed", self.where, self.what, exc_info=True)
-        raise PrlError(f"{self.where}: {self.what} failed: {of_own_code(error)}") from error
-
-    @property
-    def what(self) -> str:
-        return type(self.component).__name__ + f".{self.name}" * bool(self.name)
+    try:
+        yield
+    except PrlError:
+        raise
+    except BaseException as error:
+        what = type(component).__name__ + f".{name}" * bool(name)
+        log.info("%s: %s failed", where, what, exc_info=True)
+        raise PrlError(f"{where}: {what} failed: {of_own_code(error)}") from error

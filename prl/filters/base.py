@@ -122,13 +122,9 @@ def apply_filters(filters: Filters, slot: SlotName, rollouts: Iterable[Rollout])
     Raises:
         PrlError: A filter failed; the message names it.
     """
-    asked = [
-        (name, filter, called(f"filters.{slot}.{name}", filter, "matches"))
-        for name, filter in filters.get(slot, {}).items()
-    ]
     for rollout in [rollout for rollout in rollouts if rollout.is_active]:
-        for name, filter, calling in asked:
-            with calling:
+        for name, filter in filters.get(slot, {}).items():
+            with called(f"filters.{slot}.{name}", filter, "matches"):
                 matches = filter.matches(rollout)
             if matches:
                 rollout.matched[slot] = name
