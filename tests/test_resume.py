@@ -263,9 +263,9 @@ KEPT = {
     *("checkpoints/step_000002", "checkpoints/step_000004"),
 }
 GONE = {
-    *("rollouts/step_000005.jsonl", "rollouts/eval_math_step_000004.jsonl", "rollouts/.step_000004.jsonl.4711"),
+    *("rollouts/step_000005.jsonl", "rollouts/eval_math_step_000004.jsonl"),
     *("tokens/step_000005", "batches/step_000005", "weights/step_000006", "batches/end.json", "result.json"),
-    *("checkpoints/step_000006", "checkpoints/.step_000007.writing", "checkpoints/best", ".config.yaml.4711"),
+    *("checkpoints/step_000006", "checkpoints/.step_000007.writing", "checkpoints/best"),
 }
 
 

@@ -9,7 +9,7 @@ import sysconfig
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from prl.monitors.text import as_message, safe
+from prl.monitors.text import as_message
 from prl.transport.files import naming
 
 QUIET = ("httpx", "aiohttp.access", "asyncio")
@@ -56,19 +56,6 @@ class Terminal(logging.Handler):
         return super().format(logging.makeLogRecord({**vars(record), "msg": "%s", "args": (text,)}))
 
 
-class LogFile(logging.FileHandler):
-    """A log that says once, in the terminal, where it cannot be written; the run goes on."""
-
-    failed = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not self.failed:
-            self.failed = True
-            error = sys.exc_info()[1]
-            reason = f"{self.baseFilename}: {getattr(error, 'strerror', None) or error}"
-            print(safe(f"WARNING: the log is not complete: {reason}"), file=sys.stderr, flush=True)
-
-
 def hold_log() -> MemoryHandler:
     """Show warnings in the terminal from now on, and keep the log until `log_to` has a file for it."""
     memory = MemoryHandler(capacity=100_000, flushLevel=logging.CRITICAL + 1)
@@ -86,7 +73,7 @@ def log_to(path: Path, memory: MemoryHandler) -> None:
     """Write this process's log to `path`, what was kept in `memory` first."""
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = LogFile(path, encoding="utf-8")
+        file = logging.FileHandler(path, encoding="utf-8")
     file.setFormatter(Harmless("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     memory.setTarget(file)
     memory.flush()

@@ -19,7 +19,6 @@ from prl.config.run_yaml import has_config, text_of
 from prl.config.schema import TrainConfig
 from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
 from prl.monitors.masking import masked
-from prl.monitors.text import spans
 from prl.runs.owner import LOCK
 from prl.runs.result import RunResult, write_result
 from prl.transport.files import content_of, naming, write_atomically
@@ -29,8 +28,6 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 FILES = (*RUN_FILES, "provenance.json", "provenance.diff", "resumes.jsonl")
 """The files of a run directory, but for its lock and the pages."""
 PAGES = ("report.html", "trace.json")
-TEMPORARY = re.compile(r"\..+\.(json|jsonl|msgpack|yaml|diff|html)\.\d+")
-"""Name of what `write_atomically` leaves in a process that is killed."""
 STEP = re.compile(r"step_(\d{6,})")
 PART = re.compile(r"\.step_\d{6,}(\.writing)?")
 """Name of an unfinished checkpoint's folder."""
@@ -148,8 +145,6 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
     if metrics.exists():
         kept = dict(_lines_before(content_of(metrics), first_line))
         write_atomically(metrics, b"".join(kept.values()), durable=True)
-        if lost := [each for each in range(1, first_line) if each not in kept]:
-            print(f"warning: {metrics} is damaged: no line of step {spans(lost)} is whole", file=sys.stderr)
     for path in filter(Path.is_file, (run_dir / "events").glob("[!.]*.jsonl")):
         write_atomically(path, b"".join(line for _, line in _lines_before(content_of(path), step + 1)), durable=True)
     for path in (run_dir / "rollouts").glob("*.jsonl"):
@@ -162,15 +157,9 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
     for path in (run_dir / "checkpoints").glob(".step_*"):  # unfinished
         if PART.fullmatch(path.name):
             _remove(path)
-    for path in run_dir.rglob(".*"):
-        if TEMPORARY.fullmatch(path.name):
-            _remove(path)
     best = run_dir / "checkpoints" / "best"
-    try:
-        if best.exists() and msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:
-            _remove(best)  # it is found again
-    except (OSError, *UNREADABLE, KeyError, TypeError):
-        print(f"warning: {best / 'best.json'} is damaged: it does not say which version it is", file=sys.stderr)
+    if best.exists() and msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:
+        _remove(best)  # it is found again
     for name in ("weights", "batches/end.json", "result.json"):
         _remove(run_dir / name)
 
