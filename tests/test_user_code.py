@@ -11,8 +11,8 @@ from run_processes import wait_until
 
 from prl.algorithms.base import Algorithm
 from prl.config.build import build
-from prl.config.user_code import contained
-from prl.errors import ConfigError
+from prl.config.user_code import called, contained
+from prl.errors import ConfigError, PrlError
 
 CLASS = """
 import asyncio, os, sys
@@ -77,6 +77,17 @@ def test_exception_is_a_refusal_with_key_and_line(refusal, tmp_path, body, name)
 def test_ctrl_c_is_no_failure_of_the_code():
     with pytest.raises(KeyboardInterrupt), contained("algo", "making it", "mine_algo.Mine"):
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ZeroDivisionError("odd")])
+def test_what_a_component_raises_in_a_run_names_it(error):
+    with (
+        pytest.raises(PrlError, match=rf"^filters\.x: object\.matches failed: {type(error).__name__}"),
+        called("filters.x", object(), "matches"),
+    ):
+        raise error
+    with pytest.raises(ConfigError, match="^as it is$"), called("filters.x", object()):
+        raise ConfigError("as it is")
 
 
 @pytest.mark.slow
