@@ -2,6 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,10 +62,11 @@ class Bundle:
         """What it takes, by Ray's names."""
         return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
 
-    @property
-    def amounts(self) -> str:
-        """The same in words: `1 CPU and 1 GPU`."""
-        return amounts(self.resources)
+
+def in_words(bundles: Sequence[Bundle]) -> str:
+    """What processes take: `2 x engine of 1 CPU and 1 GPU, 1 x trainer of 1 CPU and 1 GPU`."""
+    alike = Counter((bundle.process.split()[0], amounts(bundle.resources)) for bundle in bundles)
+    return ", ".join(f"{count} x {process} of {size}" for (process, size), count in alike.items())
 
 
 def amounts(resources: Mapping[str, float]) -> str:

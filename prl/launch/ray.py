@@ -28,7 +28,7 @@ from prl.engines.base import EngineSpec
 from prl.errors import ConfigError, PrlError
 from prl.launch import children
 from prl.launch.host import Host, Node
-from prl.launch.launcher import Bundle, Launcher, ProcessDied, TrainerSpec, amounts
+from prl.launch.launcher import Bundle, Launcher, ProcessDied, TrainerSpec, amounts, in_words
 from prl.launch.local import base_url, rank_log, rank_names
 from prl.launch.relay import Relay
 from prl.launch.specs import bundle_of, bundles_of_ranks
@@ -111,7 +111,7 @@ class RayLauncher(Launcher):
         """Wait until each process has its bundle. Raises ConfigError at the deadline."""
         if self.group.wait(min(QUIET_S, self.wait_s)):
             return
-        asked = ", ".join(f"{bundle.process} {bundle.amounts}" for bundle in self.bundles)
+        asked = in_words(self.bundles)
         has = f"the cluster has {amounts(ray.cluster_resources())}, of which {amounts(ray.available_resources())} free"
         print(f"waiting for Ray to place {asked}; {has}", file=sys.stderr, flush=True)
         if not self.group.wait(max(1.0, self.wait_s - QUIET_S)):

@@ -35,9 +35,12 @@ def test_a_node_that_cannot_run_a_process_is_refused(bundle, node, has_model, me
 @pytest.mark.slow
 def test_too_few_resources_and_a_dead_address_are_refused(capsys):
     bundle = Bundle("engine", ModelConfig(path="x/y"), cpus=1, gpus=3)
-    with RayLauncher(wait_s=0.5) as launcher, pytest.raises(ConfigError, match="no room for engine 1 CPU and 3 GPU; "):
+    with (
+        RayLauncher(wait_s=0.5) as launcher,
+        pytest.raises(ConfigError, match="no room for 1 x engine of 1 CPU and 3 GPU; "),
+    ):
         launcher.reserve([bundle])
-    assert "waiting for Ray to place engine 1 CPU and 3 GPU; the cluster has " in capsys.readouterr().err
+    assert "waiting for Ray to place 1 x engine of 1 CPU and 3 GPU; the cluster has " in capsys.readouterr().err
     with (
         RayLauncher(address="127.0.0.1:9") as launcher,
         pytest.raises(ConfigError, match=r"address=127.0.0.1:9: .*refus"),

@@ -19,6 +19,7 @@ from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
 from prl.config.validate import hosts_teacher
 from prl.errors import ConfigError
 from prl.launch import specs
+from prl.launch.launcher import in_words
 from prl.launch.local import resolve_model
 from prl.monitors.terminal import Console
 from prl.tools.dry_run.memory import FLOAT, Pass, engine_memory, kv_tokens, trainer_memory
@@ -104,8 +105,7 @@ def dry_run(config: TrainConfig) -> None:
     for name, (tokens, longest) in planned.caches.items():
         print(f"KV cache of {name}: {tokens:,} tokens, {tokens / longest:,.1f} sequences of {longest:,}")
     if specs.places_processes(config):
-        bundles = [f"{bundle.process} {bundle.amounts}" for bundle in specs.bundles_of(config)]
-        print(f"asks Ray for {', '.join(bundles)}")
+        print(f"asks Ray for {in_words(specs.bundles_of(config))}")
     for problem in planned.problems():
         raise ConfigError(problem)
     print("fits")
