@@ -38,19 +38,27 @@ class RayTransport(FileTransport):
         super().__init__(run_dir)
         self._metrics: dict[int, Any] = {}
         """By version, what the first rank's actor answers once that is published."""
+        self._found: list[Any] = []
+
+    @property
+    def ranks(self) -> list[Any]:
+        """The actors of the ranks; none before they are placed. They stay the same."""
+        if not self._found:
+            self._found = hosts(TRAINER)
+        return self._found
 
     def send_batch(self, batch: StepBatch, rank: int) -> None:
         super().send_batch(batch, rank)  # the run directory has it too, for `orchestrator.keep_batches`
-        self._pass_on(self.batch_path(batch.step, rank), hosts(TRAINER)[rank])
+        self._pass_on(self.batch_path(batch.step, rank), self.ranks[rank])
 
     def discard_batch(self, step: int) -> None:
         super().discard_batch(step)
-        for host in hosts(TRAINER):
+        for host in self.ranks:
             host.remove.remote(f"{BATCHES}/{step_name(step)}")
 
     def send_end(self, last_step: int) -> None:
         super().send_end(last_step)
-        for host in hosts(TRAINER):
+        for host in self.ranks:
             self._pass_on(self._end, host)
 
     def _pass_on(self, file: Path, host: Any) -> None:
@@ -59,12 +67,11 @@ class RayTransport(FileTransport):
     def receive_metrics(self, version: int) -> dict[str, float] | None:
         name = step_name(version)
         if version not in self._metrics:
-            ranks = hosts(TRAINER)
-            data = ray.get(ranks[0].published_now.remote(name)) if ranks else None
+            data = ray.get(self.ranks[0].published_now.remote(name)) if self.ranks else None
             if data is not None:
                 return dict(msgspec.json.decode(data))
-            if ranks:
-                self._metrics[version] = ranks[0].published.remote(name)
+            if self.ranks:
+                self._metrics[version] = self.ranks[0].published.remote(name)
             return None
         if not ready([self._metrics[version]]):
             return None
@@ -72,18 +79,18 @@ class RayTransport(FileTransport):
 
     async def deliver(self, version: int) -> str:
         name = step_name(version)
-        await asyncio.to_thread(distribute, name)
+        await asyncio.to_thread(distribute, name, self.ranks[0])
         return name  # in the folder where an engine's actor has started it
 
     def weights_path(self, version: int) -> Path:
         path = super().weights_path(version)
         if not path.exists():
-            copy_folder(hosts(TRAINER)[0], f"{WEIGHTS}/{path.name}", path)
+            copy_folder(self.ranks[0], f"{WEIGHTS}/{path.name}", path)
         return path
 
     def discard_weights(self, version: int) -> None:
         super().discard_weights(version)
-        for host in [*hosts(TRAINER)[:1], *hosts(ENGINE)]:
+        for host in [*self.ranks[:1], *hosts(ENGINE)]:
             host.remove.remote(f"{WEIGHTS}/{step_name(version)}")
 
 
@@ -98,12 +105,11 @@ def ready(answers: list[Any]) -> bool:
     return len(ray.wait(answers, num_returns=len(answers), timeout=0)[0]) == len(answers) if answers else True
 
 
-def distribute(version: str) -> None:
+def distribute(version: str, source: Any) -> None:
     """Have each engine's actor get the weights of a version: from its own node, where that has them, else over the net.
 
     An actor that is lost is left out: its engine gets them when it is started again.
     """
-    (source,) = hosts(TRAINER)[:1]
     holders = {ray.get(source.node.remote()).id: (source, None)}
     copies = []
     for host in hosts(ENGINE):
