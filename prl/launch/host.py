@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import ray
 import ray.util
 
@@ -163,11 +164,9 @@ class Host:
         with file.open("ab") as opened:
             opened.write(data)
 
-    def read(self, path: str, offset: int, size: int) -> bytes:
-        """Read a part of a file, or of the process's log (`LOG`)."""
-        with (self.log if path == LOG else self.run_dir / path).open("rb") as file:
-            file.seek(offset)
-            return file.read(size)
+    def read(self, path: str, offset: int, size: int) -> np.ndarray:
+        """Read bytes of a file, or of the process's log (`LOG`). Of an array Ray makes no further copies."""
+        return np.fromfile(self.log if path == LOG else self.run_dir / path, np.uint8, size, offset=offset)
 
     def remove(self, path: str) -> None:
         """Remove a folder; one that is not there is no error."""

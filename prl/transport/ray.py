@@ -25,7 +25,7 @@ WEIGHTS, BATCHES = "weights", "batches"
 """Folders of a run that are carried by calls of their own."""
 LOG = "log"
 """The path of the output of an actor's process."""
-CHUNK = 32 * 2**20
+CHUNK = 16 * 2**20
 """Bytes of a file that one call carries."""
 AHEAD = 4
 """Chunks that are asked for before they are needed."""
@@ -133,12 +133,12 @@ def copy_folder(host: Any, folder: str, final: Path) -> None:
                     file.write(piece)
 
 
-def pieces(host: Any, path: str, start: int, end: int) -> Iterator[bytes]:
+def pieces(host: Any, path: str, start: int, end: int) -> Iterator[memoryview]:
     """What a file of an actor's process has from one place to another, a few pieces asked for ahead."""
     asked = deque[Any]()
     for offset in range(start, end, CHUNK):
         asked.append(host.read.remote(path, offset, min(CHUNK, end - offset)))
         if len(asked) > AHEAD:
-            yield ray.get(asked.popleft())
+            yield memoryview(ray.get(asked.popleft()))
     while asked:
-        yield ray.get(asked.popleft())
+        yield memoryview(ray.get(asked.popleft()))
