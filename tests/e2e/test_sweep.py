@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from ray_nodes import ray_nodes
 
 pytestmark = pytest.mark.slow
 
+SLURM_HERE = Path(__file__).parents[2] / "scripts" / "slurm_here"
+ON_RAY = ("sweep=ray", "hydra.launcher.ray.remote.num_cpus=1")
 TINY = ("max_steps=1", "orchestrator.batch_size=16", "orchestrator.eval.num_tasks=4", "checkpoint.every_minutes=null")
 
 
@@ -25,9 +29,10 @@ def sweep_of(argv, env):
 def sweep(inline_command, tmp_path):
     """Run a sweep, of which each job is one process or one after another in the same."""
 
-    def run(*overrides, timeout=300):
+    def run(*overrides, below=(), variables=(), timeout=300):
         argv, env = sweep_of(*inline_command(*TINY, *overrides))
-        done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=timeout)
+        env |= variables
+        done = subprocess.run([*below, *argv], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=timeout)
         folders = list(tmp_path.glob("outputs/*"))
         assert len(folders) == 1, done.stderr
         return done, folders[0]
@@ -56,6 +61,36 @@ def test_search_in_processes_is_reproducible(sweep):
     assert OmegaConf.load(folder / "optimization_results.yaml") == best
 
 
+def run_jobs_twice(sweep, *launcher, **how):
+    """Three jobs, of which one is refused: the second command skips the others."""
+    jobs = (*launcher, "trainer.optim.lr=1e-3,2e-3,-1")
+    done, folder = sweep(*jobs, **how)
+    found = results(folder)
+    assert done.returncode == 1, done.stderr
+    assert [result["status"] for result in found.values()] == ["refused", "completed", "completed"]
+    assert len({path.read_text() for path in folder.glob("*/run.holder")}) == 2, "a process for each"
+    table = done.stderr.split("sweep: ")[1]
+    assert table.count("  completed  ") == 2 and "trainer.optim.lr=-1: " in table
+    again, same = sweep(*jobs, **how)
+    assert again.returncode == 1 and same == folder, again.stderr
+    assert [result for result in results(folder).values() if result["status"] == "completed"] == list(found.values())[
+        1:
+    ]
+    assert [path.name for path in (folder / "earlier").iterdir()] == ["trainer.optim.lr=-1.failed-1"]
+
+
+def test_jobs_run_on_the_nodes_of_a_ray_cluster(sweep):
+    with ray_nodes() as nodes:  # they begin in another directory
+        nodes.add("head", 1)
+        nodes.add("other", 1)
+        run_jobs_twice(sweep, *ON_RAY, variables=nodes.environment)
+
+
+@pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed")
+def test_jobs_run_on_slurm(sweep):
+    run_jobs_twice(sweep, "sweep=slurm", below=[SLURM_HERE])
+
+
 def descendants(pid):
     """Ids of a process's children, and theirs."""
     found = []
@@ -65,9 +100,12 @@ def descendants(pid):
     return [*found, *(each for child in found for each in descendants(child))]
 
 
-def test_an_interrupt_stops_the_sweep_and_leaves_no_process(inline_command, tmp_path, gone):
+@pytest.mark.parametrize(
+    ("launcher", "number"), [((), signal.SIGINT), (ON_RAY, signal.SIGINT), (ON_RAY, signal.SIGTERM)], ids=str
+)
+def test_a_signal_stops_the_sweep_and_leaves_no_process(inline_command, tmp_path, gone, launcher, number):
     argv, env = inline_command(
-        "seed=0,1", "max_steps=500", "launcher=local", "orchestrator.eval.every=null", "run.name=s"
+        *launcher, "seed=0,1", "max_steps=500", "launcher=local", "orchestrator.eval.every=null", "run.name=s"
     )
     argv, env = sweep_of(argv, env)
     sweep = subprocess.Popen(argv, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -77,11 +115,17 @@ def test_an_interrupt_stops_the_sweep_and_leaves_no_process(inline_command, tmp_
         time.sleep(0.1)
     family = descendants(sweep.pid)
     try:
-        os.killpg(sweep.pid, signal.SIGINT)  # as a terminal does
+        if number == signal.SIGINT:
+            os.killpg(sweep.pid, number)  # as a terminal does
+        else:
+            sweep.send_signal(number)
         _, stderr = sweep.communicate(timeout=60)
         assert sweep.returncode == 130, stderr
-        assert "stopped" in stderr.split("sweep: ")[1] and "completed" not in stderr.split("sweep: ")[1]
-        assert list(tmp_path.glob("outputs/s/*/checkpoints/step_*/manifest.json")), "the job had its time of grace"
+        table = stderr.split("sweep: ")[1]
+        assert ("stopped" in table or launcher) and "completed" not in table and "running" not in table
+        if not launcher:
+            checkpoints = tmp_path.glob("outputs/s/*/checkpoints/step_*/manifest.json")
+            assert list(checkpoints), "the job had its time of grace"
         deadline = time.monotonic() + 20
         while not all(map(gone, family)):
             assert time.monotonic() < deadline, [pid for pid in family if not gone(pid)]

@@ -1,5 +1,6 @@
 """The command of a sweep, around Hydra: one directory, a record of what was asked for, and a summary at the end."""
 
+import contextlib
 import signal
 import sys
 import tempfile
@@ -10,10 +11,11 @@ from typing import Any, ClassVar
 
 import msgspec
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from prl.errors import UNREADABLE, ConfigError
 from prl.launch import command
+from prl.launch.cluster import connect
 from prl.monitors.masking import masked
 from prl.monitors.text import as_message, safe
 from prl.runs.result import RunResult, read_result
@@ -24,6 +26,8 @@ from prl.tools.sweep import job, naming
 from prl.transport.files import write_atomically
 
 RECORD = "sweep.json"
+HERE = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+"""Hydra's launcher of jobs one after another in this process."""
 NO_JOBS = {job.EARLIER, "engines"}
 """Folders of a sweep's directory that are no job's."""
 
@@ -64,6 +68,8 @@ def run(task: Callable[[], Any], arguments: list[str]) -> None:
         status = end.code
     except KeyboardInterrupt:
         status = command.INTERRUPTED
+    finally:
+        Recorder.left.close()
     refused = status == command.REFUSED and not (Recorder.folder and jobs(Recorder.folder))
     if Recorder.folder is None or refused:  # why it was refused has been printed
         raise SystemExit(status)
@@ -80,20 +86,27 @@ class Recorder(Callback):
 
     folder: ClassVar[Path | None] = None
     """The directory of this process's sweep, None where it does one run, or dry runs."""
+    left: ClassVar[contextlib.ExitStack] = contextlib.ExitStack()
+    """What goes at the sweep's end, whatever that is."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         try:
-            if config.dry_run:
-                self.scratch = tempfile.TemporaryDirectory()  # Hydra makes folders for the jobs; it goes at the end
-                begin(config, Path(self.scratch.name))
-            else:
-                Recorder.folder = begin(config, naming.folder_of(config))
+            if config.dry_run:  # here, whoever would start the jobs; Hydra makes folders for them
+                config.hydra.launcher = {"_target_": HERE}
+                begin(config, Path(Recorder.left.enter_context(tempfile.TemporaryDirectory())))
+                return
+            if "ray" in config.hydra.launcher:
+                options: Any = OmegaConf.to_container(config.hydra.launcher.ray.init, resolve=True)
+                Recorder.left.callback(connect(options, "sweep=ray"))
+            folder = naming.folder_of(config)
+            begin(config, folder)
+            Recorder.folder = folder
         except (ConfigError, OSError) as error:  # of which Hydra would warn, and run jobs that no record knows of
             print(f"error: {as_message(str(error))}", file=sys.stderr, flush=True)
             raise SystemExit(command.REFUSED) from None
 
 
-def begin(config: DictConfig, folder: Path) -> Path:
+def begin(config: DictConfig, folder: Path) -> None:
     """Record in its directory the sweep that `config` asks for; give its jobs the directory and their names.
 
     Raises ConfigError for what a sweep cannot do.
@@ -101,13 +114,13 @@ def begin(config: DictConfig, folder: Path) -> Path:
     record, fixed_keys = checked(config, folder)
     record.commands += [{"arguments": masked(sys.argv[1:]), "started": datetime.now().isoformat(timespec="seconds")}]
     write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+    folder = folder.absolute()  # a process of Ray's begins elsewhere
     config.hydra.sweep.dir = str(folder)  # the sweeper's; a job composes its config from Hydra's overrides
     excluded = ",".join(f"'{key}'" for key in fixed_keys)
     config.hydra.overrides.hydra += [f"hydra.sweep.dir='{folder}'", f"{naming.CARRIER}=[{excluded}]"]
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, signal.default_int_handler)
-    return folder
 
 
 def checked(config: DictConfig, folder: Path) -> tuple[SweepRecord, tuple[str, ...]]:

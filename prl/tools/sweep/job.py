@@ -47,6 +47,7 @@ def run_job(cfg: DictConfig, main: Callable[[TrainConfig], RunResult]) -> float 
         SystemExit: It was stopped, and so is the sweep. Hydra counts other exceptions as a job that failed.
     """
     hydra = HydraConfig.get()
+    os.chdir(hydra.runtime.cwd)  # a process of Ray's begins elsewhere
     folder = Path(hydra.runtime.output_dir)
     cfg.run.dir, cfg.run.name = str(folder), folder.name
     if cfg.dry_run:

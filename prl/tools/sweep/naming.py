@@ -19,7 +19,7 @@ MAX_NAME_BYTES = 100
 CARRIER = "hydra.job.config.override_dirname.exclude_keys"
 """Hydra's list of overrides that name no job. It reaches every job, in whatever process that runs."""
 
-LAUNCHERS = {"joblib", "slurm"}
+LAUNCHERS = {"joblib", "ray", "slurm"}
 """Options of the group `sweep` that change no result either."""
 
 

@@ -78,7 +78,7 @@ def test_jobs_get_directory_and_fixed_keys(tmp_path, monkeypatch):
     Recorder().on_multirun_start(config)
     assert Recorder.folder == Path("outputs/s")
     excluded = "hydra.job.config.override_dirname.exclude_keys=['seed','max_steps']"
-    assert config.hydra.overrides.hydra[-2:] == ["hydra.sweep.dir='outputs/s'", excluded]
+    assert config.hydra.overrides.hydra[-2:] == [f"hydra.sweep.dir='{tmp_path}/outputs/s'", excluded]
     assert read_record(Path("outputs/s")).varied == ["algo", "curriculum"], "what is typed wins: no seed"
     config.dry_run = True
     monkeypatch.setattr(Recorder, "folder", None)
@@ -119,6 +119,15 @@ def test_jobs_that_are_refused_are_recorded_and_asked_again(sweep, tmp_path):
 def test_dry_sweep_is_a_dry_run_per_job(sweep, tmp_path):
     status, printed = sweep("orchestrator.batch_size=64,33", "dry_run=true")
     assert status == 2 and "orchestrator.batch_size=33" in printed and not list(tmp_path.iterdir())
+
+
+def test_sweep_without_ray_is_refused(sweep, tmp_path, monkeypatch):
+    address = "hydra.launcher.ray.init.address=127.0.0.1:1"
+    status, printed = sweep("seed=0,1", "sweep=ray", address)
+    assert status == 2 and "127.0.0.1:1: " in printed and printed.count("\n") == 1 and not list(tmp_path.iterdir())
+    monkeypatch.setitem(sys.modules, "ray", None)  # not installed
+    status, printed = sweep("seed=0,1", "sweep=ray")
+    assert status == 2 and "prl[ray]" in printed and printed.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 def test_the_table_has_every_job_and_error(finished):
