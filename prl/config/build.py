@@ -32,6 +32,8 @@ CHECKED = pydantic.ConfigDict(
     coerce_numbers_to_str=True,
     revalidate_instances="always",
 )
+EXTRAS = ("ray",)
+"""Packages that classes of prl's own import, and that an extra of prl installs."""
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 """Pydantic's names of the error that there is no such option."""
 MISSED = ("missing", "missing_argument", "missing_keyword_only_argument")
@@ -116,7 +118,9 @@ def located(node: Any, where: str) -> Any:
         try:
             return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:  # the last where there is no dot
-            raise ConfigError(f"{where}._target_={target!r}: {in_one_line(error)}") from error
+            extra = getattr(error, "name", None)
+            hint = f": pip install 'prl[{extra}]'" if extra in EXTRAS else ""
+            raise ConfigError(f"{where}._target_={target!r}: {in_one_line(error)}{hint}") from error
 
 
 def name_of(fn: Callable[..., Any]) -> str:

@@ -2,12 +2,8 @@
 
 import asyncio
 import contextlib
-import logging
 import os
-import signal
-import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +23,7 @@ from prl.config.machine import cores
 from prl.engines.base import EngineSpec
 from prl.errors import ConfigError, PrlError
 from prl.launch import children
+from prl.launch.cluster import connect
 from prl.launch.host import Host, Node
 from prl.launch.launcher import Bundle, Launcher, ProcessDied, TrainerSpec, amounts, in_words
 from prl.launch.local import base_url, rank_log, rank_names
@@ -39,8 +36,6 @@ from prl.transport.ray import CHUNK, RayTransport, ready
 
 QUIET_S = 10.0
 """Time that the cluster may take to give what is asked for before the run says what that is, seconds."""
-CONNECT_S = 10.0
-"""Deadline for the head of a cluster to answer, seconds."""
 ANSWER_S = 60.0
 """Deadline for an actor to start and to answer, seconds."""
 LOST = 256
@@ -91,20 +86,11 @@ class RayLauncher(Launcher):
         if ray.is_initialized():
             return
         address = self.address or os.environ.get("RAY_ADDRESS")
-        options: dict[str, Any] = {"address": address}
+        options: dict[str, Any] = {"address": address, "log_to_driver": False}
         if address is None:  # there its cores are numbers that processes take, and engine and trainer share real ones
             wanted = sum(bundle.cpus for bundle in self.bundles)
-            options = {"address": "local", "num_cpus": max(cores(), wanted), "include_dashboard": False}
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        try:
-            if address is not None and ":" in address:  # Ray itself would try for minutes
-                host, _, port = address.rpartition(":")
-                socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-            with signals_kept():
-                ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            why = str(error.__cause__ or error).strip().rpartition("\n")[2]  # below a traceback of Ray's own
-            raise ConfigError(f"launcher.address={address}: {in_one_line(error)}: {why}"[:600]) from error
+            options |= {"address": "local", "num_cpus": max(cores(), wanted), "include_dashboard": False}
+        connect(options, "launcher.address")
         self.joined = True
 
     def _wait_for_room(self) -> None:
@@ -287,15 +273,6 @@ def check_node(bundle: Bundle, node: Node, here: str, *, has_model: bool) -> Non
         raise ConfigError(f"launcher: {at}, where weights need {need} of {node.folder}, and {free} are free")
     if bundle.host in LOOPBACK and node.address != here:
         raise ConfigError(f"engine.host={bundle.host}: {at}, and only that machine would reach it: engine.host=0.0.0.0")
-
-
-@contextlib.contextmanager
-def signals_kept() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM, instead of which `ray.init` sets its own."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,14 @@
 """What keeps a run from a Ray cluster."""
 
+import sys
+
 import pytest
 
+from prl.config.build import build
 from prl.config.schema import ModelConfig
 from prl.errors import ConfigError
 from prl.launch.host import Node
-from prl.launch.launcher import Bundle
+from prl.launch.launcher import Bundle, Launcher
 from prl.launch.ray import RayLauncher, check_node
 
 NODE = Node(id="1", address="10.0.0.2", prl="0.1.0", folder="/dev/shm/prl-x", room=2**30)
@@ -32,6 +35,13 @@ def test_a_node_that_cannot_run_a_process_is_refused(bundle, node, has_model, me
         check_node(asked, node, "10.0.0.1", has_model=has_model)
 
 
+def test_without_ray_its_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "prl.launch.ray")
+    with pytest.raises(ConfigError, match=r"launcher._target_=.*: pip install 'prl\[ray\]'"):
+        build({"_target_": "prl.launch.ray.RayLauncher"}, Launcher, "launcher")
+
+
 @pytest.mark.slow
 def test_too_few_resources_and_a_dead_address_are_refused(capsys):
     bundle = Bundle("engine", ModelConfig(path="x/y"), cpus=1, gpus=3)
@@ -43,6 +53,6 @@ def test_too_few_resources_and_a_dead_address_are_refused(capsys):
     assert "waiting for Ray to place 1 x engine of 1 CPU and 3 GPU; the cluster has " in capsys.readouterr().err
     with (
         RayLauncher(address="127.0.0.1:9") as launcher,
-        pytest.raises(ConfigError, match=r"address=127.0.0.1:9: .*refus"),
+        pytest.raises(ConfigError, match=r"launcher.address: no Ray at 127.0.0.1:9: .*refus"),
     ):
         launcher.reserve([bundle])

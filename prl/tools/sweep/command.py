@@ -4,6 +4,7 @@ import contextlib
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +29,8 @@ from prl.transport.files import write_atomically
 RECORD = "sweep.json"
 HERE = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 """Hydra's launcher of jobs one after another in this process."""
+LAST_LINES_S = 1.0
+"""[s] Time for what jobs on a cluster have printed last to get here."""
 NO_JOBS = {job.EARLIER, "engines"}
 """Folders of a sweep's directory that are no job's."""
 
@@ -97,13 +100,22 @@ class Recorder(Callback):
                 return
             if "ray" in config.hydra.launcher:
                 options: Any = OmegaConf.to_container(config.hydra.launcher.ray.init, resolve=True)
-                Recorder.left.callback(connect(options, "sweep=ray"))
+                connect(options, "sweep=ray")
+                Recorder.left.callback(leave_ray)
             folder = naming.folder_of(config)
             begin(config, folder)
             Recorder.folder = folder
         except (ConfigError, OSError) as error:  # of which Hydra would warn, and run jobs that no record knows of
             print(f"error: {as_message(str(error))}", file=sys.stderr, flush=True)
             raise SystemExit(command.REFUSED) from None
+
+
+def leave_ray() -> None:
+    """Disconnect from Ray, once what jobs have printed last has had time to get here."""
+    import ray
+
+    time.sleep(LAST_LINES_S)
+    ray.shutdown()
 
 
 def begin(config: DictConfig, folder: Path) -> None:
