@@ -96,13 +96,16 @@ class Host:
         """Return a free port for ranks to meet at."""
         return free_port("0.0.0.0")
 
-    def train(self, spec: TrainerSpec, name: str, environment: dict[str, str], *, apart: bool, carried: bool) -> None:
+    def train(
+        self, spec: TrainerSpec, name: str, environment: dict[str, str], cwd: str, *, apart: bool, carried: bool
+    ) -> None:
         """Start a rank of the trainer.
 
         Args:
             spec: the trainer.
             name: of the rank's process.
             environment: variables beside the usual ones, torch's rendezvous among them.
+            cwd: the folder that it works in, where this node has it.
             apart: whether other ranks are on other machines, so that loopback does not reach them.
             carried: whether the rank is to work in this node's folder instead of the run directory.
         """
@@ -111,7 +114,8 @@ class Host:
         usual = trainer_environment(spec.model, spec.threads)
         if apart:
             usual = {key: value for key, value in usual.items() if key not in LOOPBACK}
-        self._start(name, trainer_command(spec), usual | {"PRL_CONFIG": json.dumps(spec.payload)} | environment)
+        env = usual | {"PRL_CONFIG": json.dumps(spec.payload)} | environment
+        self._start(name, trainer_command(spec), env, Path(cwd) if self.sees(cwd) else None)
 
     def _start(self, name: str, command: list[str], env: dict[str, str], cwd: Path | None = None) -> None:
         scratch = self.disk / "tmp"

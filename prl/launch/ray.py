@@ -36,6 +36,10 @@ from prl.transport.ray import CHUNK, RayTransport, ready
 
 QUIET_S = 10.0
 """Time that the cluster may take to give what is asked for before the run says what that is, seconds."""
+CHILDREN_LIVE = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""Else Ray kills the supervisor of an actor's process, which is to end everything below it (`children.py`)."""
+UNRESERVED = 8
+"""Cores for processes that nothing was reserved for, where Ray is started for them."""
 ANSWER_S = 60.0
 """Deadline for an actor to start and to answer, seconds."""
 LOST = 256
@@ -88,24 +92,30 @@ class RayLauncher(Launcher):
         address = self.address or os.environ.get("RAY_ADDRESS")
         options: dict[str, Any] = {"address": address, "log_to_driver": False}
         if address is None:  # there its cores are numbers that processes take, and engine and trainer share real ones
-            wanted = sum(bundle.cpus for bundle in self.bundles)
+            wanted = sum(bundle.cpus for bundle in self.bundles) or UNRESERVED
             options |= {"address": "local", "num_cpus": max(cores(), wanted), "include_dashboard": False}
         connect(options, "launcher.address")
         self.joined = True
 
     def _wait_for_room(self) -> None:
         """Wait until each process has its bundle. Raises ConfigError at the deadline."""
-        if self.group.wait(min(QUIET_S, self.wait_s)):
-            return
-        asked = in_words(self.bundles)
-        has = f"the cluster has {amounts(ray.cluster_resources())}, of which {amounts(ray.available_resources())} free"
-        print(f"waiting for Ray to place {asked}; {has}", file=sys.stderr, flush=True)
-        if not self.group.wait(max(1.0, self.wait_s - QUIET_S)):
-            raise ConfigError(f"launcher.wait_s={self.wait_s:g} has passed: no room for {asked}; {has}")
+        began, said = time.monotonic(), False
+        while not self.group.wait(1.0):
+            self._ensure_ranks_live()
+            waited_s = time.monotonic() - began
+            asked = in_words(self.bundles)
+            free = amounts(ray.available_resources())
+            has = f"the cluster has {amounts(ray.cluster_resources())}, of which {free} free"
+            if waited_s > self.wait_s:
+                raise ConfigError(f"launcher.wait_s={self.wait_s:g} has passed: no room for {asked}; {has}")
+            if waited_s > QUIET_S and not said:
+                said = True
+                print(f"waiting for Ray to place {asked}; {has}", file=sys.stderr, flush=True)
 
     def _place(self, bundle: Bundle) -> None:
         """Create the actor of a process."""
         options: dict[str, Any] = {"name": bundle.process, "num_cpus": bundle.cpus, "num_gpus": bundle.gpus}
+        options["runtime_env"] = {"env_vars": CHILDREN_LIVE}
         if self.group is not None:
             place = [each.process for each in self.bundles].index(bundle.process)
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.group, place)
@@ -175,6 +185,7 @@ class RayLauncher(Launcher):
                 ray.get(self.hosts[name].node.remote())
                 return False
             except ray.exceptions.ActorUnavailableError:
+                self._ensure_ranks_live()
                 if time.monotonic() > deadline:
                     return True
                 time.sleep(children.POLL_S)
@@ -201,7 +212,8 @@ class RayLauncher(Launcher):
                 payload["resume"] = spec.payload["resume"] | {"folder": sent(spec.payload["resume"]["folder"], host)}
             own = replace(spec, payload=payload, gpus=())
             variables = environment | ({"RANK": str(rank)} if len(names) > 1 else {})
-            ray.get(host.train.remote(own, name, variables, apart=len(addresses) > 1, carried=carried))
+            apart = len(addresses) > 1
+            ray.get(host.train.remote(own, name, variables, os.getcwd(), apart=apart, carried=carried))
             self._watch(name, rank_log(spec.run_dir, rank), spec.run_dir if carried else None)
 
     def _watch(self, name: str, log: Path, run_dir: Path | None = None) -> None:
@@ -211,7 +223,15 @@ class RayLauncher(Launcher):
     def ensure_alive(self) -> None:
         if self.relay.error is not None:
             raise self.relay.error
-        ended = [name for name, end in self.ends.items() if ready([end])]
+        self._ensure_ranks_live()
+        self._ensure_live([name for name in self.ends if not name.startswith(TRAINER)])
+
+    def _ensure_ranks_live(self) -> None:
+        """Raise ProcessDied for a rank: nothing mends that, and waiting for a new engine has no use then."""
+        self._ensure_live([name for name in self.ends if name.startswith(TRAINER)])
+
+    def _ensure_live(self, names: Sequence[str]) -> None:
+        ended = [name for name in names if ready([self.ends[name]])]
         deaths = [death for death in map(self._death_of, ended) if death is not None]
         if deaths:
             with contextlib.suppress(ray.exceptions.RayError):

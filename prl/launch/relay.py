@@ -60,6 +60,8 @@ class Relay:
         while not self._stopping.wait(PULL_S):
             try:
                 self.pull()
+            except FileNotFoundError:  # a file of a process went between two calls
+                continue
             except OSError as error:
                 self.error = error
                 return

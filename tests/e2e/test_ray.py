@@ -17,7 +17,6 @@ OVERRIDES = (
     *("launcher=ray", "weights=ray", "run.resume=auto", "monitor.console.mode=plain", "checkpoint.every=1"),
     *("orchestrator.batch_size=32", "orchestrator.eval.every=null"),
 )
-PROCESSES = ("prl.trainer", "prl.engines.vllm.server", "ray::Host")
 NAMED_S = 30.0
 """Deadline for a run to end that has lost a rank, seconds."""
 
@@ -65,7 +64,7 @@ def trained(process, steps, count, log):
 
 
 def nothing_runs(nodes):
-    wait_until(lambda: not [pid for text in PROCESSES for pid in nodes.running(text)], 20, "no process stays")
+    wait_until(lambda: not nodes.left(), 20, nodes.left)
 
 
 def test_an_engine_that_is_lost_with_its_node_is_started_elsewhere(nodes, begin, tmp_path):

@@ -10,10 +10,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import ray
 from run_processes import family, wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
+OURS = ("prl.trainer", "prl.engines.vllm.server", "VLLM::", "children.py", "ray::Host")
+"""Parts of the command lines of what a run starts."""
 BLIND = "mount -t tmpfs none {folder} && exec {command}"
 """A node with a mount of its own over a folder: it sees nothing of what is there."""
 
@@ -60,6 +63,17 @@ class Nodes:
         for name in names or self.processes:
             lines = family(self.processes[name].pid)
             found |= {pid: name for pid, line in lines.items() if text in line and "children.py" not in line}
+        return found
+
+    def left(self) -> list[str]:
+        """The command lines of the processes of runs that still live, also of those that have lost their parents."""
+        mark = f"RAY_ADDRESS={self.environment['RAY_ADDRESS']}\0".encode()
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                line = " ".join(process.cmdline())
+                ours = any(text in line for text in OURS) and mark in Path(f"/proc/{process.pid}/environ").read_bytes()
+                found += [line[:200]] * ours
         return found
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ def test_ranks_on_two_nodes_train_as_on_one_machine(tiny_path, make_sample, tmp_
             transport = RayTransport(there)
             metrics = train(launcher, transport, spec, make_sample)
             weights = load_file(transport.weights_path(STEPS) / "model.safetensors")
-        assert not nodes.running("prl.trainer")
+        wait_until(lambda: not nodes.left(), 10, nodes.left)
         wait_until(lambda: not any(folder.exists() for folder in folders), 10, "the nodes' folders go")
     assert metrics == expected
     files = ["model.safetensors", "state/trainer.safetensors"]
