@@ -82,6 +82,10 @@ class Host:
         """Whether a folder is there."""
         return Path(path).is_dir()
 
+    def has(self, path: str, content: bytes) -> bool:
+        """Whether a file is there with this content: a folder of the same path may be another one."""
+        return Path(path).is_file() and Path(path).read_bytes() == content
+
     # --- the process --------------------------------------------------------------------------------------------------
 
     def serve(self, spec: EngineSpec, environment: dict[str, str]) -> int:

@@ -30,6 +30,7 @@ from prl.launch.local import base_url, rank_log, rank_names
 from prl.launch.relay import Relay
 from prl.launch.specs import bundle_of, bundles_of_ranks
 from prl.monitors.text import in_one_line
+from prl.transport.checkpoint_folders import MANIFEST
 from prl.transport.events import TRAINER
 from prl.transport.files import FileTransport
 from prl.transport.ray import CHUNK, RayTransport, ready
@@ -200,6 +201,8 @@ class RayLauncher(Launcher):
         carried = payload["weights"]["_target_"] == name_of(RayTransport)
         if carried:
             payload["weights"] = {"_target_": name_of(FileTransport)}
+        else:
+            self._ensure_seen(spec.run_dir)
         addresses = {self.nodes[name].address for name in names}
         environment = search_path()
         if len(names) > 1:
@@ -216,6 +219,14 @@ class RayLauncher(Launcher):
             ray.get(host.train.remote(own, name, variables, os.getcwd(), apart=apart, carried=carried))
             self._watch(name, rank_log(spec.run_dir, rank), spec.run_dir if carried else None)
 
+    def _ensure_seen(self, run_dir: Path) -> None:
+        """Raise PrlError where a node does not see the run directory."""
+        config = run_dir.resolve() / "config.yaml"
+        for name, host in self.hosts.items():
+            if not ray.get(host.has.remote(str(config), config.read_bytes())):
+                where = self.nodes[name].address
+                raise PrlError(f"weights=files: node {where} ({name!r}) sees no {run_dir.resolve()}: weights=ray")
+
     def _watch(self, name: str, log: Path, run_dir: Path | None = None) -> None:
         self.ends[name] = self.hosts[name].ended.remote(str(log))
         self.relay.follow(name, self.hosts[name], log, run_dir)
@@ -228,16 +239,18 @@ class RayLauncher(Launcher):
 
     def _ensure_ranks_live(self) -> None:
         """Raise ProcessDied for a rank: nothing mends that, and waiting for a new engine has no use then."""
-        self._ensure_live([name for name in self.ends if name.startswith(TRAINER)])
+        # One that loses another ends with an error, perhaps before Ray has missed the other one.
+        self._ensure_live([name for name in self.ends if name.startswith(TRAINER)], others_s=2.0)
 
-    def _ensure_live(self, names: Sequence[str]) -> None:
-        ended = [name for name in names if ready([self.ends[name]])]
-        deaths = [death for death in map(self._death_of, ended) if death is not None]
-        if deaths:
-            with contextlib.suppress(ray.exceptions.RayError):
-                self.relay.pull()  # the last lines of logs
-            # A rank that loses another ends with an error; one that a signal ended, or its node's end, is the cause.
-            raise max(deaths, key=lambda pair: pair[0])[1]
+    def _ensure_live(self, names: Sequence[str], others_s: float = 0.0) -> None:
+        if not any(self._death_of(name) for name in names if ready([self.ends[name]])):
+            return
+        ray.wait([self.ends[name] for name in names], num_returns=len(names), timeout=others_s)
+        deaths = [self._death_of(name) for name in names if ready([self.ends[name]])]
+        with contextlib.suppress(ray.exceptions.RayError):
+            self.relay.pull()  # the last lines of logs
+        # One that a signal ended, or its node's end, is the cause of the others'.
+        raise max((death for death in deaths if death is not None), key=lambda pair: pair[0])[1]
 
     def _death_of(self, name: str) -> tuple[int, ProcessDied] | None:
         """How a process ended: its status, and what is to be raised. None where a rank has ended as it should."""
@@ -311,7 +324,8 @@ def search_path() -> dict[str, str]:
 
 def sent(folder: str, host: Any) -> str:
     """Where an actor's process finds a checkpoint of this machine: there, or where it is copied to on its node."""
-    if ray.get(host.sees.remote(folder)):
+    manifest = Path(folder) / MANIFEST  # it has the hashes of all other files
+    if ray.get(host.has.remote(str(manifest), manifest.read_bytes())):
         return folder
     for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
         path = f"resume/{file.relative_to(folder)}"

@@ -43,14 +43,13 @@ def test_without_ray_its_extra_is_named(monkeypatch):
 
 
 @pytest.mark.slow
-def test_too_few_resources_and_a_dead_address_are_refused(capsys):
+def test_too_few_resources_and_a_dead_address_are_refused():
     bundle = Bundle("engine", ModelConfig(path="x/y"), cpus=1, gpus=3)
     with (
         RayLauncher(wait_s=0.5) as launcher,
         pytest.raises(ConfigError, match="no room for 1 x engine of 1 CPU and 3 GPU; "),
     ):
         launcher.reserve([bundle])
-    assert "waiting for Ray to place 1 x engine of 1 CPU and 3 GPU; the cluster has " in capsys.readouterr().err
     with (
         RayLauncher(address="127.0.0.1:9") as launcher,
         pytest.raises(ConfigError, match=r"launcher.address: no Ray at 127.0.0.1:9: .*refus"),
