@@ -164,6 +164,19 @@ def as_run() -> dict[str, Any]:
 
 
 @dataclass
+class WorkersConfig:
+    """Processes of an env's own that run its graders."""
+
+    count: Annotated[int, Ge(1), Le(10_000)] = 8
+    """How many. More than a small machine has cores: a grader that waits or spins has a worker to itself."""
+    where: Literal["local", "ray"] = "local"
+    """On the machine of the run, or on the cluster of `launcher=ray`, a core for each: all graders run there, whatever
+    their taskset says."""
+    memory_gb: Annotated[float, Gt(0), Le(1e6)] = 8.0
+    """What each may take, GiB of address space beyond what it begins with."""
+
+
+@dataclass
 class EnvConfig:
     """One environment: a verifiers taskset and its place in the run.
 
@@ -189,8 +202,8 @@ class EnvConfig:
     in_process: bool | None = None
     """Run its graders in the process of the run, where one that does not await or return soon holds everything up;
     false = in processes of their own. null = as its taskset says (`IN_PROCESS`), else in processes of their own."""
-    worker_memory_gb: Annotated[float, Gt(0), Le(1e6)] = 8.0
-    """What a process that runs its graders may take, GiB of address space beyond what it begins with."""
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    """The processes of its graders."""
     algo: Any = None
     """The algorithm of this env; null = the run's."""
     sampling: dict[str, Any] = field(default_factory=as_run)

@@ -172,6 +172,10 @@ def validate_envs(config: TrainConfig) -> None:
         key, group_size = config.group_size_of(name)
         if batch_size is not None and batch_size % group_size:
             raise ConfigError(f"orchestrator.batch_size={batch_size} must be divisible by {key}={group_size}")
+        if env.workers.where == "ray" and config.launcher["_target_"] != CLUSTER:
+            raise ConfigError(f"envs.{name}.workers.where=ray: choose launcher=ray as well, or where=local")
+        if env.workers.where == "ray" and env.in_process:
+            raise ConfigError(f"envs.{name}.workers.where=ray: its in_process=true keeps graders in this process")
         for group in ("algo", "loss", "renderer", "curriculum"):
             if (own := getattr(env, group)) is not None:
                 check_node(own, f"envs.{name}.{group}")

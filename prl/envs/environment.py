@@ -21,7 +21,7 @@ from prl.envs.group import Arrived, GroupRequest, nothing_more, play_episodes, p
 from prl.envs.harness import harness_context, load_harness_env, reason_for_harness, runtime_readers
 from prl.envs.multi_turn import InProcessContext, bind_in_process
 from prl.envs.tools import Tools, set_up
-from prl.envs.workers import Workers
+from prl.envs.workers import LocalWorkers, Place, Workers
 from prl.errors import ConfigError
 from prl.rollouts.rollout import Rollout
 
@@ -46,8 +46,16 @@ class Environment:
     seats = 1
     """Rollouts of an episode: one of each agent that is trained. Known once the env is served."""
 
-    def __init__(self, name: str, config: EnvConfig, *, eval_tasks: int, played: bool = True):
-        """One that is not `played` starts no processes for its graders."""
+    def __init__(
+        self,
+        name: str,
+        config: EnvConfig,
+        *,
+        eval_tasks: int,
+        played: bool = True,
+        place: Place | None = None,
+    ):
+        """One that is not `played` starts no processes for its graders. Those on Ray are started where `place` says."""
         self.name = name
         self.config = config
         self.workers: Workers | None = None
@@ -55,16 +63,29 @@ class Environment:
         self._load(eval_tasks)
         if played and self._grades_elsewhere():
             modules = ["prl.envs.grading", type(self.tasks[0]).__module__]
-            self.workers = Workers(name, modules, config.worker_memory_gb)
+            self.workers = self._start_workers(modules, place)
             tasks = [*self.tasks, *self.eval_tasks]
             give_to_workers(tasks, self.workers, played_by_verifiers=self.uses_harness)
 
     def _grades_elsewhere(self) -> bool:
         """Whether its graders run in processes of their own. Those that read a runtime, and judges, do not."""
-        task, asked = self.tasks[0], self.config.in_process
+        task, asked, on_ray = self.tasks[0], self.config.in_process, self.config.workers.where == "ray"
         if self.uses_harness and (runtime_readers(task) or task.plugged_judges()):
+            if on_ray:
+                raise ConfigError(f"envs.{self.name}.workers.where=ray: judges and readers of a runtime run here")
             return False
-        return not (promises_to_be_quick(self.taskset) if asked is None else asked)
+        return on_ray or not (promises_to_be_quick(self.taskset) if asked is None else asked)
+
+    def _start_workers(self, modules: list[str], place: Place | None) -> Workers:
+        """Start the processes of the graders. Raises ConfigError."""
+        workers = self.config.workers
+        if workers.where == "local":
+            return LocalWorkers(self.name, modules, workers.memory_gb, workers.count)
+        if place is None:
+            raise ConfigError(f"envs.{self.name}.workers.where=ray is for training: choose where=local")
+        from prl.envs.ray_workers import RayWorkers
+
+        return RayWorkers(self.name, modules, workers.memory_gb, workers.count, place)
 
     def _load(self, eval_tasks: int) -> None:
         """Load the tasks, and find how they are played."""

@@ -1,8 +1,8 @@
 """Processes that run the graders of an env: what a grader does there costs its own call, never the run.
 
-`pebble` keeps them: it hands out calls, kills the worker whose call is cancelled, and replaces workers that have ended.
-They are forked from Python's fork server, a process without the run's threads and libraries, which has imported
-verifiers and the env's module.
+`pebble` keeps those of this machine: it hands out calls, kills the worker whose call is cancelled, and replaces workers
+that have ended. They are forked from Python's fork server, a process without the run's threads and libraries, which has
+imported verifiers and the env's module. `ray_workers.py` has such workers on the nodes of a Ray cluster.
 """
 
 import asyncio
@@ -12,10 +12,12 @@ import io
 import logging
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
 import sys
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
@@ -30,8 +32,6 @@ from prl.errors import UNREADABLE
 
 log = logging.getLogger(__name__)
 
-WORKERS = 8
-"""Of an env. More than a small machine has cores: a grader that waits or spins has a worker to itself."""
 MAX_CALLS = 2000
 """Calls after which a worker is replaced: what its code leaves behind does not pile up."""
 MAX_PRINTED = 10_000
@@ -41,6 +41,10 @@ NICE = 5
 
 Call = Callable[[bytes], Coroutine[Any, Any, Any]]
 """What a worker runs, by its module and name: (argument) -> result, which must be plain data."""
+
+
+Place = Callable[[str, int], Any]
+"""(env, number of a worker) -> where Ray is to start it, as a `scheduling_strategy` of its own."""
 
 
 class EnvProcessEnded(RuntimeError):
@@ -59,17 +63,55 @@ class EnvCodeError(RuntimeError):
 # --- in the run -------------------------------------------------------------------------------------------------------
 
 
-class Workers:
-    """The workers of the env `name`.
+class Workers(ABC):
+    """The workers of the env `name`, wherever they are."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    @abstractmethod
+    def serving(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Have workers while the block lasts."""
+
+    @abstractmethod
+    async def reply(self, call: bytes) -> bytes:
+        """Have a worker do a pickled call; return what `run_call` does. A cancelled call ends its worker.
+
+        Raises EnvProcessEnded where the worker has ended without a reply.
+        """
+
+    async def call(self, code: Call, argument: bytes) -> Any:
+        """Have a worker await `code(argument)`; return the result. A cancelled call ends its worker.
+
+        Raises:
+            EnvCodeError: The code raised.
+            EnvProcessEnded: It ended its process.
+        """
+        reply = await self.reply(pickle.dumps((code, argument)))
+        try:
+            content = msgspec.msgpack.decode(reply)
+        except UNREADABLE as error:
+            raise EnvProcessEnded(f"a worker has ended without an answer: {error}") from error
+        for line in content["printed"].splitlines():
+            log.info("env %s printed: %s", self.name, line[:1000])
+        if "error" in content:
+            raise EnvCodeError(content["error"], content["message"], content["traceback"])
+        return content["result"]
+
+
+class LocalWorkers(Workers):
+    """Workers on this machine.
 
     Args:
         name: The env's, for messages.
         modules: What they import.
         memory_gb: [GiB] What a worker may take beyond what it has at its start.
+        count: How many.
     """
 
-    def __init__(self, name: str, modules: Iterable[str], memory_gb: float):
-        self.name = name
+    def __init__(self, name: str, modules: Iterable[str], memory_gb: float, count: int):
+        super().__init__(name)
+        self._count = count
         self._memory = int(memory_gb * (1 << 30))
         self._context = multiprocessing.get_context("forkserver")
         # Every worker imports the program of this process as `__mp_main__`: its imports are made once, by the server.
@@ -81,39 +123,27 @@ class Workers:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Have workers while the block lasts."""
         try:
             self._pool = await asyncio.to_thread(self._new_pool)
             yield
         finally:
             await asyncio.to_thread(self._stop)
 
-    async def call(self, code: Call, argument: bytes) -> Any:
-        """Have a worker await `code(argument)`; return the result. A cancelled call ends its worker.
-
-        Raises:
-            EnvCodeError: The code raised.
-            EnvProcessEnded: It ended its process.
-        """
+    async def reply(self, call: bytes) -> bytes:
         if self._pool is None or not self._pool.active:
             self._pool = await asyncio.to_thread(self._new_pool)
         try:
-            reply = msgspec.msgpack.decode(await asyncio.wrap_future(self._pool.schedule(run_call, (code, argument))))
+            return await asyncio.wrap_future(self._pool.schedule(run_call, (call,)))
         except ProcessExpired as error:
             status = error.exitcode
             how = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
             raise EnvProcessEnded(f"the env's code ended its process: {how}") from error
         except (BrokenProcessPool, *UNREADABLE) as error:
             raise EnvProcessEnded(f"a worker has ended without an answer: {error}") from error
-        for line in reply["printed"].splitlines():
-            log.info("env %s printed: %s", self.name, line[:1000])
-        if "error" in reply:
-            raise EnvCodeError(reply["error"], reply["message"], reply["traceback"])
-        return reply["result"]
 
     def _new_pool(self) -> ProcessPool:
         self._stop()
-        pool = ProcessPool(WORKERS, MAX_CALLS, begin, (self._memory,), self._context)
+        pool = ProcessPool(self._count, MAX_CALLS, begin, (self._memory,), self._context)
         assert pool.active  # which starts it
         return pool
 
@@ -161,11 +191,12 @@ class Printed(io.StringIO):
         return len(text)
 
 
-def run_call(code: Call, argument: bytes) -> bytes:
-    """Return the result of `code(argument)` as msgpack, or what it raised: no object of the env's reaches the run."""
+def run_call(call: bytes) -> bytes:
+    """Return the result of a pickled call as msgpack, or what it raised: no object of the env's reaches the run."""
     worker = os.getpid()
     printed = sys.stdout = sys.stderr = Printed()
     try:
+        code, argument = pickle.loads(call)  # of the run's making
         result = asyncio.run(code(argument))
         encoded = msgspec.msgpack.encode({"result": result, "printed": printed.getvalue()})
     except BaseException as error:
@@ -173,6 +204,10 @@ def run_call(code: Call, argument: bytes) -> bytes:
     if os.getpid() != worker:  # a child that a grader has forked is no worker
         os._exit(1)
     return encoded
+
+
+async def nothing(_: bytes) -> None:
+    """Do nothing, in a worker that is there then."""
 
 
 def described(error: BaseException) -> dict[str, str]:

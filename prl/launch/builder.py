@@ -108,7 +108,10 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     played = not config.dry_run
     engine_of(config.engine, "engine")
-    environments = {name: Environment(name, env, eval_tasks=count, played=played) for name, env in config.envs.items()}
+    place = components.launcher.place_of_worker
+    environments = {
+        name: Environment(name, env, eval_tasks=count, played=played, place=place) for name, env in config.envs.items()
+    }
     check_tasks(config, components, environments)
     attach_filters(config, components, environments, vocab_size=len(tokenizer))  # without padding rows of the embedding
     load_curricula(config, components, environments)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from prl.config.gpus import Gpus
 from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec
-from prl.errors import PrlError
+from prl.errors import ConfigError, PrlError
 
 POLL_S = 0.1
 
@@ -49,7 +49,8 @@ class Bundle:
 
     process: str
     """Its name."""
-    model: ModelConfig
+    model: ModelConfig | None
+    """What it loads; None = it is a worker of an env, which starts it itself."""
     cpus: int
     gpus: int
     room: int = 0
@@ -67,6 +68,11 @@ def in_words(bundles: Sequence[Bundle]) -> str:
     """What processes take: `2 x engine of 1 CPU and 1 GPU, 1 x trainer of 1 CPU and 1 GPU`."""
     alike = Counter((bundle.process.split()[0], amounts(bundle.resources)) for bundle in bundles)
     return ", ".join(f"{count} x {process} of {size}" for (process, size), count in alike.items())
+
+
+def worker_name(env: str, number: int) -> str:
+    """Name of a worker of an env among the processes of a run."""
+    return f"{env}-worker {number}"
 
 
 def amounts(resources: Mapping[str, float]) -> str:
@@ -101,6 +107,10 @@ class Launcher(ABC):
     @abstractmethod
     def ensure_alive(self) -> None:
         """Raise ProcessDied, with the process's name and last log lines, if one has ended too early."""
+
+    def place_of_worker(self, env: str, number: int) -> Any:
+        """Where Ray is to start the actor of a worker of an env, for which room was reserved. Raises ConfigError."""
+        raise ConfigError(f"envs.{env}.workers.where=ray: choose launcher=ray as well, or where=local")
 
     def restart_engine(self, name: str) -> str | None:
         """Start a model server again, by its process's name. Returns its base URL; None where that is not possible."""

@@ -25,7 +25,7 @@ from prl.errors import ConfigError, PrlError
 from prl.launch import children
 from prl.launch.cluster import connect
 from prl.launch.host import Host, Node
-from prl.launch.launcher import Bundle, Launcher, ProcessDied, TrainerSpec, amounts, in_words
+from prl.launch.launcher import Bundle, Launcher, ProcessDied, TrainerSpec, amounts, in_words, worker_name
 from prl.launch.local import base_url, rank_log, rank_names
 from prl.launch.relay import Relay
 from prl.launch.specs import bundle_of, bundles_of_ranks
@@ -79,11 +79,14 @@ class RayLauncher(Launcher):
     def reserve(self, bundles: Sequence[Bundle]) -> None:
         self.bundles = list(bundles)
         self._join()
-        self.group = ray.util.placement_group([bundle.resources for bundle in bundles], strategy="PACK")
+        self.group = ray.util.placement_group(
+            [bundle.resources for bundle in bundles], "PACK", bundle_label_selector=nodes_of(bundles)
+        )
         self._wait_for_room()
-        for bundle in bundles:
+        owned = [bundle for bundle in bundles if bundle.model is not None]
+        for bundle in owned:
             self._place(bundle)
-        for bundle in bundles:
+        for bundle in owned:
             self._look(bundle)
 
     def _join(self) -> None:
@@ -117,9 +120,7 @@ class RayLauncher(Launcher):
         """Create the actor of a process."""
         options: dict[str, Any] = {"name": bundle.process, "num_cpus": bundle.cpus, "num_gpus": bundle.gpus}
         options["runtime_env"] = {"env_vars": CHILDREN_LIVE}
-        if self.group is not None:
-            place = [each.process for each in self.bundles].index(bundle.process)
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.group, place)
+        options["scheduling_strategy"] = self._place_of(bundle.process)
         for attempt in tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(ray.exceptions.ActorAlreadyExistsError),  # one that was just killed
             wait=tenacity.wait_fixed(0.1),
@@ -128,12 +129,23 @@ class RayLauncher(Launcher):
             with attempt:
                 self.hosts[bundle.process] = ray.remote(Host).options(**options).remote()
 
+    def place_of_worker(self, env: str, number: int) -> Any:
+        return self._place_of(worker_name(env, number))
+
+    def _place_of(self, process: str) -> PlacementGroupSchedulingStrategy | None:
+        """Where a process goes: to its bundle; None = to any node, where nothing was reserved."""
+        if self.group is None:
+            return None
+        place = [each.process for each in self.bundles].index(process)
+        return PlacementGroupSchedulingStrategy(self.group, place)
+
     def _look(self, bundle: Bundle) -> None:
         """See where a process has been placed. Raises ConfigError where it could not run."""
         host = self.hosts[bundle.process]
         try:
             node: Node = ray.get(host.node.remote(), timeout=ANSWER_S)
-            has_model = not Path(bundle.model.path).is_dir() or ray.get(host.sees.remote(bundle.model.path))
+            path = bundle.model.path if bundle.model is not None else ""
+            has_model = not Path(path).is_dir() or ray.get(host.sees.remote(path))
         except ray.exceptions.RayError as error:
             raise ConfigError(f"launcher: no actor for {bundle.process!r}: {in_one_line(error)[-400:]}") from error
         check_node(bundle, node, ray.util.get_node_ip_address(), has_model=has_model)
@@ -294,12 +306,23 @@ class RayLauncher(Launcher):
             ray.shutdown()
 
 
+def nodes_of(bundles: Sequence[Bundle]) -> list[dict[str, str]]:
+    """Labels of the nodes that each bundle may be on: workers of envs go to those without GPUs, where there is room."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    with_gpus = [node["NodeID"] for node in nodes if node["Resources"].get("GPU")]
+    cores = sum(node["Resources"].get("CPU", 0) for node in nodes if node["NodeID"] not in with_gpus)
+    if not with_gpus or cores < sum(bundle.cpus for bundle in bundles if not bundle.gpus):
+        return [{}] * len(bundles)
+    apart = {"ray.io/node-id": f"!in({','.join(with_gpus)})"}
+    return [apart if bundle.model is None else {} for bundle in bundles]
+
+
 def check_node(bundle: Bundle, node: Node, here: str, *, has_model: bool) -> None:
     """Raise ConfigError where a process cannot run on its node, or not be reached there from the address `here`."""
     at, own = f"{bundle.process!r} is placed on node {node.address}", version("prl")
     if node.prl != own:
         raise ConfigError(f"launcher: {at}, which has prl {node.prl}; this machine has {own}")
-    if not has_model:
+    if not has_model and bundle.model is not None:
         raise ConfigError(f"model.path={bundle.model.path!r}: {at}, which sees no such folder")
     if bundle.room > node.room:
         need, free = (f"{size / 2**30:.1f} GiB" for size in (bundle.room, node.room))

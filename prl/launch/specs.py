@@ -17,7 +17,7 @@ from prl.engines.base import EngineSpec
 from prl.engines.vllm.server import TOKEN_VARIABLE
 from prl.errors import ConfigError
 from prl.launch import shared_engines, threads
-from prl.launch.launcher import Bundle, Launcher, TrainerSpec
+from prl.launch.launcher import Bundle, Launcher, TrainerSpec, worker_name
 from prl.launch.local import rank_names, resolve_model
 from prl.orchestrator.who_waits import ENGINE, numbered
 
@@ -138,13 +138,19 @@ def spanned(engine: VLLMConfig) -> int:
 
 
 def bundles_of(config: TrainConfig) -> list[Bundle]:
-    """What each process of a run takes: the policy's engines, the trainer's ranks, the hosted teacher's engines."""
+    """What each process of a run takes: the policy's engines, the trainer's ranks, the hosted teacher's engines, and
+    the workers of envs on Ray.
+    """
     log = engine_log(Path(config.run.dir))
     bundles = [bundle_of(spec) for spec in policy_engines(config, config.model, "", log)]
     bundles += bundles_of_ranks(trainer(config, Path(), trainer_payload(config, config.model, initial_reference=False)))
     if hosts_teacher(config) and config.teacher.model is not None:
         teacher = hosted_teacher(config, config.teacher.model, "", log)
         bundles += [bundle_of(each) for each in several(teacher, placement(config).teachers)]
+    for name, env in config.envs.items():
+        if env.workers.where == "ray":
+            names = [worker_name(name, number) for number in range(env.workers.count)]
+            bundles += [Bundle(each, None, cpus=1, gpus=0) for each in names]
     return bundles
 
 

@@ -15,7 +15,7 @@ FOUND = [
     "trainer.ready_timeout_s=1e-300", "envs.math.timeout_s=1e21", "algo=nonsense", "algo=null",
     "sampling.temperature=1e20", "loss.adv_tau=1e30", "loss.delta=1e300", "loss.entropy_coef=1e300",
     "trainer.optim.lr=1e300", "trainer.optim.weight_decay=1e300", "envs.math.weight=1e300",
-    "envs.math.worker_memory_gb=1e30", "sampling.repetition_penalty=1e300", "engine.max_num_seqs=5000000",
+    "envs.math.workers.memory_gb=1e30", "sampling.repetition_penalty=1e300", "engine.max_num_seqs=5000000",
     "orchestrator.group_size=50000000", "trainer.seq_len=2", "engine.kv_cache_gb=5000000", "engine.urls=[a]",
     "trainer._target_=prl.trainer.trainer.Trainr", "trainer.optim._target_=torch.optim.Adamm",
     "trainer.schedule._target_=prl.trainer.schedule.Lineary", "+trainer.optim.momentumm=1",

@@ -18,7 +18,7 @@ from prl.config.schema import EnvConfig
 from prl.envs.environment import Environment
 from prl.envs.grading import give_to_workers, grade
 from prl.envs.turn import AGENT, trace_task
-from prl.envs.workers import Workers
+from prl.envs.workers import LocalWorkers
 from prl.errors import ConfigError
 
 LIMIT_S = 60.0
@@ -30,7 +30,7 @@ ENDLESS_S = 1.0
 async def working(*kinds):
     """Tasks with workers, which do these things."""
     tasks = [misdeeds.task(kind) for kind in kinds]
-    workers = Workers("mine", ["prl.envs.grading"], memory_gb=0.5)
+    workers = LocalWorkers("mine", ["prl.envs.grading"], memory_gb=0.5, count=8)
     give_to_workers(tasks, workers)
     async with workers.serving():
         yield tasks
@@ -163,12 +163,12 @@ import asyncio, sys
 import misdeeds
 from prl.envs.grading import give_to_workers, grade
 from prl.envs.turn import AGENT, trace_task
-from prl.envs.workers import Workers
+from prl.envs.workers import LocalWorkers
 import verifiers.v1 as vf
 
 async def run():
     task = misdeeds.task(sys.argv[1])
-    workers = Workers("mine", ["prl.envs.grading"], memory_gb=0.5)
+    workers = LocalWorkers("mine", ["prl.envs.grading"], memory_gb=0.5, count=8)
     give_to_workers([task], workers)
     async with workers.serving():
         print("serves", flush=True)

@@ -133,6 +133,9 @@ TABLE = [
     (["sampling.top_p=0.5"], "sampling.top_p=0.5"),
     # engines
     (["engine.urls=[http://127.0.0.1:9]"], "engine.urls names servers that already run: set PRL_TOKEN"),
+    # workers
+    (["envs.math.workers={count: 4, where: ray}"], "envs.math.workers.where=ray: choose launcher=ray as well"),
+    (["launcher=ray", "envs.math.in_process=true", "envs.math.workers.where=ray"], "envs.math.workers.where=ray: its"),
     # models and checkpoints
     (["model=hf", "model.path=./none"], "model.path='./none': there is no such folder"),
     (["run.resume=none"], "run.resume='none' is neither a run directory nor a checkpoint"),

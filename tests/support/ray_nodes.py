@@ -37,13 +37,23 @@ class Nodes:
         }
         """What a command needs to join."""
 
-    def add(self, name: str, cpus: int, *, blind_to: Path | None = None) -> None:
+    def add(self, name: str, cpus: int, *, gpus: int = 0, blind_to: Path | None = None) -> None:
         """Add a node; the first one is the head."""
         where = (
             ["--address", self.environment["RAY_ADDRESS"]] if self.processes else ["--head", "--port", str(self.port)]
         )
         where += [] if self.processes else ["--temp-dir", str(self.folder), "--include-dashboard=false"]
-        command = [RAY, "start", *where, "--num-cpus", str(cpus), "--block", "--disable-usage-stats"]
+        command = [
+            RAY,
+            "start",
+            *where,
+            "--num-cpus",
+            str(cpus),
+            "--num-gpus",
+            str(gpus),
+            "--block",
+            "--disable-usage-stats",
+        ]
         command += ["--object-store-memory", "100000000"]
         if blind_to is not None:
             command = ["unshare", "-m", "sh", "-c", BLIND.format(folder=blind_to, command=" ".join(command))]
