@@ -6,6 +6,7 @@ What engine and trainer say themselves when they start and load a model is left 
 from prl.config.model_folder import check_length, positions
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.errors import ConfigError
+from prl.launch import specs
 from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Launcher
 from prl.monitors.text import in_one_line
@@ -15,10 +16,17 @@ from prl.trainer.config import RayTransportConfig
 
 def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> None:
     """Refuse engines and weights that do not go with the launcher. `hosted`: a teacher is one of the engines."""
-    if config.weights["_target_"] == RayTransportConfig._target_ and not launcher.places_processes:
+    placed, carried = specs.places_processes(config), config.weights["_target_"] == RayTransportConfig._target_
+    if carried and not placed:
         raise ConfigError("weights=ray goes between the nodes of launcher=ray: choose weights=files, or that launcher")
-    if launcher.places_processes and config.engine.in_process:
+    if carried and config.engine.urls:
+        raise ConfigError(
+            "engine.urls names servers beyond launcher=ray, which weights=ray does not reach: weights=files"
+        )
+    if placed and config.engine.in_process:
         raise ConfigError("launcher=ray places processes, and engine=transformers has none: choose engine=default")
+    if placed and config.sweep.share_engine:
+        raise ConfigError("sweep.share_engine keeps engines of one process for the next run: not those of launcher=ray")
     if not isinstance(launcher, InlineLauncher):
         return
     if config.trainer.num_processes > 1:

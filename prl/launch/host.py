@@ -67,6 +67,8 @@ class Host:
         (self.run_dir / WEIGHTS).symlink_to(self.memory)
         self.alive = removed_at_the_end([self.disk, self.memory])
         self.process: Process | None = None
+        self.fetching = asyncio.Lock()
+        """Of two calls for the same version one copies it."""
 
     async def node(self) -> Node:
         """Look at the node."""
@@ -221,14 +223,15 @@ class Host:
         The last argument may be the answer of a call that has to come before.
         """
         final = self.memory / name
-        if final.exists():
-            return
-        there: Node = await holder.node.remote()
-        if there.id == ray.get_runtime_context().get_node_id():
-            with writing(final) as folder:
-                shutil.copytree(Path(there.folder) / name, folder, copy_function=os.link, dirs_exist_ok=True)
-        else:
-            await asyncio.to_thread(copy_folder, holder, f"{WEIGHTS}/{name}", final)
+        async with self.fetching:
+            if final.exists():
+                return
+            there: Node = await holder.node.remote()
+            if there.id == ray.get_runtime_context().get_node_id():
+                with writing(final) as folder:
+                    shutil.copytree(Path(there.folder) / name, folder, copy_function=os.link, dirs_exist_ok=True)
+            else:
+                await asyncio.to_thread(copy_folder, holder, f"{WEIGHTS}/{name}", final)
 
 
 def removed_at_the_end(folders: Sequence[Path]) -> IO[bytes] | None:

@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar
 import ray
 import ray.exceptions
 import ray.util
-import tenacity
 from annotated_types import Gt
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -121,13 +120,14 @@ class RayLauncher(Launcher):
         options: dict[str, Any] = {"name": bundle.process, "num_cpus": bundle.cpus, "num_gpus": bundle.gpus}
         options["runtime_env"] = {"env_vars": CHILDREN_LIVE}
         options["scheduling_strategy"] = self._place_of(bundle.process)
-        for attempt in tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(ray.exceptions.ActorAlreadyExistsError),  # one that was just killed
-            wait=tenacity.wait_fixed(0.1),
-            stop=tenacity.stop_after_delay(ANSWER_S),
-        ):
-            with attempt:
+        deadline = time.monotonic() + ANSWER_S
+        while bundle.process not in self.hosts:
+            try:
                 self.hosts[bundle.process] = ray.remote(Host).options(**options).remote()
+            except ray.exceptions.ActorAlreadyExistsError as error:  # one that was just killed, or another run's
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"launcher: another run of this Ray namespace has {bundle.process!r}") from error
+                time.sleep(children.POLL_S)
 
     def place_of_worker(self, env: str, number: int) -> Any:
         return self._place_of(worker_name(env, number))
@@ -161,8 +161,8 @@ class RayLauncher(Launcher):
     def _have(self, bundle: Bundle) -> None:
         """Place a process for which nothing was reserved, as in an evaluation."""
         if bundle.process not in self.hosts:
-            self._join()
             self.bundles.append(bundle)
+            self._join()
             self._place(bundle)
             self._look(bundle)
 
@@ -181,14 +181,20 @@ class RayLauncher(Launcher):
             bundle = next(each for each in self.bundles if each.process == name)
             if self.group is not None:
                 self._wait_for_room()
-            ray.kill(self.hosts[name])
+            ray.kill(self.hosts.pop(name))
             self._place(bundle)
             self._look(bundle)
-        with own_errors():
-            for rank in [host for each, host in self.hosts.items() if each.startswith(TRAINER)][:1]:
-                for weights in ray.get(rank.versions.remote()):
-                    ray.get(self.hosts[name].fetch.remote(weights, rank))
+        if not self.engines[name].frozen:
+            with own_errors():
+                self._fetch_versions(self.hosts[name])
         return self._serve(name)
+
+    def _fetch_versions(self, host: Any) -> None:
+        """Have the weights that the first rank has where an engine is to start again."""
+        for first in [rank for process, rank in self.hosts.items() if process.startswith(TRAINER)][:1]:
+            for weights in ray.get(first.versions.remote()):
+                with contextlib.suppress(FileNotFoundError):  # discarded meanwhile: engines have a newer one
+                    ray.get(host.fetch.remote(weights, first))
 
     def _is_lost(self, name: str) -> bool:
         """Whether an actor is gone, once Ray is sure: of a dead node it is after some seconds without a heartbeat."""
@@ -219,7 +225,8 @@ class RayLauncher(Launcher):
         environment = search_path()
         if len(names) > 1:
             port = str(ray.get(self.hosts[names[0]].meeting_port.remote()))
-            meeting = {"MASTER_ADDR": self.nodes[names[0]].address, "MASTER_PORT": port}
+            address = self.nodes[names[0]].address if len(addresses) > 1 else "127.0.0.1"
+            meeting = {"MASTER_ADDR": address, "MASTER_PORT": port}
             environment |= meeting | {"WORLD_SIZE": str(len(names)), "LOCAL_RANK": "0"}
         for rank, name in enumerate(names):
             host = self.hosts[name]
@@ -244,8 +251,10 @@ class RayLauncher(Launcher):
         self.relay.follow(name, self.hosts[name], log, run_dir)
 
     def ensure_alive(self) -> None:
-        if self.relay.error is not None:
+        if isinstance(self.relay.error, OSError):
             raise self.relay.error
+        if self.relay.error is not None:
+            raise PrlError(f"files of the trainer do not get here: {in_one_line(self.relay.error)}")
         self._ensure_ranks_live()
         self._ensure_live([name for name in self.ends if not name.startswith(TRAINER)])
 
@@ -269,6 +278,7 @@ class RayLauncher(Launcher):
         try:
             status, text = ray.get(self.ends[name])
         except ray.exceptions.RayActorError as error:
+            self.relay.forget(name)
             why = in_one_line(error)[:300]
             return LOST, ProcessDied(f"process {name!r} is lost with node {self.nodes[name].address}: {why}", name)
         if status == 0 and name.startswith(TRAINER):
@@ -336,8 +346,8 @@ def own_errors() -> Iterator[None]:
     """Raise as a PrlError what an actor's method has raised, in a line."""
     try:
         yield
-    except ray.exceptions.RayTaskError as error:
-        raise PrlError(in_one_line(error.cause)) from error
+    except ray.exceptions.RayError as error:
+        raise PrlError(in_one_line(getattr(error, "cause", None) or error)) from error
 
 
 def search_path() -> dict[str, str]:

@@ -39,7 +39,7 @@ class Relay:
     def __init__(self) -> None:
         self.followed: dict[str, Followed] = {}
         """By process."""
-        self.error: OSError | None = None
+        self.error: Exception | None = None
         """Why it has stopped: this machine's disk may be full."""
         self._stopping = threading.Event()
         self._pulling = threading.Lock()
@@ -56,13 +56,17 @@ class Relay:
         if not self._thread.is_alive():
             self._thread.start()
 
+    def forget(self, name: str) -> None:
+        """Leave out a process whose actor is lost: each call of it would take its time to fail."""
+        self.followed.pop(name, None)
+
     def _run(self) -> None:
         while not self._stopping.wait(PULL_S):
             try:
                 self.pull()
             except FileNotFoundError:  # a file of a process went between two calls
                 continue
-            except OSError as error:
+            except (OSError, ray.exceptions.RayError) as error:
                 self.error = error
                 return
 
@@ -92,7 +96,7 @@ def pull_from(process: Followed) -> None:
             with here.open("ab") as file:
                 for piece in pieces(process.host, path, start, size):
                     file.write(piece)
-        process.copied[path] = size
+                    process.copied[path] = process.copied.get(path, 0) + len(piece)
     if process.run_dir is not None:
         for folder in ray.get(process.host.checkpoints.remote()):
             copy_folder(process.host, folder, process.run_dir / folder)

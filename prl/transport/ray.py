@@ -65,15 +65,20 @@ class RayTransport(FileTransport):
         ray.get(host.write.remote(str(file.relative_to(self.run_dir)), file.read_bytes()))
 
     def receive_metrics(self, version: int) -> dict[str, float] | None:
-        name = step_name(version)
-        if version not in self._metrics:
-            data = ray.get(self.ranks[0].published_now.remote(name)) if self.ranks else None
-            if data is not None:
-                return dict(msgspec.json.decode(data))
-            if self.ranks:
-                self._metrics[version] = self.ranks[0].published.remote(name)
+        try:
+            return self._metrics_of(version)
+        except ray.exceptions.RayActorError:  # the launcher says that the rank is lost
             return None
-        if not ready([self._metrics[version]]):
+
+    def _metrics_of(self, version: int) -> dict[str, float] | None:
+        if not self.ranks:
+            return None
+        first, name = self.ranks[0], step_name(version)
+        if version not in self._metrics:
+            data = ray.get(first.published_now.remote(name))
+            self._metrics[version] = first.published.remote(name) if data is None else ray.put(data)
+        # Checkpoints before it come first, as they do from a trainer of this machine: the launcher is copying them.
+        if not ready([self._metrics[version]]) or ray.get(first.checkpoints.remote()):
             return None
         return dict(msgspec.json.decode(ray.get(self._metrics.pop(version))))
 
@@ -124,9 +129,15 @@ def distribute(version: str, source: Any) -> None:
 
 
 def copy_folder(host: Any, folder: str, final: Path) -> None:
-    """Copy a folder from the run directory of an actor's process; it appears whole or not at all."""
+    """Copy a folder from the run directory of an actor's process; it appears whole or not at all.
+
+    Raises FileNotFoundError where it is gone, also meanwhile.
+    """
+    sizes = ray.get(host.sizes.remote(folder))
+    if not sizes:
+        raise FileNotFoundError(f"{folder} is gone")
     with naming(final), writing(final) as target:
-        for path, size in ray.get(host.sizes.remote(folder)).items():
+        for path, size in sizes.items():
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             with (target / path).open("wb") as file:
                 for piece in pieces(host, f"{folder}/{path}", 0, size):
