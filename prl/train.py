@@ -16,6 +16,7 @@ import logging
 import multiprocessing.spawn
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,11 +25,12 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from prl.config.build import build
 from prl.config.compose import CONF, to_config, typed
 from prl.config.hardware import assuming
 from prl.config.run_yaml import data_of
 from prl.config.schema import TrainConfig
-from prl.config.validate import validate
+from prl.config.validate import SLURM, validate
 from prl.errors import NoSignal, of_disk
 from prl.launch import command, engines, specs
 from prl.launch.children import leave_none
@@ -124,6 +126,17 @@ def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult
         remove_logs(run_dir, absent)
         raise
     return prepared
+
+
+def submit(config: TrainConfig) -> None:
+    """Check a run as a dry run does, and submit the job that is to train it. Raises ConfigError."""
+    from prl.launch.slurm import SlurmLauncher  # Ray
+
+    launcher: SlurmLauncher = build(config.launcher, SlurmLauncher, "launcher")
+    with assuming(launcher.machine(config.machine)):
+        validate(config)
+        if not isinstance(prepare(replace(config, dry_run=True), launcher), RunResult):
+            launcher.submit(config, sys.argv[1:])
 
 
 def own(prepared: "PreparedRun", run_dir: Path, memory: MemoryHandler) -> RunResult:
@@ -244,6 +257,9 @@ def _job(cfg: DictConfig) -> float | None:
         resume.check_named(cfg)
         config = to_config(TrainConfig, cfg, typed(job))
         config.run.dir = absolute(config.run.dir)
+        if config.launcher["_target_"] == SLURM and not config.dry_run:
+            submit(config)
+            return None
         result = main(config)
     if config.dry_run:
         return None
