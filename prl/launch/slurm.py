@@ -37,21 +37,30 @@ export PATH={programs}:$PATH
 # --- on each node, by srun
 
 node() {{
+  local first=() over= status
   trap true TERM  # of scancel, or preemption: Ray goes on until the run has written its last checkpoint
+  trap 'over=yes; ray stop --force > /dev/null 2>&1' USR2  # of the first node, whose run has ended
   export RAY_TMPDIR=$(mktemp -d /tmp/prl-XXXXXXXX)
   trap 'rm -rf "$RAY_TMPDIR"' EXIT
-  local first=()
   [ "$SLURM_NODEID" -ne 0 ] || first=(--include-dashboard false)
   ray symmetric-run --address "$PRL_HEAD" --min-nodes "$SLURM_NNODES" --temp-dir "$RAY_TMPDIR/ray" \\
-    --num-cpus "$SLURM_CPUS_ON_NODE" "${{first[@]}}" -- bash -c 'driver "$@"' prl "$@" &
+    --num-cpus "$SLURM_CPUS_ON_NODE" "${{first[@]}}" -- bash -c 'driver "$@"' prl "$@" > "$RAY_TMPDIR/log" 2>&1 &
   ended $!
+  status=$?
+  if [ "$SLURM_NODEID" -eq 0 ]; then
+    echo $status > "$PRL_JOB/status"
+    trap true USR2
+    scancel --signal=USR2 "$SLURM_JOB_ID.$SLURM_STEP_ID"
+  fi
+  [ -n "$over" ] || [ -e "$PRL_JOB/pid" ] || grep -v state-dump "$RAY_TMPDIR/log" | tail -n 20
+  return $status
 }}
 
 # The run, by Ray on the first node.
 driver() {{
   echo $$ > "$PRL_JOB/pid"
   [ ! -e "$PRL_JOB/stopping" ] || exit 143
-  RAY_ADDRESS=$PRL_HEAD exec "$@"
+  RAY_ADDRESS=$PRL_HEAD exec "$@" >> "$PRL_LOG" 2>&1
 }}
 
 # Wait for a process, whatever signals come. Returns its status.
@@ -78,12 +87,12 @@ unset RAY_ADDRESS
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \\n')
 export RAY_USAGE_STATS_ENABLED=0
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={wait_s:.0f}
-export RAY_gcs_rpc_server_reconnect_timeout_s=5  # then a node ends whose head has ended
+export PRL_LOG={log}"$SLURM_JOB_ID.log"
 export PRL_HEAD=$(python -c 'import ray.util; print(ray.util.get_node_ip_address())'):$((20000 + SLURM_JOB_ID % 10000))
 export -f node driver ended
 srun --ntasks-per-node=1 --cpu-bind=none --wait={end_s} bash -c 'node "$@"' prl {command} &
 ended $!
-status=$?
+status=$(cat "$PRL_JOB/status" || echo 1)
 if [ -n "$again" ] && [ $status -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $status
 """
@@ -146,7 +155,6 @@ class SlurmLauncher(RayLauncher):
             raise ConfigError("run.resume=<run>: launcher=slurm goes on with run.resume=auto and the run's run.dir")
         run_dir = Path(config.run.dir)
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        log = f"{run_dir}.slurm-%j.log"
         options = {
             "parsable": True,
             "job-name": config.run.name,
@@ -156,7 +164,7 @@ class SlurmLauncher(RayLauncher):
             "time": self.time_min,
             "gpus-per-node": self.gpus_per_node,
             "cpus-per-task": self.cpus_per_task,
-            "output": str(run_dir).replace("%", "%%") + log.removeprefix(str(run_dir)),
+            "output": f"{run_dir}.slurm-".replace("%", "%%") + "%j.log",
             "open-mode": "append",
             "requeue": True,
             "signal": f"B:USR1@{grace_s}",
@@ -168,7 +176,7 @@ class SlurmLauncher(RayLauncher):
         if done.returncode != 0:
             raise ConfigError(f"launcher=slurm: {in_one_line(done.stderr)[-400:]}")
         job = done.stdout.partition(";")[0].strip()
-        print(f"job {job} is submitted\nits log: {log.replace('%j', job)}", file=sys.stderr)
+        print(f"job {job} is submitted\nits log: {run_dir}.slurm-{job}.log", file=sys.stderr)
         print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
 
     def script(self, config: TrainConfig, arguments: Sequence[str]) -> str:
@@ -181,6 +189,7 @@ class SlurmLauncher(RayLauncher):
         return SCRIPT.format(
             setup="\n".join(self.setup),
             programs=shlex.quote(str(Path(sys.executable).parent)),
+            log=shlex.quote(f"{config.run.dir}.slurm-"),
             wait_s=self.wait_s,
             end_s=END_S,
             command=shlex.join([sys.executable, "-m", "prl.train", *kept, *own]),
