@@ -130,7 +130,7 @@ def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult
 
 def submit(config: TrainConfig) -> None:
     """Check a run as a dry run does, and submit the job that is to train it. Raises ConfigError."""
-    from prl.launch.slurm import SlurmLauncher  # Ray
+    from prl.launch.slurm import SlurmLauncher
 
     launcher: SlurmLauncher = build(config.launcher, SlurmLauncher, "launcher")
     with assuming(launcher.machine(config.machine)):

@@ -8,16 +8,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 from prl.config.hardware import MachineConfig
 from prl.config.run_yaml import quoted
 from prl.config.schema import TrainConfig
 from prl.config.suggestions import override_key
+from prl.engines.base import EngineSpec
 from prl.errors import ConfigError
-from prl.launch.ray import RayLauncher
+from prl.launch.launcher import Bundle, Launcher, TrainerSpec
 from prl.monitors.text import in_one_line
 from prl.runs.resume import AUTO
 
@@ -99,10 +100,11 @@ exit $status
 
 
 @dataclass(kw_only=True)
-class SlurmLauncher(RayLauncher):
+class SlurmLauncher(Launcher):
     """Submits a job that starts Ray on its nodes and trains there, as with launcher=ray."""
 
-    address: str | None = field(default=None, init=False, repr=False)
+    wait_s: Annotated[float, Gt(0)] = 300.0
+    """Deadline for the nodes to have started Ray, and again for Ray to have what the run asks for, seconds."""
     nodes: Annotated[int, Ge(1)] = 1
     """Nodes of the job."""
     partition: str | None = None
@@ -118,6 +120,8 @@ class SlurmLauncher(RayLauncher):
     setup: list[str] = field(default_factory=list)
     """Lines of shell before anything else, `[module load cuda]`."""
 
+    places_processes: ClassVar[bool] = True
+
     def check(self, where: str) -> None:
         for name, value in self.args.items():
             key = f"{where}.args.{name}"
@@ -128,8 +132,27 @@ class SlurmLauncher(RayLauncher):
             if value is not True and (value is False or not isinstance(value, str | int | float)):
                 raise ConfigError(f"{key}={value}: give a text, a number or true, or leave it out")
 
-    def _join(self) -> NoReturn:
+    # It starts no process: the command submits the job instead of training.
+
+    def reserve(self, bundles: Sequence[Bundle]) -> NoReturn:
         raise ConfigError("launcher=slurm submits one training run: for a sweep choose sweep=slurm")
+
+    def start_engine(self, spec: EngineSpec) -> NoReturn:
+        raise ConfigError("launcher=slurm submits training runs: choose launcher=local, in a job of your own")
+
+    def start_trainer(self, spec: TrainerSpec) -> NoReturn:
+        raise NotImplementedError
+
+    def ensure_alive(self) -> None:
+        pass
+
+    async def finish(self, timeout_s: float) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    # --- the job ------------------------------------------------------------------------------------------------------
 
     def machine(self, described: MachineConfig) -> MachineConfig:
         """Return what the job's nodes have, as far as the options say it and `described` does not."""
