@@ -22,10 +22,8 @@ from prl.monitors.masking import HIDDEN
 
 COMPONENTS = [field.name for field in fields(TrainConfig) if field.type is Any]
 """Keys of the nodes that name a class or a function."""
-SLURM = "prl.launch.slurm.SlurmLauncher"
-"""The launcher whose run is a job that starts it again."""
-CLUSTERS = ("prl.launch.ray.RayLauncher", SLURM)
-"""The launchers whose processes may be on other machines than this one."""
+CLUSTER = "prl.launch.ray.RayLauncher"
+"""The launcher whose processes may be on other machines than this one."""
 MAX_NAME = 200
 """Longest name of a run, bytes: file systems allow 255, and some files are named after their run."""
 
@@ -35,7 +33,7 @@ def validate(config: TrainConfig) -> None:
     check_components(config)
     check_values(config)
     refuse_masked(plain(config))
-    if config.machine != MachineConfig() and not config.dry_run and config.launcher["_target_"] not in CLUSTERS:
+    if config.machine != MachineConfig() and not config.dry_run and config.launcher["_target_"] != CLUSTER:
         raise ConfigError("machine describes a cluster, or the machine of a dry run: add dry_run=true, or leave it out")
     check_run_name(config.run.name)
     check_run_dir(config.run.dir)

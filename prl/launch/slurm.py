@@ -1,6 +1,5 @@
 """The launcher for Slurm: a job that starts Ray on its nodes, and in it the command that was typed, with `ray`."""
 
-import re
 import shlex
 import shutil
 import subprocess
@@ -8,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt
 
@@ -16,17 +15,10 @@ from prl.config.hardware import MachineConfig
 from prl.config.run_yaml import quoted
 from prl.config.schema import TrainConfig
 from prl.config.suggestions import override_key
-from prl.engines.base import EngineSpec
 from prl.errors import ConfigError
-from prl.launch.launcher import Bundle, Launcher, TrainerSpec
 from prl.monitors.text import in_one_line
 from prl.runs.resume import AUTO
 
-OWN = (
-    *("nodes", "partition", "time", "gpus-per-node", "cpus-per-task", "ntasks", "ntasks-per-node", "job-name"),
-    *("chdir", "output", "error", "open-mode", "requeue", "no-requeue", "signal", "parsable", "array", "wrap"),
-)
-"""Options of sbatch that this launcher gives."""
 END_S = 30
 """Time that Ray and the job have to end in after the run's last checkpoint, seconds."""
 SCRIPT = """#!/bin/bash
@@ -86,8 +78,7 @@ trap stop TERM  # of scancel, or preemption, after which Slurm itself requeues t
 trap 'again=yes; stop' USR1  # the time limit is near
 unset RAY_ADDRESS
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \\n')
-export RAY_USAGE_STATS_ENABLED=0
-export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={wait_s:.0f}
+export RAY_USAGE_STATS_ENABLED=0 RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={wait_s:.0f}
 export PRL_LOG={log}"$SLURM_JOB_ID.log"
 export PRL_HEAD=$(python -c 'import ray.util; print(ray.util.get_node_ip_address())'):$((20000 + SLURM_JOB_ID % 10000))
 export -f node driver ended
@@ -100,7 +91,7 @@ exit $status
 
 
 @dataclass(kw_only=True)
-class SlurmLauncher(Launcher):
+class SlurmLauncher:
     """Submits a job that starts Ray on its nodes and trains there, as with launcher=ray."""
 
     wait_s: Annotated[float, Gt(0)] = 300.0
@@ -115,44 +106,15 @@ class SlurmLauncher(Launcher):
     """GPUs on each node; null = none."""
     cpus_per_task: Annotated[int, Ge(1)] | None = None
     """Cores on each node; null = Slurm's default, mostly one."""
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Further options of sbatch, `{account: mine, exclusive: true}`."""
     setup: list[str] = field(default_factory=list)
     """Lines of shell before anything else, `[module load cuda]`."""
 
-    places_processes: ClassVar[bool] = True
-
-    def check(self, where: str) -> None:
-        for name, value in self.args.items():
-            key = f"{where}.args.{name}"
-            if not re.fullmatch(r"[a-z]+(-[a-z]+)*", name):
-                raise ConfigError(f"{key}: no option of sbatch, which are written as in `sbatch --{name}`, in full")
-            if name in OWN:
-                raise ConfigError(f"{key}: the launcher sets that itself (ls conf/launcher/slurm.yaml)")
-            if value is not True and (value is False or not isinstance(value, str | int | float)):
-                raise ConfigError(f"{key}={value}: give a text, a number or true, or leave it out")
-
-    # It starts no process: the command submits the job instead of training.
-
-    def reserve(self, bundles: Sequence[Bundle]) -> NoReturn:
-        raise ConfigError("launcher=slurm submits one training run: for a sweep choose sweep=slurm")
-
-    def start_engine(self, spec: EngineSpec) -> NoReturn:
-        raise ConfigError("launcher=slurm submits training runs: choose launcher=local, in a job of your own")
-
-    def start_trainer(self, spec: TrainerSpec) -> NoReturn:
-        raise NotImplementedError
-
-    def ensure_alive(self) -> None:
-        pass
-
-    async def finish(self, timeout_s: float) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-    # --- the job ------------------------------------------------------------------------------------------------------
+    @property
+    def in_job(self) -> dict[str, Any]:
+        """The launcher of the command in the job."""
+        return {"_target_": "prl.launch.ray.RayLauncher", "wait_s": self.wait_s}
 
     def machine(self, described: MachineConfig) -> MachineConfig:
         """Return what the job's nodes have, as far as the options say it and `described` does not."""
@@ -168,17 +130,31 @@ class SlurmLauncher(Launcher):
         sbatch = shutil.which("sbatch")
         if sbatch is None:
             raise ConfigError("launcher=slurm: there is no sbatch here: submit from a machine of the cluster")
-        grace_s = round(config.checkpoint.grace_s) + END_S
-        if self.time_min is not None and 60 * self.time_min <= grace_s:
-            raise ConfigError(
-                f"launcher.time_min={self.time_min}: {grace_s} s of that are for the last checkpoint "
-                f"(checkpoint.grace_s={config.checkpoint.grace_s:g}) and the end: give more"
-            )
         if config.run.resume not in (None, AUTO):
             raise ConfigError("run.resume=<run>: launcher=slurm goes on with run.resume=auto and the run's run.dir")
         run_dir = Path(config.run.dir)
+        options = self.options(config)
+        if own := sorted(options.keys() & self.args):
+            raise ConfigError(f"launcher.args.{own[0]}: the launcher sets that option of sbatch itself")
+        given = {f"--{name}": value for name, value in (options | self.args).items() if value is not None}
+        flags = [name if value is True else f"{name}={value}" for name, value in given.items()]
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        options = {
+        done = subprocess.run([sbatch, *flags], input=self.script(config, arguments), capture_output=True, text=True)
+        if done.returncode != 0:
+            raise ConfigError(f"launcher=slurm: {in_one_line(done.stderr)[-400:]}")
+        job = done.stdout.partition(";")[0].strip()
+        print(f"job {job} is submitted\nits log: {run_dir}.slurm-{job}.log", file=sys.stderr)
+        print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
+
+    def options(self, config: TrainConfig) -> dict[str, Any]:
+        """Return the job's options of sbatch by name; null = not given. Raises ConfigError for too short a time."""
+        end_s = round(config.checkpoint.grace_s) + END_S
+        if self.time_min is not None and 60 * self.time_min <= end_s:
+            raise ConfigError(
+                f"launcher.time_min={self.time_min}: {end_s} s of that are for the last checkpoint "
+                f"(checkpoint.grace_s={config.checkpoint.grace_s:g}) and the end: give more"
+            )
+        return {
             "parsable": True,
             "job-name": config.run.name,
             "nodes": self.nodes,
@@ -187,20 +163,11 @@ class SlurmLauncher(Launcher):
             "time": self.time_min,
             "gpus-per-node": self.gpus_per_node,
             "cpus-per-task": self.cpus_per_task,
-            "output": f"{run_dir}.slurm-".replace("%", "%%") + "%j.log",
+            "output": f"{config.run.dir}.slurm-".replace("%", "%%") + "%j.log",
             "open-mode": "append",
             "requeue": True,
-            "signal": f"B:USR1@{grace_s}",
-            **self.args,
+            "signal": f"B:USR1@{end_s}",
         }
-        given = {f"--{name}": value for name, value in options.items() if value is not None}
-        flags = [name if value is True else f"{name}={value}" for name, value in given.items()]
-        done = subprocess.run([sbatch, *flags], input=self.script(config, arguments), capture_output=True, text=True)
-        if done.returncode != 0:
-            raise ConfigError(f"launcher=slurm: {in_one_line(done.stderr)[-400:]}")
-        job = done.stdout.partition(";")[0].strip()
-        print(f"job {job} is submitted\nits log: {run_dir}.slurm-{job}.log", file=sys.stderr)
-        print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
 
     def script(self, config: TrainConfig, arguments: Sequence[str]) -> str:
         """Return the job's script."""
