@@ -38,8 +38,7 @@ node() {{
   [ "$SLURM_NODEID" -ne 0 ] || first=(--include-dashboard false)
   ray symmetric-run --address "$PRL_HEAD" --min-nodes "$SLURM_NNODES" --temp-dir "$RAY_TMPDIR/ray" \\
     --num-cpus "$SLURM_CPUS_ON_NODE" "${{first[@]}}" -- bash -c 'driver "$@"' prl "$@" > "$RAY_TMPDIR/log" 2>&1 &
-  ended $!
-  status=$?
+  ended $!; status=$?
   if [ "$SLURM_NODEID" -eq 0 ]; then
     echo $status > "$PRL_JOB/status"
     trap true USR2
@@ -82,7 +81,7 @@ export RAY_USAGE_STATS_ENABLED=0 RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={wait_s:
 export PRL_LOG={log}"$SLURM_JOB_ID.log"
 export PRL_HEAD=$(python -c 'import ray.util; print(ray.util.get_node_ip_address())'):$((20000 + SLURM_JOB_ID % 10000))
 export -f node driver ended
-srun --ntasks-per-node=1 --cpu-bind=none --wait={end_s} bash -c 'node "$@"' prl {command} &
+srun --ntasks-per-node=1 --cpu-bind=none --wait=30 bash -c 'node "$@"' prl {command} &
 ended $!
 status=$(cat "$PRL_JOB/status" || echo 1)
 if [ -n "$again" ] && [ $status -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
@@ -132,27 +131,24 @@ class SlurmLauncher:
             raise ConfigError("launcher=slurm: there is no sbatch here: submit from a machine of the cluster")
         if config.run.resume not in (None, AUTO):
             raise ConfigError("run.resume=<run>: launcher=slurm goes on with run.resume=auto and the run's run.dir")
-        run_dir = Path(config.run.dir)
         options = self.options(config)
         if own := sorted(options.keys() & self.args):
             raise ConfigError(f"launcher.args.{own[0]}: the launcher sets that option of sbatch itself")
         given = {f"--{name}": value for name, value in (options | self.args).items() if value is not None}
         flags = [name if value is True else f"{name}={value}" for name, value in given.items()]
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        Path(config.run.dir).parent.mkdir(parents=True, exist_ok=True)
         done = subprocess.run([sbatch, *flags], input=self.script(config, arguments), capture_output=True, text=True)
         if done.returncode != 0:
             raise ConfigError(f"launcher=slurm: {in_one_line(done.stderr)[-400:]}")
         job = done.stdout.partition(";")[0].strip()
-        print(f"job {job} is submitted\nits log: {run_dir}.slurm-{job}.log", file=sys.stderr)
-        print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
+        print(f"job {job}, log: {config.run.dir}.slurm-{job}.log\nrun directory: {config.run.dir}", file=sys.stderr)
 
     def options(self, config: TrainConfig) -> dict[str, Any]:
         """Return the job's options of sbatch by name; null = not given. Raises ConfigError for too short a time."""
         end_s = round(config.checkpoint.grace_s) + END_S
         if self.time_min is not None and 60 * self.time_min <= end_s:
             raise ConfigError(
-                f"launcher.time_min={self.time_min}: {end_s} s of that are for the last checkpoint "
-                f"(checkpoint.grace_s={config.checkpoint.grace_s:g}) and the end: give more"
+                f"launcher.time_min={self.time_min}: checkpoint.grace_s and the end take {end_s} s of that"
             )
         return {
             "parsable": True,
@@ -181,6 +177,5 @@ class SlurmLauncher:
             programs=shlex.quote(str(Path(sys.executable).parent)),
             log=shlex.quote(f"{config.run.dir}.slurm-"),
             wait_s=self.wait_s,
-            end_s=END_S,
             command=shlex.join([sys.executable, "-m", "prl.train", *kept, *own]),
         )

@@ -48,9 +48,9 @@ def test_a_requeued_job_goes_on_with_each_step_once(slurm, tmp_path):
 
     train = (sys.executable, "-m", "prl.train", *JOB, *SMALL, *QUIET, f"run.dir={folder}")
     shown = answer(*train)
-    job = shown.partition("job ")[2].partition(" is submitted")[0]
+    job = shown.partition("job ")[2].partition(",")[0]
     log = folder.parent / f"one.slurm-{job}.log"
-    assert f"its log: {log}" in shown and f"run directory: {folder}" in shown
+    assert f", log: {log}\n" in shown and f"run directory: {folder}" in shown
 
     def trained(count):
         assert job in answer("squeue", "-ho", "%i"), log.read_text()

@@ -24,7 +24,7 @@ def sbatch(tmp_path, monkeypatch):
     ("options", "overrides", "message"),
     [
         ({"args": {"time": 10}}, (), "launcher.args.time: the launcher sets that option of sbatch itself"),
-        ({"time_min": 1}, (), "launcher.time_min=1: 90 s of that are for the last checkpoint"),
+        ({"time_min": 1}, (), "launcher.time_min=1: checkpoint.grace_s and the end take 90 s of that"),
         ({}, ("run.resume=/tmp/x",), "launcher=slurm goes on with run.resume=auto"),
     ],
 )
@@ -63,4 +63,4 @@ def test_a_job_runs_the_typed_command_with_ray(sbatch, tmp_path, capsys):
     arguments = shlex.split(line.rstrip(" &").partition(" -m prl.train ")[2])
     own = ["launcher=ray", "launcher.wait_s=300", f"run.dir='{folder}'", "run.name='x'", "run.resume='auto'"]
     assert arguments == ["seed=3", "loss=aipo", *own]
-    assert f"job 7 is submitted\nits log: {folder}.slurm-7.log\n" in capsys.readouterr().err
+    assert f"job 7, log: {folder}.slurm-7.log\nrun directory: {folder}\n" == capsys.readouterr().err
