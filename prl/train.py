@@ -131,6 +131,7 @@ def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult
 
 def submit(config: TrainConfig, job: SlurmLauncher) -> None:
     """Check a run as a dry run does, and submit the job that is to train it. Raises ConfigError."""
+    hold_log()
     with assuming(job.machine(config.machine)):
         validate(config)
         with specs.launcher_of(config) as launcher:

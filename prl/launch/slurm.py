@@ -106,7 +106,7 @@ class SlurmLauncher:
     cpus_per_task: Annotated[int, Ge(1)] | None = None
     """Cores on each node; null = Slurm's default, mostly one."""
     args: dict[str, str | int | float | bool] = field(default_factory=dict)
-    """Further options of sbatch, `{account: mine, exclusive: true}`."""
+    """Further options of sbatch, `+launcher.args.account=mine`."""
     setup: list[str] = field(default_factory=list)
     """Lines of shell before anything else, `[module load cuda]`."""
 
