@@ -16,6 +16,7 @@ import logging
 import multiprocessing.spawn
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from prl.config.build import build, name_of
 from prl.config.compose import CONF, to_config, typed
 from prl.config.hardware import assuming
 from prl.config.run_yaml import data_of
@@ -34,6 +36,7 @@ from prl.launch import command, engines, specs
 from prl.launch.children import leave_none
 from prl.launch.launcher import Launcher
 from prl.launch.signals import run_to_end
+from prl.launch.slurm import SlurmLauncher
 from prl.monitors.log import hold_log, log_to
 from prl.monitors.metric_names import SAMPLED, held_out
 from prl.monitors.text import safe
@@ -124,6 +127,16 @@ def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult
         remove_logs(run_dir, absent)
         raise
     return prepared
+
+
+def submit(config: TrainConfig, job: SlurmLauncher) -> None:
+    """Check a run as a dry run does, and submit the job that is to train it. Raises ConfigError."""
+    hold_log()
+    with assuming(job.machine(config.machine)):
+        validate(config)
+        with specs.launcher_of(config) as launcher:
+            if not isinstance(prepare(replace(config, dry_run=True), launcher), RunResult):
+                job.submit(config, sys.argv[1:])
 
 
 def own(prepared: "PreparedRun", run_dir: Path, memory: MemoryHandler) -> RunResult:
@@ -244,6 +257,12 @@ def _job(cfg: DictConfig) -> float | None:
         resume.check_named(cfg)
         config = to_config(TrainConfig, cfg, typed(job))
         config.run.dir = absolute(config.run.dir)
+        if config.launcher["_target_"] == name_of(SlurmLauncher):
+            slurm = build(config.launcher, SlurmLauncher, "launcher")
+            config.launcher = slurm.in_job
+            if not config.dry_run:
+                submit(config, slurm)
+                return None
         result = main(config)
     if config.dry_run:
         return None

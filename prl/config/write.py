@@ -47,6 +47,7 @@ from prl.filters.base import Filter
 from prl.launch.inline import InlineLauncher
 from prl.launch.local import LocalLauncher
 from prl.launch.ray import RayLauncher
+from prl.launch.slurm import SlurmLauncher
 from prl.monitors.base import Monitor
 from prl.orchestrator.config import OrchestratorConfig
 from prl.trainer.config import (
@@ -100,6 +101,7 @@ def classes() -> dict[str, Any]:
         "launcher/inline": InlineLauncher,
         "launcher/local": LocalLauncher,
         "launcher/ray": RayLauncher,
+        "launcher/slurm": SlurmLauncher,
         "orchestrator/default": OrchestratorConfig,
         "trainer/default": TrainerConfig,
         "optim/adamw": AdamWConfig,

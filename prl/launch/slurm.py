@@ -1,0 +1,181 @@
+"""The launcher for Slurm: a job that starts Ray on its nodes, and in it the command that was typed, with `ray`."""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt
+
+from prl.config.hardware import MachineConfig
+from prl.config.run_yaml import quoted
+from prl.config.schema import TrainConfig
+from prl.config.suggestions import override_key
+from prl.errors import ConfigError
+from prl.monitors.text import in_one_line
+from prl.runs.resume import AUTO
+
+END_S = 30
+"""Time that Ray and the job have to end in after the run's last checkpoint, seconds."""
+SCRIPT = """#!/bin/bash
+# Starts Ray on the nodes of this job and runs prl on the first one, where this script runs too. Written by prl.
+
+{setup}
+export PATH={programs}:$PATH
+
+# --- on each node, by srun
+
+node() {{
+  local first=() over= status
+  trap true TERM  # of scancel, or preemption: Ray goes on until the run has written its last checkpoint
+  trap 'over=yes; ray stop --force > /dev/null 2>&1' USR2  # of the first node, whose run has ended
+  export RAY_TMPDIR=$(mktemp -d /tmp/prl-XXXXXXXX)
+  trap 'rm -rf "$RAY_TMPDIR"' EXIT
+  [ "$SLURM_NODEID" -ne 0 ] || first=(--include-dashboard false)
+  ray symmetric-run --address "$PRL_HEAD" --min-nodes "$SLURM_NNODES" --temp-dir "$RAY_TMPDIR/ray" \\
+    --num-cpus "$SLURM_CPUS_ON_NODE" "${{first[@]}}" -- bash -c 'driver "$@"' prl "$@" > "$RAY_TMPDIR/log" 2>&1 &
+  ended $!; status=$?
+  if [ "$SLURM_NODEID" -eq 0 ]; then
+    echo $status > "$PRL_JOB/status"
+    trap true USR2
+    scancel --signal=USR2 "$SLURM_JOB_ID.$SLURM_STEP_ID"
+  fi
+  [ -n "$over" ] || [ -e "$PRL_JOB/pid" ] || grep -v state-dump "$RAY_TMPDIR/log" | tail -n 20
+  return $status
+}}
+
+# The run, by Ray on the first node.
+driver() {{
+  echo $$ > "$PRL_JOB/pid"
+  [ ! -e "$PRL_JOB/stopping" ] || exit 143
+  RAY_ADDRESS=$PRL_HEAD exec "$@" >> "$PRL_LOG" 2>&1
+}}
+
+# Wait for a process, whatever signals come. Returns its status.
+ended() {{
+  local status
+  wait "$1"; status=$?
+  while kill -0 "$1" 2> /dev/null; do wait "$1"; status=$?; done
+  return $status
+}}
+
+# --- on the first node, by sbatch
+
+# Have the run write its last checkpoint and end.
+stop() {{
+  touch "$PRL_JOB/stopping"
+  [ ! -e "$PRL_JOB/pid" ] || kill -TERM "$(cat "$PRL_JOB/pid")"
+}}
+
+export PRL_JOB=$(mktemp -d /tmp/prl-XXXXXXXX)
+trap 'rm -rf "$PRL_JOB"' EXIT
+trap stop TERM  # of scancel, or preemption, after which Slurm itself requeues the job
+trap 'again=yes; stop' USR1  # the time limit is near
+unset RAY_ADDRESS
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \\n')
+export RAY_USAGE_STATS_ENABLED=0 RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={wait_s:.0f}
+export PRL_LOG={log}"$SLURM_JOB_ID.log"
+export PRL_HEAD=$(python -c 'import ray.util; print(ray.util.get_node_ip_address())'):$((20000 + SLURM_JOB_ID % 10000))
+export -f node driver ended
+srun --ntasks-per-node=1 --cpu-bind=none --wait=30 bash -c 'node "$@"' prl {command} &
+ended $!
+status=$(cat "$PRL_JOB/status" || echo 1)
+if [ -n "$again" ] && [ $status -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit $status
+"""
+
+
+@dataclass(kw_only=True)
+class SlurmLauncher:
+    """Submits a job that starts Ray on its nodes and trains there, as with launcher=ray."""
+
+    wait_s: Annotated[float, Gt(0)] = 300.0
+    """Deadline for the nodes to have started Ray, and again for Ray to have what the run asks for, seconds."""
+    nodes: Annotated[int, Ge(1)] = 1
+    """Nodes of the job."""
+    partition: str | None = None
+    """Null = the cluster's default."""
+    time_min: Annotated[int, Ge(1)] | None = None
+    """Time limit, minutes, before which the run writes a checkpoint and the job is requeued; null = the partition's."""
+    gpus_per_node: Annotated[int, Ge(1)] | None = None
+    """GPUs on each node; null = none."""
+    cpus_per_task: Annotated[int, Ge(1)] | None = None
+    """Cores on each node; null = Slurm's default, mostly one."""
+    args: dict[str, str | int | float | bool] = field(default_factory=dict)
+    """Further options of sbatch, `+launcher.args.account=mine`."""
+    setup: list[str] = field(default_factory=list)
+    """Lines of shell before anything else, `[module load cuda]`."""
+
+    @property
+    def in_job(self) -> dict[str, Any]:
+        """The launcher of the command in the job."""
+        return {"_target_": "prl.launch.ray.RayLauncher", "wait_s": self.wait_s}
+
+    def machine(self, described: MachineConfig) -> MachineConfig:
+        """Return what the job's nodes have, as far as the options say it and `described` does not."""
+        if described.gpus is not None or self.gpus_per_node is None:
+            return described
+        return replace(described, gpus=self.nodes * self.gpus_per_node)
+
+    def submit(self, config: TrainConfig, arguments: Sequence[str]) -> None:
+        """Submit the job of a run, whose config has been checked. `arguments` are those that were typed.
+
+        Raises ConfigError.
+        """
+        sbatch = shutil.which("sbatch")
+        if sbatch is None:
+            raise ConfigError("launcher=slurm: there is no sbatch here: submit from a machine of the cluster")
+        if config.run.resume not in (None, AUTO):
+            raise ConfigError("run.resume=<run>: launcher=slurm goes on with run.resume=auto and the run's run.dir")
+        options = self.options(config)
+        if own := sorted(options.keys() & self.args):
+            raise ConfigError(f"launcher.args.{own[0]}: the launcher sets that option of sbatch itself")
+        given = {f"--{name}": value for name, value in (options | self.args).items() if value is not None}
+        flags = [name if value is True else f"{name}={value}" for name, value in given.items()]
+        Path(config.run.dir).parent.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run([sbatch, *flags], input=self.script(config, arguments), capture_output=True, text=True)
+        if done.returncode != 0:
+            raise ConfigError(f"launcher=slurm: {in_one_line(done.stderr)[-400:]}")
+        job = done.stdout.partition(";")[0].strip()
+        print(f"job {job}, log: {config.run.dir}.slurm-{job}.log\nrun directory: {config.run.dir}", file=sys.stderr)
+
+    def options(self, config: TrainConfig) -> dict[str, Any]:
+        """Return the job's options of sbatch by name; null = not given. Raises ConfigError for too short a time."""
+        end_s = round(config.checkpoint.grace_s) + END_S
+        if self.time_min is not None and 60 * self.time_min <= end_s:
+            raise ConfigError(
+                f"launcher.time_min={self.time_min}: checkpoint.grace_s and the end take {end_s} s of that"
+            )
+        return {
+            "parsable": True,
+            "job-name": config.run.name,
+            "nodes": self.nodes,
+            "ntasks-per-node": 1,
+            "partition": self.partition,
+            "time": self.time_min,
+            "gpus-per-node": self.gpus_per_node,
+            "cpus-per-task": self.cpus_per_task,
+            "output": f"{config.run.dir}.slurm-".replace("%", "%%") + "%j.log",
+            "open-mode": "append",
+            "requeue": True,
+            "signal": f"B:USR1@{end_s}",
+        }
+
+    def script(self, config: TrainConfig, arguments: Sequence[str]) -> str:
+        """Return the job's script."""
+        fixed = {"run.dir": config.run.dir, "run.name": config.run.name, "run.resume": AUTO}
+        kept = [each for each in arguments if override_key(each).partition(".")[0] != "launcher"]
+        kept = [each for each in kept if override_key(each) not in fixed]
+        own = ["launcher=ray", f"launcher.wait_s={self.wait_s:g}"]
+        own += [f"{key}={quoted(value)}" for key, value in fixed.items()]
+        return SCRIPT.format(
+            setup="\n".join(self.setup),
+            programs=shlex.quote(str(Path(sys.executable).parent)),
+            log=shlex.quote(f"{config.run.dir}.slurm-"),
+            wait_s=self.wait_s,
+            command=shlex.join([sys.executable, "-m", "prl.train", *kept, *own]),
+        )
