@@ -79,6 +79,7 @@ def test_an_engine_that_is_lost_with_its_node_is_started_elsewhere(nodes, begin,
     lines = steps()
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert lines[0]["logprob_gap/mean"] < 1e-5, "the engine's logprobs are the trainer's"
+    assert not list((tmp_path / "runs" / "one" / "checkpoints").glob(".step_*")), "each part became a checkpoint"
     assert lines[-1]["engine/restarts"] == 1 and "process 'engine' is lost with node " in log.read_text()
     assert lines[-1]["reward/all/mean"] > lines[0]["reward/all/mean"]
 

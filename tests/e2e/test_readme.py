@@ -44,7 +44,7 @@ NAMED = re.compile(r"(?:# @package .*\n)?# (my_[\w/]+\.(?:py|yaml))\n")
 FILES = {found.group(1): text for _, _, text in BLOCKS if (found := NAMED.match(text))}
 FILES["my.jsonl"] = next(text for _, language, text in BLOCKS if language == "json")
 MODULES = {module: name for name, (module, _) in SUBCOMMANDS.items()}
-NOT_OURS = ("source", "xdg-open", "ruff", "pre-commit", "pytest", "pip", "export")
+NOT_OURS = ("ray", "source", "xdg-open", "ruff", "pre-commit", "pytest", "pip", "export")
 
 
 def commands():
@@ -124,6 +124,8 @@ def test_a_command_composes(arguments, monkeypatch):
     monkeypatch.setenv("PRL_TEACHER_KEY", "x")
     monkeypatch.setenv("PRL_TOKEN", "x")
     config = compose(["run.name=x", *arguments])
+    if "launcher=slurm" in arguments:  # the run of its job is one of launcher=ray
+        config.launcher = compose(["run.name=x", "launcher=ray"]).launcher
     validate(config)
     build_components(config)
 
