@@ -28,6 +28,8 @@ FLAGS = {"shell": True, "allow_pickle": True, "weights_only": False, "trust_remo
 ARGUED = {
     ("prl/__main__.py", "runpy"): "runs a command of prl's, whose names are written there",
     ("prl/envs/grading.py", "pickle"): "what a run hands to its own workers, as multiprocessing does; no file, no port",
+    ("prl/envs/workers.py", "pickle"): "the same",
+    ("prl/envs/ray_workers.py", "pickle"): "the same, through Ray, which pickles calls as well",
     ("tests/support/misdeeds.py", "os.system"): "a grader that does what it should not",
     ("tests/support/engines.py", "exec"): "a command in a process that has imported what takes seconds",
     ("tests/support/quick_compose.py", "pickle"): "copies what the process itself has composed, and writes nothing",

@@ -4,6 +4,7 @@ import functools
 import itertools
 import shutil
 import warnings
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -24,6 +25,7 @@ from prl.filters.base import Filter
 from prl.filters.gibberish import Gibberish
 from prl.filters.repetition import Repetition
 from prl.launch.components import build_components
+from prl.launch.slurm import SlurmLauncher
 from prl.tools.sweep.naming import LAUNCHERS, digest
 
 REQUIRED = {  # what a user has to fill in for these options
@@ -73,6 +75,9 @@ def chosen(choices):
 
 def check(config):
     """What is refused before a model or a task is looked at."""
+    if config.launcher["_target_"].endswith("SlurmLauncher"):  # in the job it is another
+        job = build(config.launcher, SlurmLauncher, "launcher")
+        config = replace(config, launcher=job.in_job)
     validate(config)
     build_components(config)
 

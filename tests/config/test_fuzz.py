@@ -5,7 +5,7 @@ import random
 import pytest
 from config_fuzz import DEFAULT, Case, cases, composed, outcome
 
-SEED, SAMPLE = 20, 40
+SEED, SAMPLE = 21, 40
 FOUND = [
     "+curriculum.hash_keys.x=1", "~envs", "loss=nonsense", "renderer=null", "~renderer", "envs.math.filters=[a]",
     "envs.math.filters={nonsense: 1}", "orchestrator.eval=${run}", "orchestrator=${run}", "sweep=${run}",
