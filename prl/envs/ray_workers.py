@@ -55,6 +55,8 @@ class RayWorkers(Workers):
                 task.cancel()
             for actor in self._actors if ray.is_initialized() else ():
                 ray.kill(actor)
+            self._actors = []
+            self._idle = asyncio.Queue()
 
     async def reply(self, call: bytes) -> bytes:
         actor = await self._idle.get()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import sys
 import time
@@ -311,8 +312,10 @@ class RayLauncher(Launcher):
         if self.group is not None:
             ray.util.remove_placement_group(self.group)
         self.hosts, self.ends, self.group = {}, {}, None
+        self.relay.followed.clear()
         if self.joined:
             self.joined = False
+            gc.collect()  # actors of the next Ray have the same ids: a handle that goes then would end one of those
             ray.shutdown()
 
 

@@ -47,6 +47,10 @@ class RayTransport(FileTransport):
             self._found = hosts(TRAINER)
         return self._found
 
+    def close(self) -> None:
+        self._found = []
+        self._metrics = {}
+
     def send_batch(self, batch: StepBatch, rank: int) -> None:
         super().send_batch(batch, rank)  # the run directory has it too, for `orchestrator.keep_batches`
         self._pass_on(self.batch_path(batch.step, rank), self.ranks[rank])

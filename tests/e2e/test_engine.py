@@ -124,7 +124,7 @@ async def test_a_dry_run_knows_the_kv_cache(pool, server_logs):
     size = r"KV cache size: ([\d,]+) tokens, .* for (\d+) tokens .*: ([\d.]+)x"
     tokens, longest, sequences = re.findall(size, log)[0]
     model = ModelConfig(path=model_path("tiny"), dtype="float32", max_model_len=int(longest))
-    shape, _ = shape_of(model, "model.path", trained=True)
+    shape = shape_of(model, "model.path", trained=True)
     parts = engine_memory(shape, "float32", VLLMConfig(device="cpu"), share=None, updated=True)
     counted = kv_tokens(shape, "float32", "cpu", parts["KV cache"])
     assert counted == int(tokens.replace(",", ""))

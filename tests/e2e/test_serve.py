@@ -1,7 +1,6 @@
 """`python -m prl.serve policy=true`: an engine that runs train with, one after another."""
 
 import contextlib
-import json
 import os
 from pathlib import Path
 
@@ -25,8 +24,6 @@ def check_that_none_has(token, run):
     assert token not in run.stderr.encode()
     files = [path for path in run.dir.rglob("*") if path.is_file()]
     assert {"config.yaml", "provenance.json", "orchestrator.log", "trainer.log"} <= {path.name for path in files}
-    recorded = json.loads((run.dir / "provenance.json").read_text())["environment"]
-    assert "PRL_TOKEN" not in recorded and "OMP_NUM_THREADS" in recorded, "it lists settings alone"
     assert [path for path in files if token in path.read_bytes()] == []
     lines = []
     for folder in Path("/proc").glob("[0-9]*"):

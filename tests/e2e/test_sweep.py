@@ -119,7 +119,7 @@ def test_a_signal_stops_the_sweep_and_leaves_no_process(inline_command, tmp_path
             os.killpg(sweep.pid, number)  # as a terminal does
         else:
             sweep.send_signal(number)
-        _, stderr = sweep.communicate(timeout=60)
+        _, stderr = sweep.communicate(timeout=150)
         assert sweep.returncode == 130, stderr
         table = stderr.split("sweep: ")[1]
         assert ("stopped" in table or launcher) and "completed" not in table and "running" not in table

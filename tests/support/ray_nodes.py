@@ -1,6 +1,7 @@
 """A Ray cluster of several nodes on this machine, made with Ray's own commands."""
 
 import contextlib
+import gc
 import os
 import secrets
 import signal
@@ -109,3 +110,4 @@ def ray_nodes(token=True):
             yield nodes
         finally:
             nodes.close()
+            gc.collect()  # handles of its actors: those of the next cluster have the same ids
