@@ -22,6 +22,8 @@ from prl.monitors.masking import HIDDEN
 
 COMPONENTS = [field.name for field in fields(TrainConfig) if field.type is Any]
 """Keys of the nodes that name a class or a function."""
+THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+"""Hosts that only the machine itself reaches."""
 CLUSTER = "prl.launch.ray.RayLauncher"
 """The launcher whose processes may be on other machines than this one."""
 MAX_NAME = 200
@@ -120,7 +122,7 @@ def validate_server(model: ModelConfig, engine: VLLMConfig, prefix: str = "", *,
             engine.kv_cache_gb * engine.servers,
             f"{prefix}engine.kv_cache_gb={engine.kv_cache_gb}{of_each}",
         )
-    if engine.host not in ("127.0.0.1", "localhost", "::1"):
+    if engine.host not in THIS_MACHINE:
         warnings.warn(f"{prefix}engine.host={engine.host}: the engine listens beyond this machine", stacklevel=3)
 
 

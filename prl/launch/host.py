@@ -237,7 +237,7 @@ class Host:
 def removed_at_the_end(folders: Sequence[Path]) -> IO[bytes] | None:
     """Have folders removed once this process has ended, however that was. Returns what has to live until then.
 
-    Not by a child of this process: Ray kills those with SIGKILL when it ends an actor.
+    Not by the supervisor of the actor's process, which is there only while that runs.
     """
     script = 'exec 3<&0; (cat <&3 >/dev/null; rm -rf "$@") >/dev/null 2>&1 &'
     shell = subprocess.Popen(

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from prl.config.build import name_of
 from prl.config.machine import cores
+from prl.config.validate import THIS_MACHINE
 from prl.engines.base import EngineSpec
 from prl.errors import ConfigError, PrlError
 from prl.launch import children
@@ -45,7 +46,6 @@ ANSWER_S = 60.0
 """Deadline for an actor to start and to answer, seconds."""
 LOST = 256
 """Stands for the status of a process whose actor is gone."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
@@ -192,10 +192,12 @@ class RayLauncher(Launcher):
 
     def _fetch_versions(self, host: Any) -> None:
         """Have the weights that the first rank has where an engine is to start again."""
-        for first in [rank for process, rank in self.hosts.items() if process.startswith(TRAINER)][:1]:
-            for weights in ray.get(first.versions.remote()):
-                with contextlib.suppress(FileNotFoundError):  # discarded meanwhile: engines have a newer one
-                    ray.get(host.fetch.remote(weights, first))
+        first = next((rank for process, rank in self.hosts.items() if process.startswith(TRAINER)), None)
+        if first is None:  # in an evaluation
+            return
+        for weights in ray.get(first.versions.remote()):
+            with contextlib.suppress(FileNotFoundError):  # discarded meanwhile: engines have a newer one
+                ray.get(host.fetch.remote(weights, first))
 
     def _is_lost(self, name: str) -> bool:
         """Whether an actor is gone, once Ray is sure: of a dead node it is after some seconds without a heartbeat."""
@@ -222,11 +224,11 @@ class RayLauncher(Launcher):
             payload["weights"] = {"_target_": name_of(FileTransport)}
         else:
             self._ensure_seen(spec.run_dir)
-        addresses = {self.nodes[name].address for name in names}
+        apart = len({self.nodes[name].address for name in names}) > 1
         environment = search_path()
         if len(names) > 1:
             port = str(ray.get(self.hosts[names[0]].meeting_port.remote()))
-            address = self.nodes[names[0]].address if len(addresses) > 1 else "127.0.0.1"
+            address = self.nodes[names[0]].address if apart else "127.0.0.1"
             meeting = {"MASTER_ADDR": address, "MASTER_PORT": port}
             environment |= meeting | {"WORLD_SIZE": str(len(names)), "LOCAL_RANK": "0"}
         for rank, name in enumerate(names):
@@ -235,7 +237,6 @@ class RayLauncher(Launcher):
                 payload["resume"] = spec.payload["resume"] | {"folder": sent(spec.payload["resume"]["folder"], host)}
             own = replace(spec, payload=payload, gpus=())
             variables = environment | ({"RANK": str(rank)} if len(names) > 1 else {})
-            apart = len(addresses) > 1
             ray.get(host.train.remote(own, name, variables, os.getcwd(), apart=apart, carried=carried))
             self._watch(name, rank_log(spec.run_dir, rank), spec.run_dir if carried else None)
 
@@ -265,14 +266,19 @@ class RayLauncher(Launcher):
         self._ensure_live([name for name in self.ends if name.startswith(TRAINER)], others_s=2.0)
 
     def _ensure_live(self, names: Sequence[str], others_s: float = 0.0) -> None:
-        if not any(self._death_of(name) for name in names if ready([self.ends[name]])):
+        if not any(self._deaths(names, 0.0)):
             return
-        ray.wait([self.ends[name] for name in names], num_returns=len(names), timeout=others_s)
-        deaths = [self._death_of(name) for name in names if ready([self.ends[name]])]
+        deaths = self._deaths(names, others_s)
         with contextlib.suppress(ray.exceptions.RayError):
             self.relay.pull()  # the last lines of logs
         # One that a signal ended, or its node's end, is the cause of the others'.
         raise max((death for death in deaths if death is not None), key=lambda pair: pair[0])[1]
+
+    def _deaths(self, names: Sequence[str], wait_s: float) -> list[tuple[int, ProcessDied] | None]:
+        """What `_death_of` says of those that have ended; all of them may take `wait_s` to."""
+        ends = [self.ends[name] for name in names]
+        ended = ray.wait(ends, num_returns=len(ends), timeout=wait_s)[0] if ends else []
+        return [self._death_of(name) for name in names if self.ends[name] in ended]
 
     def _death_of(self, name: str) -> tuple[int, ProcessDied] | None:
         """How a process ended: its status, and what is to be raised. None where a rank has ended as it should."""
@@ -340,7 +346,7 @@ def check_node(bundle: Bundle, node: Node, here: str, *, has_model: bool) -> Non
     if bundle.room > node.room:
         need, free = (f"{size / 2**30:.1f} GiB" for size in (bundle.room, node.room))
         raise ConfigError(f"launcher: {at}, where weights need {need} of {node.folder}, and {free} are free")
-    if bundle.host in LOOPBACK and node.address != here:
+    if bundle.host in THIS_MACHINE and node.address != here:
         raise ConfigError(f"engine.host={bundle.host}: {at}, and only that machine would reach it: engine.host=0.0.0.0")
 
 

@@ -48,11 +48,11 @@ class Relay:
     def follow(self, name: str, host: Any, log: Path, run_dir: Path | None = None) -> None:
         """Copy what a process writes from now on."""
         before = self.followed.get(name)
-        same = before is not None and before.host == host
+        copied = before.copied if before is not None and before.host == host else {}
         with naming(log):
             log.parent.mkdir(parents=True, exist_ok=True)
             log.touch()
-        self.followed[name] = Followed(host, log, run_dir, before.copied if same and before is not None else {})
+        self.followed[name] = Followed(host, log, run_dir, copied)
         if not self._thread.is_alive():
             self._thread.start()
 

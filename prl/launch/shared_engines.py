@@ -56,7 +56,7 @@ class WarmLauncher(Launcher):
             launcher.ensure_alive()
 
     def restart_engine(self, name: str) -> str | None:
-        urls = [launcher.restart_engine(name) for launcher in self.used.values()]
+        urls = (launcher.restart_engine(name) for launcher in self.used.values())
         return next(filter(None, urls), None)
 
     async def finish(self, timeout_s: float) -> None:

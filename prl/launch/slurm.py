@@ -15,6 +15,7 @@ from prl.config.hardware import MachineConfig
 from prl.config.run_yaml import quoted
 from prl.config.schema import TrainConfig
 from prl.config.suggestions import override_key
+from prl.config.validate import CLUSTER
 from prl.errors import ConfigError
 from prl.monitors.text import in_one_line
 from prl.runs.resume import AUTO
@@ -113,7 +114,7 @@ class SlurmLauncher:
     @property
     def in_job(self) -> dict[str, Any]:
         """The launcher of the command in the job."""
-        return {"_target_": "prl.launch.ray.RayLauncher", "wait_s": self.wait_s}
+        return {"_target_": CLUSTER, "wait_s": self.wait_s}
 
     def machine(self, described: MachineConfig) -> MachineConfig:
         """Return what the job's nodes have, as far as the options say it and `described` does not."""

@@ -1,5 +1,6 @@
 """The resolved config of a run loads back to itself."""
 
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from prl.config.build import function, plain
 from prl.config.compose import compose
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
+from prl.launch.command import FULL_ERROR
 from prl.launch.components import build_components, check_loss
 from prl.launch.specs import trainer_payload
 from prl.runs.run_dir import new_run_dir
@@ -175,7 +177,8 @@ def test_an_option_of_ones_own_is_chosen_over_a_run(mine, tmp_path):
     folder = new_run_dir(compose([*run, "loss=aipo"]))
     command = [sys.executable, "-m", "prl.train", "--config-dir", str(folder), "--config-name", "config", mine]
     command += ["+loss=mine", "loss.scorer=7", "loss.oops=1", f"run.dir={tmp_path}/y"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    env = {name: value for name, value in os.environ.items() if name != FULL_ERROR}  # of tests that ran in this process
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert "Could not find 'loss/mine'" not in done.stderr and "loss.oops" in done.stderr and done.returncode == 2
 
 

@@ -7,16 +7,15 @@ import signal
 
 import misdeeds
 import pytest
-import verifiers.v1 as vf
+from graded_tasks import graded
 from ray_nodes import ray_nodes
 from run_processes import wait_until
 
 from prl.config.compose import compose
 from prl.engines.sampler import Sampler
 from prl.envs.environment import Environment
-from prl.envs.grading import give_to_workers, grade
+from prl.envs.grading import give_to_workers
 from prl.envs.ray_workers import RayWorkers
-from prl.envs.turn import AGENT, trace_task
 from prl.launch.components import load_tokenizer, make_renderers
 from prl.launch.launcher import Bundle, worker_name
 from prl.launch.ray import RayLauncher
@@ -41,17 +40,6 @@ def nodes(monkeypatch):
 
 def reserved(launcher, env, count):
     launcher.reserve([Bundle(worker_name(env, number), None, cpus=1, gpus=0) for number in range(count)])
-
-
-async def graded(task, limit_s=LIMIT_S):
-    """The graded trace, or what grading raised."""
-    trace = vf.Trace(task=trace_task(task), agent=AGENT)
-    try:
-        async with asyncio.timeout(limit_s):
-            await grade(task, trace)
-    except Exception as error:
-        return error
-    return trace
 
 
 @contextlib.asynccontextmanager
@@ -109,17 +97,17 @@ async def test_each_misdeed_costs_only_its_own_call(nodes, monkeypatch):
     }
     with RayLauncher() as launcher:
         async with working(launcher, 1, "fine", *ends) as (fine, *wild):
-            before = (await graded(fine)).metrics["process"]
+            before = (await graded(fine, LIMIT_S)).metrics["process"]
             for task, (kind, expected) in zip(wild, ends.items(), strict=True):
                 error = await graded(task, 1.0 if expected == "TimeoutError" else LIMIT_S)
                 assert f"{type(error).__name__}: {error}".startswith(expected), kind
-                assert (await graded(fine)).reward == 1.0, f"the next one is graded after {kind}"
-            assert (await graded(fine)).metrics["process"] != before
+                assert (await graded(fine, LIMIT_S)).reward == 1.0, f"the next one is graded after {kind}"
+            assert (await graded(fine, LIMIT_S)).metrics["process"] != before
             monkeypatch.setattr("prl.envs.ray_workers.ANSWER_S", 3.0)
             (hanging,) = nodes.running(ACTOR)
             os.kill(hanging, signal.SIGSTOP)
             assert isinstance(await graded(fine, 1.0), TimeoutError)
-            assert (await graded(fine)).reward == 1.0 and hanging not in nodes.running(ACTOR)
+            assert (await graded(fine, LIMIT_S)).reward == 1.0 and hanging not in nodes.running(ACTOR)
 
 
 async def test_a_worker_is_replaced_with_its_node(nodes):
@@ -136,7 +124,7 @@ async def test_a_worker_is_replaced_with_its_node(nodes):
             processes = set()
             async with asyncio.timeout(LIMIT_S):
                 while len(processes) < 2:
-                    both = await asyncio.gather(graded(waits), graded(waits))
+                    both = await asyncio.gather(graded(waits, LIMIT_S), graded(waits, LIMIT_S))
                     processes = {trace.metrics["process"] for trace in both}
             assert set(nodes.running(ACTOR).values()) == {"two", "three"}
 
@@ -147,5 +135,5 @@ async def test_workers_are_on_nodes_without_gpus_where_these_have_room(nodes, cp
     nodes.add("one", cpus)
     with RayLauncher() as launcher:
         async with working(launcher, 2, "fine") as (fine,):
-            assert (await graded(fine)).reward == 1.0
+            assert (await graded(fine, LIMIT_S)).reward == 1.0
             assert set(nodes.running(ACTOR).values()) == where

@@ -13,11 +13,11 @@ import misdeeds
 import psutil
 import pytest
 import verifiers.v1 as vf
+from graded_tasks import graded, new_trace
 
 from prl.config.schema import EnvConfig
 from prl.envs.environment import Environment
 from prl.envs.grading import give_to_workers, grade
-from prl.envs.turn import AGENT, trace_task
 from prl.envs.workers import LocalWorkers
 from prl.errors import ConfigError
 
@@ -34,21 +34,6 @@ async def working(*kinds):
     give_to_workers(tasks, workers)
     async with workers.serving():
         yield tasks
-
-
-def new_trace(task):
-    return vf.Trace(task=trace_task(task), agent=AGENT)
-
-
-async def graded(task, limit_s=LIMIT_S):
-    """The graded trace, or what grading raised."""
-    trace = new_trace(task)
-    try:
-        async with asyncio.timeout(limit_s):
-            await grade(task, trace)
-    except Exception as error:
-        return error
-    return trace
 
 
 ENDS = {
@@ -83,13 +68,13 @@ async def test_each_misdeed_costs_only_its_own_call():
                 ticks += 1
 
         ticking = asyncio.create_task(tick())
-        harmless = [asyncio.create_task(graded(fine)) for _ in range(20)]
+        harmless = [asyncio.create_task(graded(fine, LIMIT_S)) for _ in range(20)]
         endless = [kind for kind, end in ENDS.items() if end == "TimeoutError"]
         ends = await asyncio.gather(
             *(graded(task, ENDLESS_S if task.data.kind in endless else LIMIT_S) for task in wild)
         )
         assert [trace.reward for trace in await asyncio.gather(*harmless)] == [1.0] * 20
-        assert [(await graded(fine)).reward for _ in range(3)] == [1.0] * 3
+        assert [(await graded(fine, LIMIT_S)).reward for _ in range(3)] == [1.0] * 3
         ticking.cancel()
     assert ticks > 0.3 * (time.monotonic() - started) / 0.05, "the event loop went on"
     for (kind, expected), end in zip(ENDS.items(), ends, strict=True):
@@ -121,14 +106,14 @@ def trace_with_reply():
 
 async def test_a_grader_may_have_processes_of_its_own():
     async with working("has_processes") as (task,):
-        trace = await graded(task)
+        trace = await graded(task, LIMIT_S)
     assert trace.reward == 1.0 and trace.info["statuses"] == [0, 0, 0]
 
 
 async def test_printed_text_is_logged_and_never_reaches_the_terminal(caplog, capfd):
     async with working("prints", "prints_much") as (few, many):
         with caplog.at_level(logging.INFO, logger="prl"):
-            assert (await graded(few)).reward == (await graded(many)).reward == 1.0
+            assert (await graded(few, LIMIT_S)).reward == (await graded(many, LIMIT_S)).reward == 1.0
     assert "env mine printed: a word" in caplog.text
     assert len(caplog.text) < 50_000
     out, err = capfd.readouterr()
@@ -137,11 +122,11 @@ async def test_printed_text_is_logged_and_never_reaches_the_terminal(caplog, cap
 
 async def test_workers_come_back_after_all_of_them_were_killed():
     async with working("fine") as (task,):
-        await graded(task)
+        await graded(task, LIMIT_S)
         for worker in workers_of(os.getpid()):
             worker.kill()
         async with asyncio.timeout(LIMIT_S):
-            while not isinstance(await graded(task), vf.Trace):
+            while not isinstance(await graded(task, LIMIT_S), vf.Trace):
                 await asyncio.sleep(0.1)
 
 
@@ -241,5 +226,5 @@ async def test_a_grader_of_ones_own_in_jsonl_runs_elsewhere(tmp_path, grader, el
     args = {"path": str(tmp_path / "rows.jsonl"), "grader": grader, "eval_fraction": 0.0}
     environment = Environment("e", EnvConfig(taskset="prl.envs.tasksets.jsonl", args=args), eval_tasks=0)
     async with environment.serving():
-        assert (await graded(environment.tasks[0])).reward == 0.0
+        assert (await graded(environment.tasks[0], LIMIT_S)).reward == 0.0
         assert (environment.workers is not None) == elsewhere
