@@ -53,7 +53,7 @@ def test_a_run_directory_that_cannot_be(config, tmp_path, monkeypatch):
     assert refused(config).startswith("run.dir=") and str(tmp_path) in refused(config)
 
 
-@pytest.mark.parametrize("name", [" ", "a\nb", "a\x1b[2J", "x" * 201, "ü" * 101])
+@pytest.mark.parametrize("name", [" ", "a\nb", "a\x1b[2J"])
 def test_a_run_name_that_no_directory_should_have(config, name):
     config.run.name = name
     assert refused(config).startswith("run.name=") and len(refused(config)) < 200

@@ -21,8 +21,6 @@ from prl.tools import OUTPUTS, named, run_command
 from prl.tools.rollouts.render import show
 from prl.transport.files import lines_of
 
-LISTED = 20  # names in an error
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
@@ -72,12 +70,10 @@ def page(args: argparse.Namespace) -> None:
 
 
 def find_run(name: str) -> Path:
-    """The directory of the run `name`. Raises ConfigError, with the runs that there are, where it is not one."""
+    """The directory of the run `name`. Raises ConfigError where it is not one."""
     run = named(Path(name))
     if not (run / "rollouts").is_dir():
-        runs = [*sorted(run.glob("*/rollouts")), *sorted(OUTPUTS.glob("*/rollouts"))]
-        there = ", ".join(dict.fromkeys(str(path.parent) for path in runs[:LISTED])) or "none"
-        raise ConfigError(f"there is no run with rollouts at {name} or {OUTPUTS / name}; here are: {there}")
+        raise ConfigError(f"there is no run with rollouts at {name} or {OUTPUTS / name}")
     return run
 
 

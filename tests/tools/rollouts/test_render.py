@@ -189,8 +189,7 @@ def test_long_texts_are_wrapped_in_columns_and_never_cut(run, shown, monkeypatch
         (["toy", "--env", "guess"], "env 'guess'; it has: calculator, kuhn, math"),
         (["toy", "--eval", "--step", "2"], "no evaluation 2; it has: 3 to 4"),
         (["toy", "--eval", "--env", "guess"], "no evaluation of env 'guess'"),
-        (["nope"], "outputs/toy"),
-        (["outputs"], "here are: outputs/toy"),
+        (["nope"], "there is no run with rollouts at nope or outputs/nope"),
         (["torn"], "outputs/torn/rollouts/step_000001.jsonl: 2 lines cannot be read"),
     ],
 )
