@@ -102,11 +102,6 @@ def validate_server(model: ModelConfig, engine: VLLMConfig, prefix: str = "", *,
     for url in engine.urls:
         check_url(url, f"{prefix}engine.urls", "http://127.0.0.1:8000")
     if engine.urls:
-        if engine.servers > 1:
-            raise ConfigError(
-                f"{prefix}engine.servers={engine.servers} says how many are started, and engine.urls names "
-                f"{len(engine.urls)} that run: leave one of the two out"
-            )
         return
     device = engine.device_type
     check_options(engine.args, prefix, device=device)

@@ -91,5 +91,5 @@ def sweep_of(run_dir: Path) -> str | None:
 def row(record: Record) -> list[str | float | None]:
     """A rollout's row of the table, in the order of `COLUMNS`."""
     texts = "\n".join(f"{message.role}: {message.content}" for message in record.messages)
-    names = [record.env, str(record.task), record.group]
-    return [*names, record.reward, record.advantage, str(record.stage), record.completion_tokens, texts]
+    left, tokens = str(record.stage), record.completion_tokens
+    return [record.env, str(record.task), record.group, record.reward, record.advantage, left, tokens, texts]

@@ -72,8 +72,3 @@ def test_ranks_need_memory_for_their_weights(config, monkeypatch):
     assert refused(config).startswith("trainer.num_processes=4 ")
     config.trainer.shard_size = 4
     validate(config)
-
-
-def test_engines_that_run_are_not_started_as_well(config):
-    config.engine.servers, config.engine.urls = 3, ["http://127.0.0.1:1"]
-    assert refused(config).startswith("engine.servers=3 ")
