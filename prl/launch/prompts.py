@@ -77,9 +77,3 @@ def check_demonstrations(
                 f"{where}: task {task.key} of env {env!r} has {len(replies)} replies, and the env asks for one: make a "
                 "task of each, with the messages before it as its prompt"
             )
-    size_key, group_size = config.group_size_of(env)
-    if group_size > 1:
-        warnings.warn(
-            f"env {env!r}: the {group_size} rollouts of a group are the same demonstration: set {size_key}=1",
-            stacklevel=2,
-        )

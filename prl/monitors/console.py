@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +12,6 @@ from prl.monitors.metric_names import SAMPLED, held_out
 from prl.monitors.text import as_message
 
 log = logging.getLogger(__name__)
-
-RECENT = 8
-"""Steps that token rates are averaged over: overlapping steps come in bursts."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -28,7 +24,6 @@ class Console(Monitor):
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
         self.terminal = terminal.Console(stderr=True)
         self.max_steps = max_steps
-        self.recent: deque[dict[str, float]] = deque(maxlen=RECENT)
         self.started = self.first_step = time.monotonic()
         """When the run began and when step 0 was recorded."""
 
@@ -38,8 +33,6 @@ class Console(Monitor):
     def step(self, line: dict[str, float]) -> None:
         if line["step"] == 0:
             self.first_step = time.monotonic()
-        if SAMPLED in line:
-            self.recent.append(line)
         left = self._left(int(line["step"]))
         facts = [f"step {line['step']:.0f}/{self.max_steps}", *self._facts(line), *([f"left={left}"] if left else [])]
         self._say("  ".join(facts))
@@ -61,7 +54,7 @@ class Console(Monitor):
         evals = [f"{key}={value:.3f}" for key, value in held_out(line).items()]
         if SAMPLED not in line:
             return evals
-        rates = ", ".join(f"{self._rate(kind):,.0f} {kind}" for kind in ("generated", "trained"))
+        rates = ", ".join(f"{line[f'tokens/{kind}_per_second']:,.0f} {kind}" for kind in ("generated", "trained"))
         return [
             f"reward={line[SAMPLED]:.3f}",
             *evals,
@@ -70,10 +63,6 @@ class Console(Monitor):
             f"staleness={line['off_policy/mean']:.1f} (max {line['off_policy/max']:.0f})",
             f"tokens/s={rates}",
         ]
-
-    def _rate(self, kind: str) -> float:
-        """Tokens per second over the last steps."""
-        return sum(line[f"tokens/{kind}"] for line in self.recent) / sum(line["time/step"] for line in self.recent)
 
 
 def clock(seconds: float) -> str:
