@@ -6,9 +6,11 @@ from typing import Any
 import msgspec
 
 from prl.rollouts.components import COMPONENTS, STREAM_FILL
-from prl.rollouts.messages import MicroBatch, TrainingSample
+from prl.rollouts.messages import MicroBatch, Reference, TrainingSample
 
-PER_TOKEN = ("mask", "logprobs", "temperatures", "position_ids", *STREAM_FILL)
+TOP = ("top_ids", "top_logprobs")
+PER_TOKEN = ("mask", "logprobs", "temperatures", "position_ids", *STREAM_FILL, *TOP)
+KL = COMPONENTS["ref_kl"]
 
 
 def pack(samples: list[TrainingSample], seq_len: int, ranks: int) -> tuple[list[list[MicroBatch]], int]:
@@ -59,13 +61,26 @@ def check_complete(sample: TrainingSample) -> None:
     """Raise ValueError where the sample lacks the stream that a component it feeds requires."""
     for component in COMPONENTS.values():
         required = component.requires
-        if required == "ref_logprobs" and sample.initial_reference:
+        if required == "ref_logprobs" and sample.reference.model:
             continue
         if required is not None and getattr(sample, required) is None and sample.feeds(component):
             raise ValueError(
                 f"env {sample.env_name!r}: a sample feeds the {component.name} loss but has no {required}; "
                 f"{component.provider}"
             )
+    if sample.reference.divergence and not sample.reference.model:
+        rows = zip(top_of(sample, "top_ids"), top_of(sample, "top_logprobs"), sample.members(KL), strict=True)
+        if any(len(ids) != len(logprobs) or (member and not ids) for ids, logprobs, member in list(rows)[1:]):
+            raise ValueError(
+                f"env {sample.env_name!r}: a sample asks for the {sample.reference.divergence} from a reference but "
+                "lacks its top_ids or top_logprobs; its algorithm must score with top_k"
+            )
+
+
+def top_of(sample: TrainingSample, name: str) -> list[list[Any]]:
+    """`top_ids` or `top_logprobs` of the sample on members of `ref_kl`, [] elsewhere."""
+    values = getattr(sample, name) or [[]] * len(sample.token_ids)
+    return [row if member else [] for row, member in zip(values, sample.members(KL), strict=True)]
 
 
 def truncate(sample: TrainingSample, seq_len: int) -> TrainingSample:
@@ -122,6 +137,12 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
     lengths = [len(sample.token_ids) for sample in samples]
     padding = seq_len - sum(lengths)
 
+    def top(name: str) -> list[list[Any]] | None:
+        """The lists of each token; None where no sample has any."""
+        if all(getattr(sample, name) is None for sample in samples):
+            return None
+        return [row for sample in samples for row in top_of(sample, name)] + [[]] * padding
+
     def joined(name: str, fill: Any = 0.0) -> Any:
         """One value per token; None for a stream that no sample has."""
         parts = [getattr(sample, name) for sample in samples]
@@ -130,7 +151,7 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
         present = [[STREAM_FILL[name]] * n if part is None else part for part, n in zip(parts, lengths, strict=True)]
         return [value for part in present for value in part] + [fill] * padding
 
-    initial = [sample.initial_reference for sample in samples]
+    references = [sample.reference for sample in samples]
     row = MicroBatch(
         input_ids=joined("token_ids", 0),
         mask=joined("mask", False),
@@ -140,9 +161,10 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
         sequence_lengths=lengths,
         env_names=[sample.env_name for sample in samples],
         losses=[sample.loss for sample in samples],
-        initial_reference=initial if any(initial) else [],
+        references=references if any(reference != Reference() for reference in references) else [],
         origins=[sample.origin for sample in samples],
         **{name: joined(name) for name in STREAM_FILL},
+        **{name: top(name) for name in TOP},
     )
     check_aligned(row)
     return row
