@@ -53,7 +53,8 @@ def validate_algorithm(
     algorithm.kl.check(f"{where}.kl", name, component)
     for key, reference in frozen_models(algorithm, where):
         check_reference(reference, key, hosted=hosts(reference))
-    if temperature != 1 and (component == "ref_kl" or isinstance(algorithm.kl.reference, FrozenModelConfig)):
+    by_engine = component == "ref_kl" or isinstance(algorithm.kl.reference, FrozenModelConfig)
+    if temperature != 1 and by_engine and not algorithm.trainer_references():
         warnings.warn(
             f"envs.{env}.sampling.temperature={temperature:g}: {name} scores the reference at temperature 1, and pulls "
             "the policy at its own temperature there",

@@ -172,7 +172,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
             await teacher.wait_ready(timeout_s, launcher.ensure_alive)
 
     async def load_trainer() -> None:
-        payload = specs.trainer_payload(config, run.model, initial_reference=run.components.initial_reference)
+        payload = specs.trainer_payload(config, run.model, references=run.components.references)
         payload |= {"resume": None if run.resume is None else run.resume.payload}
         launcher.start_trainer(specs.trainer(config, run_dir, payload))
         with supervisor.awaiting("the trainer to load the model", [TRAINER]):

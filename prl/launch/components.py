@@ -60,8 +60,8 @@ class RunComponents:
     launcher: Launcher
     hosted: list[FrozenModelConfig]
     """References to the frozen model that the launcher is to host; empty = none is hosted."""
-    initial_reference: bool
-    """Whether the trainer has to hold the model that the run begins with, frozen, for an algorithm's `kl`."""
+    references: list[str]
+    """The models that the trainer has to hold as references of samples (`Algorithm.trainer_references`)."""
 
 
 def build_components(config: TrainConfig, launcher: Launcher | None = None) -> RunComponents:
@@ -77,7 +77,7 @@ def build_components(config: TrainConfig, launcher: Launcher | None = None) -> R
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         launcher=launcher or launcher_of(config),
         hosted=hosted_references([env.algorithm for env in envs.values()], config.hosts),
-        initial_reference=any(env.algorithm.kl.in_trainer for env in envs.values()),
+        references=sorted({name for env in envs.values() for name in env.algorithm.trainer_references()}),
     )
 
 

@@ -7,7 +7,7 @@ Start with `rl.py` (formulas) and `interface.py` (what a loss of your own gets).
 from prl.losses.ce import ce_loss
 from prl.losses.compute import LossCounts, TokenTreatment, compute_loss, count_members
 from prl.losses.interface import LossInputs, LossOutputs
-from prl.losses.ref_kl import ref_kl_loss
+from prl.losses.ref_kl import divergence_loss, ref_kl_loss
 from prl.losses.rl import aipo_loss, default_loss, gspo_loss
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "compute_loss",
     "count_members",
     "default_loss",
+    "divergence_loss",
     "gspo_loss",
     "ref_kl_loss",
 ]

@@ -108,6 +108,7 @@ def compute_loss(
     sequence_lengths: Sequence[int],
     counts: LossCounts,
     rl_loss: LossFunction | Sequence[LossFunction] | None = None,
+    ref_kl_loss: Sequence[LossFunction] | None = None,
     treatment: TokenTreatment | None = None,
     **streams: Tensor | None,
 ) -> tuple[Tensor, Metrics]:
@@ -117,8 +118,10 @@ def compute_loss(
         sequence_lengths: the first sum(sequence_lengths) tokens are the sequences; the rest is padding, never read.
         counts: member tokens of the whole step.
         rl_loss: the rl loss of all sequences, or a list with that of each; None = `default_loss`.
+        ref_kl_loss: a list with the ref_kl loss of each sequence; None = `prl.losses.ref_kl_loss` of all.
         treatment: filled with what became of each token.
-        streams: the optional streams (`advantages`, `rl_weights`, ...) and `entropy`, None or left out where absent.
+        streams: the optional streams (`advantages`, `rl_weights`, ...), `entropy` and `divergence`, None or left out
+            where absent.
 
     Returns:
         The loss, a float64 scalar, attached to the graph even without members, and metrics as (sum, count), where a
@@ -133,7 +136,7 @@ def compute_loss(
     by_component, sampled, invalid = _find_members(row)
     terms: list[Term] = []
     for name, component in COMPONENTS.items():
-        losses = rl_loss if name == "rl" else None
+        losses = {"rl": rl_loss, "ref_kl": ref_kl_loss}.get(name)
         terms += _terms(component, losses, by_component[name], sequence_lengths)
     *present, sampled_count = torch.stack([*(term[-1].sum() for term in terms), sampled.sum()]).tolist()  # one sync
     # All masked away: no gradient, no NaN whatever the logprobs are, yet backward has a graph to run through.
@@ -151,7 +154,7 @@ def compute_loss(
 
 def _without_padding(streams: Mapping[str, Tensor | None], sequence_lengths: Sequence[int]) -> dict[str, Tensor]:
     """The tokens of the sequences, of each stream that is there. Raises for one that is unknown or does not align."""
-    known = {"trainer_logprobs", "inference_logprobs", "loss_mask", "entropy", *STREAM_FILL}
+    known = {"trainer_logprobs", "inference_logprobs", "loss_mask", "entropy", "divergence", *STREAM_FILL}
     unknown = streams.keys() - known
     if unknown:
         raise TypeError(f"there is no keyword {min(unknown)!r}")
@@ -223,6 +226,7 @@ def _inputs(row: dict[str, Tensor], members: Tensor, component: Component) -> Lo
         ref_logprobs=present.get("ref_logprobs"),
         advantages=present.get("advantages"),
         entropy=present.get("entropy"),
+        divergence=present.get("divergence"),
         loss_mask=members,
         loss_weights=present.get(component.stream),
     )

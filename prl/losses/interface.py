@@ -34,6 +34,7 @@ class LossInputs:
     - `loss_mask`: bool, exactly this component's member tokens.
     - `loss_weights` w: scales each token's loss; None means 1.0.
     - `entropy`: of the policy's distribution at the sampling temperature, nats, with gradient.
+    - `divergence`: of the policy's distribution from the reference's, nats, with gradient; for `divergence_loss` alone.
     - `sequence_lengths`: of the sequences, where a `@tokenwise` loss gets a whole row; None = one sequence.
     - `mean_length`: rl members per sequence with any, over the whole step. What an rl loss returns is divided by the
       number of members later; times `mean_length`, it is divided by the number of sequences instead.
@@ -49,6 +50,7 @@ class LossInputs:
     advantages: Tensor | None = None
     loss_weights: Tensor | None = None
     entropy: Tensor | None = None
+    divergence: Tensor | None = None
     sequence_lengths: Sequence[int] | None = None
     mean_length: float = 1.0
 

@@ -49,7 +49,8 @@ class Reference(msgspec.Struct, array_like=True, frozen=True):
     """What the `ref_kl` tokens of a sequence are compared with, and how."""
 
     model: str = ""
-    """The trainer's model that fills `ref_logprobs`: `initial`, `ema:<decay>`, `lagged:<every>`; "" = they are shipped."""
+    """The trainer's model that fills `ref_logprobs`: `initial`, `ema:<decay>`, `lagged:<every>`; "" = they are shipped.
+    """
     divergence: str = ""
     """`reverse_kl`, `forward_kl` or `jsd` of the distributions, differentiated itself; "" = by the sampled token."""
     beta: float = 0.5

@@ -137,7 +137,7 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
     lengths = [len(sample.token_ids) for sample in samples]
     padding = seq_len - sum(lengths)
 
-    def top(name: str) -> list[list[Any]] | None:
+    def top(name: str) -> Any:
         """The lists of each token; None where no sample has any."""
         if all(getattr(sample, name) is None for sample in samples):
             return None

@@ -27,6 +27,10 @@ class Head:
     weight: Tensor
     bias: Tensor | None
 
+    def part(self, tokens: Tensor) -> "Head":
+        """Of some tokens alone."""
+        return Head(self.hidden.index_select(0, tokens), self.weight, self.bias)
+
 
 @dataclass
 class Top:
@@ -41,6 +45,9 @@ class Top:
     def part(self, tokens: Tensor) -> "Top":
         """Of some tokens alone."""
         return Top(self.ids[tokens], self.logprobs[tokens])
+
+    def to(self, device: torch.device) -> "Top":
+        return Top(self.ids.to(device), self.logprobs.to(device))
 
 
 def divergence(logp: Tensor, logq: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
@@ -81,7 +88,7 @@ def chunked_divergence(
     """`divergence` at each token, `[tokens]`, at least float32, with a gradient for the policy's three tensors.
 
     The policy's logits, and those of a reference in the trainer, are divided by `temperatures` `[tokens]`; a
-    temperature of 0 leaves them as they are. `chunk` is in tokens: the peak is five to eight buffers of `[chunk, vocab]`
+    temperature of 0 leaves them as they are. `chunk` is in tokens: the peak is a few buffers of `[chunk, vocab]`
     float32. None is what `usual_chunk` says, on a GPU a quarter of it. Tokens that get no gradient cost nothing in the
     backward. A vocabulary of another size than the reference's raises ValueError.
     """

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from prl.config.build import build, plain
 from prl.errors import PrlError
-from prl.losses import LossCounts, TokenTreatment, compute_loss, count_members
+from prl.losses import LossCounts, TokenTreatment, compute_loss, count_members, divergence_loss, ref_kl_loss
 from prl.losses.interface import LossFunction, Metrics, add_metric
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.messages import MicroBatch, StepBatch
@@ -21,8 +21,9 @@ from prl.trainer.config import AdamWConfig, TrainerConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.layers import compile_layers, recompute_activations
 from prl.trainer.metrics import means_over_ranks, metrics_of_envs
-from prl.trainer.model import stack_logprobs
+from prl.trainer.model import run_stack
 from prl.trainer.optim import make_optimizers
+from prl.trainer.references import Heads, behind_prefixes, divergences, follow, kept_head
 from prl.trainer.schedule import Schedule
 from prl.trainer.sharding import gradient_norm, make_mesh, most, reduce_over_replicas, scale_gradients, shard
 from prl.trainer.tree.attention import can_attend_over_trees
@@ -46,7 +47,7 @@ class Trainer:
         rl_losses: the rl loss functions that sequences name; "" is the run's.
         max_steps: steps of the run, for the schedule.
         half: run the model in bfloat16 over its float32 weights, which is for ranks that share it, one at least.
-        reference: loads the model that the run began with, where samples ask for its logprobs.
+        references: loads each model that samples name as their reference, by that name (`prl.trainer.references`).
         export: writes what became of each token of a step.
         track: records what this rank does.
         options: the fields of `TrainerConfig`. A subclass takes its own by keyword and passes the rest on.
@@ -61,7 +62,7 @@ class Trainer:
         rl_losses: Mapping[str, LossFunction],
         max_steps: int,
         half: bool = False,
-        reference: Callable[[], PreTrainedModel] | None = None,
+        references: Mapping[str, Callable[[], PreTrainedModel]] | None = None,
         export: TokenExport | None = None,
         track: Track | None = None,
         **options: Any,
@@ -89,10 +90,11 @@ class Trainer:
         self.layout = self._layout()
         self.export = export
         self.track = track or Track(TRAINER)
-        self.reference: PreTrainedModel | None = None
-        if reference is not None:  # loaded after the policy is spread: one whole model in memory at a time
-            self.reference = reference().requires_grad_(False).eval()
-            self.share(self.reference)
+        self.references: dict[str, PreTrainedModel] = {}
+        for name, load in (references or {}).items():  # after the policy is spread: one whole model in memory at a time
+            self.references[name] = load().requires_grad_(False).eval()
+            self.share(self.references[name])
+        follow(self.references, model, 0)
 
     def share(self, model: PreTrainedModel) -> None:
         """Spread a model over the ranks, where there are any; rank 0 has its weights. A collective."""
@@ -120,22 +122,22 @@ class Trainer:
         self._check(batch)
         with self.track.doing(FORWARD, batch.step):
             step_stacks = self._stacks(batch)
-            referring = most([int(stack.initial.any()) for stack in step_stacks], self.device)
+            asked = self._asked_references(step_stacks)
             counted = self._count(step_stacks)
             counts = LossCounts.from_tensor(counted[: len(COMPONENTS) + 2])
             totals: Metrics = {}
             export = self.export if self.export is not None and self.export.wants(batch.step) else None
             self.optimizer.zero_grad()
-            for place, (stack, refers) in enumerate(zip(step_stacks, referring, strict=True), 1):
+            for place, (stack, names) in enumerate(zip(step_stacks, asked, strict=True), 1):
                 reduce_over_replicas(self.model, place == len(step_stacks))
-                if refers:
-                    stack = self._with_reference(stack)
-                self._backward(stack, counts, totals, export)
+                stack, heads = self._with_references(stack, names)
+                self._backward(stack, heads, counts, totals, export)
             if export is not None:  # before the update, which raises on the very steps one wants to look at
                 export.write(batch)
         factor = self.schedule.factor(batch.step, self.max_steps)
         with self.track.doing(OPTIMISER, batch.step):
             grad_norm = self._update(factor)
+            follow(self.references, self.model, batch.step)
         metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
         return metrics | {
             "loss/mean": sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS),
@@ -148,11 +150,12 @@ class Trainer:
     def _check(self, batch: StepBatch) -> None:
         """Raise ValueError for a sequence that asks for a loss or a reference that is not there."""
         for row in batch.micro_batches:
-            if self.reference is None and any(row.initial_reference):
-                raise ValueError(
-                    "a sample feeds ref_kl with the initial model as its reference, but the trainer has none: set "
-                    "algo.kl.coef, or score a reference as opd and opsd do"
-                )
+            for reference in row.references:
+                if reference.model and reference.model not in self.references:
+                    raise ValueError(
+                        f"a sample names the reference {reference.model!r}, which the trainer does not have: its "
+                        "algorithm's trainer_references() must list it, as that of algo.kl does with a coef"
+                    )
             for env, name in zip(row.env_names, row.losses, strict=True):
                 if name not in self.rl_losses:
                     raise ValueError(
@@ -182,9 +185,14 @@ class Trainer:
             dist.all_reduce(counts)
         return counts.cpu()
 
-    def _backward(self, stack: Stack, counts: LossCounts, totals: Metrics, export: TokenExport | None) -> None:
+    def _backward(
+        self, stack: Stack, heads: Heads, counts: LossCounts, totals: Metrics, export: TokenExport | None
+    ) -> None:
         """Add one stack's gradient, its metrics to `totals`, and its tokens to the step's export."""
-        logprobs, entropy = stack_logprobs(self.model, stack, head_chunk=self.config.head_chunk)
+        chunk = self.config.head_chunk
+        compare = functools.partial(divergences, stack=stack, heads=heads, chunk=chunk)
+        logprobs, entropy, divergence = run_stack(self.model, stack, head_chunk=chunk, on_head=compare)
+        dense = [divergence_loss if reference.divergence else ref_kl_loss for reference in stack.references]
         treatment = TokenTreatment()
         loss, metrics = compute_loss(
             trainer_logprobs=logprobs,
@@ -193,8 +201,10 @@ class Trainer:
             sequence_lengths=stack.sequence_lengths,
             counts=counts,
             rl_loss=[self.rl_losses[name] for name in stack.losses],
+            ref_kl_loss=None if divergence is None else dense,
             treatment=treatment,
             entropy=entropy,
+            divergence=divergence,
             **stack.streams,
         )
         loss.backward()
@@ -206,14 +216,31 @@ class Trainer:
         for name, pair in metrics.items():
             add_metric(totals, name, *pair)
 
+    def _asked_references(self, step_stacks: list[Stack]) -> list[list[str]]:
+        """The references that a sequence of each stack names, on any rank, since their forwards are collectives."""
+        if not self.references:
+            return [[] for _ in step_stacks]
+        names = list(self.references)
+        own = [[reference.model for reference in stack.references] for stack in step_stacks]
+        asked = iter(most([int(name in models) for models in own for name in names], self.device))
+        return [[name for name in names if next(asked)] for _ in step_stacks]
+
     @torch.no_grad()
-    def _with_reference(self, stack: Stack) -> Stack:
-        """The stack with the reference's logprobs in the sequences that ask for them."""
-        if self.reference is None:  # which this rank's own sequences do not ask for
-            return stack
-        logprobs, _ = stack_logprobs(self.reference, stack, head_chunk=self.config.head_chunk)
-        shipped = stack.streams.get("ref_logprobs", torch.zeros_like(logprobs))
-        return replace(stack, streams=stack.streams | {"ref_logprobs": torch.where(stack.initial, logprobs, shipped)})
+    def _with_references(self, stack: Stack, names: list[str]) -> tuple[Stack, Heads]:
+        """The stack with these references' logprobs in the sequences that name them, and the references' heads."""
+        heads: Heads = {}
+        if not names:
+            return stack, heads
+        seen, places = behind_prefixes(stack, self.layout)
+        filled = stack.streams.get("ref_logprobs", torch.zeros_like(stack.logprobs))
+        for name in names:
+            keep = functools.partial(kept_head, stack=stack, seen=seen, places=places, name=name)
+            logprobs, _, heads[name] = run_stack(
+                self.references[name], seen, head_chunk=self.config.head_chunk, on_head=keep
+            )
+            asking = stack.tokens_of([reference.model == name for reference in stack.references])
+            filled = torch.where(asking, logprobs[places], filled)
+        return replace(stack, streams=stack.streams | {"ref_logprobs": filled}), heads
 
     def _update(self, factor: float) -> float:
         """Clip the gradient, and step at `factor` of the peak learning rate. Returns the norm."""

@@ -125,7 +125,7 @@ def test_conf_file_sets_options_of_own_class(mine, tmp_path):
     assert check_loss("loss", config.loss) is None and config.loss["k"] == 3
     parts = build_components(config).envs["math"]
     assert (type(parts.algorithm).__name__, parts.algorithm.n) == ("Algo", 5)
-    payload = trainer_payload(config, config.model, initial_reference=False)
+    payload = trainer_payload(config, config.model, references=[])
     node = payload["losses"][""]
     assert node == {
         "_target_": "conf_mine.loss",

@@ -147,7 +147,8 @@ def test_missing_advantages_are_refused_before_truncation():
 
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_a_misaligned_array_is_named(name):
-    row = pack_row([sample(3, **{stream: [0.0] * 3 for stream in STREAM_FILL})], 4)
+    top = {"top_ids": [[1]] * 3, "top_logprobs": [[0.0]] * 3}
+    row = pack_row([sample(3, **{stream: [0.0] * 3 for stream in STREAM_FILL}, **top)], 4)
     setattr(row, name, getattr(row, name)[:-1])
     with pytest.raises(ValueError, match=f"{name} has 3 values for 4 input_ids"):
         check_aligned(row)

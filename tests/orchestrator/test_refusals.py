@@ -157,8 +157,8 @@ def test_references_to_the_served_teacher_are_hosted_once():
     assert components("algo=opd teacher=local env=[math,reverse_text]").hosted == [FrozenModelConfig("teacher")]
     assert components(f"algo=opd algo.teacher={FROZEN}").hosted == []
     kl = components("teacher=local algo.kl.coef=1 algo.kl.reference={name:teacher}")
-    assert kl.hosted == [FrozenModelConfig("teacher")] and not kl.initial_reference
-    assert components("algo.kl.coef=1").initial_reference
+    assert kl.hosted == [FrozenModelConfig("teacher")] and not kl.references
+    assert components("algo.kl.coef=1").references == ["initial"]
 
 
 def test_class_without_the_base_class_options_is_refused(user_package):

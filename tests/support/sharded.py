@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from prl.losses import aipo_loss, default_loss, gspo_loss
 from prl.rollouts.components import COMPONENTS
-from prl.rollouts.messages import MicroBatch, StepBatch, TrainingSample
+from prl.rollouts.messages import MicroBatch, Reference, StepBatch, TrainingSample
 from prl.rollouts.packing import pack
 from prl.trainer.checkpoint_part import load_state, write_part
 from prl.trainer.config import AdamWConfig
@@ -87,7 +87,7 @@ def make_rows(step: int, most: int | None = None) -> list[MicroBatch]:
             on = [float(trains) for trains in mask]
             streams: dict = {f"{each}_weights": [into.get(each, 0.0) * this for this in on] for each in COMPONENTS}
             if "ref_kl" in into and group == 3:
-                streams["initial_reference"] = True
+                streams["reference"] = Reference("initial")
             elif "ref_kl" in into:
                 streams["ref_logprobs"] = [-draw.uniform(7, 9) * each for each in on]
             samples.append(
@@ -140,7 +140,7 @@ def make_trainer(
         models[0].load_state_dict({name: weight.double() for name, weight in saved.items()})
     if lora is not None:
         give_adapters(models[0], lora)
-    trainer = Trainer(model=models[0], rl_losses=LOSSES, max_steps=4, reference=lambda: models[1], **options)
+    trainer = Trainer(model=models[0], rl_losses=LOSSES, max_steps=4, references={"initial": models.pop}, **options)
     if checkpoint is not None:
         load_state(checkpoint, trainer, rank=rank)
     return trainer

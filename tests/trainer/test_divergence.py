@@ -17,7 +17,8 @@ TEMPERATURES = 0.5 + torch.rand(TOKENS, generator=torch.Generator().manual_seed(
 def make_head(seed, *, bias=False, dtype=torch.float64, tokens=TOKENS, dim=DIM, vocab=VOCAB):
     generator = torch.Generator().manual_seed(seed)
     shapes = ((tokens, dim), (vocab, dim), (vocab,))
-    hidden, weight, shift = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    drawn = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    hidden, weight, shift = drawn
     return Head(hidden.requires_grad_(), weight.requires_grad_(), shift.requires_grad_() if bias else None)
 
 

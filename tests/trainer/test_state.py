@@ -8,7 +8,7 @@ from architectures import write_model
 from safetensors.torch import load_file
 
 from prl.errors import ConfigError, PrlError
-from prl.rollouts.messages import StepBatch
+from prl.rollouts.messages import Reference, StepBatch
 from prl.rollouts.packing import pack
 from prl.trainer import worker
 from prl.trainer.checkpoint_part import load_state, write_part
@@ -17,6 +17,7 @@ from prl.transport.checkpoint_folders import part_path, parts_of
 from prl.transport.files import FileTransport
 
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
+REFERENCES = ["initial", "ema:0.5", "lagged:3"]
 LORA = {"rank": 4, "alpha": 32.0, "target_modules": ["q_proj", "down_proj"]}
 MUON = ADAMW | {
     "parts": {
@@ -35,12 +36,12 @@ MUON = ADAMW | {
 def train(tiny_path, make_sample, tmp_path):
     """`train(name, steps, …)`: run the trainer's loop over batches that depend on the step alone; its directory."""
 
-    def run(name, steps, *, model=tiny_path, lora=None, optim=ADAMW, ref=False, resume=None, spoilt=None):
+    def run(name, steps, *, model=tiny_path, lora=None, optim=ADAMW, refs=(), resume=None, spoilt=None):
         folder = tmp_path / name
         transport = FileTransport(folder)
         for step in steps:
-            pull = {"initial_reference": True, "ref_kl_weights": [0.2] * 20} if ref else {}
-            samples = [make_sample(20, 4, seed=16 * step + i, **pull) for i in range(4)]
+            pull = [{"reference": Reference(name), "ref_kl_weights": [0.2] * 20} for name in refs] or [{}]
+            samples = [make_sample(20, 4, seed=16 * step + i, **pull[i % len(pull)]) for i in range(4)]
             if step == spoilt:
                 samples[0].advantages = [float("inf")] * 20
             rows, _ = pack(samples, 64, 1)
@@ -52,7 +53,7 @@ def train(tiny_path, make_sample, tmp_path):
             "weights": {"_target_": "prl.transport.files.FileTransport"},
             "seed": 0,
             "max_steps": 9,
-            "initial_reference": ref,
+            "references": refs,
             "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu", "optim": optim, "example_steps": 0},
             "resume": resume,
         }
@@ -65,11 +66,11 @@ def train(tiny_path, make_sample, tmp_path):
 @pytest.mark.parametrize(
     ("model", "how"),
     [
-        ("tiny", {"ref": True}),
-        ("tiny", {"optim": MUON, "lora": LORA}),
+        ("tiny", {"refs": REFERENCES}),
+        ("tiny", {"optim": MUON, "lora": LORA, "refs": REFERENCES}),
         ("Qwen3-MoE", {"lora": LORA | {"target_modules": None}}),
     ],
-    ids=["AdamW and a reference", "Muon with LoRA", "LoRA beside experts"],
+    ids=["AdamW and references", "Muon with LoRA and references", "LoRA beside experts"],
 )
 def test_a_resumed_run_equals_one_that_did_not_stop(train, tmp_path, model, how):
     """Bit by bit, and so have two runs of the same batches."""
