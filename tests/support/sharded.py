@@ -31,6 +31,13 @@ LOSSES = {
 STEPS, NEXT = (1, 2), 3
 FED: dict[int, dict[str, float]] = {1: {"rl": 1.0, "ce": 0.5}, 2: {"ref_kl": 1.0}, 3: {"rl": 1.0, "ref_kl": 0.3}}
 """By group the weights of the components that it feeds; of others rl alone."""
+REFERENCES = {
+    "": Reference("initial"),
+    "aipo": Reference("initial", "reverse_kl"),
+    "gspo": Reference("initial", "forward_kl", prefix=(7, 8, 9)),
+    "constant": Reference("initial", "jsd", 0.3, prefix=(5,)),
+}
+"""By loss what the samples of one group are compared with."""
 FAR = AdamWConfig(lr=1e-3, eps=1e-4)
 """Takes weights so far from where they began that a wrong gradient shows in their sixth digit."""
 SGD = {"_target_": "torch.optim.SGD", "lr": 1e-2, "momentum": 0.9, "fused": True}
@@ -87,9 +94,13 @@ def make_rows(step: int, most: int | None = None) -> list[MicroBatch]:
             on = [float(trains) for trains in mask]
             streams: dict = {f"{each}_weights": [into.get(each, 0.0) * this for this in on] for each in COMPONENTS}
             if "ref_kl" in into and group == 3:
-                streams["reference"] = Reference("initial")
+                streams["reference"] = REFERENCES[name]
             elif "ref_kl" in into:
                 streams["ref_logprobs"] = [-draw.uniform(7, 9) * each for each in on]
+                if name == "aipo":
+                    top = [[draw.randrange(4 * place, 4 * place + 4) for place in range(3)] for _ in on]
+                    streams |= {"reference": Reference("", "forward_kl"), "top_ids": top}
+                    streams["top_logprobs"] = [[-draw.uniform(1.5, 3) for _ in range(3)] for _ in on]
             samples.append(
                 TrainingSample(
                     token_ids=prompt + [draw.randrange(101) for _ in range(length)],

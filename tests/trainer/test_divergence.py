@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from divergences import merged, plain
 from largest_tensor import LargestTensor
 
 from prl.trainer.divergence import LEAST_REST, Head, Top, chunked_divergence
@@ -30,31 +31,10 @@ def logits(head, temperatures=TEMPERATURES):
     return F.linear(head.hidden, head.weight, head.bias) / temperatures.double()[:, None]
 
 
-def kl(p, q):
-    return (p * (p.log() - q.log())).sum(-1)
-
-
-def plain(p, q, kind, beta):
-    """The definitions, of probabilities."""
-    m = beta * q + (1 - beta) * p
-    return {
-        "reverse_kl": lambda: kl(p, q),
-        "forward_kl": lambda: kl(q, p),
-        "jsd": lambda: beta * kl(q, m) + (1 - beta) * kl(p, m),
-    }[kind]()
-
-
 def make_top(head, k):
     """The most likely tokens at temperature 1, as an endpoint gives them."""
     logprobs, ids = logits(head, torch.ones(TOKENS)).log_softmax(-1).detach().topk(k)
     return Top(ids, logprobs)
-
-
-def merged(p, ids):
-    """Probabilities of some tokens, and of all others as one."""
-    taken = p.gather(1, ids)
-    rest = p.scatter(1, ids, 0.0).sum(1, keepdim=True)
-    return torch.cat([taken, rest], 1)
 
 
 def both(found, expected, tensors, tolerance):

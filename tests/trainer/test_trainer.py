@@ -24,14 +24,14 @@ DELTA = 8.0  # the default
 
 def make_trainer(model, *, tokens_per_forward=64, max_grad_norm=1e9, lr=1e-3, initial=None, **settings):
     rl_loss = functools.partial(default_loss, dppo_mask_low=LOW, dppo_mask_high=HIGH, kl_tau=KL_TAU)
+    references = {} if initial is None else {"initial": lambda: copy.deepcopy(initial)}
     return Trainer(
-        **{"rl_losses": {"": rl_loss}, "optim": AdamWConfig(lr=lr)} | settings,
+        **{"rl_losses": {"": rl_loss}, "optim": AdamWConfig(lr=lr), "references": references} | settings,
         model=model,
         max_steps=4,
         tokens_per_forward=tokens_per_forward,
         head_chunk=7,
         max_grad_norm=max_grad_norm,
-        references={} if initial is None else {"initial": lambda: copy.deepcopy(initial)},
     )
 
 
