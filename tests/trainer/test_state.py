@@ -92,6 +92,12 @@ def test_a_resumed_run_equals_one_that_did_not_stop(train, tmp_path, model, how)
     assert all(torch.equal(kept[name], weight) for name, weight in published.items())
 
 
+def test_a_reference_that_the_checkpoint_lacks_is_refused(train):
+    part = part_path(train("first", [1], refs=["ema:0.5"]), 1)
+    with pytest.raises(ConfigError, match=r"the checkpoint has no reference ema:0\.9"):
+        train("second", [2], refs=["ema:0.9"], resume={"folder": str(part), "step": 1})
+
+
 def test_a_fatal_gradient_leaves_the_last_good_weights(train):
     with pytest.raises(PrlError, match="gradient's norm"):
         train("spoilt", [1, 2, 3], spoilt=3)
