@@ -102,13 +102,14 @@ def read_top(rows: Any, tokens: int, top_k: int) -> tuple[list[list[int]], list[
     for position, row in enumerate(rows[1:], start=1):
         if len(row) < top_k:
             raise EngineError(f"{len(row)} top logprobs at position {position}, not {top_k}: lower top_k")
-        bad = [value for _, value in row if not isinstance(value, int | float) or not is_measured(value)]
-        best = [] if bad else sorted(row, key=lambda pair: pair[1], reverse=True)[:top_k]
-        if bad or sum(math.exp(value) for _, value in best) > 1 + ROUNDING:
+        pairs = [(float(value), int(token_id)) for token_id, value in row]
+        best = sorted(pairs, reverse=True)[:top_k]
+        bad = [pair for pair in pairs if not is_measured(pair[0]) or not 0 <= pair[1] < 2**31]
+        if bad or sum(math.exp(value) for value, _ in best) > 1 + ROUNDING:
             got = (bad or best)[0]
             raise EngineError(f"the top logprobs at position {position} are of no distribution (got {got!r})")
-        ids.append([int(token_id) for token_id, _ in best])
-        logprobs.append([float(value) for _, value in best])
+        ids.append([token_id for _, token_id in best])
+        logprobs.append([value for value, _ in best])
     return ids, logprobs
 
 

@@ -23,7 +23,7 @@ Heads = dict[str, Head | None]
 @torch.no_grad()
 def follow(references: Mapping[str, PreTrainedModel], policy: PreTrainedModel, step: int) -> None:
     """Update the references that move after `step`; with 0 they become the policy."""
-    ours = local_parts(policy)
+    ours = local_parts(policy) if references else []
     for name, reference in references.items():
         kind, _, number = name.partition(":")
         if kind == "ema" and step:
@@ -87,7 +87,7 @@ def kept_head(head: Head, stack: Stack, seen: Stack, places: torch.Tensor, name:
 
 
 def divergences(policy: Head, stack: Stack, heads: Heads, chunk: int | None) -> torch.Tensor | None:
-    """The divergence at the wanted tokens of sequences that ask for one, `[flat tokens]`; None where none does.
+    """The divergence at the `ref_kl` tokens of sequences that ask for one, `[flat tokens]`; None where none does.
 
     Args:
         policy: its head, with the hidden states of the flattened rows.
@@ -96,14 +96,17 @@ def divergences(policy: Head, stack: Stack, heads: Heads, chunk: int | None) -> 
         chunk: as of `chunked_divergence`.
     """
     comparisons = {reference.comparison for reference in stack.references if reference.divergence}
-    if not comparisons:
+    weights = stack.streams.get("ref_kl_weights")
+    if not comparisons or weights is None:
         return None
-    values = torch.zeros(len(stack.token_ids), device=stack.token_ids.device)
+    members = (weights != 0) & (stack.before >= 0)
+    values = torch.zeros_like(weights)
     for how in sorted(comparisons, key=str):
         asking = stack.tokens_of([reference.comparison == how for reference in stack.references])
-        place = (asking & stack.wanted & (stack.before >= 0)).nonzero().squeeze(1)
+        place = (asking & members).nonzero().squeeze(1)
         against = heads[how.model] if how.model else stack.top
-        assert against is not None  # else the batch would have been refused
+        if against is None or not len(place):  # none is shipped without members
+            continue
         found = chunked_divergence(
             policy.part(stack.before[place]),
             against.part(place),

@@ -184,7 +184,9 @@ async def test_top_logprobs_are_the_most_likely(server, pool):
     ("bad", "message"),
     [
         (row(_7=-1.0), "1 top logprobs at position 1, not 2"),
-        (row(_7=-1.0, _8=None), "of no distribution"),
+        (row(_7=-1.0, _8=None), "cannot be read"),
+        (row(_7=-1.0, _8=float("nan")), "JSON is malformed"),
+        ({"7": {"logprob": -1.0}, "-8": {"logprob": -2.0}}, "of no distribution"),
         (row(_7=-1.0, _8=-9999.0), "of no distribution"),
         (row(_7=-0.1, _8=-0.2), "of no distribution"),
         (row(_7=-1.0, _x=-2.0), "cannot be read"),

@@ -61,7 +61,10 @@ def samples(make_sample, tiny):
             sample.top_ids, sample.top_logprobs = [[], *ids.tolist()], [[], *logprobs.tolist()]
             sample.ref_logprobs = [-1.0] * 14
         made.append(sample)
-    return made
+    # One that is compared with nothing: it feeds ce alone.
+    ce = make_sample(14, 4, seed=2, advantages=None, rl_weights=[0.0] * 14, reference=ASKED[-1])
+    ce.ref_kl_weights, ce.ce_weights = [0.0] * 14, [0.0] * 10 + [1.0] * 4
+    return [*made, ce]
 
 
 def expected_loss(model, initial, samples):
@@ -71,21 +74,25 @@ def expected_loss(model, initial, samples):
         if how.model:
             temperatures = [1.0] * len(how.prefix) + sample.temperatures
             q = probabilities(initial, [*how.prefix, *sample.token_ids], temperatures)[len(how.prefix) :].detach()
-        else:
+        elif sample.top_ids:
             ids = torch.tensor(sample.top_ids[1:])
             top = torch.tensor(sample.top_logprobs[1:]).double().exp()
             p, q = merged(p, ids), torch.cat([top, 1 - top.sum(1, keepdim=True)], 1)
+        if not any(sample.ref_kl_weights):
+            rest = p.gather(1, torch.tensor(sample.token_ids[1:])[:, None]).log().squeeze(1)
+            ce = -(rest * torch.tensor(sample.ce_weights[1:])).sum() / 4
+            continue
         values = plain(p, q, how.divergence, how.beta)
         weights = torch.tensor(sample.ref_kl_weights[1:]) * torch.tensor(sample.logprobs[1:]).isfinite()
         total, count = total + (values * weights).sum(), count + int((weights != 0).sum())
-    return total / count, count
+    return total / count, ce, count
 
 
 @pytest.mark.parametrize(("share", "tokens"), [(True, 64), (False, 64), (True, 10_000)])
 def test_a_step_equals_the_whole_vocabulary_in_float64(policy, tiny, samples, share, tokens):
     initial = copy.deepcopy(tiny).double()
-    loss, count = expected_loss(policy, initial, samples)
-    expected = torch.autograd.grad(loss, list(policy.parameters()))
+    loss, ce, count = expected_loss(policy, initial, samples)
+    expected = torch.autograd.grad(loss + ce, list(policy.parameters()))
     rows, _ = pack(samples, 32, 1)
     references = {"initial": initial, "ema:0.9": policy}
     trainer = make_trainer(policy, references, share_prefixes=share, tokens_per_forward=tokens)
