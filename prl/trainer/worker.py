@@ -220,8 +220,8 @@ def make_trainer(
     """Load the policy, or its checkpoint, and build its trainer, with the references that samples will name.
 
     Each begins as the model at `model.path`, in the policy's number format, and is one more copy of the weights in
-    memory. Raises for a model that packing or shared tokens would get wrong. Of several
-    ranks the first loads, and the others get their parts from it.
+    memory. Raises for a model that packing or shared tokens would get wrong. Of several ranks the first loads, and the
+    others get their parts from it.
     """
     torch.manual_seed(config["seed"])
     half = runs_in_half(config["trainer"].get("dtype", TrainerConfig.dtype), device.type)
@@ -243,7 +243,7 @@ def make_trainer(
     def load_reference(name: str) -> PreTrainedModel:
         model = load(config["model"]["path"])
         if adapted and ":" in name:  # it follows the policy's parameters one by one
-            add_adapters(model, lora, config["model"]["path"])
+            lora.add_adapters(model, adapters, config["model"]["path"])
         return model
 
     # The trainer itself builds these two components, the optimisers with the model's parameters: they stay nodes.
