@@ -84,7 +84,7 @@ def test_equal_samples_are_shared_out_evenly(count, length, seq_len, ranks):
 
 def test_longest_samples_go_to_the_emptiest_rank():
     """9 | 7 | 6, then 5 to 6, 4 to 7, 3 to 9."""
-    shares = balance(samples_of([3, 9, 4, 7, 5, 6]), 3)
+    shares = balance([[s] for s in samples_of([3, 9, 4, 7, 5, 6])], 3)
     assert [[len(s.token_ids) for s in share] for share in shares] == [[9, 3], [7, 4], [6, 5]]
 
 
