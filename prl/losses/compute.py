@@ -227,7 +227,9 @@ def _inputs(row: dict[str, Tensor], members: Tensor, component: Component) -> Lo
         inference_logprobs=present["inference_logprobs"],
         ref_logprobs=present.get("ref_logprobs"),
         advantages=present.get("advantages"),
-        **{name: present.get(name) for name in OF_TRAINER},
+        proximal_logprobs=present.get("proximal_logprobs"),
+        entropy=present.get("entropy"),
+        rollout_share=present.get("rollout_share"),
         loss_mask=members,
         loss_weights=present.get(component.stream),
     )

@@ -15,7 +15,7 @@ class PolicyTokens:
         logprobs: t, the trainer's.
         old: i, the sampler's; with `proximal` p, the trainer's before the first update on the batch (decoupled PPO, as
             in AReaL, arXiv 2505.24298).
-        log_ratio: t - old, the log of the loss's own importance ratio.
+        log_ratio: t - old, the log of the loss's own importance ratio; `ratio` is that ratio without a gradient.
         advantages: A, times the weight of the correction.
 
     `correction` is for what the trainer and the sampler disagree on. With rho = exp(p - i), or exp(t - i) without
@@ -46,18 +46,19 @@ class PolicyTokens:
         correction_cap: float = 2.0,
         correction_low: float = 0.5,
         correction_high: float = 5.0,
+        entropy_target: float | None = None,  # these two are for the trainer, which changes entropy_coef
+        entropy_step: float = 0.0,
     ):
         if inputs.advantages is None:
             raise ValueError("the rl loss needs advantages, but this sequence has none")
         anchor = inputs.proximal_logprobs if proximal else inputs.trainer_logprobs.detach()
         if anchor is None:
             raise ValueError("proximal: these LossInputs have no proximal_logprobs")
-        if entropy_coef and inputs.entropy is None:
-            raise ValueError("entropy_coef: these LossInputs have no entropy")
         self.inputs = inputs
-        self.counted = self.members = inputs.members(sampler=True)
+        self.members = inputs.members(sampler=True)
+        self.counted = self.members
         self.entropy_coef, self.agg_mode, self.constant_length = entropy_coef, agg_mode, constant_length
-        self.metrics: TokenMetrics = {}
+        metrics: TokenMetrics = {}
         weight: Tensor | float = 1.0
         if correction != "none":
             log_rho = select(self.counted, anchor) - select(self.counted, inputs.inference_logprobs)
@@ -71,11 +72,13 @@ class PolicyTokens:
                 corrected = self.counted & ~self.members
                 if correction == "icepop" and (proximal or not has_ratio):
                     weight = select(self.members, rho)
-            self.metrics = {f"correction/{name}": (rho, self.counted) for name in ("rho", "rho/max")}
-            self.metrics["correction/share"] = (corrected, self.counted)
+            metrics["correction/share"] = (corrected, self.counted)
+            metrics["correction/rho"] = metrics["correction/rho/max"] = (rho, self.counted)
+        self.metrics = metrics
         self.logprobs = select(self.members, inputs.trainer_logprobs)
         self.old = select(self.members, anchor if proximal else inputs.inference_logprobs)
         self.log_ratio = self.logprobs - self.old
+        self.ratio = self.log_ratio.detach().exp()
         self.advantages = select(self.members, inputs.advantages) * weight
 
     def sequence_mean(self, values: Tensor) -> Tensor:
@@ -102,7 +105,9 @@ class PolicyTokens:
         Raises ValueError for another mode, and for `constant` without its length.
         """
         inputs, mode = self.inputs, self.agg_mode
-        if self.entropy_coef and inputs.entropy is not None:
+        if self.entropy_coef:
+            if inputs.entropy is None:
+                raise ValueError("entropy_coef: these LossInputs have no entropy")
             loss = loss - self.entropy_coef * select(self.members, inputs.entropy)
         loss = weighted(inputs, self.members, loss)
         if mode == "rollout_mean" and inputs.rollout_share is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prl.losses.interface import LossInputs, TokenTerms, importance_weighted, mismatch_kl, tokenwise
-from prl.losses.policy import PolicyTokens, TokenMetrics
+from prl.losses.policy import PolicyTokens
 
 
 @tokenwise
@@ -78,7 +78,7 @@ def _masked(
             "masked_advantage_positive": (positive, dropped),
             "masked_advantage_negative": (~positive, dropped),
         },
-        excluded={"dropped": dropped} | ({} if delta is None else {"clipped": tokens.log_ratio.detach().exp() > delta}),
+        excluded={"dropped": dropped} | ({} if delta is None else {"clipped": tokens.ratio > delta}),
     )
 
 
@@ -91,11 +91,15 @@ def aipo_loss(inputs: LossInputs, *, delta: float = 8.0, **common: Any) -> Token
     """
     tokens = PolicyTokens(inputs, **common)
     policy = importance_weighted(tokens.advantages, tokens.log_ratio, tokens.members, delta)
-    ratio = tokens.log_ratio.detach().exp()
-    clipped = ratio > delta
-    clamped = (ratio.clamp_max(delta), tokens.members)
+    clipped = tokens.ratio > delta
     return tokens.terms(
-        -policy, _clip_metrics(tokens, clipped) | {"clipped_importance_ratio": clamped}, {"clipped": clipped}
+        -policy,
+        metrics={
+            "importance_ratio": (tokens.ratio, tokens.members),
+            "clipped_importance_ratio": (tokens.ratio.clamp_max(delta), tokens.members),
+            "is_clipped": (clipped, tokens.members),
+        },
+        excluded={"clipped": clipped},
     )
 
 
@@ -116,7 +120,11 @@ def ppo_loss(
     """
     tokens = PolicyTokens(inputs, **common)
     policy, clipped = _clipped(tokens, tokens.log_ratio, clip_low, clip_high, dual_clip)
-    return tokens.terms(-policy, _clip_metrics(tokens, clipped), {"clipped": clipped})
+    return tokens.terms(
+        -policy,
+        metrics={"importance_ratio": (tokens.ratio, tokens.members), "is_clipped": (clipped, tokens.members)},
+        excluded={"clipped": clipped},
+    )
 
 
 @tokenwise
@@ -136,8 +144,11 @@ def gspo_loss(
     log_ratio = tokens.sequence_mean(tokens.log_ratio)
     with_gradient = log_ratio + tokens.logprobs - tokens.logprobs.detach()
     policy, clipped = _clipped(tokens, with_gradient, clip_ratio_low, clip_ratio_high)
-    metrics = {"sequence_ratio": (log_ratio.exp(), tokens.members), "is_clipped": (clipped, tokens.members)}
-    return tokens.terms(-policy, metrics, {"clipped": clipped})
+    return tokens.terms(
+        -policy,
+        metrics={"sequence_ratio": (log_ratio.exp(), tokens.members), "is_clipped": (clipped, tokens.members)},
+        excluded={"clipped": clipped},
+    )
 
 
 def _clipped(
@@ -165,9 +176,14 @@ def cispo_loss(
     `importance_ratio`, `is_clipped`.
     """
     tokens = PolicyTokens(inputs, **common)
-    ratio = tokens.log_ratio.detach().exp()
-    clamped = ratio.clamp(clip_low, clip_high)
-    return tokens.terms(-clamped * tokens.advantages * tokens.logprobs, _clip_metrics(tokens, clamped != ratio))
+    clipped = tokens.ratio.clamp(clip_low, clip_high)
+    return tokens.terms(
+        -clipped * tokens.advantages * tokens.logprobs,
+        metrics={
+            "importance_ratio": (tokens.ratio, tokens.members),
+            "is_clipped": (clipped != tokens.ratio, tokens.members),
+        },
+    )
 
 
 @tokenwise
@@ -177,10 +193,6 @@ def reinforce_loss(inputs: LossInputs, **common: Any) -> TokenTerms:
     Metric over members: `importance_ratio`.
     """
     tokens = PolicyTokens(inputs, has_ratio=False, **common)
-    ratio = {"importance_ratio": (tokens.log_ratio.detach().exp(), tokens.members)}
-    return tokens.terms(-tokens.advantages * tokens.logprobs, ratio)
-
-
-def _clip_metrics(tokens: PolicyTokens, clipped: Tensor) -> TokenMetrics:
-    ratio = tokens.log_ratio.detach().exp()
-    return {"importance_ratio": (ratio, tokens.members), "is_clipped": (clipped, tokens.members)}
+    return tokens.terms(
+        -tokens.advantages * tokens.logprobs, metrics={"importance_ratio": (tokens.ratio, tokens.members)}
+    )

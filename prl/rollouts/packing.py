@@ -37,10 +37,9 @@ def pack(
         check_complete(sample)
     truncated = sum(len(sample.token_ids) > seq_len for sample in samples)
     cut = [truncate(sample, seq_len) for sample in samples]
-    groups = by_origin(cut, "group")
     packed: list[list[MicroBatch]] = [[] for _ in range(ranks)]
-    parts = [cut] if updates == 1 else balance(groups, max(1, min(updates, len(groups))))
-    for update, part in enumerate(parts):
+    parts = [cut] if updates == 1 else balance(by_origin(cut, "group"), updates)
+    for update, part in enumerate([part for part in parts if part] or [[]]):
         share_rollouts(part)
         rows_of = [fit(share, seq_len) for share in balance([[sample] for sample in part], ranks)]
         count = max(1, max(map(len, rows_of)))

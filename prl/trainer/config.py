@@ -163,8 +163,8 @@ class PolicyLossConfig:
     entropy_coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Subtracts this times the mean entropy of the policy at rl tokens, in nats, from the loss. 0 = off."""
     entropy_target: Annotated[float, Gt(0), Le(1e6)] | None = None
-    """Nats: while the mean entropy at rl tokens is below it, `entropy_coef`, where it begins, grows by `entropy_step`
-    after each step; above it, it shrinks and is not applied. null = it stays as it is."""
+    """Nats: after a step whose mean entropy (`entropy/<env, all>/mean`) is below it, `entropy_coef` grows by
+    `entropy_step`; after one above it, it shrinks and is not applied. null = it stays as it is."""
     entropy_step: Annotated[float, Gt(0), Le(1e6)] = 0.005
     """Change of `entropy_coef` after a step, for `entropy_target` alone."""
     agg_mode: AggMode = "token_mean"

@@ -19,7 +19,7 @@ from prl.rollouts.components import COMPONENTS
 from prl.rollouts.messages import MicroBatch, StepBatch
 from prl.trainer.batch import Stack, empty_stack, stacks
 from prl.trainer.config import AdamWConfig, TrainerConfig
-from prl.trainer.entropy import entropy_metrics, take_controls
+from prl.trainer.entropy import controls_of
 from prl.trainer.export import TokenExport
 from prl.trainer.layers import compile_layers, recompute_activations
 from prl.trainer.metrics import means_over_ranks, metrics_of_envs
@@ -70,7 +70,8 @@ class Trainer:
     ):
         self.config = TrainerConfig(**options)
         self.model = model
-        self.rl_losses, self.entropy_controls = take_controls(rl_losses)
+        self.rl_losses = dict(rl_losses)
+        self.entropy_controls = controls_of(rl_losses)
         self.proximal = any(getattr(loss, "keywords", {}).get("proximal") for loss in rl_losses.values())
         self.between_updates = False
         """Whether the weights are those of no step: of a batch with several updates, only some have been made."""
@@ -125,28 +126,31 @@ class Trainer:
         PrlError, with the weights as they were before this update, for a gradient that is not finite.
         """
         self._check(batch)
+        for name, control in self.entropy_controls.items():
+            self.rl_losses[name] = functools.partial(self.rl_losses[name], **{"entropy_coef": control.applied})
         factor = self.schedule.factor(batch.step, self.max_steps)
         export = self.export if self.export is not None and self.export.wants(batch.step) else None
         totals: Metrics = {}
         counted: list[torch.Tensor] = []
         norms: list[float] = []
-        with self.track.doing(FORWARD, batch.step):
-            parts = self._parts(batch)
-        updates = len(parts) * self.config.epochs
-        for number, stacks_of_update in enumerate(parts * self.config.epochs, 1):
-            exported = export if number <= len(parts) else None
+        parts: list[list[Stack]] = []
+        updates = self.config.epochs * len({row.update for row in batch.micro_batches})
+        for number in range(updates):
             with self.track.doing(FORWARD, batch.step):
-                counted.append(self._accumulate(stacks_of_update, totals, exported))
-                if exported is not None and number == len(parts):  # before the update, which may raise
-                    exported.write(batch)
+                parts = parts or self._parts(batch)
+                exported = export if number < len(parts) else None
+                counted.append(self._accumulate(parts[number % len(parts)], totals, exported))
+                if exported is not None and number + 1 == len(parts):
+                    exported.write(batch)  # before the update, which raises on the very steps one wants to look at
             with self.track.doing(OPTIMISER, batch.step):
                 norms.append(self._update(factor))
-            self.between_updates = number < updates
+            self.between_updates = number + 1 < updates
         metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
         for name, control in self.entropy_controls.items():
-            metrics[f"entropy_coef/{name or 'all'}"] = control.applied
-            if (entropy := metrics.get(f"entropy_rl/{name or 'all'}")) is not None:
-                control.update(entropy)
+            env = name or "all"
+            metrics[f"entropy_coef/{env}"] = control.applied
+            if f"entropy/{env}/mean" in metrics:  # a loss of an env is named after it
+                control.update(metrics[f"entropy/{env}/mean"])
         return metrics | {
             "loss/mean": sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS),
             "grad_norm": sum(norms) / updates,
@@ -160,16 +164,12 @@ class Trainer:
         referring = most([int(stack.initial.any()) for stack in stacks], self.device)
         counted = self._count(stacks)
         counts = LossCounts.from_tensor(counted[: len(COMPONENTS) + 2])
-        losses = {
-            name: functools.partial(self.rl_losses[name], entropy_coef=control.applied)
-            for name, control in self.entropy_controls.items()
-        }
         self.optimizer.zero_grad()
         for place, (stack, refers) in enumerate(zip(stacks, referring, strict=True), 1):
             reduce_over_replicas(self.model, place == len(stacks))
             if refers:
                 stack = self._with_reference(stack)
-            self._backward(stack, counts, self.rl_losses | losses, totals, export)
+            self._backward(stack, counts, totals, export)
         return counted
 
     def _check(self, batch: StepBatch) -> None:
@@ -219,14 +219,7 @@ class Trainer:
             dist.all_reduce(counts)
         return counts.cpu()
 
-    def _backward(
-        self,
-        stack: Stack,
-        counts: LossCounts,
-        losses: Mapping[str, LossFunction],
-        totals: Metrics,
-        export: TokenExport | None,
-    ) -> None:
+    def _backward(self, stack: Stack, counts: LossCounts, totals: Metrics, export: TokenExport | None) -> None:
         """Add one stack's gradient, its metrics to `totals`, and its tokens to the step's export."""
         logprobs, entropy = stack_logprobs(self.model, stack, head_chunk=self.config.head_chunk)
         treatment = TokenTreatment()
@@ -236,7 +229,7 @@ class Trainer:
             loss_mask=stack.mask,
             sequence_lengths=stack.sequence_lengths,
             counts=counts,
-            rl_loss=[losses[name] for name in stack.losses],
+            rl_loss=[self.rl_losses[name] for name in stack.losses],
             ref_kl_loss=functools.partial(ref_kl_loss, **vars(self.config.ref_kl)),
             treatment=treatment,
             entropy=entropy,
@@ -248,7 +241,6 @@ class Trainer:
         entropy = entropy.detach()
         metrics["entropy/all/mean"] = (entropy.sum(dtype=torch.float64), stack.wanted.sum())
         metrics |= metrics_of_envs(stack, logprobs.detach(), entropy, treatment)
-        metrics |= entropy_metrics(self.entropy_controls, stack, entropy)
         for name, pair in metrics.items():
             add_metric(totals, name, *pair)
 
