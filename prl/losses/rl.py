@@ -105,12 +105,7 @@ def aipo_loss(inputs: LossInputs, *, delta: float = 8.0, **common: Any) -> Token
 
 @tokenwise
 def ppo_loss(
-    inputs: LossInputs,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    **common: Any,
+    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None, **common: Any
 ) -> TokenTerms:
     """PPO (arXiv 1707.06347): -sum w * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A).
 

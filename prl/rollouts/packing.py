@@ -61,11 +61,12 @@ def share_rollouts(samples: list[TrainingSample]) -> None:
     """Write the `rollout_share` of the samples of one update, None where each rollout has one."""
     rollouts = by_origin(samples, "group", "rollout", "agent")
     several = len(rollouts) < len(samples)
-    sizes = [[count_rl(sample) if several else 1 for sample in rollout] for rollout in rollouts]
-    per_rollout = sum(size > 0 for own in sizes for size in own) / max(1, sum(map(any, sizes)))
-    for rollout, own in zip(rollouts, sizes, strict=True):
+    members = {id(sample): count_rl(sample) if several else 1 for sample in samples}
+    sizes = [sum(members[id(sample)] for sample in rollout) for rollout in rollouts]
+    per_rollout = sum(map(bool, members.values())) / max(1, sum(map(bool, sizes)))
+    for rollout, size in zip(rollouts, sizes, strict=True):
         for sample in rollout:
-            sample.rollout_share = per_rollout / max(1, sum(own)) if several else None
+            sample.rollout_share = per_rollout / max(1, size) if several else None
 
 
 def count_rl(sample: TrainingSample) -> int:

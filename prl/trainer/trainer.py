@@ -138,10 +138,9 @@ class Trainer:
         for number in range(updates):
             with self.track.doing(FORWARD, batch.step):
                 parts = parts or self._parts(batch)
-                exported = export if number < len(parts) else None
-                counted.append(self._accumulate(parts[number % len(parts)], totals, exported))
-                if exported is not None and number + 1 == len(parts):
-                    exported.write(batch)  # before the update, which raises on the very steps one wants to look at
+                counted.append(self._accumulate(parts[number % len(parts)], totals, export))
+                if export is not None and number + 1 == updates:
+                    export.write(batch)  # before the update, which raises on the very steps one wants to look at
             with self.track.doing(OPTIMISER, batch.step):
                 norms.append(self._update(factor))
             self.between_updates = number + 1 < updates
@@ -238,6 +237,8 @@ class Trainer:
         loss.backward()
         if export is not None:
             export.add(stack, logprobs.detach(), treatment)
+        if self.between_updates:  # this gap is of the weights that sampled, or should have
+            metrics.pop("logprob_gap", None)
         entropy = entropy.detach()
         metrics["entropy/all/mean"] = (entropy.sum(dtype=torch.float64), stack.wanted.sum())
         metrics |= metrics_of_envs(stack, logprobs.detach(), entropy, treatment)

@@ -60,6 +60,7 @@ def test_updates_are_the_steps_of_their_groups(tiny, groups):
     assert found["lr"] == expected[0]["lr"] and found["tokens/rl"] == sum(line["tokens/rl"] for line in expected)
     assert found["grad_norm"] == pytest.approx(sum(line["grad_norm"] for line in expected) / 4)
     terms = [line["loss/rl"] * line["tokens/rl"] for line in expected]
+    assert found["logprob_gap/mean"] == expected[0]["logprob_gap/mean"], "the sampler's weights are those before"
     assert found["loss/rl"] == pytest.approx(sum(terms) / found["tokens/rl"])
 
 
