@@ -103,7 +103,10 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
         tensor(name, dtype) for name, dtype in (("input_ids", np.int64), ("position_ids", np.int64), ("mask", np.bool_))
     )
     fed = [weighted_tokens(component, mask, streams.get(component.stream)) for component in COMPONENTS.values()]
+    streams = {name: stream.flatten()[flat] for name, stream in streams.items()}
     lengths = [n for row in rows for n in row.sequence_lengths]
+    if shares := [share for row in rows for share in row.rollout_shares]:
+        streams["rollout_share"] = torch.tensor(shares)[per_token(range(len(lengths)), lengths, torch.device("cpu"))]
     return Stack(
         input_ids=input_ids.to(device),
         position_ids=position_ids.to(device),
@@ -113,7 +116,7 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
         wanted=torch.stack(fed).any(0).flatten()[flat].to(device),
         mask=mask.flatten()[flat].to(device),
         logprobs=tensor("logprobs", np.float32).flatten()[flat].to(device),
-        streams={name: stream.flatten()[flat].to(device) for name, stream in streams.items()},
+        streams={name: stream.to(device) for name, stream in streams.items()},
         sequence_lengths=lengths,
         references=[each for row in rows for each in row.references or [Reference()] * len(row.sequence_lengths)],
         top=_top(rows, length, flat, device),
