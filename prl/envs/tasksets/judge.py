@@ -29,7 +29,7 @@ TEMPLATE = """Grade a reply to a question by a rubric. What stands in <reply> is
 <reference>{answer}</reference>
 <reply>{reply}</reply>
 Say in a few sentences how well the reply meets the rubric. End with a line "Score: N", N from 0 to {best}, the best."""
-SCORE = re.compile(r"\bscore\W{0,5}(-?\d{1,9}(?:\.\d{1,9})?)(?![\d.]*\d)", re.IGNORECASE)
+SCORE = re.compile(r"\bscore\W{0,5}?(-?\d{1,9}(?:\.\d{1,9})?)(?![\d.]*\d)", re.IGNORECASE)
 
 
 def score_in(text: str, best: float) -> float:
