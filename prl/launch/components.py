@@ -143,11 +143,14 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components:
         return
     other = f"the teacher ({config.teacher.model.path}) has another tokenizer than the policy ({config.model.path})"
     keys: list[str] = []
+    asked: list[str] = []
     for name, env in components.envs.items():
-        scored = frozen_models(env.algorithm, config.node_of(name, "algo")[0])
-        asked = frozen_models(config.envs[name].references, f"envs.{name}.models")
-        keys += [key for key, reference in (*scored, *asked) if config.hosts(reference)]
-    scorers = [key for key in keys if not key.endswith(".sampling.source") and ".models." not in key]
+        models = frozen_models(env.algorithm, config.node_of(name, "algo")[0])
+        keys += [key for key, reference in models if config.hosts(reference)]
+        references = frozen_models(config.envs[name].references, f"envs.{name}.models")
+        asked += [key for key, reference in references if config.hosts(reference)]
+    scorers = [key for key in keys if not key.endswith(".sampling.source")]
+    keys += asked
     if scorers:
         raise ConfigError(
             f"{scorers[0]}: {other}: choose one of the policy's family with teacher.model.path, or teacher=endpoint; "
