@@ -24,6 +24,7 @@ from prl.errors import UNREADABLE, ConfigError, of_own_code
 from prl.orchestrator.types import Group, TrainEnv
 from prl.rollouts.messages import TrainingSample
 from prl.rollouts.rollout import Outcome, Rollout
+from prl.rollouts.samples import samples_of
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,6 @@ class SavedRollout(msgspec.Struct):
     end_version: int | None
     temperature: float
     samples: list[TrainingSample]
-    branches: list[int]
-    """Of each sample, the number of its branch in the trace."""
     advantages: list[float] | None
     scoring_s: float
     difficulty_pool: str | None
@@ -232,9 +231,8 @@ KEPT = (
 
 def saved_rollout(rollout: Rollout) -> SavedRollout:
     """A rollout as it is now."""
-    branches = [branch.index for branch in rollout.sample_branches]
     kept = {name: getattr(rollout, name) for name in KEPT}
-    return SavedRollout(trace=rollout.trace, branches=branches, matched=dict(rollout.matched), **kept)
+    return SavedRollout(trace=rollout.trace, matched=dict(rollout.matched), **kept)
 
 
 def saved_group(group: Group) -> SavedGroup:
@@ -271,8 +269,9 @@ def restored(saved: SavedGroup, env: TrainEnv) -> Group:
         )
         for name in KEPT:
             setattr(rollout, name, getattr(kept, name))
-        branches = trace.branches
-        rollout.sample_branches = [branches[number] for number in kept.branches]
+        if kept.samples:
+            made = samples_of(trace, env_name=saved.env, temperature=kept.temperature, live=rollout.live)
+            rollout.sample_branches = [branch for _, branch in made]
         rollout.matched = kept.matched
         group.rollouts.append(rollout)
     return group
