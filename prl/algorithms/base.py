@@ -121,10 +121,9 @@ class Algorithm:
         """Credit all rollouts of one task that are still active, before filters. May be async."""
 
     def score_batch(self, groups: list[list[Rollout]]) -> None:
-        """Credit its env's rollouts of a batch, after filters and before packing: for credit that needs all of them.
+        """Credit its env's rollouts of a cut batch, before `post_batch` filters: for credit that needs all of them.
 
-        `groups` are the rollouts of each task that are trained on. What `score_group` has assigned stands where this
-        assigns nothing.
+        `groups` are the rollouts of each task. What `score_group` has assigned stands where this assigns nothing.
         """
 
     def observe_batch(self, rollouts: list[Rollout]) -> None:

@@ -182,7 +182,7 @@ class Batcher:
 
 
 def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
-    """Apply the `post_batch` filters of each env to a cut batch, credit the rest, and give each of it its outcome.
+    """Credit a cut batch, apply the `post_batch` filters of each env to it, and give each rollout its outcome.
 
     Args:
         groups: The cut batch.
@@ -191,9 +191,9 @@ def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
     Returns:
         The rollouts whose samples are shipped: trained and unlearnable ones.
     """
+    score(groups)
     for group in groups:
         apply_filters(group.env.filters, "post_batch", group.rollouts)
-    score(groups)
     shipped = [rollout for group in groups for rollout in group.active]
     for rollout in shipped:
         if trains(rollout, seq_len):

@@ -54,6 +54,10 @@ REFUSED = [  # overrides, key that the error names
     ("algo=opsd algo.renderer=qwen99", "algo.renderer"),
     ("algo.overlong_penalty.max_tokens=9 algo.length_penalty=turns", "length_penalty and overlong_penalty"),
     ("algo.overlong_penalty.buffer=3", "algo.overlong_penalty.buffer=3"),
+    ("algo.normalize=each algo.length_penalty=turns", "algo.normalize=each: algo.length_penalty"),
+    ("algo.normalize=each algo.overlong_penalty.max_tokens=9", "algo.normalize=each: algo.overlong_penalty"),
+    ("algo=reinforce_pp algo.group_baseline=false algo.normalize=std", "algo.normalize=std"),
+    ("algo=reinforce_pp algo.group_baseline=false algo.baseline=leave_one_out", "algo.baseline=leave_one_out"),
     ("algo=echo +algo.roles.bob.alpha=1", "algo.roles.bob"),
     ("algo=echo +algo.roles.user.alpha=0", "algo.roles.user"),
     ("algo=echo algo.roles={}", "algo.roles"),
@@ -136,6 +140,7 @@ ONE = "orchestrator.group_size=1"
     [
         (ONE, "env 'math': GRPOAlgorithm gives a group of one no advantage"),
         ("algo=max_rl envs.math.group_size=1", "env 'math': MaxRLAlgorithm gives a group of one"),
+        ("algo=reinforce_pp envs.math.group_size=1", "env 'math': ReinforcePPAlgorithm gives a group of one"),
         (f"algo=echo {ONE} envs.math.group_size=2", None),
         (f"algo=reward {ONE}", None),
         (f"algo=opd teacher=local {ONE}", None),
