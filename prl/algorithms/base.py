@@ -60,6 +60,9 @@ class Algorithm:
     """Where rollouts come from: `sampling.source` is `policy`, a frozen model {name, base_url} or `demonstrations`."""
     kl: KLConfig = field(default_factory=KLConfig)
     """KL to the initial or a frozen model, added to the policy gradient: weight `kl.coef`, 0 = none."""
+    mask_truncated: bool = False
+    """Sampled tokens of a rollout that a length limit cut off have no weight in any loss component; it still counts for
+    its group's baseline."""
     _kl_scorer: ReferenceLogprobs | None = field(default=None, init=False, repr=False)
 
     action_loss_type: ClassVar[str] = "rl"
@@ -244,6 +247,11 @@ class Algorithm:
             for name in STREAM_FILL:
                 if not all(map(math.isfinite, getattr(sample, name) or ())):
                     raise ValueError(f"{name} of a sample holds a number that is not finite")
+            for component in COMPONENTS.values() if self.mask_truncated and rollout.is_truncated else ():
+                weights = getattr(sample, component.stream) or [component.absent_weight] * len(sample.mask)
+                if any(compress(weights, sample.mask)):
+                    pairs = zip(weights, sample.mask, strict=True)
+                    setattr(sample, component.stream, [0.0 if trains else weight for weight, trains in pairs])
             for component in COMPONENTS.values():
                 if not rollout.live and component.reads_sampler and sample.feeds(component):
                     raise ValueError(
