@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from prl.algorithms.reference import KLConfig, ReferenceLogprobs
 from prl.config.model_reference import DEMONSTRATIONS, POLICY, FrozenModelConfig, SourceConfig, check_reference
 from prl.errors import EngineError
+from prl.monitors.logged import Logs
 from prl.rollouts.components import COMPONENTS, STREAM_FILL, Component
 from prl.rollouts.rollout import Rollout
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Algorithm:
+class Algorithm(Logs):
     """Decides the training signal of each token of a rollout.
 
     Subclass it, set `action_loss_type`, and override the hook whose moment fits the signal. Options are keyword-only

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from prl.monitors.logged import Logs
+
 if TYPE_CHECKING:
     from verifiers.v1.task import Task
 
 
 @dataclass(kw_only=True, eq=False)
-class Curriculum(ABC):
+class Curriculum(Logs, ABC):
     """Hands out the tasks of one env. There is one instance per env.
 
     A subclass must implement `load` and `next`. The other methods describe difficulty pools and an env that can run out
@@ -30,7 +32,7 @@ class Curriculum(ABC):
         """Raise ConfigError for options that contradict each other; `where` is the curriculum's config key."""
         self.where = where
 
-    def check_start(self, *, goes_on: bool) -> None:  # noqa: B027
+    def check_start(self, *, goes_on: bool) -> None:
         """Raise ConfigError for options that contradict how the run starts: anew, or going on (`run.resume`)."""
 
     @property
@@ -101,5 +103,5 @@ class Curriculum(ABC):
         """
         return None
 
-    def load_state_dict(self, state: Any) -> None:  # noqa: B027
+    def load_state_dict(self, state: Any) -> None:
         """Take over what `state_dict` returned in an earlier part of the run."""

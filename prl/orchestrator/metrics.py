@@ -50,6 +50,17 @@ def metrics_of_step(
     return metrics_of_batch(rollouts, step) | metrics_of_filters(rollouts, filters) | shares
 
 
+def take_logged(envs: "Sequence[TrainEnv]") -> dict[str, float]:
+    """Return the mean of the values that components have logged under each name since the last call."""
+    values: dict[str, list[float]] = {}
+    for env in envs:
+        filters = [made for slot in env.filters.values() for made in slot.values()]
+        for component in (env.algorithm, env.curriculum, *filters):
+            for name, logged in component.take_logged().items():
+                values.setdefault(f"log/{env.name}/{name}", []).extend(logged)
+    return {key: mean(of_key) for key, of_key in values.items()}
+
+
 def metrics_of_part(name: str, rollouts: list[Rollout], step: int) -> dict[str, float]:
     """Return what is counted for each env and for `all`, whose name stands in the keys."""
     spread: dict[str, list[float | None]] = {

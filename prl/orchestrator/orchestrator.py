@@ -40,7 +40,7 @@ from prl.orchestrator.collector import Collector
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.intake import Intake
-from prl.orchestrator.metrics import count, metrics_of_step
+from prl.orchestrator.metrics import count, metrics_of_step, take_logged
 from prl.orchestrator.staleness import ENDED_EARLY, NONE_DROPPED, Dropped, Staleness
 from prl.orchestrator.state import IntakeState, RunState, load_components, restored, save_components, saved_alone
 from prl.orchestrator.types import Event, TrainEnv
@@ -282,6 +282,7 @@ class Orchestrator:
         for rank, micro_batches in enumerate(rows):
             self.transport.send_batch(StepBatch(step, micro_batches, truncated, checkpoint), rank)
         line = metrics_of_step(self.counted, step, self.envs, self.batcher.size_of)
+        line |= take_logged(self.envs)
         self.weight_sync.expect(step, line | NONE_DROPPED | self.sums | self.intake.take())
         self.counted.clear()
         self.sums.clear()
