@@ -3,9 +3,10 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from prl.curriculum.replay import ReplayConfig
 from prl.monitors.logged import Logs
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ class Curriculum(Logs, ABC):
     online_difficulty_filtering: bool = False
     """Drop a group whose mean reward is 0 or 1, up to rounding, before it takes a place in a batch. For rewards from 0
     to 1."""
+
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    """Train again on groups of earlier batches."""
 
     where = "curriculum"  # not an option; `check` replaces it
     """The curriculum's config key, for the messages of `load`."""

@@ -61,6 +61,8 @@ class SavedGroup(msgspec.Struct):
     """None of a frozen model."""
     excused: bool
     rollouts: list[SavedRollout]
+    uses: int = 0
+    """Times that it has been replayed."""
 
 
 class SavedTask(msgspec.Struct):
@@ -126,6 +128,8 @@ class RunState(msgspec.Struct):
     dispatcher: DispatcherState = msgspec.field(default_factory=DispatcherState)
     intake: IntakeState = msgspec.field(default_factory=IntakeState)
     batcher: BatcherState = msgspec.field(default_factory=BatcherState)
+    replay: list[SavedGroup] = []
+    """Trained on, and to be replayed."""
     left: list[SavedGroup] = []
     """Finished, held by no batch and not recorded."""
     counted: list[SavedGroup] = []
@@ -239,7 +243,7 @@ def saved_group(group: Group) -> SavedGroup:
     """A group as it is now."""
     version = None if math.isinf(group.start_version) else int(group.start_version)
     rollouts = [saved_rollout(rollout) for rollout in group.rollouts]
-    return SavedGroup(group.id, group.env.name, group.place, version, group.excused, rollouts)
+    return SavedGroup(group.id, group.env.name, group.place, version, group.excused, rollouts, group.uses)
 
 
 def saved_alone(rollouts: Iterable[Rollout]) -> list[SavedGroup]:
@@ -255,7 +259,7 @@ def restored(saved: SavedGroup, env: TrainEnv) -> Group:
     tasks = env.environment.tasks
     task = tasks[saved.task] if saved.task >= 0 else tasks[0]
     version = math.inf if saved.start_version is None else saved.start_version
-    group = Group(saved.id, env, version, task, excused=saved.excused)
+    group = Group(saved.id, env, version, task, excused=saved.excused, uses=saved.uses)
     for kept in saved.rollouts:
         trace = vf.Trace.model_validate(json.loads(kept.trace))
         if saved.task >= 0:

@@ -122,6 +122,9 @@ class Group:
     excused: bool = False
     """Whether a frozen model that its env needs was away: then its failures are not counted against the env."""
 
+    uses: int = 0
+    """Times that it has been replayed."""
+
     @property
     def place(self) -> int:
         """Position of the task in its env; -1 where it is not one of the env's."""

@@ -11,6 +11,7 @@ from metrics_page import ENTRIES, PAGE, entry_of
 import prl.losses
 import prl.trainer
 from prl.algorithms.grpo import GRPOAlgorithm
+from prl.curriculum.replay import ReplayConfig
 from prl.orchestrator.config import EvalConfig
 from prl.trainer.trainer import COUNTED
 
@@ -41,7 +42,7 @@ class Logging(GRPOAlgorithm):
 @pytest.fixture
 async def run_lines(make_env, zero, train):
     """The lines of a run with two envs, pools, filtering, oversampling, filters in both slots and an evaluation."""
-    curriculum = {"easy_threshold": 1.0, "online_difficulty_filtering": True}
+    curriculum = {"easy_threshold": 1.0, "online_difficulty_filtering": True, "replay": ReplayConfig(share=0.5)}
     envs = [
         make_env(
             name,

@@ -183,9 +183,9 @@ class Run:
             self.end_of |= dict.fromkeys(cancelled, self.loop.time())
             return count
 
-        def shipping(step, rows, truncated):
+        def shipping(step, *shipped):
             self.shipped[step] = self.loop.time()
-            ship(step, rows, truncated)
+            ship(step, *shipped)
 
         monkeypatch.setattr("prl.orchestrator.weight_sync.POLL_S", 0.1)
         monkeypatch.setattr(dispatcher, "start_group", start_group)
