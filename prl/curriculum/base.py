@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,18 @@ from prl.monitors.logged import Logs
 
 if TYPE_CHECKING:
     from verifiers.v1.task import Task
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where a run is when it asks a curriculum."""
+
+    step: int = 1
+    """The step whose batch is being collected."""
+    version: int = 0
+    """The policy version that a rollout would start from."""
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the latest evaluation, as `eval/math/avg@1`; empty before the first."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,8 +67,12 @@ class Curriculum(Logs, ABC):
         """
 
     @abstractmethod
-    def next(self) -> "Task":
+    def next(self, context: Context) -> "Task":
         """The next task to play. Raises PrlError once the env has ended."""
+
+    def weight(self, context: Context) -> float:
+        """What the env's `weight` is multiplied by from now on, above 0: mixes envs by step or by reward."""
+        return 1.0
 
     def update(self, task: "Task", *rewards: float) -> str | None:
         """Learn the mean reward of a finished group of `task`, one value per trained agent.

@@ -127,8 +127,8 @@ class Batcher:
         """The share of each env by weight, of those that have not ended or still wait; {} without a mix."""
         waiting = {group.env.name for group in self.groups if self.mixed_envs}
         envs = [env for env in self.mixed_envs if env.name in waiting or not env.ended]
-        total = sum(env.environment.config.weight for env in envs)
-        return {env.name: env.environment.config.weight / total for env in envs if len(envs) > 1}
+        total = sum(env.weight for env in envs)
+        return {env.name: env.weight / total for env in envs if len(envs) > 1}
 
     def _in_turn(self, shares: dict[str, float]) -> list[Group]:
         """The waiting groups, oldest policy first; of one policy the envs take turns by their shares."""

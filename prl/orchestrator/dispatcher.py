@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable
 
 from verifiers.v1.task import Task
 
+from prl.curriculum.base import Context
 from prl.envs.isolation import task_group
 from prl.errors import PrlError
 from prl.orchestrator.state import DispatcherState, SavedTask
@@ -45,13 +46,15 @@ class Dispatcher:
         """What another part of the run goes on with: counts, and the tasks of groups in flight or to be played."""
         tasks = [SavedTask(group.id, group.env.name, group.place) for group in self.in_flight]
         tasks += [SavedTask(group.id, group.env.name, group.place) for group in self._again]
-        return DispatcherState(self.next_id, dict(self.started), tasks)
+        return DispatcherState(self.next_id, dict(self.started), tasks, {env.name: env.weight for env in self.envs})
 
     def load_state_dict(self, state: DispatcherState) -> None:
         """Continue the counts of an earlier part of the run; its tasks in flight are started first."""
         envs = {env.name: env for env in self.envs}
         self.next_id = state.next_group
         self.started |= state.started
+        for name, weight in state.weights.items():
+            envs[name].weight = weight
         for saved in state.in_flight:
             if saved.task >= 0:
                 env = envs[saved.env]
@@ -84,28 +87,43 @@ class Dispatcher:
         """The rollouts that have arrived of groups in flight which started from `version` or before."""
         return [rollout for group in self.in_flight if group.start_version <= version for rollout in group.rollouts]
 
-    def start_group(self) -> int:
+    def start_group(self, context: Context | None = None) -> int:
         """Start the next group, of the env furthest behind its share. Returns its rollouts, 0 if none can start.
 
+        The curricula are told the `context`; None = that of a run which begins.
         An env whose models are away is passed over and does not catch up on what it missed. An env without tasks is
         passed over for good.
         """
         if self._again and self._again[0].env.up:
             group = self._again.popleft()
             return self._start(group.id, group.env, group.task)
-        share = {env.name: self.started[env.name] / env.environment.config.weight for env in self.envs}
+        context = context or Context()
+        self._weigh(context)
+        share = {env.name: self.started[env.name] / env.weight for env in self.envs}
         ready = [env for env in self.envs if not env.ended and env.up]
         if not ready:
             return 0
         env = min(ready, key=lambda env: share[env.name])
         for other in self.envs:
             if other not in ready:
-                self.started[other.name] = max(share[other.name], share[env.name]) * other.environment.config.weight
+                self.started[other.name] = max(share[other.name], share[env.name]) * other.weight
         self.started[env.name] += env.rollouts_per_group
         with env.asking():
-            task = env.curriculum.next()
+            task = env.curriculum.next(context)
         self.next_id += 1
         return self._start(self.next_id - 1, env, task)
+
+    def _weigh(self, context: Context) -> None:
+        """Let the curricula change the weights of their envs. So many rollouts as an env was ahead, it stays ahead."""
+        behind = min(self.started[env.name] / env.weight for env in self.envs)
+        for env in self.envs:
+            with env.asking():
+                weight = env.environment.config.weight * env.curriculum.weight(context)
+            if not 0 < weight < math.inf:
+                raise PrlError(f"env {env.name!r}: a curriculum's weight must be a number above 0, not {weight}")
+            if weight != env.weight:
+                self.started[env.name] += behind * (weight - env.weight)
+                env.weight = weight
 
     def _start(self, number: int, env: TrainEnv, task: Task) -> int:
         version = math.inf if env.sampler.version is None else env.sampler.version

@@ -81,6 +81,8 @@ class DispatcherState(msgspec.Struct):
     started: dict[str, float] = {}
     """Rollouts started of each env, by which envs share what is in flight."""
     in_flight: list[SavedTask] = []
+    weights: dict[str, float] = {}
+    """Of each env, as its curriculum has it."""
 
 
 class IntakeState(msgspec.Struct):
@@ -116,6 +118,8 @@ class SyncState(msgspec.Struct):
     """The version that the engines had."""
     evaluated: int = -1
     """The version that was evaluated last."""
+    evaluation: dict[str, float] = {}
+    """Its metrics."""
     lines: list[dict[str, int | float]] = []
     """Metrics lines of trained steps that no monitor has."""
     stopping: StoppingState = msgspec.field(default_factory=StoppingState)

@@ -58,6 +58,10 @@ class EvalEnv:
 class TrainEnv(EnvComponents, EvalEnv):
     """Everything that one env needs to produce credited rollouts."""
 
+    def __post_init__(self) -> None:
+        self.weight = self.environment.config.weight
+        """Its share among the envs now: of its config, times what its curriculum says."""
+
     @functools.cached_property
     def positions(self) -> dict[int, int]:
         """The position of each task among the env's, by the task's identity."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+from collections import Counter
 
 import pytest
 import verifiers.v1 as vf
@@ -11,6 +12,7 @@ from patience import patient
 from prl.algorithms.base import Algorithm
 from prl.algorithms.grpo import GRPOAlgorithm
 from prl.config.schema import EnvConfig
+from prl.curriculum.base import Context
 from prl.curriculum.pools import TaskCurriculum
 from prl.envs.environment import Environment
 from prl.errors import DeadlinePassed, EngineError, PrlError
@@ -68,6 +70,48 @@ async def test_envs_share_rollouts_not_groups_by_their_weights(make_env):
     assert rollouts == {"heavy": 120, "light": 40}
 
 
+def mixing(make_env, weights, *, light=1.0):
+    """Two envs of four rollouts a group; the first one's weight is as `weights` says of the step."""
+    envs = [make_env("mixed"), make_env("other", weight=light)]
+    envs[0].curriculum.weight = lambda context: weights[context.step]
+    return envs
+
+
+async def envs_of(dispatcher, step, groups):
+    """The envs of the groups that are started one after the other at a step."""
+    for _ in range(groups):
+        dispatcher.start_group(Context(step))
+    return [group.env.name for group in list(dispatcher.in_flight)[-groups:]]
+
+
+async def test_curriculum_changes_the_mix_from_then_on(make_env):
+    async with dispatching(*mixing(make_env, {1: 1.0, 2: 3.0, 3: 0.001, 4: 1.0})) as dispatcher:
+        assert Counter(await envs_of(dispatcher, 1, 40)) == {"mixed": 20, "other": 20}
+        assert Counter(await envs_of(dispatcher, 2, 8)) == {"mixed": 6, "other": 2}, "what it had before is not made up"
+        assert Counter(await envs_of(dispatcher, 3, 40))["mixed"] <= 1
+        assert abs(Counter(await envs_of(dispatcher, 4, 20))["mixed"] - 10) <= 1, "nor what it has missed"
+
+
+async def test_mix_goes_on_from_a_checkpoint(make_env):
+    weights = {1: 1.0, 2: 2.5}
+    async with dispatching(*mixing(make_env, weights, light=0.7)) as dispatcher:
+        await envs_of(dispatcher, 1, 7)
+        await envs_of(dispatcher, 2, 6)
+        state = dispatcher.state_dict()
+        expected = await envs_of(dispatcher, 2, 15)
+    state.in_flight.clear()
+    async with dispatching(*mixing(make_env, weights, light=0.7)) as again:
+        again.load_state_dict(state)
+        assert await envs_of(again, 2, 15) == expected
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
+async def test_weight_that_is_none_is_refused(make_env, weight):
+    async with dispatching(*mixing(make_env, {1: weight})) as dispatcher:
+        with pytest.raises(PrlError, match="env 'mixed': a curriculum's weight must be a number above 0"):
+            dispatcher.start_group()
+
+
 async def test_stale_groups_are_cancelled_and_counted(make_env, pool):
     pool.delay = 0.2
     async with dispatching(make_env(group_size=4)) as dispatcher:
@@ -84,7 +128,7 @@ async def test_stale_groups_are_cancelled_and_counted(make_env, pool):
 
 
 async def test_tasks_of_an_earlier_part_start_first(make_env):
-    state = DispatcherState(5, {"toy": 20.0}, [SavedTask(3, "toy", 7), SavedTask(4, "toy", 2)])
+    state = DispatcherState(5, {"toy": 20.0}, [SavedTask(3, "toy", 7), SavedTask(4, "toy", 2)], {"toy": 1.0})
     async with dispatching(make_env(curriculum={"shuffle": False})) as dispatcher:
         dispatcher.load_state_dict(state)
         assert dispatcher.state_dict() == state, "before any of them has started"

@@ -251,6 +251,16 @@ async def test_retired_tasks_are_not_sampled_again(train, make_env):
     assert [run.lines[-1][f"pool/toy/{pool}"] for pool in ("easy", "normal", "hard")] == [3 / 8, 2 / 8, 3 / 8]
 
 
+async def test_curriculum_knows_step_version_and_evaluation(train, make_env):
+    env, seen = make_env(held_out=2), []
+    env.curriculum.weight = lambda context: seen.append(context) or 1.0
+    run = await train([env], steps=5, max_async_level=0, eval=EvalConfig(every=2))
+    rewards = {line["step"]: line["eval/toy/avg@1"] for line in run.all_lines if "eval/toy/avg@1" in line}
+    assert {(context.step, context.version) for context in seen} == {(step, step - 1) for step in range(1, 6)}
+    expected = [rewards[2 * ((context.step - 1) // 2)] for context in seen]
+    assert [context.evaluation["eval/toy/avg@1"] for context in seen] == expected
+
+
 async def test_env_that_ends_leaves_the_other_to_train_on(train, make_env, caplog):
     small = make_env("small", task=Easy, tasks=3, weight=3.0, curriculum=POOLS)
     run = await train([small, make_env("large", curriculum=POOLS)], steps=10, max_async_level=0)
