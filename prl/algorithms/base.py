@@ -73,6 +73,11 @@ class Algorithm(Logs):
     reads_reward: ClassVar[bool] = True
     """Whether the training signal depends on rewards."""
 
+    @property
+    def waits_for_group(self) -> bool:
+        """Whether the rollouts of a task enter a batch together. False: one by one, as they arrive."""
+        return type(self).score_group is not Algorithm.score_group
+
     def attach(
         self,
         *,

@@ -98,10 +98,8 @@ def complete(rollout: Rollout) -> None:
         parts = ", ".join(f"{name}: {reward.value}" for name, reward in trace.rewards.items() if reward is not None)
         raise ValueError(f"the grader gave reward {trace.reward} ({parts})")
     for name, rewards in trace.info.get(TURN_REWARDS, {}).items():
-        if len(rewards) != trace.num_turns:
-            raise ValueError(f"{name} returned {len(rewards)} rewards, and there are {trace.num_turns} turns")
-        if not sum(map(abs, rewards)) <= MAX_REWARD:
-            raise ValueError(f"{name} returned rewards {rewards}")
+        if len(rewards) != trace.num_turns or not sum(map(abs, rewards)) <= MAX_REWARD:
+            raise ValueError(f"{name} returned {len(rewards)} rewards for {trace.num_turns} turns: {rewards}")
     for name, value in trace.metrics.items():
         if value is not None and not math.isfinite(value) and (env, name) not in _warned:
             _warned.add((env, name))

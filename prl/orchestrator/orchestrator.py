@@ -12,9 +12,10 @@ The road of a group, with the stage that moves it on below each arrow:
                      +-> an exception         pre_filtered
                          ends the run
 
-A group is whole on this road. Its rollouts leave one by one, each with one outcome (`prl.rollouts.rollout`), and are
-recorded with the step at which the group ended. `prl.orchestrator.staleness` says what a batch waits for, and what is
-too old for it.
+A group is whole on this road; where its algorithm does not wait for groups, each rollout goes as a group of its own,
+with the same id, from FINISHED on. Its rollouts leave one by one, each with one outcome (`prl.rollouts.rollout`), and
+are recorded with the step at which the group ended. `prl.orchestrator.staleness` says what a batch waits for, and what
+is too old for it.
 
 Three kinds of asyncio tasks run side by side: one for each group in flight, `WeightSync.run`, and
 `Orchestrator._make_batches`, the one loop that moves groups on. The first two speak to the loop through one queue of

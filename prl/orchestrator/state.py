@@ -71,6 +71,8 @@ class SavedTask(msgspec.Struct):
     group: int
     env: str
     task: int
+    sent: list[tuple[int, str]] = []
+    """As `Group.sent`: these are not sent again."""
 
 
 class DispatcherState(msgspec.Struct):

@@ -73,6 +73,11 @@ class TrainEnv(EnvComponents, EvalEnv):
         return self.group_size * self.environment.seats
 
     @property
+    def waits_for_group(self) -> bool:
+        """Whether the rollouts of a group enter a batch together: for their credit, or the curriculum's thresholds."""
+        return self.algorithm.waits_for_group or self.curriculum.reads_rewards
+
+    @property
     def up(self) -> bool:
         """Whether every model that its rollouts need can answer. Raises DeadlinePassed if one is away for too long."""
         return all(pool.up for pool in self.algorithm.pools)
@@ -122,12 +127,18 @@ class Group:
     task: Task
     """The task, as its env's curriculum handed it out."""
     rollouts: list[Rollout] = field(default_factory=list)
-    """Those that have arrived; credited once the group is finished."""
+    """Those that have arrived; credited once the group is finished. In flight without those that were sent."""
     excused: bool = False
     """Whether a frozen model that its env needs was away: then its failures are not counted against the env."""
-
     uses: int = 0
     """Times that it has been replayed."""
+    sent: list[tuple[int, str]] = field(default_factory=list)
+    """Index and agent of the rollouts that went on alone, in groups of their own with this one's id."""
+
+    @property
+    def coming(self) -> int:
+        """Rollouts that have not been sent."""
+        return self.env.rollouts_per_group - len(self.sent)
 
     @property
     def place(self) -> int:

@@ -224,12 +224,9 @@ class Rollout:
         by_turn = self.trace.info.get(TURN_REWARDS, {})
         rewards = [math.fsum(values) for values in zip(*by_turn.values(), strict=True)] or [0.0] * len(messages)
         if messages:
-            given = [reward.value for name, reward in self.rewards.items() if reward and name not in by_turn]
-            rewards[-1] += math.fsum(given)
-        return [
-            Turn(message, tokens.get(id(message), slice(0, 0)), reward)
-            for message, reward in zip(messages, rewards, strict=True)
-        ]
+            rewards[-1] += math.fsum(part.value for name, part in self.rewards.items() if part and name not in by_turn)
+        nowhere = slice(0, 0)
+        return [Turn(m, tokens.get(id(m), nowhere), reward) for m, reward in zip(messages, rewards, strict=True)]
 
     @property
     def mean_advantage(self) -> float | None:

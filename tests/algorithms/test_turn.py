@@ -52,9 +52,9 @@ def test_rewards_of_turns_add_up_and_a_number_is_the_last_turns(episode):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ([1.0], "by_turn returned 1 rewards, and there are 2 turns"),
+        ([1.0], "by_turn returned 1 rewards for 2 turns"),
         ([], "by_turn returned 0 rewards"),
-        ([3e38, -3e38], "by_turn returned rewards"),
+        ([3e38, -3e38], "by_turn returned 2 rewards for 2 turns"),
         ([float("nan"), 0.0], "the grader gave reward nan"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import math
 from collections import Counter
 
@@ -11,6 +12,8 @@ from patience import patient
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.grpo import GRPOAlgorithm
+from prl.algorithms.reward import RewardAlgorithm
+from prl.algorithms.sft import SFTDistillAlgorithm
 from prl.config.schema import EnvConfig
 from prl.curriculum.base import Context
 from prl.curriculum.pools import TaskCurriculum
@@ -176,6 +179,8 @@ async def test_rollout_is_scored_on_arrival(make_env):
             return 1.0
 
     class Scores(Algorithm):
+        waits_for_group = True
+
         async def score_rollout(self, rollout):
             seen.append(rollout)
             scored.set()
@@ -362,13 +367,14 @@ async def test_group_failed_while_model_away_is_excused(make_imitating, make_dis
         async with dispatching(make(frozen)) as dispatcher:
             dispatcher.start_group()
             frozen.go_away()
-            (group,) = await finish(dispatcher)
-            assert group.excused and not group.survivors
-            assert {rollout.error for rollout in group.rollouts} == {"EngineError: http://teacher is gone"}
+            groups = await finish(dispatcher)
+            assert all(group.excused and not group.survivors for group in groups)
+            errors = [rollout.error for group in groups for rollout in group.rollouts]
+            assert errors == ["EngineError: http://teacher is gone"] * 4
             frozen.come_back()
             dispatcher.start_group()
-            (group,) = await finish(dispatcher)
-            assert not group.excused and len(group.survivors) == 4
+            groups = await finish(dispatcher)
+            assert not any(group.excused for group in groups) and sum(len(group.survivors) for group in groups) == 4
 
 
 async def test_model_that_is_given_up_ends_the_run(make_imitating, frozen):
@@ -397,3 +403,60 @@ async def test_samples_carry_the_loss_of_their_env(make_env):
     env = make_env()
     env.loss = "toy"
     assert {sample.loss for rollout in (await play_one(env)).rollouts for sample in rollout.samples} == {"toy"}
+
+
+# --- without a group --------------------------------------------------------------------------------------------------
+
+
+class OneByOne(RewardAlgorithm):
+    """Scores a rollout when it is let go, by its index."""
+
+    def attach(self, **live):
+        super().attach(**live)
+        self.gates = [asyncio.Event() for _ in range(4)]
+
+    async def score_rollout(self, rollout):
+        await self.gates[rollout.index].wait()
+        await super().score_rollout(rollout)
+
+
+async def let_go(dispatcher, env, *indices):
+    """What is emitted when rollouts are let go one after the other, as (group, indices, credited)."""
+    for index in indices:
+        env.algorithm.gates[index].set()
+        await asyncio.sleep(0.05)
+    groups = emitted(dispatcher)
+    assert all(rollout.samples[0].advantages is not None for group in groups for rollout in group.rollouts)
+    return [(group.id, [rollout.index for rollout in group.rollouts]) for group in groups]
+
+
+async def test_rollouts_of_no_group_relative_algorithm_go_one_by_one(make_env):
+    env = make_env(algorithm=OneByOne)
+    async with dispatching(env) as dispatcher:
+        dispatcher.start_group()
+        assert await let_go(dispatcher, env, 2, 0) == [(0, [2]), (0, [0])]
+        assert dispatcher.rollouts_in_flight == 2 and len(dispatcher.in_flight) == 1
+        state = dispatcher.state_dict()
+        assert dispatcher.drop(math.inf) == 2, "the others are counted where they are"
+    again = make_env(algorithm=OneByOne)
+    async with dispatching(again) as dispatcher:
+        dispatcher.load_state_dict(state)
+        assert dispatcher.start_group() == dispatcher.rollouts_in_flight == 2
+        assert await let_go(dispatcher, again, 0, 1, 2, 3) == [(0, [1]), (0, [3]), (0, [])], "each is sent once"
+        assert not dispatcher.in_flight
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "curriculum", "waits"),
+    [
+        (GRPOAlgorithm, {}, True),
+        (SFTDistillAlgorithm, {}, False),
+        (Algorithm, {}, False),
+        (RewardAlgorithm, {}, False),
+        (functools.partial(RewardAlgorithm, length_penalty="turns"), {}, True),
+        (RewardAlgorithm, {"easy_threshold": 1.0}, True),
+        (RewardAlgorithm, {"online_difficulty_filtering": True}, True),
+    ],
+)
+def test_group_is_waited_for_where_it_is_compared(make_env, algorithm, curriculum, waits):
+    assert make_env(algorithm=algorithm, curriculum=curriculum).waits_for_group is waits
