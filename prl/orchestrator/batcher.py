@@ -191,7 +191,9 @@ def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
     Returns:
         The rollouts whose samples are shipped: trained and unlearnable ones.
     """
-    score(groups)
+    for env, own in of_each_env(groups):
+        with attribute_errors_to(env):
+            env.algorithm.finalize_batch([group.active for group in own if group.active])
     for group in groups:
         apply_filters(group.env.filters, "post_batch", group.rollouts)
     shipped = [rollout for group in groups for rollout in group.active]
@@ -200,23 +202,10 @@ def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
             rollout.leave(Stage.TRAINED)
         else:
             rollout.leave(Stage.UNLEARNABLE, "nothing of it within trainer.seq_len feeds a loss")
-    if count(shipped, Stage.TRAINED):
-        show_algorithms(groups)
-    return shipped
-
-
-def score(groups: list[Group]) -> None:
-    """Have the algorithm of each env credit the rollouts of a batch that are the env's."""
-    for env, own in of_each_env(groups):
-        with attribute_errors_to(env):
-            env.algorithm.finalize_batch([group.active for group in own if group.active])
-
-
-def show_algorithms(groups: list[Group]) -> None:
-    """Show the algorithm of each env the rollouts of a batch that are the env's."""
-    for env, own in of_each_env(groups):
+    for env, own in of_each_env(groups) if count(shipped, Stage.TRAINED) else ():
         with attribute_errors_to(env):
             env.algorithm.observe_batch([rollout for group in own for rollout in group.survivors])
+    return shipped
 
 
 def of_each_env(groups: list[Group]) -> Iterator[tuple[TrainEnv, list[Group]]]:
