@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from prl.config.gpus import Gpus
 from prl.config.model_reference import FrozenModelConfig
@@ -49,6 +49,9 @@ Connect = Callable[[FrozenModelConfig], "ReferencePool"]
 
 class Engine(ABC):
     """A way to run models. What it makes is asked as `prl.engines.client` says."""
+
+    adds_adapters: ClassVar[bool] = False
+    """Whether it loads an adapter (LoRA) in peft's format, added to the weights that it began with, as a policy."""
 
     @classmethod
     @abstractmethod

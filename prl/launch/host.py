@@ -29,7 +29,7 @@ from prl.launch.local import (
 )
 from prl.launch.processes import Process
 from prl.transport.files import write_atomically, writing
-from prl.transport.ray import BATCHES, LOG, WEIGHTS, copy_folder
+from prl.transport.ray import BATCHES, LOG, WEIGHTS, copy_files
 
 MEMORY = Path("/dev/shm")
 """Files here are in memory, on Linux."""
@@ -187,6 +187,10 @@ class Host:
         start = self.run_dir / folder
         return {str(path.relative_to(start)): path.stat().st_size for path in start.rglob("*") if path.is_file()}
 
+    async def holding(self, folder: str) -> tuple[Node, dict[str, int]]:
+        """Return what `node` and `sizes` do, in one call."""
+        return await self.node(), self.sizes(folder)
+
     def written(self) -> dict[str, int]:
         """Return the bytes of files that only grow: the log (`LOG`), and all but batches, weights and checkpoints."""
         others = [each for each in self.run_dir.iterdir() if each.name not in (BATCHES, WEIGHTS, CHECKPOINTS, "resume")]
@@ -226,12 +230,13 @@ class Host:
         async with self.fetching:
             if final.exists():
                 return
-            there: Node = await holder.node.remote()
+            path = f"{WEIGHTS}/{name}"
+            there, sizes = await holder.holding.remote(path)
             if there.id == ray.get_runtime_context().get_node_id():
                 with writing(final) as folder:
                     shutil.copytree(Path(there.folder) / name, folder, copy_function=os.link, dirs_exist_ok=True)
             else:
-                await asyncio.to_thread(copy_folder, holder, f"{WEIGHTS}/{name}", final)
+                await asyncio.to_thread(copy_files, holder, path, sizes, final)
 
 
 def removed_at_the_end(folders: Sequence[Path]) -> IO[bytes] | None:

@@ -94,7 +94,7 @@ def pull_from(process: Followed) -> None:
         with naming(here):
             here.parent.mkdir(parents=True, exist_ok=True)
             with here.open("ab") as file:
-                for piece in pieces(process.host, path, start, size):
+                for _, piece in pieces(process.host, {path: (start, size)}):
                     file.write(piece)
                     process.copied[path] = process.copied.get(path, 0) + len(piece)
     if process.run_dir is not None:

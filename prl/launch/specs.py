@@ -13,7 +13,7 @@ from prl.config.gpus import Gpus, Needs, Placement, place, visible_gpus
 from prl.config.machine import parameters_of
 from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
 from prl.config.validate import hosts_teacher
-from prl.engines.base import EngineSpec
+from prl.engines.base import Engine, EngineSpec
 from prl.engines.vllm.server import TOKEN_VARIABLE
 from prl.errors import ConfigError
 from prl.launch import shared_engines, threads
@@ -208,4 +208,11 @@ def trainer_payload(config: TrainConfig, model: ModelConfig, *, initial_referenc
         "seed": config.seed,
         "max_steps": config.max_steps,
         "initial_reference": initial_reference,
+        "adapters_alone": adapters_alone(config),
     }
+
+
+def adapters_alone(config: TrainConfig) -> bool:
+    """Whether engines may be sent adapters without the weights: they began with those, and nobody else wants them."""
+    own = class_of(config.engine, Engine, "engine").adds_adapters and not config.engine.urls
+    return own and not config.orchestrator.eval.keep_best

@@ -133,6 +133,21 @@ def adapters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {f"{PREFIX}{split[1]}.weight": parameter for split, parameter in matched if split}
 
 
+def adapters_alone(model: PreTrainedModel) -> bool:
+    """Whether who has the base model's files can add the adapters to it: each to one tensor, as it is in the files.
+
+    Of experts files have another tensor for each, and of a transposed layer not what an adapter's product is.
+    """
+    layers = dict(model.named_modules())
+    for name in adapters_of(model):
+        layer = re.sub(r"\.lora_[AB]\.weight$", "", name.removeprefix(PREFIX))
+        weight = f"{layer}.weight"
+        base: Any = layers[layer].base_layer
+        if isinstance(base, Conv1D) or list(as_in_files(model, weight, base.weight.to("meta"))) != [weight]:
+            return False
+    return True
+
+
 def save_adapters(model: PreTrainedModel, folder: Path | None) -> None:
     """Write the folder that `peft.PeftModel.from_pretrained` loads beside the base model, float32.
 

@@ -20,10 +20,10 @@ from prl.config.model_folder import tokenizer_files
 from prl.errors import PrlError, of_disk, of_own_code
 from prl.monitors.text import as_message, in_one_line
 from prl.rollouts.messages import StepBatch
+from prl.trainer import lora
 from prl.trainer.checkpoint_part import load_state, write_part
 from prl.trainer.config import TrainerConfig, runs_in_half
 from prl.trainer.export import TokenExport, example_steps
-from prl.trainer.lora import add_adapters, load_adapters
 from prl.trainer.model import check_layout, load_model, save_weights, token_text
 from prl.trainer.ranks import meet
 from prl.trainer.sharding import reshard
@@ -96,7 +96,9 @@ def run(config: Mapping[str, Any], run_dir: Path, stopping: threading.Event | No
             transport = factory(config["weights"], Transport, "weights")(run_dir=run_dir)
             opened.callback(transport.close)
             trainer = make_trainer(config, device, track=track, export=make_export(config, run_dir, rank))
-            files = Files(run_dir, trainer, config["model"], rank, saved=None if resume is None else trained)
+            saved = None if resume is None else trained
+            alone = config.get("adapters_alone", False)
+            files = Files(run_dir, trainer, config["model"], rank, saved, adapters_alone=alone)
             if resume is not None:
                 load_state(Path(resume["folder"]), trainer, rank=rank)
             publish(transport, trained, {}, rank, None if resume is None else files.write_weights)
@@ -164,21 +166,35 @@ class Files:
         model: the node `model`.
         rank: this process's.
         saved: the step of the newest checkpoint; None = there is none.
+        adapters_alone: whether the engines add adapters to the base model, where that can be.
     """
 
-    def __init__(self, run_dir: Path, trainer: Trainer, model: Mapping[str, Any], rank: int, saved: int | None):
+    def __init__(
+        self,
+        run_dir: Path,
+        trainer: Trainer,
+        model: Mapping[str, Any],
+        rank: int,
+        saved: int | None,
+        *,
+        adapters_alone: bool = False,
+    ):
         self.run_dir = run_dir
         self.trainer = trainer
         self.rank = rank
         self.saved = saved
         self.dtype: torch.dtype = getattr(torch, model["dtype"])
+        self.adapters_alone = adapters_alone and lora.has_adapters(trainer.model) and lora.adapters_alone(trainer.model)
         # Read now: the model's folder may be gone when a checkpoint is written.
         remote = model["trust_remote_code"]
         self.tokenizer = tokenizer_files(model["path"], trust_remote_code=remote) if rank == 0 else {}
 
     def write_weights(self, folder: Path | None) -> None:
         """Write the weights for the engines, in their number format; with None, send them to the rank that writes."""
-        save_weights(self.trainer.model, folder, self.dtype)
+        if self.adapters_alone:
+            lora.save_adapters(self.trainer.model, folder)
+        else:
+            save_weights(self.trainer.model, folder, self.dtype)
 
     def write_checkpoint(self, step: int) -> None:
         """Write the trainer's part of the checkpoint of `step`, unless that is there."""
@@ -215,13 +231,13 @@ def make_trainer(
     place = torch.device("meta" if dist.get_rank() else "cpu") if shared else device
     load = functools.partial(load_model, device=place, trust_remote_code=config["model"]["trust_remote_code"])
     resume = config.get("resume")
-    lora = config["model"].get("lora") or {}
-    adapted = lora.get("rank") is not None  # beside the weights that the run began with
+    adapters = config["model"].get("lora") or {}
+    adapted = adapters.get("rank") is not None  # beside the weights that the run began with
     model = load(config["model"]["path"] if resume is None or adapted else resume["folder"])
     if adapted:
-        add_adapters(model, lora, config["model"]["path"])
+        lora.add_adapters(model, adapters, config["model"]["path"])
         if resume is not None and place.type != "meta":
-            load_adapters(model, Path(resume["folder"]))
+            lora.load_adapters(model, Path(resume["folder"]))
     losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
     reference = functools.partial(load, config["model"]["path"]) if config["initial_reference"] else None
     # The trainer itself builds these two components, the optimisers with the model's parameters: they stay nodes.

@@ -7,8 +7,9 @@ has an engine, which loads them from a file in memory.
 
 import asyncio
 import contextlib
+import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class RayTransport(FileTransport):
         self._metrics: dict[int, Any] = {}
         """By version, what the first rank's actor answers once that is published."""
         self._found: list[Any] = []
+        self._nodes: dict[Any, str] = {}
+        """Ids of their nodes, by actor."""
 
     @property
     def ranks(self) -> list[Any]:
@@ -50,6 +53,7 @@ class RayTransport(FileTransport):
     def close(self) -> None:
         self._found = []
         self._metrics = {}
+        self._nodes = {}
 
     def send_batch(self, batch: StepBatch, rank: int) -> None:
         super().send_batch(batch, rank)  # the run directory has it too, for `orchestrator.keep_batches`
@@ -88,7 +92,7 @@ class RayTransport(FileTransport):
 
     async def deliver(self, version: int) -> str:
         name = step_name(version)
-        await asyncio.to_thread(distribute, name, self.ranks[0])
+        await asyncio.to_thread(distribute, name, self.ranks[0], self._nodes)
         return name  # in the folder where an engine's actor has started it
 
     def weights_path(self, version: int) -> Path:
@@ -98,7 +102,7 @@ class RayTransport(FileTransport):
         return path
 
     def discard_weights(self, version: int) -> None:
-        super().discard_weights(version)
+        shutil.rmtree(super().weights_path(version), ignore_errors=True)
         for host in [*self.ranks[:1], *hosts(ENGINE)]:
             host.remove.remote(f"{WEIGHTS}/{step_name(version)}")
 
@@ -114,19 +118,23 @@ def ready(answers: list[Any]) -> bool:
     return len(ray.wait(answers, num_returns=len(answers), timeout=0)[0]) == len(answers) if answers else True
 
 
-def distribute(version: str, source: Any) -> None:
+def distribute(version: str, source: Any, nodes: dict[Any, str]) -> None:
     """Have each engine's actor get the weights of a version: from its own node, where that has them, else over the net.
 
-    An actor that is lost is left out: its engine gets them when it is started again.
+    An actor that is lost is left out: its engine gets them when it is started again. `nodes` has the ids of the nodes
+    of actors that are known; others are added.
     """
-    holders = {ray.get(source.node.remote()).id: (source, None)}
+    holders: dict[str, tuple[Any, Any]] = {}
     copies = []
-    for host in hosts(ENGINE):
+    for host in [source, *hosts(ENGINE)]:
         with contextlib.suppress(ray.exceptions.RayActorError):
-            node = ray.get(host.node.remote()).id
-            holder, arrived = holders.get(node, (source, None))
-            copies.append(host.fetch.remote(version, holder, arrived))
-            holders.setdefault(node, (host, copies[-1]))
+            if host not in nodes:
+                nodes[host] = ray.get(host.node.remote()).id
+            holder, arrived = holders.get(nodes[host], (source, None))
+            if host != source:
+                arrived = host.fetch.remote(version, holder, arrived)
+                copies.append(arrived)
+            holders.setdefault(nodes[host], (host, arrived))
     for copy in copies:
         with contextlib.suppress(ray.exceptions.RayActorError):
             ray.get(copy)
@@ -137,23 +145,35 @@ def copy_folder(host: Any, folder: str, final: Path) -> None:
 
     Raises FileNotFoundError where it is gone, also meanwhile.
     """
-    sizes = ray.get(host.sizes.remote(folder))
+    copy_files(host, folder, ray.get(host.sizes.remote(folder)), final)
+
+
+def copy_files(host: Any, folder: str, sizes: dict[str, int], final: Path) -> None:
+    """Copy files of a folder, as `copy_folder` does. `sizes`: of each file in bytes, by its path in the folder."""
     if not sizes:
         raise FileNotFoundError(f"{folder} is gone")
     with naming(final), writing(final) as target:
-        for path, size in sizes.items():
+        for path in sizes:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
-            with (target / path).open("wb") as file:
-                for piece in pieces(host, f"{folder}/{path}", 0, size):
-                    file.write(piece)
+            (target / path).touch()
+        for path, piece in pieces(host, {f"{folder}/{path}": (0, size) for path, size in sizes.items()}):
+            with (target / Path(path).relative_to(folder)).open("ab") as file:
+                file.write(piece)
 
 
-def pieces(host: Any, path: str, start: int, end: int) -> Iterator[memoryview]:
-    """What a file of an actor's process has from one place to another, a few pieces asked for ahead."""
-    asked = deque[Any]()
-    for offset in range(start, end, CHUNK):
-        asked.append(host.read.remote(path, offset, min(CHUNK, end - offset)))
-        if len(asked) > AHEAD:
-            yield memoryview(ray.get(asked.popleft()))
+def pieces(host: Any, parts: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, memoryview]]:
+    """What files of an actor's process have from one place to another, by path; a few pieces are asked for ahead."""
+    asked = deque[tuple[str, Any]]()
+    for path, (start, end) in parts.items():
+        for offset in range(start, end, CHUNK):
+            asked.append((path, host.read.remote(path, offset, min(CHUNK, end - offset))))
+            if len(asked) > AHEAD:
+                yield arrived(asked)
     while asked:
-        yield memoryview(ray.get(asked.popleft()))
+        yield arrived(asked)
+
+
+def arrived(asked: deque[tuple[str, Any]]) -> tuple[str, memoryview]:
+    """The path and content of the piece that was asked for first."""
+    path, answer = asked.popleft()
+    return path, memoryview(ray.get(answer))

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from prl.models import model_path
 from prl.transport.checkpoint_folders import checkpoint_path
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.xdist_group("engine")]
 
 KNOBS = (
     "experiment=on_policy",
@@ -42,8 +42,11 @@ def test_adapters_learn_and_are_kept_for_peft(inline):
         name for name in whole if name.endswith("_proj.weight")
     }
 
-    more = inline(*KNOBS, "max_steps=12", "run.resume=auto", "trainer.num_processes=2", "launcher=local")
+    vllm = ("launcher=local", "engine=default")
+    more = inline(*KNOBS, "max_steps=12", "run.resume=auto", "trainer.num_processes=2", *vllm)
     assert more.status == 0, more.stderr
+    (version,) = (run.dir / "weights").iterdir()
+    assert {file.name for file in version.glob("*.safetensors")} == {"adapter_model.safetensors"}, "sent alone"
     assert [line["step"] for line in more.steps] == list(range(13))
     assert all(gap < 1e-5 for gap in more.column("logprob_gap/mean"))
     assert statistics.mean(more.column("reward/all/mean")[-2:]) > statistics.mean(rewards[:2]) + 0.1

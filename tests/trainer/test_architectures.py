@@ -30,12 +30,13 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from prl.config.compose import compose
 from prl.config.tensor_names import check_names
+from prl.engines.vllm.weights import policy_tensors
 from prl.errors import ConfigError
 from prl.rollouts.packing import pack
 from prl.trainer.architecture import check_architecture
 from prl.trainer.batch import stacks
 from prl.trainer.layers import KEPT
-from prl.trainer.lora import ADAPTER, save_adapters
+from prl.trainer.lora import ADAPTER, adapters_alone, save_adapters
 from prl.trainer.model import check_layout, load_model, save_weights, stack_logprobs
 from prl.trainer.tree.attention import can_attend_over_trees
 from prl.trainer.tree.tree import tree_stacks
@@ -129,6 +130,10 @@ def test_adapters_are_merged_as_peft_merges_them(tmp_path, name):
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in found)
+    if adapters_alone(model):  # an engine that adds them to the files of the base gets the same
+        merged = load_file(tmp_path / "merged" / "model.safetensors")
+        added = dict(policy_tensors(str(tmp_path / ADAPTER), str(tmp_path)))
+        assert all(torch.equal(added[key], merged[key]) for key in merged)
     changed = {key for key in found if not torch.equal(found[key], before[key])}
     attention = {key for key in found if re.search(r"\.[qkvo]_proj\.weight$", key)}
     dense = {key for key in found if key.endswith("_proj.weight")} - attention

@@ -8,12 +8,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from prl.engines.vllm.weights import policy_tensors
 from prl.errors import ConfigError
 from prl.losses import default_loss
 from prl.rollouts.messages import StepBatch
 from prl.rollouts.packing import pack
 from prl.trainer.batch import stacks
-from prl.trainer.lora import ADAPTER, add_adapters, check_targets, load_adapters, save_adapters, weights_of
+from prl.trainer.lora import (
+    ADAPTER,
+    adapters_alone,
+    add_adapters,
+    check_targets,
+    load_adapters,
+    save_adapters,
+    weights_of,
+)
 from prl.trainer.model import save_weights, stack_logprobs
 from prl.trainer.trainer import Trainer
 
@@ -76,6 +85,9 @@ def test_what_is_published_is_what_peft_merges(tiny, tiny_path, tmp_path, target
         assert torch.equal(weight, expected[name]), name
         ends = targets or LINEAR
         assert torch.equal(weight, before[name]) != any(f".{end}.weight" in name for end in ends), name
+    engine = dict(policy_tensors(str(tmp_path / ADAPTER), str(tiny_path)))
+    assert adapters_alone(model)
+    assert all(torch.equal(weight.float(), found[name]) for name, weight in engine.items()), "as an engine adds them"
     rounded = load_file(tmp_path / "rounded" / "model.safetensors")
     assert all(torch.equal(weight, expected[name].bfloat16()) for name, weight in rounded.items()), "merged, then cast"
     name = "model.layers.1.mlp.down_proj"

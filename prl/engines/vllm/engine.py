@@ -11,6 +11,8 @@ from prl.engines.frozen import FrozenPool
 class VLLMEngine(Engine):
     """vLLM's servers: of the launcher, or those that run already."""
 
+    adds_adapters = True
+
     @classmethod
     def policy(cls, spec: EngineSpec, serve: Serve) -> InferencePool:
         return InferencePool(serve(spec), spec.served_name, spec.token, shared=bool(spec.config.urls))

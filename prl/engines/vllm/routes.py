@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from prl.engines.vllm.cpu import replies
 from prl.engines.vllm.protocol import GENERATE, LOAD, Generated, GenerateRequest, Sampled, measured
 from prl.engines.vllm.server import FROZEN_VARIABLE, INSTANCE_VARIABLE
-from prl.engines.vllm.weights import WeightsError, files_of, folder_of, refuse_other_model, shapes_at
+from prl.engines.vllm.weights import WeightsError, folder_of, refuse_other_policy, shapes_at
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
@@ -37,7 +37,7 @@ REQUESTS = msgspec.json.Decoder(GenerateRequest)
 
 
 class PolicyRoutes:
-    """`POST /prl/generate` samples, `POST /prl/load_policy {"path": …}` loads a safetensors folder as the policy."""
+    """`POST /prl/generate` samples, `POST /prl/load_policy {"path": …}` loads the policy of a folder."""
 
     name = "prl"
     required_tasks = ("generate",)
@@ -54,7 +54,7 @@ class PolicyRoutes:
         state.load_policy_lock = asyncio.Lock()
         model = engine_client.vllm_config.model_config
         tied = getattr(model.hf_config, "tie_word_embeddings", False)
-        state.check_weights = functools.partial(refuse_other_model, started=shapes_at(model.model), tied=tied)
+        state.check_weights = functools.partial(refuse_other_policy, started=shapes_at(model.model), tied=tied)
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ async def load_policy(request: Request) -> JSONResponse:
     async with state.load_policy_lock:
         try:
             folder = await asyncio.to_thread(folder_of, path)
-            await asyncio.to_thread(state.check_weights, files_of(folder))
+            await asyncio.to_thread(state.check_weights, folder)
         except WeightsError as error:
             return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
         began = time.monotonic()

@@ -6,7 +6,7 @@ out of them and runs nothing.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+"""Files of peft's folder of an adapter."""
+OF_ADAPTER = "base_model.model."
+"""Before the names of layers in it."""
 
 
 class WeightsError(PrlError):
@@ -78,6 +82,18 @@ def shapes_at(path: str) -> dict[str, list[int]]:
         return {}
 
 
+def refuse_other_policy(folder: Path, started: dict[str, list[int]], *, tied: bool) -> None:
+    """Raise WeightsError for a folder without weights, or with those of another model (`refuse_other_model`)."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return refuse_other_model(files_of(folder), started, tied=tied)
+    matrices = shapes_of([folder / ADAPTER])
+    for name in [name for name in matrices if name.endswith(".lora_B.weight")]:
+        layer = name.removeprefix(OF_ADAPTER).removesuffix(".lora_B.weight")
+        shape = [matrices[name][0], matrices[name.replace("lora_B", "lora_A")][1]]
+        if started and started.get(f"{layer}.weight") != shape:
+            raise WeightsError(f"an adapter is for {layer} of the shape {shape}, which this model has not")
+
+
 def refuse_other_model(files: list[Path], started: dict[str, list[int]], *, tied: bool) -> None:
     """Raise WeightsError for weights of another model than `started`, the shapes of the server's first ones.
 
@@ -113,3 +129,30 @@ def tensors_of(files: list[Path]) -> "Iterator[tuple[str, torch.Tensor]]":
                     yield name, tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{file} cannot be read: {in_one_line(error)}") from error
+
+
+def policy_tensors(path: str, base: str) -> "Iterator[tuple[str, torch.Tensor]]":
+    """The tensors of a policy by name: of a model's folder, or of an adapter's added to those of the folder `base`."""
+    folder = folder_of(path)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return tensors_of(files_of(folder))
+    return merged(tensors_of(files_of(folder_of(base))), folder)
+
+
+def merged(tensors: "Iterable[tuple[str, torch.Tensor]]", adapter: Path) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Add an adapter of peft's to the weights of its layers, in float32: W + alpha / rank * B A (arXiv 2106.09685).
+
+    Raises WeightsError for layers that are not among `tensors`.
+    """
+    config = json.loads((adapter / ADAPTER_CONFIG).read_bytes())
+    scale = config["lora_alpha"] / config["r"]
+    matrices = dict(tensors_of([adapter / ADAPTER]))
+    for name, tensor in tensors:
+        layer = OF_ADAPTER + name.removesuffix(".weight")
+        if f"{layer}.lora_A.weight" in matrices:
+            a = matrices.pop(f"{layer}.lora_A.weight")
+            b = matrices.pop(f"{layer}.lora_B.weight")
+            tensor = tensor.float() + b @ a * scale
+        yield name, tensor
+    if matrices:
+        raise WeightsError(f"{min(matrices)} of {adapter} is for no weight of the server's model")

@@ -2,11 +2,10 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from prl.engines.vllm.weights import files_of, tensors_of
+from prl.engines.vllm.weights import policy_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +27,9 @@ class PolicyWorker:
     """Whether a load has begun and not ended: another would take what that one has left for its own."""
 
     def load_policy(self, path: str) -> None:
-        """Load the safetensors folder `path`: in place, where that can be, which takes half as long as vLLM's reload.
+        """Load the weights at `path`, of a model or of an adapter of the one that the server began with.
+
+        In place, where that can be, which takes half as long as vLLM's reload.
 
         Weights are neither the old nor the new ones if it raises; it does for a weight that the model does not take.
         """
@@ -39,18 +40,19 @@ class PolicyWorker:
             raise RuntimeError("an earlier load failed half-way: start the engine again")
         worker = cast("Worker", self)
         model: Any = worker.model_runner.get_model()
+        tensors = policy_tensors(path, worker.vllm_config.model_config.model)
         self.halfway = True
         for layer in filter(are_experts, model.modules()):
             if current_platform.is_cpu():
                 layer.quant_method.moe_kernel = None  # else vLLM takes what has been loaded for packed
         if self.packed_layers is not None:
             with set_current_vllm_config(worker.vllm_config):
-                load_in_place(model, self.packed_layers, path)
+                load_in_place(model, self.packed_layers, tensors)
         else:
             unchecked = any(map(are_experts, model.modules())) and type(model).__name__ not in COPIED
             checked = not unchecked and worker.vllm_config.lora_config is None
             with all_taken(model) if checked else contextlib.nullcontext():
-                worker.reload_weights(weights_path=path)
+                worker.reload_weights(weights_iterator=tensors)
             if current_platform.is_cpu():
                 pack_output_heads(model)
                 renew_sinks(model)
@@ -104,7 +106,7 @@ def layers_to_pack(model: "nn.Module") -> Packed | None:
     return packed
 
 
-def load_in_place(model: Any, packed: Packed, path: str) -> None:
+def load_in_place(model: Any, packed: Packed, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
     """Load weights where the model has them, and pack what is packed."""
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -113,7 +115,7 @@ def load_in_place(model: Any, packed: Packed, path: str) -> None:
         for name, as_made in away.items():
             layer._parameters[name] = restore_layer_refs(materialize_meta_tensor(as_made), layer)
     names = {name for name, _ in model.named_parameters()}
-    refuse_untaken(names - (model.load_weights(tensors_of(files_of(Path(path)))) or names))
+    refuse_untaken(names - (model.load_weights(tensors) or names))
     for layer, _ in packed:
         layer.quant_method.process_weights_after_loading(layer)
     renew_sinks(model)
