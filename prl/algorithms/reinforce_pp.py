@@ -29,7 +29,7 @@ class ReinforcePPAlgorithm(GRPOAlgorithm):
         super().check(where)
         for key, value, default in (("baseline", self.baseline, "mean"), ("normalize", self.normalize, None)):
             if not self.group_baseline and value != default:
-                raise ConfigError(f"{where}.{key}={value} is about the group: leave it out, or {where}.group_baseline")
+                raise ConfigError(f"{where}.{key}={value} is about the group: leave it or group_baseline=false out")
 
     def score_group(self, group: list[Rollout]) -> None:
         if self.group_baseline:
