@@ -18,7 +18,6 @@ INSTEAD = {
     "clip_ratio": "loss=ppo loss.clip_low=… loss.clip_high=…",
     "epsilon": "loss=ppo loss.clip_low=… loss.clip_high=…",
     "gradient_accumulation_steps": "trainer.seq_len and trainer.tokens_per_forward: a step is orchestrator.batch_size",
-    "epochs": "trainer.epochs, passes over a batch; max_steps ends the run",
     "lr": "trainer.optim.lr",
     "save_every": "checkpoint.every",
     "wandb": "monitor=wandb, monitor.wandb.…",

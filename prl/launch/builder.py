@@ -243,6 +243,7 @@ def assemble(
         max_steps=run.config.max_steps,
         seq_len=run.config.trainer.seq_len,
         trainer_ranks=run.config.trainer.num_processes,
+        updates_per_batch=run.config.trainer.updates_per_batch,
         update_timeout_s=run.config.engine.update_timeout_s,
         checkpoint=run.config.checkpoint,
         state=None if run.resume is None else run.resume.state,

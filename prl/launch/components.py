@@ -28,14 +28,13 @@ from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.replay import check_replay
 from prl.orchestrator.types import EnvComponents
 from prl.trainer.config import (
+    LOSSES,
     AdamWConfig,
-    AIPOLossConfig,
-    DefaultLossConfig,
-    GSPOLossConfig,
     OptimConfig,
     PartConfig,
     SGDConfig,
-    check_aggregation,
+    TrainerConfig,
+    check_policy_loss,
 )
 from prl.trainer.schedule import Schedule
 from prl.transport.base import Transport
@@ -43,7 +42,6 @@ from prl.transport.base import Transport
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LOSSES: tuple[Any, ...] = (DefaultLossConfig, AIPOLossConfig, GSPOLossConfig)
 SCHEMAS: dict[str, Any] = {schema._target_: schema for schema in (AdamWConfig, SGDConfig, *LOSSES)}
 """Options of classes and functions that load torch, by `_target_`."""
 
@@ -68,7 +66,7 @@ class RunComponents:
 def build_components(config: TrainConfig, launcher: Launcher | None = None) -> RunComponents:
     """Build and check every component, the launcher too unless it is given. Raises ConfigError with its config key."""
     envs = {name: _env_components(config, name) for name in config.envs}
-    check_loss("loss", config.loss)
+    check_loss("loss", config.loss, config.trainer)
     build(config.trainer.schedule, Schedule, "trainer.schedule")
     check_optimizers(config.trainer.optim)
     return RunComponents(
@@ -83,7 +81,7 @@ def build_components(config: TrainConfig, launcher: Launcher | None = None) -> R
 
 
 def _env_components(config: TrainConfig, name: str) -> EnvComponents:
-    check_loss(*config.node_of(name, "loss"))
+    check_loss(*config.node_of(name, "loss"), config.trainer)
     where, node = config.node_of(name, "algo")
     algorithm = build(node, Algorithm, where)
     sampling_key, sampling = sampling_of(config, name)
@@ -218,10 +216,15 @@ def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Re
     return made
 
 
-def check_loss(where: str, node: Any) -> None:
+def check_loss(where: str, node: Any, trainer: TrainerConfig) -> None:
     """Look a loss up before anything starts. prl's own are known to fit, and would load torch here."""
-    check_aggregation(where, settings_of(node))
     known = SCHEMAS.get(node["_target_"])
+    check_policy_loss(
+        where,
+        settings_of(node),
+        several_updates=trainer.updates_per_batch * trainer.epochs > 1,
+        has_ratio=getattr(known, "has_ratio", False),
+    )
     if known is not None:
         read(known, node, where)
         return

@@ -8,7 +8,7 @@ from prl.losses.ce import ce_loss
 from prl.losses.compute import LossCounts, TokenTreatment, compute_loss, count_members
 from prl.losses.interface import LossInputs, LossOutputs
 from prl.losses.ref_kl import ref_kl_loss
-from prl.losses.rl import aipo_loss, default_loss, gspo_loss
+from prl.losses.rl import aipo_loss, cispo_loss, default_loss, gspo_loss, ipo_loss, ppo_loss, reinforce_loss
 
 __all__ = [
     "LossCounts",
@@ -17,9 +17,13 @@ __all__ = [
     "TokenTreatment",
     "aipo_loss",
     "ce_loss",
+    "cispo_loss",
     "compute_loss",
     "count_members",
     "default_loss",
     "gspo_loss",
+    "ipo_loss",
+    "ppo_loss",
     "ref_kl_loss",
+    "reinforce_loss",
 ]

@@ -63,6 +63,8 @@ class TrainingSample(Streams, omit_defaults=True):
     versions: list[CallVersions] = msgspec.field(default_factory=list)
     """As `Origin.versions`."""
     origin: Origin | None = None
+    rollout_share: float | None = None
+    """As of `LossInputs`, of each of its tokens; written as it is packed."""
 
     def members(self, component: Component) -> list[bool]:
         """Which tokens feed the component, `[tokens]`, whatever the sampler's logprobs are."""
@@ -91,6 +93,10 @@ class MicroBatch(Streams, omit_defaults=True):
     """Name of each sequence's rl loss; "" = the run's."""
     initial_reference: list[bool] = msgspec.field(default_factory=list)
     """`TrainingSample.initial_reference` of each sequence; empty = of none."""
+    rollout_shares: list[float] = msgspec.field(default_factory=list)
+    """`TrainingSample.rollout_share` of each sequence; empty = each rollout of the update has one sequence."""
+    update: int = 0
+    """Which optimiser step on the batch it is for; every rank has as many rows for each."""
     origins: list[Origin | None] = msgspec.field(default_factory=list)
     """One per sequence, or none at all."""
 

@@ -95,7 +95,10 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
         tensor(name, dtype) for name, dtype in (("input_ids", np.int64), ("position_ids", np.int64), ("mask", np.bool_))
     )
     fed = [weighted_tokens(component, mask, streams.get(component.stream)) for component in COMPONENTS.values()]
+    streams = {name: stream.flatten()[flat] for name, stream in streams.items()}
     lengths = [n for row in rows for n in row.sequence_lengths]
+    if shares := [share for row in rows for share in row.rollout_shares]:
+        streams["rollout_share"] = torch.tensor(shares)[per_token(range(len(lengths)), lengths, torch.device("cpu"))]
     initial = [flag for row in rows for flag in row.initial_reference or [False] * len(row.sequence_lengths)]
     return Stack(
         input_ids=input_ids.to(device),
@@ -106,7 +109,7 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
         wanted=torch.stack(fed).any(0).flatten()[flat].to(device),
         mask=mask.flatten()[flat].to(device),
         logprobs=tensor("logprobs", np.float32).flatten()[flat].to(device),
-        streams={name: stream.flatten()[flat].to(device) for name, stream in streams.items()},
+        streams={name: stream.to(device) for name, stream in streams.items()},
         sequence_lengths=lengths,
         initial=per_token(initial, lengths, device).bool(),
         losses=[name for row in rows for name in row.losses],

@@ -74,6 +74,8 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
     missing = sorted(saved["optimizer"].keys() - parameters.keys())
     if missing:
         raise ConfigError(f"{folder}: the optimiser's state is of parameters that the model lacks: {missing[0]}")
+    for name, control in trainer.entropy_controls.items():
+        control.coef, control.below = saved.get("entropy", {}).get(name, (control.coef, control.below))
     with safe_open(folder / STATE / "trainer.safetensors", "pt") as tensors:
         _load_optimizer(trainer.optimizer, parameters, saved["optimizer"], tensors.get_tensor)
         own = {kind: f"generator/{rank}/{kind}" for kind in ("cpu", "cuda")}
@@ -120,9 +122,10 @@ def _read_state(folder: Path) -> dict[str, Any]:
 def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.Tensor]) -> None:
     folder.mkdir()
     state, tensors = _optimizer_state(trainer)
+    controls = {name: (control.coef, control.below) for name, control in trainer.entropy_controls.items()}
     tensors |= generators
     try:
-        text = json.dumps({"optimizer": state})
+        text = json.dumps({"optimizer": state, "entropy": controls})
     except TypeError as error:
         owners = " or ".join(type(optimizer).__name__ for optimizer in trainer.optimizer.optimizers)
         raise PrlError(f"the state of {owners} has what a checkpoint cannot hold: {error}") from error

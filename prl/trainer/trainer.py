@@ -1,6 +1,7 @@
-"""One optimiser step: micro-batches in, new weights and metrics out. Algorithm-blind."""
+"""The optimiser steps on a batch: micro-batches in, new weights and metrics out. Algorithm-blind."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -12,12 +13,13 @@ from transformers import PreTrainedModel
 
 from prl.config.build import build, plain
 from prl.errors import PrlError
-from prl.losses import LossCounts, TokenTreatment, compute_loss, count_members
+from prl.losses import LossCounts, TokenTreatment, compute_loss, count_members, ref_kl_loss
 from prl.losses.interface import LossFunction, Metrics, add_metric
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.messages import MicroBatch, StepBatch
 from prl.trainer.batch import Stack, empty_stack, stacks
 from prl.trainer.config import AdamWConfig, TrainerConfig
+from prl.trainer.entropy import controls_of
 from prl.trainer.export import TokenExport
 from prl.trainer.layers import compile_layers, recompute_activations
 from prl.trainer.metrics import means_over_ranks, metrics_of_envs
@@ -68,7 +70,11 @@ class Trainer:
     ):
         self.config = TrainerConfig(**options)
         self.model = model
-        self.rl_losses = rl_losses
+        self.rl_losses = dict(rl_losses)
+        self.entropy_controls = controls_of(rl_losses)
+        self.proximal = any(getattr(loss, "keywords", {}).get("proximal") for loss in rl_losses.values())
+        self.between_updates = False
+        """Whether the weights are those of no step: of a batch with several updates, only some have been made."""
         self.max_steps = max_steps
         self.half = half
         device = self.config.device
@@ -112,38 +118,58 @@ class Trainer:
         )
 
     def train_step(self, batch: StepBatch) -> dict[str, float]:
-        """One optimiser step on this rank's micro-batches. Returns the step's metrics, reduced over ranks.
+        """The optimiser steps of a batch on this rank's micro-batches. Returns its metrics, reduced over ranks.
+
+        Means are over all updates, `grad_norm` too; counts are their sums.
 
         Raises ValueError for a sequence whose rl loss is not among `rl_losses` or whose reference is not there, and
-        PrlError, with the weights as they were, for a gradient that is not finite.
+        PrlError, with the weights as they were before this update, for a gradient that is not finite.
         """
         self._check(batch)
-        with self.track.doing(FORWARD, batch.step):
-            step_stacks = self._stacks(batch)
-            referring = most([int(stack.initial.any()) for stack in step_stacks], self.device)
-            counted = self._count(step_stacks)
-            counts = LossCounts.from_tensor(counted[: len(COMPONENTS) + 2])
-            totals: Metrics = {}
-            export = self.export if self.export is not None and self.export.wants(batch.step) else None
-            self.optimizer.zero_grad()
-            for place, (stack, refers) in enumerate(zip(step_stacks, referring, strict=True), 1):
-                reduce_over_replicas(self.model, place == len(step_stacks))
-                if refers:
-                    stack = self._with_reference(stack)
-                self._backward(stack, counts, totals, export)
-            if export is not None:  # before the update, which raises on the very steps one wants to look at
-                export.write(batch)
+        for name, control in self.entropy_controls.items():
+            self.rl_losses[name] = functools.partial(self.rl_losses[name], **{"entropy_coef": control.applied})
         factor = self.schedule.factor(batch.step, self.max_steps)
-        with self.track.doing(OPTIMISER, batch.step):
-            grad_norm = self._update(factor)
+        export = self.export if self.export is not None and self.export.wants(batch.step) else None
+        totals: Metrics = {}
+        counted: list[torch.Tensor] = []
+        norms: list[float] = []
+        parts: list[list[Stack]] = []
+        updates = self.config.epochs * len({row.update for row in batch.micro_batches})
+        for number in range(updates):
+            with self.track.doing(FORWARD, batch.step):
+                parts = parts or self._parts(batch)
+                counted.append(self._accumulate(parts[number % len(parts)], totals, export))
+                if export is not None and number + 1 == updates:
+                    export.write(batch)  # before the update, which raises on the very steps one wants to look at
+            with self.track.doing(OPTIMISER, batch.step):
+                norms.append(self._update(factor))
+            self.between_updates = number + 1 < updates
         metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
+        for name, control in self.entropy_controls.items():
+            env = name or "all"
+            metrics[f"entropy_coef/{env}"] = control.applied
+            if f"entropy/{env}/mean" in metrics:  # a loss of an env is named after it
+                control.update(metrics[f"entropy/{env}/mean"])
         return metrics | {
             "loss/mean": sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS),
-            "grad_norm": grad_norm,
+            "grad_norm": sum(norms) / updates,
             "lr": self.peak_rates[0] * factor,
             "samples/truncated": float(batch.truncated),
-            **{name: float(count) for name, count in zip(COUNTED, counted.tolist(), strict=True)},
+            **{name: float(count) for name, count in zip(COUNTED, torch.stack(counted).sum(0).tolist(), strict=True)},
         }
+
+    def _accumulate(self, stacks: list[Stack], totals: Metrics, export: TokenExport | None) -> torch.Tensor:
+        """Make the gradient of one update, with metrics added to `totals`. Returns its counts, as `COUNTED`."""
+        referring = most([int(stack.initial.any()) for stack in stacks], self.device)
+        counted = self._count(stacks)
+        counts = LossCounts.from_tensor(counted[: len(COMPONENTS) + 2])
+        self.optimizer.zero_grad()
+        for place, (stack, refers) in enumerate(zip(stacks, referring, strict=True), 1):
+            reduce_over_replicas(self.model, place == len(stacks))
+            if refers:
+                stack = self._with_reference(stack)
+            self._backward(stack, counts, totals, export)
+        return counted
 
     def _check(self, batch: StepBatch) -> None:
         """Raise ValueError for a sequence that asks for a loss or a reference that is not there."""
@@ -160,11 +186,21 @@ class Trainer:
                         + ", ".join(map(repr, self.rl_losses))
                     )
 
-    def _stacks(self, batch: StepBatch) -> list[Stack]:
-        """The stacks of this rank, of which all ranks have as many: their forwards and backwards are collectives."""
-        own = list(self.layout(batch.micro_batches, self.config.tokens_per_forward, self.device))
-        (longest,) = most([len(own)], self.device)
-        return own + [empty_stack(self.device) for _ in range(longest - len(own))]
+    def _parts(self, batch: StepBatch) -> list[list[Stack]]:
+        """The stacks of this rank for each update, with p where a loss has `proximal`.
+
+        All ranks have as many: their forwards and backwards are collectives.
+        """
+        parts = []
+        for _, numbered in itertools.groupby(enumerate(batch.micro_batches), key=lambda place: place[1].update):
+            rows = dict(numbered)
+            own = list(self.layout(list(rows.values()), self.config.tokens_per_forward, self.device))
+            for stack in own:
+                stack.origins = [(min(rows) + number, place) for number, place in stack.origins]
+            (longest,) = most([len(own)], self.device)
+            stacks_of_update = own + [empty_stack(self.device) for _ in range(longest - len(own))]
+            parts.append([self._with_proximal(stack) for stack in stacks_of_update])
+        return parts
 
     def _count(self, step_stacks: list[Stack]) -> torch.Tensor:
         """`COUNTED` over all micro-batches and ranks, in one collective; int64 on the CPU."""
@@ -193,6 +229,7 @@ class Trainer:
             sequence_lengths=stack.sequence_lengths,
             counts=counts,
             rl_loss=[self.rl_losses[name] for name in stack.losses],
+            ref_kl_loss=functools.partial(ref_kl_loss, **vars(self.config.ref_kl)),
             treatment=treatment,
             entropy=entropy,
             **stack.streams,
@@ -200,11 +237,21 @@ class Trainer:
         loss.backward()
         if export is not None:
             export.add(stack, logprobs.detach(), treatment)
+        if self.between_updates:  # this gap is of the weights that sampled, or should have
+            metrics.pop("logprob_gap", None)
         entropy = entropy.detach()
         metrics["entropy/all/mean"] = (entropy.sum(dtype=torch.float64), stack.wanted.sum())
         metrics |= metrics_of_envs(stack, logprobs.detach(), entropy, treatment)
         for name, pair in metrics.items():
             add_metric(totals, name, *pair)
+
+    @torch.no_grad()
+    def _with_proximal(self, stack: Stack) -> Stack:
+        """The stack with the policy's logprobs as they are now, where a loss asks for them."""
+        if not self.proximal:
+            return stack
+        logprobs, _ = stack_logprobs(self.model, stack, head_chunk=self.config.head_chunk)
+        return replace(stack, streams=stack.streams | {"proximal_logprobs": logprobs})
 
     @torch.no_grad()
     def _with_reference(self, stack: Stack) -> Stack:

@@ -129,7 +129,7 @@ def train(
             metrics = trainer.train_step(batch)
         except PrlError:
             # A gradient that is not finite leaves the weights of the step before, which are worth a checkpoint.
-            if trained:
+            if trained and not trainer.between_updates:
                 files.write_checkpoint(trained)
             raise
         now = time.monotonic()

@@ -12,7 +12,7 @@ from prl.errors import PrlError
 from prl.losses import LossOutputs, default_loss
 from prl.rollouts.messages import StepBatch
 from prl.rollouts.packing import pack
-from prl.trainer.config import AdamWConfig
+from prl.trainer.config import AdamWConfig, RefKLConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.trainer import Trainer
 
@@ -204,6 +204,20 @@ def test_the_reference_stays_the_initial_model(request, tiny, make_sample, tmp_p
     expected = plain_logprobs(initial.double(), sample)[0][3:].tolist()
     assert line["ref_logprobs"][4:] == pytest.approx(expected, abs=0.2 if half else 2e-5)
     assert all(parameter.grad is None for parameter in trainer.reference.parameters())
+
+
+def test_settings_of_ref_kl_reach_its_loss(tiny, moved, make_sample):
+    """At mask_low=0 every token whose probability fell is dropped."""
+    samples = [pulled(make_sample, 14 + i, 4, seed=3) for i in range(3)]
+    for sample in samples:
+        sample.rl_weights = [0.0] * len(sample.mask)
+    gaps = []
+    for sample in samples:
+        new = plain_logprobs(copy.deepcopy(moved).double(), sample)[0].tolist()[3:]
+        gaps.append([t - i for t, i in zip(new, sample.logprobs[4:], strict=True)])
+    found = make_trainer(moved, initial=tiny, ref_kl=RefKLConfig(mask_low=0.0)).train_step(batch_of(samples))
+    shares = [sum(gap < 0 for gap in of_one) / len(of_one) for of_one in gaps]
+    assert found["ref_kl/is_masked"] == pytest.approx(sum(shares) / 3)
 
 
 @pytest.mark.parametrize("what", ["dummy", "masked", "zero weights"])
