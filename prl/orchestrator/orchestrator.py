@@ -124,13 +124,9 @@ class Orchestrator:
         self.replay = Replay(envs, self.batcher, config.age_limit)
         self.staleness = Staleness(config, max_steps)
         self.checkpoints = Checkpoints(checkpoint or CheckpointConfig(), run_dir, envs)
+        shared = (config, pool, transport, monitors, envs, self.events)
         self.weight_sync = WeightSync(
-            config,
-            pool,
-            transport,
-            monitors,
-            envs,
-            self.events,
+            *shared,
             checkpoints=self.checkpoints,
             run_dir=run_dir,
             model=model,
