@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.reference import KLConfig
@@ -69,11 +70,9 @@ def validate_algorithm(
         )
 
 
-def hosted_references(
-    algorithms: Iterable[Algorithm], hosts: Callable[[FrozenModelConfig], bool]
-) -> list[FrozenModelConfig]:
-    """The references of these algorithms to models that the launcher serves; equal ones once."""
-    references = [reference for algorithm in algorithms for _, reference in frozen_models(algorithm, "")]
+def hosted_references(components: Iterable[Any], hosts: Callable[[FrozenModelConfig], bool]) -> list[FrozenModelConfig]:
+    """The references of algorithms, and of envs' `references`, to models that the launcher serves; equal ones once."""
+    references = [reference for component in components for _, reference in frozen_models(component, "")]
     hosted: list[FrozenModelConfig] = []
     for reference in references:
         if hosts(reference) and reference not in hosted:

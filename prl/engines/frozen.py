@@ -124,9 +124,11 @@ class FrozenPool(ReferencePool):
 
         return await self._ask("/v1/completions", body, read, timeout_s=self.timeout_s)
 
-    async def chat(self, body: dict[str, Any], read: Callable[[dict[str, Any]], Read]) -> Read:
-        """Return what `read` makes of the reply of `/v1/chat/completions` to `body`."""
-        return await self._ask("/v1/chat/completions", body, read)
+    async def chat(
+        self, body: dict[str, Any], read: Callable[[dict[str, Any]], Read], timeout_s: float | None = None
+    ) -> Read:
+        """Return what `read` makes of the reply of `/v1/chat/completions` to `body`, which comes within `timeout_s`."""
+        return await self._ask("/v1/chat/completions", body, read, timeout_s=timeout_s)
 
     async def shares_tokenizer(self, probe: TokenizerProbe) -> bool | None:
         """Whether every endpoint takes and returns token ids of the policy's tokenizer; None where one does not say."""

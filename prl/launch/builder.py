@@ -19,6 +19,7 @@ from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.engines.base import Connect
 from prl.engines.client import ModelPool, PolicyPool
+from prl.engines.sampler import Sampler
 from prl.engines.tokenizers import TokenizerProbe
 from prl.engines.traffic import tracks_of
 from prl.envs.environment import Environment
@@ -266,4 +267,7 @@ def train_env(run: PreparedRun, name: str, policy: PolicyPool, hosted: dict[str,
             reserve=algorithm.reserve(environment.tasks),
             vocab_size=embedding_rows(run.model.path),
         )
+    asked = Sampler()
+    asked.attach(pool=policy, renderer=renderer, max_model_len=run.config.model.max_model_len, seed=run.config.seed)
+    environment.connect(asked, hosted)
     return TrainEnv(environment=environment, **vars(parts))

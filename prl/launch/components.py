@@ -75,7 +75,9 @@ def build_components(config: TrainConfig, launcher: Launcher | None = None) -> R
         transport=factory(config.weights, Transport, "weights"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         launcher=launcher or launcher_of(config),
-        hosted=hosted_references([env.algorithm for env in envs.values()], config.hosts),
+        hosted=hosted_references(
+            [*(env.algorithm for env in envs.values()), *(env.references for env in config.envs.values())], config.hosts
+        ),
         initial_reference=any(env.algorithm.kl.in_trainer for env in envs.values()),
     )
 
@@ -135,16 +137,21 @@ def load_tokenizer(model: ModelConfig, key: str) -> "PreTrainedTokenizerBase":
 def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components: RunComponents) -> None:
     """Refuse a hosted teacher with another tokenizer where it scores: tokens go to it as ids.
 
-    A source of rollouts may have any. It is asked by messages then, so its tokenizer needs a chat template.
+    A source of rollouts, or a model of an env's code, may have any. It is asked by messages then, so its tokenizer
+    needs a chat template.
     """
     if config.teacher.model is None or policy.get_vocab() == teacher.get_vocab():
         return
     other = f"the teacher ({config.teacher.model.path}) has another tokenizer than the policy ({config.model.path})"
     keys: list[str] = []
+    asked: list[str] = []
     for name, env in components.envs.items():
         models = frozen_models(env.algorithm, config.node_of(name, "algo")[0])
         keys += [key for key, reference in models if config.hosts(reference)]
+        references = frozen_models(config.envs[name].references, f"envs.{name}.models")
+        asked += [key for key, reference in references if config.hosts(reference)]
     scorers = [key for key in keys if not key.endswith(".sampling.source")]
+    keys += asked
     if scorers:
         raise ConfigError(
             f"{scorers[0]}: {other}: choose one of the policy's family with teacher.model.path, or teacher=endpoint; "
