@@ -79,19 +79,22 @@ class WeightSync:
         """Lines of finished steps that no monitor has."""
         self._evaluated = -1
         """The version that was evaluated last."""
+        self.evaluation: dict[str, float] = {}
+        """Its metrics."""
         self._loaded = 0
         """The version that was loaded last and whose evaluation, if one was due, has ended."""
 
     def state_dict(self) -> SyncState:
         """What is known now, for a checkpoint of the last step that the trainer has finished."""
         lines = [dict(line) for line in self._trained]
-        return SyncState(self._loaded, self._evaluated, lines, self.early_stopping.state_dict())
+        return SyncState(self._loaded, self._evaluated, self.evaluation, lines, self.early_stopping.state_dict())
 
     def load_state_dict(self, state: SyncState, step: int) -> None:
         """Go on from the checkpoint of `step`, whose version the engines have loaded."""
         self.shipped = self.announced = step
         self._loaded = state.loaded
         self._evaluated = state.evaluated
+        self.evaluation = state.evaluation
         self._trained = list(state.lines)
         self.early_stopping.load_state_dict(state.stopping)
 
@@ -221,7 +224,7 @@ class WeightSync:
             return {}
         with self.track.doing(EVALUATING, version):
             metrics = await evaluate(self.envs, self.config.eval, self.run_dir, version)
-        self._evaluated = version
+        self._evaluated, self.evaluation = version, metrics
         reward = held_out_reward(metrics)  # no env may have held-out tasks
         is_best = reward is not None and self.early_stopping.evaluated(version, reward)
         if reward is not None and is_best and self.config.eval.keep_best:

@@ -50,10 +50,31 @@ REFUSED = [  # overrides, key that the error names
     ("algo.kl.coef=1 algo.kl.reference=policy", "algo.kl.reference"),
     ("algo.kl.coef=1 algo.kl.reference={name:a}", "algo.kl.reference"),
     (f"algo.kl.reference={FROZEN}", "algo.kl.coef is 0"),
+    ("algo.kl.divergence=jsd", "algo.kl.divergence is given"),
+    ("algo.kl.coef=1 algo.kl.divergence=forward_kl algo.kl.beta=0.3", "algo.kl.beta=0.3"),
+    ("algo.kl.coef=1 algo.kl.divergence=reverse_kl algo.kl.top_k=8", "algo.kl.top_k=8"),
+    ("algo.kl.coef=1 algo.kl.decay=0.9", "algo.kl.decay=0.9"),
+    ("algo.kl.coef=1 algo.kl.reference=ema algo.kl.every=2", "algo.kl.every=2"),
+    ("algo=opd algo.top_k=8", "algo.top_k=8"),
+    ("algo=opd algo.teacher=ema algo.divergence=jsd algo.top_k=8", "algo.top_k=8"),
+    ("algo=opsd algo.reference=ema algo.divergence=jsd algo.top_k=8", "algo.top_k=8"),
+    ("algo=opsd algo.divergence=kl", "algo.divergence"),
     ("algo=opsd algo.template=look", "algo.template"),
     ("algo=opsd algo.renderer=qwen99", "algo.renderer"),
     ("algo.overlong_penalty.max_tokens=9 algo.length_penalty=turns", "length_penalty and overlong_penalty"),
     ("algo.overlong_penalty.buffer=3", "algo.overlong_penalty.buffer=3"),
+    ("algo.normalize=each algo.length_penalty=turns", "algo.normalize=each: algo.length_penalty"),
+    ("algo.normalize=each algo.overlong_penalty.max_tokens=9", "algo.normalize=each: algo.overlong_penalty"),
+    ("algo=reinforce_pp algo.group_baseline=false algo.normalize=std", "algo.normalize=std"),
+    ("algo=reinforce_pp algo.group_baseline=false algo.baseline=leave_one_out", "algo.baseline=leave_one_out"),
+    ("algo=opd curriculum.replay.share=0.1", "curriculum.replay.share=0.1: groups are replayed for their advantages"),
+    (
+        "curriculum.replay.share=0.1 orchestrator.max_async_level=0",
+        "curriculum.replay.share=0.1: with orchestrator.max",
+    ),
+    ("curriculum.replay.share=0.1 orchestrator.strict_async_level=true", "curriculum.replay.share=0.1: with orch"),
+    ("curriculum.replay.max_uses=2", "curriculum.replay.max_uses"),
+    ("curriculum.replay.max_age=2", "curriculum.replay.max_age"),
     ("algo=echo +algo.roles.bob.alpha=1", "algo.roles.bob"),
     ("algo=echo +algo.roles.user.alpha=0", "algo.roles.user"),
     ("algo=echo algo.roles={}", "algo.roles"),
@@ -102,6 +123,10 @@ def test_contradiction_is_refused_by_key(overrides, key):
         f"algo=opd algo.teacher={FROZEN}",
         "algo=max_rl algo.kl.coef=0.1",
         f"algo=reward algo.kl.coef=1 algo.kl.reference={FROZEN}",
+        f"algo=echo algo.kl.coef=1 algo.kl.reference={FROZEN} algo.kl.divergence=jsd algo.kl.top_k=8 algo.kl.beta=0.1",
+        "algo=opd teacher=local algo.divergence=reverse_kl algo.top_k=64",
+        "algo=opd algo.teacher=lagged algo.every=4 sampling.temperature=0.5",
+        "algo=opsd algo.reference=ema algo.decay=0.9 algo.divergence=forward_kl",
         "algo=opd algo.teacher=policy +algo@envs.math.algo=grpo",  # that no env runs
         f"{SLOT}.repetition.mode=ngram {SLOT}.repetition.n=1 {SLOT}.repetition.threshold=0.0",
         f"{SLOT}.gibberish.token_id_threshold=0 {SLOT}.gibberish.logprob_offset=0.0",
@@ -136,6 +161,7 @@ ONE = "orchestrator.group_size=1"
     [
         (ONE, "env 'math': GRPOAlgorithm gives a group of one no advantage"),
         ("algo=max_rl envs.math.group_size=1", "env 'math': MaxRLAlgorithm gives a group of one"),
+        ("algo=reinforce_pp envs.math.group_size=1", "env 'math': ReinforcePPAlgorithm gives a group of one"),
         (f"algo=echo {ONE} envs.math.group_size=2", None),
         (f"algo=reward {ONE}", None),
         (f"algo=opd teacher=local {ONE}", None),
@@ -157,8 +183,8 @@ def test_references_to_the_served_teacher_are_hosted_once():
     assert components("algo=opd teacher=local env=[math,reverse_text]").hosted == [FrozenModelConfig("teacher")]
     assert components(f"algo=opd algo.teacher={FROZEN}").hosted == []
     kl = components("teacher=local algo.kl.coef=1 algo.kl.reference={name:teacher}")
-    assert kl.hosted == [FrozenModelConfig("teacher")] and not kl.initial_reference
-    assert components("algo.kl.coef=1").initial_reference
+    assert kl.hosted == [FrozenModelConfig("teacher")] and not kl.references
+    assert components("algo.kl.coef=1").references == ["initial"]
 
 
 def test_class_without_the_base_class_options_is_refused(user_package):
