@@ -78,6 +78,13 @@ def one_line(error: BaseException) -> str:
     return ": ".join(dict.fromkeys(line.rstrip(".:") for line in kept)) or type(error).__name__
 
 
+def about(overrides: list[str], message: str) -> str:
+    """What was said of a config that does not compose, with the overrides if it names the key of none."""
+    parts = [part for override in overrides for part in suggestions.override_key(override).split(".")]
+    named = any(part in message for part in parts if len(part) > 2)  # a letter is in every text
+    return message if named or not overrides else f"{', '.join(overrides)[:LINE]}: {message}"
+
+
 def refused(error: ConfigError) -> str:
     """A refusal as it is printed: on one line, whatever the values in it are."""
     text = safe(str(error)).replace("\n", "\\n")
@@ -111,7 +118,7 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
     except Exception as error:
         if _started or _traces:
             raise
-        print(f"error: {as_message(one_line(error))}", file=sys.stderr)
+        print(f"error: {as_message(about(given, one_line(error)))}", file=sys.stderr)
         config = composed(given, groups, root)
         for hint in filter(None, (suggestions.hint(argument, config, groups) for argument in given)):
             print(as_message(hint), file=sys.stderr)
