@@ -21,6 +21,8 @@ class Kind:
     zero: bool = True
     """Whether the axis begins at 0."""
     sign: int = 1
+    only_nonzero: bool = False
+    """Leave out the curves that are zero throughout, unless all are."""
     shows_zeros: bool = False
     """Whether the panel is there where all its curves are zero throughout."""
     options: Mapping[str, Any] | None = None
@@ -52,8 +54,8 @@ KINDS = (
     Kind("Filters", "share of the batch matched", r"filters/all/(.+)"),
     Kind("Difficulty pools", "share of tasks", r"pool/(.+)"),
     Kind("Staleness", "policy versions", {"mean": "off_policy/mean", "max": "off_policy/max"}),
-    Kind("Rollouts not trained on", "per step", LOST),
-    Kind("Loss", "nats per token", LOSSES, zero=False),
+    Kind("Rollouts not trained on", "per step", LOST, only_nonzero=True),
+    Kind("Loss", "nats per token", LOSSES, zero=False, only_nonzero=True),
     Kind("Gradient norm", "before clipping", {"norm": "grad_norm"}),
     Kind("Time by phase", "seconds per step", PHASES, options={"peaks": True}),
     Kind("Idle", "share of the step", {"engine": "idle/engine", "trainer": "idle/trainer"}),
@@ -67,9 +69,10 @@ def panels(metrics: pd.DataFrame) -> list[Panel]:
     shown = []
     for kind in KINDS:
         series = named_series(kind, metrics)
-        nonzero = any((values.fillna(0) != 0).any() for values in series.values())
+        nonzero = {name: values for name, values in series.items() if (values.fillna(0) != 0).any()}
         if nonzero or (series and kind.shows_zeros):
-            shown.append(Panel(title=kind.title, unit=kind.unit, series=series, zero=kind.zero, **(kind.options or {})))
+            drawn = nonzero if kind.only_nonzero else series
+            shown.append(Panel(title=kind.title, unit=kind.unit, series=drawn, zero=kind.zero, **(kind.options or {})))
     return shown
 
 

@@ -12,7 +12,7 @@ from prl.tools.report.html import data_block, render
 from prl.tools.report.runs import Run, json_of, read_run
 from prl.tools.report.shares import read_spans, shares
 from prl.tools.report.variants import shown
-from prl.tools.report.verdict import verdict
+from prl.tools.report.verdict import duration, verdict
 from prl.transport.files import write_atomically
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ def page(run: Run) -> str:
         title=f"{run.name} · prl",
         run=run,
         verdict=verdict(run, shares(read_spans(run.dir, run.problems))),
+        facts=_facts(run),
         panels=panels,
         rollouts=rollouts,
         config=[(key, shown(value)) for key, value in flat(run.config).items()],
@@ -51,6 +52,21 @@ def page(run: Run) -> str:
         written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
         data=data_block("data", data),
     )
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    """A few numbers with their names."""
+    steps = run.metrics[run.metrics.index > 0]
+    facts = [("steps", f"{run.result.steps}")]
+    if run.result.seconds:
+        facts.append(("whole run", duration(run.result.seconds)))
+    if "time/step" in steps:
+        facts.append(("per step, median", f"{steps['time/step'].median():,.3g} s"))
+    if "tokens/generated_per_second" in steps:
+        facts.append(("tokens/s generated, median", f"{steps['tokens/generated_per_second'].median():,.0f}"))
+    if "rollouts/trained" in steps:
+        facts.append(("rollouts trained on", f"{steps['rollouts/trained'].sum():,.0f}"))
+    return facts
 
 
 def _provenance(run: Run) -> list[tuple[str, str]]:

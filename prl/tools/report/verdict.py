@@ -20,6 +20,8 @@ ENDS = 5
 """Steps over which the first and the last value of a metric are averaged."""
 NO_SIGNAL = 0.5
 """Share of the last batches that nothing is learnt from, from which on it is said."""
+FELL_BACK = 0.1
+"""Share of the rise in reward whose loss again is said."""
 ENTROPY_LEFT = 0.1
 """Share of the first entropy at which it counts as collapsed."""
 GAP_GREW, GAP_HIGH = 5.0, 0.02
@@ -105,14 +107,20 @@ def reward_line(steps: pd.DataFrame) -> str:
 
 
 def rewards(steps: pd.DataFrame) -> list[Finding]:
-    """The reward of each env, first and last."""
+    """The reward of each env, first and last, and its best where much of the rise was lost again."""
     findings = []
     envs = [match[1] for key in steps if (match := re.fullmatch(r"reward/(.+)/mean", key))]
     for env in [env for env in envs if env != "all"] or envs:
         series = curve(steps, f"reward/{env}/mean")
         if not (ends := first_last(series)):
             continue
-        findings.append(Finding(f"{env}: sampled reward {score(ends[0])} to {score(ends[1])}."))
+        text = f"{env}: sampled reward {score(ends[0])} to {score(ends[1])}"
+        smooth = series.rolling(min(ENDS, len(series))).mean()
+        best = smooth.max()
+        if len(series) >= 4 * ENDS and best - ends[1] > FELL_BACK * (best - ends[0]) > 0:
+            findings.append(Finding(f"{text}, after {score(best)} at step {smooth.idxmax()}.", "warn"))
+        else:
+            findings.append(Finding(f"{text}."))
     return findings
 
 

@@ -77,6 +77,7 @@ WARNINGS = [
     ({"rollouts/batch": 10, "rollouts/trained": 5}, "50 % of each of the last batches had no signal", True),
     ({"rollouts/batch": 10, "rollouts/trained": 5.1}, "no signal", False),
     ({"rollouts/batch": 10, "rollouts/trained": [10] * 18 + [0] * 2}, "no signal", False),
+    ({"reward/math/mean": [0.1] * 5 + [0.9] * 5 + [0.7] * 10}, "reward 0.10 to 0.70, after 0.90 at step 10.", True),
     ({"reward/math/mean": [0.1] * 5 + [0.9] * 5 + [0.85] * 10}, "math: sampled reward 0.10 to 0.85.", True),
 ]  # fmt: skip
 
