@@ -1,8 +1,10 @@
 """Whether what was asked to be rendered came out: the words of each message."""
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from prl.engines.renderer import UnrenderablePrompt, render_prompt, tokenizer_of
@@ -56,16 +58,26 @@ def first_lost(tokenizer: Any, token_ids: Sequence[int], message: dict[str, Any]
     return None
 
 
-def left_out(
-    renderer: "Renderer", messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
-) -> Iterator[str]:
-    """Yield what is not in a prompt as it is rendered: a tool, or a message. Raises UnrenderablePrompt.
+@dataclass(frozen=True)
+class Loss:
+    """Something that a prompt has not in its tokens as it was asked for."""
 
-    A message was left out if another text in its place does not come out either: its own may be a command to the
-    template. Nothing is known of a renderer that keeps no tokenizer, and of messages that call tools.
+    what: str
+    """A sentence about it."""
+    left_out: bool
+    """Nothing of it came out; else the template may read it its own way, as commands to it in a system message."""
+
+
+def losses_of_prompt(
+    renderer: "Renderer", messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, first: int = 0
+) -> Iterator[Loss]:
+    """Yield what a prompt lost when it was rendered, of the messages from `first` on. Raises UnrenderablePrompt.
+
+    A message was left out if another text in its place does not come out either.
     """
     tokenizer = tokenizer_of(renderer)
-    if tokenizer is None:
+    rendered = list(render_prompt(renderer, messages, tools).token_ids)
+    if tokenizer is None:  # of a renderer of the user's own
         return
 
     def text_of(conversation: list[dict[str, Any]], its_tools: list[dict[str, Any]] | None = tools) -> str:
@@ -74,15 +86,55 @@ def left_out(
     for tool in tools or []:
         probe = {**tool, "function": {**tool["function"], "name": PROBE_NAME}}
         if PROBE_NAME not in text_of(messages, [probe if each is tool else each for each in tools or []]):
-            yield f"the tool {tool['function']['name']!r}"
-    for number, message in enumerate(messages):
-        if message.get("tool_calls") or not "".join(texts_of(message)).strip():
-            continue
-        # Two lines are none where a template writes a list of parts as Python would; a tool's may be written as JSON.
-        words = PROBE if message.get("role") == "tool" else f"{PROBE}\n{PROBE}"
-        content = [{"type": "text", "text": words}] if isinstance(message["content"], list) else words
-        probed = [*messages[:number], {**message, "content": content}, *messages[number + 1 :]]
+            yield Loss(f"the chat template leaves out the tool {tool['function']['name']!r}", left_out=True)
+    for number, message in list(enumerate(messages))[first:]:
+        what = f"message {number + 1}, the {message.get('role')}'s {excerpt(message)!r}"
+        probe, words = probe_of(message)
+        shown = True
         with contextlib.suppress(UnrenderablePrompt):  # a template that wants certain words shows them
-            if words not in text_of(probed):
-                excerpt = " ".join(parts_of(message))[:EXCERPT]
-                yield f"message {number + 1}, the {message.get('role')}'s {excerpt!r}"
+            text = text_of([*messages[:number], probe, *messages[number + 1 :]])
+            shown = all(each in text for each in words)
+        if not shown:
+            yield Loss(f"the chat template leaves out {what}", left_out=not message.get("tool_calls"))
+        elif message.get("role") != "tool" and first_lost(tokenizer, rendered, without_thought(message)) is not None:
+            yield Loss(f"the chat template changes {what}", left_out=False)  # a tool's may be written as JSON
+
+
+def probe_of(message: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a message with other words in place of its own, and these words.
+
+    A text has two lines, which are none where the template writes a list of parts as Python would.
+    """
+    probe, words = dict(message), []
+    if "".join(texts_of(message)).strip():
+        text = PROBE if message.get("role") == "tool" else f"{PROBE}\n{PROBE}"  # templates write a tool's as JSON
+        probe["content"] = [{"type": "text", "text": text}] if isinstance(message["content"], list) else text
+        words.append(text)
+    if message.get("tool_calls"):
+        probe["tool_calls"] = []
+        for number, call in enumerate(message["tool_calls"]):
+            name, value = f"{PROBE_NAME}_{number}", f"{PROBE}-{number}"
+            function = {"name": name, "arguments": json.dumps({"value": value})}
+            probe["tool_calls"].append({**call, "function": function})
+            words += [name, value]
+    return probe, words
+
+
+def call_and_answer(tool: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a model that calls a tool, and of the tool."""
+    function = {"name": tool["function"]["name"], "arguments": "{}"}
+    call = {"id": "call00000", "type": "function", "function": function}  # Mistral's ids have nine characters
+    answer = {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": "1"}
+    return [{"role": "assistant", "content": "", "tool_calls": [call]}, answer]
+
+
+def excerpt(message: dict[str, Any]) -> str:
+    """Return the beginning of what a message says, for a reader."""
+    return " ".join(parts_of(message))[:EXCERPT]
+
+
+def without_thought(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of a prompt without its thought: many templates drop those of earlier replies on purpose."""
+    if message.get("role") != "assistant" or not isinstance(message.get("content"), str):
+        return message
+    return {**message, "reasoning_content": None, "content": message["content"].rpartition("</think>")[2]}

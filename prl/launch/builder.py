@@ -124,7 +124,7 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
                 f"env {name!r} is played by verifiers' harness, which asks the engine over HTTP: it needs "
                 "engine=default"
             )
-        check_prompts(environment, renderers[name], config.node_of(name, "renderer")[0])
+        check_prompts(config, environment, renderers[name])
         check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
     return PreparedRun(
         config=config,

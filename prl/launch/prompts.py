@@ -1,57 +1,99 @@
-"""Refusals of tasks and warnings before a start: their prompts, once rendered, and their demonstrations."""
+"""Refusals of tasks and warnings before a start: their prompts and demonstrations, once rendered."""
 
 import warnings
+from typing import Any
 
+import verifiers.v1 as vf
 from renderers.base import Renderer
 from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.algorithms.base import Algorithm
 from prl.config.model_reference import DEMONSTRATIONS
 from prl.config.schema import TrainConfig
-from prl.engines.chat import check_template, replies_in
+from prl.engines.chat import Answer, Dialogue, UnusableReply, as_completion, check_template, replies_in
 from prl.engines.renderer import UnrenderablePrompt, render_prompt
-from prl.engines.template_check import left_out
+from prl.engines.template_check import call_and_answer, losses_of_prompt
 from prl.envs.environment import Environment
 from prl.envs.turn import opening_messages
 from prl.errors import ConfigError
 
 CHECKED = 16
-"""About so many tasks of an env are rendered, evenly spread over them."""
+"""First tasks of an env that are rendered; behind them the first of each other sequence of roles, as many at most."""
 
 
-def check_prompts(environment: Environment, renderer: Renderer, where: str) -> None:
-    """Render the prompts of some tasks; not where an env makes its own, or verifiers' harness renders them.
+def check_prompts(config: TrainConfig, environment: Environment, renderer: Renderer) -> None:
+    """Refuse prompts that cannot be rendered, lose something by it or leave no room for a reply."""
+    prompts = rendered_prompts(environment, renderer, config.node_of(environment.name, "renderer")[0])
+    check_lengths(config, environment.name, prompts)
+
+
+def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -> list[list[int]]:
+    """Return the prompts of some tasks as tokens; none where an env makes its own, or verifiers' harness renders them.
 
     Raises ConfigError, with the renderer's config key `where`, if none can be rendered or a message is left out. Warns
-    of those that cannot be rendered, which fail their group.
+    of those that cannot be rendered, which fail their group, and of messages that come out changed.
     """
-    if environment.uses_harness:
-        return
-    rendered = 0
+    prompts: list[list[int]] = []
     refused: list[str] = []
-    for task in environment.tasks[:: max(1, len(environment.tasks) // CHECKED)]:
+    changed: list[str] = []
+    called = False
+    for task in [] if environment.uses_harness else tasks_to_check(environment.tasks):
         messages = [message_to_wire(message) for message in opening_messages(task.data)]
         if not messages:
             continue
         tools = environment.tools.joined(task.toolsets(task.config)).wire
         of_task = f"task {task.key} of env {environment.name!r}"
         try:
-            lost = next(left_out(renderer, messages, tools), None)
-            render_prompt(renderer, messages, tools)
-            rendered += 1
+            losses = list(losses_of_prompt(renderer, messages, tools))
+            prompts.append(list(render_prompt(renderer, messages, tools).token_ids))
         except UnrenderablePrompt as error:
             if environment.verifiers_env is None:  # else the env may add the messages that are missing
                 refused.append(f"{of_task}: {error}")
             continue
-        if lost is not None:
-            raise ConfigError(
-                f"{where}: {of_task}: the chat template leaves out {lost}: choose a model or {where}.name=<name> that "
-                "takes it, or leave it out of the tasks"
-            )
-    if refused and not rendered:
+        if tools and not called:
+            called = True
+            changed += [f"{of_task}: {what}" for what in lost_after_a_call(renderer, messages, tools)]
+        for loss in losses:
+            if loss.left_out:
+                raise ConfigError(
+                    f"{where}: {of_task}: {loss.what}: choose a model or {where}.name=<name> that takes it, "
+                    "or leave it out of the tasks"
+                )
+            changed.append(f"{of_task}: {loss.what}")
+    if refused and not prompts:
         raise ConfigError(f"{where}: {refused[0]}; or choose another with {where}.name=<name>")
-    if refused:
-        warnings.warn(f"{refused[0]} (so with {len(refused)} of {len(refused) + rendered} prompts)", stacklevel=2)
+    for what in (refused, changed):
+        if what:
+            warnings.warn(f"{what[0]} (so with {len(what)} of the prompts that were rendered)", stacklevel=2)
+    return prompts
+
+
+def lost_after_a_call(renderer: Renderer, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[str]:
+    """Return what a prompt loses of the model's own call of a tool and of its answer, a sentence each."""
+    called = call_and_answer(tools[0])
+    try:
+        losses = list(losses_of_prompt(renderer, [*messages, *called], tools, first=len(messages)))
+    except UnrenderablePrompt as error:
+        return [f"the chat template takes no call of a tool: {error}"]
+    return [f"once a tool has been called, {loss.what}" for loss in losses]
+
+
+def tasks_to_check(tasks: list[vf.Task]) -> list[vf.Task]:
+    """Return the first tasks, and the first of each other sequence of roles: a template may refuse one or drop it."""
+    first, others = tasks[:CHECKED], tasks[CHECKED:]
+    by_roles: dict[tuple[str, ...], vf.Task] = {}
+    for task in others:
+        by_roles.setdefault(roles_of(task), task)
+    for task in first:
+        by_roles.pop(roles_of(task), None)
+    return [*first, *list(by_roles.values())[:CHECKED]]
+
+
+def roles_of(task: vf.Task) -> tuple[str, ...]:
+    """Return the roles of the messages that a task's conversation starts with."""
+    prompt, system = task.data.prompt, task.data.system_prompt
+    roles = ("user",) if isinstance(prompt, str) else tuple(message.role for message in prompt or [])
+    return roles if system is None else ("system", *roles)
 
 
 def check_demonstrations(
@@ -65,6 +107,7 @@ def check_demonstrations(
     if environment.uses_harness:
         raise ConfigError(f"{where}: env {env!r} is played by verifiers' harness, which asks a model server")
     check_template(renderer, f"{config.node_of(env, 'renderer')[0]}.name")
+    checked = {id(task) for task in tasks_to_check(environment.tasks)}
     for task in environment.tasks:
         try:
             replies = replies_in(task.data, key)
@@ -72,8 +115,44 @@ def check_demonstrations(
             raise ConfigError(
                 f"{where}: task {task.key} of env {env!r}: its field {error}; demo_key names it"
             ) from error
+        if id(task) in checked:
+            check_replies(renderer, task, replies, f"{where}: task {task.key} of env {env!r}")
         if len(replies) > 1 and environment.verifiers_env is None:
             raise ConfigError(
                 f"{where}: task {task.key} of env {env!r} has {len(replies)} replies, and the env asks for one: make a "
                 "task of each, with the messages before it as its prompt"
             )
+    size_key, group_size = config.group_size_of(env)
+    if group_size > 1:
+        warnings.warn(
+            f"env {env!r}: the {group_size} rollouts of a group are the same demonstration: set {size_key}=1",
+            stacklevel=2,
+        )
+
+
+def check_replies(renderer: Renderer, task: vf.Task, replies: list[dict[str, Any]], where: str) -> None:
+    """Raise ConfigError if a reply of a task's demonstration would not be trained whole."""
+    opening, question = opening_messages(task.data), [{"role": "user", "content": "?"}]
+    try:
+        for number, reply in enumerate(replies):  # what comes between two of them, the env knows alone
+            dialogue = Dialogue(question if number or not opening else opening, task=task.data)
+            as_completion(renderer, dialogue, Answer(reply), max_tokens=1 << 30)
+    except (UnusableReply, UnrenderablePrompt) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def check_lengths(config: TrainConfig, env: str, prompts: list[list[int]]) -> None:
+    """Raise ConfigError where no prompt leaves room for a reply, in the model or in what the trainer reads of it."""
+    if not prompts:
+        return
+    shortest, model, seq_len = min(map(len, prompts)), config.model.max_model_len, config.trainer.seq_len
+    seen = f"the shortest of the first {len(prompts)} prompts of env {env!r} has {shortest} tokens"
+    if shortest >= model - 1:
+        raise ConfigError(
+            f"model.max_model_len={model} leaves no room for a reply: {seen}. Raise it, or make the prompts shorter"
+        )
+    if shortest >= seq_len:
+        raise ConfigError(
+            f"trainer.seq_len={seq_len} cuts every sample before its reply begins: {seen}. Leave trainer.seq_len out: "
+            f"it follows model.max_model_len={model}"
+        )

@@ -109,14 +109,14 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     environment = load(name, config)
     from prl.engines.sampler import Sampler
     from prl.launch.components import load_tokenizer, make_renderers
-    from prl.launch.prompts import check_prompts
+    from prl.launch.prompts import rendered_prompts
     from prl.rollouts.records import record
     from prl.tools.rollouts.render import rollout as shown
 
     tokenizer = load_tokenizer(config.model, "model.path")
     renderer = make_renderers(config, tokenizer)[name]
     environment.check_renderer(renderer)
-    check_prompts(environment, renderer, config.node_of(name, "renderer")[0])
+    rendered_prompts(environment, renderer, config.node_of(name, "renderer")[0])
     held_out = f"{len(environment.eval_tasks)} held-out tasks" if environment.eval_tasks else "no held-out tasks"
     say(console, f"env {name}: {len(environment.tasks)} tasks, {held_out}")
     if environment.uses_harness:

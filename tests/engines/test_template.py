@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from prl.engines.chat import Answer, Dialogue, UnusableReply, as_completion
 from prl.engines.renderer import UnrenderablePrompt, make_renderer, render_prompt
-from prl.engines.template_check import left_out
+from prl.engines.template_check import losses_of_prompt
 from prl.errors import ConfigError
 
 BODY = "{{ '<|im_start|>' + m.role + '\n' + %s + '<|im_end|>\n' }}"
@@ -202,31 +202,51 @@ def test_a_conversation_without_a_prompt_is_refused(make, template, messages):
 
 # --- what is lost -----------------------------------------------------------------------------------------------------
 
+NAMES_TOOLS = CHATML.replace("{% for", "{{ tools | tojson }}{% for")
+
+
+def calling(name):
+    call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": '{"city": "Oslo"}'}}
+    return {**assistant(""), "tool_calls": [call]}
+
+
 JOINS = CHATML.replace("m.content", "(m.content if m.content is string else m.content | map(attribute='text') | join)")
+
+
+def calls_as(expression):
+    return CHATML.replace("m.content", f"({expression} if m.tool_calls else m.content) | string")
+
+
+def two_calls():
+    calls = [*calling("f")["tool_calls"], *calling("g")["tool_calls"]]
+    return [user("U"), {**assistant(""), "tool_calls": calls}, user("V")]
 
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "tools", "lost"),
+    ("template", "messages", "tools", "left_out"),
     [
         (CHATML, [system("S"), user("U"), assistant("A"), user("V")], None, []),
         (CHATML, [user("  U\n ")], None, []),
-        (WITHOUT_SYSTEM, [system("Be brief."), user("U")], None, ["message 1, the system's 'Be brief.'"]),
-        (FLAGS, [system("/no_think"), user("U")], None, []),  # a command to the template, which it obeys
+        (WITHOUT_SYSTEM, [system("Be brief."), user("U")], None, [True]),
+        (FLAGS, [system("/no_think"), user("U")], None, [False]),  # a command to the template, which it obeys
         (STRIPS, [user("U"), assistant("<think>R</think>A"), user("V")], None, []),  # as many do with earlier thoughts
-        (CHATML, [user("U")], [WEATHER], ["the tool 'weather'"]),
-        (ONE_SYSTEM, [system("S"), system("T"), user("U")], None, ["message 2, the system's 'T'"]),
-        (AS_PYTHON, [user([{"type": "text", "text": "U"}])], None, ["message 1, the user's 'U'"]),
+        (STRIPS, [user("not </think> this"), assistant("A"), user("V")], None, [False]),
+        (CHATML, [user("U")], [WEATHER], [True]),
+        (ONE_SYSTEM, [system("S"), system("T"), user("U")], None, [True]),
+        (AS_PYTHON, [user([{"type": "text", "text": "U"}])], None, [True]),
         (JOINS, [user([{"type": "text", "text": text} for text in ("U", "V")])], None, []),
-        (CALL_ALONE, [user("U"), {**assistant("x"), "tool_calls": [WEATHER]}, user("V")], None, []),
-        (CHATML, [user("What does the tool weather do?")], [WEATHER], ["the tool 'weather'"]),
+        (CALL_ALONE, [user("U"), {**assistant("x"), "tool_calls": [WEATHER]}, user("V")], None, [False]),
+        (NAMES_TOOLS, [user("U"), calling("weather"), user("V")], [WEATHER], [False]),  # it is in the list of tools
+        (CHATML, [user("What does the tool weather do?")], [WEATHER], [True]),
+        (calls_as("m.tool_calls[:1]"), two_calls(), None, [False]),
     ],
 )
-def test_what_a_prompt_leaves_out_is_found(make, template, messages, tools, lost):
+def test_what_a_prompt_loses_is_found(make, template, messages, tools, left_out):
     renderer = make_renderer(make(template), name="default")
-    assert list(left_out(renderer, messages, tools)) == lost
+    assert [loss.left_out for loss in losses_of_prompt(renderer, messages, tools)] == left_out
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""Addresses, architectures and tokenizers: refused by what is wrong with them, before a process starts."""
+"""Addresses, architectures, tokenizers and prompts: refused by what is wrong with them, before a process starts."""
 
 import json
 import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engines import policy_spec
@@ -14,6 +15,7 @@ from prl.config.compose import compose
 from prl.config.schema import VLLMConfig
 from prl.errors import ConfigError, PrlError
 from prl.launch.local import LocalLauncher
+from prl.launch.prompts import check_lengths
 from prl.models import model_path
 
 BASE = ("run.name=x", "envs.math.args.num_tasks=8", "envs.math.eval_args=null", "engine.device=cpu")
@@ -68,3 +70,20 @@ def test_tokenizer_without_chat_template_is_refused(folder):
     printed = refused(f"model.path={folder}", "renderer=default")
     assert printed.startswith("renderer") and "template" in printed
     prepared_run(compose([*BASE, f"model.path={folder}"]))  # the renderer qwen3 brings its own
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def lengths(max_model_len, seq_len):
+    return SimpleNamespace(model=SimpleNamespace(max_model_len=max_model_len), trainer=SimpleNamespace(seq_len=seq_len))
+
+
+def test_rows_and_models_that_end_before_the_reply_begins():
+    prompts = [[0] * 10, [0] * 12]
+    check_lengths(lengths(12, 11), "math", prompts)
+    check_lengths(lengths(2, 2), "math", [])  # an env that writes its own prompts
+    with pytest.raises(ConfigError, match=r"^trainer\.seq_len=10 cuts every sample .* first 2 prompts of env 'math'"):
+        check_lengths(lengths(64, 10), "math", prompts)
+    with pytest.raises(ConfigError, match=r"^model\.max_model_len=11 leaves no room .* has 10 tokens"):
+        check_lengths(lengths(11, 11), "math", prompts)

@@ -1,16 +1,19 @@
 """Tasks that are looked at before a start: which of them, what is refused and what is warned of."""
 
 import copy
+import json
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
+from prepared_run import prepared_run
 
+from prl.config.compose import compose
 from prl.engines.renderer import make_renderer
 from prl.envs.tools import Tools
 from prl.errors import ConfigError
-from prl.launch.prompts import CHECKED, check_prompts
+from prl.launch.prompts import CHECKED, rendered_prompts
 
 FIRST_SYSTEM_ALONE = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
@@ -24,7 +27,7 @@ DROPPED = [{"role": "user", "content": "Hi"}, {"role": "tool", "tool_call_id": "
 
 @pytest.fixture
 def look(tokenizer):
-    """`look(prompts)`: what is warned of."""
+    """`look(prompts)`: the number of prompts that can be rendered and what is warned of."""
     own = copy.deepcopy(tokenizer)
     own.chat_template = FIRST_SYSTEM_ALONE
     renderer = make_renderer(own, name="default")
@@ -34,18 +37,19 @@ def look(tokenizer):
         env = SimpleNamespace(name="e", tasks=tasks, tools=Tools(), uses_harness=False, verifiers_env=None)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            check_prompts(env, renderer, "renderer")
-        return [str(each.message) for each in caught]
+            found = rendered_prompts(env, renderer, "renderer")
+        return len(found), [str(each.message) for each in caught]
 
     return looked_at
 
 
-@pytest.mark.parametrize("place", [0, 5])
+@pytest.mark.parametrize("place", [0, 5, 3 * CHECKED])
 def test_prompt_refused_by_the_template_is_named(look, place):
-    prompts = [FINE] * (CHECKED - 1)
+    prompts = [FINE] * (4 * CHECKED)
     prompts[place] = LATE
-    (warning,) = look(prompts)
-    assert "late" in warning and warning.endswith("(so with 1 of 15 prompts)")
+    rendered, (warning,) = look(prompts)
+    assert rendered == CHECKED + (place >= CHECKED) - 1
+    assert "late" in warning
 
 
 def test_prompts_of_which_none_can_be_rendered_are_refused(look):
@@ -53,10 +57,21 @@ def test_prompts_of_which_none_can_be_rendered_are_refused(look):
         look([LATE] * 3)
 
 
-@pytest.mark.parametrize("place", [0, 4 * (CHECKED - 1)])
+@pytest.mark.parametrize("place", [0, 3 * CHECKED])
 def test_message_omitted_by_the_template_is_refused(look, place):
-    """Every third of the prompts is rendered."""
-    prompts = [FINE] * (4 * CHECKED - 1)
+    prompts = [FINE] * (4 * CHECKED)
     prompts[place] = DROPPED
     with pytest.raises(ConfigError, match="leaves out message 2, the tool's '7'"):
         look(prompts)
+
+
+def test_a_demonstration_that_would_be_cut_is_refused(tmp_path):
+    rows = [{"prompt": f"Say {number}.", "answer": str(number), "shown": str(number)} for number in range(24)]
+    rows[3]["shown"] = "Write <|im_end|> to stop."
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = [f"envs.jsonl.args.{each}" for each in (f"path={path}", "demonstration_key=shown", "eval_fraction=0")]
+    small = ["run.name=x", "engine.device=cpu", "trainer.device=cpu", "orchestrator.group_size=1"]
+    demonstrated = ["algo=sft", "algo.sampling.source=demonstrations", "env=jsonl", "envs.jsonl.eval_args=null"]
+    with pytest.raises(ConfigError, match="would leave out 'Write <.im_end.> to stop"):
+        prepared_run(compose([*small, *demonstrated, *args]))

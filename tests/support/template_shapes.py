@@ -51,7 +51,7 @@ class Shape:
     call: str = ""
     """How a model calls add(a=1, b=2), the end of its reply included."""
     but: dict[str, str] = field(default_factory=dict)
-    """What of the matrix is `refused`."""
+    """What of the matrix is `refused`, or right with something `warned` of."""
 
     @property
     def end_of_turn(self) -> str:
@@ -68,7 +68,7 @@ SHAPES = [
           but={"system": "refused"}),
     Shape("smollm2", "has a system message of its own", "<|im_end|>"),
     Shape("smollm3", "a head of metadata; tools; calls are not in history", "<|im_end|>", added=THOUGHT + CALL,
-          thinks="<think>R</think>", parser="qwen3", call=JSON_CALL),
+          thinks="<think>R</think>", parser="qwen3", call=JSON_CALL, but={"tools": "warned"}),
     Shape("qwen2.5", "a system message of its own; tools", "<|im_end|>", ends=("<|im_end|>", "<|endoftext|>"),
           added=CALL, parser="qwen3", call=JSON_CALL),
     Shape("qwen3", "tools; thoughts since the last question stay, the last reply has an empty one", "<|im_end|>",

@@ -21,7 +21,7 @@ from prl.errors import ConfigError, PrlError
 from prl.launch.checks import check_loadable
 from prl.launch.components import load_tokenizer, renderer_of
 from prl.launch.launcher import Launcher
-from prl.launch.prompts import check_prompts
+from prl.launch.prompts import rendered_prompts
 from prl.launch.specs import run_token
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.evaluate import evaluate_env
@@ -135,7 +135,7 @@ def prepare(config: EvaluationConfig) -> Evaluation:
             where, node = ("renderer", config.renderer) if own is None else (f"envs.{env.name}.renderer", own)
             made[where] = made.get(where) or renderer_of(where, node, target.model, tokenizer)
             env.environment.check_renderer(made[where])
-            check_prompts(env.environment, made[where], where)
+            rendered_prompts(env.environment, made[where], where)
             renderers[target.name, env.name] = made[where]
     return Evaluation(config, engines, envs, renderers, monitors, Path(config.run.dir))
 
