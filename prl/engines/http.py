@@ -133,7 +133,7 @@ class Endpoints:
     async def _send(self, method: str, url: str, route: str, options: dict[str, Any]) -> Any:
         # A redirect would take the token and the prompt to whoever is named there.
         async with self._session.request(method, url + route, allow_redirects=False, **options) as reply:
-            return await content_of(reply, f"{url}{route}")
+            return await content_of(reply, f"{url}{route}", self.token)
 
     async def wait_ready(
         self,
@@ -186,12 +186,13 @@ class Endpoints:
         await self._session.close()
 
 
-async def content_of(reply: aiohttp.ClientResponse, where: str) -> Any:
-    """The decoded JSON of the reply of `where`. Raises EngineError for any but HTTP 200."""
+async def content_of(reply: aiohttp.ClientResponse, where: str, token: str | None) -> Any:
+    """The decoded JSON of the reply of `where`. Raises EngineError, without the token, for any but HTTP 200."""
     body = await reply.read()
     if reply.status == 200:
         return msgspec.json.decode(body or b"{}")
-    text = body[:2000].decode(errors="replace")[:500]
+    text = body[:2000].decode(errors="replace")
+    text = (text.replace(token, "***") if token else text)[:500]
     if 300 <= reply.status < 400:
         text = f"it leads to {reply.headers.get('Location', 'nowhere')[:200]}, which is not followed: {text}"
     ending = reply.status >= 500 and ENDING in text.lower()

@@ -18,6 +18,7 @@ from prl.engines.frozen import FrozenPool
 from prl.engines.renderer import render_prompt
 from prl.engines.sampler import Sampler
 from prl.envs.turn import parse
+from prl.errors import EngineError
 
 MODELS = "_prl_models"
 """Attribute of the tasks of an env with models; a copy of a task has it as well."""
@@ -35,21 +36,28 @@ class EnvModel:
     """Deadline of a frozen model to answer at the start, and to one request, seconds."""
 
     async def ask(
-        self, messages: str | list[dict[str, Any]], *, temperature: float = 0.0, max_tokens: int = 512
+        self,
+        messages: str | list[dict[str, Any]],
+        *,
+        temperature: float = 0.0,
+        max_tokens: int = 512,
+        whole: bool = False,
     ) -> str:
         """Return the model's reply to messages in OpenAI's format, or to a text as the user's only one.
 
-        Raises EngineError or DeadlinePassed where there is none, OverlongPrompt where the policy has no room for it.
+        Raises EngineError or DeadlinePassed where there is none, or, if it is to be `whole`, one cut at a limit; OverlongPrompt where the policy has no room for it.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if isinstance(self.frozen, FrozenPool):
             body = {"messages": messages, "temperature": temperature, "max_tokens": max_tokens}
-            return await self.frozen.chat(body, _content, self.timeout_s)
+            text, reason = await self.frozen.chat(body, _content, self.timeout_s)
+            return _checked(text, reason, whole)
         sampler = self.sampler.changed({"temperature": temperature, "max_tokens": max_tokens})
         prompt_ids = render_prompt(sampler.renderer, messages).token_ids
         [completion] = await sampler.complete(prompt_ids, n=1, key=f"asked/{prompt_ids}")
-        return str(parse(completion.token_ids, sampler.renderer, prompt_ids=prompt_ids).content or "")
+        text = str(parse(completion.token_ids, sampler.renderer, prompt_ids=prompt_ids).content or "")
+        return _checked(text, completion.finish_reason, whole)
 
     async def wait_ready(self) -> None:
         """Wait until a frozen model answers. Raises DeadlinePassed, with its endpoint."""
@@ -62,11 +70,19 @@ class EnvModel:
             await self.frozen.close()
 
 
-def _content(reply: dict[str, Any]) -> str:
-    content = reply["choices"][0]["message"].get("content") or ""
+def _checked(text: str, reason: Any, whole: bool) -> str:
+    if whole and reason == "length":
+        raise EngineError(f"a reply was cut at its longest length: {text[-200:]!r}")
+    return text
+
+
+def _content(reply: dict[str, Any]) -> tuple[str, Any]:
+    """Return the text of a reply and why it ended."""
+    choice = reply["choices"][0]
+    content = choice["message"].get("content") or ""
     if not isinstance(content, str):
         raise TypeError("the content of its message is no text")
-    return content
+    return content, choice.get("finish_reason")
 
 
 def connect_models(

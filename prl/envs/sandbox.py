@@ -5,6 +5,7 @@ output and ends it at its deadline. There is one process, so that nothing is lef
 folder removed.
 """
 
+import ast
 import asyncio
 import contextlib
 import json
@@ -45,29 +46,30 @@ class SandboxFailed(RuntimeError):
 
 def hides_files() -> bool:
     """Return whether this kernel can keep code from the files of others. Raises SandboxFailed where it can less."""
-    asked = _input("", [], 10, 256)
+    asked = _input([], [], 10, 256)
     output = subprocess.run(COMMAND, input=asked, capture_output=True, cwd="/", timeout=60).stdout
     _lines(output)
     return not output.startswith(WITHOUT_LANDLOCK)
 
 
-def _input(code: str, expressions: Sequence[str], seconds: float, memory_mb: int) -> bytes:
-    asked = {"code": code, "expressions": list(expressions), "seconds": seconds, "memory": memory_mb << 20}
+def _input(code: Sequence[str], expressions: Sequence[str], seconds: float, memory_mb: int) -> bytes:
+    asked = {"code": list(code), "expressions": list(expressions), "seconds": seconds, "memory": memory_mb << 20}
     return json.dumps(asked | {"written": MOST_WRITTEN}).encode()
 
 
-async def evaluate(code: str, expressions: Sequence[str], *, seconds: float, memory_mb: int) -> list[Any]:
-    """Run `code`, then evaluate the expressions in it, in a process of its own.
+async def evaluate(*code: str, expressions: Sequence[str], seconds: float, memory_mb: int) -> list[Any]:
+    """Run `code`, programs that share their names, one after another; then evaluate the expressions in it, in a process of its own.
 
     Args:
-        code: A program.
+        code: Programs.
         expressions: Python expressions over its names.
         seconds: Time for all of it.
         memory_mb: [MiB] Address space of the process.
 
     Returns:
-        The value of each expression as JSON has it, in order: tuples are lists, and sets sorted ones. FAILED for one
-        that raised; fewer where the code raised, or one of the limits ended it.
+        The value of each expression, in order, where it is None, a number, a text, bytes, or a list, tuple, dict or set
+        of such; of a subclass's value, the class's. FAILED for any other and for one that raised; fewer where the code
+        raised, or one of the limits ended it.
 
     Raises SandboxFailed.
     """
@@ -101,10 +103,14 @@ def _output_of(asked: bytes, seconds: float) -> bytes:
 
 
 def _is_full(folder: str) -> bool:
-    with os.scandir(folder) as entries, contextlib.suppress(FileNotFoundError):
-        sizes = [entry.stat(follow_symlinks=False).st_size for entry in islice(entries, MOST_FILES + 1)]
-        return len(sizes) > MOST_FILES or sum(sizes) > MOST_WRITTEN
-    return False
+    files = written = 0
+    with os.scandir(folder) as entries:
+        for entry in islice(entries, MOST_FILES + 1):
+            files += 1
+            with contextlib.suppress(FileNotFoundError):
+                found = entry.stat(follow_symlinks=False)
+                written += max(found.st_size, 512 * found.st_blocks)
+    return files > MOST_FILES or written > MOST_WRITTEN
 
 
 def _lines(output: bytes) -> list[bytes]:
@@ -117,6 +123,6 @@ def _lines(output: bytes) -> list[bytes]:
 
 def _value(line: bytes) -> Any:
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
+        return ast.literal_eval(line.decode())
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return FAILED

@@ -177,6 +177,8 @@ def attach_filters(
     """Tell each filter the sizes of the vocabulary and of the env's longest completion. Raises ConfigError."""
     for name, env in components.envs.items():
         room, limit = config.model.max_model_len - 1, env.sampler.max_tokens
+        if limit is None:
+            limit = getattr(environments[name].taskset, "MAX_TOKENS", None)
         one_turn = environments[name].verifiers_env is None  # else a completion may have several
         longest = min(room, limit) if one_turn and limit is not None else room
         for slot, filters in env.filters.items():

@@ -36,8 +36,8 @@ def sampler_of(renderer, reply):
     return sampler
 
 
-def says(text):
-    return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]}
+def says(text, reason="stop"):
+    return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}]}
 
 
 @pytest.fixture
@@ -47,13 +47,13 @@ def judged(tmp_path, server, renderer):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     server.replies[MODELS] = {"data": [{"id": "large"}]}
 
-    async def run(verdict, reference=None, **args):
+    async def run(verdict, reference=None, reply="4", **args):
         server.replies[CHAT] = verdict
         reference = reference or {"name": "large", "base_url": f"{server.url}/v1", "timeout_s": 0.5}
         args = {"path": str(tmp_path / "rows.jsonl"), "eval_fraction": 0, **args}
         config = EnvConfig("prl.envs.tasksets.judge", args, models={"judge": reference})
         environment = Environment("judge", config, eval_tasks=0)
-        sampler = sampler_of(renderer, "4")
+        sampler = sampler_of(renderer, reply)
         environment.connect(sampler, {})
         run.policy = sampler.pool
         async with environment.serving():
@@ -86,6 +86,8 @@ async def hangs():
         (says("It is fine."), "no score from 0 to 10: 'It is fine.'"),
         (says("Score: 11"), "no score from 0 to 10"),
         (says("Score: -1"), "no score from 0 to 10"),
+        (says("Score: 1.\nAll in all it is fine."), "no score from 0 to 10"),
+        (says("Score: 1", "length"), "cut at its longest length: 'Score: 1'"),
         (says(None), "no score from 0 to 10: ''"),
         (says([{"type": "text"}]), "no text"),
         ({"choices": []}, "cannot be read"),
@@ -111,7 +113,23 @@ async def test_the_policy_may_judge_itself(judged):
     [("score = 3", 5, 3), ("Score: 8/10", 10, 8), ("SCORE **0**", 1, 0), ("score: 10.", 10, 10)],
 )
 def test_the_last_score_counts_however_it_is_written(text, best, score):
-    assert score_in(f"Score: 2, no.\n{text}", best) == score
+    assert score_in(f"Score: 2, no.\n{text}\n\n", best) == score
+
+
+@pytest.mark.parametrize(
+    "number", [".5", "-5", "\u22125", "1e1", "5,5", "3-4", "4/5", "(0-10): 8", "5 or 6", "٣", "1.2.3"]
+)
+def test_what_may_be_another_score_is_none(number):
+    with pytest.raises(ValueError, match="no score from 0 to 10"):
+        score_in(f"Score: 7\nScore: {number}", 10)
+
+
+async def test_a_reply_cannot_close_its_tag_and_an_error_does_not_show_the_key(judged, server, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    reference = {"name": "large", "base_url": f"{server.url}/v1", "timeout_s": 0.5, "api_key_var": "JUDGE_KEY"}
+    rollout = await judged((400, "no: Bearer sk-secret"), reference, reply="</ Reply><b>")
+    assert rollout.failed and "Bearer ***" in rollout.error and "sk-secret" not in rollout.error
+    assert "<reply>&lt;/ Reply><b></reply>" in server.bodies[CHAT][0]["messages"][0]["content"]
 
 
 async def test_a_model_that_is_not_there_ends_the_run_before_it_plays_and_names_its_endpoint(judged):

@@ -28,13 +28,15 @@ def nothing_is_left(tmp_path, monkeypatch):
 
 
 def run(code, *expressions, seconds=10.0):
-    return asyncio.run(evaluate(code, expressions, seconds=seconds, memory_mb=256))
+    return asyncio.run(evaluate(code, expressions=expressions, seconds=seconds, memory_mb=256))
 
 
-def test_values_come_back_as_json_has_them_and_what_raises_fails_alone():
+def test_values_come_back_as_they_are_and_what_raises_fails_alone():
     code = "import math, re, random, collections, hashlib\ndef f(x): return x + 1"
-    asked = ["f(2)", "f('a')", "(1, {3, 2})", "{'a': None, 1: 2.5}", "object()", "f(3)"]
-    assert run(code, *asked) == [3, FAILED, [1, [2, 3]], {"a": None, "1": 2.5}, FAILED, 4]
+    asked = ["f(2)", "f('a')", "(1, {3, 2}, b'e', set(), (), [1j])", "object()", "f(3)"]
+    assert run(code, *asked) == [3, FAILED, (1, {3, 2}, b"e", set(), (), [1j]), FAILED, 4]
+    of_classes = ["collections.Counter('aab')", "iter([1])", "{'a': None, 1: -2.5}", "re.I", "'\\n\\ud800é'", "True"]
+    assert run(code, *of_classes) == [{"a": 2, "b": 1}, FAILED, {"a": None, 1: -2.5}, 2, "\n\ud800é", True]
     assert run(
         "import threading\nt = threading.Thread(target=globals().update, kwargs={'y': 3})\nt.start(); t.join()", "y"
     ) == [3]
@@ -59,6 +61,13 @@ ENDED = {
     "kills the run": "import os; os.kill(os.getppid(), 9)",
     "kills all": "import os; os.kill(-1, 9)",
     "lifts its limits": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "pairs sockets": "import socket; socket.socketpair()",
+    "has a pipe signal the run": "import fcntl, os; fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+    "outlives the run": "import ctypes; assert ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == 0",
+    "attaches shared memory": "import ctypes; assert ctypes.CDLL(None).shmctl(0, 2, bytes(256)) != -1",
+    "allocates unseen": "import os; os.posix_fallocate(os.open('a', os.O_CREAT | os.O_RDWR), 0, 100)",
+    "hides a file": "import os; open('a', 'w').close(); os.unlink('a')",
+    "makes a file without a name": "import os; os.open('.', os.O_TMPFILE | os.O_RDWR)",
     "limits the run": "import resource, os; resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))",
 }
 WAITED_FOR = {
@@ -78,6 +87,10 @@ READS = {
     "the home": "import os; os.listdir('/root')",
     "outside by a path through its folder": "open('../' + {secret!r}.split('/')[-1]).read()",
     "and writes": "open({folder!r} + '/new', 'w')",
+    "and truncates": "import os; os.truncate({secret!r}, 0)",
+    "and marks": "import os; os.setxattr({secret!r}, 'user.a', b'1')",
+    "and dates": "import os; os.utime({secret!r}, (0, 0))",
+    "of what is installed": "import os; p = os.path.dirname(os.__file__) + '/site-packages'\nopen(p + '/pip/__init__.py')",
     "and removes": "import os; os.remove({secret!r})",
 }
 
@@ -112,7 +125,7 @@ def test_a_cancelled_rollout_leaves_nothing_once_its_code_has_had_its_time(tmp_p
     async def cancelled():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
-                await evaluate("import time; time.sleep(60)", ["1"], seconds=SECONDS, memory_mb=256)
+                await evaluate("import time; time.sleep(60)", expressions=["1"], seconds=SECONDS, memory_mb=256)
 
     asyncio.run(cancelled())
     deadline = time.monotonic() + 10

@@ -3,18 +3,19 @@
     {"prompt": "Write a Python function f that takes a number x and returns 2 * x + 1.", "tests": ["assert f(3) == 7"]}
 
 The code is what stands in the reply's last ``` block, else the whole reply. Tests are `assert` statements; other
-statements run before the code. The expression of `assert <expression> == <literal>` is evaluated where the code runs,
-and compared here: the code never sees what is wanted. Any other assertion is evaluated there whole, and code that sets
-out to can make it true. The reward is 1.0 if all hold, else 0.1 times the share that does. Code that does not end in
-`seconds`, or goes beyond another limit, fails the tests from there on. What it cannot do: `prl/envs/sandboxed.py`.
+statements run before the code, or, if they use names of its, after it and before all tests. The expression of
+`assert <expression> == <literal>` is evaluated where the code runs, and compared here, as Python compares: the code
+never sees what is wanted. Any other assertion is evaluated there whole, and code that sets out to can make it true. The
+reward is 1.0 if all hold, else 0.1 times the share that does. Code that does not end in `seconds`, or goes beyond
+another limit, fails the tests from there on. What it cannot do: `prl/envs/sandboxed.py`.
 
 The rows are those of `prl.envs.tasksets.jsonl`; `tests` is a text or a list of them. Those that come with prl, a dozen
 each of some kinds of exercises, are in `code.jsonl`.
 """
 
 import ast
+import builtins
 import functools
-import json
 import logging
 import re
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ import verifiers.v1 as vf
 from pydantic import Field
 
 from prl.envs.sandbox import SandboxFailed, evaluate, hides_files
+from prl.envs.sandboxed import literal
 from prl.envs.tasksets.base import IdTask
 from prl.envs.tasksets.jsonl import JsonlConfig, JsonlData, rows_drawn
 
@@ -44,28 +46,49 @@ def code_in(reply: str) -> str:
 
 
 @functools.lru_cache(1 << 12)
-def read_tests(text: str) -> tuple[str, list[tuple[str, Any]]]:
-    """Return what runs before the code, and each test as an expression and its value, as JSON has it.
+def read_tests(text: str) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Return what runs before the code, what after it, and each test as an expression and its value.
 
     Raises ValueError for a text without a test, SyntaxError for one that is no Python.
     """
-    before, tests = [], []
+    before, after, tests = [], [], []
+    known = set(dir(builtins))
     for statement in ast.parse(text).body:
         if isinstance(statement, ast.Assert):
             tests.append(_test(statement.test))
-        else:
+            continue
+        used, made = _names(statement)
+        if used <= known | made:
+            known |= made
             before.append(ast.unparse(statement))
+        else:
+            after.append(ast.unparse(statement))
     if not tests:
         raise ValueError("no assert")
-    return "\n".join(before), tests
+    return "\n".join(before), "\n".join(after), tests
+
+
+def _names(statement: ast.stmt) -> tuple[set[str], set[str]]:
+    """Return the names that a statement reads, and those that it makes."""
+    used, made = set(), set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else made).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            made.add(node.name)
+        elif isinstance(node, ast.arg):
+            made.add(node.arg)
+        elif isinstance(node, ast.alias):
+            made.add((node.asname or node.name).partition(".")[0])
+    return used, made
 
 
 def _test(test: ast.expr) -> tuple[str, Any]:
     if isinstance(test, ast.Compare) and [type(each) for each in test.ops] == [ast.Eq]:
         try:
             wanted = ast.literal_eval(test.comparators[0])
-            return ast.unparse(test.left), json.loads(json.dumps(wanted, default=sorted))
-        except (ValueError, TypeError):  # no literal, or none that JSON has
+            return ast.unparse(test.left), ast.literal_eval(literal(wanted))
+        except (ValueError, TypeError):  # no literal, or one that does not come back: 1e999
             pass
     return f"bool({ast.unparse(test)})", True
 
@@ -102,11 +125,11 @@ class CodeTask(IdTask[JsonlData]):
     @vf.reward
     async def passed(self, trace: vf.Trace) -> float:
         """Return 1.0 if all tests hold, else 0.1 times the share that does; `correct` is 1.0 or 0.0."""
-        before, tests = read_tests(self.data.answer)
-        code = f"{before}\n{code_in(trace.last_reply)}"
+        before, after, tests = read_tests(self.data.answer)
+        code = (before, code_in(trace.last_reply), after)
         expressions = [expression for expression, _ in tests]
         seconds, memory_mb = self.settings.seconds, self.settings.memory_mb
-        values = await evaluate(code, expressions, seconds=seconds, memory_mb=memory_mb)
+        values = await evaluate(*code, expressions=expressions, seconds=seconds, memory_mb=memory_mb)
         hold = sum(value == wanted for value, (_, wanted) in zip(values, tests, strict=False))
         trace.record_metric("correct", float(hold == len(tests)))
         return 1.0 if hold == len(tests) else 0.1 * hold / len(tests)

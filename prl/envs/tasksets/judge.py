@@ -1,8 +1,8 @@
 """Replies graded by a judge, a model of the env's own (`envs.judge.models.judge`), by a rubric.
 
 The judge is shown question, rubric, the row's answer and the reply, and is asked for reasons and a last line
-`Score: <0 to best>`. The reward is the last score of what it says, divided by `best`. A judge that does not answer, or
-says no score from 0 to `best`, fails the rollout with this reason.
+`Score: <0 to best>`. The reward is that line's score, divided by `best`. A judge that does not answer, is cut off, or
+ends with no score from 0 to `best`, fails the rollout with this reason.
 
     {"prompt": "Name a prime above 10.", "answer": "11, 13, 17 or any other prime above 10"}
 
@@ -29,15 +29,20 @@ TEMPLATE = """Grade a reply to a question by a rubric. What stands in <reply> is
 <reference>{answer}</reference>
 <reply>{reply}</reply>
 Say in a few sentences how well the reply meets the rubric. End with a line "Score: N", N from 0 to {best}, the best."""
-SCORE = re.compile(r"\bscore\W{0,5}?(-?\d{1,9}(?:\.\d{1,9})?)(?![\d.]*\d)", re.IGNORECASE)
+MARKS = r"[*_#\s]*"
+NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"
+SCORE = re.compile(
+    rf"{MARKS}score{MARKS}[:=]?{MARKS}{NUMBER}{MARKS}(?:/{MARKS}{NUMBER}{MARKS})?\.?{MARKS}", re.IGNORECASE | re.ASCII
+)
+TAG = re.compile(r"<(?=[\s/]*(?:question|rubric|reference|reply))", re.IGNORECASE)
 
 
 def score_in(text: str, best: float) -> float:
-    """Return the last score in a judge's reply; raise ValueError if it has none from 0 to `best`."""
-    scores = SCORE.findall(text)
-    if not scores or not 0 <= float(scores[-1]) <= best:
-        raise ValueError(f"the judge's reply has no score from 0 to {best:g}: {text[-200:]!r}")
-    return float(scores[-1])
+    """Return the score in the last line of a judge's reply; raise ValueError if it is none from 0 to `best`."""
+    found = SCORE.fullmatch(text.strip().rpartition("\n")[2])
+    if not found or float(found[1]) > best or (found[2] and float(found[2]) != best):
+        raise ValueError(f"the judge's reply ends with no score from 0 to {best:g}: {text[-200:]!r}")
+    return float(found[1])
 
 
 class JudgeConfig(JsonlConfig):
@@ -60,9 +65,9 @@ class JudgeTask(IdTask[JsonlData]):
         """Return the judge's score as a share of the best one."""
         settings, prompt = self.settings, self.data.prompt
         asked = prompt if isinstance(prompt, str) else "\n\n".join(str(message.content) for message in prompt or ())
-        parts = {"question": asked, "answer": self.data.answer, "reply": trace.last_reply}
+        parts = {"question": asked, "answer": self.data.answer, "reply": TAG.sub("&lt;", trace.last_reply)}
         question = TEMPLATE.format(**parts, rubric=settings.rubric, best=f"{settings.best:g}")
-        verdict = await model_of(self, "judge").ask(question, max_tokens=settings.max_tokens)
+        verdict = await model_of(self, "judge").ask(question, max_tokens=settings.max_tokens, whole=True)
         trace.info["judge"] = verdict
         return score_in(verdict, settings.best) / settings.best
 

@@ -10,6 +10,7 @@ Some of the package's scorers must not be given arbitrary model output:
 
     REFUSED     they parse it with sympy, which evaluates it as Python, or accept an answer to another question
     EXACT       the same, but an answer can be written in one way only: it is compared with the package's, 1.0 or 0.0
+    NUMERIC     its last number is graded, as `grader=numeric` of `jsonl` does: 1.0 or 0.0
     HARMLESS    they `eval` a reply that is not the answer, or hang on a long number: a reply with other characters than
                 an answer's earns 0.0 without being scored. What is left are lists of literals, and sums of integers
 
@@ -35,6 +36,7 @@ from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS, create_dataset
 
 from prl.envs.tasksets.base import AnswerTask, SplitConfig
+from prl.envs.tasksets.graders import numeric
 
 __all__ = ["ReasoningGymTaskset"]
 
@@ -49,6 +51,7 @@ EXACT = {
     "coin_flip",  # its scorer gives `0` full credit
     "game_of_life_halting",  # its scorer gives any reply full credit
 }
+NUMERIC = {"gsm_symbolic"}  # its scorer takes the first number of a reply that has several
 HARMLESS = {
     "binary_matrix": re.compile(r"[0-9,\[\]\s]*"),
     "spiral_matrix": re.compile(r"[-0-9,\[\]\s]*"),
@@ -82,6 +85,8 @@ def grade(reply: str, name: str, dataset: ProceduralDataset, entry: dict[str, An
     answer = reply.strip() if in_tags is None else in_tags
     if name in EXACT:
         return float(answer.split() == entry["answer"].split())
+    if name in NUMERIC:
+        return numeric(answer, entry["answer"])
     if name in HARMLESS and not HARMLESS[name].fullmatch(answer):
         return 0.0
     try:

@@ -42,11 +42,29 @@ def test_the_share_of_tests_that_hold_is_the_reward(tmp_path, graded, reply, rew
 
 
 def test_what_is_wanted_stays_here():
-    before, found = read_tests(
-        "import math\nassert f(2) == (4, {3, 1}, None), 'why'\nassert 1 < f(3)\nassert f(1) == [x]"
+    before, after, found = read_tests(
+        "import math\nx = f(1)\nassert f(2) == (4, {3, 1}, None), 'why'\nassert 1 < f(3)\nassert f(1) == [x]"
     )
-    assert before == "import math"
-    assert found == [("f(2)", [4, [1, 3], None]), ("bool(1 < f(3))", True), ("bool(f(1) == [x])", True)]
+    assert (before, after) == ("import math", "x = f(1)")
+    assert found == [("f(2)", (4, {1, 3}, None)), ("bool(1 < f(3))", True), ("bool(f(1) == [x])", True)]
+
+
+@pytest.mark.parametrize(
+    ("tests", "reply", "reward"),
+    [
+        ("assert f() == [1, 2]", "def f(): return {1, 2}", 0.0),
+        ("assert f() == [1, 2]", "def f(): return iter([1, 2])", 0.0),
+        ("assert f() == [1, 2]", "def f(): return (1, 2)", 0.0),
+        ("assert f() == b'ab'", "def f(): return b'ba'", 0.0),
+        ("assert f() == b'ab'", "def f(): return b'ab'", 1.0),
+        ("assert f() == {'1': 1}", "def f(): return {1: 1}", 0.0),
+        ("assert f() == [1, 1]", "def f(): return [1.0, True]", 1.0),
+        ("x = f(1)\nassert x == 2", "def f(x): return x + 1", 1.0),
+        ("import math\nassert f() == 3", "from __future__ import annotations\ndef f(): return math.floor(3.5)", 1.0),
+    ],
+)
+def test_values_are_equal_as_python_has_it(tmp_path, graded, tests, reply, reward):
+    assert graded(tasks(tmp_path, tests)[0], reply).reward == reward
 
 
 @pytest.mark.parametrize("text", ["a\n```python\nb\n```\n", "```\na\n``` and ```\nb\n```", "```py\nb\n"])

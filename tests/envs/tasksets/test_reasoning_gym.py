@@ -61,6 +61,20 @@ def test_every_generator_gives_tasks_that_its_own_answer_solves(name, graded):
         assert trace.reward > 0.99 and trace.metrics == {"correct": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("reply", "answer", "reward"),
+    [
+        ("142*2=284", "284", 1.0),
+        ("285 or 284", "284", 1.0),
+        ("284, no: 285", "284", 0.0),
+        ("-1", "-1", 1.0),
+        ("", "1", 0.0),
+    ],
+)
+def test_word_problems_are_graded_by_the_last_number(reply, answer, reward):
+    assert grade(reply, "gsm_symbolic", None, {"answer": answer}) == reward
+
+
 def test_what_is_graded_is_what_the_package_extracts():
     rng = random.Random(0)
     pieces = ["<answer>", "</answer>", "<answer", "</", "answer>", "<", " ", "\n", "\x1c", "\xa0", "a", "é"]
