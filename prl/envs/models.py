@@ -45,7 +45,8 @@ class EnvModel:
     ) -> str:
         """Return the model's reply to messages in OpenAI's format, or to a text as the user's only one.
 
-        Raises EngineError or DeadlinePassed where there is none, or, if it is to be `whole`, one cut at a limit; OverlongPrompt where the policy has no room for it.
+        Raises EngineError or DeadlinePassed where there is none, or one that was cut and is to be `whole`;
+        OverlongPrompt where the policy has no room for it.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]

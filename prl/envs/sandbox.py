@@ -58,7 +58,7 @@ def _input(code: Sequence[str], expressions: Sequence[str], seconds: float, memo
 
 
 async def evaluate(*code: str, expressions: Sequence[str], seconds: float, memory_mb: int) -> list[Any]:
-    """Run `code`, programs that share their names, one after another; then evaluate the expressions in it, in a process of its own.
+    """Run `code`, programs that share their names, then evaluate the expressions in it, in a process of its own.
 
     Args:
         code: Programs.

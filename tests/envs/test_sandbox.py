@@ -90,7 +90,7 @@ READS = {
     "and truncates": "import os; os.truncate({secret!r}, 0)",
     "and marks": "import os; os.setxattr({secret!r}, 'user.a', b'1')",
     "and dates": "import os; os.utime({secret!r}, (0, 0))",
-    "of what is installed": "import os; p = os.path.dirname(os.__file__) + '/site-packages'\nopen(p + '/pip/__init__.py')",
+    "of what is installed": "import os; open(os.path.dirname(os.__file__) + '/site-packages/pip/__init__.py')",
     "and removes": "import os; os.remove({secret!r})",
 }
 

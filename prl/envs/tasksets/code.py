@@ -70,7 +70,8 @@ def read_tests(text: str) -> tuple[str, str, list[tuple[str, Any]]]:
 
 def _names(statement: ast.stmt) -> tuple[set[str], set[str]]:
     """Return the names that a statement reads, and those that it makes."""
-    used, made = set(), set()
+    used: set[str] = set()
+    made: set[str] = set()
     for node in ast.walk(statement):
         if isinstance(node, ast.Name):
             (used if isinstance(node.ctx, ast.Load) else made).add(node.id)
