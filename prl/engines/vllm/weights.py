@@ -125,12 +125,12 @@ def tensors_of(files: list[Path]) -> "Iterator[tuple[str, torch.Tensor]]":
             raise WeightsError(f"{file} cannot be read: {in_one_line(error)}") from error
 
 
-def policy_tensors(path: str, base: str) -> "Iterator[tuple[str, torch.Tensor]]":
+def policy_tensors(path: str, base: Path) -> "Iterator[tuple[str, torch.Tensor]]":
     """The tensors of a policy by name: of a model's folder, or of an adapter's added to those of the folder `base`."""
     folder = folder_of(path)
     if not (folder / ADAPTER_CONFIG).is_file():
         return tensors_of(files_of(folder))
-    return merged(tensors_of(files_of(folder_of(base))), folder)
+    return merged(tensors_of(files_of(base)), folder)
 
 
 def merged(tensors: "Iterable[tuple[str, torch.Tensor]]", adapter: Path) -> "Iterator[tuple[str, torch.Tensor]]":
