@@ -127,6 +127,13 @@ class Algorithm:
         assigns nothing.
         """
 
+    def trainer_references(self) -> set[str]:
+        """Names of the trainer's models that its samples name (`Reference.model`): `initial`, `ema:0.999`, `lagged:16`.
+
+        An algorithm with a reference of its own there adds its name, and sets `sample.reference`.
+        """
+        return {self.kl.model} - {""}
+
     def observe_batch(self, rollouts: list[Rollout]) -> None:
         """See its env's rollouts of a batch that is trained, as they are; those that filters dropped from it too."""
 
@@ -182,7 +189,7 @@ class Algorithm:
     async def start(self) -> None:
         """Connect the model of `kl.reference`, then what `setup` declares. Raises what `connect` raises."""
         if isinstance(self.kl.reference, FrozenModelConfig):
-            self._kl_scorer = ReferenceLogprobs(await self.connect(self.kl.reference))
+            self._kl_scorer = self.kl.scorer(await self.connect(self.kl.reference))
         await self.setup()
 
     async def finalize_rollout(self, rollout: Rollout) -> None:

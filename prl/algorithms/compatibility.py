@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.reference import KLConfig
@@ -53,7 +54,8 @@ def validate_algorithm(
     algorithm.kl.check(f"{where}.kl", name, component)
     for key, reference in frozen_models(algorithm, where):
         check_reference(reference, key, hosted=hosts(reference))
-    if temperature != 1 and (component == "ref_kl" or isinstance(algorithm.kl.reference, FrozenModelConfig)):
+    by_engine = component == "ref_kl" or isinstance(algorithm.kl.reference, FrozenModelConfig)
+    if temperature != 1 and by_engine and not algorithm.trainer_references():
         warnings.warn(
             f"envs.{env}.sampling.temperature={temperature:g}: {name} scores the reference at temperature 1, and pulls "
             "the policy at its own temperature there",
@@ -69,11 +71,9 @@ def validate_algorithm(
         )
 
 
-def hosted_references(
-    algorithms: Iterable[Algorithm], hosts: Callable[[FrozenModelConfig], bool]
-) -> list[FrozenModelConfig]:
-    """The references of these algorithms to models that the launcher serves; equal ones once."""
-    references = [reference for algorithm in algorithms for _, reference in frozen_models(algorithm, "")]
+def hosted_references(components: Iterable[Any], hosts: Callable[[FrozenModelConfig], bool]) -> list[FrozenModelConfig]:
+    """The references of algorithms, and of envs' `references`, to models that the launcher serves; equal ones once."""
+    references = [reference for component in components for _, reference in frozen_models(component, "")]
     hosted: list[FrozenModelConfig] = []
     for reference in references:
         if hosts(reference) and reference not in hosted:

@@ -6,26 +6,28 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 
 from prl.algorithms.base import Algorithm
-from prl.algorithms.reference import ReferenceLogprobs
+from prl.algorithms.reference import IN_TRAINER, ReferenceOptions
 from prl.config.model_reference import POLICY, FrozenModelConfig, as_reference, check_reference
 from prl.errors import ConfigError
 from prl.rollouts.rollout import Rollout
 
 
 @dataclass(kw_only=True)
-class OPDAlgorithm(Algorithm):
+class OPDAlgorithm(ReferenceOptions, Algorithm):
     """Reverse KL from the policy to a frozen teacher on every sampled token; assigns no advantage.
 
     The teacher's logprobs of the rollout's own tokens ship with them, and the trainer weighs log teacher - log policy
-    like an advantage (`ref_kl`). `group_size` only fans out sampling. Source: on-policy distillation, Thinking Machines
-    Lab (2025), after MiniLLM (arXiv 2306.08543) and GKD (arXiv 2306.13649).
+    like an advantage (`ref_kl`); or with `divergence` its distributions, and the trainer takes the gradient of the
+    divergence itself. `group_size` only fans out sampling. Source: on-policy distillation, Thinking Machines Lab
+    (2025), after MiniLLM (arXiv 2306.08543) and GKD (arXiv 2306.13649).
     """
 
     action_loss_type: ClassVar[str] = "ref_kl"
     reads_reward: ClassVar[bool] = False
 
     teacher: FrozenModelConfig | str | None = None
-    """The frozen model to distil from: {name, base_url}. Required."""
+    """The frozen model to distil from: {name, base_url}, or one in the trainer: `initial`, `ema`, `lagged`.
+    Required."""
     max_concurrent: Annotated[int, Ge(1)] = 32
     """Scoring requests in flight."""
 
@@ -33,6 +35,9 @@ class OPDAlgorithm(Algorithm):
         self.teacher = as_reference(self.teacher)
 
     def check(self, where: str) -> None:
+        self.check_read(where, self.teacher)
+        if self.teacher in IN_TRAINER:
+            return
         if self.teacher == POLICY:
             raise ConfigError(
                 f"{where}.teacher=policy: the KL from the policy to itself is zero. Name a frozen model (name and "
@@ -48,8 +53,13 @@ class OPDAlgorithm(Algorithm):
         )  # its URL is checked with the run's hosted models
 
     async def setup(self) -> None:
-        assert isinstance(self.teacher, FrozenModelConfig)
-        self.scorer = ReferenceLogprobs(await self.connect(self.teacher), self.max_concurrent)
+        if isinstance(self.teacher, FrozenModelConfig):
+            self.teacher_scorer = self.scorer(await self.connect(self.teacher), self.max_concurrent)
+
+    def trainer_references(self) -> set[str]:
+        return super().trainer_references() | {self.name_in_trainer(self.teacher)} - {""}
 
     async def score_rollout(self, rollout: Rollout) -> None:
-        await self.scorer.compute(rollout)
+        self.name_reference(rollout.samples, self.teacher)
+        if isinstance(self.teacher, FrozenModelConfig):
+            await self.teacher_scorer.compute(rollout)

@@ -3,12 +3,12 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
 from prl.algorithms.base import Algorithm
-from prl.algorithms.reference import ReferenceLogprobs
+from prl.algorithms.reference import IN_TRAINER, ReferenceOptions
 from prl.engines.renderer import make_renderer, renderer_config, tokenizer_of
 from prl.errors import ConfigError, PrlError
 from prl.monitors.text import in_one_line
@@ -24,7 +24,7 @@ LONGEST = 16  # demonstrations to measure, the longest by characters: the longes
 
 
 @dataclass(kw_only=True)
-class OPSDAlgorithm(Algorithm):
+class OPSDAlgorithm(ReferenceOptions, Algorithm):
     """Reverse KL to the live policy shown a demonstration, on every sampled token; assigns no advantage.
 
     The hint is one leading system message. The reference scores the hint and the rollout's tokens verbatim, and the
@@ -35,6 +35,9 @@ class OPSDAlgorithm(Algorithm):
     action_loss_type: ClassVar[str] = "ref_kl"
     reads_reward: ClassVar[bool] = False
 
+    reference: Literal["policy", "initial", "ema", "lagged"] = "policy"
+    """What is shown the demonstration: the live policy, which scores rollouts by prefill, or a model in the trainer:
+    the one that the run began with, a running mean of the policy (`decay`), the policy of up to `every` steps ago."""
     demo_key: str = "demonstration"
     """Where to find a rollout's demonstration: this key of its `info`, else the task's field of this name."""
     template: str = TEMPLATE
@@ -45,6 +48,7 @@ class OPSDAlgorithm(Algorithm):
     """Scoring requests in flight."""
 
     def check(self, where: str) -> None:
+        self.check_read(where, self.reference)
         if "{demonstration}" not in self.template:
             raise ConfigError(f"{where}.template must contain {{demonstration}} where the demonstration goes")
         renderer_config(self.renderer, {}, where=f"{where}.renderer", name_key=f"{where}.renderer")
@@ -67,7 +71,7 @@ class OPSDAlgorithm(Algorithm):
                 raise PrlError(f"{key}={self.renderer}: the run's renderer does not keep its tokenizer; choose auto")
             self.hint_renderer = make_renderer(tokenizer, name=self.renderer, name_key=key)
         self._check_hint()
-        self.scorer = ReferenceLogprobs(self.policy_pool, self.max_concurrent)
+        self.policy_scorer = self.scorer(self.policy_pool, self.max_concurrent)
 
     def _check_hint(self) -> None:
         """Raise ConfigError where the chat template shows no hint: the reference would be the policy itself."""
@@ -86,6 +90,9 @@ class OPSDAlgorithm(Algorithm):
         longest = sorted((str(getattr(task.data, self.demo_key, "")) for task in tasks), key=len)[-LONGEST:]
         return max((len(self._hint(demonstration)) for demonstration in longest), default=0)
 
+    def trainer_references(self) -> set[str]:
+        return super().trainer_references() | {self.name_in_trainer(self.reference)} - {""}
+
     async def score_rollout(self, rollout: Rollout) -> None:
         task = rollout.task.data
         demonstration = rollout.info.get(self.demo_key) or getattr(task, self.demo_key, None)
@@ -95,8 +102,11 @@ class OPSDAlgorithm(Algorithm):
                 f"{rollout.env_name!r} holds one (algo.demo_key names the field)"
             )
             rollout.fail(ValueError(missing), "env")
-        else:
-            await self.scorer.compute(rollout, context=self._hint(str(demonstration)))
+            return
+        hint = self._hint(str(demonstration))
+        self.name_reference(rollout.samples, self.reference, prefix=hint)
+        if self.reference not in IN_TRAINER:
+            await self.policy_scorer.compute(rollout, context=hint)
 
     def _hint(self, demonstration: str) -> list[int]:
         """The tokens of the system message that shows the demonstration."""

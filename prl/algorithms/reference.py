@@ -1,11 +1,11 @@
 """References of `ref_kl`: the logprobs of one, and the option `kl` that pulls any rl algorithm towards one."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from prl.config.model_reference import POLICY, FrozenModelConfig, as_reference
 from prl.errors import ConfigError
@@ -17,29 +17,81 @@ if TYPE_CHECKING:
     from prl.rollouts.rollout import Rollout
 
 INITIAL = "initial"
+IN_TRAINER = (INITIAL, "ema", "lagged")
+"""References that the trainer has: the model that the run began with, a running mean of the policy, an older policy."""
+
+
+@dataclass(kw_only=True)
+class ReferenceOptions:
+    """How the policy is compared with a reference, and how one in the trainer follows it."""
+
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] | None = None
+    """Of the policy's next-token distribution from the reference's, differentiated itself; null = the policy gradient
+    of the reverse KL by the sampled token. Over the vocabulary where the reference is in the trainer (`initial`, `ema`,
+    `lagged`), else over its `top_k` tokens and the rest as one, which is a lower bound."""
+    beta: Annotated[float, Gt(0), Lt(1)] = 0.5
+    """Share of the reference in the mixture of `jsd`."""
+    top_k: Annotated[int, Ge(1)] = 32
+    """The reference's most likely tokens that a divergence is over, of a reference that an engine serves."""
+    decay: Annotated[float, Ge(0), Lt(1)] = 0.999
+    """Of `ema`: after each step it is decay times itself plus 1 - decay times the policy."""
+    every: Annotated[int, Ge(1)] = 16
+    """Of `lagged`: it becomes the policy after each step that this divides."""
+
+    def name_in_trainer(self, reference: Any) -> str:
+        """The trainer's name of a reference; "" for one that it does not have."""
+        names = dict(zip(IN_TRAINER, (INITIAL, f"ema:{self.decay}", f"lagged:{self.every}"), strict=True))
+        return names.get(reference, "") if isinstance(reference, str) else ""
+
+    def scorer(self, pool: "ModelPool", max_concurrent: int = 32) -> "ReferenceLogprobs":
+        """What scores rollouts by a reference that an engine serves."""
+        return ReferenceLogprobs(pool, max_concurrent, self.top_k if self.divergence else 0)
+
+    def name_reference(self, samples: "Iterable[TrainingSample]", reference: Any, prefix: Sequence[int] = ()) -> None:
+        """Write down on samples how they are compared, with `prefix` before them for a reference in the trainer."""
+        from prl.rollouts.messages import Reference
+
+        model = self.name_in_trainer(reference)
+        for sample in samples:
+            sample.reference = Reference(model, self.divergence or "", self.beta, tuple(prefix) if model else ())
+
+    def check_read(self, where: str, reference: Any) -> None:
+        """Raise ConfigError for an option that nothing reads; `where` is the config key of these options."""
+        engine = self.divergence is not None and reference not in IN_TRAINER
+        reads = {
+            "beta": (self.divergence == "jsd", "divergence=jsd"),
+            "top_k": (engine, "a divergence from a reference that an engine serves; one in the trainer has them all"),
+            "decay": (reference == "ema", "the reference ema"),
+            "every": (reference == "lagged", "the reference lagged"),
+        }
+        for key, (is_read, reader) in reads.items():
+            value = getattr(self, key)
+            if not is_read and value != getattr(ReferenceOptions, key):
+                raise ConfigError(f"{where}.{key}={value}: it is read with {reader}")
 
 
 @dataclass
-class KLConfig:
+class KLConfig(ReferenceOptions):
     """KL of the policy to a reference, beside the policy gradient: rl tokens have weight `coef` in `ref_kl` as well.
 
-    The loss term is `coef` times the score-function gradient with the k1 estimate as its reward, which the docstring
-    of `prl.losses.ref_kl.ref_kl_loss` describes.
+    The loss term is `coef` times the divergence, or without one the score-function gradient with the k1 estimate as its
+    reward, which the docstring of `prl.losses.ref_kl.ref_kl_loss` describes.
     """
 
     coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Weight of the rl tokens in `ref_kl`; 0 = off."""
     reference: Any = INITIAL
-    """`initial`, the model that the run began with, which the trainer then keeps a frozen copy of: one more copy of the
-    weights on each rank, no second engine. Or a frozen model {name, base_url}, which scores rollouts by prefill."""
+    """Of which the trainer keeps a copy, one more of the weights on each rank: `initial`, the model that the run began
+    with, `ema`, a running mean of the policy (`decay`), or `lagged`, the policy of up to `every` steps ago. Or a frozen
+    model {name, base_url}, which scores rollouts by prefill."""
 
     def __post_init__(self) -> None:
         self.reference = as_reference(self.reference)
 
     @property
-    def in_trainer(self) -> bool:
-        """Whether the trainer has to hold the reference."""
-        return self.coef > 0 and self.reference == INITIAL
+    def model(self) -> str:
+        """The name of the reference that the trainer has to hold; "" for none."""
+        return self.name_in_trainer(self.reference) if self.coef > 0 else ""
 
     def check(self, where: str, algorithm: str, component: str) -> None:
         """Raise ConfigError for an algorithm without rl tokens, and for a reference that is none or is not read.
@@ -54,15 +106,16 @@ class KLConfig:
                 f"{where}.coef={self.coef:g}: {algorithm} feeds the {component} loss, and the KL is added to tokens of "
                 f"the rl loss (algo=grpo, max_rl, reward, echo, custom): leave {where}.coef at 0"
             )
-        if self.reference == INITIAL:
-            return
-        if not isinstance(self.reference, FrozenModelConfig):
+        if not isinstance(self.reference, FrozenModelConfig) and self.reference not in IN_TRAINER:
             why = ", and the KL from the policy to itself is zero" if self.reference == POLICY else ""
             raise ConfigError(
-                f"{where}.reference={self.reference!r}{why}: write {INITIAL}, or a frozen model with name and base_url"
+                f"{where}.reference={self.reference!r}{why}: write {', '.join(IN_TRAINER)}, or a frozen model "
+                "with name and base_url"
             )
-        if not self.coef:
-            raise ConfigError(f"{where}.reference is given, but nothing reads it: {where}.coef is 0")
+        self.check_read(where, self.reference)
+        for key in ("reference", "divergence"):
+            if not self.coef and getattr(self, key) != getattr(KLConfig, key):
+                raise ConfigError(f"{where}.{key} is given, but nothing reads it: {where}.coef is 0")
 
     def weigh(self, sample: "TrainingSample") -> None:
         """Write the sample's weights in `ref_kl`. Raises ValueError where the algorithm has written some itself."""
@@ -71,17 +124,19 @@ class KLConfig:
         if sample.ref_kl_weights is not None:
             raise ValueError("the algorithm writes ref_kl_weights itself: its kl.coef must be 0")
         sample.ref_kl_weights = [self.coef * member for member in sample.members(COMPONENTS["rl"])]
-        sample.initial_reference = self.in_trainer
+        self.name_reference([sample], self.reference)
 
 
 class ReferenceLogprobs:
     """A rollout's own tokens under another model, or under the policy in another context.
 
-    Fills `ref_logprobs` by prefill under one model, with at most `max_concurrent` requests in flight.
+    Fills `ref_logprobs` by prefill under one model, with at most `max_concurrent` requests in flight; with `top_k` also
+    `top_ids` and `top_logprobs`.
     """
 
-    def __init__(self, pool: "ModelPool", max_concurrent: int = 32):
+    def __init__(self, pool: "ModelPool", max_concurrent: int = 32, top_k: int = 0):
         self.pool = pool
+        self.top_k = top_k
         self._slots = asyncio.Semaphore(max_concurrent)
 
     async def compute(self, rollout: "Rollout", context: Sequence[int] = ()) -> None:
@@ -104,5 +159,10 @@ class ReferenceLogprobs:
 
     async def _score(self, sample: "TrainingSample", context: list[int]) -> None:
         async with self._slots:
-            logprobs = await self.pool.prompt_logprobs(context + sample.token_ids)
+            if not self.top_k:
+                logprobs = await self.pool.prompt_logprobs(context + sample.token_ids)
+            else:
+                scored = await self.pool.top_logprobs(context + sample.token_ids, self.top_k)
+                logprobs = scored.own
+                sample.top_ids, sample.top_logprobs = scored.ids[len(context) :], scored.logprobs[len(context) :]
         sample.ref_logprobs = logprobs[len(context) :]

@@ -12,7 +12,7 @@ from omegaconf import MISSING
 from prl.config.engine_schema import EngineConfig
 from prl.config.hardware import MachineConfig
 from prl.config.lora import LoraConfig
-from prl.config.model_reference import FrozenModelConfig
+from prl.config.model_reference import FrozenModelConfig, as_reference, frozen_models
 from prl.config.signature import Seconds
 from prl.config.sweeps import OptimizedMetricConfig, SweepConfig
 
@@ -207,6 +207,9 @@ class EnvConfig:
     false = in processes of their own. null = as its taskset says (`IN_PROCESS`), else in processes of their own."""
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     """The processes of its graders."""
+    models: dict[str, Any] = field(default_factory=dict)
+    """Models that its code asks, by role: `policy`, or a frozen model {name, base_url}, which may be the hosted
+    `teacher`. Its graders run in the process of the run then, where the clients are."""
     algo: Any = None
     """The algorithm of this env; null = the run's."""
     sampling: dict[str, Any] = field(default_factory=as_run)
@@ -219,6 +222,11 @@ class EnvConfig:
     """The renderer of this env's messages; null = the run's."""
     curriculum: Any = None
     """The source of this env's tasks; null = the run's."""
+
+    @property
+    def references(self) -> dict[str, Any]:
+        """The references of `models`, by role."""
+        return {role: as_reference(value) for role, value in self.models.items()}
 
 
 @dataclass
@@ -282,6 +290,11 @@ class TrainConfig:
         """Rollouts of one task of an env, with the config key that says so."""
         own, default = self.envs[env].group_size, self.orchestrator.group_size
         return ("orchestrator.group_size", default) if own is None else (f"envs.{env}.group_size", own)
+
+    def frozen_of(self, env: str) -> list[tuple[str, FrozenModelConfig]]:
+        """The frozen models that an env's algorithm and its code refer to, with their config keys."""
+        where, node = self.node_of(env, "algo")
+        return [*frozen_models(node, where), *frozen_models(self.envs[env].references, f"envs.{env}.models")]
 
     def hosts(self, reference: FrozenModelConfig) -> bool:
         """Whether the launcher serves this frozen model for the run."""

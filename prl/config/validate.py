@@ -5,6 +5,7 @@ Bounds of a single option stand beside its field (`Annotated`, `Literal`); the r
 
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -15,8 +16,8 @@ from prl.config.hardware import MachineConfig
 from prl.config.lora import LoraConfig
 from prl.config.machine import check_memory, check_ranks, check_run_dir
 from prl.config.model_folder import check_model
-from prl.config.model_reference import check_url, frozen_models
-from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
+from prl.config.model_reference import FrozenModelConfig, check_reference, check_url
+from prl.config.schema import EnvConfig, ModelConfig, TrainConfig, VLLMConfig
 from prl.errors import ConfigError
 from prl.monitors.masking import HIDDEN
 
@@ -146,8 +147,8 @@ def validate_teacher(config: TrainConfig) -> None:
         validate_server(teacher.model, teacher.engine, "teacher.", weights=not config.dry_run)
     elif not (teacher.name and teacher.base_url):
         missing = "base_url" if teacher.name else "name"
-        for where, node in [config.node_of(env, "algo") for env in config.envs]:
-            for key, reference in frozen_models(node, where):
+        for env in config.envs:
+            for key, reference in config.frozen_of(env):
                 if (reference.name, reference.base_url) == (teacher.name, teacher.base_url):
                     raise ConfigError(
                         f"teacher.{missing} has no value, and {key} refers to it: a model that is served already needs "
@@ -156,9 +157,8 @@ def validate_teacher(config: TrainConfig) -> None:
 
 
 def hosts_teacher(config: TrainConfig) -> bool:
-    """Whether the launcher serves the frozen model of `teacher` for the run: an algorithm asks it."""
-    algorithms = [config.node_of(env, "algo")[1] for env in config.envs]
-    return any(config.hosts(each) for node in algorithms for _, each in frozen_models(node, ""))
+    """Whether the launcher serves the frozen model of `teacher` for the run: an algorithm or an env asks it."""
+    return any(config.hosts(reference) for env in config.envs for _, reference in config.frozen_of(env))
 
 
 def validate_envs(config: TrainConfig) -> None:
@@ -178,9 +178,22 @@ def validate_envs(config: TrainConfig) -> None:
             raise ConfigError(f"envs.{name}.workers.where=ray: choose launcher=ray as well, or where=local")
         if env.workers.where == "ray" and env.in_process:
             raise ConfigError(f"envs.{name}.workers.where=ray: its in_process=true keeps graders in this process")
+        check_env_models(name, env, config.hosts)
         for group in ("algo", "loss", "renderer", "curriculum"):
             if (own := getattr(env, group)) is not None:
                 check_node(own, f"envs.{name}.{group}")
+
+
+def check_env_models(name: str, env: EnvConfig, hosts: Callable[[FrozenModelConfig], bool]) -> None:
+    """Raise ConfigError for models of an env's code that cannot be asked; `hosts` says which the launcher serves."""
+    for role, reference in env.references.items():
+        hosted = isinstance(reference, FrozenModelConfig) and hosts(reference)
+        check_reference(reference, f"envs.{name}.models.{role}", hosted=hosted)
+    if env.models and (env.in_process is False or env.workers.where == "ray"):
+        raise ConfigError(
+            f"envs.{name}.models: their clients are in the process of the run, and so are its graders: leave out "
+            "in_process=false and workers.where=ray"
+        )
 
 
 def check_env_name(name: str) -> None:

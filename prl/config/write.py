@@ -51,12 +51,10 @@ from prl.launch.slurm import SlurmLauncher
 from prl.monitors.base import Monitor
 from prl.orchestrator.config import OrchestratorConfig
 from prl.trainer.config import (
+    LOSSES,
     AdamWConfig,
-    AIPOLossConfig,
     CustomLossConfig,
-    DefaultLossConfig,
     FileTransportConfig,
-    GSPOLossConfig,
     RayTransportConfig,
     SGDConfig,
     TrainerConfig,
@@ -94,9 +92,6 @@ def classes() -> dict[str, Any]:
         "filters/none": FiltersConfig,
         "engine/default": VLLMConfig,
         "engine/transformers": TransformersConfig,
-        "loss/default": DefaultLossConfig,
-        "loss/aipo": AIPOLossConfig,
-        "loss/gspo": GSPOLossConfig,
         "loss/custom": CustomLossConfig,
         "launcher/inline": InlineLauncher,
         "launcher/local": LocalLauncher,
@@ -117,6 +112,8 @@ def classes() -> dict[str, Any]:
         result |= {f"{group}/{name}": cls for name, cls in components(base).items()}
     for group, schema in (("renderer", RendererConfig), ("env", EnvConfig), ("model", ModelConfig)):
         result |= {f"{group}/{name}": schema for name in options()[group] if f"{group}/{name}" != "renderer/custom"}
+    for schema in LOSSES:
+        result["loss/" + schema._target_.rpartition(".")[2].removesuffix("_loss")] = schema
     return result | {f"teacher/{name}": TeacherConfig for name in options()["teacher"]}
 
 

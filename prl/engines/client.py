@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from filelock import FileLock, Timeout
 
 from prl.engines.http import PROBE_S, Endpoints
-from prl.engines.replies import Completion, read_completions, read_prompt_logprobs
+from prl.engines.replies import Completion, Scored, read_completions, read_prompt_logprobs, read_top
 from prl.engines.rotation import Rotation
 from prl.engines.routing import Server
 from prl.engines.traffic import Traffic
@@ -52,9 +52,13 @@ class ModelPool(ABC):
             prefix: Name of what the prompt begins with; None = nothing that another request has in common with it.
         """
 
-    @abstractmethod
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Prefill logprobs `[tokens]` of `token_ids`, each looked up by its token id; the first token's is 0.0.
+        """Prefill logprobs `[tokens]` of `token_ids`, as `top_logprobs` has them."""
+        return (await self.top_logprobs(token_ids, 0)).own
+
+    @abstractmethod
+    async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
+        """Prefill logprobs of `token_ids`, each looked up by its token id, and the `top_k` most likely in each place.
 
         Raises EngineError where a logprob is missing or not finite: such a value is never replaced by 0.0.
         """
@@ -175,11 +179,12 @@ class InferencePool(PolicyPool):
 
         return await self._ask(prompt_ids, sampling, read, n, prefix, priority)
 
-    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+    async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k, "detokenize": False}
 
-        def read(reply: dict[str, Any], version: int) -> list[float]:
-            return read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
+        def read(reply: dict[str, Any], version: int) -> Scored:
+            own = read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
+            return Scored(own, *(read_top(reply.get("prompt_top"), len(token_ids), top_k) if top_k else ([], [])))
 
         return await self._ask(token_ids, sampling, read)
 

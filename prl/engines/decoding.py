@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from prl.engines.replies import Scored
+
 Decode = Callable[..., str]
 """A tokenizer's `decode`."""
 
@@ -117,13 +119,18 @@ def draw(logits: Tensor, continuations: Sequence[Continuation]) -> tuple[Tensor,
 
 
 @torch.inference_mode()
-def score(model: PreTrainedModel, sequences: Sequence[list[int]]) -> list[list[float]]:
-    """The logprob of each token of each sequence given those before it; the first token's is 0.0."""
+def score(model: PreTrainedModel, sequences: Sequence[list[int]], top_k: Sequence[int]) -> list[Scored]:
+    """Each sequence with as many of the most likely tokens as `top_k` says for it."""
     input_ids, mask = padded(sequences, model.device)
     logits = model(input_ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
-    logprobs = logits.log_softmax(-1).gather(2, input_ids[:, 1:, None]).squeeze(2)
-    rows = zip(sequences, logprobs.tolist(), strict=True)
-    return [[0.0, *values[: len(sequence) - 1]] for sequence, values in rows]
+    logprobs = logits.log_softmax(-1)
+    own = logprobs.gather(2, input_ids[:, 1:, None]).squeeze(2).tolist()
+    scored = []
+    for row, (sequence, count) in enumerate(zip(sequences, top_k, strict=True)):
+        stop = len(sequence) - 1
+        values, ids = logprobs[row, :stop].topk(count)
+        scored.append(Scored([0.0, *own[row][:stop]], [[], *ids.tolist()], [[], *values.tolist()]))
+    return scored
 
 
 def padded(sequences: Sequence[list[int]], device: torch.device, *, left: bool = False) -> tuple[Tensor, Tensor]:

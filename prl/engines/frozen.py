@@ -18,10 +18,12 @@ from prl.engines.client import ModelPool, Read, without_v1
 from prl.engines.http import PROBE_S, Endpoints
 from prl.engines.replies import (
     Completion,
+    Scored,
     choices_of,
     own_logprobs,
     read_prompt_logprobs,
     read_tokens,
+    read_top,
     reading,
     require_prompt,
 )
@@ -115,18 +117,24 @@ class FrozenPool(ReferencePool):
         body = {"prompt": prompt_ids, **PLAIN, **sampling, "n": n, "return_token_ids": True}
         return await self._ask("/v1/completions", body, read, n=n, prefix=prefix)
 
-    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
+        body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
 
-        def read(reply: dict[str, Any]) -> list[float]:
-            rows = choices_of(reply, 1)[0].get("prompt_logprobs")
-            return read_prompt_logprobs(own_logprobs(rows, token_ids), token_ids)
+        def read(reply: dict[str, Any]) -> Scored:
+            rows: Any = choices_of(reply, 1)[0].get("prompt_logprobs")
+            own = read_prompt_logprobs(own_logprobs(rows, token_ids), token_ids)
+            if not top_k:
+                return Scored(own, [], [])
+            top = [[(token_id, entry["logprob"]) for token_id, entry in (row or {}).items()] for row in rows]
+            return Scored(own, *read_top(top, len(token_ids), top_k))
 
         return await self._ask("/v1/completions", body, read, timeout_s=self.timeout_s)
 
-    async def chat(self, body: dict[str, Any], read: Callable[[dict[str, Any]], Read]) -> Read:
-        """Return what `read` makes of the reply of `/v1/chat/completions` to `body`."""
-        return await self._ask("/v1/chat/completions", body, read)
+    async def chat(
+        self, body: dict[str, Any], read: Callable[[dict[str, Any]], Read], timeout_s: float | None = None
+    ) -> Read:
+        """Return what `read` makes of the reply of `/v1/chat/completions` to `body`, which comes within `timeout_s`."""
+        return await self._ask("/v1/chat/completions", body, read, timeout_s=timeout_s)
 
     async def shares_tokenizer(self, probe: TokenizerProbe) -> bool | None:
         """Whether every endpoint takes and returns token ids of the policy's tokenizer; None where one does not say."""

@@ -1,6 +1,7 @@
 """Reading what servers reply: sampled tokens with their logprobs, and the logprobs of a prompt."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,16 @@ class Completion:
     finish_reason: str | None
     start_version: int | None = None
     end_version: int | None = None
+
+
+@dataclass(slots=True)
+class Scored:
+    """A prompt under a model: the logprob of each token `[tokens]`, the first one's 0.0, and where they were asked for
+    the most likely tokens in its place and their logprobs `[tokens, k]`, none for the first."""
+
+    own: list[float]
+    ids: list[list[int]]
+    logprobs: list[list[float]]
 
 
 WHOLE = ("stop", "length", None)
@@ -78,6 +89,28 @@ def read_prompt_logprobs(values: Any, token_ids: list[int]) -> list[float]:
             raise EngineError(f"token {token_id} at position {position} came with the logprob {value!r}")
         logprobs.append(float(value))
     return logprobs
+
+
+def read_top(rows: Any, tokens: int, top_k: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Ids and logprobs of the `top_k` most likely tokens in each place of a prompt, from pairs of these for each token.
+
+    Raises EngineError where there are too few, or they are no logprobs of a distribution.
+    """
+    if len(rows or ()) != tokens:
+        raise EngineError(f"a prompt of {tokens} tokens came with {len(rows or ())} rows of top logprobs")
+    ids, logprobs = [list[int]()], [list[float]()]
+    for position, row in enumerate(rows[1:], start=1):
+        if len(row) < top_k:
+            raise EngineError(f"{len(row)} top logprobs at position {position}, not {top_k}: lower top_k")
+        pairs = [(float(value), int(token_id)) for token_id, value in row]
+        best = sorted(pairs, reverse=True)[:top_k]
+        bad = [pair for pair in pairs if not is_measured(pair[0]) or not 0 <= pair[1] < 2**31]
+        if bad or sum(math.exp(value) for value, _ in best) > 1 + ROUNDING:
+            got = (bad or best)[0]
+            raise EngineError(f"the top logprobs at position {position} are of no distribution (got {got!r})")
+        ids.append([token_id for _, token_id in best])
+        logprobs.append([value for value, _ in best])
+    return ids, logprobs
 
 
 def read_completions(

@@ -19,7 +19,7 @@ from prl.engines.base import Connect, Engine, EngineSpec, Serve
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.decoding import Continuation, Request, sample, score
 from prl.engines.frozen import ReferencePool
-from prl.engines.replies import Completion
+from prl.engines.replies import Completion, Scored
 from prl.engines.tokenizers import TokenizerProbe
 from prl.engines.traffic import Traffic
 from prl.errors import ConfigError, DeadlinePassed, EngineError
@@ -82,11 +82,13 @@ class TransformersModel(ModelPool):
         with self.traffic.request(HERE, n):
             return await self._sampling.ask(Request(prompt_ids=prompt_ids, **options), n)
 
-    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+    async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
         if not 0 < len(token_ids) <= self.spec.model.max_model_len:
             raise EngineError(f"{len(token_ids)} tokens, above model.max_model_len or none", 400)
+        if top_k > len(self.tokenizer):
+            raise EngineError(f"{top_k} top logprobs, of a vocabulary of {len(self.tokenizer)}", 400)
         with self.traffic.request(HERE):
-            return await self._scoring.ask(token_ids, len(token_ids))
+            return await self._scoring.ask((token_ids, top_k), len(token_ids))
 
     async def wait_ready(self, timeout_s: float, still_alive: Callable[[], None] = lambda: None) -> None:
         """Wait until the model is loaded. Raises EngineError where it cannot be."""
@@ -122,8 +124,9 @@ class TransformersModel(ModelPool):
         logprobs = [] if self.spec.frozen else of.logprobs
         return Completion(of.token_ids, logprobs, of.finish_reason, self._held, self._held)
 
-    def _score(self, sequences: list[list[int]]) -> list[list[float]]:
-        return score(self._model, sequences)
+    def _score(self, questions: list[tuple[list[int], int]]) -> list[Scored]:
+        sequences, counts = zip(*questions, strict=True)
+        return score(self._model, sequences, counts)
 
     def _check(self) -> None:
         if self._closed:

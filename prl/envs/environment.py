@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import itertools
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, TypeVar
 
 import verifiers.v1 as vf
@@ -12,13 +12,17 @@ from pydantic import ValidationError
 from renderers.base import Renderer
 from verifiers.v1.utils.generic import concrete_type
 
+from prl.config.model_reference import POLICY
 from prl.config.schema import EnvConfig
 from prl.config.user_code import failed
+from prl.engines.base import Connect
 from prl.engines.sampler import Sampler
 from prl.envs._verifiers_internals import agents_after_setup
 from prl.envs.grading import give_to_workers
 from prl.envs.group import Arrived, GroupRequest, nothing_more, play_episodes, play_group
 from prl.envs.harness import harness_context, load_harness_env, reason_for_harness, runtime_readers
+from prl.envs.isolation import run_all
+from prl.envs.models import MODELS, EnvModel, connect_models
 from prl.envs.multi_turn import InProcessContext, bind_in_process
 from prl.envs.tools import Tools, set_up
 from prl.envs.workers import LocalWorkers, Place, Workers
@@ -58,6 +62,8 @@ class Environment:
         """One that is not `played` starts no processes for its graders. Those on Ray are started where `place` says."""
         self.name = name
         self.config = config
+        self.models: dict[str, EnvModel] = {}
+        """Models that its code asks, by role, once they are connected."""
         self.workers: Workers | None = None
         """Processes that its graders run in; None where they run in this one."""
         self._load(eval_tasks)
@@ -68,8 +74,10 @@ class Environment:
             give_to_workers(tasks, self.workers, played_by_verifiers=self.uses_harness)
 
     def _grades_elsewhere(self) -> bool:
-        """Whether its graders run in processes of their own. Those that read a runtime, and judges, do not."""
+        """Whether its graders run in processes of their own. Those that read a runtime or ask models do not."""
         task, asked, on_ray = self.tasks[0], self.config.in_process, self.config.workers.where == "ray"
+        if self.config.models:
+            return False
         if self.uses_harness and (runtime_readers(task) or task.plugged_judges()):
             if on_ray:
                 raise ConfigError(f"envs.{self.name}.workers.where=ray: judges and readers of a runtime run here")
@@ -142,10 +150,32 @@ class Environment:
                 "choose the model's own with renderer=<family>"
             )
 
+    def connect(self, policy: Sampler, hosted: Mapping[str, Connect]) -> None:
+        """Give the tasks clients of the env's `models`; those of frozen models that it has are kept.
+
+        Args:
+            policy: Asks the live policy.
+            hosted: What makes clients of the frozen models that are run for this run, by name.
+        """
+        references = self.config.references.items()
+        new = {role: value for role, value in references if value == POLICY or role not in self.models}
+        self.models |= connect_models(new, policy, hosted)
+        for task in (*self.tasks, *self.eval_tasks):
+            vars(task)[MODELS] = self.models
+
+    async def wait_for_models(self) -> None:
+        """Wait until the frozen models of the env answer. Raises DeadlinePassed, naming the one that does not."""
+        await run_all(model.wait_ready() for model in self.models.values())
+
+    async def _close_models(self) -> None:
+        await run_all(model.close() for model in self.models.values())
+
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncGenerator[None, None]:
         """Hold open what episodes need: the servers of verifiers' harness, or what an in-process env starts."""
         async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self._close_models)
+            await self.wait_for_models()
             if self.workers is not None:
                 await stack.enter_async_context(self.workers.serving())
             if self.uses_harness and self.verifiers_env is not None:
@@ -182,11 +212,12 @@ class Environment:
             arrived: Awaited with each rollout as soon as it is finished, while others are still played. The time that
                 it takes does not count towards a rollout's deadline.
         """
+        limit: int | None = getattr(self.taskset, "MAX_TOKENS", None)
         request = GroupRequest(
             env_name=self.name,
             task=task,
             n=n,
-            sampler=sampler,
+            sampler=sampler if limit is None else sampler.limited(limit),
             group_id=group_id,
             timeout_s=min(self.config.timeout_s, self.config.group_timeout_s or self.config.timeout_s),
             arrived=arrived,

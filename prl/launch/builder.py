@@ -19,6 +19,7 @@ from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.engines.base import Connect
 from prl.engines.client import ModelPool, PolicyPool
+from prl.engines.sampler import Sampler
 from prl.engines.tokenizers import TokenizerProbe
 from prl.engines.traffic import tracks_of
 from prl.envs.environment import Environment
@@ -172,7 +173,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
             await teacher.wait_ready(timeout_s, launcher.ensure_alive)
 
     async def load_trainer() -> None:
-        payload = specs.trainer_payload(config, run.model, initial_reference=run.components.initial_reference)
+        payload = specs.trainer_payload(config, run.model, references=run.components.references)
         payload |= {"resume": None if run.resume is None else run.resume.payload}
         launcher.start_trainer(specs.trainer(config, run_dir, payload))
         with supervisor.awaiting("the trainer to load the model", [TRAINER]):
@@ -243,6 +244,7 @@ def assemble(
         max_steps=run.config.max_steps,
         seq_len=run.config.trainer.seq_len,
         trainer_ranks=run.config.trainer.num_processes,
+        updates_per_batch=run.config.trainer.updates_per_batch,
         update_timeout_s=run.config.engine.update_timeout_s,
         checkpoint=run.config.checkpoint,
         state=None if run.resume is None else run.resume.state,
@@ -267,4 +269,7 @@ def train_env(run: PreparedRun, name: str, policy: PolicyPool, hosted: dict[str,
             vocab_size=embedding_rows(run.model.path),
             priority=priority,
         )
+    asked = Sampler()
+    asked.attach(pool=policy, renderer=renderer, max_model_len=run.config.model.max_model_len, seed=run.config.seed)
+    environment.connect(asked, hosted)
     return TrainEnv(environment=environment, **vars(parts))

@@ -27,14 +27,13 @@ from prl.monitors.text import in_one_line
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import EnvComponents
 from prl.trainer.config import (
+    LOSSES,
     AdamWConfig,
-    AIPOLossConfig,
-    DefaultLossConfig,
-    GSPOLossConfig,
     OptimConfig,
     PartConfig,
     SGDConfig,
-    check_aggregation,
+    TrainerConfig,
+    check_policy_loss,
 )
 from prl.trainer.schedule import Schedule
 from prl.transport.base import Transport
@@ -42,7 +41,6 @@ from prl.transport.base import Transport
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LOSSES: tuple[Any, ...] = (DefaultLossConfig, AIPOLossConfig, GSPOLossConfig)
 SCHEMAS: dict[str, Any] = {schema._target_: schema for schema in (AdamWConfig, SGDConfig, *LOSSES)}
 """Options of classes and functions that load torch, by `_target_`."""
 
@@ -60,14 +58,14 @@ class RunComponents:
     launcher: Launcher
     hosted: list[FrozenModelConfig]
     """References to the frozen model that the launcher is to host; empty = none is hosted."""
-    initial_reference: bool
-    """Whether the trainer has to hold the model that the run begins with, frozen, for an algorithm's `kl`."""
+    references: list[str]
+    """The models that the trainer has to hold as references of samples (`Algorithm.trainer_references`)."""
 
 
 def build_components(config: TrainConfig, launcher: Launcher | None = None) -> RunComponents:
     """Build and check every component, the launcher too unless it is given. Raises ConfigError with its config key."""
     envs = {name: _env_components(config, name) for name in config.envs}
-    check_loss("loss", config.loss)
+    check_loss("loss", config.loss, config.trainer)
     build(config.trainer.schedule, Schedule, "trainer.schedule")
     check_optimizers(config.trainer.optim)
     return RunComponents(
@@ -76,13 +74,15 @@ def build_components(config: TrainConfig, launcher: Launcher | None = None) -> R
         transport=factory(config.weights, Transport, "weights"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         launcher=launcher or launcher_of(config),
-        hosted=hosted_references([env.algorithm for env in envs.values()], config.hosts),
-        initial_reference=any(env.algorithm.kl.in_trainer for env in envs.values()),
+        hosted=hosted_references(
+            [*(env.algorithm for env in envs.values()), *(env.references for env in config.envs.values())], config.hosts
+        ),
+        references=sorted({name for env in envs.values() for name in env.algorithm.trainer_references()}),
     )
 
 
 def _env_components(config: TrainConfig, name: str) -> EnvComponents:
-    check_loss(*config.node_of(name, "loss"))
+    check_loss(*config.node_of(name, "loss"), config.trainer)
     where, node = config.node_of(name, "algo")
     algorithm = build(node, Algorithm, where)
     sampling_key, sampling = sampling_of(config, name)
@@ -134,16 +134,21 @@ def load_tokenizer(model: ModelConfig, key: str) -> "PreTrainedTokenizerBase":
 def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components: RunComponents) -> None:
     """Refuse a hosted teacher with another tokenizer where it scores: tokens go to it as ids.
 
-    A source of rollouts may have any. It is asked by messages then, so its tokenizer needs a chat template.
+    A source of rollouts, or a model of an env's code, may have any. It is asked by messages then, so its tokenizer
+    needs a chat template.
     """
     if config.teacher.model is None or policy.get_vocab() == teacher.get_vocab():
         return
     other = f"the teacher ({config.teacher.model.path}) has another tokenizer than the policy ({config.model.path})"
     keys: list[str] = []
+    asked: list[str] = []
     for name, env in components.envs.items():
         models = frozen_models(env.algorithm, config.node_of(name, "algo")[0])
         keys += [key for key, reference in models if config.hosts(reference)]
+        references = frozen_models(config.envs[name].references, f"envs.{name}.models")
+        asked += [key for key, reference in references if config.hosts(reference)]
     scorers = [key for key in keys if not key.endswith(".sampling.source")]
+    keys += asked
     if scorers:
         raise ConfigError(
             f"{scorers[0]}: {other}: choose one of the policy's family with teacher.model.path, or teacher=endpoint; "
@@ -215,10 +220,15 @@ def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Re
     return made
 
 
-def check_loss(where: str, node: Any) -> None:
+def check_loss(where: str, node: Any, trainer: TrainerConfig) -> None:
     """Look a loss up before anything starts. prl's own are known to fit, and would load torch here."""
-    check_aggregation(where, settings_of(node))
     known = SCHEMAS.get(node["_target_"])
+    check_policy_loss(
+        where,
+        settings_of(node),
+        several_updates=trainer.updates_per_batch * trainer.epochs > 1,
+        has_ratio=getattr(known, "has_ratio", False),
+    )
     if known is not None:
         read(known, node, where)
         return

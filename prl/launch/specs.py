@@ -151,7 +151,7 @@ def bundles_of(config: TrainConfig) -> list[Bundle]:
     """
     log = engine_log(Path(config.run.dir))
     bundles = [bundle_of(spec) for spec in policy_engines(config, config.model, "", log)]
-    bundles += bundles_of_ranks(trainer(config, Path(), trainer_payload(config, config.model, initial_reference=False)))
+    bundles += bundles_of_ranks(trainer(config, Path(), trainer_payload(config, config.model, references=[])))
     if hosts_teacher(config) and config.teacher.model is not None:
         teacher = hosted_teacher(config, config.teacher.model, "", log)
         bundles += [bundle_of(each) for each in several(teacher, placement(config).teachers)]
@@ -199,13 +199,13 @@ def trainer(config: TrainConfig, run_dir: Path, payload: dict[str, Any] | None =
     )
 
 
-def trainer_payload(config: TrainConfig, model: ModelConfig, *, initial_reference: bool) -> dict[str, Any]:
+def trainer_payload(config: TrainConfig, model: ModelConfig, *, references: list[str]) -> dict[str, Any]:
     """The config of the trainer's process, ready for JSON.
 
     Args:
         config: the run's.
         model: the policy, resolved for this machine.
-        initial_reference: whether samples ask for the logprobs of the model that the run began with.
+        references: names of the models in the trainer that samples name as theirs.
     """
     losses = {"": config.loss} | {name: env.loss for name, env in config.envs.items() if env.loss is not None}
     return {
@@ -215,7 +215,7 @@ def trainer_payload(config: TrainConfig, model: ModelConfig, *, initial_referenc
         "weights": plain(config.weights),
         "seed": config.seed,
         "max_steps": config.max_steps,
-        "initial_reference": initial_reference,
+        "references": references,
         "adapters_alone": adapters_alone(config),
     }
 

@@ -7,8 +7,8 @@ Start with `rl.py` (formulas) and `interface.py` (what a loss of your own gets).
 from prl.losses.ce import ce_loss
 from prl.losses.compute import LossCounts, TokenTreatment, compute_loss, count_members
 from prl.losses.interface import LossInputs, LossOutputs
-from prl.losses.ref_kl import ref_kl_loss
-from prl.losses.rl import aipo_loss, default_loss, gspo_loss
+from prl.losses.ref_kl import divergence_loss, ref_kl_loss
+from prl.losses.rl import aipo_loss, cispo_loss, default_loss, gspo_loss, ipo_loss, ppo_loss, reinforce_loss
 
 __all__ = [
     "LossCounts",
@@ -17,9 +17,14 @@ __all__ = [
     "TokenTreatment",
     "aipo_loss",
     "ce_loss",
+    "cispo_loss",
     "compute_loss",
     "count_members",
     "default_loss",
+    "divergence_loss",
     "gspo_loss",
+    "ipo_loss",
+    "ppo_loss",
     "ref_kl_loss",
+    "reinforce_loss",
 ]

@@ -36,6 +36,8 @@ from prl.rollouts.components import COMPONENTS, STREAM_FILL, Component
 
 TAKEN = ("mismatch_kl", "logprob_gap", "loss/", "nll", "ref_kl")
 """How metrics begin that are not the rl loss's: one of a user's own has `rl/` before such a name."""
+OF_TRAINER = ("entropy", "divergence", "proximal_logprobs", "rollout_share")
+"""Streams beside those of a message."""
 Term = tuple[Component, LossFunction, Tensor]
 """A component, a loss function, and the tokens that it is computed on, bool `[tokens]`."""
 
@@ -108,6 +110,7 @@ def compute_loss(
     sequence_lengths: Sequence[int],
     counts: LossCounts,
     rl_loss: LossFunction | Sequence[LossFunction] | None = None,
+    ref_kl_loss: LossFunction | Sequence[LossFunction] | None = None,
     treatment: TokenTreatment | None = None,
     **streams: Tensor | None,
 ) -> tuple[Tensor, Metrics]:
@@ -117,8 +120,10 @@ def compute_loss(
         sequence_lengths: the first sum(sequence_lengths) tokens are the sequences; the rest is padding, never read.
         counts: member tokens of the whole step.
         rl_loss: the rl loss of all sequences, or a list with that of each; None = `default_loss`.
+        ref_kl_loss: the same of ref_kl; None = that of `COMPONENTS`.
         treatment: filled with what became of each token.
-        streams: the optional streams (`advantages`, `rl_weights`, ...) and `entropy`, None or left out where absent.
+        streams: the optional streams (`advantages`, `rl_weights`, ...), `entropy`, `divergence`, `proximal_logprobs`
+            and `rollout_share`, None or left out where absent.
 
     Returns:
         The loss, a float64 scalar, attached to the graph even without members, and metrics as (sum, count), where a
@@ -132,9 +137,9 @@ def compute_loss(
     row = _without_padding(required | streams, sequence_lengths)
     by_component, sampled, invalid = _find_members(row)
     terms: list[Term] = []
+    chosen = {"rl": rl_loss, "ref_kl": ref_kl_loss}
     for name, component in COMPONENTS.items():
-        losses = rl_loss if name == "rl" else None
-        terms += _terms(component, losses, by_component[name], sequence_lengths)
+        terms += _terms(component, chosen.get(name), by_component[name], sequence_lengths)
     *present, sampled_count = torch.stack([*(term[-1].sum() for term in terms), sampled.sum()]).tolist()  # one sync
     # All masked away: no gradient, no NaN whatever the logprobs are, yet backward has a graph to run through.
     loss = select(torch.zeros_like(loss_mask, dtype=torch.bool), trainer_logprobs).sum(dtype=torch.float64)
@@ -151,7 +156,7 @@ def compute_loss(
 
 def _without_padding(streams: Mapping[str, Tensor | None], sequence_lengths: Sequence[int]) -> dict[str, Tensor]:
     """The tokens of the sequences, of each stream that is there. Raises for one that is unknown or does not align."""
-    known = {"trainer_logprobs", "inference_logprobs", "loss_mask", "entropy", *STREAM_FILL}
+    known = {"trainer_logprobs", "inference_logprobs", "loss_mask", *OF_TRAINER, *STREAM_FILL}
     unknown = streams.keys() - known
     if unknown:
         raise TypeError(f"there is no keyword {min(unknown)!r}")
@@ -222,7 +227,10 @@ def _inputs(row: dict[str, Tensor], members: Tensor, component: Component) -> Lo
         inference_logprobs=present["inference_logprobs"],
         ref_logprobs=present.get("ref_logprobs"),
         advantages=present.get("advantages"),
+        proximal_logprobs=present.get("proximal_logprobs"),
         entropy=present.get("entropy"),
+        divergence=present.get("divergence"),
+        rollout_share=present.get("rollout_share"),
         loss_mask=members,
         loss_weights=present.get(component.stream),
     )

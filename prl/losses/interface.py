@@ -33,10 +33,15 @@ class LossInputs:
     - `advantages` A: None where the algorithm assigns none (opd, opsd, sft).
     - `loss_mask`: bool, exactly this component's member tokens.
     - `loss_weights` w: scales each token's loss; None means 1.0.
+    - `proximal_logprobs` p: the trainer's before the first update on the batch; None where no loss has `proximal`.
     - `entropy`: of the policy's distribution at the sampling temperature, nats, with gradient.
+    - `divergence`: of the policy's distribution from the reference's, nats, with gradient; for `divergence_loss` alone.
     - `sequence_lengths`: of the sequences, where a `@tokenwise` loss gets a whole row; None = one sequence.
-    - `mean_length`: rl members per sequence with any, over the whole step. What an rl loss returns is divided by the
+    - `mean_length`: rl members per sequence with any, over the whole update. What an rl loss returns is divided by the
       number of members later; times `mean_length`, it is divided by the number of sequences instead.
+    - `rollout_share`: for each token S / (R * n), where R rollouts with S sequences have rl members in the update, n of
+      them in this token's rollout. Times `mean_length * rollout_share`, a sum is a mean over rollouts. None where each
+      rollout has one sequence.
 
     Raises ValueError, naming the tensor, where shapes differ.
     """
@@ -48,7 +53,10 @@ class LossInputs:
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
     loss_weights: Tensor | None = None
+    proximal_logprobs: Tensor | None = None
     entropy: Tensor | None = None
+    divergence: Tensor | None = None
+    rollout_share: Tensor | None = None
     sequence_lengths: Sequence[int] | None = None
     mean_length: float = 1.0
 
@@ -114,9 +122,9 @@ class TokenTerms:
 def tokenwise(terms: Callable[..., TokenTerms]) -> Callable[..., LossOutputs]:
     """Make a per-sequence loss of a function that returns `TokenTerms`; that function stays reachable as `.terms`.
 
-    A metric of a sequence is the mean over its tokens. Where there is none to average over, a direct call returns 0.0,
-    so that every key is always there; `compute_loss` leaves the sequence out of the mean over sequences, so that it
-    does not dilute the others.
+    A metric of a sequence is the mean over its tokens, or, if its name ends in `/max`, the largest. Where there is none
+    to average over, a direct call returns 0.0, so that every key is always there; `compute_loss` leaves the sequence
+    out of the mean over sequences, so that it does not dilute the others.
     """
 
     @functools.wraps(terms)
@@ -125,8 +133,8 @@ def tokenwise(terms: Callable[..., TokenTerms]) -> Callable[..., LossOutputs]:
         return LossOutputs(
             loss=out.loss.sum(),
             metrics={
-                name: (torch.where(over, values.double(), 0.0).sum() / over.sum().clamp_min(1)).to(out.loss.dtype)
-                for name, (values, over) in out.metrics.items()
+                name: torch.as_tensor(total / max(count, 1)).to(out.loss.dtype)
+                for name, (total, count) in _sequence_means(out.metrics, [len(out.loss)]).items()
             },
         )
 
@@ -174,9 +182,12 @@ def mismatch_kl(log_ratio: Tensor) -> Tensor:
 
 
 def add_metric(metrics: Metrics, name: str, total: Tensor | float, count: Tensor | float) -> None:
-    """Add a sum and a count to those that `name` has."""
+    """Add a sum and a count to those that `name` has; of a name that ends in `/max` keep the largest value."""
     before = metrics.get(name, (0.0, 0))
-    metrics[name] = (before[0] + total, before[1] + count)
+    if name.endswith("/max"):
+        metrics[name] = (max(before[0], total), 1)
+    else:
+        metrics[name] = (before[0] + total, before[1] + count)
 
 
 def run_loss(
@@ -224,7 +235,7 @@ def sequence_sums(values: Tensor, sequence_lengths: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def _sequence_means(metrics: dict[str, tuple[Tensor, Tensor]], sequence_lengths: Sequence[int]) -> Metrics:
-    """`TokenTerms.metrics`, averaged inside each sequence that has tokens for it, then summed."""
+    """`TokenTerms.metrics`, averaged inside each sequence that has tokens for it, then summed; or the largest."""
     over = torch.stack([over for _, over in metrics.values()])  # [metrics, tokens]
     values = torch.stack([values.double() for values, _ in metrics.values()])
     segments = per_token(range(len(sequence_lengths)), sequence_lengths, over.device)
@@ -232,7 +243,9 @@ def _sequence_means(metrics: dict[str, tuple[Tensor, Tensor]], sequence_lengths:
     # Both [metrics, sequences].
     sums, sizes = rows.index_add_(2, segments, torch.stack([torch.where(over, values, 0.0), over.double()]))
     means = (sums / sizes.clamp_min(1)).sum(1)
-    return dict(zip(metrics, zip(means, (sizes > 0).sum(1), strict=True), strict=True))
+    result: Metrics = dict(zip(metrics, zip(means, (sizes > 0).sum(1), strict=True), strict=True))
+    largest = {name: torch.where(*metrics[name][::-1], 0.0).max() for name in metrics if name.endswith("/max")}
+    return result | {name: (value, 1) for name, value in largest.items()}
 
 
 def _checked(name: str, out: object) -> LossOutputs:

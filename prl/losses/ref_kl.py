@@ -1,4 +1,4 @@
-"""Reverse KL to a reference model as a per-token policy gradient.
+"""Reverse KL to a reference model as a policy gradient per token, or a divergence from it, differentiated itself.
 
 On-policy distillation (`opd`, `opsd`), or a pull beside a policy gradient (`algo.kl`).
 """
@@ -47,4 +47,24 @@ def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e
             "ref_kl/unmasked_mismatch_kl": (mismatch, keep),
         },
         excluded={"dropped": dropped},
+    )
+
+
+@tokenwise
+def divergence_loss(inputs: LossInputs) -> TokenTerms:
+    """sum w * D, with D = `inputs.divergence` of the policy's next-token distribution from the reference's.
+
+    D is `prl.trainer.divergence.divergence`: exact where the sampled token's k is an estimate, so its gradient has no
+    noise of the token that was drawn. The tokens before are taken as they were sampled: no ratio to the sampler, no
+    trust region. Source: GKD (arXiv 2306.13649), MiniLLM (arXiv 2306.08543).
+
+    Metrics over members: `ref_kl/divergence` (mean D), and `ref_kl` (mean k = ref - t of the sampled token).
+    """
+    assert inputs.divergence is not None and inputs.ref_logprobs is not None  # the trainer computes it
+    members = inputs.members(sampler=True)
+    k = select(members, inputs.ref_logprobs) - select(members, inputs.trainer_logprobs.detach())
+    value = select(members, inputs.divergence)
+    return TokenTerms(
+        loss=weighted(inputs, members, value),
+        metrics={"ref_kl/divergence": (value.detach(), members), "ref_kl": (k, members)},
     )

@@ -75,6 +75,7 @@ class Orchestrator:
         max_steps: Steps of the run.
         seq_len: Tokens in a packed row.
         trainer_ranks: Ranks that a batch is split over.
+        updates_per_batch: Optimiser steps that a batch is cut into.
         update_timeout_s: Deadline for an engine to load weights, seconds.
         checkpoint: When checkpoints are written, and which are kept.
         state: Of the checkpoint that the run goes on from, its weights loaded; None = a new run.
@@ -101,6 +102,7 @@ class Orchestrator:
         max_steps: int,
         seq_len: int,
         trainer_ranks: int,
+        updates_per_batch: int = 1,
         update_timeout_s: float,
         checkpoint: CheckpointConfig | None = None,
         state: RunState | None = None,
@@ -112,7 +114,7 @@ class Orchestrator:
         self.envs, self.pool = envs, pool
         self.transport, self.monitors = transport, monitors
         self.run_dir, self.max_steps = run_dir, max_steps
-        self.seq_len, self.trainer_ranks = seq_len, trainer_ranks
+        self.seq_len, self.trainer_ranks, self.updates_per_batch = seq_len, trainer_ranks, updates_per_batch
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.dispatcher = Dispatcher(envs, self.events)
         self.intake = Intake(envs, config.max_error_share)
@@ -265,7 +267,7 @@ class Orchestrator:
         """The rows of each rank, and the number of samples that were cut to fit."""
         samples = [sample for rollout in rollouts for sample in rollout.samples]
         try:
-            return pack(samples, self.seq_len, self.trainer_ranks)
+            return pack(samples, self.seq_len, self.trainer_ranks, self.updates_per_batch)
         except ValueError as error:  # samples hold what the user's algorithm wrote
             raise PrlError(f"step {step}: {error}") from error
 

@@ -45,6 +45,25 @@ class Origin(msgspec.Struct, array_like=True):
     """One for each model call of which it trains tokens, in order; none for a frozen model."""
 
 
+class Reference(msgspec.Struct, array_like=True, frozen=True):
+    """What the `ref_kl` tokens of a sequence are compared with, and how."""
+
+    model: str = ""
+    """The trainer's model that fills `ref_logprobs`: `initial`, `ema:<decay>`, `lagged:<every>`; "" = they are shipped.
+    """
+    divergence: str = ""
+    """`reverse_kl`, `forward_kl` or `jsd` of the distributions, differentiated itself; "" = by the sampled token."""
+    beta: float = 0.5
+    """The reference's share in the mixture of `jsd`."""
+    prefix: tuple[int, ...] = ()
+    """Tokens that `model` sees in front of the sequence."""
+
+    @property
+    def comparison(self) -> "Reference":
+        """The same for all prefixes."""
+        return msgspec.structs.replace(self, prefix=())
+
+
 class TrainingSample(Streams, omit_defaults=True):
     """One token sequence of a rollout. Every list is `[tokens]`; the optional streams are the keys of `STREAM_FILL`."""
 
@@ -58,11 +77,16 @@ class TrainingSample(Streams, omit_defaults=True):
     reward: float
     loss: str = ""
     """Name of the rl loss that trains it; "" = the run's."""
-    initial_reference: bool = False
-    """Its reference is the model that the run began with: the trainer fills `ref_logprobs`."""
+    reference: Reference = Reference()
+    top_ids: list[list[int]] | None = None
+    """`[tokens, k]`: for a divergence from a shipped reference, its most likely tokens in each token's place."""
+    top_logprobs: list[list[float]] | None = None
+    """`[tokens, k]`: the reference's logprobs of `top_ids`."""
     versions: list[CallVersions] = msgspec.field(default_factory=list)
     """As `Origin.versions`."""
     origin: Origin | None = None
+    rollout_share: float | None = None
+    """As of `LossInputs`, of each of its tokens; written as it is packed."""
 
     def members(self, component: Component) -> list[bool]:
         """Which tokens feed the component, `[tokens]`, whatever the sampler's logprobs are."""
@@ -89,8 +113,15 @@ class MicroBatch(Streams, omit_defaults=True):
     """One per sequence."""
     losses: list[str]
     """Name of each sequence's rl loss; "" = the run's."""
-    initial_reference: list[bool] = msgspec.field(default_factory=list)
-    """`TrainingSample.initial_reference` of each sequence; empty = of none."""
+    references: list[Reference] = msgspec.field(default_factory=list)
+    """One per sequence; empty = `Reference()` for all."""
+    top_ids: list[list[int]] | None = None
+    """As of a sample, on members of `ref_kl` alone; [] elsewhere."""
+    top_logprobs: list[list[float]] | None = None
+    rollout_shares: list[float] = msgspec.field(default_factory=list)
+    """`TrainingSample.rollout_share` of each sequence; empty = each rollout of the update has one sequence."""
+    update: int = 0
+    """Which optimiser step on the batch it is for; every rank has as many rows for each."""
     origins: list[Origin | None] = msgspec.field(default_factory=list)
     """One per sequence, or none at all."""
 

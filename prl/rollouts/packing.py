@@ -6,21 +6,28 @@ from typing import Any
 import msgspec
 
 from prl.rollouts.components import COMPONENTS, STREAM_FILL
-from prl.rollouts.messages import MicroBatch, TrainingSample
+from prl.rollouts.logprobs import is_measured
+from prl.rollouts.messages import MicroBatch, Reference, TrainingSample
 
-PER_TOKEN = ("mask", "logprobs", "temperatures", "position_ids", *STREAM_FILL)
+TOP = ("top_ids", "top_logprobs")
+PER_TOKEN = ("mask", "logprobs", "temperatures", "position_ids", *STREAM_FILL, *TOP)
+KL = COMPONENTS["ref_kl"]
 
 
-def pack(samples: list[TrainingSample], seq_len: int, ranks: int) -> tuple[list[list[MicroBatch]], int]:
+def pack(
+    samples: list[TrainingSample], seq_len: int, ranks: int, updates: int = 1
+) -> tuple[list[list[MicroBatch]], int]:
     """Pack samples into rows of `seq_len` tokens, as many rows and nearly as many tokens for every rank.
 
     Ranks differ by at most the tokens of the longest sample. A rank with fewer rows than the others is filled up with
-    dummies, rows without a token. Samples of any algorithm share a row.
+    dummies, rows without a token. Samples of any algorithm share a row. With several updates each has whole groups and
+    nearly as many tokens, and is packed by itself.
 
     Args:
         samples: of one step; longer ones are truncated.
         seq_len: tokens of a row, padding included.
         ranks: trainer ranks.
+        updates: the optimiser steps that they are cut into; as many as there are groups, if these are fewer.
 
     Returns:
         The rows of each rank, and how many samples were truncated.
@@ -31,10 +38,43 @@ def pack(samples: list[TrainingSample], seq_len: int, ranks: int) -> tuple[list[
         check_streams(sample)
         check_complete(sample)
     truncated = sum(len(sample.token_ids) > seq_len for sample in samples)
-    shares = balance([truncate(sample, seq_len) for sample in samples], ranks)
-    rows_of = [fit(share, seq_len) for share in shares]
-    count = max(1, max(map(len, rows_of)))
-    return [[pack_row(row, seq_len) for row in filled_up(rows, count)] for rows in rows_of], truncated
+    cut = [truncate(sample, seq_len) for sample in samples]
+    packed: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    parts = [cut] if updates == 1 else balance(by_origin(cut, "group"), updates)
+    for update, part in enumerate([part for part in parts if part] or [[]]):
+        share_rollouts(part)
+        rows_of = [fit(share, seq_len) for share in balance([[sample] for sample in part], ranks)]
+        count = max(1, max(map(len, rows_of)))
+        for rank, rows in enumerate(rows_of):
+            packed[rank] += [pack_row(row, seq_len, update) for row in filled_up(rows, count)]
+    return packed, truncated
+
+
+def by_origin(samples: list[TrainingSample], *of: str) -> list[list[TrainingSample]]:
+    """The samples of each env that agree in these fields of their `Origin`; one without an origin is alone."""
+    alike: dict[tuple[Any, ...], list[TrainingSample]] = {}
+    for sample in samples:
+        key = [id(sample)] if sample.origin is None else [getattr(sample.origin, name) for name in of]
+        alike.setdefault((sample.env_name, *key), []).append(sample)
+    return list(alike.values())
+
+
+def share_rollouts(samples: list[TrainingSample]) -> None:
+    """Write the `rollout_share` of the samples of one update, None where each rollout has one."""
+    rollouts = by_origin(samples, "group", "rollout", "agent")
+    several = len(rollouts) < len(samples)
+    members = {id(sample): count_rl(sample) if several else 1 for sample in samples}
+    sizes = [sum(members[id(sample)] for sample in rollout) for rollout in rollouts]
+    per_rollout = sum(map(bool, members.values())) / max(1, sum(map(bool, sizes)))
+    for rollout, size in zip(rollouts, sizes, strict=True):
+        for sample in rollout:
+            sample.rollout_share = per_rollout / max(1, size) if several else None
+
+
+def count_rl(sample: TrainingSample) -> int:
+    """The rl members of a sample, as the loss counts them."""
+    members = sample.members(COMPONENTS["rl"])
+    return sum(member and is_measured(logprob) for member, logprob in zip(members, sample.logprobs, strict=True))
 
 
 def check_streams(sample: TrainingSample) -> None:
@@ -59,13 +99,26 @@ def check_complete(sample: TrainingSample) -> None:
     """Raise ValueError where the sample lacks the stream that a component it feeds requires."""
     for component in COMPONENTS.values():
         required = component.requires
-        if required == "ref_logprobs" and sample.initial_reference:
+        if required == "ref_logprobs" and sample.reference.model:
             continue
         if required is not None and getattr(sample, required) is None and sample.feeds(component):
             raise ValueError(
                 f"env {sample.env_name!r}: a sample feeds the {component.name} loss but has no {required}; "
                 f"{component.provider}"
             )
+    if sample.reference.divergence and not sample.reference.model:
+        rows = zip(top_of(sample, "top_ids"), top_of(sample, "top_logprobs"), sample.members(KL), strict=True)
+        if any(len(ids) != len(logprobs) or (member and not ids) for ids, logprobs, member in list(rows)[1:]):
+            raise ValueError(
+                f"env {sample.env_name!r}: a sample asks for the {sample.reference.divergence} from a reference but "
+                "lacks its top_ids or top_logprobs; its algorithm must score with top_k"
+            )
+
+
+def top_of(sample: TrainingSample, name: str) -> list[list[Any]]:
+    """`top_ids` or `top_logprobs` of the sample on members of `ref_kl`, [] elsewhere."""
+    values = getattr(sample, name) or [[]] * len(sample.token_ids)
+    return [row if member else [] for row, member in zip(values, sample.members(KL), strict=True)]
 
 
 def truncate(sample: TrainingSample, seq_len: int) -> TrainingSample:
@@ -76,25 +129,30 @@ def truncate(sample: TrainingSample, seq_len: int) -> TrainingSample:
     return msgspec.structs.replace(sample, **{name: value[:seq_len] for name, value in lists.items()})
 
 
-def balance(samples: list[TrainingSample], ranks: int) -> list[list[TrainingSample]]:
-    """Share samples out over ranks: the longest first, each to the rank with the fewest tokens.
+def balance(pieces: list[list[TrainingSample]], count: int) -> list[list[TrainingSample]]:
+    """Share samples out by pieces that stay whole: the longest first, each to the share with the fewest tokens.
 
-    So ranks differ by at most the longest sample: when a rank got its last one, no other had fewer tokens.
+    So shares differ by at most the longest piece: when a share got its last one, no other had fewer tokens.
     """
-    shares: list[list[TrainingSample]] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for sample in by_length(samples):
-        rank = tokens.index(min(tokens))
-        shares[rank].append(sample)
-        tokens[rank] += len(sample.token_ids)
+    shares: list[list[TrainingSample]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    for piece in sorted(pieces, key=tokens_of, reverse=True):
+        share = tokens.index(min(tokens))
+        shares[share] += piece
+        tokens[share] += tokens_of(piece)
     return shares
+
+
+def tokens_of(samples: list[TrainingSample]) -> int:
+    """Their tokens."""
+    return sum(len(sample.token_ids) for sample in samples)
 
 
 def fit(samples: list[TrainingSample], seq_len: int) -> list[list[TrainingSample]]:
     """Best-fit decreasing: the longest first, each into the fullest row that still has room for it."""
     rows: list[list[TrainingSample]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
-    for sample in by_length(samples):
+    for sample in sorted(samples, key=lambda sample: len(sample.token_ids), reverse=True):
         length = len(sample.token_ids)
         at = bisect.bisect_left(room, (length, -1))
         if at < len(room):
@@ -107,20 +165,21 @@ def fit(samples: list[TrainingSample], seq_len: int) -> list[list[TrainingSample
     return rows
 
 
-def by_length(samples: list[TrainingSample]) -> list[TrainingSample]:
-    """The samples, the longest first."""
-    return sorted(samples, key=lambda sample: len(sample.token_ids), reverse=True)
-
-
 def filled_up(rows: list[list[TrainingSample]], count: int) -> list[list[TrainingSample]]:
     """So many rows, empty ones first."""
     return [[]] * (count - len(rows)) + sorted(rows, key=len)
 
 
-def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
-    """One row: the samples one after the other, then padding, in which every stream is 0.0."""
+def pack_row(samples: list[TrainingSample], seq_len: int, update: int = 0) -> MicroBatch:
+    """One row of an update: the samples one after the other, then padding, in which every stream is 0.0."""
     lengths = [len(sample.token_ids) for sample in samples]
     padding = seq_len - sum(lengths)
+
+    def top(name: str) -> Any:
+        """The lists of each token; None where no sample has any."""
+        if all(getattr(sample, name) is None for sample in samples):
+            return None
+        return [row for sample in samples for row in top_of(sample, name)] + [[]] * padding
 
     def joined(name: str, fill: Any = 0.0) -> Any:
         """One value per token; None for a stream that no sample has."""
@@ -130,7 +189,7 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
         present = [[STREAM_FILL[name]] * n if part is None else part for part, n in zip(parts, lengths, strict=True)]
         return [value for part in present for value in part] + [fill] * padding
 
-    initial = [sample.initial_reference for sample in samples]
+    references = [sample.reference for sample in samples]
     row = MicroBatch(
         input_ids=joined("token_ids", 0),
         mask=joined("mask", False),
@@ -140,9 +199,12 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
         sequence_lengths=lengths,
         env_names=[sample.env_name for sample in samples],
         losses=[sample.loss for sample in samples],
-        initial_reference=initial if any(initial) else [],
+        references=references if any(reference != Reference() for reference in references) else [],
+        rollout_shares=[sample.rollout_share for sample in samples if sample.rollout_share is not None],
+        update=update,
         origins=[sample.origin for sample in samples],
         **{name: joined(name) for name in STREAM_FILL},
+        **{name: top(name) for name in TOP},
     )
     check_aligned(row)
     return row

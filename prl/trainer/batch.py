@@ -3,7 +3,8 @@
 Here as packed rows, one sequence after the other; `prl.trainer.tree.tree` has rows in which sequences share tokens.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from prl.losses.compute import weighted_tokens
 from prl.losses.interface import per_token
 from prl.rollouts.components import COMPONENTS, STREAM_FILL
-from prl.rollouts.messages import MicroBatch
+from prl.rollouts.messages import MicroBatch, Reference
+from prl.trainer.divergence import Top
 from prl.trainer.tree.attention import TokenTree
 
 
@@ -43,14 +45,16 @@ class Stack:
     streams: dict[str, torch.Tensor]
     """By name, `[flat tokens]`: those that a row has; a row without one takes its neutral value."""
     sequence_lengths: list[int]
-    initial: torch.Tensor
-    """bool `[flat tokens]`: tokens of sequences whose `ref_logprobs` the trainer fills."""
+    references: list[Reference]
+    """What the `ref_kl` tokens of each sequence are compared with."""
     losses: list[str]
     """Name of each sequence's rl loss."""
     envs: list[str]
     """The env of each sequence."""
     origins: list[tuple[int, int]]
     """Number of each sequence's row in the shipped batch, and its place in that row."""
+    top: Top | None = None
+    """Of shipped references, `[flat tokens, k]`; None where no sequence has any."""
     tree: TokenTree | None = None
     """How the tokens of the one row attend; None = causal within each sequence, as its positions say."""
 
@@ -58,6 +62,10 @@ class Stack:
     def forward_tokens(self) -> int:
         """Tokens that go through the model, without padding."""
         return self.token_ids.numel() if self.tree is None else self.input_ids.numel()
+
+    def tokens_of(self, sequences: Sequence[bool]) -> torch.Tensor:
+        """The tokens of some sequences, bool `[flat tokens]`."""
+        return per_token(sequences, self.sequence_lengths, self.token_ids.device).bool()
 
 
 def stacks(rows: list[MicroBatch], tokens_per_forward: int, device: torch.device) -> Iterator[Stack]:
@@ -95,8 +103,10 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
         tensor(name, dtype) for name, dtype in (("input_ids", np.int64), ("position_ids", np.int64), ("mask", np.bool_))
     )
     fed = [weighted_tokens(component, mask, streams.get(component.stream)) for component in COMPONENTS.values()]
+    streams = {name: stream.flatten()[flat] for name, stream in streams.items()}
     lengths = [n for row in rows for n in row.sequence_lengths]
-    initial = [flag for row in rows for flag in row.initial_reference or [False] * len(row.sequence_lengths)]
+    if shares := [share for row in rows for share in row.rollout_shares]:
+        streams["rollout_share"] = torch.tensor(shares)[per_token(range(len(lengths)), lengths, torch.device("cpu"))]
     return Stack(
         input_ids=input_ids.to(device),
         position_ids=position_ids.to(device),
@@ -106,10 +116,27 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
         wanted=torch.stack(fed).any(0).flatten()[flat].to(device),
         mask=mask.flatten()[flat].to(device),
         logprobs=tensor("logprobs", np.float32).flatten()[flat].to(device),
-        streams={name: stream.flatten()[flat].to(device) for name, stream in streams.items()},
+        streams={name: stream.to(device) for name, stream in streams.items()},
         sequence_lengths=lengths,
-        initial=per_token(initial, lengths, device).bool(),
+        references=[each for row in rows for each in row.references or [Reference()] * len(row.sequence_lengths)],
+        top=_top(rows, length, flat, device),
         losses=[name for row in rows for name in row.losses],
         envs=[name for row in rows for name in row.env_names],
         origins=[(number, place) for number, row in numbered.items() for place in range(len(row.sequence_lengths))],
     )
+
+
+def _top(rows: list[MicroBatch], length: int, flat: torch.Tensor, device: torch.device) -> Top | None:
+    """The shipped tops of the tokens `flat` of rows of `length` tokens."""
+    k = max((len(ids) for row in rows for ids in row.top_ids or ()), default=0)
+    if not k:
+        return None
+    ids = np.zeros((len(rows), length, k), dtype=np.int64)
+    logprobs = np.full(ids.shape, -math.inf, dtype=np.float32)
+    for number, row in enumerate(rows):
+        for place, (own_ids, own_logprobs) in enumerate(zip(row.top_ids or (), row.top_logprobs or (), strict=True)):
+            if own_ids:
+                ids[number, place, : len(own_ids)] = own_ids
+                logprobs[number, place, : len(own_ids)] = own_logprobs
+    tensors = (torch.from_numpy(values).flatten(0, 1)[flat].to(device) for values in (ids, logprobs))
+    return Top(*tensors)

@@ -1,6 +1,6 @@
 """The trainer's part of a checkpoint: weights, optimiser and random generators.
 
-state/trainer.safetensors     every tensor: optimiser/…, generator/<rank>/{cpu,cuda}
+state/trainer.safetensors     every tensor: optimizer/…, reference/<name>/…, generator/<rank>/{cpu,cuda}
 state/trainer.json            everything else of the optimiser, with the tensors' names in their places
 adapter/                      with model.lora, the adapters as peft has them; the weights have them merged
 
@@ -9,7 +9,7 @@ settings are not kept: they are the config's, which may have changed when a run 
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from prl.errors import UNREADABLE, ConfigError, PrlError
 from prl.trainer.lora import ADAPTER, has_adapters, save_adapters
 from prl.trainer.model import save_weights
 from prl.trainer.optim import Optimizers
+from prl.trainer.references import moving
 from prl.trainer.sharding import part_like, whole
 from prl.trainer.trainer import Trainer
 from prl.trainer.weights import on_writer
@@ -53,7 +54,7 @@ def write_part(run_dir: Path, step: int, trainer: Trainer, tokenizer: Mapping[st
     if rank:
         save_weights(trainer.model, None, torch.float32)
         save_adapters(trainer.model, None)
-        on_writer(_gathered(_optimizer_state(trainer)[1]), writes=False)
+        on_writer(_gathered(_state(trainer)[1]), writes=False)
         return
     with naming(checkpoint_path(run_dir, step)), writing(part_path(run_dir, step)) as folder:
         save_weights(trainer.model, folder, torch.float32)
@@ -74,8 +75,11 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
     missing = sorted(saved["optimizer"].keys() - parameters.keys())
     if missing:
         raise ConfigError(f"{folder}: the optimiser's state is of parameters that the model lacks: {missing[0]}")
+    for name, control in trainer.entropy_controls.items():
+        control.coef, control.below = saved.get("entropy", {}).get(name, (control.coef, control.below))
     with safe_open(folder / STATE / "trainer.safetensors", "pt") as tensors:
         _load_optimizer(trainer.optimizer, parameters, saved["optimizer"], tensors.get_tensor)
+        _load_references(trainer, set(tensors.keys()), tensors.get_tensor)
         own = {kind: f"generator/{rank}/{kind}" for kind in ("cpu", "cuda")}
         saved_names = set(tensors.keys())
         generators = {kind: tensors.get_tensor(name) for kind, name in own.items() if name in saved_names}
@@ -83,6 +87,18 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
         torch.set_rng_state(generators["cpu"])
     if "cuda" in generators and trainer.device.type == "cuda":
         torch.cuda.set_rng_state(generators["cuda"], trainer.device)
+
+
+@torch.no_grad()
+def _load_references(trainer: Trainer, saved: Collection[str], tensor: Callable[[str], torch.Tensor]) -> None:
+    """Put the references that move back. Raises ConfigError for one that the checkpoint does not have."""
+    for name, weight in moving(trainer.references):
+        if name not in saved:
+            raise ConfigError(
+                f"the checkpoint has no reference {name.split('/')[1]}: go on with the reference, decay and every that "
+                "the run had, or begin a new run"
+            )
+        weight.copy_(part_like(weight, tensor(name)))
 
 
 def _load_optimizer(
@@ -119,10 +135,11 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.Tensor]) -> None:
     folder.mkdir()
-    state, tensors = _optimizer_state(trainer)
+    state, tensors = _state(trainer)
+    controls = {name: (control.coef, control.below) for name, control in trainer.entropy_controls.items()}
     tensors |= generators
     try:
-        text = json.dumps({"optimizer": state})
+        text = json.dumps({"optimizer": state, "entropy": controls})
     except TypeError as error:
         owners = " or ".join(type(optimizer).__name__ for optimizer in trainer.optimizer.optimizers)
         raise PrlError(f"the state of {owners} has what a checkpoint cannot hold: {error}") from error
@@ -130,9 +147,9 @@ def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.
     save_file(on_writer(_gathered(tensors), writes=True), folder / "trainer.safetensors")
 
 
-def _optimizer_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The optimiser's state by parameter, for JSON, and its tensors by their names there, of which ranks have parts."""
-    tensors: dict[str, torch.Tensor] = {}
+def _state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The optimiser's state by parameter, for JSON, and all tensors by their names, of which ranks have parts."""
+    tensors = dict(moving(trainer.references))
     state = trainer.optimizer.state
     parameters = trainer.model.named_parameters()  # in the same order on all ranks
     named = {name: _without_tensors(state[p], f"optimizer/{name}", tensors) for name, p in parameters if p in state}

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
@@ -72,6 +72,16 @@ class SGDConfig(OptimConfig):
 
 
 @dataclass
+class RefKLConfig:
+    """Settings of the ref_kl loss."""
+
+    mask_low: Annotated[float, Ge(0)] = 0.2
+    """Trust region: drop tokens whose probability fell by more than this since sampling."""
+    kl_tau: Annotated[float, Ge(0), Le(1e6)] = 1e-3
+    """Scale of the regulariser towards the sampler."""
+
+
+@dataclass
 class TrainerConfig:
     """Trains the policy on shipped micro-batches."""
 
@@ -107,6 +117,13 @@ class TrainerConfig:
     """Compile each layer, with torch.compile: a minute at the start, faster steps on a GPU."""
     optim: Any = None
     """The optimiser, of the group `optim`; null = AdamW."""
+    updates_per_batch: Annotated[int, Ge(1)] = 1
+    """Optimiser steps that a batch is cut into, by whole groups; fewer where it has fewer groups. Steps, policy
+    versions and the learning rate go by batches."""
+    epochs: Annotated[int, Ge(1)] = 1
+    """How often each batch is trained on."""
+    ref_kl: RefKLConfig = field(default_factory=RefKLConfig)
+    """Settings of the ref_kl loss, of opd, opsd and algo.kl."""
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
     """Gradients are clipped to this norm."""
     schedule: Any = None
@@ -133,21 +150,62 @@ def runs_in_half(dtype: str, device: str) -> bool:
     return dtype == "bfloat16" or (dtype == "auto" and device == "cuda")
 
 
+AggMode = Literal["token_mean", "sequence_mean", "rollout_mean", "constant"]
+
+
 @dataclass
 class PolicyLossConfig:
-    """What all rl losses of prl have. `prl.losses.rl.reduced` has the formulas."""
+    """What all rl losses of prl have. `prl.losses.policy.PolicyTokens` has the formulas."""
 
+    has_ratio: ClassVar[bool] = True
+    """Whether the loss has a ratio to the sampler of its own."""
+    _partial_: bool = True
     entropy_coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Subtracts this times the mean entropy of the policy at rl tokens, in nats, from the loss. 0 = off."""
-    agg_mode: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How tokens are averaged: each token alike, each sequence alike (one sample of a rollout), or divided by
-    `constant_length` times the number of sequences, so that no length matters."""
+    entropy_target: Annotated[float, Gt(0), Le(1e6)] | None = None
+    """Nats: after a step whose mean entropy (`entropy/<env, all>/mean`) is below it, `entropy_coef` grows by
+    `entropy_step`; after one above it, it shrinks and is not applied. null = it stays as it is."""
+    entropy_step: Annotated[float, Gt(0), Le(1e6)] = 0.005
+    """Change of `entropy_coef` after a step, for `entropy_target` alone."""
+    agg_mode: AggMode = "token_mean"
+    """How tokens are averaged: each token alike, each sequence alike (one sample of a rollout), each rollout alike, or
+    divided by `constant_length` times the number of sequences, so that no length matters."""
     constant_length: Annotated[int, Ge(1)] | None = None
     """Tokens, for `agg_mode=constant` alone, e.g. the longest completion."""
+    proximal: bool = False
+    """Take ratios to the trainer's own logprobs before the first update on a batch, not to the sampler's (decoupled
+    PPO, arXiv 2505.24298); for several updates on a batch. `correction` weighs what lies between the two."""
+    correction: Literal["none", "tis", "icepop", "sequence"] = "none"
+    """What to do where trainer and sampler disagree, by their ratio rho: weigh advantages by at most `correction_cap`
+    (tis), or leave out tokens (icepop) or sequences (by their geometric mean) outside `correction_low` and
+    `correction_high`."""
+    correction_cap: Annotated[float, Gt(0), Le(1e30)] = 2.0
+    """Largest weight, for `tis`."""
+    correction_low: Annotated[float, Ge(0), Le(1)] = 0.5
+    """Smallest rho that trains, for `icepop` and `sequence`."""
+    correction_high: Annotated[float, Ge(1), Le(1e30)] = 5.0
+    """Largest rho that trains, for `icepop` and `sequence`."""
 
 
-def check_aggregation(where: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the options of a loss name a constant length without using it, or the reverse."""
+def check_policy_loss(where: str, options: Mapping[str, Any], *, several_updates: bool, has_ratio: bool) -> None:
+    """Raise ConfigError for options of an rl loss that contradict each other or the number of updates on a batch.
+
+    Args:
+        where: the config key of the loss.
+        options: its options, also those of a function of the user's own.
+        several_updates: whether a batch has more than one.
+        has_ratio: whether the loss has a ratio to the sampler of its own.
+    """
+    if options.get("proximal") and not several_updates:
+        raise ConfigError(
+            f"{where}.proximal=true: with one update on a batch the ratio to the logprobs before it is always 1; set "
+            "trainer.updates_per_batch or trainer.epochs above 1, or leave it out"
+        )
+    if options.get("correction") == "tis" and has_ratio and not options.get("proximal"):
+        raise ConfigError(
+            f"{where}.correction=tis: the loss has a ratio to the sampler itself, which would count twice; choose "
+            f"loss=reinforce, {where}.proximal=true, or {where}.correction=icepop, which only leaves tokens out"
+        )
     mode, length = options.get("agg_mode"), options.get("constant_length")
     if mode == "constant" and length is None:
         raise ConfigError(f"{where}.agg_mode=constant needs {where}.constant_length=<tokens>")
@@ -162,7 +220,6 @@ class DefaultLossConfig(PolicyLossConfig):
     """DPPO-masked policy gradient with a squared-log-ratio regulariser."""
 
     _target_: str = "prl.losses.default_loss"
-    _partial_: bool = True
     dppo_mask_low: Annotated[float, Ge(0)] = 0.2
     """Drop tokens with A <= 0 whose probability fell by more than this since sampling."""
     dppo_mask_high: Annotated[float, Ge(0)] = 0.2
@@ -181,7 +238,6 @@ class AIPOLossConfig(PolicyLossConfig):
     """Importance-weighted policy gradient with a one-sided clip (arXiv 2505.24034)."""
 
     _target_: str = "prl.losses.aipo_loss"
-    _partial_: bool = True
     delta: Annotated[float, Gt(0), Le(1e30)] = 8.0
     """Upper clamp of the importance ratio."""
 
@@ -194,13 +250,61 @@ class GSPOLossConfig(PolicyLossConfig):
     """
 
     _target_: str = "prl.losses.gspo_loss"
-    _partial_: bool = True
     clip_ratio_low: Annotated[float, Ge(0), Lt(1)] = 3e-4
     """A sequence with A < 0 has no gradient where its ratio is below 1 minus this."""
     clip_ratio_high: Annotated[float, Ge(0), Le(1e30)] = 4e-4
     """A sequence with A > 0 has no gradient where its ratio is above 1 plus this."""
-    agg_mode: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
+    agg_mode: AggMode = "sequence_mean"
     """As in the other losses."""
+
+
+@dataclass
+class PPOLossConfig(PolicyLossConfig):
+    """PPO's clipped policy gradient (arXiv 1707.06347), with clip-higher and dual clip."""
+
+    _target_: str = "prl.losses.ppo_loss"
+    clip_low: Annotated[float, Ge(0), Le(1)] = 0.2
+    """A token with A < 0 has no gradient where its ratio is below 1 minus this."""
+    clip_high: Annotated[float, Ge(0), Le(1e30)] = 0.2
+    """A token with A > 0 has no gradient where its ratio is above 1 plus this; DAPO has 0.28 (arXiv 2503.14476)."""
+    dual_clip: Annotated[float, Gt(1), Le(1e30)] | None = None
+    """A token with A < 0 has no gradient where its ratio is above this, e.g. 3 (arXiv 1912.09729). null = none."""
+
+
+@dataclass
+class CISPOLossConfig(PolicyLossConfig):
+    """Policy gradient weighted by a clipped ratio; clipped tokens keep their gradient (arXiv 2506.13585)."""
+
+    _target_: str = "prl.losses.cispo_loss"
+    clip_high: Annotated[float, Ge(1), Le(1e30)] = 5.0
+    """Largest weight, a bound of the ratio itself."""
+    clip_low: Annotated[float, Ge(0), Le(1)] | None = None
+    """Smallest weight. null = none."""
+
+
+@dataclass
+class IPOLossConfig(PolicyLossConfig):
+    """Policy gradient without tokens whose probability moved far, whatever their advantage."""
+
+    _target_: str = "prl.losses.ipo_loss"
+    eps: Annotated[float, Ge(0)] = 0.3
+    """Drop tokens whose probability changed by more than this since sampling."""
+    kl_tau: Annotated[float, Ge(0), Le(1e6)] = 0.0
+    """Scale of the squared-log-ratio regulariser, which dropped tokens keep."""
+    delta: Annotated[float, Gt(0), Le(1e30)] | None = 8.0
+    """Upper clamp of the importance ratio, as in the default loss. null = none."""
+
+
+@dataclass
+class ReinforceLossConfig(PolicyLossConfig):
+    """REINFORCE, without a ratio; correction=tis makes it truncated importance sampling."""
+
+    _target_: str = "prl.losses.reinforce_loss"
+    has_ratio = False
+
+
+LOSSES: list[Any] = PolicyLossConfig.__subclasses__()
+"""The options of prl's own rl losses."""
 
 
 @dataclass

@@ -73,9 +73,10 @@ class TokenExport:
             _where(treatment.sampled, ratio),
             _labels(treatment),
         )
-        for origin, part in zip(stack.origins, sequence_slices(stack.sequence_lengths), strict=True):
+        parts = sequence_slices(stack.sequence_lengths)
+        for origin, part, reference in zip(stack.origins, parts, stack.references, strict=True):
             self._treated[origin] = [column[part] for column in columns]
-            if stack.initial[part].any():
+            if reference.model:
                 self._filled[origin] = stack.streams["ref_logprobs"][part].tolist()
 
     def write(self, batch: StepBatch) -> None:

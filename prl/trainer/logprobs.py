@@ -62,7 +62,7 @@ def usual_chunk(vocab: int, dim: int, *, cuda: bool) -> int:
     return min(MOST, max(dim // 2, LOGITS // vocab))
 
 
-class _Workspace:
+class Workspace:
     """Buffers one chunk large, made once: fresh ones per chunk would spend as long in page faults as in arithmetic."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, chunk: int) -> None:
@@ -145,7 +145,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         scale = torch.where(temperatures > 0, temperatures, 1.0).to(dtype).reciprocal()
         logprobs = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
         lse, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        work = _Workspace(hidden, weight, bias, scale, chunk)
+        work = Workspace(hidden, weight, bias, scale, chunk)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             logits = work.logits(hidden[rows], scale[rows])
@@ -170,7 +170,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=scale.dtype) if ctx.needs_input_grad[2] else None
         used = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
         active = used.nonzero().squeeze(1)
-        work = _Workspace(hidden, weight, bias, scale, min(ctx.chunk, len(active)))
+        work = Workspace(hidden, weight, bias, scale, min(ctx.chunk, len(active)))
         probs = None if grad_entropy is None else torch.empty_like(work.full)
         for rows in active.split(ctx.chunk) if len(active) else ():
             h = hidden[rows]

@@ -16,6 +16,7 @@ from prl.config.tensor_names import check_names
 from prl.rollouts.messages import MicroBatch
 from prl.trainer.architecture import check_architecture, has_sinks
 from prl.trainer.batch import Stack, stacks
+from prl.trainer.divergence import Head
 from prl.trainer.logprobs import chunked_logprobs
 from prl.trainer.sharding import as_forward
 from prl.trainer.tree.attention import NAME, use_tree_attention, without
@@ -87,10 +88,18 @@ def layers_of_names(names: Iterable[str]) -> dict[str, set[str]]:
     return layers
 
 
-@as_forward
 def stack_logprobs(
     model: PreTrainedModel, stack: Stack, *, head_chunk: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first two of `run_stack`."""
+    logprobs, entropy, _ = run_stack(model, stack, head_chunk=head_chunk)
+    return logprobs, entropy
+
+
+@as_forward
+def run_stack(
+    model: PreTrainedModel, stack: Stack, *, head_chunk: int | None, on_head: Callable[[Head], Any] = lambda head: None
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Logprob of each wanted token given the tokens before it in its sequence, and the entropy there.
 
     Args:
@@ -98,9 +107,10 @@ def stack_logprobs(
         stack: in packed rows, its positions restart at 0 where a sequence starts, which is how transformers keeps the
             sequences of a row from attending to each other. The first token of a sequence gets no logprob.
         head_chunk: tokens whose logits exist at one time; None = as `chunked_logprobs` chooses.
+        on_head: called with the head and the hidden states before it, `[flattened rows, dim]`, while they are whole.
 
     Returns:
-        Two `[flat tokens]` tensors, at least float32, 0.0 outside `wanted`, both with gradient.
+        Two `[flat tokens]` tensors, at least float32, 0.0 outside `wanted`, both with gradient; what `on_head` returns.
     """
     # use_cache=False matters: with a cache object transformers builds a plain causal mask across packed sequences.
     inputs: dict[str, Any] = {"input_ids": stack.input_ids, "position_ids": stack.position_ids, "use_cache": False}
@@ -128,7 +138,7 @@ def stack_logprobs(
         values.new_zeros(len(stack.token_ids)).index_put((known,), values.index_select(0, same))
         for values in of_distinct
     )
-    return logprobs, entropy
+    return logprobs, entropy, on_head(Head(hidden, head.weight, getattr(head, "bias", None)))
 
 
 def distinct(*columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

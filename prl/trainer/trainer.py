@@ -1,6 +1,7 @@
-"""One optimiser step: micro-batches in, new weights and metrics out. Algorithm-blind."""
+"""The optimiser steps on a batch: micro-batches in, new weights and metrics out. Algorithm-blind."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -12,17 +13,19 @@ from transformers import PreTrainedModel
 
 from prl.config.build import build, plain
 from prl.errors import PrlError
-from prl.losses import LossCounts, TokenTreatment, compute_loss, count_members
+from prl.losses import LossCounts, TokenTreatment, compute_loss, count_members, divergence_loss, ref_kl_loss
 from prl.losses.interface import LossFunction, Metrics, add_metric
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.messages import MicroBatch, StepBatch
 from prl.trainer.batch import Stack, empty_stack, stacks
 from prl.trainer.config import AdamWConfig, TrainerConfig
+from prl.trainer.entropy import controls_of
 from prl.trainer.export import TokenExport
 from prl.trainer.layers import compile_layers, recompute_activations
 from prl.trainer.metrics import means_over_ranks, metrics_of_envs
-from prl.trainer.model import stack_logprobs
+from prl.trainer.model import run_stack, stack_logprobs
 from prl.trainer.optim import make_optimizers
+from prl.trainer.references import Heads, behind_prefixes, divergences, follow, kept_head
 from prl.trainer.schedule import Schedule
 from prl.trainer.sharding import gradient_norm, make_mesh, most, reduce_over_replicas, scale_gradients, shard
 from prl.trainer.tree.attention import can_attend_over_trees
@@ -46,7 +49,7 @@ class Trainer:
         rl_losses: the rl loss functions that sequences name; "" is the run's.
         max_steps: steps of the run, for the schedule.
         half: run the model in bfloat16 over its float32 weights, which is for ranks that share it, one at least.
-        reference: loads the model that the run began with, where samples ask for its logprobs.
+        references: loads each model that samples name as their reference, by that name (`prl.trainer.references`).
         export: writes what became of each token of a step.
         track: records what this rank does.
         options: the fields of `TrainerConfig`. A subclass takes its own by keyword and passes the rest on.
@@ -61,14 +64,18 @@ class Trainer:
         rl_losses: Mapping[str, LossFunction],
         max_steps: int,
         half: bool = False,
-        reference: Callable[[], PreTrainedModel] | None = None,
+        references: Mapping[str, Callable[[], PreTrainedModel]] | None = None,
         export: TokenExport | None = None,
         track: Track | None = None,
         **options: Any,
     ):
         self.config = TrainerConfig(**options)
         self.model = model
-        self.rl_losses = rl_losses
+        self.rl_losses = dict(rl_losses)
+        self.entropy_controls = controls_of(rl_losses)
+        self.proximal = any(getattr(loss, "keywords", {}).get("proximal") for loss in rl_losses.values())
+        self.between_updates = False
+        """Whether the weights are those of no step: of a batch with several updates, only some have been made."""
         self.max_steps = max_steps
         self.half = half
         device = self.config.device
@@ -89,10 +96,11 @@ class Trainer:
         self.layout = self._layout()
         self.export = export
         self.track = track or Track(TRAINER)
-        self.reference: PreTrainedModel | None = None
-        if reference is not None:  # loaded after the policy is spread: one whole model in memory at a time
-            self.reference = reference().requires_grad_(False).eval()
-            self.share(self.reference)
+        self.references: dict[str, PreTrainedModel] = {}
+        for name, load in (references or {}).items():  # after the policy is spread: one whole model in memory at a time
+            self.references[name] = load().requires_grad_(False).eval()
+            self.share(self.references[name])
+        follow(self.references, model, 0)
 
     def share(self, model: PreTrainedModel) -> None:
         """Spread a model over the ranks, where there are any; rank 0 has its weights. A collective."""
@@ -112,47 +120,68 @@ class Trainer:
         )
 
     def train_step(self, batch: StepBatch) -> dict[str, float]:
-        """One optimiser step on this rank's micro-batches. Returns the step's metrics, reduced over ranks.
+        """The optimiser steps of a batch on this rank's micro-batches. Returns its metrics, reduced over ranks.
+
+        Means are over all updates, `grad_norm` too; counts are their sums.
 
         Raises ValueError for a sequence whose rl loss is not among `rl_losses` or whose reference is not there, and
-        PrlError, with the weights as they were, for a gradient that is not finite.
+        PrlError, with the weights as they were before this update, for a gradient that is not finite.
         """
         self._check(batch)
-        with self.track.doing(FORWARD, batch.step):
-            step_stacks = self._stacks(batch)
-            referring = most([int(stack.initial.any()) for stack in step_stacks], self.device)
-            counted = self._count(step_stacks)
-            counts = LossCounts.from_tensor(counted[: len(COMPONENTS) + 2])
-            totals: Metrics = {}
-            export = self.export if self.export is not None and self.export.wants(batch.step) else None
-            self.optimizer.zero_grad()
-            for place, (stack, refers) in enumerate(zip(step_stacks, referring, strict=True), 1):
-                reduce_over_replicas(self.model, place == len(step_stacks))
-                if refers:
-                    stack = self._with_reference(stack)
-                self._backward(stack, counts, totals, export)
-            if export is not None:  # before the update, which raises on the very steps one wants to look at
-                export.write(batch)
+        for name, control in self.entropy_controls.items():
+            self.rl_losses[name] = functools.partial(self.rl_losses[name], **{"entropy_coef": control.applied})
         factor = self.schedule.factor(batch.step, self.max_steps)
-        with self.track.doing(OPTIMISER, batch.step):
-            grad_norm = self._update(factor)
+        export = self.export if self.export is not None and self.export.wants(batch.step) else None
+        totals: Metrics = {}
+        counted: list[torch.Tensor] = []
+        norms: list[float] = []
+        parts: list[list[Stack]] = []
+        updates = self.config.epochs * len({row.update for row in batch.micro_batches})
+        for number in range(updates):
+            with self.track.doing(FORWARD, batch.step):
+                parts = parts or self._parts(batch)
+                counted.append(self._accumulate(parts[number % len(parts)], totals, export))
+                if export is not None and number + 1 == updates:
+                    export.write(batch)  # before the update, which raises on the very steps one wants to look at
+            with self.track.doing(OPTIMISER, batch.step):
+                norms.append(self._update(factor))
+            self.between_updates = number + 1 < updates
+        follow(self.references, self.model, batch.step)
         metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
+        for name, control in self.entropy_controls.items():
+            env = name or "all"
+            metrics[f"entropy_coef/{env}"] = control.applied
+            if f"entropy/{env}/mean" in metrics:  # a loss of an env is named after it
+                control.update(metrics[f"entropy/{env}/mean"])
         return metrics | {
             "loss/mean": sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS),
-            "grad_norm": grad_norm,
+            "grad_norm": sum(norms) / updates,
             "lr": self.peak_rates[0] * factor,
             "samples/truncated": float(batch.truncated),
-            **{name: float(count) for name, count in zip(COUNTED, counted.tolist(), strict=True)},
+            **{name: float(count) for name, count in zip(COUNTED, torch.stack(counted).sum(0).tolist(), strict=True)},
         }
+
+    def _accumulate(self, stacks: list[Stack], totals: Metrics, export: TokenExport | None) -> torch.Tensor:
+        """Make the gradient of one update, with metrics added to `totals`. Returns its counts, as `COUNTED`."""
+        asked = self._asked_references(stacks)
+        counted = self._count(stacks)
+        counts = LossCounts.from_tensor(counted[: len(COMPONENTS) + 2])
+        self.optimizer.zero_grad()
+        for place, (stack, names) in enumerate(zip(stacks, asked, strict=True), 1):
+            reduce_over_replicas(self.model, place == len(stacks))
+            stack, heads = self._with_references(stack, names)
+            self._backward(stack, heads, counts, totals, export)
+        return counted
 
     def _check(self, batch: StepBatch) -> None:
         """Raise ValueError for a sequence that asks for a loss or a reference that is not there."""
         for row in batch.micro_batches:
-            if self.reference is None and any(row.initial_reference):
-                raise ValueError(
-                    "a sample feeds ref_kl with the initial model as its reference, but the trainer has none: set "
-                    "algo.kl.coef, or score a reference as opd and opsd do"
-                )
+            for reference in row.references:
+                if reference.model and reference.model not in self.references:
+                    raise ValueError(
+                        f"a sample names the reference {reference.model!r}, which the trainer does not have: its "
+                        "algorithm's trainer_references() must list it, as that of algo.kl does with a coef"
+                    )
             for env, name in zip(row.env_names, row.losses, strict=True):
                 if name not in self.rl_losses:
                     raise ValueError(
@@ -160,11 +189,21 @@ class Trainer:
                         + ", ".join(map(repr, self.rl_losses))
                     )
 
-    def _stacks(self, batch: StepBatch) -> list[Stack]:
-        """The stacks of this rank, of which all ranks have as many: their forwards and backwards are collectives."""
-        own = list(self.layout(batch.micro_batches, self.config.tokens_per_forward, self.device))
-        (longest,) = most([len(own)], self.device)
-        return own + [empty_stack(self.device) for _ in range(longest - len(own))]
+    def _parts(self, batch: StepBatch) -> list[list[Stack]]:
+        """The stacks of this rank for each update, with p where a loss has `proximal`.
+
+        All ranks have as many: their forwards and backwards are collectives.
+        """
+        parts = []
+        for _, numbered in itertools.groupby(enumerate(batch.micro_batches), key=lambda place: place[1].update):
+            rows = dict(numbered)
+            own = list(self.layout(list(rows.values()), self.config.tokens_per_forward, self.device))
+            for stack in own:
+                stack.origins = [(min(rows) + number, place) for number, place in stack.origins]
+            (longest,) = most([len(own)], self.device)
+            stacks_of_update = own + [empty_stack(self.device) for _ in range(longest - len(own))]
+            parts.append([self._with_proximal(stack) for stack in stacks_of_update])
+        return parts
 
     def _count(self, step_stacks: list[Stack]) -> torch.Tensor:
         """`COUNTED` over all micro-batches and ranks, in one collective; int64 on the CPU."""
@@ -182,9 +221,15 @@ class Trainer:
             dist.all_reduce(counts)
         return counts.cpu()
 
-    def _backward(self, stack: Stack, counts: LossCounts, totals: Metrics, export: TokenExport | None) -> None:
+    def _backward(
+        self, stack: Stack, heads: Heads, counts: LossCounts, totals: Metrics, export: TokenExport | None
+    ) -> None:
         """Add one stack's gradient, its metrics to `totals`, and its tokens to the step's export."""
-        logprobs, entropy = stack_logprobs(self.model, stack, head_chunk=self.config.head_chunk)
+        chunk = self.config.head_chunk
+        compare = functools.partial(divergences, stack=stack, heads=heads, chunk=chunk)
+        logprobs, entropy, divergence = run_stack(self.model, stack, head_chunk=chunk, on_head=compare)
+        kl = functools.partial(ref_kl_loss, **vars(self.config.ref_kl))
+        dense = [divergence_loss if reference.divergence else kl for reference in stack.references]
         treatment = TokenTreatment()
         loss, metrics = compute_loss(
             trainer_logprobs=logprobs,
@@ -193,27 +238,56 @@ class Trainer:
             sequence_lengths=stack.sequence_lengths,
             counts=counts,
             rl_loss=[self.rl_losses[name] for name in stack.losses],
+            ref_kl_loss=kl if divergence is None else dense,
             treatment=treatment,
             entropy=entropy,
+            divergence=divergence,
             **stack.streams,
         )
         loss.backward()
         if export is not None:
             export.add(stack, logprobs.detach(), treatment)
+        if self.between_updates:  # this gap is of the weights that sampled, or should have
+            metrics.pop("logprob_gap", None)
         entropy = entropy.detach()
         metrics["entropy/all/mean"] = (entropy.sum(dtype=torch.float64), stack.wanted.sum())
         metrics |= metrics_of_envs(stack, logprobs.detach(), entropy, treatment)
         for name, pair in metrics.items():
             add_metric(totals, name, *pair)
 
+    def _asked_references(self, step_stacks: list[Stack]) -> list[list[str]]:
+        """The references that a sequence of each stack names, on any rank, since their forwards are collectives."""
+        if not self.references:
+            return [[] for _ in step_stacks]
+        names = list(self.references)
+        own = [[reference.model for reference in stack.references] for stack in step_stacks]
+        asked = iter(most([int(name in models) for models in own for name in names], self.device))
+        return [[name for name in names if next(asked)] for _ in step_stacks]
+
     @torch.no_grad()
-    def _with_reference(self, stack: Stack) -> Stack:
-        """The stack with the reference's logprobs in the sequences that ask for them."""
-        if self.reference is None:  # which this rank's own sequences do not ask for
+    def _with_proximal(self, stack: Stack) -> Stack:
+        """The stack with the policy's logprobs as they are now, where a loss asks for them."""
+        if not self.proximal:
             return stack
-        logprobs, _ = stack_logprobs(self.reference, stack, head_chunk=self.config.head_chunk)
-        shipped = stack.streams.get("ref_logprobs", torch.zeros_like(logprobs))
-        return replace(stack, streams=stack.streams | {"ref_logprobs": torch.where(stack.initial, logprobs, shipped)})
+        logprobs, _ = stack_logprobs(self.model, stack, head_chunk=self.config.head_chunk)
+        return replace(stack, streams=stack.streams | {"proximal_logprobs": logprobs})
+
+    @torch.no_grad()
+    def _with_references(self, stack: Stack, names: list[str]) -> tuple[Stack, Heads]:
+        """The stack with these references' logprobs in the sequences that name them, and the references' heads."""
+        heads: Heads = {}
+        if not names:
+            return stack, heads
+        seen, places = behind_prefixes(stack, self.layout)
+        filled = stack.streams.get("ref_logprobs", torch.zeros_like(stack.logprobs))
+        for name in names:
+            keep = functools.partial(kept_head, stack=stack, seen=seen, places=places, name=name)
+            logprobs, _, heads[name] = run_stack(
+                self.references[name], seen, head_chunk=self.config.head_chunk, on_head=keep
+            )
+            asking = stack.tokens_of([reference.model == name for reference in stack.references])
+            filled = torch.where(asking, logprobs[places], filled)
+        return replace(stack, streams=stack.streams | {"ref_logprobs": filled}), heads
 
     def _update(self, factor: float) -> float:
         """Clip the gradient, and step at `factor` of the peak learning rate. Returns the norm."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 
 from prl.config.build import factory, function
 from prl.config.model_folder import tokenizer_files
@@ -76,9 +77,8 @@ def run(config: Mapping[str, Any], run_dir: Path, stopping: threading.Event | No
 
     Args:
         config: the resolved nodes `model`, `losses` (rl loss nodes by name, "" is the run's), `trainer` and `weights`
-            (the transport), and the values `seed`, `max_steps`, `initial_reference` (whether samples ask for the
-            logprobs of the model that the run began with); where the run goes on, `resume` (`folder` and `step` of a
-            checkpoint).
+            (the transport), and the values `seed`, `max_steps`, `references` (names of the models in the trainer
+            that samples name as theirs); where the run goes on, `resume` (`folder` and `step` of a checkpoint).
         run_dir: the run directory.
         stopping: ends it where it waits, without a checkpoint; None = a process is stopped by signals.
     """
@@ -129,7 +129,7 @@ def train(
             metrics = trainer.train_step(batch)
         except PrlError:
             # A gradient that is not finite leaves the weights of the step before, which are worth a checkpoint.
-            if trained:
+            if trained and not trainer.between_updates:
                 files.write_checkpoint(trained)
             raise
         now = time.monotonic()
@@ -217,11 +217,11 @@ def make_export(config: Mapping[str, Any], run_dir: Path, rank: int) -> TokenExp
 def make_trainer(
     config: Mapping[str, Any], device: torch.device, *, track: Track | None = None, export: TokenExport | None = None
 ) -> Trainer:
-    """Load the policy, or its checkpoint, and build its trainer, with the frozen reference if samples will ask for one.
+    """Load the policy, or its checkpoint, and build its trainer, with the references that samples will name.
 
-    The reference is the model at `model.path`, whatever the policy has become since, in the policy's number format: one
-    more copy of the weights in memory. Raises for a model that packing or shared tokens would get wrong. Of several
-    ranks the first loads, and the others get their parts from it.
+    Each begins as the model at `model.path`, in the policy's number format, and is one more copy of the weights in
+    memory. Raises for a model that packing or shared tokens would get wrong. Of several ranks the first loads, and the
+    others get their parts from it.
     """
     torch.manual_seed(config["seed"])
     half = runs_in_half(config["trainer"].get("dtype", TrainerConfig.dtype), device.type)
@@ -239,7 +239,13 @@ def make_trainer(
         if resume is not None and place.type != "meta":
             lora.load_adapters(model, Path(resume["folder"]))
     losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
-    reference = functools.partial(load, config["model"]["path"]) if config["initial_reference"] else None
+
+    def load_reference(name: str) -> PreTrainedModel:
+        model = load(config["model"]["path"])
+        if adapted and ":" in name:  # it follows the policy's parameters one by one
+            lora.add_adapters(model, adapters, config["model"]["path"])
+        return model
+
     # The trainer itself builds these two components, the optimisers with the model's parameters: they stay nodes.
     nodes = {name: config["trainer"].get(name) for name in ("optim", "schedule")}
     fields = {name: value for name, value in config["trainer"].items() if name not in nodes}
@@ -248,7 +254,7 @@ def make_trainer(
         rl_losses=losses,
         max_steps=config["max_steps"],
         half=half,
-        reference=reference,
+        references={name: functools.partial(load_reference, name) for name in config["references"]},
         export=export,
         track=track,
         **nodes,

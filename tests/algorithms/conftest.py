@@ -7,6 +7,7 @@ import verifiers.v1 as vf
 from conversation import Talk
 from orchestrating import *  # noqa: F403  # a toy run and its parts
 
+from prl.engines.replies import Scored
 from prl.errors import EngineError
 
 
@@ -68,6 +69,11 @@ class Reference:
         if token_ids[0] in self.failing:
             raise self.error
         return self.logprobs(token_ids)
+
+    async def top_logprobs(self, token_ids, top_k):
+        own = await self.prompt_logprobs(token_ids)
+        ids = [[token + rank for rank in range(top_k)] for token in token_ids]
+        return Scored(own, ids, [[-1.0 - position - rank for rank in range(top_k)] for position in range(len(own))])
 
     async def wait_ready(self, timeout_s):
         self.waited.append(timeout_s)

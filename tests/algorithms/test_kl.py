@@ -13,9 +13,11 @@ from prl.algorithms.reference import KLConfig
 from prl.algorithms.reward import RewardAlgorithm
 from prl.config.model_reference import FrozenModelConfig
 from prl.rollouts.components import COMPONENTS
+from prl.rollouts.messages import Reference
 from prl.rollouts.packing import pack
 
 BIG = FrozenModelConfig(name="big", base_url="http://a/v1", timeout_s=9.0)
+INITIAL = Reference("initial")
 MAKE: list[Callable[..., Algorithm]] = [
     GRPOAlgorithm,
     MaxRLAlgorithm,
@@ -46,13 +48,13 @@ async def test_kl_weighs_the_rl_tokens_and_changes_nothing_else(group, play, mak
     plain = shipped(await play(make(), group()))
     pulled = shipped(await play(make(kl=KLConfig(coef=0.25)), group()))
     for before, after in zip(plain, pulled, strict=True):
-        assert before.ref_kl_weights is None and not before.initial_reference
-        assert after.ref_kl_weights == [0.25 * trains for trains in after.mask] and after.initial_reference
+        assert before.ref_kl_weights is None and before.reference == Reference()
+        assert after.ref_kl_weights == [0.25 * trains for trains in after.mask] and after.reference == INITIAL
         for name in ("advantages", "rl_weights", "ce_weights", "ref_logprobs"):
             assert getattr(after, name) == getattr(before, name), name
     assert any(sample.ce_weights for sample in pulled) == (make is EchoAlgorithm)
     rows, _ = pack(pulled, 256, 1)
-    assert [row.initial_reference for row in rows[0]] == [[True] * len(row.sequence_lengths) for row in rows[0]]
+    assert [row.references for row in rows[0]] == [[INITIAL] * len(row.sequence_lengths) for row in rows[0]]
 
 
 async def test_tokens_without_rl_weight_have_no_kl(make_rollout, play):
@@ -76,7 +78,7 @@ async def test_a_frozen_reference_scores_by_prefill(frozen, attached, group, mak
         await algorithm.finalize_rollout(rollout)
     await algorithm.finalize_group(rollouts)
     for sample in shipped(rollouts):
-        assert sample.ref_logprobs == big.logprobs(sample.token_ids) and not sample.initial_reference
+        assert sample.ref_logprobs == big.logprobs(sample.token_ids) and sample.reference == Reference()
         assert sample.ref_kl_weights == [0.5 * trains for trains in sample.mask]
 
 
@@ -93,16 +95,16 @@ async def test_algorithm_that_writes_ref_kl_weights_cannot_have_kl(make_rollout,
 def test_beside_a_sample_that_brings_its_reference(make_sample):
     """Each keeps its own source in the packed row; one with neither is refused as ever."""
     weights = [0.0, 1.0, 1.0, 1.0]
-    mine = make_sample(advantages=weights, ref_kl_weights=weights, initial_reference=True)
+    mine = make_sample(advantages=weights, ref_kl_weights=weights, reference=INITIAL)
     brought = make_sample(rl_weights=[0.0] * 4, ref_kl_weights=weights, ref_logprobs=[0.0, -1.0, -2.0, -3.0])
     plain = make_sample(advantages=weights)
     ((row,),), _ = pack([mine, brought, plain], 12, 1)
-    assert row.initial_reference == [True, False, False]
+    assert row.references == [INITIAL, Reference(), Reference()]
     assert row.ref_logprobs == [0.0] * 4 + [0.0, -1.0, -2.0, -3.0] + [0.0] * 4
     assert row.ref_kl_weights == weights * 2 + [0.0] * 4
     ((row,),), _ = pack([brought, plain], 12, 1)
-    assert row.initial_reference == []
-    mine.initial_reference = False
+    assert row.references == []
+    mine.reference = Reference()
     assert mine.feeds(COMPONENTS["ref_kl"])
     with pytest.raises(ValueError, match="env 'toy': a sample feeds the ref_kl loss but has no ref_logprobs.*opd and"):
         pack([mine, brought], 12, 1)

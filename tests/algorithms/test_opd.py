@@ -2,12 +2,15 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from prl.algorithms.opd import OPDAlgorithm
 from prl.algorithms.reference import ReferenceLogprobs
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import EngineError
+from prl.rollouts.messages import MicroBatch, Reference
+from prl.rollouts.packing import pack
 
 TEACHER = FrozenModelConfig(name="big", base_url="http://a/v1", timeout_s=9.0)
 
@@ -77,3 +80,27 @@ async def test_failed_request_cancels_the_rest_of_its_rollout(reference, make_ro
     asked = len(reference.asked)
     await asyncio.sleep(0.1)
     assert len(reference.asked) == asked
+
+
+async def test_with_a_divergence_the_teachers_most_likely_tokens_are_shipped(opd, make_rollout):
+    algorithm, teacher = await opd(divergence="jsd", beta=0.2, top_k=3)
+    rollout = make_rollout(lengths=(3,))
+    await algorithm.finalize_rollout(rollout)
+    await algorithm.finalize_group([rollout])
+    (sample,) = rollout.samples
+    assert sample.ref_logprobs == teacher.logprobs(sample.token_ids)
+    assert sample.top_ids == [[0, 1, 2], [1, 2, 3], [2, 3, 4]] and sample.top_logprobs[1] == [-2.0, -3.0, -4.0]
+    assert sample.reference == Reference("", "jsd", 0.2)
+    [[row]], _ = pack([sample], 5, 1)
+    assert row.references == [sample.reference]
+    assert row.top_ids == [[], [1, 2, 3], [2, 3, 4], [], []], "of members alone"
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=MicroBatch) == row
+
+
+@pytest.mark.parametrize(("teacher", "name"), [("initial", "initial"), ("ema", "ema:0.5"), ("lagged", "lagged:3")])
+async def test_a_teacher_in_the_trainer_scores_no_rollout_here(attached, play, make_rollout, teacher, name):
+    algorithm = attached(OPDAlgorithm(teacher=teacher, decay=0.5, every=3, divergence="forward_kl"))
+    (rollout,) = await play(algorithm, [make_rollout()])
+    (sample,) = rollout.samples
+    assert sample.reference == Reference(name, "forward_kl") and algorithm.trainer_references() == {name}
+    assert sample.ref_logprobs is None and pack([sample], 5, 1)[0][0][0].ref_kl_weights == [0.0, 1.0, 1.0, 1.0, 0.0]

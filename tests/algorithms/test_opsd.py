@@ -10,6 +10,7 @@ import verifiers.v1 as vf
 from prl.algorithms.base import Algorithm
 from prl.algorithms.opsd import OPSDAlgorithm
 from prl.errors import ConfigError
+from prl.rollouts.messages import Reference
 
 
 class Shown(vf.TaskData):
@@ -128,3 +129,20 @@ def test_renderer_that_shows_no_hint_is_refused(attached, renderer, monkeypatch,
     monkeypatch.setattr(other, "render_ids", Mock(side_effect=[tokens]))
     with pytest.raises(ConfigError, match="hint"):
         attached(OPSDAlgorithm(), renderer=other)
+
+
+async def test_the_hint_is_shipped_to_a_reference_in_the_trainer(opsd, shown, reference, hint_ids, play):
+    algorithm = opsd(template="{demonstration}", reference="ema", divergence="reverse_kl")
+    (rollout,) = await play(algorithm, [shown(lengths=(4, 2))])
+    expected = Reference("ema:0.999", "reverse_kl", prefix=tuple(hint_ids("from the task")))
+    assert [sample.reference for sample in rollout.samples] == [expected] * 2
+    assert reference.asked == [] and algorithm.trainer_references() == {"ema:0.999"}
+
+
+async def test_the_policys_most_likely_tokens_come_without_those_of_the_hint(opsd, shown, hint_ids, play):
+    algorithm = opsd(template="{demonstration}", divergence="reverse_kl", top_k=2)
+    (rollout,) = await play(algorithm, [shown(lengths=(4,))])
+    (sample,) = rollout.samples
+    begin = len(hint_ids("from the task"))
+    assert sample.top_logprobs == [[-1.0 - begin - place, -2.0 - begin - place] for place in range(4)]
+    assert sample.reference == Reference("", "reverse_kl") and algorithm.trainer_references() == set()

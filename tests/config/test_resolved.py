@@ -122,10 +122,10 @@ def mine(tmp_path, monkeypatch):
 
 def test_conf_file_sets_options_of_own_class(mine, tmp_path):
     config = compose([mine, f"run.dir={tmp_path}/x", "experiment=own"])
-    assert check_loss("loss", config.loss) is None and config.loss["k"] == 3
+    assert check_loss("loss", config.loss, config.trainer) is None and config.loss["k"] == 3
     parts = build_components(config).envs["math"]
     assert (type(parts.algorithm).__name__, parts.algorithm.n) == ("Algo", 5)
-    payload = trainer_payload(config, config.model, initial_reference=False)
+    payload = trainer_payload(config, config.model, references=[])
     node = payload["losses"][""]
     assert node == {
         "_target_": "conf_mine.loss",

@@ -221,6 +221,13 @@ def test_a_run_needs_an_env(config):
             "envs.math.filters.pre_batch.repetition.n=",
         ),
         (["+envs.math.renderer={name: qwen3}"], "envs.math.renderer={'name': 'qwen3'} has no _target_"),
+        (["+envs.math.models.judge=large"], "envs.math.models.judge='large' is not a model reference"),
+        (["+envs.math.models.judge.name=large"], "envs.math.models.judge is a frozen model without base_url"),
+        (
+            ["+envs.math.models.judge={name: teacher, base_url: nowhere}"],
+            "envs.math.models.judge.base_url='nowhere' is",
+        ),
+        (["+envs.math.models.judge=policy", "envs.math.in_process=false"], "envs.math.models: their clients are in"),
     ],
 )
 def test_what_is_an_envs_own_is_checked_under_its_own_key(overrides, key):

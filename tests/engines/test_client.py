@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from prl.engines.client import InferencePool
+from prl.engines.replies import Scored
 from prl.errors import EngineError, PrlError
 from prl.launch.local import free_port
 
@@ -127,6 +128,15 @@ async def test_prompt_logprobs_come_by_the_route_that_samples(server, pool):
     (body,) = server.bodies[GENERATE]
     assert body["token_ids"] == [5, 7, 8] and body["cache_salt"] == "v0"
     assert body["sampling"]["max_tokens"] == 1 and body["sampling"]["prompt_logprobs"] == 0
+
+
+async def test_top_logprobs_come_by_the_same_route(server, pool):
+    top = [[], [[7, -1.25], [3, -0.5], [4, -4.0]]]
+    server.replies[GENERATE] = scored(None, -1.25) | {"prompt_top": top}
+    assert await pool.top_logprobs([5, 7], 2) == Scored([0.0, -1.25], [[], [3, 7]], [[], [-0.5, -1.25]])
+    server.replies[GENERATE] = scored(None, -1.25)
+    with pytest.raises(EngineError, match="a prompt of 2 tokens came with 0 rows of top logprobs"):
+        await pool.top_logprobs([5, 7], 2)
 
 
 @pytest.mark.parametrize("bad", [None, "-1", -9999.0, -10000.0, {"7": -1.0}, float("nan"), float("inf"), -float("inf")])

@@ -57,9 +57,13 @@ def test_logprobs_of_sampled_tokens_equal_a_plain_forward_pass(tiny, temperature
 
 
 def test_scores_equal_a_plain_forward_pass(tiny):
-    for sequence, logprobs in zip(PROMPTS, score(tiny, PROMPTS), strict=True):
-        assert logprobs[0] == 0.0 and len(logprobs) == len(sequence)
-        torch.testing.assert_close(torch.tensor(logprobs[1:]).double(), forward(tiny, sequence), atol=1e-5, rtol=1e-5)
+    for count, sequence in enumerate(PROMPTS):
+        scored = score(tiny, PROMPTS, range(len(PROMPTS)))[count]
+        assert scored.own[0] == 0.0 and len(scored.own) == len(scored.ids) == len(scored.logprobs) == len(sequence)
+        torch.testing.assert_close(torch.tensor(scored.own[1:]).double(), forward(tiny, sequence), atol=1e-5, rtol=1e-5)
+        best, ids = tiny(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1).topk(count)
+        assert scored.ids == [[], *ids.tolist()]
+        torch.testing.assert_close(torch.tensor(scored.logprobs[1:]).view_as(best), best, atol=1e-5, rtol=1e-5)
 
 
 def test_a_request_has_the_same_tokens_whatever_is_sampled_beside_it(tiny):

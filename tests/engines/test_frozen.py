@@ -11,6 +11,7 @@ from patience import patient
 
 from prl.config.model_reference import FrozenModelConfig
 from prl.engines.frozen import FrozenPool
+from prl.engines.replies import Scored
 from prl.errors import DeadlinePassed, EngineError, PrlError
 
 COMPLETIONS = "/v1/completions"
@@ -169,6 +170,32 @@ async def test_logprob_above_0_is_an_error(server, pool):
     server.replies[COMPLETIONS] = rows(None, row(_7=3.0))
     with pytest.raises(EngineError, match=r"token 7 at position 1 came with the logprob 3\.0"):
         await pool.prompt_logprobs([5, 7])
+
+
+async def test_top_logprobs_are_the_most_likely(server, pool):
+    """vLLM adds the prompt's own token, where it is not among them."""
+    server.replies[COMPLETIONS] = rows(None, row(_7=-9.0, _3=-1.5, _9=-0.5, _4=-2.0), row(_9=-3.0, _8=-0.1))
+    scored = await pool.top_logprobs([5, 7, 8], 2)
+    assert scored == Scored([0.0, -9.0, -0.1], [[], [9, 3], [8, 9]], [[], [-0.5, -1.5], [-0.1, -3.0]])
+    assert server.bodies[COMPLETIONS][0]["prompt_logprobs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (row(_7=-1.0), "1 top logprobs at position 1, not 2"),
+        (row(_7=-1.0, _8=None), "cannot be read"),
+        (row(_7=-1.0, _8=float("nan")), "JSON is malformed"),
+        ({"7": {"logprob": -1.0}, "-8": {"logprob": -2.0}}, "of no distribution"),
+        (row(_7=-1.0, _8=-9999.0), "of no distribution"),
+        (row(_7=-0.1, _8=-0.2), "of no distribution"),
+        (row(_7=-1.0, _x=-2.0), "cannot be read"),
+    ],
+)
+async def test_too_few_or_false_top_logprobs_are_an_error(server, pool, bad, message):
+    server.replies[COMPLETIONS] = rows(None, bad)
+    with pytest.raises(EngineError, match=message):
+        await pool.top_logprobs([5, 7], 2)
 
 
 @pytest.mark.parametrize("reply", [rows(None), rows(None, None, None), {"choices": [choice([1])]}])

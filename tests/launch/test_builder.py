@@ -343,4 +343,4 @@ async def test_each_env_has_its_own_renderer_and_loss(run):
 def test_reference_and_teacher_are_kept_where_an_algorithm_asks(overrides, initial, hosted):
     """The initial one by the trainer, the teacher by the launcher."""
     components = build_components(config(*overrides))
-    assert (components.initial_reference, bool(components.hosted)) == (initial, hosted)
+    assert (bool(components.references), bool(components.hosted)) == (initial, hosted)

@@ -28,7 +28,7 @@ def test_user_schedule_runs_in_the_trainer(tmp_path, monkeypatch):
     chosen = ["schedule=custom", "trainer.schedule._target_=their_schedule.Halving", "+trainer.schedule.every=4"]
     config = compose(["run.name=x", *chosen])
     validate(config)
-    payload = json.loads(json.dumps(trainer_payload(config, config.model, initial_reference=False)))
+    payload = json.loads(json.dumps(trainer_payload(config, config.model, references=[])))
     made = build(payload["trainer"]["schedule"], Schedule, "trainer.schedule")
     sys.modules.pop("their_schedule")
     assert made.factor(8, 100) == 0.25

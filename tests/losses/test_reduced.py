@@ -8,10 +8,22 @@ import pytest
 import torch
 from loss_cases import inputs
 
-from prl.losses import LossCounts, LossOutputs, aipo_loss, compute_loss, count_members, default_loss, gspo_loss
+from prl.losses import (
+    LossCounts,
+    LossOutputs,
+    aipo_loss,
+    cispo_loss,
+    compute_loss,
+    count_members,
+    default_loss,
+    gspo_loss,
+    ipo_loss,
+    ppo_loss,
+    reinforce_loss,
+)
 
-MODES = {"token_mean": {}, "sequence_mean": {}, "constant": {"constant_length": 7}}
-LOSSES = (default_loss, aipo_loss, gspo_loss)
+MODES = {"token_mean": {}, "sequence_mean": {}, "rollout_mean": {}, "constant": {"constant_length": 7}}
+LOSSES = (default_loss, aipo_loss, gspo_loss, ppo_loss, cispo_loss, ipo_loss, reinforce_loss)
 
 
 def batch(lengths, seed=0):
@@ -74,7 +86,7 @@ def test_brute_force(fn, mode):
         "token_mean": sum(sums) / sum(sizes),
         "sequence_mean": sum(total / size for total, size in zip(sums, sizes, strict=True)) / len(sizes),
         "constant": sum(sums) / (7 * len(sizes)),
-    }[mode]
+    }["sequence_mean" if mode == "rollout_mean" else mode]  # without shares each rollout has one sequence
     options = {"agg_mode": mode} | MODES[mode]
     found = sum(run(row, functools.partial(fn, **options), counts)[0] for row in rows)
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
@@ -132,7 +144,7 @@ def test_entropy_term_is_mean_entropy_of_the_mode(fn, mode):
                 "token_mean": 1 / counts.rl,
                 "sequence_mean": 1 / (counts.rl_sequences * max(1, int(members_of(part).sum()))),
                 "constant": 1 / (counts.rl_sequences * 7),
-            }[mode])
+            }["sequence_mean" if mode == "rollout_mean" else mode])
             for part in parts(row)
         ]
     ) * row["rl_weights"] * members  # fmt: skip

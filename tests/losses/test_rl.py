@@ -2,32 +2,14 @@
 
 import functools
 import math
-import random
 
 import pytest
 import torch
-from loss_cases import inputs, mean, run
+from loss_cases import inputs, mean, members_of, random_streams, run
 
 from prl.losses import LossCounts, TokenTreatment, aipo_loss, compute_loss, default_loss, gspo_loss
 
 ln = math.log
-
-
-def random_streams(seed, n=40):
-    """(t, i, advantages, mask, weights); some of the sampler's logprobs are not measured."""
-    rng = random.Random(seed)
-    i = [-rng.expovariate(1.0) for _ in range(n)]
-    t = [min(-1e-4, x + rng.gauss(0, 0.9)) for x in i]
-    advantages = [rng.choice([0.0, rng.gauss(0, 1)]) for _ in range(n)]
-    mask = [rng.random() < 0.8 for _ in range(n)]
-    weights = [rng.choice([0.0, 1.0, rng.random() * 2]) for _ in range(n)]
-    for place, bad in enumerate((-9999.0, -math.inf, math.nan, math.inf)):
-        i[place * 3] = bad
-    return t, i, advantages, mask, weights
-
-
-def members_of(i, mask, weights):
-    return [n for n in range(len(i)) if mask[n] and weights[n] and math.isfinite(i[n]) and i[n] != -9999]
 
 
 def default_by_formula(t, i, adv, mask, weights, low=0.2, high=0.2, adv_tau=1.0, kl_tau=1e-3, delta=8.0):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prl.rollouts.components import STREAM_FILL
-from prl.rollouts.messages import MicroBatch, TrainingSample
+from prl.rollouts.messages import MicroBatch, Origin, TrainingSample
 from prl.rollouts.packing import PER_TOKEN, balance, check_aligned, fit, pack, pack_row, truncate
 
 LENGTHS = st.lists(st.integers(1, 20), max_size=40)
@@ -16,9 +16,9 @@ def sample(length: int, first: int = 1, env: str = "toy", **streams) -> Training
     """Tokens count up from `first`; every per-token value differs from its neighbour's."""
     ids = list(range(first, first + length))
     streams = {"advantages": [i / 7 for i in ids]} | streams
+    streams = {"mask": [i % 3 > 0 for i in ids]} | streams
     return TrainingSample(
         token_ids=ids,
-        mask=[i % 3 > 0 for i in ids],
         logprobs=[-i / 100 for i in ids],
         temperatures=[1 + i / 10 for i in ids],
         env_name=env,
@@ -84,8 +84,52 @@ def test_equal_samples_are_shared_out_evenly(count, length, seq_len, ranks):
 
 def test_longest_samples_go_to_the_emptiest_rank():
     """9 | 7 | 6, then 5 to 6, 4 to 7, 3 to 9."""
-    shares = balance(samples_of([3, 9, 4, 7, 5, 6]), 3)
+    shares = balance([[s] for s in samples_of([3, 9, 4, 7, 5, 6])], 3)
     assert [[len(s.token_ids) for s in share] for share in shares] == [[9, 3], [7, 4], [6, 5]]
+
+
+def from_rollouts(groups: list[list[list[int]]]) -> list[TrainingSample]:
+    """Samples by group, rollout and length; two thirds of their tokens are rl members."""
+    return [
+        sample(length, origin=Origin(0, group, rollout, "agent"))
+        for group, rollouts in enumerate(groups)
+        for rollout, lengths in enumerate(rollouts)
+        for length in lengths
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_updates_have_whole_groups_and_about_as_many_tokens(ranks):
+    samples = from_rollouts([[[9], [9]], [[6], [6]], [[3], [3, 3]], [[2], [2]]])
+    packed, _ = pack(samples, 12, ranks, 2)
+    updates: list[dict[int, int]] = [{}, {}]
+    for row in (row for rows in packed for row in rows):
+        for origin, length in zip(row.origins, row.sequence_lengths, strict=True):
+            updates[row.update][origin.group] = updates[row.update].get(origin.group, 0) + length
+    assert updates == [{0: 18, 3: 4}, {1: 12, 2: 9}]
+    counts = [[row.update for row in rows] for rows in packed]
+    assert counts == [sorted(counts[0])] * ranks, "each rank has as many rows for each, one after the other"
+
+
+def test_fewer_groups_than_updates_are_as_many_updates():
+    packed, _ = pack(from_rollouts([[[4]], [[5]]]), 12, 1, 4)
+    assert [row.update for row in packed[0]] == [0, 1]
+    assert [row.update for row in pack([], 8, 1, 4)[0][0]] == [0]
+
+
+def test_shares_of_rollouts_by_hand():
+    """Of 3, 6, 3 and 9 tokens 2, 4, 2 and 6 are members; 4 sequences of 3 rollouts. The last sample has no member."""
+    samples = [*from_rollouts([[[3, 6], [3]], [[9]]]), sample(3, mask=[False] * 3)]
+    (rows,), _ = pack(samples, 24, 1)
+    shares = {
+        (origin.group, origin.rollout): share
+        for row in rows
+        for origin, share in zip(row.origins, row.rollout_shares, strict=True)
+        if origin is not None
+    }
+    assert shares == pytest.approx({(0, 0): 4 / (3 * 6), (0, 1): 4 / (3 * 2), (1, 0): 4 / (3 * 6)})
+    (rows,), _ = pack(samples[1:], 24, 1)
+    assert all(row.rollout_shares == [] for row in rows), "each rollout has one sequence"
 
 
 @settings(max_examples=40, deadline=None)
@@ -147,7 +191,8 @@ def test_missing_advantages_are_refused_before_truncation():
 
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_a_misaligned_array_is_named(name):
-    row = pack_row([sample(3, **{stream: [0.0] * 3 for stream in STREAM_FILL})], 4)
+    top = {"top_ids": [[1]] * 3, "top_logprobs": [[0.0]] * 3}
+    row = pack_row([sample(3, **{stream: [0.0] * 3 for stream in STREAM_FILL}, **top)], 4)
     setattr(row, name, getattr(row, name)[:-1])
     with pytest.raises(ValueError, match=f"{name} has 3 values for 4 input_ids"):
         check_aligned(row)

@@ -50,6 +50,15 @@ REFUSED = [  # overrides, key that the error names
     ("algo.kl.coef=1 algo.kl.reference=policy", "algo.kl.reference"),
     ("algo.kl.coef=1 algo.kl.reference={name:a}", "algo.kl.reference"),
     (f"algo.kl.reference={FROZEN}", "algo.kl.coef is 0"),
+    ("algo.kl.divergence=jsd", "algo.kl.divergence is given"),
+    ("algo.kl.coef=1 algo.kl.divergence=forward_kl algo.kl.beta=0.3", "algo.kl.beta=0.3"),
+    ("algo.kl.coef=1 algo.kl.divergence=reverse_kl algo.kl.top_k=8", "algo.kl.top_k=8"),
+    ("algo.kl.coef=1 algo.kl.decay=0.9", "algo.kl.decay=0.9"),
+    ("algo.kl.coef=1 algo.kl.reference=ema algo.kl.every=2", "algo.kl.every=2"),
+    ("algo=opd algo.top_k=8", "algo.top_k=8"),
+    ("algo=opd algo.teacher=ema algo.divergence=jsd algo.top_k=8", "algo.top_k=8"),
+    ("algo=opsd algo.reference=ema algo.divergence=jsd algo.top_k=8", "algo.top_k=8"),
+    ("algo=opsd algo.divergence=kl", "algo.divergence"),
     ("algo=opsd algo.template=look", "algo.template"),
     ("algo=opsd algo.renderer=qwen99", "algo.renderer"),
     ("algo.overlong_penalty.max_tokens=9 algo.length_penalty=turns", "length_penalty and overlong_penalty"),
@@ -107,6 +116,10 @@ def test_contradiction_is_refused_by_key(overrides, key):
         f"algo=opd algo.teacher={FROZEN}",
         "algo=max_rl algo.kl.coef=0.1",
         f"algo=reward algo.kl.coef=1 algo.kl.reference={FROZEN}",
+        f"algo=echo algo.kl.coef=1 algo.kl.reference={FROZEN} algo.kl.divergence=jsd algo.kl.top_k=8 algo.kl.beta=0.1",
+        "algo=opd teacher=local algo.divergence=reverse_kl algo.top_k=64",
+        "algo=opd algo.teacher=lagged algo.every=4 sampling.temperature=0.5",
+        "algo=opsd algo.reference=ema algo.decay=0.9 algo.divergence=forward_kl",
         "algo=opd algo.teacher=policy +algo@envs.math.algo=grpo",  # that no env runs
         f"{SLOT}.repetition.mode=ngram {SLOT}.repetition.n=1 {SLOT}.repetition.threshold=0.0",
         f"{SLOT}.gibberish.token_id_threshold=0 {SLOT}.gibberish.logprob_offset=0.0",
@@ -162,8 +175,8 @@ def test_references_to_the_served_teacher_are_hosted_once():
     assert components("algo=opd teacher=local env=[math,reverse_text]").hosted == [FrozenModelConfig("teacher")]
     assert components(f"algo=opd algo.teacher={FROZEN}").hosted == []
     kl = components("teacher=local algo.kl.coef=1 algo.kl.reference={name:teacher}")
-    assert kl.hosted == [FrozenModelConfig("teacher")] and not kl.initial_reference
-    assert components("algo.kl.coef=1").initial_reference
+    assert kl.hosted == [FrozenModelConfig("teacher")] and not kl.references
+    assert components("algo.kl.coef=1").references == ["initial"]
 
 
 def test_class_without_the_base_class_options_is_refused(user_package):

@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from prl.losses import aipo_loss, default_loss, gspo_loss
 from prl.rollouts.components import COMPONENTS
-from prl.rollouts.messages import MicroBatch, StepBatch, TrainingSample
+from prl.rollouts.messages import MicroBatch, Origin, Reference, StepBatch, TrainingSample
 from prl.rollouts.packing import pack
 from prl.trainer.checkpoint_part import load_state, write_part
 from prl.trainer.config import AdamWConfig
@@ -31,6 +31,13 @@ LOSSES = {
 STEPS, NEXT = (1, 2), 3
 FED: dict[int, dict[str, float]] = {1: {"rl": 1.0, "ce": 0.5}, 2: {"ref_kl": 1.0}, 3: {"rl": 1.0, "ref_kl": 0.3}}
 """By group the weights of the components that it feeds; of others rl alone."""
+REFERENCES = {
+    "": Reference("initial"),
+    "aipo": Reference("initial", "reverse_kl"),
+    "gspo": Reference("initial", "forward_kl", prefix=(7, 8, 9)),
+    "constant": Reference("initial", "jsd", 0.3, prefix=(5,)),
+}
+"""By loss what the samples of one group are compared with."""
 FAR = AdamWConfig(lr=1e-3, eps=1e-4)
 """Takes weights so far from where they began that a wrong gradient shows in their sixth digit."""
 SGD = {"_target_": "torch.optim.SGD", "lr": 1e-2, "momentum": 0.9, "fused": True}
@@ -43,6 +50,7 @@ CASES = {
     "another optimiser, a frozen layer": {"optim": SGD, "frozen": True},
     "Muon": {"optim": AdamWConfig(eps=1e-4, parts={"muon": MUON | {"adjust_lr_fn": "match_rms_adamw"}})},
     "float32": {"dtype": "float32", "optim": FAR},
+    "several updates": {"updates_per_batch": 2, "epochs": 2},
     "adapters": {
         "lora": {"rank": 4, "alpha": 8.0, "target_modules": None},
         "tied": True,
@@ -50,7 +58,7 @@ CASES = {
     },
 }
 """Options of the trainer; `tied`, `frozen`, `lora` and `dtype` of the model; `rows`, the most of a step."""
-RANKS = {2: ["untied", "float32", "adapters"], 4: list(CASES)}
+RANKS = {2: ["untied", "float32", "adapters", "several updates"], 4: list(CASES)}
 """What each number of ranks runs."""
 
 
@@ -70,8 +78,8 @@ def make_model(
     return model.train()
 
 
-def make_rows(step: int, most: int | None = None) -> list[MicroBatch]:
-    """Packed rows of groups with a common prompt, which feed every loss and every component.
+def make_samples(step: int) -> list[TrainingSample]:
+    """Groups with a common prompt, which feed every loss and every component.
 
     What six digits of float32 can be asked of: terms of the loss that do not nearly cancel out, most are positive, and
     ratios to the sampler near 1, since temperatures make all tokens about as likely.
@@ -81,15 +89,19 @@ def make_rows(step: int, most: int | None = None) -> list[MicroBatch]:
     for group in range(6):
         prompt = [draw.randrange(101) for _ in range(6)]
         into = FED.get(group, {"rl": 1.0})
-        for name in LOSSES:
+        for number, name in enumerate(LOSSES):
             length, far = draw.randrange(3, 14), draw.choice([4.1, 4.6, 5.1])
             mask = [False] * 6 + [True] * length
             on = [float(trains) for trains in mask]
             streams: dict = {f"{each}_weights": [into.get(each, 0.0) * this for this in on] for each in COMPONENTS}
             if "ref_kl" in into and group == 3:
-                streams["initial_reference"] = True
+                streams["reference"] = REFERENCES[name]
             elif "ref_kl" in into:
                 streams["ref_logprobs"] = [-draw.uniform(7, 9) * each for each in on]
+                if name == "aipo":
+                    top = [[draw.randrange(4 * place, 4 * place + 4) for place in range(3)] for _ in on]
+                    streams |= {"reference": Reference("", "forward_kl"), "top_ids": top}
+                    streams["top_logprobs"] = [[-draw.uniform(1.5, 3) for _ in range(3)] for _ in on]
             samples.append(
                 TrainingSample(
                     token_ids=prompt + [draw.randrange(101) for _ in range(length)],
@@ -99,12 +111,17 @@ def make_rows(step: int, most: int | None = None) -> list[MicroBatch]:
                     env_name=f"env{group % 2}",
                     reward=0.0,
                     loss=name,
+                    origin=Origin(group, group, number // 3, "agent"),
                     advantages=[draw.choice([-2.0, 0.25]) * each for each in on],
                     **streams,
                 )
             )
-    rows = pack(samples, 60, 1)[0][0]
-    return rows[:most]
+    return samples
+
+
+def make_rows(step: int, most: int | None = None) -> list[MicroBatch]:
+    """The samples as rows; `most` is the largest number of them."""
+    return pack(make_samples(step), 60, 1)[0][0][:most]
 
 
 def share_of(rows: list[MicroBatch], rank: int, ranks: int) -> list[MicroBatch]:
@@ -140,7 +157,11 @@ def make_trainer(
         models[0].load_state_dict({name: weight.double() for name, weight in saved.items()})
     if lora is not None:
         give_adapters(models[0], lora)
-    trainer = Trainer(model=models[0], rl_losses=LOSSES, max_steps=4, reference=lambda: models[1], **options)
+    losses = LOSSES
+    if "epochs" in options:
+        further = {"proximal": True, "correction": "icepop", "agg_mode": "rollout_mean"}
+        losses = {name: functools.partial(loss, **further) for name, loss in LOSSES.items()}
+    trainer = Trainer(model=models[0], rl_losses=losses, max_steps=4, references={"initial": models.pop}, **options)
     if checkpoint is not None:
         load_state(checkpoint, trainer, rank=rank)
     return trainer
@@ -158,6 +179,9 @@ def give_adapters(model: Qwen3ForCausalLM, lora: dict) -> None:
 def train(trainer: Trainer, steps: tuple[int, ...], rank: int = 0, ranks: int = 1, most: int | None = None) -> list:
     """The metrics of each step; `most` as of `make_rows`."""
     batches = [StepBatch(step, share_of(make_rows(step, most), rank, ranks), 0) for step in steps]
+    updates = trainer.config.updates_per_batch
+    if updates > 1:
+        batches = [StepBatch(step, pack(make_samples(step), 60, ranks, updates)[0][rank], 0) for step in steps]
     return [trainer.train_step(batch) for batch in batches]
 
 

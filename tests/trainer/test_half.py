@@ -52,7 +52,7 @@ def test_bfloat16_rounds_the_model_not_weights_or_gradients(alone, tiny_path, ma
             "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu", "dtype": dtype},
             "seed": 0,
             "max_steps": 1,
-            "initial_reference": False,
+            "references": [],
         }
         trainer = make_trainer(config, torch.device("cpu"))
         attended, products = set(), set()

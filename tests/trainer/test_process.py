@@ -39,7 +39,7 @@ def config(tiny_path):
         "weights": {"_target_": "prl.transport.files.FileTransport"},
         "seed": 0,
         "max_steps": 2,
-        "initial_reference": False,
+        "references": [],
         "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu", "batch_timeout_s": 60.0},
     }
 
@@ -88,10 +88,10 @@ def test_collectives_wait_longer_than_any_other_deadline():
 @pytest.mark.parametrize("asked", [True, False])
 def test_the_reference_is_loaded_where_it_is_asked_for(config, tiny, asked):
     lora = {"rank": 4, "alpha": 8.0, "target_modules": None}
-    config["initial_reference"], config["model"]["lora"] = asked, lora
-    reference = worker.make_trainer(config, torch.device("cpu")).reference
-    assert (reference is not None) == asked
-    if asked:
+    config["references"], config["model"]["lora"] = ["initial"] * asked, lora
+    references = worker.make_trainer(config, torch.device("cpu")).references
+    assert list(references) == ["initial"] * asked
+    for reference in references.values():
         assert all(map(torch.equal, reference.parameters(), tiny.parameters()))
         assert not any(parameter.requires_grad for parameter in reference.parameters())
 

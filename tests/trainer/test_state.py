@@ -8,7 +8,7 @@ from architectures import write_model
 from safetensors.torch import load_file
 
 from prl.errors import ConfigError, PrlError
-from prl.rollouts.messages import StepBatch
+from prl.rollouts.messages import Reference, StepBatch
 from prl.rollouts.packing import pack
 from prl.trainer import worker
 from prl.trainer.checkpoint_part import load_state, write_part
@@ -17,6 +17,7 @@ from prl.transport.checkpoint_folders import part_path, parts_of
 from prl.transport.files import FileTransport
 
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
+REFERENCES = ["initial", "ema:0.5", "lagged:3"]
 LORA = {"rank": 4, "alpha": 32.0, "target_modules": ["q_proj", "down_proj"]}
 MUON = ADAMW | {
     "parts": {
@@ -31,29 +32,36 @@ MUON = ADAMW | {
 }
 
 
+ADAPTIVE = {"proximal": True, "entropy_coef": 0.25, "entropy_target": 100.0, "entropy_step": 0.0625}
+SEVERAL: dict[int, dict] = {1: {}, 2: ADAPTIVE}
+
+
 @pytest.fixture
 def train(tiny_path, make_sample, tmp_path):
     """`train(name, steps, …)`: run the trainer's loop over batches that depend on the step alone; its directory."""
 
-    def run(name, steps, *, model=tiny_path, lora=None, optim=ADAMW, ref=False, resume=None, spoilt=None):
+    def run(name, steps, *, model=tiny_path, lora=None, optim=ADAMW, refs=(), resume=None, spoilt=None, updates=1):
         folder = tmp_path / name
         transport = FileTransport(folder)
         for step in steps:
-            pull = {"initial_reference": True, "ref_kl_weights": [0.2] * 20} if ref else {}
-            samples = [make_sample(20, 4, seed=16 * step + i, **pull) for i in range(4)]
+            pull = [{"reference": Reference(name), "ref_kl_weights": [0.2] * 20} for name in refs] or [{}]
+            samples = [make_sample(20, 4, seed=16 * step + i, **pull[i % len(pull)]) for i in range(4)]
             if step == spoilt:
-                samples[0].advantages = [float("inf")] * 20
-            rows, _ = pack(samples, 64, 1)
+                samples[updates - 1].advantages = [float("inf")] * 20
+            rows, _ = pack(samples, 64, 1, updates)
             transport.send_batch(StepBatch(step, rows[0], 0), 0)
         transport.send_end(max(steps))
         config = {
             "model": {"path": str(model), "dtype": "float32", "trust_remote_code": False, "lora": lora},
-            "losses": {"": {"_target_": "prl.losses.default_loss", "_partial_": True, "kl_tau": 1e-3}},
+            "losses": {
+                "": {"_target_": "prl.losses.default_loss", "_partial_": True, "kl_tau": 1e-3, **SEVERAL[updates]}
+            },
             "weights": {"_target_": "prl.transport.files.FileTransport"},
             "seed": 0,
             "max_steps": 9,
-            "initial_reference": ref,
-            "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu", "optim": optim, "example_steps": 0},
+            "references": refs,
+            "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu", "optim": optim, "example_steps": 0}
+            | {"updates_per_batch": updates, "epochs": updates},
             "resume": resume,
         }
         worker.run(config, folder)
@@ -65,11 +73,12 @@ def train(tiny_path, make_sample, tmp_path):
 @pytest.mark.parametrize(
     ("model", "how"),
     [
-        ("tiny", {"ref": True}),
-        ("tiny", {"optim": MUON, "lora": LORA}),
+        ("tiny", {"refs": REFERENCES}),
+        ("tiny", {"updates": 2}),
+        ("tiny", {"optim": MUON, "lora": LORA, "refs": REFERENCES}),
         ("Qwen3-MoE", {"lora": LORA | {"target_modules": None}}),
     ],
-    ids=["AdamW and a reference", "Muon with LoRA", "LoRA beside experts"],
+    ids=["AdamW and references", "several updates", "Muon with LoRA and references", "LoRA beside experts"],
 )
 def test_a_resumed_run_equals_one_that_did_not_stop(train, tmp_path, model, how):
     """Bit by bit, and so have two runs of the same batches."""
@@ -85,17 +94,28 @@ def test_a_resumed_run_equals_one_that_did_not_stop(train, tmp_path, model, how)
         expected, found = (load_file(part_path(run, 4) / name) for run in (whole, second))
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[key], found[key]) for key in expected), name
-    assert FileTransport(whole).receive_metrics(4)["lr"] == FileTransport(second).receive_metrics(4)["lr"]
+    lines = [FileTransport(run).receive_metrics(4) for run in (whole, second)]
+    assert lines[0]["lr"] == lines[1]["lr"]
+    assert [line.get("entropy_coef/all") for line in lines] == [0.4375 if "updates" in how else None] * 2
     published = load_file(FileTransport(second).weights_path(2) / "model.safetensors")
     kept = load_file(part / "model.safetensors")
     assert all(torch.equal(kept[name], weight) for name, weight in published.items())
 
 
+def test_a_reference_that_the_checkpoint_lacks_is_refused(train):
+    part = part_path(train("first", [1], refs=["ema:0.5"]), 1)
+    with pytest.raises(ConfigError, match=r"the checkpoint has no reference ema:0\.9"):
+        train("second", [2], refs=["ema:0.9"], resume={"folder": str(part), "step": 1})
+
+
 def test_a_fatal_gradient_leaves_the_last_good_weights(train):
     with pytest.raises(PrlError, match="gradient's norm"):
         train("spoilt", [1, 2, 3], spoilt=3)
+    with pytest.raises(PrlError, match="gradient's norm"):
+        train("spoilt later", [1, 2, 3], spoilt=3, updates=2)
     good = train("good", [1, 2])
     folder = good.parent / "spoilt"
+    assert parts_of(good.parent / "spoilt later") == [], "its weights are of no step"
     assert parts_of(folder) == [2]
     expected, found = (load_file(part_path(run, 2) / "model.safetensors") for run in (good, folder))
     assert all(torch.equal(expected[key], found[key]) for key in expected)

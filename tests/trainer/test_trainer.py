@@ -10,12 +10,13 @@ import torch
 
 from prl.errors import PrlError
 from prl.losses import LossOutputs, default_loss
-from prl.rollouts.messages import StepBatch
+from prl.rollouts.messages import Reference, StepBatch
 from prl.rollouts.packing import pack
-from prl.trainer.config import AdamWConfig
+from prl.trainer.config import AdamWConfig, RefKLConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.trainer import Trainer
 
+INITIAL = Reference("initial")
 HIGH = LOW = 0.2
 KL_TAU = 0.01
 DELTA = 8.0  # the default
@@ -23,14 +24,14 @@ DELTA = 8.0  # the default
 
 def make_trainer(model, *, tokens_per_forward=64, max_grad_norm=1e9, lr=1e-3, initial=None, **settings):
     rl_loss = functools.partial(default_loss, dppo_mask_low=LOW, dppo_mask_high=HIGH, kl_tau=KL_TAU)
+    references = {} if initial is None else {"initial": lambda: copy.deepcopy(initial)}
     return Trainer(
-        **{"rl_losses": {"": rl_loss}, "optim": AdamWConfig(lr=lr)} | settings,
+        **{"rl_losses": {"": rl_loss}, "optim": AdamWConfig(lr=lr), "references": references} | settings,
         model=model,
         max_steps=4,
         tokens_per_forward=tokens_per_forward,
         head_chunk=7,
         max_grad_norm=max_grad_norm,
-        reference=None if initial is None else lambda: copy.deepcopy(initial),
     )
 
 
@@ -95,7 +96,7 @@ def moved(tiny):
 def pulled(make_sample, length, prompt, seed):
     """A sample of grpo whose reference is the initial model."""
     weights = [0.4 * (place >= prompt) for place in range(length)]
-    return make_sample(length, prompt, seed, ref_kl_weights=weights, initial_reference=True)
+    return make_sample(length, prompt, seed, ref_kl_weights=weights, reference=INITIAL)
 
 
 def reference(model, samples, initial=None):
@@ -107,7 +108,7 @@ def reference(model, samples, initial=None):
     for sample in samples:
         logprobs, entropy = plain_logprobs(model, sample)
         ref_logprobs = sample.ref_logprobs
-        if sample.initial_reference:
+        if sample.reference.model:
             ref_logprobs = [0.0, *plain_logprobs(initial, sample)[0].tolist()]
         for position, (rl, ce, ref) in enumerate(members(sample)):
             if not (rl or ce or ref):
@@ -177,7 +178,7 @@ def test_gradient_and_metrics_of_a_step_match_the_formulas(moved, tiny, samples,
     batch = batch_of(samples)
     assert len(batch.micro_batches) > 3
     assert any(len(row.sequence_lengths) > 1 for row in batch.micro_batches)
-    assert any(len(set(row.initial_reference)) == 2 for row in batch.micro_batches), "no row has both sources"
+    assert any(len(set(row.references)) == 2 for row in batch.micro_batches), "no row has both sources"
     forward = metrics.pop("tokens/forward")
     norm = math.sqrt(sum(g.square().sum().item() for g in expected.values()))
     for share, tokens in ((True, 64), (True, 1), (True, 100_000), (False, 70)):
@@ -203,7 +204,21 @@ def test_the_reference_stays_the_initial_model(request, tiny, make_sample, tmp_p
     (sample,) = [pulled(make_sample, len(line["mask"]), 4, seed=3)]
     expected = plain_logprobs(initial.double(), sample)[0][3:].tolist()
     assert line["ref_logprobs"][4:] == pytest.approx(expected, abs=0.2 if half else 2e-5)
-    assert all(parameter.grad is None for parameter in trainer.reference.parameters())
+    assert all(parameter.grad is None for parameter in trainer.references["initial"].parameters())
+
+
+def test_settings_of_ref_kl_reach_its_loss(tiny, moved, make_sample):
+    """At mask_low=0 every token whose probability fell is dropped."""
+    samples = [pulled(make_sample, 14 + i, 4, seed=3) for i in range(3)]
+    for sample in samples:
+        sample.rl_weights = [0.0] * len(sample.mask)
+    gaps = []
+    for sample in samples:
+        new = plain_logprobs(copy.deepcopy(moved).double(), sample)[0].tolist()[3:]
+        gaps.append([t - i for t, i in zip(new, sample.logprobs[4:], strict=True)])
+    found = make_trainer(moved, initial=tiny, ref_kl=RefKLConfig(mask_low=0.0)).train_step(batch_of(samples))
+    shares = [sum(gap < 0 for gap in of_one) / len(of_one) for of_one in gaps]
+    assert found["ref_kl/is_masked"] == pytest.approx(sum(shares) / 3)
 
 
 @pytest.mark.parametrize("what", ["dummy", "masked", "zero weights"])
@@ -304,8 +319,8 @@ def test_the_entropy_of_one_env_is_rewarded_exactly_once(tiny, make_sample):
     [
         ({"loss": "maths"}, "env 'test'.*rl loss 'maths'.*has only ''"),
         (
-            {"initial_reference": True, "ref_kl_weights": [1.0] * 12},
-            r"the trainer has none: set algo\.kl\.coef, or score .* as opd and opsd do",
+            {"reference": INITIAL, "ref_kl_weights": [1.0] * 12},
+            r"names the reference 'initial', which the trainer does not have: .*trainer_references\(\)",
         ),
     ],
 )

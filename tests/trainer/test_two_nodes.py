@@ -30,7 +30,7 @@ def spec_of(run_dir, path, transport):
         "weights": {"_target_": f"{transport.__module__}.{transport.__name__}"},
         "seed": 0,
         "max_steps": STEPS,
-        "initial_reference": False,
+        "references": [],
         "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu", "batch_timeout_s": 60.0},
         "resume": None,
     }

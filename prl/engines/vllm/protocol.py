@@ -48,6 +48,8 @@ class Generated(Struct):
     choices: list[Sampled]
     prompt_logprobs: list[float | None] | None = None
     """Of each token of the prompt, where `sampling` asks for them; None for the first."""
+    prompt_top: list[list[tuple[int, float | None]]] | None = None
+    """Of each token of the prompt, where `sampling` asks for more than its own: token ids and logprobs in its place."""
 
 
 def measured(logprob: float) -> float | None:

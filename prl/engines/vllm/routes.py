@@ -132,7 +132,10 @@ def generated(reply: "RequestOutput", prompt: list[int]) -> Generated:
         logprobs = [measured(logprob) for logprob in output.logprobs.logprobs]
         choices.append(Sampled(output.index, token_ids, logprobs, output.finish_reason or "stop"))
     rows = reply.prompt_logprobs
-    return Generated(prompt, choices, None if rows is None else prompt_logprobs(rows, prompt))
+    if rows is None:
+        return Generated(prompt, choices)
+    top = [[(token_id, measured(entry.logprob)) for token_id, entry in (row or {}).items()] for row in rows]
+    return Generated(prompt, choices, prompt_logprobs(rows, prompt), top)
 
 
 def prompt_logprobs(rows: "Sequence[dict[int, Any] | None]", prompt: list[int]) -> list[float | None]:

@@ -27,6 +27,7 @@ weights."""
 
 REQUIRED = [
     "--enable-scale-out",  # POST /inference/v1/generate: token ids in, token ids and logprobs out
+    "--max-logprobs=-1",  # of a prompt: as many as a reference is asked for
     "--middleware=prl.engines.vllm.server.TokenAuth",
 ]
 """Arguments of every prl server; the rest of the command line is vLLM's."""

@@ -9,7 +9,7 @@ It is `prl.envs.tasksets.jsonl` with the data set's keys: the problems come from
 split is held out, or from `path`.
 """
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import verifiers.v1 as vf
 from pydantic import model_validator
@@ -39,11 +39,11 @@ class GSM8KConfig(JsonlConfig):
                 self.eval_path = f"{HUB}:test"
         return self
 
-    def graded_answer(self, answer: str) -> str:
+    def graded_answer(self, answer: Any) -> str:
         """Return the number of a worked solution; what its grader refuses where it has none."""
-        number = final_number(answer, alone=True)
+        number = final_number(str(answer), alone=True)
         if number is None:
-            return answer if self.grader == "numeric" else ""
+            return str(answer) if self.grader == "numeric" else ""
         return in_decimal(number)
 
 

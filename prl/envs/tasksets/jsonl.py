@@ -19,7 +19,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import verifiers.v1 as vf
 from pydantic import Field, field_validator
@@ -89,9 +89,16 @@ class JsonlConfig(vf.TasksetConfig):
         grader_of(value)
         return value
 
-    def graded_answer(self, answer: str) -> str:
+    answer_types: ClassVar[tuple[type, ...]] = (str, int, float)
+    """What a row's answer may be."""
+
+    def graded_answer(self, answer: Any) -> str:
         """Return what of a row's answer replies are graded against."""
-        return answer
+        return str(answer)
+
+    def fault_of(self, answer: str) -> str | None:
+        """Return why no reply can be graded against `answer`; None if one can."""
+        return fault_of(answer, self.grader)
 
 
 class JsonlTask(AnswerTask[JsonlData]):
@@ -112,13 +119,17 @@ class JsonlTaskset(vf.Taskset[JsonlTask, JsonlConfig]):
         return isinstance(self.config.grader, str) and self.config.grader in QUICK
 
     def load(self) -> Iterator[JsonlTask]:
-        config = self.config
-        rows = list(split_of(config))
-        random.Random(config.seed).shuffle(rows)
-        for data in rows[: config.num_tasks]:
-            task = JsonlTask(data, config.task)
-            task.grader = grader_of(config.grader)
+        for data in rows_drawn(self.config):
+            task = JsonlTask(data, self.config.task)
+            task.grader = grader_of(self.config.grader)
             yield task
+
+
+def rows_drawn(config: JsonlConfig) -> list[JsonlData]:
+    """Return `num_tasks` rows of the chosen split, in random order; raise ValueError naming what cannot be read."""
+    rows = list(split_of(config))
+    random.Random(config.seed).shuffle(rows)
+    return rows[: config.num_tasks]
 
 
 def split_of(config: JsonlConfig) -> Iterator[JsonlData]:
@@ -164,9 +175,9 @@ def task_of(config: JsonlConfig, row: Any, place: str) -> JsonlData:
         raise ValueError(f"{place}: a row is a mapping of keys to values, got {type(row).__name__}")
     value = functools.partial(_value, row, place)
     prompt = value(config.prompt_key, str, list)
-    answer = value(config.answer_key, str, int, float)
-    graded = config.graded_answer(str(answer))
-    if (fault := fault_of(graded, config.grader)) is not None:
+    answer = value(config.answer_key, *config.answer_types)
+    graded = config.graded_answer(answer)
+    if (fault := config.fault_of(graded)) is not None:
         raise ValueError(f"{place}: key {config.answer_key!r} {fault}, got {answer!r:.80}")
     demonstration = value(config.demonstration_key, str, list) if config.demonstration_key else None
     if isinstance(prompt, str) and CHAT.match(prompt):  # a column of a CSV file has texts alone

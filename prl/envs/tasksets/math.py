@@ -63,6 +63,7 @@ class MathTaskset(vf.Taskset[MathTask, MathConfig]):
     """Problems drawn without replacement from the `len(operations) * (max_operand + 1) ** 2` there are."""
 
     IN_PROCESS = True
+    MAX_TOKENS = 64  # a worked solution has some fifty
 
     def load(self) -> Iterator[MathTask]:
         config = self.config

@@ -54,6 +54,11 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
 
     IN_PROCESS = True
 
+    @property
+    def MAX_TOKENS(self) -> int:
+        """Where each character is a token, a worked solution has four a letter, and six."""
+        return max(64, 4 * self.config.max_length + 8)
+
     def load(self) -> Iterator[ReverseTextTask]:
         config, rng = self.config, random.Random(self.config.seed)
         lengths = range(config.min_length, config.max_length + 1)

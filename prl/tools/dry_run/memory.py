@@ -57,13 +57,13 @@ def activations(shape: ModelShape, how: Pass) -> float:
     return how.tokens * how.size * (shape.layers * kept[how.checkpointing] + again + mask)
 
 
-def trainer_memory(shape: ModelShape, how: Pass, *, reference: bool = False, shards: int = 1) -> dict[str, float]:
+def trainer_memory(shape: ModelShape, how: Pass, *, references: int = 0, shards: int = 1) -> dict[str, float]:
     """What a rank holds at the peak of a step, bytes by part.
 
     Args:
         shape: of the model.
         how: it runs a pass.
-        reference: whether it holds a frozen copy of the model (`algo.kl`).
+        references: copies of the model that it holds as references (`algo.kl`).
         shards: ranks that have weights, gradients, optimiser and reference between them.
 
     Returns:
@@ -79,7 +79,7 @@ def trainer_memory(shape: ModelShape, how: Pass, *, reference: bool = False, sha
         "weights": (whole + shape.adapters * FLOAT) / shards,
         "gradients": shape.trained * FLOAT / shards,
         "optimiser": shape.trained * ADAM / shards,
-        "reference": whole / shards if reference else 0,
+        "reference": references * whole / shards,
         "gathered": how.size * (shape.outside + 3 * shape.layer) if how.spread else 0,  # two layers, a gradient
         "activations": activations(shape, how),
         "head": (2 * min(how.tokens, chunk) + product) * shape.vocabulary * FLOAT,

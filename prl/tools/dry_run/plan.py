@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 from rich import box
 from rich.table import Table
 
+from prl.algorithms.base import Algorithm
 from prl.config import machine
-from prl.config.build import plain
+from prl.config.build import build
 from prl.config.gpus import visible_gpus
 from prl.config.hardware import GIB, MIB, gpu_memory_bytes
 from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
@@ -158,7 +158,7 @@ def memory_of_rank(
     """
     trainer, cuda = config.trainer, config.trainer.device_type == "cuda"
     shards = trainer.shard_size or trainer.num_processes
-    parts = trainer_memory(policy, pass_of(config), reference=holds_reference(config), shards=shards)
+    parts = trainer_memory(policy, pass_of(config), references=count_references(config), shards=shards)
     in_ram = {name: value for name, value in parts.items() if not cuda or (trainer.cpu_offload and name in STATES)}
     on_gpu = {name: value for name, value in parts.items() if name not in in_ram}
     loads = first and (cuda or trainer.num_processes > 1)
@@ -181,7 +181,7 @@ def pass_of(config: TrainConfig) -> Pass:
     )
 
 
-def holds_reference(config: TrainConfig) -> bool:
-    """Whether the trainer keeps the initial model: an env's algorithm has a KL to it."""
-    kls: list[Any] = [plain(config.node_of(env, "algo")[1]).get("kl") or {} for env in config.envs]
-    return any(kl.get("coef") and kl.get("reference", "initial") == "initial" for kl in kls)
+def count_references(config: TrainConfig) -> int:
+    """How many references of the envs' algorithms the trainer keeps."""
+    algorithms = [build(node, Algorithm, key) for key, node in (config.node_of(env, "algo") for env in config.envs)]
+    return len({name for algorithm in algorithms for name in algorithm.trainer_references()})

@@ -13,7 +13,7 @@ from prl.config.evaluation import EvaluationConfig
 from prl.config.machine import check_run_dir
 from prl.config.run_yaml import data_of
 from prl.config.schema import ModelConfig
-from prl.config.validate import check_device, check_env_name, check_run_name, validate_server
+from prl.config.validate import check_device, check_env_models, check_env_name, check_run_name, validate_server
 from prl.engines.client import ModelPool
 from prl.engines.sampler import Sampler
 from prl.envs.environment import Environment
@@ -84,7 +84,11 @@ class Evaluation:
         score = TargetScore(name=target.name, step=step, path=where)
         metrics: dict[str, float] = {}
         for env in self.envs:
-            attach(env.eval_sampler, pool, self.renderers[target.name, env.name], target.model, self.config.seed)
+            asked = Sampler()
+            for sampler in (env.eval_sampler, asked):
+                attach(sampler, pool, self.renderers[target.name, env.name], target.model, self.config.seed)
+            env.environment.connect(asked, {})
+            await env.environment.wait_for_models()
             rollouts, env_metrics = await evaluate_env(env, self.config.k, self.run_dir, step)
             refuse_unanswered(target, rollouts)
             tasks = score_tasks(target.name, rollouts, self.config.correct_at)
@@ -162,6 +166,7 @@ def _eval_env(config: EvaluationConfig, name: str) -> EvalEnv:
     node = config.envs[name]
     if node.eval_args is None:
         raise ConfigError(f"envs.{name}.eval_args is null: the env has no held-out tasks; say which they are")
+    check_env_models(name, node, lambda _: False)
     where, sampling = sampling_of(config, name)
     sampler = build(sampling, Sampler, where)
     return EvalEnv(environment=Environment(name, node, eval_tasks=config.num_tasks), eval_sampler=sampler)

@@ -14,6 +14,7 @@ TASKSETS = {
     "reverse_text": ({"max_length": 4}, lambda data: data.prompt.removeprefix("reverse: ")),
     "guess": ({"max_size": 30}, lambda data: f"{data.prompt}: {data.secret}"),
     "alphabet_sort": ({}, lambda data: " ".join(sorted(data.prompt.split()[1:]))),
+    "maze": ({}, lambda data: data.prompt.removeprefix("maze: ")),
     "reasoning_gym": ({}, lambda data: data.prompt),
 }
 """Arguments that make few tasks, and the text that assigns a task to a split."""
@@ -45,7 +46,7 @@ def test_the_seed_decides_which_tasks_are_drawn(name):
     assert first == again != other and len({data.id for data in first}) == 50
 
 
-@pytest.mark.parametrize("name", ["math", "guess", "alphabet_sort", "reverse_text", "kuhn_poker", "calculator"])
+@pytest.mark.parametrize("name", ["math", "guess", "alphabet_sort", "reverse_text", "kuhn_poker", "calculator", "maze"])
 def test_graders_of_prls_own_envs_are_quick(name):
     config = EnvConfig(taskset=f"prl.envs.tasksets.{name}", args={"num_tasks": 2})
     assert Environment(name, config, eval_tasks=0).workers is None
@@ -62,6 +63,8 @@ REFUSED = [
     ("guess", {"max_size": 1_000_000_000}, "max_size"),
     ("kuhn_poker", {"opponent": "nobody"}, "opponent"),
     ("math", {"split": "test"}, "split"),
+    ("maze", {"min_size": 5}, "max_size=4 is below min_size=5"),
+    ("judge", {"path": "rows.jsonl", "best": 0}, "best"),
     ("math", {"num_task": 5}, "num_task"),
     ("reasoning_gym", {"dataset": "chian_sum"}, "no generator 'chian_sum'; there are chain_sum"),
     ("reasoning_gym", {"dataset": "composite"}, "composite is left out: it mixes others"),

@@ -103,7 +103,7 @@ def test_parameters_are_the_models(bare, built, kind, tied):
 def test_ranks_divide_states_and_not_activations(bare):
     found = shape(bare("llama"))
     how = Pass(tokens=TOKENS, length=512)
-    alone, shared = (trainer_memory(found, replace(how, spread=n > 1), reference=True, shards=n) for n in (1, 4))
+    alone, shared = (trainer_memory(found, replace(how, spread=n > 1), references=1, shards=n) for n in (1, 4))
     assert alone["weights"] == alone["gradients"] == alone["reference"] == 4 * found.parameters
     assert alone["optimiser"] == 8 * found.parameters and alone["gathered"] == 0
     for part in ("weights", "gradients", "optimiser", "reference"):

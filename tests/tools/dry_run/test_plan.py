@@ -8,7 +8,7 @@ from prl.config.compose import compose
 from prl.config.hardware import GIB, MachineConfig, assuming
 from prl.config.validate import validate
 from prl.errors import ConfigError
-from prl.tools.dry_run.plan import COMMAND, ENGINE, RAM, TRAINER, holds_reference, plan
+from prl.tools.dry_run.plan import COMMAND, ENGINE, RAM, TRAINER, count_references, plan
 from prl.tools.dry_run.shape import shape_of
 from prl.train import main as dry_run
 
@@ -100,7 +100,10 @@ def test_a_kl_to_the_initial_model_copies_the_weights(dry):
     dry.algo["kl"] = {"coef": 0.1, "reference": "initial"}
     assert planned(dry).used(RAM) - before == 4 * policy_of(dry).parameters
     dry.algo["kl"] = {"coef": 0.1, "reference": {"name": "a", "base_url": "http://127.0.0.1:9/v1"}}
-    assert not holds_reference(dry)
+    assert not count_references(dry)
+    dry.algo["kl"] = {"coef": 0.1, "reference": "ema"}
+    dry.algo = {"_target_": "prl.algorithms.opsd.OPSDAlgorithm", "kl": dry.algo["kl"], "reference": "lagged"}
+    assert count_references(dry) == 2
 
 
 def test_adapters_alone_have_gradients_and_a_state(dry):

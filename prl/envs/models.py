@@ -1,0 +1,97 @@
+"""The models that an env's code asks, by role: `envs.<name>.models`.
+
+    score = await model_of(task, "judge").ask("Is this right? …")
+
+A reward function of a task asks with `self` for the task; so does the `run` of a multi-turn env.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import verifiers.v1 as vf
+
+from prl.config.model_reference import POLICY
+from prl.engines.base import Connect
+from prl.engines.client import ModelPool
+from prl.engines.frozen import FrozenPool
+from prl.engines.renderer import render_prompt
+from prl.engines.sampler import Sampler
+from prl.envs.turn import parse
+
+MODELS = "_prl_models"
+"""Attribute of the tasks of an env with models; a copy of a task has it as well."""
+
+
+@dataclass
+class EnvModel:
+    """A model that an env's code asks: the live policy, or a frozen one."""
+
+    sampler: Sampler
+    """Asks the policy, or a frozen model in this process, which take tokens."""
+    frozen: ModelPool | None = None
+    """The client of a frozen model; None for the policy."""
+    timeout_s: float = 0.0
+    """Deadline of a frozen model to answer at the start, and to one request, seconds."""
+
+    async def ask(
+        self, messages: str | list[dict[str, Any]], *, temperature: float = 0.0, max_tokens: int = 512
+    ) -> str:
+        """Return the model's reply to messages in OpenAI's format, or to a text as the user's only one.
+
+        Raises EngineError or DeadlinePassed where there is none, OverlongPrompt where the policy has no room for it.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        if isinstance(self.frozen, FrozenPool):
+            body = {"messages": messages, "temperature": temperature, "max_tokens": max_tokens}
+            return await self.frozen.chat(body, _content, self.timeout_s)
+        sampler = self.sampler.changed({"temperature": temperature, "max_tokens": max_tokens})
+        prompt_ids = render_prompt(sampler.renderer, messages).token_ids
+        [completion] = await sampler.complete(prompt_ids, n=1, key=f"asked/{prompt_ids}")
+        return str(parse(completion.token_ids, sampler.renderer, prompt_ids=prompt_ids).content or "")
+
+    async def wait_ready(self) -> None:
+        """Wait until a frozen model answers. Raises DeadlinePassed, with its endpoint."""
+        if self.frozen is not None:
+            await self.frozen.wait_ready(self.timeout_s)
+
+    async def close(self) -> None:
+        """Close the client of a frozen model."""
+        if self.frozen is not None:
+            await self.frozen.close()
+
+
+def _content(reply: dict[str, Any]) -> str:
+    content = reply["choices"][0]["message"].get("content") or ""
+    if not isinstance(content, str):
+        raise TypeError("the content of its message is no text")
+    return content
+
+
+def connect_models(
+    references: Mapping[str, Any], policy: Sampler, hosted: Mapping[str, Connect]
+) -> dict[str, EnvModel]:
+    """Make the client of each reference, by role.
+
+    Args:
+        references: `policy` or a checked `FrozenModelConfig` each.
+        policy: Asks the live policy.
+        hosted: What makes clients of the frozen models that are run for this run, by name.
+    """
+    models = {}
+    for role, reference in references.items():
+        if reference == POLICY:
+            models[role] = EnvModel(policy)
+            continue
+        pool = hosted[reference.name](reference) if reference.base_url is None else FrozenPool(reference)
+        models[role] = EnvModel(policy.changed({"pool": pool}), pool, reference.timeout_s)
+    return models
+
+
+def model_of(task: vf.Task, role: str) -> EnvModel:
+    """Return the model that a task's env has for a role. Raises LookupError where it has none."""
+    models: dict[str, EnvModel] = vars(task).get(MODELS, {})
+    if role not in models:
+        raise LookupError(f"no model {role!r} to ask: set models.{role} of the env, in a run or an evaluation")
+    return models[role]

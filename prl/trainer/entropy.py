@@ -1,0 +1,40 @@
+"""Entropy bonuses that are steered towards a target."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prl.losses.interface import LossFunction
+
+
+@dataclass
+class EntropyControl:
+    """The coefficient of a loss with `entropy_target` (Skywork-OR1, arXiv 2505.22312).
+
+    After a step with the mean entropy e, `coef` grows by `step` where e < target, else it shrinks by it, not below 0;
+    in the next step it is applied where e was below the target.
+    """
+
+    target: float
+    step: float
+    coef: float
+    below: bool = True
+
+    @property
+    def applied(self) -> float:
+        """The coefficient of the next step."""
+        return self.coef if self.below else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Take in the entropy of a step, nats."""
+        self.below = entropy < self.target
+        self.coef = max(0.0, self.coef + (self.step if self.below else -self.step))
+
+
+def controls_of(losses: Mapping[str, LossFunction]) -> dict[str, EntropyControl]:
+    """The control of each loss that has an `entropy_target`, by its name."""
+    options = {name: getattr(loss, "keywords", {}) for name, loss in losses.items()}
+    return {
+        name: EntropyControl(own["entropy_target"], own["entropy_step"], own["entropy_coef"])
+        for name, own in options.items()
+        if own.get("entropy_target") is not None
+    }

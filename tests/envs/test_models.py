@@ -1,0 +1,172 @@
+"""The models that an env's code asks: judges over HTTP, the policy, and what becomes of a rollout whose judge fails."""
+
+import json
+
+import pytest
+
+from prl.config.schema import EnvConfig
+from prl.engines.replies import Completion
+from prl.engines.sampler import Sampler
+from prl.envs.environment import Environment
+from prl.envs.models import model_of
+from prl.envs.tasksets.judge import score_in
+from prl.errors import DeadlinePassed
+
+CHAT, MODELS = "/v1/chat/completions", "/v1/models"
+
+
+class Policy:
+    """A model that says `reply`, and keeps what it was asked."""
+
+    model, version, cache_salt = "policy", 3, "v3"
+
+    def __init__(self, tokenizer, reply):
+        self.tokenizer, self.reply, self.asked = tokenizer, reply, []
+
+    async def generate(self, prompt_ids, sampling, *, n=1, prefix=None):
+        self.asked.append((self.tokenizer.decode(prompt_ids), sampling))
+        end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        ids = [*self.tokenizer.encode(self.reply, add_special_tokens=False), end]
+        return [Completion(ids, [-1.0] * len(ids), "stop", 3, 3)] * n
+
+
+def sampler_of(renderer, reply):
+    sampler = Sampler()
+    sampler.attach(pool=Policy(renderer._tokenizer, reply), renderer=renderer, max_model_len=4096, seed=0)
+    return sampler
+
+
+def says(text):
+    return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]}
+
+
+@pytest.fixture
+def judged(tmp_path, server, renderer):
+    """`judged(verdict)`: the rollout of the reply `4`, graded by the judge at `server` that answers so."""
+    rows = [{"prompt": "2+2={}", "answer": "four {rubric}"}, {"prompt": "1+1=", "answer": "two"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    server.replies[MODELS] = {"data": [{"id": "large"}]}
+
+    async def run(verdict, reference=None, **args):
+        server.replies[CHAT] = verdict
+        reference = reference or {"name": "large", "base_url": f"{server.url}/v1", "timeout_s": 0.5}
+        args = {"path": str(tmp_path / "rows.jsonl"), "eval_fraction": 0, **args}
+        config = EnvConfig("prl.envs.tasksets.judge", args, models={"judge": reference})
+        environment = Environment("judge", config, eval_tasks=0)
+        sampler = sampler_of(renderer, "4")
+        environment.connect(sampler, {})
+        run.policy = sampler.pool
+        async with environment.serving():
+            task = next(task for task in environment.tasks if task.data.prompt.startswith("2+2"))
+            [rollout] = await environment.play(task, 1, sampler, group_id=0)
+        return rollout
+
+    return run
+
+
+async def test_a_judge_sees_question_rubric_answer_and_reply_and_its_score_is_the_reward(judged, server):
+    rollout = await judged(says("Score: 1 at first sight.\n**Score: 7.5**/10"), rubric="Be {brief}.", max_tokens=99)
+    assert rollout.error is None and rollout.reward == 0.75
+    [body] = server.bodies[CHAT]
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("large", 0.0, 99)
+    [message] = body["messages"]
+    parts = ("<question>2+2={}<", "<rubric>Be {brief}.<", "<reference>four {rubric}<", "<reply>4<", "from 0 to 10,")
+    assert message["role"] == "user" and all(part in message["content"] for part in parts)
+
+
+async def hangs():
+    import asyncio
+
+    await asyncio.sleep(2)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "reason"),
+    [
+        (says("It is fine."), "no score from 0 to 10: 'It is fine.'"),
+        (says("Score: 11"), "no score from 0 to 10"),
+        (says("Score: -1"), "no score from 0 to 10"),
+        (says(None), "no score from 0 to 10: ''"),
+        (says([{"type": "text"}]), "no text"),
+        ({"choices": []}, "cannot be read"),
+        ((500, "out of memory"), "out of memory"),
+        (hangs, "0.5 s"),
+    ],
+)
+async def test_a_judge_that_gives_no_score_fails_its_rollout_with_the_reason(judged, verdict, reason):
+    rollout = await judged(verdict)
+    assert rollout.failed and reason in rollout.error, rollout.error
+
+
+async def test_the_policy_may_judge_itself(judged):
+    rollout = await judged((500, "not asked"), "policy", best=4)
+    assert rollout.failed and "no score from 0 to 4: '4'" in rollout.error  # it says 4 whatever it is asked
+    (_, played), (question, asked) = judged.policy.asked
+    assert "<reply>4</reply>" in question and (asked["temperature"], asked["max_tokens"]) == (0.0, 512)
+    assert played["temperature"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "best", "score"),
+    [("score = 3", 5, 3), ("Score: 8/10", 10, 8), ("SCORE **0**", 1, 0), ("score: 10.", 10, 10)],
+)
+def test_the_last_score_counts_however_it_is_written(text, best, score):
+    assert score_in(f"Score: 2, no.\n{text}", best) == score
+
+
+async def test_a_model_that_is_not_there_ends_the_run_before_it_plays_and_names_its_endpoint(judged):
+    with pytest.raises(DeadlinePassed, match=r"127\.0\.0\.1:9"):
+        await judged(says("Score: 1"), {"name": "large", "base_url": "http://127.0.0.1:9/v1", "timeout_s": 0.2})
+
+
+def test_a_role_that_nobody_has_is_named():
+    task = Environment("math", EnvConfig("prl.envs.tasksets.math", {"num_tasks": 1}), eval_tasks=0).tasks[0]
+    with pytest.raises(LookupError, match=r"models\.judge"):
+        model_of(task, "judge")
+
+
+@pytest.mark.parametrize(
+    ("taskset", "asked", "limit"),
+    [
+        ("math", {}, 64),
+        ("math", {"max_tokens": 200}, 200),
+        ("reverse_text", {}, 64),
+        ("jsonl", {}, None),
+    ],
+)
+async def test_envs_of_short_answers_cap_a_reply_where_the_run_does_not(tmp_path, renderer, taskset, asked, limit):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    args = {"path": str(tmp_path / "rows.jsonl"), "eval_fraction": 0} if taskset == "jsonl" else {"num_tasks": 1}
+    environment = Environment("e", EnvConfig(f"prl.envs.tasksets.{taskset}", args), eval_tasks=0)
+    sampler = sampler_of(renderer, "2").changed(asked)
+    await environment.play(environment.tasks[0], 1, sampler, group_id=0)
+    prompt, sampling = sampler.pool.asked[0]
+    room = 4095 - len(renderer._tokenizer.encode(prompt, add_special_tokens=False))
+    assert sampling["max_tokens"] == (limit or room)
+
+
+HELPED = """
+from prl.envs.models import model_of
+from prl.envs.tasksets.math import MathConfig, MathTask, MathTaskset
+__all__ = ["Helped"]
+
+class HelpedTask(MathTask):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        helped = await model_of(self, "helper").ask(self.data.prompt, max_tokens=8)
+        trace.record_metric("helper_is_right", float(helped == str(self.data.answer)))
+        return float(helped == trace.last_reply)
+
+class Helped(MathTaskset, vf.Taskset[HelpedTask, MathConfig]):
+    IN_PROCESS = False
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("helper", ["{name: teacher}", "policy"])
+def test_the_code_of_an_env_may_ask_the_hosted_model_or_the_policy(inline, module, helper):
+    overrides = ["debug=fast", "env=[]", f"+envs.mine.taskset={module(HELPED)}", f"+envs.mine.models.helper={helper}"]
+    run = inline(*overrides, "max_steps=2", "orchestrator.batch_size=32")
+    assert run.status == 0, run.stderr
+    right = run.column("metric/mine/helper_is_right")
+    assert sum(right) / 2 > (0.8 if "teacher" in helper else 0.1), right  # greedy, of tiny-teacher or of tiny
