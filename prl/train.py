@@ -85,7 +85,9 @@ def main(config: TrainConfig) -> RunResult:
                 return prepared
             if config.dry_run:
                 from prl.tools.dry_run.plan import dry_run  # torch and transformers, once the config has passed
+                from prl.tools.dry_run.rehearsal import rehearse
 
+                rehearse(prepared)
                 dry_run(config)
                 return RunResult("dry run")
             return own(prepared, Path(config.run.dir), memory)
