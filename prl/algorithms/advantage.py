@@ -37,6 +37,14 @@ def std_normalized(advantages: Sequence[float], centred: Sequence[float]) -> lis
     return [value / (std + 1e-6) for value in advantages]
 
 
+def discounted_returns(rewards: Sequence[float], gamma: float) -> list[float]:
+    """The return of each turn j of a rollout, the sum over m >= j of gamma^(m-j) times the reward of turn m."""
+    returns: list[float] = []
+    for reward in reversed(rewards):
+        returns.append(reward + gamma * returns[-1] if returns else reward)
+    return returns[::-1]
+
+
 def overlong_penalty(tokens: int, max_tokens: int, buffer: int) -> float:
     """What is added to the reward of a completion: 0 up to `max_tokens - buffer` tokens, -1 above `max_tokens`.
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from prl.algorithms.reference import KLConfig, ReferenceLogprobs
 from prl.config.model_reference import DEMONSTRATIONS, POLICY, FrozenModelConfig, SourceConfig, check_reference
 from prl.errors import EngineError
+from prl.monitors.logged import Logs
 from prl.rollouts.components import COMPONENTS, STREAM_FILL, Component
 from prl.rollouts.rollout import Rollout
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Algorithm:
+class Algorithm(Logs):
     """Decides the training signal of each token of a rollout.
 
     Subclass it, set `action_loss_type`, and override the hook whose moment fits the signal. Options are keyword-only
@@ -60,6 +61,9 @@ class Algorithm:
     """Where rollouts come from: `sampling.source` is `policy`, a frozen model {name, base_url} or `demonstrations`."""
     kl: KLConfig = field(default_factory=KLConfig)
     """KL to the initial or a frozen model, added to the policy gradient: weight `kl.coef`, 0 = none."""
+    mask_truncated: bool = False
+    """Sampled tokens of a rollout that a length limit cut off have no weight in any loss component; it still counts for
+    its group's baseline."""
     _kl_scorer: ReferenceLogprobs | None = field(default=None, init=False, repr=False)
 
     action_loss_type: ClassVar[str] = "rl"
@@ -68,6 +72,11 @@ class Algorithm:
     """Whether credit is relative to the group, so that a group of one gets none."""
     reads_reward: ClassVar[bool] = True
     """Whether the training signal depends on rewards."""
+
+    @property
+    def waits_for_group(self) -> bool:
+        """Whether the rollouts of a task enter a batch together. False: one by one, as they arrive."""
+        return type(self).score_group is not Algorithm.score_group
 
     def attach(
         self,
@@ -121,10 +130,9 @@ class Algorithm:
         """Credit all rollouts of one task that are still active, before filters. May be async."""
 
     def score_batch(self, groups: list[list[Rollout]]) -> None:
-        """Credit its env's rollouts of a batch, after filters and before packing: for credit that needs all of them.
+        """Credit its env's rollouts of a cut batch, before `post_batch` filters: for credit that needs all of them.
 
-        `groups` are the rollouts of each task that are trained on. What `score_group` has assigned stands where this
-        assigns nothing.
+        `groups` are the rollouts of each task. What `score_group` has assigned stands where this assigns nothing.
         """
 
     def trainer_references(self) -> set[str]:
@@ -252,6 +260,11 @@ class Algorithm:
             for name in STREAM_FILL:
                 if not all(map(math.isfinite, getattr(sample, name) or ())):
                     raise ValueError(f"{name} of a sample holds a number that is not finite")
+            for component in COMPONENTS.values() if self.mask_truncated and rollout.is_truncated else ():
+                weights = getattr(sample, component.stream) or [component.absent_weight] * len(sample.mask)
+                if any(compress(weights, sample.mask)):
+                    pairs = zip(weights, sample.mask, strict=True)
+                    setattr(sample, component.stream, [0.0 if trains else weight for weight, trains in pairs])
             for component in COMPONENTS.values():
                 if not rollout.live and component.reads_sampler and sample.feeds(component):
                     raise ValueError(

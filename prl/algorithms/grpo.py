@@ -38,8 +38,9 @@ class GRPOAlgorithm(LengthPenalty, Algorithm):
     """Take reward from rollouts that come near a length; off unless it has `max_tokens`."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What is subtracted from a reward: the mean of the group, or of the other rollouts in it (RLOO)."""
-    normalize: Literal["std"] | None = None
-    """Divide credit by the group's standard deviation of rewards (`std_normalized`); null = do not."""
+    normalize: Literal["std", "each"] | None = None
+    """Divide credit by the group's standard deviation of rewards (`std_normalized`). each: of each reward function by
+    itself, then summed by their weights (GDPO); null = do not."""
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -52,13 +53,30 @@ class GRPOAlgorithm(LengthPenalty, Algorithm):
                 f"={'null' if overlong.max_tokens is None else overlong.max_tokens}"
             )
 
+        for name, shapes in (("length_penalty", self.length_penalty), ("overlong_penalty", overlong.max_tokens)):
+            if self.normalize == "each" and shapes is not None:
+                raise ConfigError(
+                    f"{where}.normalize=each: {where}.{name} shapes the sum of the rewards: leave one out"
+                )
+
     def score_group(self, group: list[Rollout]) -> None:
-        shaped = centred(self._priced(group))
-        advantages = leave_one_out(shaped) if self.baseline == "leave_one_out" else shaped
-        if self.normalize == "std":
-            advantages = std_normalized(advantages, shaped)
+        if self.normalize == "each":
+            advantages = [0.0] * len(group)
+            for name in dict.fromkeys(name for rollout in group for name in rollout.rewards):
+                given = [rollout.rewards.get(name) for rollout in group]
+                weight = max((reward.weight for reward in given if reward), default=0.0)  # the same in all
+                parts = self._normalized([reward.score if reward else 0.0 for reward in given])
+                advantages = [total + weight * part for total, part in zip(advantages, parts, strict=True)]
+        else:
+            advantages = self._normalized(self._priced(group))
         for rollout, advantage in zip(group, advantages, strict=True):
             rollout.assign_advantages(advantage)
+
+    def _normalized(self, rewards: list[float]) -> list[float]:
+        """Rewards of a group minus their baseline, and as `normalize` says."""
+        shaped = centred(rewards)
+        advantages = leave_one_out(shaped) if self.baseline == "leave_one_out" else shaped
+        return advantages if self.normalize is None else std_normalized(advantages, shaped)
 
     def _priced(self, group: list[Rollout]) -> list[float]:
         """The rewards, shaped by one of the two penalties or none."""

@@ -2,16 +2,31 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from prl.curriculum.replay import ReplayConfig
+from prl.monitors.logged import Logs
 
 if TYPE_CHECKING:
     from verifiers.v1.task import Task
 
 
+@dataclass(frozen=True)
+class Context:
+    """Where a run is when it asks a curriculum."""
+
+    step: int = 1
+    """The step whose batch is being collected."""
+    version: int = 0
+    """The policy version that a rollout would start from."""
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the latest evaluation, as `eval/math/avg@1`; empty before the first."""
+
+
 @dataclass(kw_only=True, eq=False)
-class Curriculum(ABC):
+class Curriculum(Logs, ABC):
     """Hands out the tasks of one env. There is one instance per env.
 
     A subclass must implement `load` and `next`. The other methods describe difficulty pools and an env that can run out
@@ -23,6 +38,9 @@ class Curriculum(ABC):
     """Drop a group whose mean reward is 0 or 1, up to rounding, before it takes a place in a batch. For rewards from 0
     to 1."""
 
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    """Train again on groups of earlier batches."""
+
     where = "curriculum"  # not an option; `check` replaces it
     """The curriculum's config key, for the messages of `load`."""
 
@@ -30,7 +48,7 @@ class Curriculum(ABC):
         """Raise ConfigError for options that contradict each other; `where` is the curriculum's config key."""
         self.where = where
 
-    def check_start(self, *, goes_on: bool) -> None:  # noqa: B027
+    def check_start(self, *, goes_on: bool) -> None:
         """Raise ConfigError for options that contradict how the run starts: anew, or going on (`run.resume`)."""
 
     @property
@@ -49,8 +67,12 @@ class Curriculum(ABC):
         """
 
     @abstractmethod
-    def next(self) -> "Task":
+    def next(self, context: Context) -> "Task":
         """The next task to play. Raises PrlError once the env has ended."""
+
+    def weight(self, context: Context) -> float:
+        """What the env's `weight` is multiplied by from now on, above 0: mixes envs by step or by reward."""
+        return 1.0
 
     def update(self, task: "Task", *rewards: float) -> str | None:
         """Learn the mean reward of a finished group of `task`, one value per trained agent.
@@ -101,5 +123,5 @@ class Curriculum(ABC):
         """
         return None
 
-    def load_state_dict(self, state: Any) -> None:  # noqa: B027
+    def load_state_dict(self, state: Any) -> None:
         """Take over what `state_dict` returned in an earlier part of the run."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Le
 
-from prl.curriculum.base import Curriculum
+from prl.curriculum.base import Context, Curriculum
 from prl.errors import UNREADABLE, ConfigError, PrlError
 from prl.rollouts.rewards import at_least, at_most
 
@@ -120,7 +120,7 @@ class TaskCurriculum(Curriculum):
     def ended(self) -> bool:
         return len(self._retired) == len(self.tasks) and not self.refill
 
-    def next(self) -> "Task":
+    def next(self, context: Context | None = None) -> "Task":
         if self.ended:
             raise PrlError(f"env {self.env_name!r} has no task left: {self.describe()}")
         if len(self._retired) == len(self.tasks):

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from verifiers.v1.utils import decorators
 from verifiers.v1.utils.generic import concrete_type
 
 from prl.envs.isolation import run_contained
+from prl.rollouts.rollout import TURN_REWARDS
 
 VERSION = "0.4.0"
 
@@ -81,6 +83,20 @@ async def _invoke_all(signals: list[Callable[..., Any]], available: dict[str, An
     Each grader has a task of its own, so that one that cancels its task cancels nothing else.
     """
     return list(await asyncio.gather(*(run_contained(decorators.invoke, signal, available) for signal in signals)))
+
+
+_record_reward = vf.Trace.record_reward
+
+
+def _record_reward_by_turn(self: vf.Trace, name: str, value: Any, weight: float = 1.0) -> None:
+    """Replace `record_reward`, which takes a number alone: keep a list, one reward per turn, and record its sum.
+
+    Until verifiers has rewards of turns.
+    """
+    if isinstance(value, list):
+        self.info.setdefault(TURN_REWARDS, {})[name] = [float(reward) * weight for reward in value]
+        value = math.fsum(value)
+    _record_reward(self, name, value, weight)
 
 
 # --- an env over agents of our own ------------------------------------------------------------------------------------
@@ -144,6 +160,7 @@ def _resolve_api_key(config: vf.BaseClientConfig) -> str:
     return resolve_api_key(config)
 
 
+vf.Trace.record_reward = _record_reward_by_turn
 task.discover_decorated = discover_decorated
 task.invoke_all = _invoke_all  # until verifiers' own contains what a signal raises
 task.inspect = decorators.inspect = SimpleNamespace(signature=signature, Parameter=inspect.Parameter)

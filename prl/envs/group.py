@@ -24,7 +24,7 @@ from prl.envs.isolation import as_failure, run_all
 from prl.envs.multi_turn import InProcessContext
 from prl.envs.turn import AGENT, commit, commit_sibling, opening_messages, trace_task
 from prl.errors import EngineError
-from prl.rollouts.rollout import Rollout
+from prl.rollouts.rollout import TURN_REWARDS, Rollout
 from prl.transport import events
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,9 @@ _warned: set[tuple[str, str]] = set()
 
 
 def complete(rollout: Rollout) -> None:
-    """Attach the samples of a graded rollout; raise ValueError if its reward would make its group's credit infinite.
+    """Attach the samples of a graded rollout; raise ValueError for rewards that credit cannot be computed from.
+
+    These are rewards that would make it infinite, and a list of rewards that is not as long as the turns.
 
     A metric that is no finite number is warned of, once for each env and name.
     """
@@ -95,6 +97,9 @@ def complete(rollout: Rollout) -> None:
     if not abs(trace.reward) <= MAX_REWARD:  # NaN neither
         parts = ", ".join(f"{name}: {reward.value}" for name, reward in trace.rewards.items() if reward is not None)
         raise ValueError(f"the grader gave reward {trace.reward} ({parts})")
+    for name, rewards in trace.info.get(TURN_REWARDS, {}).items():
+        if len(rewards) != trace.num_turns or not sum(map(abs, rewards)) <= MAX_REWARD:
+            raise ValueError(f"{name} returned {len(rewards)} rewards for {trace.num_turns} turns: {rewards}")
     for name, value in trace.metrics.items():
         if value is not None and not math.isfinite(value) and (env, name) not in _warned:
             _warned.add((env, name))

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from prl.config.build import build
 from prl.config.user_code import called
 from prl.errors import ConfigError
+from prl.monitors.logged import Logs
 from prl.rollouts.rollout import Rollout, Stage
 
 ModeOptions = Mapping[str, Mapping[str, float]]
@@ -24,7 +25,7 @@ STAGES: dict[SlotName, Stage] = {"pre_batch": Stage.PRE_FILTERED, "post_batch": 
 
 
 @dataclass(kw_only=True)
-class Filter(ABC):
+class Filter(Logs, ABC):
     """Recognises rollouts of one kind: `matches` is asked about every credited rollout.
 
     Subclass it, with options as keyword-only dataclass fields or as arguments of an `__init__` that passes the rest on
@@ -81,7 +82,7 @@ class Filter(ABC):
         """
         return None
 
-    def load_state_dict(self, state: Any) -> None:  # noqa: B027
+    def load_state_dict(self, state: Any) -> None:
         """Take over what `state_dict` returned in an earlier part of the run."""
 
     @abstractmethod

@@ -25,6 +25,7 @@ from prl.launch.specs import launcher_of
 from prl.monitors.base import Monitor, Monitors
 from prl.monitors.text import in_one_line
 from prl.orchestrator.orchestrator import Orchestrator
+from prl.orchestrator.replay import check_replay
 from prl.orchestrator.types import EnvComponents
 from prl.trainer.config import (
     LOSSES,
@@ -88,7 +89,8 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
     sampling_key, sampling = sampling_of(config, name)
     sampler = build(sampling, Sampler, sampling_key)
     evaluating = not_null(config.orchestrator.eval.sampling)
-    curriculum = build(config.node_of(name, "curriculum")[1], Curriculum, config.node_of(name, "curriculum")[0])
+    curriculum_key, curriculum_node = config.node_of(name, "curriculum")
+    curriculum = build(curriculum_node, Curriculum, curriculum_key)
     validate_algorithm(
         algorithm,
         where,
@@ -98,6 +100,7 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
         hosts=config.hosts,
         uses_reward_thresholds=curriculum.reads_rewards,
     )
+    check_replay(curriculum.replay, f"{curriculum_key}.replay", algorithm, config.orchestrator)
     validate_for_training(
         sampler,
         sampling_key,

@@ -127,8 +127,8 @@ class Batcher:
         """The share of each env by weight, of those that have not ended or still wait; {} without a mix."""
         waiting = {group.env.name for group in self.groups if self.mixed_envs}
         envs = [env for env in self.mixed_envs if env.name in waiting or not env.ended]
-        total = sum(env.environment.config.weight for env in envs)
-        return {env.name: env.environment.config.weight / total for env in envs if len(envs) > 1}
+        total = sum(env.weight for env in envs)
+        return {env.name: env.weight / total for env in envs if len(envs) > 1}
 
     def _in_turn(self, shares: dict[str, float]) -> list[Group]:
         """The waiting groups, oldest policy first; of one policy the envs take turns by their shares."""
@@ -182,7 +182,7 @@ class Batcher:
 
 
 def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
-    """Apply the `post_batch` filters of each env to a cut batch, credit the rest, and give each of it its outcome.
+    """Credit a cut batch, apply the `post_batch` filters of each env to it, and give each rollout its outcome.
 
     Args:
         groups: The cut batch.
@@ -191,32 +191,21 @@ def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
     Returns:
         The rollouts whose samples are shipped: trained and unlearnable ones.
     """
+    for env, own in of_each_env(groups):
+        with attribute_errors_to(env):
+            env.algorithm.finalize_batch([group.active for group in own if group.active])
     for group in groups:
         apply_filters(group.env.filters, "post_batch", group.rollouts)
-    score(groups)
     shipped = [rollout for group in groups for rollout in group.active]
     for rollout in shipped:
         if trains(rollout, seq_len):
             rollout.leave(Stage.TRAINED)
         else:
             rollout.leave(Stage.UNLEARNABLE, "nothing of it within trainer.seq_len feeds a loss")
-    if count(shipped, Stage.TRAINED):
-        show_algorithms(groups)
-    return shipped
-
-
-def score(groups: list[Group]) -> None:
-    """Have the algorithm of each env credit the rollouts of a batch that are the env's."""
-    for env, own in of_each_env(groups):
-        with attribute_errors_to(env):
-            env.algorithm.finalize_batch([group.active for group in own if group.active])
-
-
-def show_algorithms(groups: list[Group]) -> None:
-    """Show the algorithm of each env the rollouts of a batch that are the env's."""
-    for env, own in of_each_env(groups):
+    for env, own in of_each_env(groups) if count(shipped, Stage.TRAINED) else ():
         with attribute_errors_to(env):
             env.algorithm.observe_batch([rollout for group in own for rollout in group.survivors])
+    return shipped
 
 
 def of_each_env(groups: list[Group]) -> Iterator[tuple[TrainEnv, list[Group]]]:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
+from prl.curriculum.base import Context
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES, Batcher
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
@@ -108,6 +109,7 @@ class Collector:
         """Start what is missing. Returns False if no group is in flight and none can start."""
         steps = self.steps_ahead
         batch = self.batcher.batch_rollouts(self.dispatcher.largest_group)
+        context = Context(self.weight_sync.shipped + 1, self.weight_sync.pool.version, self.weight_sync.evaluation)
         on_time = self.rollouts_on_time  # looked up once: a step may be thousands of groups
         while True:
             under_way = on_time + self.batcher.rollouts
@@ -115,7 +117,7 @@ class Collector:
             going_on = on_time or self.batcher.full() or steps <= 0
             if under_way >= self.config.oversampling_factor * steps * batch and going_on:
                 return True
-            started = self.dispatcher.start_group()
+            started = self.dispatcher.start_group(context)
             if not started:
                 return bool(self.dispatcher.in_flight)
             on_time += started

@@ -83,10 +83,14 @@ class OrchestratorConfig:
     stop: StopConfig = field(default_factory=StopConfig)
 
     @property
+    def exact_age(self) -> bool:
+        """Whether all rollouts of a step are `max_async_level` versions old."""
+        return self.strict_async_level or not self.max_async_level
+
+    @property
     def age_limit(self) -> int:
         """`max_off_policy_steps` as it is applied: `max_async_level` where that is exact."""
-        exact = self.strict_async_level or not self.max_async_level
-        return self.max_async_level if exact else self.max_off_policy_steps
+        return self.max_async_level if self.exact_age else self.max_off_policy_steps
 
     @property
     def on_evaluations(self) -> list[str]:

@@ -5,10 +5,10 @@ import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
-from verifiers.v1.task import Task
-
+from prl.curriculum.base import Context
 from prl.envs.isolation import task_group
 from prl.errors import PrlError
 from prl.orchestrator.state import DispatcherState, SavedTask
@@ -43,19 +43,22 @@ class Dispatcher:
 
     def state_dict(self) -> DispatcherState:
         """What another part of the run goes on with: counts, and the tasks of groups in flight or to be played."""
-        tasks = [SavedTask(group.id, group.env.name, group.place) for group in self.in_flight]
-        tasks += [SavedTask(group.id, group.env.name, group.place) for group in self._again]
-        return DispatcherState(self.next_id, dict(self.started), tasks)
+        groups = (*self.in_flight, *self._again)
+        tasks = [SavedTask(group.id, group.env.name, group.place, list(group.sent)) for group in groups]
+        return DispatcherState(self.next_id, dict(self.started), tasks, {env.name: env.weight for env in self.envs})
 
     def load_state_dict(self, state: DispatcherState) -> None:
         """Continue the counts of an earlier part of the run; its tasks in flight are started first."""
         envs = {env.name: env for env in self.envs}
         self.next_id = state.next_group
         self.started |= state.started
+        for name, weight in state.weights.items():
+            envs[name].weight = weight
         for saved in state.in_flight:
             if saved.task >= 0:
                 env = envs[saved.env]
-                self._again.append(Group(saved.group, env, math.inf, env.environment.tasks[saved.task]))
+                task = env.environment.tasks[saved.task]
+                self._again.append(Group(saved.group, env, math.inf, task, sent=saved.sent))
         if lost := len(state.in_flight) - len(self._again):
             log.warning("%d tasks that were in flight are not among their envs' tasks, and are not played again", lost)
 
@@ -78,40 +81,54 @@ class Dispatcher:
 
     def rollouts_since(self, version: float) -> int:
         """Rollouts in flight of groups that started from `version` or later."""
-        return sum(group.env.rollouts_per_group for group in self.in_flight if group.start_version >= version)
+        return sum(group.coming for group in self.in_flight if group.start_version >= version)
 
     def arrived(self, version: float) -> list[Rollout]:
         """The rollouts that have arrived of groups in flight which started from `version` or before."""
         return [rollout for group in self.in_flight if group.start_version <= version for rollout in group.rollouts]
 
-    def start_group(self) -> int:
+    def start_group(self, context: Context | None = None) -> int:
         """Start the next group, of the env furthest behind its share. Returns its rollouts, 0 if none can start.
 
+        The curricula are told the `context`; None = that of a run which begins.
         An env whose models are away is passed over and does not catch up on what it missed. An env without tasks is
         passed over for good.
         """
         if self._again and self._again[0].env.up:
-            group = self._again.popleft()
-            return self._start(group.id, group.env, group.task)
-        share = {env.name: self.started[env.name] / env.environment.config.weight for env in self.envs}
+            return self._start(self._again.popleft())
+        context = context or Context()
+        self._weigh(context)
+        share = {env.name: self.started[env.name] / env.weight for env in self.envs}
         ready = [env for env in self.envs if not env.ended and env.up]
         if not ready:
             return 0
         env = min(ready, key=lambda env: share[env.name])
         for other in self.envs:
             if other not in ready:
-                self.started[other.name] = max(share[other.name], share[env.name]) * other.environment.config.weight
+                self.started[other.name] = max(share[other.name], share[env.name]) * other.weight
         self.started[env.name] += env.rollouts_per_group
         with env.asking():
-            task = env.curriculum.next()
+            task = env.curriculum.next(context)
         self.next_id += 1
-        return self._start(self.next_id - 1, env, task)
+        return self._start(Group(self.next_id - 1, env, math.inf, task))
 
-    def _start(self, number: int, env: TrainEnv, task: Task) -> int:
-        version = math.inf if env.sampler.version is None else env.sampler.version
-        group = Group(number, env, version, task)
+    def _weigh(self, context: Context) -> None:
+        """Let the curricula change the weights of their envs. So many rollouts as an env was ahead, it stays ahead."""
+        behind = min(self.started[env.name] / env.weight for env in self.envs)
+        for env in self.envs:
+            with env.asking():
+                weight = env.environment.config.weight * env.curriculum.weight(context)
+            if not 0 < weight < math.inf:
+                raise PrlError(f"env {env.name!r}: a curriculum's weight must be a number above 0, not {weight}")
+            if weight != env.weight:
+                self.started[env.name] += behind * (weight - env.weight)
+                env.weight = weight
+
+    def _start(self, group: Group) -> int:
+        if group.env.sampler.version is not None:
+            group.start_version = group.env.sampler.version
         self.in_flight[group] = self._tasks.create_task(self._play(group))
-        return env.rollouts_per_group
+        return group.coming
 
     def drop(self, last_chance: float) -> int:
         """Cancel groups that started from version `last_chance` or before. Returns their number of rollouts.
@@ -121,7 +138,7 @@ class Dispatcher:
         dropped = [group for group in self.in_flight if group.start_version <= last_chance]
         for group in dropped:
             self.in_flight.pop(group).cancel()
-        return sum(group.env.rollouts_per_group for group in dropped)
+        return sum(group.coming for group in dropped)
 
     def no_batch(self, step: int, waiting: int, timeout_s: float) -> PrlError:
         """The error for a batch that did not fill in time, where so many rollouts wait for it."""
@@ -133,7 +150,7 @@ class Dispatcher:
 
     async def _play(self, group: Group) -> None:
         try:
-            await play_and_credit(group)
+            await play_and_credit(group, self._send)
         except asyncio.CancelledError as error:
             raise_unless_leaked(error, group.env.name)
         except Exception:
@@ -144,15 +161,24 @@ class Dispatcher:
             if self.in_flight.pop(group, None) is not None:
                 self.events.put_nowait(group)
 
+    def _send(self, group: Group, rollout: Rollout) -> None:
+        """Emit a rollout alone, if its group is still in flight."""
+        if group in self.in_flight:
+            group.rollouts.remove(rollout)
+            group.sent.append((rollout.index, rollout.agent.name))
+            self.events.put_nowait(replace(group, rollouts=[rollout], sent=[]))
 
-async def play_and_credit(group: Group) -> None:
+
+async def play_and_credit(group: Group, send: Callable[[Group, Rollout], None]) -> None:
     """Play, grade and credit the rollouts of a group.
 
     Each rollout is scored (`finalize_rollout`, which may call models) as soon as it is graded, while others of the
     group are still played: a slow grader or scorer delays its own rollout only. When all are scored, each seat is
-    credited (`finalize_group`).
+    credited (`finalize_group`). Of an env that does not wait for groups each rollout is credited as soon as it is
+    scored, and goes to `send`.
 
-    Invariant: every rollout comes back, in the order of its episodes, and is either credited or has an outcome. Scoring
+    Invariant: every rollout comes back, in the order of its episodes, or has been sent, by an earlier part of the run
+    perhaps; and is either credited or has an outcome. Scoring
     ends `group_timeout_s` after the start. Crediting the group has a deadline of the same length of its own: whatever
     used up the first one has failed, and the other rollouts still get their credit.
 
@@ -165,18 +191,27 @@ async def play_and_credit(group: Group) -> None:
     started = now()
 
     async def score(rollout: Rollout) -> None:
-        group.rollouts.append(rollout)
-        await _score(group, rollout, started)
+        if not is_sent(rollout):
+            group.rollouts.append(rollout)
+            await _score(group, rollout, started)
+            if not env.waits_for_group:
+                await credit([rollout])
+                send(group, rollout)
 
-    group.rollouts = await env.environment.play(
-        group.task, env.group_size, env.sampler, group_id=group.id, arrived=score
-    )
-    played = now()
-    for seat in by_seat(group.rollouts):
-        await _in_time(env, env.algorithm.finalize_group(seat), seat, played)
-    for rollout in group.rollouts:
-        for sample in rollout.samples:
-            sample.loss = env.loss
+    def is_sent(rollout: Rollout) -> bool:
+        return (rollout.index, rollout.agent.name) in group.sent
+
+    async def credit(rollouts: list[Rollout]) -> None:
+        played = now()
+        for seat in by_seat(rollouts):
+            await _in_time(env, env.algorithm.finalize_group(seat), seat, played)
+        for rollout in rollouts:
+            for sample in rollout.samples:
+                sample.loss = env.loss
+
+    played = await env.environment.play(group.task, env.group_size, env.sampler, group_id=group.id, arrived=score)
+    group.rollouts = [rollout for rollout in played if not is_sent(rollout)]
+    await credit(group.rollouts)
     group.excused = group.excused or not env.up
 
 

@@ -39,24 +39,39 @@ def quantiles(values: Iterable[float | None]) -> dict[str, float]:
 
 
 def metrics_of_step(
-    rollouts: list[Rollout], step: int, envs: "Sequence[TrainEnv]", size_of: Callable[[list[Rollout]], int]
+    rollouts: list[Rollout],
+    step: int,
+    envs: "Sequence[TrainEnv]",
+    size_of: Callable[[list[Rollout]], int],
+    replayed: Sequence[Rollout] = (),
 ) -> dict[str, float]:
-    """Return the metrics of the rollouts of `step`, as for `metrics_of_batch`.
+    """Return the metrics of the rollouts of `step` and of those that it replays, as for `metrics_of_batch`.
 
     `size_of` says how much of a batch rollouts are.
     """
     filters = {env.name: env.filters for env in envs}
     shares = shares_of_envs(rollouts, list(filters), size_of)
-    return metrics_of_batch(rollouts, step) | metrics_of_filters(rollouts, filters) | shares
+    return metrics_of_batch(rollouts, step, replayed) | metrics_of_filters(rollouts, filters) | shares
 
 
-def metrics_of_part(name: str, rollouts: list[Rollout], step: int) -> dict[str, float]:
+def take_logged(envs: "Sequence[TrainEnv]") -> dict[str, float]:
+    """Return the mean of the values that components have logged under each name since the last call."""
+    values: dict[str, list[float]] = {}
+    for env in envs:
+        filters = [made for slot in env.filters.values() for made in slot.values()]
+        for component in (env.algorithm, env.curriculum, *filters):
+            for name, logged in component.take_logged().items():
+                values.setdefault(f"log/{env.name}/{name}", []).extend(logged)
+    return {key: mean(of_key) for key, of_key in values.items()}
+
+
+def metrics_of_part(name: str, rollouts: list[Rollout], replayed: Sequence[Rollout], step: int) -> dict[str, float]:
     """Return what is counted for each env and for `all`, whose name stands in the keys."""
     spread: dict[str, list[float | None]] = {
         "reward": [rollout.reward for rollout in rollouts],
         "length": [rollout.num_completion_tokens for rollout in rollouts],
         "advantage": [rollout.mean_advantage for rollout in rollouts],
-        "off_policy": [age_of(rollout, step) for rollout in rollouts],
+        "off_policy": [age_of(rollout, step) for rollout in (*rollouts, *replayed)],
     }
     line = {f"{key}/{name}/{part}": value for key, of in spread.items() for part, value in quantiles(of).items()}
     return line | {
@@ -66,24 +81,25 @@ def metrics_of_part(name: str, rollouts: list[Rollout], step: int) -> dict[str, 
     }
 
 
-def metrics_of_batch(rollouts: list[Rollout], step: int) -> dict[str, float]:
+def metrics_of_batch(rollouts: list[Rollout], step: int, replayed: Sequence[Rollout] = ()) -> dict[str, float]:
     """Return the metrics of the rollouts of `step`: those of its groups, and those that filters dropped before it.
 
     Failed rollouts are left out. Filtered ones count in all numbers except those about the batch in which they had no
-    place.
+    place. Those that are `replayed`, of earlier batches, count in the ages alone.
     """
     graded = [rollout for rollout in rollouts if not rollout.failed]
     in_batch = [rollout for rollout in graded if rollout.stage in IN_BATCH]
-    line = metrics_of_part("all", graded, step)
+    again = by_env(replayed)
+    line = metrics_of_part("all", graded, replayed, step)
     for env, part in by_env(graded).items():
-        line |= metrics_of_part(env, part, step)
+        line |= metrics_of_part(env, part, again.get(env, ()), step)
         for key in {key: None for rollout in part for key in rollout.metrics}:  # not every rollout has every metric
             values = [rollout.metrics.get(key) or 0.0 for rollout in part]
             line[f"metric/{env}/{key}"] = mean(filter(math.isfinite, values))
-    ages = [age for age in (age_of(rollout, step) for rollout in in_batch) if age is not None]
+    ages = [age for age in (age_of(rollout, step) for rollout in (*in_batch, *replayed)) if age is not None]
     return (
         line
-        | metrics_of_tokens(in_batch, step)
+        | metrics_of_tokens([*in_batch, *replayed], step)
         | {
             "off_policy/mean": mean(ages),
             "off_policy/max": float(max(ages, default=0)),

@@ -12,9 +12,10 @@ The road of a group, with the stage that moves it on below each arrow:
                      +-> an exception         pre_filtered
                          ends the run
 
-A group is whole on this road. Its rollouts leave one by one, each with one outcome (`prl.rollouts.rollout`), and are
-recorded with the step at which the group ended. `prl.orchestrator.staleness` says what a batch waits for, and what is
-too old for it.
+A group is whole on this road; where its algorithm does not wait for groups, each rollout goes as a group of its own,
+with the same id, from FINISHED on. Its rollouts leave one by one, each with one outcome (`prl.rollouts.rollout`), and
+are recorded with the step at which the group ended. `prl.orchestrator.staleness` says what a batch waits for, and what
+is too old for it.
 
 Three kinds of asyncio tasks run side by side: one for each group in flight, `WeightSync.run`, and
 `Orchestrator._make_batches`, the one loop that moves groups on. The first two speak to the loop through one queue of
@@ -40,7 +41,8 @@ from prl.orchestrator.collector import Collector
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.intake import Intake
-from prl.orchestrator.metrics import count, metrics_of_step
+from prl.orchestrator.metrics import count, metrics_of_step, take_logged
+from prl.orchestrator.replay import Replay
 from prl.orchestrator.staleness import ENDED_EARLY, NONE_DROPPED, Dropped, Staleness
 from prl.orchestrator.state import IntakeState, RunState, load_components, restored, save_components, saved_alone
 from prl.orchestrator.types import Event, TrainEnv
@@ -119,15 +121,12 @@ class Orchestrator:
         self.dispatcher = Dispatcher(envs, self.events)
         self.intake = Intake(envs, config.max_error_share)
         self.batcher = Batcher(config.batch_size, config.token_batch_size, envs if config.mix == "weights" else [])
+        self.replay = Replay(envs, self.batcher, config.age_limit)
         self.staleness = Staleness(config, max_steps)
         self.checkpoints = Checkpoints(checkpoint or CheckpointConfig(), run_dir, envs)
+        shared = (config, pool, transport, monitors, envs, self.events)
         self.weight_sync = WeightSync(
-            config,
-            pool,
-            transport,
-            monitors,
-            envs,
-            self.events,
+            *shared,
             checkpoints=self.checkpoints,
             run_dir=run_dir,
             model=model,
@@ -150,6 +149,7 @@ class Orchestrator:
             dispatcher=self.dispatcher.state_dict(),
             intake=intake,
             batcher=self.batcher.state_dict(),
+            replay=self.replay.state_dict(),
             left=saved_alone(self.collector.left),
             counted=saved_alone(self.counted),
             sums=dict(self.sums),
@@ -164,6 +164,7 @@ class Orchestrator:
         self.weight_sync.load_state_dict(state.sync, state.step)
         self.dispatcher.load_state_dict(state.dispatcher)
         self.batcher.load_state_dict(state.batcher, envs)
+        self.replay.groups = [restored(saved, envs[saved.env]) for saved in state.replay]
         for saved, rollouts in ((state.left, self.collector.left), (state.counted, self.counted)):
             for group in saved:
                 rollouts += restored(group, envs[group.env]).rollouts
@@ -232,6 +233,7 @@ class Orchestrator:
         """Collect, cut, filter, record, pack and ship one batch after the other."""
         while self.weight_sync.shipped < self.max_steps:
             step = self.weight_sync.shipped + 1
+            self.batcher.size = self.replay.room(step)
             self.sums.update(await self.collector.collect(step))
             if (reason := self.weight_sync.early_stopping.reason) is not None:
                 self.drop(ENDED_EARLY)
@@ -245,16 +247,17 @@ class Orchestrator:
                 rollouts = [rollout for group in groups for rollout in group.rollouts]
                 to_ship = decide(groups, self.seq_len)
                 trained = count(to_ship, Stage.TRAINED)
+                replayed = self.replay.take(step, groups) if trained else []
                 if trained:
                     self.drop(self.staleness.left_behind(step))
             with self.track.doing(events.RECORDING, step):
                 self._record(step, rollouts)
             with self.track.doing(events.PACKING, step):
-                rows, truncated = self._pack(step, to_ship)
+                rows, truncated = self._pack(step, to_ship + replayed)
                 self.batcher.check_batch(step, rollouts)
             if trained:  # what trains nothing makes no step: its rollouts count with the next batch
                 with self.track.doing(events.SHIPPING, step):
-                    self._ship(step, rows, truncated)
+                    self._ship(step, rows, truncated, replayed)
 
     def _record(self, step: int, rollouts: list[Rollout]) -> None:
         """Write what became of the rollouts of a cut batch, and of those that left before."""
@@ -279,11 +282,12 @@ class Orchestrator:
         self.sums.update({what.metric: rollouts, f"{what.metric}_tokens": tokens})
         self.collector.left += waiting
 
-    def _ship(self, step: int, rows: list[list[MicroBatch]], truncated: int) -> None:
+    def _ship(self, step: int, rows: list[list[MicroBatch]], truncated: int, replayed: list[Rollout]) -> None:
         checkpoint = self.checkpoints.due(step)
         for rank, micro_batches in enumerate(rows):
             self.transport.send_batch(StepBatch(step, micro_batches, truncated, checkpoint), rank)
-        line = metrics_of_step(self.counted, step, self.envs, self.batcher.size_of)
+        line = metrics_of_step(self.counted, step, self.envs, self.batcher.size_of, replayed)
+        line |= take_logged(self.envs) | self.replay.metrics(replayed)
         self.weight_sync.expect(step, line | NONE_DROPPED | self.sums | self.intake.take())
         self.counted.clear()
         self.sums.clear()

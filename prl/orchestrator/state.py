@@ -24,6 +24,7 @@ from prl.errors import UNREADABLE, ConfigError, of_own_code
 from prl.orchestrator.types import Group, TrainEnv
 from prl.rollouts.messages import TrainingSample
 from prl.rollouts.rollout import Outcome, Rollout
+from prl.rollouts.samples import samples_of
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,6 @@ class SavedRollout(msgspec.Struct):
     end_version: int | None
     temperature: float
     samples: list[TrainingSample]
-    branches: list[int]
-    """Of each sample, the number of its branch in the trace."""
     advantages: list[float] | None
     scoring_s: float
     difficulty_pool: str | None
@@ -62,6 +61,8 @@ class SavedGroup(msgspec.Struct):
     """None of a frozen model."""
     excused: bool
     rollouts: list[SavedRollout]
+    uses: int = 0
+    """Times that it has been replayed."""
 
 
 class SavedTask(msgspec.Struct):
@@ -70,6 +71,8 @@ class SavedTask(msgspec.Struct):
     group: int
     env: str
     task: int
+    sent: list[tuple[int, str]] = []
+    """As `Group.sent`: these are not sent again."""
 
 
 class DispatcherState(msgspec.Struct):
@@ -80,6 +83,8 @@ class DispatcherState(msgspec.Struct):
     started: dict[str, float] = {}
     """Rollouts started of each env, by which envs share what is in flight."""
     in_flight: list[SavedTask] = []
+    weights: dict[str, float] = {}
+    """Of each env, as its curriculum has it."""
 
 
 class IntakeState(msgspec.Struct):
@@ -115,6 +120,8 @@ class SyncState(msgspec.Struct):
     """The version that the engines had."""
     evaluated: int = -1
     """The version that was evaluated last."""
+    evaluation: dict[str, float] = {}
+    """Its metrics."""
     lines: list[dict[str, int | float]] = []
     """Metrics lines of trained steps that no monitor has."""
     stopping: StoppingState = msgspec.field(default_factory=StoppingState)
@@ -127,6 +134,8 @@ class RunState(msgspec.Struct):
     dispatcher: DispatcherState = msgspec.field(default_factory=DispatcherState)
     intake: IntakeState = msgspec.field(default_factory=IntakeState)
     batcher: BatcherState = msgspec.field(default_factory=BatcherState)
+    replay: list[SavedGroup] = []
+    """Trained on, and to be replayed."""
     left: list[SavedGroup] = []
     """Finished, held by no batch and not recorded."""
     counted: list[SavedGroup] = []
@@ -235,16 +244,15 @@ KEPT = (
 
 def saved_rollout(rollout: Rollout) -> SavedRollout:
     """A rollout as it is now."""
-    branches = [branch.index for branch in rollout.sample_branches]
     kept = {name: getattr(rollout, name) for name in KEPT}
-    return SavedRollout(trace=rollout.trace, branches=branches, matched=dict(rollout.matched), **kept)
+    return SavedRollout(trace=rollout.trace, matched=dict(rollout.matched), **kept)
 
 
 def saved_group(group: Group) -> SavedGroup:
     """A group as it is now."""
     version = None if math.isinf(group.start_version) else int(group.start_version)
     rollouts = [saved_rollout(rollout) for rollout in group.rollouts]
-    return SavedGroup(group.id, group.env.name, group.place, version, group.excused, rollouts)
+    return SavedGroup(group.id, group.env.name, group.place, version, group.excused, rollouts, group.uses)
 
 
 def saved_alone(rollouts: Iterable[Rollout]) -> list[SavedGroup]:
@@ -260,7 +268,7 @@ def restored(saved: SavedGroup, env: TrainEnv) -> Group:
     tasks = env.environment.tasks
     task = tasks[saved.task] if saved.task >= 0 else tasks[0]
     version = math.inf if saved.start_version is None else saved.start_version
-    group = Group(saved.id, env, version, task, excused=saved.excused)
+    group = Group(saved.id, env, version, task, excused=saved.excused, uses=saved.uses)
     for kept in saved.rollouts:
         trace = vf.Trace.model_validate(json.loads(kept.trace))
         if saved.task >= 0:
@@ -274,8 +282,9 @@ def restored(saved: SavedGroup, env: TrainEnv) -> Group:
         )
         for name in KEPT:
             setattr(rollout, name, getattr(kept, name))
-        branches = trace.branches
-        rollout.sample_branches = [branches[number] for number in kept.branches]
+        if kept.samples:
+            made = samples_of(trace, env_name=saved.env, temperature=kept.temperature, live=rollout.live)
+            rollout.sample_branches = [branch for _, branch in made]
         rollout.matched = kept.matched
         group.rollouts.append(rollout)
     return group

@@ -58,6 +58,10 @@ class EvalEnv:
 class TrainEnv(EnvComponents, EvalEnv):
     """Everything that one env needs to produce credited rollouts."""
 
+    def __post_init__(self) -> None:
+        self.weight = self.environment.config.weight
+        """Its share among the envs now: of its config, times what its curriculum says."""
+
     @functools.cached_property
     def positions(self) -> dict[int, int]:
         """The position of each task among the env's, by the task's identity."""
@@ -67,6 +71,11 @@ class TrainEnv(EnvComponents, EvalEnv):
     def rollouts_per_group(self) -> int:
         """Rollouts of a group: one of each episode and trained agent."""
         return self.group_size * self.environment.seats
+
+    @property
+    def waits_for_group(self) -> bool:
+        """Whether the rollouts of a group enter a batch together: for their credit, or the curriculum's thresholds."""
+        return self.algorithm.waits_for_group or self.curriculum.reads_rewards
 
     @property
     def up(self) -> bool:
@@ -118,9 +127,18 @@ class Group:
     task: Task
     """The task, as its env's curriculum handed it out."""
     rollouts: list[Rollout] = field(default_factory=list)
-    """Those that have arrived; credited once the group is finished."""
+    """Those that have arrived; credited once the group is finished. In flight without those that were sent."""
     excused: bool = False
     """Whether a frozen model that its env needs was away: then its failures are not counted against the env."""
+    uses: int = 0
+    """Times that it has been replayed."""
+    sent: list[tuple[int, str]] = field(default_factory=list)
+    """Index and agent of the rollouts that went on alone, in groups of their own with this one's id."""
+
+    @property
+    def coming(self) -> int:
+        """Rollouts that have not been sent."""
+        return self.env.rollouts_per_group - len(self.sent)
 
     @property
     def place(self) -> int:

@@ -79,6 +79,8 @@ class WeightSync:
         """Lines of finished steps that no monitor has."""
         self._evaluated = -1
         """The version that was evaluated last."""
+        self.evaluation: dict[str, float] = {}
+        """Its metrics."""
         self._beside: asyncio.Task[dict[str, float]] | None = None
         """The evaluation that runs beside training, and which version's it was as it began."""
         self._beside_of = 0
@@ -88,13 +90,14 @@ class WeightSync:
     def state_dict(self) -> SyncState:
         """What is known now, for a checkpoint of the last step that the trainer has finished."""
         lines = [dict(line) for line in self._trained]
-        return SyncState(self._loaded, self._evaluated, lines, self.early_stopping.state_dict())
+        return SyncState(self._loaded, self._evaluated, self.evaluation, lines, self.early_stopping.state_dict())
 
     def load_state_dict(self, state: SyncState, step: int) -> None:
         """Go on from the checkpoint of `step`, whose version the engines have loaded."""
         self.shipped = self.announced = step
         self._loaded = state.loaded
         self._evaluated = state.evaluated
+        self.evaluation = state.evaluation
         self._trained = list(state.lines)
         self.early_stopping.load_state_dict(state.stopping)
 
@@ -238,7 +241,7 @@ class WeightSync:
         await self._drop_beside()
         with self.track.doing(EVALUATING, version):
             metrics = await evaluate(self.envs, self.config.eval, self.run_dir, version)
-        self._evaluated = version
+        self._evaluated, self.evaluation = version, metrics
         reward = held_out_reward(metrics)  # no env may have held-out tasks
         is_best = reward is not None and self.early_stopping.evaluated(version, reward)
         if reward is not None and is_best and self.config.eval.keep_best:
@@ -260,8 +263,9 @@ class WeightSync:
             self.transport.discard_batch(step)
         shipped = {"step": step} | self._lines.pop(step) | self.pool.counts
         if self._beside is not None and self._beside.done():  # counts from now on, with its metrics: a resume has both
-            shipped |= self._beside.result()
-            self._beside, self._evaluated = None, self._beside_of
+            self._evaluated, self.evaluation = self._beside_of, self._beside.result()
+            self._beside = None
+            shipped |= self.evaluation
         return line_of_step(shipped, trained, self._before[0] - began, self._before[1] - busy_s)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verifiers.v1.graph import MessageNode
     from verifiers.v1.trace import AgentInfo, Branch, Reward, Trace, TraceTask
+    from verifiers.v1.types import Message
 
     from prl.rollouts.messages import TrainingSample
 
@@ -18,6 +19,9 @@ ERROR_KINDS = ("timeout", "overlong_prompt", "env", "engine", "reference", "toke
 """Causes of a failure: a deadline, a prompt that leaves no room for a reply, a tool call that cannot be parsed, an
 exception in the env's code, the engine that samples, the model that scores, or a trace whose tokens are not those that
 were sent and sampled."""
+
+TURN_REWARDS = "_turn_rewards"
+"""The key in a trace's `info` of what reward functions gave as a list: weighted values, one per turn, by name."""
 
 MessageKey = tuple[str, str, int, str]
 """Hash of the first message, hash of the last reply before the message, its position, hash of its content."""
@@ -59,6 +63,16 @@ class Outcome:
     """One sentence for a reader; equal reasons are counted together."""
     source: str | None = None
     """What caused it, as an identifier: the error kind, the filter's name, easy or hard. None for other stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One reply of the model, and what it earned."""
+
+    message: "Message"
+    tokens: slice
+    """Where its sampled tokens are in the concatenated `token_ids` of the rollout's samples; empty if none trains."""
+    reward: float
 
 
 class Rollout:
@@ -190,6 +204,31 @@ class Rollout:
         return sum(sum(node.is_content) if node.is_content else len(node.token_ids) for node in answers.values())
 
     @property
+    def turns(self) -> list[Turn]:
+        """The model's replies, in the order of the calls.
+
+        Their rewards add up to the rollout's: a reward function that returned a list gave one to each turn, and what
+        another one gave belongs to the last turn.
+        """
+        mask = [trains for sample in self.samples for trains in sample.mask]
+        tokens: dict[int, slice] = {}
+        start = 0
+        for sample, branch in zip(self.samples, self.sample_branches, strict=True):
+            stop = start
+            for node in branch.nodes:
+                stop += len(node.token_ids)
+                if node.sampled and any(node.mask) and mask[stop - 1]:
+                    tokens[id(node.message)] = slice(stop - sum(node.mask), stop)
+            start += len(sample.token_ids)
+        messages = [node.message for node in self.trace.nodes if node.sampled]
+        by_turn = self.trace.info.get(TURN_REWARDS, {})
+        rewards = [math.fsum(values) for values in zip(*by_turn.values(), strict=True)] or [0.0] * len(messages)
+        if messages:
+            rewards[-1] += math.fsum(part.value for name, part in self.rewards.items() if part and name not in by_turn)
+        nowhere = slice(0, 0)
+        return [Turn(m, tokens.get(id(m), nowhere), reward) for m, reward in zip(messages, rewards, strict=True)]
+
+    @property
     def mean_advantage(self) -> float | None:
         """The mean of its advantages over the tokens on its mask; None without credit, or without such a token."""
         mask = [trains for sample in self.samples for trains in sample.mask]
@@ -249,6 +288,16 @@ class Rollout:
             if not math.isfinite(advantage):
                 raise ValueError(f"an advantage must be a finite number, got {advantage} (reward {self.reward})")
         self.advantages = credit
+
+    def assign_turns(self, advantages: Sequence[float]) -> None:
+        """Write this rollout's credit, one number for each of its `turns`. Raises ValueError as `assign_advantages`."""
+        turns = self.turns
+        if len(advantages) != len(turns):
+            raise ValueError(f"advantages must align with turns: got {len(advantages)} values for {len(turns)} turns")
+        credit = [0.0] * sum(len(sample.token_ids) for sample in self.samples)
+        for turn, advantage in zip(turns, advantages, strict=True):
+            credit[turn.tokens] = [float(advantage)] * (turn.tokens.stop - turn.tokens.start)
+        self.assign_advantages(credit)
 
 
 for _name in Rollout.__annotations__.keys() - vars(Rollout).keys():

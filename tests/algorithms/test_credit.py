@@ -11,6 +11,7 @@ from prl.algorithms.custom import CustomAlgorithm
 from prl.algorithms.echo import EchoAlgorithm
 from prl.algorithms.grpo import GRPOAlgorithm
 from prl.algorithms.max_rl import MaxRLAlgorithm
+from prl.algorithms.reinforce_pp import ReinforcePPAlgorithm
 from prl.algorithms.reward import RewardAlgorithm
 
 
@@ -110,3 +111,21 @@ def test_credit_off_the_mask_is_ignored(make_rollout):
 async def test_custom_credit_of_the_wrong_form_is_refused(make_rollout, play, custom, returned, got):
     with pytest.raises(ValueError, match=re.escape(got)):
         await play(custom(lambda group: returned), [make_rollout(), make_rollout()])
+
+
+@pytest.mark.parametrize(
+    ("options", "before"),
+    [({}, [0.5, -0.5, -2.0, 2.0, 0.0]), ({"group_baseline": False}, [1.0, 0.0, 0.0, 4.0, 2.0])],
+)
+async def test_reinforce_pp_normalises_over_the_batch(make_rollout, play, credit, options, before):
+    """Groups (1, 0), (0, 4) and (2,), with and without their means; a batch of equal credit has none."""
+    algorithm = ReinforcePPAlgorithm(**options)
+    groups = [await play(algorithm, [make_rollout(r, lengths=(4, 3)) for r in of]) for of in ((1, 0), (0, 4), (2,))]
+    algorithm.finalize_batch(groups)
+    mean = sum(before) / 5
+    std = (sum((value - mean) ** 2 for value in before) / 4) ** 0.5
+    found = [credit(rollout) for group in groups for rollout in group]
+    assert found == pytest.approx([(value - mean) / (std + 1e-6) for value in before], rel=1e-12)
+    alike = await play(algorithm, [make_rollout(0.1) for _ in range(3)])
+    algorithm.finalize_batch([alike])
+    assert [credit(rollout) for rollout in alike] == [0.0] * 3

@@ -143,3 +143,16 @@ async def test_the_length_penalty_comes_before_baseline_and_deviation(answers, c
     await play(GRPOAlgorithm(length_penalty="tokens", baseline="leave_one_out", normalize="std"), group)
     std = np.std([1.5, 1.0, 0.0], ddof=1) + EPS
     assert [credit(rollout) for rollout in group] == pytest.approx([1.0 / std, 0.25 / std, -1.25 / std])
+
+
+async def test_each_reward_is_normalized_by_itself(make_rollout, play, credit):
+    """Scores 1, 0, 0 of weight 1, and 10, 20, 30 of weight -0.5: deviations (1/3) ** .5 and 10. A third is equal."""
+    group = [make_rollout(1.0), make_rollout(0.0), make_rollout(0.0)]
+    for rollout, length in zip(group, (10.0, 20.0, 30.0), strict=True):
+        rollout.trace.record_reward("length", length, -0.5)
+        rollout.trace.record_reward("format", 0.1, 3.0)
+    group[2].trace.rewards["answer"] = None  # ungraded counts as 0
+    await play(GRPOAlgorithm(normalize="each"), group)
+    std, tens = (1 / 3) ** 0.5 + EPS, 10 + EPS
+    expected = [2 / 3 / std + 5 / tens, -1 / 3 / std, -1 / 3 / std - 5 / tens]
+    assert [credit(rollout) for rollout in group] == pytest.approx(expected, rel=1e-12)

@@ -8,10 +8,14 @@ from prl.algorithms.grpo import GRPOAlgorithm
 from prl.algorithms.max_rl import MaxRLAlgorithm
 from prl.algorithms.opd import OPDAlgorithm
 from prl.algorithms.opsd import OPSDAlgorithm
+from prl.algorithms.reference import KLConfig
+from prl.algorithms.reinforce_pp import ReinforcePPAlgorithm
 from prl.algorithms.reward import RewardAlgorithm
 from prl.algorithms.sft import SFTDistillAlgorithm
+from prl.algorithms.turn import TurnAlgorithm
 from prl.config.model_reference import FrozenModelConfig, SourceConfig
 from prl.filters.zero_advantage import ZeroAdvantage
+from prl.rollouts.components import COMPONENTS
 
 STREAMS = ("advantages", "ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
 TEACHER = FrozenModelConfig(name="big", base_url="http://a/v1")
@@ -25,6 +29,8 @@ ALGORITHMS = [
     (GRPOAlgorithm, {}, {"advantages"}),
     (GRPOAlgorithm, {"length_penalty": "tokens"}, {"advantages"}),
     (MaxRLAlgorithm, {}, {"advantages"}),
+    (TurnAlgorithm, {"gamma": 0.5}, {"advantages"}),
+    (ReinforcePPAlgorithm, {}, {"advantages"}),
     (RewardAlgorithm, {}, {"advantages"}),
     (CustomAlgorithm, {"fn": credit}, {"advantages"}),
     (EchoAlgorithm, {}, {"advantages", "ce_weights"}),
@@ -74,3 +80,30 @@ async def test_zero_advantage_drops_only_what_has_no_signal(group, algorithm_of,
     await play(algorithm_of(cls, options), group)
     dropped = [ZeroAdvantage().matches(rollout) for rollout in group]
     assert dropped == [streams == {"advantages"} and cls is not CustomAlgorithm] * 2
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.5])
+@pytest.mark.parametrize(("cls", "options", "streams"), ALGORITHMS)
+async def test_truncated_rollout_trains_no_sampled_token(group, algorithm_of, play, cls, options, streams, kl):
+    """What the env says trains as before, and the rollout counts for the others' baseline."""
+    if kl and cls.action_loss_type == "rl":
+        options = options | {"kl": KLConfig(coef=kl)}
+    plain, masked = (algorithm_of(cls, options | {"mask_truncated": on}) for on in (False, True))
+    await play(plain, group)
+    plain.finalize_batch([group])
+    before = [[getattr(sample, name) for name in STREAMS] for rollout in group for sample in rollout.samples]
+    for rollout in group:
+        rollout.advantages = None
+        for sample in rollout.samples:
+            for name in STREAMS:
+                setattr(sample, name, None)
+    group[1].trace.stop("max_output_tokens")
+    await play(masked, group)
+    masked.finalize_batch([group])
+    after = [[getattr(sample, name) for name in STREAMS] for rollout in group for sample in rollout.samples]
+    _, (cut,) = (rollout.samples for rollout in group)
+    assert after[0] == before[0] and after[1][:2] == before[1][:2], "credit and reference are as they were"
+    for component in COMPONENTS.values():
+        assert not any(on and trains for on, trains in zip(cut.members(component), cut.mask, strict=True))
+    observed = [weight for weight, trains in zip(cut.ce_weights or (), cut.mask, strict=False) if not trains]
+    assert observed == [w for w, trains in zip(before[1][3] or (), cut.mask, strict=False) if not trains]

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 import shutil
 import warnings
 from dataclasses import replace
@@ -42,6 +43,7 @@ REQUIRED = {  # what a user has to fill in for these options
     ("sampling", "greedy"): ["algo=sft"],  # a policy that trains on its own samples has to sample
     ("teacher", "endpoint"): ["teacher.name=large", "teacher.base_url=http://127.0.0.1:8001/v1"],
 }
+RECIPES = CONF.parent / "prl" / "RECIPES.md"
 ROOTS = sorted(path.stem for path in CONF.glob("*.yaml"))
 PER_ENV = ("algo", "loss", "filters", "renderer", "curriculum")
 INDEPENDENT = ("curriculum", "filters", "launcher", "loss", "monitor", "optim", "schedule", "weights")
@@ -228,12 +230,13 @@ ODF = {"online_difficulty_filtering": True}
     ("option", "changed"), [("default", {}), ("pools", POOLS), ("odf", ODF), ("pools_odf", POOLS | ODF)]
 )
 def test_what_each_curriculum_turns_on(option, changed):
-    defaults = defaults_of(TaskCurriculum)
+    defaults = plain(defaults_of(TaskCurriculum))
     assert plain(composed(f"curriculum={option}").curriculum) == defaults | changed
 
 
 def test_a_curriculum_without_options_draws_shuffled_tasks_from_one_pool():
     defaults = defaults_of(TaskCurriculum)
+    assert not defaults.pop("replay").share
     assert {name for name, value in defaults.items() if value} == {"_target_", "shuffle"}
 
 
@@ -314,6 +317,11 @@ def test_replaced_slot_keeps_what_other_overrides_name():
     added = composed(slot, "+filter@filters.post_batch.more=gibberish").filters.post_batch
     assert list(added) == ["repetition", "more"]
     assert composed(slot, "~filters.post_batch.repetition").filters.post_batch == {}
+
+
+@pytest.mark.parametrize("recipe", re.findall(r"^\| .*? \| `(.*?)` \|", RECIPES.read_text(), re.MULTILINE))
+def test_a_recipe_of_the_page_is_a_run(recipe):
+    check(composed(*recipe.split()))
 
 
 def test_an_experiment_that_is_not_there_is_no_default_run():

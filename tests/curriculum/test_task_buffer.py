@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import verifiers.v1 as vf
 
-from prl.curriculum.base import Curriculum
+from prl.curriculum.base import Context, Curriculum
 from prl.curriculum.pools import RETIRED, TaskCurriculum, write_pools
 from prl.errors import PrlError
 
@@ -280,13 +280,13 @@ def test_buffer_of_ones_own_writes_two_methods():
         def load(self, tasks, *, seed, env_name):
             self.left = list(tasks)
 
-        def next(self):
+        def next(self, context):
             self.left.append(self.left.pop(0))
             return self.left[-1]
 
     curriculum = Cycle(online_difficulty_filtering=True)
     curriculum.load(["a", "b"], seed=0, env_name="math")
-    assert [curriculum.next() for _ in range(3)] == ["a", "b", "a"] and curriculum.reads_rewards
+    assert [curriculum.next(Context()) for _ in range(3)] == ["a", "b", "a"] and curriculum.reads_rewards
     assert curriculum.update("a", 1.0) is curriculum.pool_of("a") is None and curriculum.returns("a")
     assert not (
         curriculum.ended

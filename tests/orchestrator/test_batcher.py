@@ -131,10 +131,7 @@ def mixing(make_group):
 
     def make(size, weights, arrived, *, tokens=None, versions=None, ended=""):
         envs = {
-            name: SimpleNamespace(
-                name=name, ended=name in ended, environment=SimpleNamespace(config=SimpleNamespace(weight=weight))
-            )
-            for name, weight in weights.items()
+            name: SimpleNamespace(name=name, ended=name in ended, weight=weight) for name, weight in weights.items()
         }
         batcher = Batcher(*((None, size) if tokens else (size, None)), list(envs.values()))
         for number, name in enumerate(arrived):

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import functools
 import math
+from collections import Counter
 
 import pytest
 import verifiers.v1 as vf
@@ -10,7 +12,10 @@ from patience import patient
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.grpo import GRPOAlgorithm
+from prl.algorithms.reward import RewardAlgorithm
+from prl.algorithms.sft import SFTDistillAlgorithm
 from prl.config.schema import EnvConfig
+from prl.curriculum.base import Context
 from prl.curriculum.pools import TaskCurriculum
 from prl.envs.environment import Environment
 from prl.errors import DeadlinePassed, EngineError, PrlError
@@ -68,6 +73,48 @@ async def test_envs_share_rollouts_not_groups_by_their_weights(make_env):
     assert rollouts == {"heavy": 120, "light": 40}
 
 
+def mixing(make_env, weights, *, light=1.0):
+    """Two envs of four rollouts a group; the first one's weight is as `weights` says of the step."""
+    envs = [make_env("mixed"), make_env("other", weight=light)]
+    envs[0].curriculum.weight = lambda context: weights[context.step]
+    return envs
+
+
+async def envs_of(dispatcher, step, groups):
+    """The envs of the groups that are started one after the other at a step."""
+    for _ in range(groups):
+        dispatcher.start_group(Context(step))
+    return [group.env.name for group in list(dispatcher.in_flight)[-groups:]]
+
+
+async def test_curriculum_changes_the_mix_from_then_on(make_env):
+    async with dispatching(*mixing(make_env, {1: 1.0, 2: 3.0, 3: 0.001, 4: 1.0})) as dispatcher:
+        assert Counter(await envs_of(dispatcher, 1, 40)) == {"mixed": 20, "other": 20}
+        assert Counter(await envs_of(dispatcher, 2, 8)) == {"mixed": 6, "other": 2}, "what it had before is not made up"
+        assert Counter(await envs_of(dispatcher, 3, 40))["mixed"] <= 1
+        assert abs(Counter(await envs_of(dispatcher, 4, 20))["mixed"] - 10) <= 1, "nor what it has missed"
+
+
+async def test_mix_goes_on_from_a_checkpoint(make_env):
+    weights = {1: 1.0, 2: 2.5}
+    async with dispatching(*mixing(make_env, weights, light=0.7)) as dispatcher:
+        await envs_of(dispatcher, 1, 7)
+        await envs_of(dispatcher, 2, 6)
+        state = dispatcher.state_dict()
+        expected = await envs_of(dispatcher, 2, 15)
+    state.in_flight.clear()
+    async with dispatching(*mixing(make_env, weights, light=0.7)) as again:
+        again.load_state_dict(state)
+        assert await envs_of(again, 2, 15) == expected
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
+async def test_weight_that_is_none_is_refused(make_env, weight):
+    async with dispatching(*mixing(make_env, {1: weight})) as dispatcher:
+        with pytest.raises(PrlError, match="env 'mixed': a curriculum's weight must be a number above 0"):
+            dispatcher.start_group()
+
+
 async def test_stale_groups_are_cancelled_and_counted(make_env, pool):
     pool.delay = 0.2
     async with dispatching(make_env(group_size=4)) as dispatcher:
@@ -84,7 +131,7 @@ async def test_stale_groups_are_cancelled_and_counted(make_env, pool):
 
 
 async def test_tasks_of_an_earlier_part_start_first(make_env):
-    state = DispatcherState(5, {"toy": 20.0}, [SavedTask(3, "toy", 7), SavedTask(4, "toy", 2)])
+    state = DispatcherState(5, {"toy": 20.0}, [SavedTask(3, "toy", 7), SavedTask(4, "toy", 2)], {"toy": 1.0})
     async with dispatching(make_env(curriculum={"shuffle": False})) as dispatcher:
         dispatcher.load_state_dict(state)
         assert dispatcher.state_dict() == state, "before any of them has started"
@@ -132,6 +179,8 @@ async def test_rollout_is_scored_on_arrival(make_env):
             return 1.0
 
     class Scores(Algorithm):
+        waits_for_group = True
+
         async def score_rollout(self, rollout):
             seen.append(rollout)
             scored.set()
@@ -318,13 +367,14 @@ async def test_group_failed_while_model_away_is_excused(make_imitating, make_dis
         async with dispatching(make(frozen)) as dispatcher:
             dispatcher.start_group()
             frozen.go_away()
-            (group,) = await finish(dispatcher)
-            assert group.excused and not group.survivors
-            assert {rollout.error for rollout in group.rollouts} == {"EngineError: http://teacher is gone"}
+            groups = await finish(dispatcher)
+            assert all(group.excused and not group.survivors for group in groups)
+            errors = [rollout.error for group in groups for rollout in group.rollouts]
+            assert errors == ["EngineError: http://teacher is gone"] * 4
             frozen.come_back()
             dispatcher.start_group()
-            (group,) = await finish(dispatcher)
-            assert not group.excused and len(group.survivors) == 4
+            groups = await finish(dispatcher)
+            assert not any(group.excused for group in groups) and sum(len(group.survivors) for group in groups) == 4
 
 
 async def test_model_that_is_given_up_ends_the_run(make_imitating, frozen):
@@ -353,3 +403,60 @@ async def test_samples_carry_the_loss_of_their_env(make_env):
     env = make_env()
     env.loss = "toy"
     assert {sample.loss for rollout in (await play_one(env)).rollouts for sample in rollout.samples} == {"toy"}
+
+
+# --- without a group --------------------------------------------------------------------------------------------------
+
+
+class OneByOne(RewardAlgorithm):
+    """Scores a rollout when it is let go, by its index."""
+
+    def attach(self, **live):
+        super().attach(**live)
+        self.gates = [asyncio.Event() for _ in range(4)]
+
+    async def score_rollout(self, rollout):
+        await self.gates[rollout.index].wait()
+        await super().score_rollout(rollout)
+
+
+async def let_go(dispatcher, env, *indices):
+    """What is emitted when rollouts are let go one after the other, as (group, indices, credited)."""
+    for index in indices:
+        env.algorithm.gates[index].set()
+        await asyncio.sleep(0.05)
+    groups = emitted(dispatcher)
+    assert all(rollout.samples[0].advantages is not None for group in groups for rollout in group.rollouts)
+    return [(group.id, [rollout.index for rollout in group.rollouts]) for group in groups]
+
+
+async def test_rollouts_of_no_group_relative_algorithm_go_one_by_one(make_env):
+    env = make_env(algorithm=OneByOne)
+    async with dispatching(env) as dispatcher:
+        dispatcher.start_group()
+        assert await let_go(dispatcher, env, 2, 0) == [(0, [2]), (0, [0])]
+        assert dispatcher.rollouts_in_flight == 2 and len(dispatcher.in_flight) == 1
+        state = dispatcher.state_dict()
+        assert dispatcher.drop(math.inf) == 2, "the others are counted where they are"
+    again = make_env(algorithm=OneByOne)
+    async with dispatching(again) as dispatcher:
+        dispatcher.load_state_dict(state)
+        assert dispatcher.start_group() == dispatcher.rollouts_in_flight == 2
+        assert await let_go(dispatcher, again, 0, 1, 2, 3) == [(0, [1]), (0, [3]), (0, [])], "each is sent once"
+        assert not dispatcher.in_flight
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "curriculum", "waits"),
+    [
+        (GRPOAlgorithm, {}, True),
+        (SFTDistillAlgorithm, {}, False),
+        (Algorithm, {}, False),
+        (RewardAlgorithm, {}, False),
+        (functools.partial(RewardAlgorithm, length_penalty="turns"), {}, True),
+        (RewardAlgorithm, {"easy_threshold": 1.0}, True),
+        (RewardAlgorithm, {"online_difficulty_filtering": True}, True),
+    ],
+)
+def test_group_is_waited_for_where_it_is_compared(make_env, algorithm, curriculum, waits):
+    assert make_env(algorithm=algorithm, curriculum=curriculum).waits_for_group is waits

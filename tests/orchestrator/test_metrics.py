@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prl.filters.base import Filter
 from prl.monitors.metric_names import QUANTILES
 from prl.orchestrator.batcher import trains
-from prl.orchestrator.metrics import line_of_step, mean, metrics_of_batch, metrics_of_filters, quantiles
+from prl.orchestrator.metrics import line_of_step, mean, metrics_of_batch, metrics_of_filters, quantiles, take_logged
 from prl.rollouts.messages import CallVersions
 from prl.rollouts.rollout import Stage
 
@@ -211,3 +211,13 @@ def test_mean_and_quantiles_are_those_of_exact_arithmetic(values):
 
 def test_mean_and_quantiles_of_nothing():
     assert mean([]) == 0.0 and quantiles([None]) == {}
+
+
+def test_logged_values_are_means_of_the_step_by_env(make_env, zero):
+    one, two = make_env("one", pre={"zero": zero()}), make_env("two")
+    for component, value in ((one.algorithm, 1.0), (one.filters["pre_batch"]["zero"], 4), (two.curriculum, 2.0)):
+        component.log("size", value)
+    one.algorithm.log("size", float("nan"))
+    two.algorithm.log("gone", float("inf"))
+    assert take_logged([one, two]) == {"log/one/size": 2.5, "log/two/size": 2.0}
+    assert take_logged([one, two]) == {}

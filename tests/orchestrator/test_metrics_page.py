@@ -10,6 +10,8 @@ from metrics_page import ENTRIES, PAGE, entry_of
 
 import prl.losses
 import prl.trainer
+from prl.algorithms.grpo import GRPOAlgorithm
+from prl.curriculum.replay import ReplayConfig
 from prl.orchestrator.config import EvalConfig
 from prl.trainer.trainer import COUNTED
 
@@ -31,12 +33,25 @@ def test_every_key_of_a_run_is_on_the_page(run_lines):
     assert unwritten == {"metric/<env>/<metric>"}
 
 
+class Logging(GRPOAlgorithm):
+    def score_group(self, group):
+        self.log("group", len(group))
+        super().score_group(group)
+
+
 @pytest.fixture
 async def run_lines(make_env, zero, train):
     """The lines of a run with two envs, pools, filtering, oversampling, filters in both slots and an evaluation."""
-    curriculum = {"easy_threshold": 1.0, "online_difficulty_filtering": True}
+    curriculum = {"easy_threshold": 1.0, "online_difficulty_filtering": True, "replay": ReplayConfig(share=0.5)}
     envs = [
-        make_env(name, held_out=2, curriculum=curriculum, pre={"zero": zero(False)}, post={"zero": zero(True)})
+        make_env(
+            name,
+            algorithm=Logging,
+            held_out=2,
+            curriculum=curriculum,
+            pre={"zero": zero(False)},
+            post={"zero": zero(True)},
+        )
         for name in "ab"
     ]
     run = await train(envs, steps=3, eval=EvalConfig(every=1), oversampling_factor=1.5)

@@ -11,6 +11,7 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.algorithms.grpo import GRPOAlgorithm
+from prl.algorithms.reward import RewardAlgorithm
 from prl.config.schema import CheckpointConfig
 from prl.errors import ConfigError, NoSignal
 from prl.filters.base import Filter
@@ -27,6 +28,14 @@ class Talk(vf.Task):
     @vf.reward
     async def answer(self, trace: vf.Trace) -> float:
         return float(len(trace.last_reply) == 1)
+
+
+class OneByOne(RewardAlgorithm):
+    """Lets rollouts go one after the other."""
+
+    async def score_rollout(self, rollout):
+        await asyncio.sleep(0.004 * random.random())
+        await super().score_rollout(rollout)
 
 
 class Counts(GRPOAlgorithm):
@@ -83,8 +92,9 @@ def played(run_dir):
             place = (record["group"], record["rollout"])
             assert place not in found, "recorded twice"
             found[place] = (record["env"], record["task"])
-    assert all(found[group, 0] == played for (group, _), played in found.items())
-    return {group: played for (group, _), played in found.items()}
+    groups = {group: played for (group, _), played in found.items()}
+    assert all(groups[group] == played for (group, _), played in found.items())
+    return groups
 
 
 def read_state(run_dir, step):
@@ -105,7 +115,7 @@ async def test_tasks_come_in_the_same_order_after_any_crash(start, make_env, tmp
     monkeypatch.setattr("prl.orchestrator.checkpoints.POLL_S", 0.001)  # a step takes milliseconds here
 
     def envs():
-        return [make_env(tasks=13), make_env("talk", task=Talk, tasks=7, weight=0.5)]
+        return [make_env(tasks=13), make_env("talk", task=Talk, tasks=7, weight=0.5, algorithm=OneByOne)]
 
     chance, steps, state, lines = random.Random(seed), 10, None, []
     while state is None or state.step < steps:

@@ -210,20 +210,20 @@ async def test_evaluation_is_never_filtered(train, make_env, tmp_path):
     assert [(json.loads(line)["matched"], json.loads(line)["outcome"]) for line in lines] == [({}, None)] * 3
 
 
-async def test_algorithm_sees_each_batch_and_credits_it(train, make_env):
+async def test_algorithm_sees_each_batch_and_credits_it_before_filters(train, make_env, zero):
     class ByBatch(Algorithm):
         scored, observed = [], []
 
         def score_batch(self, groups):
             self.scored.append(sum(len(group) for group in groups))
             for rollout in [rollout for group in groups for rollout in group]:
-                rollout.assign_advantages(7.0 + self.scored[-1])
+                rollout.assign_advantages((7.0 + self.scored[-1]) * (rollout.index > 0))
 
         def observe_batch(self, rollouts):
             self.observed.append([rollout.stage for rollout in rollouts])
 
-    run = await train([make_env(algorithm=ByBatch)], steps=2)
-    assert ByBatch.scored == [8, 8] and ByBatch.observed == [["trained"] * 8] * 2
+    run = await train([make_env(algorithm=ByBatch, post={"zero": zero()})], steps=2)
+    assert ByBatch.scored == [8, 8] and ByBatch.observed == [["post_filtered", *["trained"] * 3] * 2] * 2
     assert {credit for rows in run.rows for row in rows for credit in row.advantages} == {0.0, 15.0}
 
 
@@ -249,6 +249,16 @@ async def test_retired_tasks_are_not_sampled_again(train, make_env):
         assert {record["difficulty_pool"] for record in records} == {pool}
         assert run.total(f"evicted_examples/toy/{pool}") == 3
     assert [run.lines[-1][f"pool/toy/{pool}"] for pool in ("easy", "normal", "hard")] == [3 / 8, 2 / 8, 3 / 8]
+
+
+async def test_curriculum_knows_step_version_and_evaluation(train, make_env):
+    env, seen = make_env(held_out=2), []
+    env.curriculum.weight = lambda context: seen.append(context) or 1.0
+    run = await train([env], steps=5, max_async_level=0, eval=EvalConfig(every=2))
+    rewards = {line["step"]: line["eval/toy/avg@1"] for line in run.all_lines if "eval/toy/avg@1" in line}
+    assert {(context.step, context.version) for context in seen} == {(step, step - 1) for step in range(1, 6)}
+    expected = [rewards[2 * ((context.step - 1) // 2)] for context in seen]
+    assert [context.evaluation["eval/toy/avg@1"] for context in seen] == expected
 
 
 async def test_env_that_ends_leaves_the_other_to_train_on(train, make_env, caplog):

@@ -158,9 +158,9 @@ class Run:
         own, dispatcher = self.orchestrator, self.orchestrator.dispatcher
         start, admit, drop, ship = dispatcher.start_group, own.intake.admit, dispatcher.drop, own._ship
 
-        def start_group():
+        def start_group(context):
             before, under_way = set(dispatcher.in_flight), own.collector.rollouts_on_time + own.batcher.rollouts
-            started = start()
+            started = start(context)
             for group in set(dispatcher.in_flight) - before:
                 version, shipped = self.pool.version, own.weight_sync.shipped
                 assert group.start_version == version and not own.weight_sync.busy
@@ -183,9 +183,9 @@ class Run:
             self.end_of |= dict.fromkeys(cancelled, self.loop.time())
             return count
 
-        def shipping(step, rows, truncated):
+        def shipping(step, *shipped):
             self.shipped[step] = self.loop.time()
-            ship(step, rows, truncated)
+            ship(step, *shipped)
 
         monkeypatch.setattr("prl.orchestrator.weight_sync.POLL_S", 0.1)
         monkeypatch.setattr(dispatcher, "start_group", start_group)

@@ -184,6 +184,9 @@ def check(world: World) -> Rollout:
             assert node.sampled and node.mask[i] and node.is_content[i] and node.message.role == "assistant"
             trained.append((number, offset))
     assert sorted(trained) == [(n, i) for n, call in enumerate(world.log) for i in range(len(call.completion))], "once"
+    calls = [int(-x) - 1 if m else None for s in rollout.samples for x, m in zip(s.logprobs, s.mask, strict=True)]
+    lengths = [len(call.completion) for call in world.log]
+    assert [calls[turn.tokens] for turn in rollout.turns] == [[n] * length for n, length in enumerate(lengths)]
     # Calls that sent and sampled the same are one as good as the other.
     wholes = [[world.log[call].whole for call in calls_of(sample)] for sample in rollout.samples]
     assert sorted(wholes) == sorted([world.log[call].whole for call in calls] for calls in by_definition(world.log))

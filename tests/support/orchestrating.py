@@ -199,7 +199,7 @@ class ToyEnvironment(Environment):
         self.name, self.config, self.tasks, self.eval_tasks = name, config, tasks, eval_tasks
         self.taskset = self.workers = self.eval_workers = None
         self.verifiers_env = self.eval_verifiers_env = None
-        self.uses_harness, self._in_process = False, []
+        self.uses_harness, self._in_process, self.models = False, [], {}
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ RATES = {"generated": "tokens/generated_per_second", "trained": "tokens/trained_
 KINDS = (
     Kind("Reward", "mean of the step", r"reward/(.+)/mean", zero=False, shows_zeros=True),
     Kind("Parts and metrics", "mean of the step", r"metric/(.+)/(.+)", zero=False),
+    Kind("Logged", "mean of the step", r"log/([^/]+)/(.+)", zero=False),
     Kind("Evaluation", "held-out reward", r"eval/(.+)/avg@\d+", zero=False, shows_zeros=True),
     Kind("Entropy", "nats per token", {"entropy": "entropy/all/mean"}),
     Kind("Gap and KL", "nats per token", GAPS, zero=False, options={"log": True}),

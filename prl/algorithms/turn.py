@@ -1,0 +1,39 @@
+"""Credit by turn."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Le
+
+from prl.algorithms.advantage import centred, discounted_returns
+from prl.algorithms.base import Algorithm
+from prl.algorithms.length_penalty import LengthPenalty
+from prl.rollouts.rollout import Rollout
+
+
+@dataclass(kw_only=True)
+class TurnAlgorithm(LengthPenalty, Algorithm):
+    """Credit of a turn = its discounted return - the mean return of that turn in the group, on its sampled tokens.
+
+    The mean of turn j is over the rollouts that have a turn j. One that alone has so many turns has no credit for the
+    last of them. What a `length_penalty` adds to a reward belongs to the last turn. Source: GRPO with process
+    supervision (arXiv 2402.03300, section 4.1.3), by turns, discounted, and without its standard deviation.
+    """
+
+    group_relative: ClassVar[bool] = True
+
+    gamma: Annotated[float, Ge(0), Le(1)] = 1.0
+    """Discount of a reward for each turn between it and the turn that is credited; 0 = a turn's own reward alone."""
+
+    def score_group(self, group: list[Rollout]) -> None:
+        credit = []
+        for rollout, shaped in zip(group, self.shaped_rewards(group), strict=True):
+            rewards = [turn.reward for turn in rollout.turns]
+            rewards[-1] += shaped - rollout.reward
+            credit.append(discounted_returns(rewards, self.gamma))
+        for number in range(max(map(len, credit))):
+            there = [returns for returns in credit if number < len(returns)]
+            for returns, advantage in zip(there, centred([returns[number] for returns in there]), strict=True):
+                returns[number] = advantage
+        for rollout, advantages in zip(group, credit, strict=True):
+            rollout.assign_turns(advantages)

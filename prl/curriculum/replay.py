@@ -1,0 +1,22 @@
+"""Options of replay: training again on groups of earlier batches."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
+
+@dataclass
+class ReplayConfig:
+    """Groups of earlier batches that are trained on again, as they were credited then, newest policy first.
+
+    Only groups whose advantages are not all zero. They count in `replay/*` and in `off_policy/*`.
+    """
+
+    share: Annotated[float, Ge(0), Le(0.9)] = 0.0
+    """Share of the env's part of a batch that is taken from them, as far as there are any; 0 = none."""
+    max_age: Annotated[int, Ge(1)] = 4
+    """Policy versions between a rollout's start and the last step that replays it, at most; and at most
+    `orchestrator.max_off_policy_steps`."""
+    max_uses: Annotated[int, Ge(1)] = 1
+    """Times that a group is replayed."""
