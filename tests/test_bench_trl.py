@@ -21,7 +21,8 @@ def test_lines_of_both_sides_are_read(tmp_path, capsys):
     console.start(tmp_path, max_steps=60, run_config={})
     console.status("training [math]")
     console.step({"step": 0})
-    facts = dict.fromkeys(["loss/mean", "off_policy/mean", "off_policy/max", "tokens/generated", "tokens/trained"], 1.0)
+    rates = ["tokens/generated_per_second", "tokens/trained_per_second"]
+    facts = dict.fromkeys(["loss/mean", "off_policy/mean", "off_policy/max", *rates], 1.0)
     console.step({"step": 1, "reward/all/mean": 0.4567, "time/step": 1.0, **facts})
     console.close()
     printed = [*capsys.readouterr().err.splitlines()]

@@ -41,6 +41,10 @@ EXPERIMENTS = {
 """After `experiment=`, and as it would be typed without one, beside COMMON."""
 
 
+RECIPES = {"dapo", "dr_grpo", "rloo", "gspo", "cispo", "tis", "gkd", "sdft", "reinforce_pp"}
+"""Single runs, by the names of papers: `tests/e2e/test_recipes.py` trains them."""
+
+
 def jobs(overrides):
     """Each job of a sweep: what varies, and the overrides that it has in common with the others."""
     given = {each.get_key_element().lstrip("+"): each for each in OverridesParser.create().parse_overrides(overrides)}
@@ -87,7 +91,7 @@ def test_its_readme_has_the_command_and_the_report(words):
 
 
 def test_every_experiment_is_here():
-    single = {"mixed_grpo_opd", "on_policy"}
+    single = {"mixed_grpo_opd", "on_policy", *RECIPES}
     assert {words.split()[0] for words in EXPERIMENTS} | single == {
         path.stem for path in CONF.glob("experiment/*.yaml")
     }

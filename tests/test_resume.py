@@ -203,18 +203,16 @@ def test_fork_begins_a_new_run_and_leaves_the_source(run, tmp_path):
         resume.take_over(point, config, {})
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"\x87" + data])
-def test_a_config_that_cannot_be_read_is_said_once(run, damage, capsys):
+def test_a_config_that_cannot_be_read_is_said_once(run, capsys):
     folder = run(steps=(2, 4))
     path = folder / "config.yaml"
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(b"\x87" + path.read_bytes())
     for at in ("auto", folder):
-        with pytest.raises(ConfigError, match=r"cannot be read: (its end is missing|.*invalid start byte)$"):
+        with pytest.raises(ConfigError, match=r"cannot be read: .*invalid start byte$"):
             again(folder, at=at)
     with pytest.raises(SystemExit):
         expanded([f"run.resume={folder}"])
-    printed = capsys.readouterr().err
-    assert printed.count("its end is missing") + printed.count("invalid start byte") == 1
+    assert capsys.readouterr().err.count("invalid start byte") == 1
 
 
 def test_damaged_checkpoint_is_refused_offering_the_one_before(run, capsys):
@@ -329,7 +327,7 @@ def test_files_are_cut_back_to_the_checkpoint(run):
 def test_beginning_again_leaves_nothing_of_the_first_time(run):
     folder = run()
     for name in ("metrics.jsonl", "result.json", "provenance.json"):
-        (folder / name).write_text("{}")
+        (folder / name).write_text('{"data": {}}')
     for name in ("rollouts", "events"):
         (folder / name).mkdir()
     (folder / "trace.json").touch()

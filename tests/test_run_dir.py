@@ -75,13 +75,6 @@ def test_files_older_than_a_config_block_no_run(tmp_path):
     new_run_dir(compose(["run.name=x", f"run.dir={tmp_path}/x"]))
 
 
-def test_error_is_printed_where_result_is_unwritable(tmp_path, capsys):
-    with pytest.raises(PrlError, match="the first"), owned(tmp_path), recorded(tmp_path, RunResult()):
-        (tmp_path / "result.json").mkdir()
-        raise PrlError("the first")
-    assert capsys.readouterr().err == f"no result.json: {tmp_path}/result.json cannot be written: Is a directory\n"
-
-
 def test_exit_of_user_code_is_a_failure_with_line(tmp_path):
     result = RunResult()
     printed = rf"^the run was ended from within: SystemExit: 0 \({__file__}, line \d+\)$"

@@ -295,7 +295,7 @@ def check_values(config: Any, where: str = "") -> None:
 def check_node(node: Any, key: str) -> None:
     """Raise ConfigError for a node that names no class or function."""
     settings = plain(node)
-    if isinstance(settings, dict) and "_target_" in settings:
+    if isinstance(settings, dict) and isinstance(settings.get("_target_"), str):
         return
     group = key.rpartition(".")[2]
     own = f"+{group}@{key}" if key.startswith("envs.") else group

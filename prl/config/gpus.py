@@ -53,15 +53,9 @@ class Needs:
     def of_each(self) -> list[tuple[int, str]]:
         """GPUs that each kind takes, and the settings that say so."""
         return [
-            (
-                self.engines * self.engine_gpus,
-                f"engine.servers={self.engines} of tensor_parallel_size={self.engine_gpus}",
-            ),
+            (self.engines * self.engine_gpus, f"engine.servers={self.engines} of {self.engine_gpus} GPUs"),
             (self.ranks * self.rank_gpus, f"trainer.num_processes={self.ranks}"),
-            (
-                self.teachers * self.teacher_gpus,
-                f"teacher.engine.servers={self.teachers} of tensor_parallel_size={self.teacher_gpus}",
-            ),
+            (self.teachers * self.teacher_gpus, f"teacher.engine.servers={self.teachers} of {self.teacher_gpus} GPUs"),
         ]
 
     def least(self) -> int:

@@ -59,9 +59,9 @@ def parameters_of(model: ModelConfig) -> int | None:
     return sum(math.prod(shape) for _, shape in tensors_of(folder, f"model.path={model.path!r}"))
 
 
-def check_run_dir(path: str, key: str = "run.dir") -> None:
-    """Raise ConfigError for a run directory that cannot be made or written to; `key` names it."""
-    where = f"{key}={path[:200]!r}"
+def check_run_dir(path: str) -> None:
+    """Raise ConfigError for a run directory that cannot be made or written to."""
+    where = f"run.dir={path[:200]!r}"
     if not path.strip() or not path.isprintable():
         raise ConfigError(f"{where} is no directory's path: leave it out for outputs/<run.name>")
     folder = Path(path).expanduser().absolute()

@@ -16,8 +16,6 @@ from prl.errors import ConfigError
 from prl.monitors.masking import masked
 from prl.monitors.text import in_one_line
 
-BEGINS, ENDS = "---\n", "...\n"
-"""Marks of YAML: a file that has the first and not the second was cut off."""
 DEFAULTS = ["/base@_global_", "_self_"]
 """What Hydra composes it with: where a run lives and Hydra's own settings (conf/base.yaml)."""
 
@@ -32,13 +30,11 @@ def text_of(config: TrainConfig | EvaluationConfig) -> str:
     data = data_of(config)
     if isinstance(config, TrainConfig):
         data = {"defaults": DEFAULTS} | without_run(data)
-    return f"{BEGINS}{OmegaConf.to_yaml(OmegaConf.create(data))}{ENDS}"
+    return OmegaConf.to_yaml(OmegaConf.create(data))
 
 
 def yaml_of(text: str) -> Any:
-    """The config that a text of `config.yaml` says, with interpolations as they are. Raises where it was cut off."""
-    if text.startswith(BEGINS) and not text.rstrip().endswith(ENDS.strip()):
-        raise ValueError("its end is missing")
+    """The config that a text of `config.yaml` says, with interpolations as they are."""
     content = OmegaConf.to_container(OmegaConf.create(text))  # 4e-4 is a number, as for Hydra
     return {key: value for key, value in content.items() if key != "defaults"} if isinstance(content, dict) else content
 

@@ -153,12 +153,6 @@ class SamplingConfig:
     """Strings that end a completion. The tokens that complete one stay in it, as they were sampled."""
     seed: Annotated[int, Ge(0)] | None = None
     """Seeds every request together with the request's name; null = the run's seed."""
-    presence_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
-    """Subtracted from the logits of tokens that the completion already contains. 0 = off. Not for training."""
-    frequency_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
-    """Subtracted from a token's logit for each time the completion contains it. 0 = off. Not for training."""
-    repetition_penalty: Annotated[float, Gt(0), Le(1e6)] = 1.0
-    """Divides the logits of tokens that prompt or completion contain. 1 = off. Not for training."""
 
 
 def as_run() -> dict[str, Any]:

@@ -17,6 +17,9 @@ INSTEAD = {
     "num_generations": "orchestrator.group_size",
     "clip_ratio": "loss=ppo loss.clip_low=… loss.clip_high=…",
     "epsilon": "loss=ppo loss.clip_low=… loss.clip_high=…",
+    "epsilon_high": "loss=ppo loss.clip_high=…",
+    "num_iterations": "trainer.epochs",
+    "max_completion_length": "sampling.max_tokens",
     "gradient_accumulation_steps": "trainer.seq_len and trainer.tokens_per_forward: a step is orchestrator.batch_size",
     "lr": "trainer.optim.lr",
     "save_every": "checkpoint.every",
@@ -37,6 +40,7 @@ def hint(argument: str, config: DictConfig, groups: Mapping[str, list[str]]) -> 
     """
     key, value = override_key(argument), argument.partition("=")[2]
     nodes = [key.rsplit(".", up)[0] for up in range(key.count(".") + 1)]  # from the key itself outwards
+    nodes.append(key.rpartition(".")[2])
     node = next((node for node in nodes if node in INSTEAD), None)
     if node is not None:
         return f"there is no {node!r} here: {INSTEAD[node]}"

@@ -27,8 +27,6 @@ THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 """Hosts that only the machine itself reaches."""
 CLUSTER = "prl.launch.ray.RayLauncher"
 """The launcher whose processes may be on other machines than this one."""
-MAX_NAME = 200
-"""Longest name of a run, bytes: file systems allow 255, and some files are named after their run."""
 
 
 def validate(config: TrainConfig) -> None:
@@ -94,10 +92,6 @@ def check_run_name(name: str) -> None:
     """Refuse a name that is not one directory's, or that a terminal or a log cannot show."""
     if name in ("", ".", "..") or set(name) & set("/\\") or not name.isprintable() or name != name.strip():
         raise ConfigError(f"run.name={name[:80]!r} must be one directory's name; run.dir takes a whole path")
-    if len(name.encode()) > MAX_NAME:
-        raise ConfigError(
-            f"run.name={name[:40]!r}… has {len(name.encode())} bytes: a file's name has at most {MAX_NAME}"
-        )
 
 
 def validate_server(model: ModelConfig, engine: VLLMConfig, prefix: str = "", *, weights: bool = True) -> None:
@@ -109,11 +103,6 @@ def validate_server(model: ModelConfig, engine: VLLMConfig, prefix: str = "", *,
     for url in engine.urls:
         check_url(url, f"{prefix}engine.urls", "http://127.0.0.1:8000")
     if engine.urls:
-        if engine.servers > 1:
-            raise ConfigError(
-                f"{prefix}engine.servers={engine.servers} says how many are started, and engine.urls names "
-                f"{len(engine.urls)} that run: leave one of the two out"
-            )
         return
     device = engine.device_type
     check_options(engine.args, prefix, device=device)
@@ -135,14 +124,6 @@ def validate_teacher(config: TrainConfig) -> None:
             raise ConfigError(
                 f"teacher.base_url={teacher.base_url}: teacher=local is hosted by the launcher, which chooses the "
                 "address; for a model that is served already write teacher=endpoint teacher.name=… teacher.base_url=…"
-            )
-        if teacher.api_key_var is not None:
-            raise ConfigError(
-                "teacher.api_key_var: teacher=local has the run's own key; it belongs to teacher=endpoint"
-            )
-        if teacher.engine.urls:
-            raise ConfigError(
-                "teacher.engine.urls: for a model that is served already write teacher=endpoint teacher.base_url=…"
             )
         validate_server(teacher.model, teacher.engine, "teacher.", weights=not config.dry_run)
     elif not (teacher.name and teacher.base_url):

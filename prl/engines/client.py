@@ -289,6 +289,4 @@ def lock_of(url: str) -> FileLock:
         lock.acquire(timeout=0)
     except Timeout:
         raise PrlError(f"engine.urls: another run has the engine at {url}; wait for its end") from None
-    except OSError as error:
-        raise PrlError(f"engine.urls: cannot lock the engine at {url}: {error}") from error
     return lock

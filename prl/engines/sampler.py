@@ -18,17 +18,8 @@ if TYPE_CHECKING:
 MIN_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this one to it."""
 
-NEUTRAL = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
+NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """The values that leave the model's distribution as it is; a request names only settings that differ."""
-
-TRUNCATING = ("top_p", "top_k", "min_p")
 
 ANY_TOKEN = 1 << 32
 """Above every token id that can be written down."""
@@ -195,15 +186,10 @@ def validate_for_training(sampler: Sampler, where: str, *, live: bool, max_model
         )
     for name, neutral in NEUTRAL.items() if live else ():
         if (value := getattr(sampler, name)) != neutral:
-            theirs, ours = (
-                ("over the tokens it keeps", "over the whole vocabulary")
-                if name in TRUNCATING
-                else ("with the penalty in it", "without it")
-            )
             raise ConfigError(
-                f"{where}.{name}={value}: the engine would give each token its probability {theirs}, and the trainer "
-                f"computes it {ours}: leave {name} at {neutral:g} for training (evaluation may set it with "
-                f"orchestrator.eval.sampling.{name})"
+                f"{where}.{name}={value}: the engine would give each token its probability over the tokens it keeps, "
+                f"and the trainer computes it over the whole vocabulary: leave {name} at {neutral:g} for training "
+                f"(evaluation may set it with orchestrator.eval.sampling.{name})"
             )
 
 

@@ -79,9 +79,7 @@ class RayLauncher(Launcher):
     def reserve(self, bundles: Sequence[Bundle]) -> None:
         self.bundles = list(bundles)
         self._join()
-        self.group = ray.util.placement_group(
-            [bundle.resources for bundle in bundles], "PACK", bundle_label_selector=nodes_of(bundles)
-        )
+        self.group = ray.util.placement_group([bundle.resources for bundle in bundles], "PACK")
         self._wait_for_room()
         owned = [bundle for bundle in bundles if bundle.model is not None]
         for bundle in owned:
@@ -323,17 +321,6 @@ class RayLauncher(Launcher):
             self.joined = False
             gc.collect()  # actors of the next Ray have the same ids: a handle that goes then would end one of those
             ray.shutdown()
-
-
-def nodes_of(bundles: Sequence[Bundle]) -> list[dict[str, str]]:
-    """Labels of the nodes that each bundle may be on: workers of envs go to those without GPUs, where there is room."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    with_gpus = [node["NodeID"] for node in nodes if node["Resources"].get("GPU")]
-    cores = sum(node["Resources"].get("CPU", 0) for node in nodes if node["NodeID"] not in with_gpus)
-    if not with_gpus or cores < sum(bundle.cpus for bundle in bundles if not bundle.gpus):
-        return [{}] * len(bundles)
-    apart = {"ray.io/node-id": f"!in({','.join(with_gpus)})"}
-    return [apart if bundle.model is None else {} for bundle in bundles]
 
 
 def check_node(bundle: Bundle, node: Node, here: str, *, has_model: bool) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import faulthandler
-import logging
 import signal
 import threading
 from collections.abc import Coroutine
@@ -12,8 +11,6 @@ from typing import Any, NoReturn
 from uvloop import new_event_loop
 
 from prl.monitors.terminal import detach
-
-log = logging.getLogger(__name__)
 
 STILL_S = 10.0
 """[s] Code that holds the event loop up for longer is named."""
@@ -92,14 +89,9 @@ async def cancelled_by_signals(work: Coroutine[Any, Any, None], received: list[i
 
 async def name_what_holds_the_loop_up() -> None:
     """Have Python's stack on the terminal whenever code holds the event loop up for `STILL_S`, until cancelled."""
-    loop = asyncio.get_running_loop()
     try:
         while True:
             faulthandler.dump_traceback_later(STILL_S, file=2)  # by a thread that needs no lock of Python's
-            began = loop.time()
             await asyncio.sleep(BEAT_S)
-            late_s = loop.time() - began - BEAT_S
-            if late_s > STILL_S - BEAT_S:
-                log.warning("the event loop stood still for %.1f s: nothing of the run went on", late_s)
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -55,8 +55,8 @@ class Monitor(ABC):
 class Monitors:
     """Hands each step to every monitor of the run.
 
-    A monitor that fails does not keep a line from the others, and it ends the run: metrics that stop unnoticed are
-    worse than a run that stops. Only while closing, when nothing is left to save, a failure is a warning.
+    A monitor that fails ends the run: metrics that stop unnoticed are worse than a run that stops. Only while closing,
+    when nothing is left to save, a failure is a warning.
     """
 
     def __init__(self, monitors: dict[str, Monitor]):
@@ -95,16 +95,12 @@ class Monitors:
                 log.warning("%s", failure(name, monitor, "close", error))
 
     def _tell(self, hook: str, value: Any) -> None:
-        """Call this hook of every monitor, then raise PrlError for the first that failed."""
-        failures = []
+        """Call this hook of one monitor after the other. Raises PrlError for the first that fails."""
         for name, monitor in self._started.items():
             try:
                 getattr(monitor, hook)(copy.copy(value))  # each its own: one may change it
             except BaseException as error:
-                failures.append((failure(name, monitor, hook, error), error))
-        if failures:
-            first, cause = failures[0]
-            raise first from cause
+                raise failure(name, monitor, hook, error) from error
 
 
 def failure(name: str, monitor: Monitor, hook: str, error: BaseException) -> PrlError:

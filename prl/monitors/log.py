@@ -48,7 +48,7 @@ class Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):  # the terminal has gone; the log has it
-            print(self.format(record), file=sys.stderr, flush=True)  # the live table puts itself there
+            print(self.format(record), file=sys.stderr, flush=True)
 
     def format(self, record: logging.LogRecord) -> str:
         _, text = self.parts_of(record)

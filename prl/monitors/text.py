@@ -1,7 +1,6 @@
 """Text that prl did not write, shown to people."""
 
 import re
-from itertools import groupby
 
 from prl.monitors.masking import masked_text
 
@@ -26,10 +25,3 @@ def in_one_line(error: BaseException | str) -> str:
     """A library's message or a model's reply, which may have many lines, as one."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:400]} …"
-
-
-def spans(steps: list[int]) -> str:
-    """`1 to 4, 6` for [1, 2, 3, 4, 6]."""
-    # Within a span, a step is as far from its place in the list as the next one.
-    runs = [[step for _, step in span] for _, span in groupby(enumerate(steps), lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in runs)

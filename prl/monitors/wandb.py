@@ -4,7 +4,6 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,11 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge
 
 from prl.monitors.base import Monitor
-from prl.rollouts.record_lines import Message, Record
+from prl.rollouts.record_lines import Record
 from prl.transport.files import lines_of, step_name, write_atomically
 
-COLUMNS = ("env", "task", "group", "reward", "advantage", "stage", "filter", "tokens", "messages")
-"""Of the table: `stage` is where a rollout left, `filter` the one that dropped it or, monitoring, matched it."""
+COLUMNS = ("env", "task", "group", "reward", "advantage", "stage", "tokens", "messages")
+"""Of the table: `stage` is where a rollout left."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -66,7 +65,7 @@ class Wandb(Monitor):
         step = int(line["step"])
         logged: dict[str, Any] = {key: value for key, value in line.items() if key != "step"}
         if self.table_every is not None and step % self.table_every == 0:
-            data = rows(lines_of(self._run_dir / "rollouts" / f"{step_name(step)}.jsonl", Record, []))
+            data = [row(each) for each in lines_of(self._run_dir / "rollouts" / f"{step_name(step)}.jsonl", Record, [])]
             if data:  # none of step 0
                 logged["rollouts"] = wandb.Table(columns=list(COLUMNS), data=data)
         self._run.log(logged, step=step)
@@ -89,24 +88,8 @@ def sweep_of(run_dir: Path) -> str | None:
     return run_dir.parent.name if (run_dir.parent / "sweep.json").exists() else None
 
 
-def rows(records: Iterable[Record]) -> list[list[str | float | None]]:
-    """The table, in the order of `COLUMNS`."""
-    return [
-        [
-            record.env,
-            str(record.task),
-            record.group,
-            record.reward,
-            record.advantage,
-            str(record.stage),
-            ", ".join(f"{slot}: {name}" for slot, name in record.matched.items()),
-            record.completion_tokens,
-            "\n".join(map(_text, record.messages)),
-        ]
-        for record in records
-    ]
-
-
-def _text(message: Message) -> str:
-    calls = "".join(f" {call.name}({call.arguments})" for call in message.tool_calls)
-    return f"{message.role}: {message.content}{calls}"
+def row(record: Record) -> list[str | float | None]:
+    """A rollout's row of the table, in the order of `COLUMNS`."""
+    texts = "\n".join(f"{message.role}: {message.content}" for message in record.messages)
+    left, tokens = str(record.stage), record.completion_tokens
+    return [record.env, str(record.task), record.group, record.reward, record.advantage, left, tokens, texts]

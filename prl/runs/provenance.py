@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shlex
 import struct
 import subprocess
@@ -103,15 +102,8 @@ def output_of(*command: str) -> str:
 
 
 def packages() -> dict[str, str]:
-    """The installed versions of what prl asks for."""
-    result = {}
-    for requirement in sorted(importlib.metadata.requires("prl") or ()):
-        if name := re.match(r"[\w.-]+", requirement):
-            try:
-                result[name[0]] = importlib.metadata.version(name[0])
-            except importlib.metadata.PackageNotFoundError:
-                continue
-    return result
+    """The versions of all installed packages."""
+    return {each.name: each.version for each in sorted(importlib.metadata.distributions(), key=lambda each: each.name)}
 
 
 # --- hashes -----------------------------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
 """The result of a run: `result.json` in its directory."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from prl.errors import UNREADABLE
 from prl.monitors.masking import masked_text
 from prl.transport.files import write_atomically
 
@@ -33,14 +31,12 @@ class RunResult(msgspec.Struct):
 
 
 def read_result(run_dir: Path) -> RunResult | None:
-    """The run's `result.json`; None where there is none, and, with a warning, where it cannot be read."""
+    """The run's `result.json`; None where there is none."""
     path = run_dir / "result.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunResult)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (OSError, *UNREADABLE) as error:
-        print(f"warning: {path} cannot be read ({error}): how the run ended is not known", file=sys.stderr)
     return None
 
 

@@ -23,7 +23,7 @@ from prl.config.compose import options
 from prl.config.run_yaml import data_of, has_config, load, quoted, without_run
 from prl.config.schema import TrainConfig
 from prl.config.suggestions import override_key
-from prl.errors import UNREADABLE, ConfigError
+from prl.errors import ConfigError
 from prl.monitors.text import safe
 from prl.runs.owner import LOCK
 from prl.runs.provenance import command_line, data_hash
@@ -62,8 +62,6 @@ FIXED = {
 NOW = "${now:%Y%m%d-%H%M%S-%f}"
 """The time in the name of a run that was given none (conf/train.yaml)."""
 ABSENT = "<absent>"
-SHOWN = 12
-"""Changed keys that are printed one by one."""
 Tasks = Mapping[str, Mapping[str, Iterable[str]]]
 """The hashes of each env's tasks, by env and by `train` or `eval`."""
 
@@ -198,13 +196,11 @@ def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str,
 
 def check_tasks(run_dir: Path, tasks: Tasks) -> None:
     """Raise ConfigError where an env's training tasks are not those that the run began with."""
-    try:
-        recorded = msgspec.json.decode((run_dir / "provenance.json").read_bytes())["data"]
-        before = {env: splits["train"]["sha256"] for env, splits in recorded.items()}
-    except (OSError, *UNREADABLE, KeyError, TypeError, AttributeError) as error:
-        message = f"warning: {run_dir / 'provenance.json'} cannot be read ({error}): whether the tasks are the same"
-        print(safe(f"{message} is told by their number alone"), file=sys.stderr)  # which the curricula compare
+    path = run_dir / "provenance.json"
+    if not path.exists():  # it was killed before that was written
         return
+    recorded = msgspec.json.decode(path.read_bytes())["data"]
+    before = {env: splits["train"]["sha256"] for env, splits in recorded.items()}
     for env, splits in tasks.items():
         if env in before and data_hash(splits["train"])["sha256"] != before[env]:
             raise ConfigError(
@@ -290,10 +286,8 @@ def _record(point: "ResumePoint", checkpoint: str) -> None:
         f"{line['issued_again']} tasks that were in flight are played again",
         file=sys.stderr,
     )
-    for key, (was, now) in list(point.changed.items())[:SHOWN]:
+    for key, (was, now) in point.changed.items():
         print(safe(f"  {key}: {was} → {now}"), file=sys.stderr)
-    if len(point.changed) > SHOWN:
-        print(f"  … and {len(point.changed) - SHOWN} more keys (resumes.jsonl)", file=sys.stderr)
 
 
 def completed(config: TrainConfig) -> RunResult | None:

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import shutil
-import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -214,14 +213,4 @@ def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
         raise
     finally:
         result.seconds = round(time.monotonic() - started, 3)
-        _write_result(run_dir, result)
-
-
-def _write_result(run_dir: Path, result: RunResult) -> None:
-    """Write `result.json`. Where that fails, a run that failed keeps its own error, which comes first."""
-    try:
         write_result(run_dir, result)
-    except OSError as error:
-        if result.status == "completed":
-            raise
-        print(f"no result.json: {of_disk(error) or error}", file=sys.stderr)

@@ -5,7 +5,6 @@
 On a terminal, or line by line from a pipe: echo "12+34=" | python -m prl.tools.chat tiny
 """
 
-import re
 import signal
 import sys
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from prl.engines.client import ModelPool
     from prl.engines.sampler import Sampler
 
-COMMANDS = "/system TEXT  /reset  /temperature X  /quit"
+COMMANDS = "/system TEXT  /reset  /quit"
 
 
 def main(config: EvaluationConfig) -> None:
@@ -86,10 +85,6 @@ class Chat:
             self.system = value
         elif name == "/reset":
             self.messages.clear()
-        elif name == "/temperature":
-            if not re.fullmatch(r"\d+\.?\d*|\.\d+", value):
-                return self.say(f"/temperature {value}: give a number from 0 up; it stays {self.sampler.temperature:g}")
-            self.sampler = self.sampler.changed({"temperature": float(value)})
         else:
             return self.say(f"there is no {name}: {COMMANDS}")
         self.say(f"{name[1:]}: {value or 'done'}")

@@ -37,18 +37,9 @@ def test_both_spellings_are_refused(option):
         assert refused({"block-size": 16, spelt: "x"}, "teacher.").startswith(f"teacher.engine.args.{spelt}")
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        {"hos": "0.0.0.0"},
-        {"host=0.0.0.0": True},
-        {"no-trust-remote-code": True},
-        {"no_enable_scale_out": True},
-        {"block-size": "--host=0.0.0.0"},
-    ],
-)
-def test_no_way_round(args):
-    assert refused(args).startswith("engine.args.")
+@pytest.mark.parametrize("name", ["no-trust-remote-code", "no_enable_scale_out"])
+def test_negations_are_refused_too(name):
+    assert refused({name: True}).startswith(f"engine.args.{name}")
 
 
 @pytest.mark.parametrize(

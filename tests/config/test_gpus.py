@@ -39,12 +39,12 @@ def test_processes_have_own_gpus_or_share_one(gpus, needs, engines, ranks, teach
         (
             8,
             Needs(3, 2, 4, 1),
-            "engine.servers=3 of tensor_parallel_size=2 and trainer.num_processes=4 take 10 GPUs",
+            "engine.servers=3 of 2 GPUs and trainer.num_processes=4 take 10 GPUs",
         ),
-        (1, Needs(2, 1, 1, 1), "engine.servers=2 of tensor_parallel_size=1 and trainer.num_process"),
+        (1, Needs(2, 1, 1, 1), "engine.servers=2 of 1 GPUs and trainer.num_process"),
         (1, Needs(1, 1, 2, 1), "trainer.num_processes=2 take 3 GPUs"),
-        (1, Needs(1, 2), "engine.servers=1 of tensor_parallel_size=2 take 2 GPUs"),
-        (2, Needs(1, 1, 1, 1, 1, 1), "teacher.engine.servers=1 of tensor_parallel_size=1 ta"),
+        (1, Needs(1, 2), "engine.servers=1 of 2 GPUs take 2 GPUs"),
+        (2, Needs(1, 1, 1, 1, 1, 1), "teacher.engine.servers=1 of 1 GPUs ta"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_keys(gpus, needs, says):

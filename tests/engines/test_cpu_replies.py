@@ -33,6 +33,7 @@ def test_a_group_is_complete_once_its_last_continuation_has_ended():
         "prompt_token_ids": [1, 2],
         "choices": choices,
         "prompt_logprobs": None,
+        "prompt_top": None,
     }
 
 

@@ -12,14 +12,7 @@ from prl.engines.replies import Completion
 from prl.engines.sampler import NEUTRAL, OverlongPrompt, Sampler, derive_seed, validate_for_training
 from prl.errors import ConfigError, EngineError
 
-OTHERS = {
-    "top_p": 0.9,
-    "top_k": 20,
-    "min_p": 0.05,
-    "presence_penalty": 0.5,
-    "frequency_penalty": -0.5,
-    "repetition_penalty": 1.1,
-}
+OTHERS = {"top_p": 0.9, "top_k": 20, "min_p": 0.05}
 """A value other than the neutral one for each setting that changes the distribution."""
 
 
@@ -181,7 +174,6 @@ REFUSED = [
     ({"min_p": 1.0}, "sampling.min_p"),
     ({"max_tokens": 0}, "sampling.max_tokens"),
     ({"seed": -1}, "sampling.seed"),
-    ({"repetition_penalty": 0.0}, "sampling.repetition_penalty"),
     ({"stop": ["a", ""]}, "sampling.stop has an empty string"),
     ({"max_tokens": 10}, "sampling.max_tokens=10 must be from 1 to below model.max_model_len=10"),
 ]

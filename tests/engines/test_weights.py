@@ -68,7 +68,7 @@ def adapter(folder, layers):
 def test_an_adapter_is_added_to_the_weights_of_its_layer(tmp_path):
     """1 + 6 / 2 * (2 * 1 + 2 * 1) = 13."""
     base = written(tmp_path / "base", {"a.weight": (2, 3), "b.weight": (4,)}).parent
-    loaded = dict(policy_tensors(str(adapter(tmp_path / "adapter", {"a": (2, 3)})), str(base)))
+    loaded = dict(policy_tensors(str(adapter(tmp_path / "adapter", {"a": (2, 3)})), base))
     assert torch.equal(loaded["a.weight"], torch.full((2, 3), 13.0)) and torch.equal(loaded["b.weight"], torch.ones(4))
 
 

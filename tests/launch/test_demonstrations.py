@@ -40,11 +40,9 @@ def test_a_conversation_for_a_single_turn_is_refused(tmp_path):
         demonstrated(*DEMONSTRATED, "env=jsonl", *args, "envs.jsonl.eval_args=null")
 
 
-def test_useless_demonstration_settings_warn():
+def test_the_key_of_demonstrations_is_refused_without_them():
     with pytest.raises(ConfigError, match=r"algo\.sampling\.demo_key=answer: it is read with .*source=demonstrations"):
         demonstrated("algo=sft", "algo.sampling.demo_key=answer")
-    with pytest.warns(UserWarning, match="the 4 rollouts of a group are the same demonstration"):
-        demonstrated("algo=sft", "algo.sampling.source=demonstrations", "envs.math.args.num_tasks=4")
 
 
 async def test_demonstration_rollout_is_its_text_without_version(env_of, tokenizer):

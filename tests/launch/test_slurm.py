@@ -60,7 +60,7 @@ def test_a_job_runs_the_typed_command_with_ray(sbatch, tmp_path, capsys):
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert script.index("module load cuda") < script.index("symmetric-run")
     (line,) = [line for line in script.splitlines() if " -m prl.train " in line]
-    arguments = shlex.split(line.rstrip(" &").partition(" -m prl.train ")[2])
+    arguments = shlex.split(line.rstrip(")").partition(" -m prl.train ")[2])
     own = ["launcher=ray", "launcher.wait_s=300", f"run.dir='{folder}'", "run.name='x'", "run.resume='auto'"]
     assert arguments == ["seed=3", "loss=aipo", *own]
     assert f"job 7, log: {folder}.slurm-7.log\nrun directory: {folder}\n" == capsys.readouterr().err

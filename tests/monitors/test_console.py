@@ -1,8 +1,8 @@
-"""The terminal: a table, lines, or nothing."""
+"""The terminal: lines, or nothing."""
 
 import pytest
 
-from prl.monitors.console import Console, spark
+from prl.monitors.console import Console
 
 
 @pytest.fixture
@@ -43,36 +43,3 @@ def test_quiet_prints_nothing_and_logs_each_step(tmp_path, capsys, caplog, line,
     console.step(line(1))
     console.close()
     assert capsys.readouterr() == ("", "") and caplog.messages[0].startswith("step 1/4  reward=0.250  loss=")
-
-
-def test_auto_is_live_on_a_terminal_and_lines_elsewhere(tmp_path, monkeypatch, started):
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.setenv("TTY_COMPATIBLE", "0")
-    assert started(Console(), tmp_path).shown == "plain"
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    console = started(Console(), tmp_path)
-    console.close()
-    assert console.shown == "live"
-
-
-def test_live_shows_the_step_the_reward_and_its_course(tmp_path, capsys, line, started):
-    console = started(Console(mode="live"), tmp_path)
-    console.status("starting the engine")
-    console.step({"step": 0})
-    for step in (1, 2):
-        console.step(line(step))
-    assert console.text == "", "a step is the end of a wait"
-    console.status("no progress for 10 s: the trainer sleeps")
-    console.close()
-    shown = capsys.readouterr().err
-    assert "no progress for 10 s" in shown
-    assert "step 2/4" in shown and "0.500" in shown and "▁█" in shown and "left" in shown
-    console.close()  # a second time does no harm
-
-
-@pytest.mark.parametrize(
-    ("values", "bars"),
-    [([0.0, 1.0], "▁█"), ([1.0, 0.5, 0.0], "█▄▁"), ([0.3], "▁"), ([2.0] * 3, "▁▁▁"), ([-1.0, 0.0], "▁█")],
-)
-def test_spark_scales_to_the_range(values, bars):
-    assert spark(values) == bars

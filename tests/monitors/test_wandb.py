@@ -8,8 +8,8 @@ import pytest
 
 from prl.errors import ConfigError
 from prl.monitors.tensorboard import TensorBoard
-from prl.monitors.wandb import COLUMNS, Wandb, rows, run_id, sweep_of
-from prl.rollouts.record_lines import Message, Record, ToolCall
+from prl.monitors.wandb import COLUMNS, Wandb, row, run_id, sweep_of
+from prl.rollouts.record_lines import Message, Record
 from prl.rollouts.rollout import Outcome, Stage
 
 
@@ -69,7 +69,7 @@ def test_a_missing_package_is_refused_before_anything_starts(tmp_path, monkeypat
         monitor().start(tmp_path, max_steps=4, run_config={})
 
 
-def test_the_table_marks_what_a_filter_dropped():
+def test_the_table_has_a_row_for_each_rollout():
     record = Record(
         step=5,
         env="math",
@@ -78,11 +78,9 @@ def test_the_table_marks_what_a_filter_dropped():
         reward=0.0,
         advantage=-0.5,
         outcome=Outcome(Stage.POST_FILTERED, "filter repetition", "repetition"),
-        matched={"post_batch": "repetition"},
         completion_tokens=12,
-        messages=[Message("user", "1+1="), Message("assistant", "2", tool_calls=[ToolCall("add", '{"a": 1}')])],
+        messages=[Message("user", "1+1="), Message("assistant", "2")],
     )
-    (row,) = rows([record])
-    messages = 'user: 1+1=\nassistant: 2 add({"a": 1})'
-    assert row == ["math", "3", 7, 0.0, -0.5, "post_filtered", "post_batch: repetition", 12, messages]
-    assert len(COLUMNS) == len(row)
+    made = row(record)
+    assert made == ["math", "3", 7, 0.0, -0.5, "post_filtered", 12, "user: 1+1=\nassistant: 2"]
+    assert len(COLUMNS) == len(made)

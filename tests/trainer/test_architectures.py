@@ -132,7 +132,7 @@ def test_adapters_are_merged_as_peft_merges_them(tmp_path, name):
     assert all(torch.equal(found[key], expected[key]) for key in found)
     if adapters_alone(model):  # an engine that adds them to the files of the base gets the same
         merged = load_file(tmp_path / "merged" / "model.safetensors")
-        added = dict(policy_tensors(str(tmp_path / ADAPTER), str(tmp_path)))
+        added = dict(policy_tensors(str(tmp_path / ADAPTER), tmp_path))
         assert all(torch.equal(added[key], merged[key]) for key in merged)
     changed = {key for key in found if not torch.equal(found[key], before[key])}
     attention = {key for key in found if re.search(r"\.[qkvo]_proj\.weight$", key)}

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_what_is_published_is_what_peft_merges(tiny, tiny_path, tmp_path, target
         assert torch.equal(weight, expected[name]), name
         ends = targets or LINEAR
         assert torch.equal(weight, before[name]) != any(f".{end}.weight" in name for end in ends), name
-    engine = dict(policy_tensors(str(tmp_path / ADAPTER), str(tiny_path)))
+    engine = dict(policy_tensors(str(tmp_path / ADAPTER), Path(tiny_path)))
     assert adapters_alone(model)
     assert all(torch.equal(weight.float(), found[name]) for name, weight in engine.items()), "as an engine adds them"
     rounded = load_file(tmp_path / "rounded" / "model.safetensors")

@@ -3,9 +3,10 @@
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from prl.engines.vllm.weights import policy_tensors
+from prl.engines.vllm.weights import folder_of, policy_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,7 @@ class PolicyWorker:
             raise RuntimeError("an earlier load failed half-way: start the engine again")
         worker = cast("Worker", self)
         model: Any = worker.model_runner.get_model()
-        tensors = policy_tensors(path, worker.vllm_config.model_config.model)
+        tensors = policy_tensors(path, self.base)
         self.halfway = True
         for layer in filter(are_experts, model.modules()):
             if current_platform.is_cpu():
@@ -57,6 +58,11 @@ class PolicyWorker:
                 pack_output_heads(model)
                 renew_sinks(model)
         self.halfway = False
+
+    @functools.cached_property
+    def base(self) -> Path:
+        """The folder of the model that the server began with, as it was found for the first load."""
+        return folder_of(cast("Worker", self).vllm_config.model_config.model)
 
     @functools.cached_property
     def packed_layers(self) -> Packed | None:

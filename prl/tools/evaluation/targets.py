@@ -45,9 +45,6 @@ def find_targets(config: EvaluationConfig) -> list[Target]:
     given = config.targets
     if not given:
         raise ConfigError("nothing to look at: give a checkpoint, a run directory, a model or an endpoint's URL")
-    twice = [argument for argument, count in Counter(given).items() if count > 1]
-    if twice:
-        raise ConfigError(f"{twice[0]} is given twice")
     names = Counter(map(_name, given))
     own = {key: value for key, value in vars(config.model).items() if value is not None}
     targets = []

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import pandas as pd
-from scipy.integrate import trapezoid
 from scipy.stats import t
 
 LEVEL = 0.95
@@ -19,13 +18,6 @@ def curve(metrics: pd.DataFrame, metric: str) -> pd.Series:
 def final(values: pd.Series, last: int) -> float:
     """Mean of the last `last` values, or of all where there are fewer."""
     return values.iloc[-last:].mean()
-
-
-def area(values: pd.Series) -> float:
-    """Area under the curve, by trapezoids, divided by the steps it spans: the mean height. One value is its own."""
-    if len(values) < 2:
-        return values.mean()
-    return float(trapezoid(values, values.index)) / (values.index[-1] - values.index[0])
 
 
 def until(metrics: pd.DataFrame, values: pd.Series, threshold: float) -> dict[str, float]:

@@ -16,7 +16,7 @@ from prl.tools.report.variants import Variants, seed_of, variants
 
 LAST, LAST_OF_EVAL = 5, 1
 """How many of its last values make up a metric's final one."""
-STATISTICS = ("final", "highest", "area")
+STATISTICS = ("final", "highest")
 TO_THRESHOLD = ("steps", "tokens", "seconds")
 COLUMNS = ["metric", "variant", "run", "seed", "status"]
 COMPLETED = "completed"
@@ -95,6 +95,5 @@ def _numbers(run: Run, metric: str, threshold: float | None) -> dict[str, Any]:
         "status": run.status,
         "final": statistics.final(curve, LAST_OF_EVAL if metric.startswith("eval/") else LAST),
         "highest": curve.max(),
-        "area": statistics.area(curve),
     }
     return numbers if threshold is None else numbers | statistics.until(run.metrics, curve, threshold)

@@ -15,15 +15,9 @@ from prl.tools.report.plots import Panel, png, with_margin
 from prl.tools.report.runs import find_runs, read_run
 from prl.tools.report.statistics import band, curve
 from prl.tools.report.summary import COMPLETED, Summary, summarise
-from prl.tools.report.tables import METHOD, PAGE, escaped, markdown, records, statuses, tables
+from prl.tools.report.tables import METHOD, PAGE, escaped, markdown, names, statuses, tables
 from prl.tools.report.variants import seed_of
 from prl.transport.files import write_atomically
-
-DRAWN = (
-    "A line is the mean over the seeds of a variant's completed runs, a band its interval. A dotted line is one run "
-    "that has not completed. The axis is as high as the runs; an interval of few seeds can be wider. Curves of 30 "
-    "points and more are running means."
-)
 
 
 def write_summary(
@@ -54,12 +48,13 @@ def write_summary(
         "summary.html.j2",
         title=heading,
         method=METHOD,
-        drawn=DRAWN,
         tables=[(table, [link and os.path.relpath(link, out) for link in table.links]) for table in parts],
         panels=charts,
     )
     write_atomically(out / "summary.md", text.encode())
-    write_atomically(out / "summary.csv", records(summary).to_csv(index=False).encode())
+    paths = dict(zip((str(run.dir) for run in summary.runs), names(summary.runs), strict=True))
+    table = summary.table.assign(run=summary.table["run"].map(paths))
+    write_atomically(out / "summary.csv", table.to_csv(index=False).encode())
     write_atomically(out / "summary.html", html.encode())
     if charts:
         write_atomically(out / "curves.png", png(charts))

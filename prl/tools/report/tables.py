@@ -14,7 +14,7 @@ from prl.tools import line_of
 from prl.tools.report.runs import Run
 from prl.tools.report.statistics import LEVEL
 from prl.tools.report.summary import COMPLETED, LAST, TO_THRESHOLD, Summary
-from prl.tools.report.variants import ABSENT, overrides_of, seed_of
+from prl.tools.report.variants import ABSENT, seed_of
 from prl.tools.report.verdict import without_value
 
 PAGE = "report.html"
@@ -28,7 +28,7 @@ METHOD = (
     "runs, runs of one seed counting as their mean; "
     f"± is half the {LEVEL:.0%} t interval over seeds (standard error times the quantile of Student's t with n − 1 "
     "degrees of freedom), left out where there is one seed. final: the last value of an evaluation, else the mean of "
-    f"the last {LAST} steps that have one. area: under the curve, by trapezoids, per step. to … (--threshold): until "
+    f"the last {LAST} steps that have one. to … (--threshold): until "
     "the first value that is at least this: the step, the tokens sampled, the seconds since step 0. "
     '"1 of 2": one of two completed runs reached it, or has the metric, and the number is over it alone.'
 )
@@ -60,25 +60,6 @@ def names(runs: list[Run]) -> list[str]:
     """Paths of the runs from the folder they have in common."""
     common = os.path.commonpath([run.dir.parent for run in runs])
     return [os.path.relpath(run.dir, common) for run in runs]
-
-
-def records(summary: Summary) -> pd.DataFrame:
-    """The numbers of each run, for a file: `Summary.table` with a column for each of the variants' keys.
-
-    A run without a config is a row without a metric; its keys are as they were typed. Runs are paths from the folder
-    they have in common.
-    """
-    counted = set(summary.table["run"])
-    others = [run for run in summary.runs if str(run.dir) not in counted]
-    rows = [{"run": str(run.dir), "seed": seed_of(run), "status": run.status} for run in others]
-    table = pd.DataFrame.from_records([*summary.table.to_dict("records"), *rows], columns=list(summary.table))
-    values = {str(run.dir): overrides_of(run) for run in summary.runs}
-    for member, runs in summary.variants.members.items():
-        values |= {str(run.dir): dict(zip(summary.variants.columns, member, strict=True)) for run in runs}
-    for place, key in enumerate(summary.variants.columns):
-        table.insert(2 + place, key, [values[run].get(key, "") for run in table["run"]])
-    paths = [str(run.dir) for run in summary.runs]
-    return table.assign(run=table["run"].map(dict(zip(paths, names(summary.runs), strict=True))))
 
 
 def statuses(runs: list[Run]) -> str:

@@ -1,6 +1,6 @@
 """Page through the rollouts of a run.
 
-    python -m prl.tools.rollouts <run> [--step N] [--env E] [--eval] [--filtered]
+    python -m prl.tools.rollouts <run> [--step N] [--env E] [--eval]
 
 On a terminal through `$PAGER` (less), with colours; into a pipe or a file as plain text.
 """
@@ -15,13 +15,10 @@ from pathlib import Path
 
 from prl.errors import ConfigError, PrlError
 from prl.monitors.terminal import Console
-from prl.monitors.text import spans
 from prl.rollouts.record_lines import Record
 from prl.tools import OUTPUTS, named, run_command
 from prl.tools.rollouts.render import show
 from prl.transport.files import lines_of
-
-LISTED = 20  # names in an error
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,12 +31,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--step", type=int, metavar="N", help="the step; by default the last there is")
     parser.add_argument("--env", metavar="E", help="only rollouts of this env")
     parser.add_argument("--eval", action="store_true", help="the evaluation's rollouts instead of those of training")
-    parser.add_argument(
-        "--filtered",
-        action="store_true",
-        help="only rollouts that a filter of either slot matched, monitoring filters included; rollouts that did not "
-        "train for another reason (failed, surplus, difficulty) are left out",
-    )
     return run_command(page, parser, argv)
 
 
@@ -61,23 +52,18 @@ def page(args: argparse.Namespace) -> None:
         records = [record for record in records if record.env == args.env]
         if not records:
             raise ConfigError(f"step {step} of {run} has no rollouts of env {args.env!r}; it has: {there}")
-    shown = [record for record in records if record.matched] if args.filtered else records
-    if args.filtered:
-        notes.append(f"Shown: {len(shown)} of {len(records)} rollouts, those that a filter matched.")
     title = f"{run} · {'evaluation at ' if args.eval else ''}step {step}"
     console = Console()
     os.environ.setdefault("LESS", "FRX")  # as git does: R for colours, F for no paging of what fits the screen
     with console.pager(styles=True) if sys.stdout.isatty() else contextlib.nullcontext():
-        show(console, title, shown, notes)
+        show(console, title, records, notes)
 
 
 def find_run(name: str) -> Path:
-    """The directory of the run `name`. Raises ConfigError, with the runs that there are, where it is not one."""
+    """The directory of the run `name`. Raises ConfigError where it is not one."""
     run = named(Path(name))
     if not (run / "rollouts").is_dir():
-        runs = [*sorted(run.glob("*/rollouts")), *sorted(OUTPUTS.glob("*/rollouts"))]
-        there = ", ".join(dict.fromkeys(str(path.parent) for path in runs[:LISTED])) or "none"
-        raise ConfigError(f"there is no run with rollouts at {name} or {OUTPUTS / name}; here are: {there}")
+        raise ConfigError(f"there is no run with rollouts at {name} or {OUTPUTS / name}")
     return run
 
 
@@ -94,7 +80,7 @@ def find_step(run: Path, args: argparse.Namespace) -> tuple[int, list[Path]]:
         raise PrlError(f"{run} has rollouts of no {kind} yet")
     step = max(files) if args.step is None else args.step
     if step not in files:
-        raise ConfigError(f"{run} has no {kind} {step}; it has: {spans(sorted(files))}")
+        raise ConfigError(f"{run} has no {kind} {step}; it has {len(files)}, from {min(files)} to {max(files)}")
     return step, files[step]
 
 

@@ -23,8 +23,6 @@ COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "y
 STAGE_COLOURS = {Stage.TRAINED: "green", Stage.FAILED: "red"}
 LABEL = 11  # columns: the longest role and a gap
 NARROWEST = 20  # columns
-DROPPING_SLOTS = {Stage.PRE_FILTERED: "pre_batch", Stage.POST_FILTERED: "post_batch"}
-"""Stage of an outcome -> the filter slot that decided it."""
 
 
 def show(console: Console, title: str, records: list[Record], notes: list[str]) -> None:
@@ -41,12 +39,6 @@ def show(console: Console, title: str, records: list[Record], notes: list[str]) 
         console.print("", Text(heading.ljust(console.width, "━"), "bold"), sep="\n")
         for record in members:
             console.print("", rollout(record), sep="\n")
-
-
-def monitored(record: Record) -> list[tuple[str, str]]:
-    """Slot and name of the filters that matched without dropping it."""
-    dropping = record.stage and DROPPING_SLOTS.get(record.stage)
-    return [(slot, name) for slot, name in record.matched.items() if slot != dropping]
 
 
 def stage_and_source(outcome: Outcome) -> str:
@@ -86,7 +78,7 @@ def header(record: Record, source: str) -> Iterator[Text | Padding]:
         f"{record.completion_tokens} tokens",
         f"{record.samples} samples" if record.samples != 1 else "",
         f"stop {record.stop}" if record.stop else "",
-        *(f"matched by filter {name} ({slot})" for slot, name in monitored(record)),
+        *(f"matched by filter {name} ({slot})" for slot, name in record.matched.items()),
     ]
     yield Text(safe(" · ".join(filter(None, names))), "bold", overflow="fold")
     yield Padding(Text(safe(" · ".join(filter(None, facts))), overflow="fold"), (0, 0, 0, 2))

@@ -6,7 +6,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,8 +41,6 @@ class SweepRecord(msgspec.Struct):
     """Config keys that differ between the jobs."""
     fixed: dict[str, str]
     """The overrides that all jobs have."""
-    commands: list[dict[str, Any]] = []
-    """The arguments of every command that worked on this sweep, and when."""
 
 
 def read_record(folder: Path) -> SweepRecord | None:
@@ -124,7 +121,6 @@ def begin(config: DictConfig, folder: Path) -> None:
     Raises ConfigError for what a sweep cannot do.
     """
     record, fixed_keys = checked(config, folder)
-    record.commands += [{"arguments": masked(sys.argv[1:]), "started": datetime.now().isoformat(timespec="seconds")}]
     write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
     folder = folder.absolute()  # a process of Ray's begins elsewhere
     config.hydra.sweep.dir = str(folder)  # the sweeper's; a job composes its config from Hydra's overrides
@@ -136,7 +132,7 @@ def begin(config: DictConfig, folder: Path) -> None:
 
 
 def checked(config: DictConfig, folder: Path) -> tuple[SweepRecord, tuple[str, ...]]:
-    """The record of the sweep that `config` asks for, with the commands before, and its keys that do not vary.
+    """The record of the sweep that `config` asks for, and its keys that do not vary.
 
     Raises ConfigError.
     """
@@ -152,7 +148,7 @@ def checked(config: DictConfig, folder: Path) -> tuple[SweepRecord, tuple[str, .
     refuse_existing(folder)
     before = read_record(folder)
     arguments = naming.apart(naming.overrides_of(hydra), () if before is None else tuple(before.varied))
-    record = SweepRecord(list(arguments.varied), masked(arguments.fixed), [] if before is None else before.commands)
+    record = SweepRecord(list(arguments.varied), masked(arguments.fixed))
     if before is not None and any(job.status_of(path) == "completed" for path in jobs(folder)):
         for what, then, now in (("varies", before.varied, record.varied), ("sets", before.fixed, record.fixed)):
             if then != now:

@@ -36,19 +36,11 @@ async def test_each_line_is_answered_and_the_conversation_goes_on(chat):
 
 
 async def test_commands(chat):
-    text = "/system 1+1\n/temperature 0.5\n2=\n/reset\n/system\n3=\n/quit\n4=\n"
-    out, aside, prompts = await chat(text)
+    text = "/system 1+1\n2=\n/reset\n/system\n3=\n/quit\n4=\n"
+    out, _, prompts = await chat(text)
     assert out == "46\n46\n" and len(prompts) == 2
-    assert prompts[0][0].startswith("<|im_start|>system\n1+1<|im_end|>") and prompts[0][1]["temperature"] == 0.5
+    assert prompts[0][0].startswith("<|im_start|>system\n1+1<|im_end|>")
     assert "2=" not in prompts[1][0] and "system" not in prompts[1][0]
-    assert "temperature: 0.5" in aside
-
-
-@pytest.mark.parametrize(("value", "temperature"), [("-1", None), ("nan", None), ("hot", None), (".5", 0.5)])
-async def test_a_temperature_is_a_number_from_0_up(chat, value, temperature):
-    _, aside, prompts = await chat(f"/temperature {value}\n1=\n")
-    assert (f"/temperature {value}: give a number from 0 up; it stays 1" in aside) == (temperature is None)
-    assert prompts[0][1]["temperature"] == (1.0 if temperature is None else temperature)
 
 
 async def test_unknown_command_and_overlong_prompt_are_explained(chat):

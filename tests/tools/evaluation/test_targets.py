@@ -39,7 +39,6 @@ def test_checkpoint_has_the_settings_of_its_run(make_run, make_model):
         (["empty"], "'empty' is not a model folder: it has no config.json"),
         (["young"], "young has no checkpoints yet"),
         ([], "nothing to look at"),
-        (["tiny", "tiny"], "tiny is given twice"),
     ],
 )
 def test_what_is_no_target_is_refused(given, says, make_run, tmp_path):

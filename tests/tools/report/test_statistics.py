@@ -5,7 +5,7 @@ import math
 import pandas as pd
 import pytest
 
-from prl.tools.report.statistics import area, band, curve, final, half_interval, until
+from prl.tools.report.statistics import band, curve, final, half_interval, until
 
 T = {1: 12.706205, 2: 4.302653}
 """97.5 % quantile of Student's t, from a printed table: degrees of freedom -> value."""
@@ -25,14 +25,6 @@ def test_final_is_the_mean_of_the_last_values():
     assert final(series({0: 9, 1: 1, 2: 2, 3: 6}), 3) == 3
     assert final(series({0: 1, 1: 2}), 5) == 1.5
     assert math.isnan(final(series({}), 5))
-
-
-def test_area_is_the_mean_height_over_the_steps():
-    # trapezoids: 2 * (0 + 1) / 2 = 1 and 8 * (1 + 0.5) / 2 = 6, over 10 steps
-    assert area(series({10: 0, 12: 1, 20: 0.5})) == pytest.approx(0.7)
-    assert area(series({4: 0.25})) == 0.25
-    assert area(series({0: 0.3, 7: 0.3, 8: 0.3})) == pytest.approx(0.3)
-    assert math.isnan(area(series({})))
 
 
 def test_what_it_took_to_a_threshold():

@@ -25,21 +25,21 @@ def test_each_run_has_its_numbers(runs):
     rows = summary.table.set_index(["metric", "run"])
     assert len(rows) == 8  # the refused job has no config
     first = rows.loc[EVAL, str(runs[0].dir)]
-    # (0.2 + 0.6) / 2 = 0.4; four steps of 10 tokens and 2 seconds
+    # four steps of 10 tokens and 2 seconds
     assert first[["variant", "seed", "status"]].tolist() == ["lr=0.1", "0", "completed"]
-    assert first[["final", "highest", "area"]].tolist() == pytest.approx([0.6, 0.6, 0.4])
+    assert first[["final", "highest"]].tolist() == [0.6, 0.6]
     assert first[["steps", "tokens", "seconds"]].tolist() == [4, 40, 8]
     crashed = rows.loc[EVAL, str(runs[3].dir)]
     assert crashed[["status", "final", "steps", "tokens"]].tolist() == ["crashed", 0.9, 2, 20]
     reward = rows.loc["reward/all/mean", str(runs[0].dir)]
-    # 0.1, 0.2, 0.3, 0.4 at steps 1 to 4: fewer than five values; trapezoids 0.15 + 0.25 + 0.35 over 3 steps
-    assert reward[["final", "highest", "area"]].tolist() == pytest.approx([0.25, 0.4, 0.25])
+    # 0.1, 0.2, 0.3, 0.4 at steps 1 to 4: fewer than five values
+    assert reward[["final", "highest"]].tolist() == pytest.approx([0.25, 0.4])
 
 
 def test_means_and_intervals_are_over_completed_runs(runs):
     found = summarise(runs, threshold=0.7).grouped(EVAL)
     two, one = found.loc["lr=0.1"], found.loc["lr=0.2"]
-    assert two["mean", "final"] == pytest.approx(0.7) and two["mean", "area"] == pytest.approx(0.45)
+    assert two["mean", "final"] == pytest.approx(0.7)
     # 0.6 and 0.8: standard error 0.1
     assert two["half", "final"] == pytest.approx(0.1 * T1, rel=1e-6)
     assert (one["mean", "final"], one["count", "final"]) == (0.5, 1) and math.isnan(one["half", "final"])
@@ -49,8 +49,8 @@ def test_means_and_intervals_are_over_completed_runs(runs):
 
 def test_without_a_threshold_nothing_is_counted_to_it(runs):
     time, reward = tables(summarise(runs, ["time/step", "reward/*"]))[:2]
-    assert time.head == reward.head == ["lr", "runs", "final", "highest", "area"]
-    assert time.rows[0] == ["0.1", "2", "2 ± 0.000", "2 ± 0.000", "2 ± 0.000"]
+    assert time.head == reward.head == ["lr", "runs", "final", "highest"]
+    assert time.rows[0] == ["0.1", "2", "2 ± 0.000", "2 ± 0.000"]
 
 
 def test_metrics_are_chosen_by_pattern(runs):
@@ -73,9 +73,9 @@ def test_runs_with_other_metrics_or_none(tmp_path, write_run):
 def test_the_tables(runs):
     evals, rewards, differs, jobs = tables(summarise(runs, threshold=0.7))
     assert (evals.title, rewards.title) == (EVAL, "reward/all/mean")
-    assert evals.head[:5] == ["lr", "runs", "final", "highest", "area"] and evals.head[5] == "steps to 0.700"
-    of_both = ["0.1", "2", "0.700 ± 1.271", "0.700 ± 1.271", "0.450 ± 0.635", "4 (1 of 2)", "40 (1 of 2)", "8 (1 of 2)"]
-    of_one = ["0.2", "1 completed, 1 crashed", "0.500", "0.500", "0.350", "0 of 1", "0 of 1", "0 of 1"]
+    assert evals.head[:4] == ["lr", "runs", "final", "highest"] and evals.head[4] == "steps to 0.700"
+    of_both = ["0.1", "2", "0.700 ± 1.271", "0.700 ± 1.271", "4 (1 of 2)", "40 (1 of 2)", "8 (1 of 2)"]
+    of_one = ["0.2", "1 completed, 1 crashed", "0.500", "0.500", "0 of 1", "0 of 1", "0 of 1"]
     assert evals.rows == [of_both, of_one]
     assert (differs.head, differs.rows) == (["config key", "lr=0.1", "lr=0.2"], [["optim.lr", "0.1", "0.2"]])
     assert jobs.rows[3] == ["3-lr=0.2,seed=1", "lr=0.2", "1", "crashed", "2", "–", "0.900", "0.150", ""]

@@ -129,15 +129,6 @@ def test_a_broken_history_shows_its_branches(run, shown):
     ]
 
 
-def test_filtered_shows_only_what_a_filter_matched(run, shown):
-    lines = shown("toy", "--filtered")
-    assert [line for line in lines if line.startswith("step ")] == [
-        "step 4 · math · task 31 · group 0",
-        "step 4 · math · task 31 · group 1",
-    ]
-    assert "Shown: 2 of 6 rollouts, those that a filter matched." in lines
-
-
 def test_one_step_one_env_and_evaluations(run, shown):
     old = shown("outputs/toy", "--step", "2")
     assert old[0] == "outputs/toy · step 2" and "assistant  the old one" in old
@@ -185,12 +176,11 @@ def test_long_texts_are_wrapped_in_columns_and_never_cut(run, shown, monkeypatch
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["toy", "--step", "3"], "training step 3; it has: 2, 4"),
+        (["toy", "--step", "3"], "training step 3; it has 2, from 2 to 4"),
         (["toy", "--env", "guess"], "env 'guess'; it has: calculator, kuhn, math"),
-        (["toy", "--eval", "--step", "2"], "no evaluation 2; it has: 3 to 4"),
+        (["toy", "--eval", "--step", "2"], "no evaluation 2; it has 2, from 3 to 4"),
         (["toy", "--eval", "--env", "guess"], "no evaluation of env 'guess'"),
-        (["nope"], "outputs/toy"),
-        (["outputs"], "here are: outputs/toy"),
+        (["nope"], "there is no run with rollouts at nope or outputs/nope"),
         (["torn"], "outputs/torn/rollouts/step_000001.jsonl: 2 lines cannot be read"),
     ],
 )
