@@ -114,9 +114,12 @@ async def credited(env: TrainEnv, where: str) -> list[TrainingSample]:
             await arrived(rollout)
         return rollouts
 
+    def send(group: Group, rollout: Rollout) -> None:
+        group.sent.append((rollout.index, rollout.agent.name))
+
     vars(env.environment)["play"] = play
     await env.algorithm.start()
-    await play_and_credit(Group(0, env, math.inf, env.environment.tasks[0]))
+    await play_and_credit(Group(0, env, math.inf, env.environment.tasks[0]), send)
     active = [rollout for rollout in rollouts if rollout.is_active]
     if not active:
         raise ConfigError(f"{where}: an invented group failed: {rollouts[0].error}")
