@@ -110,6 +110,7 @@ async def trained(sync, step):
     sync.transport.publish(step, TRAINED)
     while sync.pool.version < step or sync.busy:
         await asyncio.sleep(0.001)
+    await asyncio.sleep(0)  # what has been begun begins
 
 
 async def test_training_goes_on_beside_an_evaluation(make_sync, evaluations):
