@@ -54,7 +54,7 @@ class Curriculum(Logs, ABC):
     @property
     def reads_rewards(self) -> bool:
         """Whether the settings judge tasks by reward, which says nothing under an algorithm that reads none."""
-        return self.online_difficulty_filtering
+        return self.online_difficulty_filtering or type(self).update is not Curriculum.update
 
     @abstractmethod
     def load(self, tasks: "Sequence[Task]", *, seed: int, env_name: str) -> None:

@@ -114,7 +114,8 @@ class TaskCurriculum(Curriculum):
 
     @property
     def reads_rewards(self) -> bool:
-        return super().reads_rewards or (self.easy_threshold, self.hard_threshold) != (None, None)
+        learns = type(self).update is not TaskCurriculum.update
+        return self.online_difficulty_filtering or learns or (self.easy_threshold, self.hard_threshold) != (None, None)
 
     @property
     def ended(self) -> bool:

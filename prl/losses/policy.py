@@ -30,7 +30,8 @@ class PolicyTokens:
     Metrics over members: `correction/share` (of tokens that were capped or left), `correction/rho`,
     `correction/rho/max`.
 
-    Raises ValueError for inputs without advantages, or without proximal logprobs or entropy where these are read.
+    Raises ValueError for `tis` beside the loss's own ratio to the sampler, and for inputs without advantages or
+    without proximal logprobs or entropy where these are read.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class PolicyTokens:
     ):
         if inputs.advantages is None:
             raise ValueError("the rl loss needs advantages, but this sequence has none")
+        if correction == "tis" and has_ratio and not proximal:
+            raise ValueError("correction=tis: this loss has a ratio to the sampler, which tis would count twice")
         anchor = inputs.proximal_logprobs if proximal else inputs.trainer_logprobs.detach()
         if anchor is None:
             raise ValueError("proximal: these LossInputs have no proximal_logprobs")

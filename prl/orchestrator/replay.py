@@ -33,11 +33,18 @@ class Replay:
 
     def __init__(self, envs: Sequence[TrainEnv], batcher: Batcher, age_limit: int):
         self.batch_size, self.size_of, self.age_limit = batcher.size, batcher.size_of, age_limit
-        weights = {env.name: env.environment.config.weight for env in envs}
-        self.shares = {e.name: e.curriculum.replay.share * weights[e.name] / sum(weights.values()) for e in envs}
-        """Share of the whole batch that is replayed of each env."""
+        self.units = {env.name: 1 if batcher.counts_tokens else env.rollouts_per_group for env in envs}
+        """What a batch takes at once of an env, in rollouts or tokens."""
+        self.envs = envs
+        self.shares = self._shares()
+        """Share of the whole batch that is replayed of each env, by the weights that the step began with."""
         self.groups: list[Group] = []
         """Those that are kept, the newest first."""
+
+    def _shares(self) -> dict[str, float]:
+        weights = {env.name: 0.0 if env.ended else env.weight for env in self.envs}
+        total = sum(weights.values()) or 1.0
+        return {env.name: env.curriculum.replay.share * weights[env.name] / total for env in self.envs}
 
     def state_dict(self) -> list[SavedGroup]:
         """The groups that are kept, as they are now."""
@@ -45,6 +52,7 @@ class Replay:
 
     def room(self, step: int) -> int:
         """What the batch of `step` takes of new rollouts, in rollouts or tokens as the batch counts."""
+        self.shares = self._shares()
         return self.batch_size - sum(self.size_of(trained(group)) for group in self._chosen(step))
 
     def take(self, step: int, groups: Sequence[Group]) -> list[Rollout]:
@@ -52,13 +60,13 @@ class Replay:
         chosen = self._chosen(step)
         for group in chosen:
             group.uses += 1
-        new = [group for group in reversed(groups) if self.shares[group.env.name]]
+        new = [group for group in reversed(groups) if group.env.curriculum.replay.share]
         self.groups = [group for group in (*new, *self.groups) if self._is_usable(group, step + 1)]
         self.groups.sort(key=lambda group: -group.start_version)
         return [rollout for group in chosen for rollout in trained(group)]
 
     def _chosen(self, step: int) -> list[Group]:
-        left = {env: share * self.batch_size + 1e-9 for env, share in self.shares.items()}  # products are rounded
+        left = {env: self._budget(env, step) for env in self.shares}
         chosen = []
         for group in self.groups:
             size = self.size_of(trained(group))
@@ -67,6 +75,11 @@ class Replay:
                 chosen.append(group)
         return chosen
 
+    def _budget(self, env: str, step: int) -> int:
+        """What `step` may replay of an env: whole groups, of which many steps together have the env's share."""
+        groups = self.shares[env] * self.batch_size / self.units[env]
+        return self.units[env] * (int(groups * step + 1e-9) - int(groups * (step - 1) + 1e-9))  # products are rounded
+
     def _is_usable(self, group: Group, step: int) -> bool:
         options = group.env.curriculum.replay
         young = step - 1 - group.start_version <= min(options.max_age, self.age_limit)
@@ -74,7 +87,7 @@ class Replay:
 
     def metrics(self, replayed: list[Rollout]) -> dict[str, float]:
         """Metrics of a step that replays these rollouts; empty where no env replays."""
-        if not any(self.shares.values()):
+        if not any(env.curriculum.replay.share for env in self.envs):
             return {}
         share = self.size_of(replayed) / self.batch_size
         return {"replay/rollouts": len(replayed), "replay/share": share, "replay/kept": len(self.groups)}

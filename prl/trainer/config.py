@@ -163,8 +163,9 @@ class PolicyLossConfig:
     entropy_coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Subtracts this times the mean entropy of the policy at rl tokens, in nats, from the loss. 0 = off."""
     entropy_target: Annotated[float, Gt(0), Le(1e6)] | None = None
-    """Nats: after a step whose mean entropy (`entropy/<env, all>/mean`) is below it, `entropy_coef` grows by
-    `entropy_step`; after one above it, it shrinks and is not applied. null = it stays as it is."""
+    """Nats: after a step whose mean entropy at the rl tokens of this loss (`entropy_rl/<env, all>`) is below it,
+    `entropy_coef` grows by `entropy_step`; after one above it, it shrinks and is not applied. null = it stays as it is.
+    """
     entropy_step: Annotated[float, Gt(0), Le(1e6)] = 0.005
     """Change of `entropy_coef` after a step, for `entropy_target` alone."""
     agg_mode: AggMode = "token_mean"
@@ -187,6 +188,10 @@ class PolicyLossConfig:
     """Largest rho that trains, for `icepop` and `sequence`."""
 
 
+CUTS = ("icepop", "sequence")
+"""Corrections that leave tokens out."""
+
+
 def check_policy_loss(where: str, options: Mapping[str, Any], *, several_updates: bool, has_ratio: bool) -> None:
     """Raise ConfigError for options of an rl loss that contradict each other or the number of updates on a batch.
 
@@ -201,6 +206,11 @@ def check_policy_loss(where: str, options: Mapping[str, Any], *, several_updates
             f"{where}.proximal=true: with one update on a batch the ratio to the logprobs before it is always 1; set "
             "trainer.updates_per_batch or trainer.epochs above 1, or leave it out"
         )
+    read_by = {"correction_cap": ("tis",), "correction_low": CUTS, "correction_high": CUTS}
+    for name, corrections in read_by.items():
+        unread = name in options and options.get("correction", "none") not in corrections
+        if unread and options[name] != getattr(PolicyLossConfig, name):
+            raise ConfigError(f"{where}.{name} is given, but only correction={' or '.join(corrections)} reads it")
     if options.get("correction") == "tis" and has_ratio and not options.get("proximal"):
         raise ConfigError(
             f"{where}.correction=tis: the loss has a ratio to the sampler itself, which would count twice; choose "

@@ -149,10 +149,10 @@ class Trainer:
         follow(self.references, self.model, batch.step)
         metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
         for name, control in self.entropy_controls.items():
-            env = name or "all"
+            env = name or "all"  # a loss of an env is named after it
             metrics[f"entropy_coef/{env}"] = control.applied
-            if f"entropy/{env}/mean" in metrics:  # a loss of an env is named after it
-                control.update(metrics[f"entropy/{env}/mean"])
+            if f"entropy_rl/{env}" in metrics:
+                control.update(metrics[f"entropy_rl/{env}"])
         return metrics | {
             "loss/mean": sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS),
             "grad_norm": sum(norms) / updates,
@@ -252,6 +252,11 @@ class Trainer:
         entropy = entropy.detach()
         metrics["entropy/all/mean"] = (entropy.sum(dtype=torch.float64), stack.wanted.sum())
         metrics |= metrics_of_envs(stack, logprobs.detach(), entropy, treatment)
+        for name in self.entropy_controls:
+            members = stack.mask & stack.tokens_of([loss == name for loss in stack.losses])
+            if "rl_weights" in stack.streams:
+                members &= stack.streams["rl_weights"] != 0
+            metrics[f"entropy_rl/{name or 'all'}"] = (entropy[members].double().sum(), members.sum())
         for name, pair in metrics.items():
             add_metric(totals, name, *pair)
 

@@ -275,6 +275,14 @@ def test_retired_task_returns_only_by_refill(refill):
             curriculum.next()
 
 
+def test_a_curriculum_that_learns_from_rewards_reads_them():
+    class Learns(TaskCurriculum):
+        def update(self, task, *rewards):
+            return super().update(task, *rewards)
+
+    assert Learns().reads_rewards and not TaskCurriculum().reads_rewards
+
+
 def test_buffer_of_ones_own_writes_two_methods():
     class Cycle(Curriculum):
         def load(self, tasks, *, seed, env_name):

@@ -116,6 +116,8 @@ TABLE = [
     (["loss=aipo", "loss.agg_mode=mean"], "loss.agg_mode=mean: "),
     (["loss=ppo", "loss.proximal=true"], "loss.proximal=true: with one update on a batch"),
     (["+loss@envs.math.loss=ppo", "envs.math.loss.proximal=true"], "envs.math.loss.proximal=true: with one update"),
+    (["loss=ppo", "loss.correction_cap=3"], "loss.correction_cap is given, but only correction=tis reads it"),
+    (["loss=ppo", "loss.correction=icepop", "loss.correction_cap=3"], "loss.correction_cap is given"),
     (["loss=cispo", "loss.correction=tis"], "loss.correction=tis: the loss has a ratio to the sampler itself"),
     (["loss.correction=tis", "trainer.epochs=2"], "loss.correction=tis: the loss has a ratio to the sampler itself"),
     (["loss=reinforce", "loss.correction=mis"], "loss.correction=mis: "),

@@ -180,3 +180,10 @@ def test_corrections_of_a_packed_row():
     assert metrics["correction/rho/max"] == (pytest.approx(4.0), 1)
     found = {label: tokens.tolist() for label, tokens in treatment.labels.items() if tokens.any()}
     assert found["rl corrected"] == [1, 1, 0, 0, 0] and found["rl kept"] == [0, 0, 1, 0, 0]
+
+
+def test_tis_beside_a_ratio_of_the_loss_raises():
+    """In a loss of a user's that extends ppo, too: no config says so before."""
+    values = torch.zeros(2, dtype=torch.float64)
+    with pytest.raises(ValueError, match="tis would count twice"):
+        ppo_loss(inputs(values, values, advantages=values), correction="tis")

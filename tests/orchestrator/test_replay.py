@@ -65,6 +65,19 @@ def test_shares_are_of_each_env_and_of_tokens(make_env, make_group):
     assert ids(replay, 2) == [4, 3, 2] and replay.room(2) == 64 - 24
 
 
+def test_a_share_of_less_than_a_group_is_a_group_in_some_steps(make_env, make_group):
+    """.2 of 16 rollouts are 3.2, a group has 2: 8 groups in 5 steps. A weight counts from the next step on."""
+    a = make_env("a", curriculum={"replay": ReplayConfig(share=0.2)})
+    b = make_env("b")
+    a.weight, b.weight = 1.0, 0.0
+    replay = Replay([a, b], Batcher(16, None), age_limit=99)
+    unit = a.rollouts_per_group
+    assert sum(replay._budget("a", step) for step in range(1, 101)) == unit * int(0.2 * 16 / unit * 100 + 1e-9)
+    b.weight = 1.0
+    replay.room(1)
+    assert sum(replay._budget("a", step) for step in range(1, 101)) == unit * int(0.1 * 16 / unit * 100 + 1e-9)
+
+
 def groups_of(rows):
     return [origin.group for row in rows for origin in row.origins if origin]
 

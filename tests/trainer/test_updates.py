@@ -155,6 +155,27 @@ def test_a_control_raises_and_lowers_the_coefficient():
     assert seen == [(0.75, 0.75), (1.0, 1.0), (0.75, 0), (0.5, 0), (0.25, 0), (0.0, 0), (0.0, 0), (0.25, 0.25)]
 
 
+def test_entropy_is_that_of_the_tokens_of_the_loss(tiny, groups):
+    """Group 0 has a loss of its own, with a target; weights leave out tokens, and others have another loss."""
+    adaptive = functools.partial(default_loss, entropy_coef=0.0, entropy_target=9.0, entropy_step=0.05)
+    for sample in groups[0]:
+        sample.loss = "a"
+        sample.rl_weights = [float(place % 2) for place in range(len(sample.token_ids))]
+    losses = {"": default_loss, "a": adaptive}
+    trainer = Trainer(model=copy.deepcopy(tiny), rl_losses=losses, max_steps=4, optim=AdamWConfig(lr=1e-3))
+    line = trainer.train_step(batch_of(groups))
+    found = []
+    with torch.no_grad():
+        for sample in groups[0]:
+            logits = tiny(torch.tensor([sample.token_ids])).logits[0, :-1].double()
+            logits /= torch.tensor(sample.temperatures[1:])[:, None]
+            entropy = torch.distributions.Categorical(logits=logits).entropy()
+            on = [bool(m and w) for m, w in zip(sample.mask[1:], sample.rl_weights[1:], strict=True)]
+            found += entropy[torch.tensor(on)].tolist()
+    assert line["entropy_rl/a"] == pytest.approx(sum(found) / len(found), abs=1e-5)
+    assert abs(line["entropy_rl/a"] - line["entropy/all/mean"]) > 1e-3
+
+
 def test_entropy_is_held_at_its_target(tiny, groups):
     """Without a target it is elsewhere; the coefficient of a step is a metric."""
     adaptive = functools.partial(default_loss, entropy_coef=0.0, entropy_target=4.0, entropy_step=0.05)
