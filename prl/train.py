@@ -85,7 +85,9 @@ def main(config: TrainConfig) -> RunResult:
                 return prepared
             if config.dry_run:
                 from prl.tools.dry_run.plan import dry_run  # torch and transformers, once the config has passed
+                from prl.tools.dry_run.rehearsal import rehearse
 
+                rehearse(prepared)
                 dry_run(config)
                 return RunResult("dry run")
             return own(prepared, Path(config.run.dir), memory)
@@ -121,7 +123,7 @@ def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult
         prepared = builder.prepare(config, components, token)
         prepared.resume, prepared.urls = point, urls
         if config.dry_run and point is not None:  # a run looks once nobody else may write there
-            resume.check_tasks(run_dir, builder.task_keys(prepared))
+            resume.check_tasks(point.run_dir, builder.task_keys(prepared))
     except BaseException:
         launcher.stop()
         remove_logs(run_dir, absent)
@@ -148,9 +150,9 @@ def own(prepared: "PreparedRun", run_dir: Path, memory: MemoryHandler) -> RunRes
         if point is None:
             new_run_dir(config)
         else:
-            resume.take_over(point, config, builder.task_keys(prepared))
+            prepared.resume = resume.take_over(point, config, builder.task_keys(prepared))
         log_to(run_dir / "logs" / "orchestrator.log", memory)
-        if point is None or point.folder is None:
+        if point is None or point.folder is None or point.forks:
             write_provenance(run_dir, config, builder.task_keys(prepared))
         print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
         result = RunResult()

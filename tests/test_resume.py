@@ -17,10 +17,11 @@ from prl.errors import ConfigError
 from prl.launch.command import expanded
 from prl.orchestrator.state import RunState, SyncState, encode
 from prl.runs import resume
+from prl.runs.owner import LOCK
 from prl.runs.result import RunResult
 from prl.runs.run_dir import clear, new_run_dir, refuse_existing
 from prl.tools.sweep.job import write_result
-from prl.transport.checkpoint_folders import STATE, checkpoint_path, finish, part_path
+from prl.transport.checkpoint_folders import STATE, checkpoint_path, finish, part_path, verify
 from prl.transport.files import writing
 
 
@@ -168,6 +169,40 @@ def test_beginning_again_removes_the_config_last(run, monkeypatch):
     assert gone[-1] == "config.yaml" and gone.count("config.yaml") == 1
 
 
+def test_fork_begins_a_new_run_and_leaves_the_source(run, tmp_path):
+    source, new = run(steps=(2, 4), lines=[{"step": 4}]), tmp_path / "new"
+    before = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
+
+    def forking(*overrides, at=source, auto=None):
+        config = config_of(new, *overrides, at=auto)
+        config.run.fork = str(at)
+        return config
+
+    assert resume.find(forking(at=checkpoint_path(source, 2))).step == 2
+    for overrides, refusal in ((["seed=1"], "^seed was 0 and is 1"), (["max_steps=4"], "nothing is left to train")):
+        with pytest.raises(ConfigError, match=refusal):
+            resume.find(forking(*overrides))
+    for nowhere, refusal in ((tmp_path, "^run.fork='.*' is neither"), (run(name="z"), "z has no checkpoint to go on")):
+        with pytest.raises(ConfigError, match=f"{refusal}[^;]*$"):
+            resume.find(forking(at=nowhere))
+    left = part_path(new, 4)  # of a start that died
+    left.mkdir(parents=True)
+    (left / "half").touch()
+    (new / LOCK).touch()
+    config = forking("trainer.optim.lr=1e-5", auto="auto")
+    point = resume.take_over(resume.find(config), config, {})
+    own = checkpoint_path(new, 4)
+    assert (point.run_dir, point.folder, point.step, verify(own)) == (new, own, 4, 4)
+    assert (new / "checkpoints").is_dir() and not (own / "half").exists()
+    (line,) = map(json.loads, (new / "resumes.jsonl").read_text().splitlines())
+    assert line["checkpoint"] == str(checkpoint_path(source, 4)) and "trainer.optim.lr" in line["changed"]
+    assert {path: path.stat().st_mtime_ns for path in source.rglob("*")} == before
+    again = resume.find(config)
+    assert (again.folder, again.changed) == (own, {}), "a scheduler that repeats the command goes on with the fork"
+    with pytest.raises(ConfigError, match="already holds a run"):
+        resume.take_over(point, config, {})
+
+
 def test_a_config_that_cannot_be_read_is_said_once(run, capsys):
     folder = run(steps=(2, 4))
     path = folder / "config.yaml"
@@ -184,7 +219,7 @@ def test_damaged_checkpoint_is_refused_offering_the_one_before(run, capsys):
     folder = run(steps=(10, 20))
     path = checkpoint_path(folder, 20) / STATE / "run.msgpack"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=r"step_000020 is damaged: .*before it: run\.resume=.*step_000010"):
+    with pytest.raises(ConfigError, match=r"step_000020 is damaged: .*before it: .*step_000010"):
         again(folder, at=folder)
     assert again(folder).step == 10, "a scheduler has nobody to ask"
     assert "step_000020 is damaged" in capsys.readouterr().err
@@ -314,6 +349,11 @@ def test_the_command_line_of_a_run_or_a_checkpoint(run, monkeypatch):
     given = f"x/checkpoints/{checkpoint_path(folder, 10).name}"
     assert resume.expanded([f"run.resume={given}"]) == [*config, f"run.resume='{folder.parent / given}'", *named]
     assert resume.expanded(["run.resume=auto", "seed=1"]) == ["run.resume=auto", "seed=1"]
+    fork = f"run.fork='{folder.parent / given}'"
+    auto = ["run.name=y", "run.resume=auto"]
+    assert resume.expanded([f"run.fork={given}", *auto]) == [*config, *auto, fork], "with a name of its own"
+    with pytest.raises(ConfigError, match="leave one out"):
+        resume.expanded([f"run.fork={given}", "run.resume=x"])
     for bad in ("nowhere", "x/checkpoints", "..", "AUTO", "[1]"):
         with pytest.raises(ConfigError, match="run.resume"):
             resume.expanded([f"run.resume={bad}"])

@@ -22,8 +22,8 @@ OWN_KEYS = {
 REFUSED = frozenset({
     "uds", "root-path", "grpc", "headless", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs",
     "ssl-ciphers", "enable-ssl-refresh", "middleware", "worker-extension-cls", "logits-processors", "api-key",
-    "hf-token", "served-model-name", "logprobs-mode", "max-logprobs", "seed", "enable-scale-out",
-    "disable-uvicorn-access-log", "disable-log-stats", "config", "help", "version",
+    "hf-token", "served-model-name", "logprobs-mode", "max-logprobs", "scheduling-policy", "seed",
+    "enable-scale-out", "disable-uvicorn-access-log", "disable-log-stats", "config", "help", "version",
 })  # fmt: skip
 """Others that prl sets itself, or that open the engine to others or change the logprobs that it returns."""
 ON_A_CPU = frozenset({

@@ -29,11 +29,14 @@ class RunConfig:
 
 @dataclass
 class TrainRunConfig(RunConfig):
-    """Where a training run lives, and whether it goes on from where it stopped."""
+    """Where a training run lives, and whether it goes on from where one stopped."""
 
     resume: str | None = None
     """A run directory or a checkpoint of one to go on from, in that directory; `auto` = go on from the last checkpoint
     in `run.dir`, or start there. null = a new run."""
+    fork: str | None = None
+    """A run directory or a checkpoint of one that a new run begins with: its weights, optimiser, position among the
+    tasks. The run keeps its own name and directory, and leaves that one as it is. null = begin anew."""
 
 
 @dataclass

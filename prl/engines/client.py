@@ -172,11 +172,12 @@ class InferencePool(PolicyPool):
     ) -> list[Completion]:
         # vLLM searches for stop strings in the text, which it makes only when asked to detokenise.
         sampling = {**sampling, "n": n, "detokenize": bool(sampling.get("stop"))}
+        priority = sampling.pop("priority", 0)
 
         def read(reply: dict[str, Any], version: int) -> list[Completion]:
             return read_completions(reply, prompt_ids, n, version, self._newest)
 
-        return await self._ask(prompt_ids, sampling, read, n, prefix)
+        return await self._ask(prompt_ids, sampling, read, n, prefix, priority)
 
     async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k, "detokenize": False}
@@ -194,12 +195,13 @@ class InferencePool(PolicyPool):
         read: Callable[[dict[str, Any], int], Read],
         n: int = 1,
         prefix: str | None = None,
+        priority: int = 0,
     ) -> Read:
         """What `read` makes of the reply and the version that the request started from, that of its server then."""
 
         async def send(server: Server) -> Read:
             version = server.version
-            body = {"token_ids": token_ids, "sampling": sampling, "cache_salt": f"v{version}"}
+            body = {"token_ids": token_ids, "sampling": sampling, "cache_salt": f"v{version}", "priority": priority}
             reply = await self.http.post(server, GENERATE, body, n=n, headers=server.headers)
             with self.http.reading(server, GENERATE):
                 return read(reply, version)

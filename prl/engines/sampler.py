@@ -47,6 +47,7 @@ class Sampler(SamplingConfig):
         tokenizer_path: str = "",
         reserve: int = 0,
         vocab_size: int | None = None,
+        priority: int = 0,
     ) -> None:
         """Take the live objects that requests need.
 
@@ -58,6 +59,7 @@ class Sampler(SamplingConfig):
             tokenizer_path: Where the tokenizer lies, for clients that load their own.
             reserve: Tokens that a reference needs beside the rollout's own to score it.
             vocab_size: Rows of the policy's embedding; None = not known.
+            priority: Of its requests at a server that answers those of a lower one first; 0 = any server.
         """
         self.pool: ModelPool | MessageSource = pool
         self.renderer: Renderer = renderer
@@ -65,6 +67,7 @@ class Sampler(SamplingConfig):
         self.run_seed = seed
         self.tokenizer_path = tokenizer_path
         self.reserve = reserve
+        self.priority = priority
         self.vocab_size = ANY_TOKEN if vocab_size is None else vocab_size
 
     @property
@@ -127,6 +130,7 @@ class Sampler(SamplingConfig):
             answers = await self.pool.answer(dialogue, sampling, n=distinct)
             completions = [as_completion(self.renderer, dialogue, each, sampling["max_tokens"]) for each in answers]
         else:
+            sampling |= {"priority": self.priority} if self.priority else {}
             completions = await self.pool.generate(prompt_ids, sampling, n=distinct, prefix=prefix)
             for completion in completions:
                 self._check_tokens(completion.token_ids, sampling["max_tokens"])

@@ -257,7 +257,8 @@ def train_env(run: PreparedRun, name: str, policy: PolicyPool, hosted: dict[str,
     parts, environment, renderer = run.components.envs[name], run.environments[name], run.renderers[name]
     algorithm = parts.algorithm
     algorithm.attach(policy_pool=policy, renderer=renderer, hosted=hosted, probe=run.probe)
-    for sampler, model in ((parts.sampler, algorithm.source()), (parts.eval_sampler, policy)):
+    after = int(specs.evaluation_yields(run.config))
+    for sampler, model, priority in ((parts.sampler, algorithm.source(), 0), (parts.eval_sampler, policy, after)):
         sampler.attach(
             pool=model,
             renderer=renderer,
@@ -266,6 +267,7 @@ def train_env(run: PreparedRun, name: str, policy: PolicyPool, hosted: dict[str,
             tokenizer_path=run.model.path,
             reserve=algorithm.reserve(environment.tasks),
             vocab_size=embedding_rows(run.model.path),
+            priority=priority,
         )
     asked = Sampler()
     asked.attach(pool=policy, renderer=renderer, max_model_len=run.config.model.max_model_len, seed=run.config.seed)

@@ -51,18 +51,26 @@ def engine_log(run_dir: Path) -> Path:
 
 def policy_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig, token: str, log: Path) -> EngineSpec:
     """An engine of a policy: of the one that a run trains, or of one that an evaluation asks."""
-    device = config.engine.device_type
+    device, engine = config.engine.device_type, config.engine
+    if isinstance(config, TrainConfig) and evaluation_yields(config):
+        engine = replace(engine, args=engine.args | {"scheduling-policy": "priority"})
     return EngineSpec(
         process=ENGINE,
         served_name=POLICY_NAME,
         model=resolve_model(model, device),
-        config=config.engine,
+        config=engine,
         device=device,
         seed=config.seed,
         token=token,
         log=log,
         threads=threads.of_engine(config, model),
     )
+
+
+def evaluation_yields(config: TrainConfig) -> bool:
+    """Whether requests of evaluations come after those of training: beside it, at servers that the run starts."""
+    beside = config.orchestrator.eval.mode == "beside"
+    return beside and isinstance(config.engine, VLLMConfig) and not config.engine.urls
 
 
 def policy_engines(

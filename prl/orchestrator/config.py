@@ -20,6 +20,10 @@ class EvalConfig:
     """Held-out tasks of each env."""
     k: Annotated[int, Ge(1)] = 1
     """Samples of each task; the metric is their mean, `eval/<env>/avg@k`."""
+    mode: Literal["pause", "beside"] = "pause"
+    """pause: no rollout starts while an evaluation runs. beside: training goes on, and its requests come first at
+    servers that the run starts; weights change meanwhile, so `eval/<env>/version_{min,max}` say which versions
+    answered. The first and the last version are evaluated alone."""
     sampling: dict[str, Any] = field(default_factory=as_run)
     """Sampling settings of the evaluation; null = those the env trains with."""
     keep_best: bool = False
@@ -104,6 +108,11 @@ class OrchestratorConfig:
         if self.on_evaluations and self.eval.every is None:
             raise ConfigError(
                 f"{where}.{self.on_evaluations[0]} looks at evaluations: set {where}.eval.every, which is null"
+            )
+        if self.on_evaluations and self.eval.mode == "beside":
+            raise ConfigError(
+                f"{where}.{self.on_evaluations[0]} judges one version, and with {where}.eval.mode=beside several may "
+                f"answer an evaluation: leave one of the two out"
             )
         if self.max_off_policy_steps not in (self.age_limit, OrchestratorConfig.max_off_policy_steps):
             why = "strict_async_level=true" if self.strict_async_level else "max_async_level=0"

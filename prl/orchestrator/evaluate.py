@@ -30,6 +30,12 @@ async def evaluate(envs: Sequence[TrainEnv], config: EvalConfig, run_dir: Path, 
     for env in [env for env in envs if env.environment.eval_tasks]:
         rollouts, of_env = await evaluate_env(env, config.k, run_dir, version)
         metrics |= of_env
+        if config.mode == "beside":
+            known = [(r.start_version, r.end_version) for r in rollouts if r.start_version is not None]
+            metrics[f"eval/{env.name}/version_min"] = min((start for start, _ in known), default=version)
+            metrics[f"eval/{env.name}/version_max"] = max(
+                (end for start, end in known if end is not None), default=version
+            )
         best = max((rollout.reward for rollout in rollouts if not rollout.failed), default=math.inf)
         if version == 0 and best <= 0 and env.algorithm.reads_reward:
             log.warning("env %s: the first evaluation earned nothing. %s", env.name, what_to_look_at(rollouts))

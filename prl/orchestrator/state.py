@@ -157,6 +157,7 @@ class ResumePoint:
     """Where a run goes on from."""
 
     run_dir: Path
+    """Of the run that has the checkpoint."""
     step: int
     """The step of the checkpoint; 0 where the run has none and begins again."""
     folder: Path | None
@@ -167,6 +168,8 @@ class ResumePoint:
     """Keys whose values are others now: before and now."""
     steps: list[int]
     """The steps that had a checkpoint then."""
+    forks: bool = False
+    """Whether the checkpoint is another run's (`run.fork`), of which this one takes a copy."""
 
     @property
     def payload(self) -> dict[str, Any] | None:

@@ -81,6 +81,9 @@ class WeightSync:
         """The version that was evaluated last."""
         self.evaluation: dict[str, float] = {}
         """Its metrics."""
+        self._beside: asyncio.Task[dict[str, float]] | None = None
+        """The evaluation that runs beside training, and which version's it was as it began."""
+        self._beside_of = 0
         self._loaded = 0
         """The version that was loaded last and whose evaluation, if one was due, has ended."""
 
@@ -114,6 +117,12 @@ class WeightSync:
         Raises:
             PrlError: The trainer published no version within `policy_timeout_s`, or an engine did not load one.
         """
+        try:
+            return await self._follow()
+        finally:
+            await self._drop_beside()
+
+    async def _follow(self) -> dict[str, float]:
         waiting_since = time.monotonic()
         self._before = waiting_since, self.pool.traffic.busy_s
         if self._loaded < self.pool.version:  # the run goes on, and its first version is not evaluated yet
@@ -200,7 +209,9 @@ class WeightSync:
     async def _evaluate_loaded(self) -> None:
         """Evaluate the version that is loaded if that is due; its line gets the metrics."""
         version, self.busy = self.pool.version, True
-        metrics = await self.evaluate_if_due(version, since=self._loaded, last=version == self.last_step)
+        # One beside training may have been given up, or be due since another ran.
+        since = self._loaded if self.config.eval.mode == "pause" else max(0, self._evaluated)
+        metrics = await self.evaluate_if_due(version, since=since, last=version == self.last_step)
         self._line_of(version).update(metrics)
         self._loaded, self.busy = version, False
 
@@ -216,12 +227,18 @@ class WeightSync:
             last: Whether it is the last version of the run.
 
         Returns:
-            Metrics; empty if none was due.
+            Metrics; empty if none was due, or if it runs beside training: a later line has them then.
         """
         every = self.config.eval.every
         due = every is not None and (last or version == 0 or version // every > since // every)
         if not due or version == self._evaluated:
             return {}
+        if self.config.eval.mode == "beside" and version and not last:
+            if self._beside is None:  # on no track: nothing waits for it
+                self._beside = asyncio.create_task(evaluate(self.envs, self.config.eval, self.run_dir, version))
+                self._beside_of = version
+            return {}
+        await self._drop_beside()
         with self.track.doing(EVALUATING, version):
             metrics = await evaluate(self.envs, self.config.eval, self.run_dir, version)
         self._evaluated, self.evaluation = version, metrics
@@ -232,12 +249,23 @@ class WeightSync:
             await asyncio.to_thread(keep_best, self.run_dir, weights, self._tokenizer_files, version, reward)
         return metrics
 
+    async def _drop_beside(self) -> None:
+        """Give up the evaluation that runs beside training, if one does: the last version is evaluated anyway."""
+        if self._beside is not None:
+            self._beside.cancel()
+            await asyncio.gather(self._beside, return_exceptions=True)
+            self._beside = None
+
     def _finished(self, step: int, trained: dict[str, float]) -> dict[str, float]:
         """The line of a step that the trainer has finished."""
         (began, busy_s), self._before = self._before, (time.monotonic(), self.pool.traffic.busy_s)
         if not self.config.keep_batches:
             self.transport.discard_batch(step)
         shipped = {"step": step} | self._lines.pop(step) | self.pool.counts
+        if self._beside is not None and self._beside.done():  # counts from now on, with its metrics: a resume has both
+            self._evaluated, self.evaluation = self._beside_of, self._beside.result()
+            self._beside = None
+            shipped |= self.evaluation
         return line_of_step(shipped, trained, self._before[0] - began, self._before[1] - busy_s)
 
 

@@ -1,13 +1,17 @@
 """Go on with a run: `prl train run.resume=<run or checkpoint>`, or `run.resume=auto` for a scheduler that starts again.
 
+`run.fork=<run or checkpoint>` begins a new run with a copy of a checkpoint, from which that goes on like any other.
+
 Files of the run directory are cut back to the checkpoint's step, so that no line and no rollout is there twice. What
 changed in the config, and what was played again, stands in `resumes.jsonl`, a line each time.
 """
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,9 +28,17 @@ from prl.monitors.text import safe
 from prl.runs.owner import LOCK
 from prl.runs.provenance import command_line, data_hash
 from prl.runs.result import RunResult, read_result
-from prl.runs.run_dir import NOT_OF_A_RUN, clear, cut_back, holds_run, write_config
+from prl.runs.run_dir import (
+    NOT_OF_A_RUN,
+    clear,
+    cut_back,
+    holds_run,
+    new_run_dir,
+    refuse_existing,
+    write_config,
+)
 from prl.transport import checkpoint_folders
-from prl.transport.files import content_of, write_atomically
+from prl.transport.files import content_of, naming, write_atomically
 
 if TYPE_CHECKING:
     from prl.orchestrator.state import ResumePoint
@@ -60,23 +72,26 @@ Tasks = Mapping[str, Mapping[str, Iterable[str]]]
 def expanded(arguments: list[str]) -> list[str]:
     """Arguments in which `run.resume=<run or checkpoint>` also names that run's config, name and directory.
 
-    Hydra composes the run's `config.yaml` with the other overrides. Raises ConfigError where there is no such run.
+    Hydra composes the run's `config.yaml` with the other overrides; with `run.fork` too, which names the config alone.
+    Raises ConfigError where there is no such run.
     """
-    given = [
-        argument.partition("=")[2].strip("'\"") for argument in arguments if override_key(argument) == "run.resume"
-    ]
-    if not given or given[-1] in ("", AUTO, "null"):
+    typed = {override_key(argument): argument.partition("=")[2].strip("'\"") for argument in arguments}
+    given = {key: typed[key] for key in ("run.resume", "run.fork") if typed.get(key, "") not in ("", AUTO, "null")}
+    if not given:
         return arguments
-    path = Path(os.path.abspath(Path(given[-1]).expanduser()))  # as Hydra writes run.dir
-    run_dir = run_of(path, given[-1])
+    key, text = given.popitem()
+    if given:
+        raise ConfigError("run.resume=<run> goes on with a run, and run.fork=<run> begins a new one: leave one out")
+    path = Path(os.path.abspath(Path(text).expanduser()))  # as Hydra writes run.dir
+    run_dir = run_of(path, text, key)
     load(run_dir / "config.yaml")  # raises ConfigError
-    named = {"run.resume": path, "run.dir": run_dir, "run.name": run_dir.name}
+    named = {key: path} | ({"run.dir": run_dir, "run.name": run_dir.name} if key == "run.resume" else {})
     for argument in arguments:
         key, value = override_key(argument), argument.partition("=")[2].strip("'\"")
         there = os.path.abspath(value) if key == "run.dir" else value
-        if key != "run.resume" and there != str(named.get(key, there)):
+        if key not in ("run.resume", "run.fork") and there != str(named.get(key, there)):
             raise ConfigError(f"{argument}: a run goes on in its own directory, {run_dir}: leave {key} out")
-    rest = [argument for argument in arguments if override_key(argument) not in named]
+    rest = [argument for argument in arguments if override_key(argument) not in named]  # `resume=auto` of a fork stays
     groups = options()  # of which the run's config lists none, so that Hydra wants a `+`
     rest = [f"+{each}" if each.partition("=")[0].partition("@")[0] in groups else each for each in rest]
     own = [f"{key}={quoted(value)}" for key, value in named.items()]
@@ -88,15 +103,13 @@ def going_on(run_dir: Path) -> str:
     return f"python -m prl.train {shlex.quote(f'run.resume={run_dir}')}"
 
 
-def run_of(path: Path, given: str) -> Path:
-    """The run directory that `path` is, or is a checkpoint of; `given` is what was typed. Raises ConfigError."""
+def run_of(path: Path, given: str, key: str = "run.resume") -> Path:
+    """The run directory that `path` is, or is a checkpoint of; `given` was typed for `key`. Raises ConfigError."""
     for folder in (path, path.parent.parent):
         if given and (folder / "config.yaml").is_file() and (folder == path or path.parent.name == "checkpoints"):
             return folder
-    raise ConfigError(
-        f"run.resume={given!r} is neither a run directory nor a checkpoint of one: give one of them, or "
-        "run.resume=auto for the run of run.dir"
-    )
+    auto = ", or run.resume=auto for the run of run.dir" if key == "run.resume" else ""
+    raise ConfigError(f"{key}={given!r} is neither a run directory nor a checkpoint of one: give one of them{auto}")
 
 
 def check_named(cfg: DictConfig) -> None:
@@ -116,7 +129,7 @@ def check_named(cfg: DictConfig) -> None:
 
 
 def find(config: TrainConfig) -> "ResumePoint | None":
-    """Where the config says that its run goes on; None for a new run.
+    """Where the config says that its run goes on, or what it forks; None for a new run.
 
     Raises:
         ConfigError: there is no checkpoint, it is damaged, has all the steps already or is another run's, or a key of
@@ -125,9 +138,13 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     from prl.orchestrator.state import ResumePoint, decode  # verifiers
 
     given, run_dir = config.run.resume, Path(config.run.dir)
-    if given is None or (given == AUTO and not holds_run(run_dir)):
+    forks = config.run.fork is not None and not (given == AUTO and holds_run(run_dir))
+    if forks:
+        given = cast(str, config.run.fork)
+        run_dir = run_of(Path(given), given, "run.fork")
+    elif given is None or (given == AUTO and not holds_run(run_dir)):
         return None
-    if given != AUTO and run_of(Path(given), given).resolve() != run_dir.resolve():
+    elif given != AUTO and run_of(Path(given), given).resolve() != run_dir.resolve():
         message = f"run.resume={given!r} is not of the run in run.dir={config.run.dir!r}"
         raise ConfigError(f"{message}: give run.resume on the command line, without run.dir")
     steps, whole = checkpoint_folders.steps_of(run_dir), given == AUTO or Path(given) == run_dir
@@ -142,18 +159,19 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     if folder is None:
         if given == AUTO:
             return ResumePoint(run_dir, 0, None, None, changed, steps)
-        raise ConfigError(f"{run_dir} has no checkpoint to go on from; run.resume=auto begins again in its directory")
+        auto = "" if forks else "; run.resume=auto begins again in its directory"
+        raise ConfigError(f"{run_dir} has no checkpoint to go on from{auto}")
     path = folder / checkpoint_folders.STATE / "run.msgpack"
     try:
         state = decode(path.read_bytes(), path)
     except OSError as error:
         raise ConfigError(f"{folder} is no checkpoint to go on from: {error}") from error
-    if state.step + (not whole) > config.max_steps:  # the run itself may be about to end
+    if state.step + (forks or not whole) > config.max_steps:  # the run itself may be about to end
         raise ConfigError(
             f"max_steps={config.max_steps}: {folder} is of step {state.step}, so that nothing is left to train: "
             f"give max_steps={state.step + 1} or more, or an earlier checkpoint"
         )
-    return ResumePoint(run_dir, state.step, folder, state, changed, steps)
+    return ResumePoint(run_dir, state.step, folder, state, changed, steps, forks)
 
 
 def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -207,14 +225,18 @@ def _matches(key: list[str], pattern: list[str]) -> bool:
 # --- the run directory ------------------------------------------------------------------------------------------------
 
 
-def take_over(point: "ResumePoint", config: TrainConfig, tasks: Tasks) -> None:
+def take_over(point: "ResumePoint", config: TrainConfig, tasks: Tasks) -> "ResumePoint":
     """Cut the run directory back to the checkpoint, and put the new config and a line of `resumes.jsonl` into it.
+
+    A run that forks another's checkpoint gets its own directory, with a copy of that. Returns where the run goes on.
 
     The caller owns the directory. Raises ConfigError, with everything as it was, where the tasks are others or another
     process has been there since `find`.
     """
     run_dir = point.run_dir
     check_tasks(run_dir, tasks)
+    if point.forks:
+        return _fork(point, config)
     if checkpoint_folders.steps_of(run_dir) != point.steps:
         raise ConfigError(f"another process has gone on with the run in {run_dir} meanwhile: begin again")
     if point.folder is None:
@@ -222,16 +244,33 @@ def take_over(point: "ResumePoint", config: TrainConfig, tasks: Tasks) -> None:
     else:
         assert point.state is not None
         cut_back(run_dir, point.step, first_line=point.state.first_line, evaluated=point.state.sync.evaluated)
-        _record(point)
+        _record(point, point.folder.name)
     write_config(run_dir, config)
+    return point
 
 
-def _record(point: "ResumePoint") -> None:
+def _fork(point: "ResumePoint", config: TrainConfig) -> "ResumePoint":
+    """Copy the checkpoint that a run forks into its new directory; its config comes last, with which it is a run."""
+    source, run_dir = point.folder, Path(config.run.dir)
+    assert source is not None
+    refuse_existing(run_dir)
+    copy = checkpoint_folders.part_path(run_dir, point.step)
+    with naming(copy):
+        shutil.rmtree(copy, ignore_errors=True)  # of a start that died
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns(checkpoint_folders.MANIFEST))
+        checkpoint_folders.finish(run_dir, point.step)
+    new_run_dir(config)
+    own = replace(point, run_dir=run_dir, folder=checkpoint_folders.checkpoint_path(run_dir, point.step))
+    _record(own, str(source))
+    return own
+
+
+def _record(point: "ResumePoint", checkpoint: str) -> None:
     """Add the line of this time to `resumes.jsonl`, and say it."""
     assert point.state is not None
     line = {
         "step": point.step,
-        "checkpoint": point.folder.name if point.folder else None,
+        "checkpoint": checkpoint,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line(sys.orig_argv),
         "waiting_groups": len(point.state.batcher.groups),

@@ -125,7 +125,7 @@ def newest(run_dir: Path, steps: list[int], *, fall_back: bool) -> Path | None:
         except ConfigError as error:
             before = checkpoint_path(run_dir, steps[number - 1]) if number else None
             if not fall_back or before is None:
-                hint = "there is none before it" if before is None else f"the one before it: run.resume={before}"
+                hint = "there is none before it" if before is None else f"the one before it: {before}"
                 raise ConfigError(f"{error}; {hint}") from None
             print(f"warning: {as_message(str(error))}; going on from the one before it", file=sys.stderr)
     return None

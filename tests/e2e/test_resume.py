@@ -123,3 +123,16 @@ def test_run_without_reward_leaves_a_checkpoint(train, tmp_path):
     again = train(f"run.resume={tmp_path / 'run'}", "filters=none")
     assert again.status == 0, again.stderr
     assert [line["step"] for line in again.steps] == [0, 1, 2]
+
+
+def test_fork_trains_as_its_source_did(train, tmp_path):
+    on_policy = ("orchestrator.batch_size=16", "orchestrator.max_async_level=0", "orchestrator.eval.every=null")
+    source = train(*on_policy, "max_steps=3", "checkpoint.every=1", "checkpoint.keep_last=3")
+    assert source.status == 0, source.stderr
+    there = checkpoint_path(tmp_path / "run", 1)
+    fork = train(f"run.fork={there}", name="fork")
+    assert fork.status == 0, fork.stderr
+    assert [line["step"] for line in fork.steps] == [2, 3]
+    for ours, theirs in zip(fork.steps, source.steps[2:], strict=True):
+        assert ours["reward/all/mean"] == theirs["reward/all/mean"]
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)

@@ -71,11 +71,12 @@ async def test_a_server_that_gives_everything_up_is_named(server, pool, monkeypa
 
 async def test_generate(server, pool):
     server.replies[GENERATE] = {"choices": [choice([3, 4], 1), choice([5], 0, finish_reason="length")]}
-    first, second = await pool.generate([1, 2], {"temperature": 0.7, "seed": 3}, n=2)
+    first, second = await pool.generate([1, 2], {"temperature": 0.7, "seed": 3, "priority": 1}, n=2)
     assert (first.token_ids, first.logprobs, first.finish_reason) == ([5], [-2.5], "length")  # by index
     assert (second.token_ids, second.logprobs, second.finish_reason) == ([3, 4], [-1.5, -2.0], "stop")
     (body,) = server.bodies[GENERATE]
     assert body["model"] == "policy" and body["token_ids"] == [1, 2] and body["cache_salt"] == "v0"
+    assert body["priority"] == 1
     assert body["sampling"] == {"temperature": 0.7, "seed": 3, "n": 2, "detokenize": False}
     assert server.headers["Authorization"] == "Bearer t0ken"
 

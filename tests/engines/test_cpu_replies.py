@@ -75,7 +75,7 @@ class Request(msgspec.Struct):
 
 async def test_a_cancelled_group_is_aborted():
     engine = Engine()
-    work = asyncio.create_task(replies.sample(engine, None, SimpleNamespace(n=2), "prl-a"))
+    work = asyncio.create_task(replies.sample(engine, None, SimpleNamespace(n=2), "prl-a", 0))
     await engine.called.wait()
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -88,4 +88,4 @@ async def test_a_core_that_dies_fails_the_group(monkeypatch):
     engine = Engine()
     engine.errored = True
     with pytest.raises(RuntimeError, match="dead"):
-        await replies.sample(engine, None, SimpleNamespace(n=2), "prl-a")
+        await replies.sample(engine, None, SimpleNamespace(n=2), "prl-a", 0)

@@ -41,6 +41,19 @@ async def test_evaluation_counts_failures_as_zero(make_env, tmp_path):
     assert outcomes.count(None) == 9 and outcomes.count(failed) == 3
 
 
+async def test_evaluation_beside_training_names_the_versions_that_answered(make_env, pool, tmp_path):
+    env, answer, pool.version = make_env(task=Fixed, held_out=2), pool.generate, 7
+
+    async def updated(*args, **options):
+        completions = await answer(*args, **options)
+        pool.version = 9
+        return completions
+
+    pool.generate = updated
+    metrics = await evaluate([env], EvalConfig(mode="beside"), tmp_path, version=7)
+    assert (metrics["eval/toy/version_min"], metrics["eval/toy/version_max"]) == (7, 9)
+
+
 class Nothing(vf.Task):
     """Earns what its index says below zero, and cannot be graded with index 2."""
 

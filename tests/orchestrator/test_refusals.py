@@ -105,6 +105,11 @@ REFUSED = [  # overrides, key that the error names
     ("orchestrator.strict_async_level=true orchestrator.max_off_policy_steps=4", "orchestrator.strict_async_level"),
     ("orchestrator.eval.every=null orchestrator.stop.target=0.9", "orchestrator.stop.target"),
     ("orchestrator.eval.every=null orchestrator.eval.keep_best=true", "orchestrator.eval.keep_best"),
+    (
+        "orchestrator.eval.mode=beside orchestrator.eval.keep_best=true",
+        "orchestrator.eval.keep_best judges one version",
+    ),
+    ("orchestrator.eval.mode=beside orchestrator.stop.patience=2", "orchestrator.stop.patience judges one version"),
 ]
 
 

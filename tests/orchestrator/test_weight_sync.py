@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from prl.config.schema import CheckpointConfig, ModelConfig
+from prl.errors import PrlError
 from prl.models import model_path
 from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.config import EvalConfig, OrchestratorConfig
@@ -89,3 +90,63 @@ async def test_which_versions_are_evaluated(make_sync, make_env, every, loaded, 
         version for version, since in versions if await sync.evaluate_if_due(version, since=since, last=version == 5)
     ]
     assert due == expected
+
+
+@pytest.fixture
+def evaluations(monkeypatch):
+    """Evaluations in place of the orchestrator's: `begun` has their versions; each ends as its gate is set."""
+    begun, gates = [], {}
+
+    async def evaluate(envs, config, run_dir, version):
+        begun.append(version)
+        await gates.setdefault(version, asyncio.Event()).wait()
+        return {"eval/x/avg@1": float(version)}
+
+    monkeypatch.setattr("prl.orchestrator.weight_sync.evaluate", evaluate)
+    return SimpleNamespace(begun=begun, end=lambda version: gates.setdefault(version, asyncio.Event()).set())
+
+
+async def trained(sync, step):
+    sync.transport.publish(step, TRAINED)
+    while sync.pool.version < step or sync.busy:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0)  # what has been begun begins
+
+
+async def test_training_goes_on_beside_an_evaluation(make_sync, evaluations):
+    sync = make_sync(steps=9, eval=EvalConfig(every=2, mode="beside"))
+    for step in range(1, 10):
+        sync.expect(step, SHIPPED)
+    running = asyncio.create_task(sync.run())
+    for step in (1, 2, 3, 4, 5):
+        await trained(sync, step)
+    assert evaluations.begun == [2] and sync.state_dict().evaluated == -1, "one at a time; a kill now repeats it"
+    evaluations.end(2)
+    await asyncio.sleep(0)
+    assert sync.state_dict().evaluated == -1
+    await trained(sync, 6)
+    assert sync.state_dict().evaluated == 2
+    assert evaluations.begun == [2, 6], "that of version 4 was due while another ran, and is made of the next"
+    for step in (7, 8):
+        await trained(sync, step)
+    evaluations.end(9)
+    sync.transport.publish(9, TRAINED)
+    await asyncio.wait_for(running, 5)
+    assert evaluations.begun == [2, 6, 9], "the last is made alone, and one that still runs is given up for it"
+    assert {line["step"]: line["eval/x/avg@1"] for line in sync.lines if "eval/x/avg@1" in line} == {6: 2.0, 9: 9.0}
+    assert sync.state_dict().evaluated == 9
+
+
+async def test_an_evaluation_that_fails_beside_training_ends_the_run(make_sync, monkeypatch):
+    async def evaluate(*_):
+        raise PrlError("no such env")
+
+    monkeypatch.setattr("prl.orchestrator.weight_sync.evaluate", evaluate)
+    sync = make_sync(steps=3, eval=EvalConfig(every=1, mode="beside"))
+    for step in (1, 2, 3):
+        sync.expect(step, SHIPPED)
+    running = asyncio.create_task(sync.run())
+    await trained(sync, 1)
+    sync.transport.publish(2, TRAINED)
+    with pytest.raises(PrlError, match="no such env"):
+        await asyncio.wait_for(running, 5)

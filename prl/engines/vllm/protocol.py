@@ -27,6 +27,8 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
     """vLLM's sampling parameters."""
     cache_salt: str | None = None
     """Prompts share cached prefixes with those of the same salt."""
+    priority: int = 0
+    """Requests of a lower one come first, where the server has `--scheduling-policy priority`; else it is 0."""
 
 
 class Sampled(Struct):

@@ -115,8 +115,8 @@ async def sample(engine: "AsyncLLM", asked: GenerateRequest, params: "SamplingPa
 
     prompt, name = tokens_input(asked.token_ids, cache_salt=asked.cache_salt), f"prl-{uuid.uuid4().hex}"
     if replies.takes(engine, params):
-        return await replies.sample(engine, prompt, params, name)
-    [reply] = [final async for final in engine.generate(prompt, params, name)]
+        return await replies.sample(engine, prompt, params, name, asked.priority)
+    [reply] = [final async for final in engine.generate(prompt, params, name, priority=asked.priority)]
     return msgspec.json.encode(generated(reply, asked.token_ids))
 
 

@@ -40,12 +40,12 @@ def takes(engine: "AsyncLLM", params: "SamplingParams") -> bool:
     return plain and hasattr(EngineCoreProc, METHOD) and engine.vllm_config.parallel_config.data_parallel_size == 1
 
 
-async def sample(engine: "AsyncLLM", prompt: Any, params: "SamplingParams", name: str) -> bytes:
+async def sample(engine: "AsyncLLM", prompt: Any, params: "SamplingParams", name: str, priority: int) -> bytes:
     """`Generated` as JSON. Raises what vLLM raises for what it refuses, GenerationError if sampling failed."""
     from vllm.exceptions import GenerationError
 
     tasks = await engine.get_supported_tasks()
-    request = engine.input_processor.process_inputs(name, prompt, params, tasks)
+    request = engine.input_processor.process_inputs(name, prompt, params, tasks, priority=priority)
     request.client_index = engine.engine_core.client_index
     call = asyncio.ensure_future(engine.engine_core.call_utility_async(METHOD, msgspec.msgpack.encode(request)))
     try:
