@@ -56,7 +56,7 @@ class Engine:
         self.engine_core = SimpleNamespace(
             client_index=0, call_utility_async=self.call, abort_requests_async=self.abort
         )
-        self.input_processor = SimpleNamespace(process_inputs=lambda *_: Request())
+        self.input_processor = SimpleNamespace(process_inputs=lambda *_, priority: Request())
 
     async def get_supported_tasks(self):
         return ("generate",)
