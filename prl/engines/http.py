@@ -26,6 +26,8 @@ PAUSE_S = 0.1
 """Time between two looks at whether a server is ready, seconds."""
 ENDING = "shutting down"
 """In what vLLM answers once it has been asked to end; it may take ten seconds more, and say that it is well."""
+SHORTEST_SECRET = 8
+"""Characters of a token that an error does not repeat; a shorter one is in words."""
 
 
 def closed_while_idle(error: BaseException) -> bool:
@@ -192,7 +194,7 @@ async def content_of(reply: aiohttp.ClientResponse, where: str, token: str | Non
     if reply.status == 200:
         return msgspec.json.decode(body or b"{}")
     text = body[:2000].decode(errors="replace")
-    text = (text.replace(token, "***") if token else text)[:500]
+    text = (text.replace(token, "***") if token and len(token) >= SHORTEST_SECRET else text)[:500]
     if 300 <= reply.status < 400:
         text = f"it leads to {reply.headers.get('Location', 'nowhere')[:200]}, which is not followed: {text}"
     ending = reply.status >= 500 and ENDING in text.lower()
