@@ -127,13 +127,3 @@ async def test_a_worker_is_replaced_with_its_node(nodes):
                     both = await asyncio.gather(graded(waits, LIMIT_S), graded(waits, LIMIT_S))
                     processes = {trace.metrics["process"] for trace in both}
             assert set(nodes.running(ACTOR).values()) == {"two", "three"}
-
-
-@pytest.mark.parametrize(("cpus", "where"), [(2, {"one"}), (1, {"gpu"})])
-async def test_workers_are_on_nodes_without_gpus_where_these_have_room(nodes, cpus, where):
-    nodes.add("gpu", 4, gpus=1)
-    nodes.add("one", cpus)
-    with RayLauncher() as launcher:
-        async with working(launcher, 2, "fine") as (fine,):
-            assert (await graded(fine, LIMIT_S)).reward == 1.0
-            assert set(nodes.running(ACTOR).values()) == where
