@@ -1,12 +1,11 @@
 """Who was at work while a run made its steps, as shares of that time, from its events.
 
-Left out are the start, the time before a run went on, and what came after the last update.
+Left out are the start, what came after the last update, and of a run that went on all that was before.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
 from prl.transport.events import (
@@ -29,6 +28,7 @@ from prl.transport.files import lines_of
 BALANCED = 1.25
 """The larger of generation and update bounds a run if it takes so many times as long as the other."""
 ORDER = (ORCHESTRATOR, ENGINE, "teacher", EVALUATION, TRAINER)
+UPDATE = (FORWARD, OPTIMISER, EXPORTING)
 Times = list[tuple[float, float]]
 """Disjoint intervals in ascending order, seconds since 1970."""
 
@@ -65,15 +65,18 @@ class Shares:
 
 def shares(spans: Sequence[Span]) -> Shares | None:
     """Who was at work while the steps were made; None where none was made."""
-    times = windows(spans)
-    if not times:
+    spans = latest(spans)
+    updates = [span.stop for span in spans if span.process == TRAINER and span.what in UPDATE]
+    starts = [span.start for span in spans if span.process == ORCHESTRATOR and span.step > spans[0].step]
+    if not updates or not starts or min(starts) >= max(updates):
         return None
-    whole = sum(stop - start for start, stop in times)
+    first, last = min(starts), max(updates)
+    whole = last - first
     did: dict[str, dict[str, float]] = {name: defaultdict(float) for name in processes(spans)}
     for span in spans:
-        did[span.process][span.what] += within(span.start, span.stop, times) / whole
+        did[span.process][span.what] += within(span.start, span.stop, first, last) / whole
     at_work = union([(span.start, span.stop) for span in spans if is_work(span.what) and span.process != ORCHESTRATOR])
-    nobody = 1 - sum(within(start, stop, times) for start, stop in at_work) / whole
+    nobody = 1 - sum(within(start, stop, first, last) for start, stop in at_work) / whole
     shares_of = {
         name: dict(sorted(own.items(), key=lambda item: -item[1])) for name, own in did.items() if any(own.values())
     }
@@ -99,20 +102,10 @@ def bound_of(did: dict[str, dict[str, float]], nobody: float) -> str:
     return "generation and update balanced" if close and took[most] in (generation, update) else most
 
 
-def windows(spans: Sequence[Span]) -> Times:
-    """When steps were made: of each process that the run was, from its first batch begun to its last update."""
-    begun = [span for span in spans if span.process == ORCHESTRATOR and span.what == PREPARING]
-    begun = begun or [span for span in spans if span.process == ORCHESTRATOR][:1]
-    times: Times = []
-    for number, first in enumerate(begun):
-        end = begun[number + 1].start if number + 1 < len(begun) else inf
-        own = [span for span in spans if first.start <= span.start < end]
-        starts = [span.start for span in own if span.process == ORCHESTRATOR and span.step > first.step]
-        update = (FORWARD, OPTIMISER, EXPORTING)
-        stops = [span.stop for span in own if span.process == TRAINER and span.what in update]
-        if starts and stops and min(starts) < max(stops):
-            times.append((min(starts), max(stops)))
-    return union(times)
+def latest(spans: Sequence[Span]) -> list[Span]:
+    """The spans, by their start, of the latest process that the run was."""
+    begun = [span.start for span in spans if span.process == ORCHESTRATOR and span.what == PREPARING]
+    return [span for span in spans if not begun or span.start >= begun[-1]]
 
 
 def union(times: Times) -> Times:
@@ -126,9 +119,9 @@ def union(times: Times) -> Times:
     return disjoint
 
 
-def within(first: float, last: float, times: Times) -> float:
-    """Seconds from `first` to `last` that are in the intervals."""
-    return sum(max(0.0, min(last, stop) - max(first, start)) for start, stop in times)
+def within(start: float, stop: float, first: float, last: float) -> float:
+    """Seconds from `start` to `stop` that are between `first` and `last`."""
+    return max(0.0, min(last, stop) - max(first, start))
 
 
 def is_work(what: str) -> bool:

@@ -59,7 +59,7 @@ def verdict(run: Run, times: Shares | None = None) -> list[Finding]:
     findings = [summary, state] if state.mood == "good" else [state, summary]
     findings += [*rewards(steps), *evaluations(run.metrics)]
     if times is not None:
-        findings.append(Finding(f"{capitalised(times.sentence)} (`prl timeline`)."))
+        findings.append(Finding(f"{capitalised(times.sentence)}."))
     if signal:
         why = "its rollouts were dropped by a filter, or none of their tokens trained"
         findings.append(Finding(f"{signal}: {why}.", "warn"))
