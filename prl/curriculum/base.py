@@ -48,9 +48,6 @@ class Curriculum(Logs, ABC):
         """Raise ConfigError for options that contradict each other; `where` is the curriculum's config key."""
         self.where = where
 
-    def check_start(self, *, goes_on: bool) -> None:
-        """Raise ConfigError for options that contradict how the run starts: anew, or going on (`run.resume`)."""
-
     @property
     def reads_rewards(self) -> bool:
         """Whether the settings judge tasks by reward, which says nothing under an algorithm that reads none."""

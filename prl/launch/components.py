@@ -190,7 +190,6 @@ def attach_filters(
 def load_curricula(config: TrainConfig, components: RunComponents, environments: dict[str, Environment]) -> None:
     """Give each env's curriculum its tasks. Raises ConfigError where `load_from` leaves nothing to train on."""
     for name, env in components.envs.items():
-        env.curriculum.check_start(goes_on=config.run.resume is not None or config.run.fork is not None)
         with hook(config.node_of(name, "curriculum")[0], env.curriculum, "load"):
             env.curriculum.load(
                 environments[name].tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name
