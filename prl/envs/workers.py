@@ -27,7 +27,6 @@ import msgspec
 import psutil
 from pebble import ProcessExpired, ProcessPool
 
-from prl.envs.isolation import message_of
 from prl.errors import UNREADABLE
 
 log = logging.getLogger(__name__)
@@ -212,9 +211,9 @@ async def nothing(_: bytes) -> None:
 
 def described(error: BaseException) -> dict[str, str]:
     """Return an exception as plain data."""
-    try:
+    name, message, text = type(error).__name__, "", ""
+    with contextlib.suppress(BaseException):  # of its `__str__`, or the memory is not enough
+        message = str(error)[:2000]
         text = "".join(traceback.format_exception(error))[-8000:]
-    except BaseException:  # of its `__str__`
-        text = ""
-    parts = {"error": type(error).__name__, "message": message_of(error, 2000), "traceback": text}
+    parts = {"error": name, "message": message or name, "traceback": text}
     return {name: part.encode("utf-8", "replace").decode() for name, part in parts.items()}
