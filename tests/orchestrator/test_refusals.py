@@ -6,12 +6,10 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.algorithms.base import Algorithm
-from prl.config.build import build
 from prl.config.compose import compose
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.validate import validate
 from prl.curriculum.pools import TaskCurriculum, write_pools
-from prl.envs.environment import load_taskset
 from prl.errors import ConfigError
 from prl.filters.base import Filter
 from prl.filters.gibberish import Gibberish
@@ -202,17 +200,6 @@ def test_class_without_the_base_class_options_is_refused(user_package):
         with pytest.raises(ConfigError) as caught:
             components(f"algo=custom_class algo._target_={path}")
         assert names in str(caught.value)
-
-
-def test_opsd_warns_where_no_task_has_a_demonstration():
-    def warned(taskset, **options):
-        algorithm = build({"_target_": "prl.algorithms.opsd.OPSDAlgorithm", **options}, Algorithm, "algo")
-        tasks = list(load_taskset(f"prl.envs.tasksets.{taskset}", {"num_tasks": 3}, taskset))
-        return warned_by(algorithm.check_tasks, "algo", tasks)
-
-    assert warned("math") == []
-    for texts in (warned("guess", demo_key="demonstration"), warned("math", demo_key="hint")):
-        assert len(texts) == 1 and texts[0].startswith("algo.demo_key=")
 
 
 @pytest.mark.parametrize(
