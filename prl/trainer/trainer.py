@@ -82,8 +82,6 @@ class Trainer:
         self.device: torch.device = next(model.parameters()).device if device == "auto" else torch.device(device)
         self.mesh = make_mesh(self.device, self.config.shard_size) if dist.is_initialized() else None
         """The ranks, where there are several, or one on a GPU."""
-        if half and self.mesh is None:
-            raise ValueError("half=True: a model in bfloat16 over float32 weights is for ranks, and none have met")
         recompute_activations(model, self.config.gradient_checkpointing)
         if self.config.compile:
             compile_layers(model)

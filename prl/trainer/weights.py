@@ -17,7 +17,7 @@ def whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[
     ranks, all must go through them.
     """
     for name, tensor in weights_of(model):
-        tensor = whole(tensor.to(format_of(model, name, dtype)))
+        tensor = whole(tensor.to(torch.float32 if stays_float32(model, name) else dtype))
         yield from as_in_files(model, name, tensor).items()
 
 
@@ -28,8 +28,3 @@ def on_writer(tensors: Iterable[tuple[str, torch.Tensor]], *, writes: bool) -> d
         if writes:
             kept[name] = tensor.detach().cpu().contiguous()
     return kept
-
-
-def format_of(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
-    """The number format of one tensor among those in `dtype`."""
-    return torch.float32 if stays_float32(model, name) else dtype

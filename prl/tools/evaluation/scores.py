@@ -59,12 +59,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     """The probability that at least one of `k` of `n` samples, drawn without replacement, is correct.
 
     1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k from n samples (Chen et al. 2021, arXiv 2107.03374).
-
-    Raises:
-        ValueError: k is not from 1 to n, or `correct` not from 0 to n.
     """
-    if not 1 <= k <= n or not 0 <= correct <= n:
-        raise ValueError(f"pass@{k} of {n} samples with {correct} correct: k must be 1 to n, correct 0 to n")
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
