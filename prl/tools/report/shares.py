@@ -8,34 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prl.transport.events import (
-    ENGINE,
-    EVALUATION,
-    EXPORTING,
-    FOLDER,
-    FORWARD,
-    GENERATING,
-    LOADING,
-    OPTIMISER,
-    ORCHESTRATOR,
-    PREPARING,
-    TRAINER,
-    WAITING,
-    Span,
-)
+from prl.transport import events
+from prl.transport.events import Span
 from prl.transport.files import lines_of
 
 BALANCED = 1.25
 """The larger of generation and update bounds a run if it takes so many times as long as the other."""
-ORDER = (ORCHESTRATOR, ENGINE, "teacher", EVALUATION, TRAINER)
-UPDATE = (FORWARD, OPTIMISER, EXPORTING)
+ORDER = (events.ORCHESTRATOR, events.ENGINE, "teacher", events.EVALUATION, events.TRAINER)
+UPDATE = (events.FORWARD, events.OPTIMISER, events.EXPORTING)
 Times = list[tuple[float, float]]
 """Disjoint intervals in ascending order, seconds since 1970."""
 
 
 def read_spans(run_dir: Path, problems: list[str]) -> list[Span]:
     """All spans of a run by their start; lines that cannot be read are left out, and `problems` says so."""
-    files = sorted((run_dir / FOLDER).glob("[!.]*.jsonl"))
+    files = sorted((run_dir / events.FOLDER).glob("[!.]*.jsonl"))
     spans = [span for path in files for span in lines_of(path, Span, problems)]
     return sorted(spans, key=lambda span: (span.start, span.stop))
 
@@ -59,15 +46,15 @@ class Shares:
         """`engine 92 % busy (18 % loading weights), trainer 31 %: generation-bound`."""
         engines = engines_of(self.did)
         busy = sum(map(self.busy, engines)) / max(1, len(engines))
-        engine = f"engine {100 * busy:.0f} % busy ({100 * mean_share(self.did, LOADING):.0f} % loading weights)"
-        return f"{engine}, trainer {100 * self.busy(TRAINER):.0f} %: {self.bound}"
+        engine = f"engine {100 * busy:.0f} % busy ({100 * mean_share(self.did, events.LOADING):.0f} % loading weights)"
+        return f"{engine}, trainer {100 * self.busy(events.TRAINER):.0f} %: {self.bound}"
 
 
 def shares(spans: Sequence[Span]) -> Shares | None:
     """Who was at work while the steps were made; None where none was made."""
     spans = latest(spans)
-    updates = [span.stop for span in spans if span.process == TRAINER and span.what in UPDATE]
-    starts = [span.start for span in spans if span.process == ORCHESTRATOR and span.step > spans[0].step]
+    updates = [span.stop for span in spans if span.process == events.TRAINER and span.what in UPDATE]
+    starts = [span.start for span in spans if span.process == events.ORCHESTRATOR and span.step > spans[0].step]
     if not updates or not starts or min(starts) >= max(updates):
         return None
     first, last = min(starts), max(updates)
@@ -75,7 +62,9 @@ def shares(spans: Sequence[Span]) -> Shares | None:
     did: dict[str, dict[str, float]] = {name: defaultdict(float) for name in processes(spans)}
     for span in spans:
         did[span.process][span.what] += within(span.start, span.stop, first, last) / whole
-    at_work = union([(span.start, span.stop) for span in spans if is_work(span.what) and span.process != ORCHESTRATOR])
+    at_work = union(
+        [(span.start, span.stop) for span in spans if is_work(span.what) and span.process != events.ORCHESTRATOR]
+    )
     nobody = 1 - sum(within(start, stop, first, last) for start, stop in at_work) / whole
     shares_of = {
         name: dict(sorted(own.items(), key=lambda item: -item[1])) for name, own in did.items() if any(own.values())
@@ -85,14 +74,14 @@ def shares(spans: Sequence[Span]) -> Shares | None:
 
 def bound_of(did: dict[str, dict[str, float]], nobody: float) -> str:
     """What takes the largest share of the time; `nobody`: in which none but the orchestrator was at work."""
-    evaluating = work_of(did.get(EVALUATION, {}))
-    generation = max(0.0, mean_share(did, GENERATING) - evaluating)  # an evaluation generates, too
-    update = work_of(did.get(TRAINER, {}))
-    own = min(nobody, work_of(did.get(ORCHESTRATOR, {})))
+    evaluating = work_of(did.get(events.EVALUATION, {}))
+    generation = max(0.0, mean_share(did, events.GENERATING) - evaluating)  # an evaluation generates, too
+    update = work_of(did.get(events.TRAINER, {}))
+    own = min(nobody, work_of(did.get(events.ORCHESTRATOR, {})))
     took = {
         "generation-bound": generation,
         "update-bound": update,
-        "bound by loading weights": mean_share(did, LOADING),
+        "bound by loading weights": mean_share(did, events.LOADING),
         "bound by the evaluation": evaluating,
         "bound by the orchestrator": own,
         "bound by tools, graders and frozen models": nobody - own,
@@ -104,7 +93,7 @@ def bound_of(did: dict[str, dict[str, float]], nobody: float) -> str:
 
 def latest(spans: Sequence[Span]) -> list[Span]:
     """The spans, by their start, of the latest process that the run was."""
-    begun = [span.start for span in spans if span.process == ORCHESTRATOR and span.what == PREPARING]
+    begun = [span.start for span in spans if span.process == events.ORCHESTRATOR and span.what == events.PREPARING]
     return [span for span in spans if not begun or span.start >= begun[-1]]
 
 
@@ -126,7 +115,7 @@ def within(start: float, stop: float, first: float, last: float) -> float:
 
 def is_work(what: str) -> bool:
     """Whether a process that does this is at work."""
-    return not what.startswith(WAITING)
+    return not what.startswith(events.WAITING)
 
 
 def work_of(own: dict[str, float]) -> float:
@@ -136,7 +125,7 @@ def work_of(own: dict[str, float]) -> float:
 
 def engines_of(did: dict[str, dict[str, float]]) -> list[str]:
     """The names of the policy's engines: `engine`, or `engine 1`, `engine 2`, …"""
-    return [name for name in did if name.split(" ")[0] == ENGINE]
+    return [name for name in did if name.split(" ")[0] == events.ENGINE]
 
 
 def mean_share(did: dict[str, dict[str, float]], what: str) -> float:
