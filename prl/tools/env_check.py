@@ -126,7 +126,7 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
         say(console, f"\nfirst prompt, {len(prompt)} tokens, in the template of {config.model.path}:\n{text}")
     say(console, f"\nreplies: {whose}")
     for rollout in rollouts:
-        console.print("", shown(record(rollout, 0), "no model"), sep="\n")
+        say(console, f"\n{shown(record(rollout, 0), 'no model')}")
     failed = next((rollout for rollout in rollouts if rollout.failed), None)
     if failed is None:
         return None
