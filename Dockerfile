@@ -1,6 +1,6 @@
 # prl in a container: scripts/setup does all of it.
-#   docker build -f scripts/Dockerfile -t prl .                       for CPUs
-#   docker build -f scripts/Dockerfile -t prl --build-arg ENGINE=gpu --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 .
+#   docker build -t prl .                       for CPUs
+#   docker build -t prl --build-arg ENGINE=gpu --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 .
 #   docker run --rm -it --shm-size=8g -v "$PWD/outputs:/prl/outputs" prl prl train algo=opd env=math          (--gpus all)
 ARG BASE=ubuntu:24.04
 FROM $BASE
