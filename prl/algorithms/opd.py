@@ -54,7 +54,7 @@ class OPDAlgorithm(ReferenceOptions, Algorithm):
 
     async def setup(self) -> None:
         if isinstance(self.teacher, FrozenModelConfig):
-            self.teacher_scorer = self.scorer(await self.connect(self.teacher), self.max_concurrent)
+            self.teacher_scorer = await self.connect_scorer(self, self.teacher, self.max_concurrent)
 
     def trainer_references(self) -> set[str]:
         return super().trainer_references() | {self.name_in_trainer(self.teacher)} - {""}
