@@ -46,16 +46,14 @@ class AlignedLogprobs(ReferenceLogprobs):
     measure every token. Tokens that do not train have 0.0.
     """
 
-    def __init__(
-        self, pool: ModelPool, limit: int, policy: Renderer, reference: Renderer, log: Callable[[str, float], None]
-    ):
+    def __init__(self, pool: ModelPool, limit: int, policy: Renderer, reference: Renderer, log: Callable[..., None]):
         """
         Args:
             pool: The reference.
             limit: Samples that are scored at a time.
             policy: The policy's renderer.
             reference: The renderer of the reference's chat template.
-            log: Is given the metric `spans_of_one`, for each sample.
+            log: Is given the metric `spans_of_one` of each sample, name and value.
 
         Raises:
             ConfigError: A tokenizer does not say which text each of its tokens is.
@@ -63,7 +61,9 @@ class AlignedLogprobs(ReferenceLogprobs):
         """
         super().__init__(pool, limit)
         self.renderer, self.log = reference, log
-        self.ours, self.theirs = fast_tokenizer(policy), fast_tokenizer(reference)
+        self.ours, self.theirs = tokenizer_of(policy), tokenizer_of(reference)
+        if not (hasattr(self.ours, "backend_tokenizer") and hasattr(self.theirs, "backend_tokenizer")):
+            raise ConfigError("algo.align=text: both models need a tokenizer.json, which says what text a token is")
         self.stops = policy.get_stop_token_ids()
         self.end, self.before = around_replies(reference, self.theirs)
 
@@ -164,14 +164,6 @@ def encode(tokenizer: Any, text: str, before: str = "") -> list[int]:
     """The tokens of `text` with `before` in front of it; by itself where the two would share a token."""
     head, whole = (tokenizer.encode(part, add_special_tokens=False) for part in (before, before + text))
     return list(whole[len(head) :]) if whole[: len(head)] == head else encode(tokenizer, text)
-
-
-def fast_tokenizer(renderer: Renderer) -> Any:
-    """The tokenizer of a renderer. Raises ConfigError where it cannot say which text each token is."""
-    tokenizer = tokenizer_of(renderer)
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ConfigError(f"algo.align=text needs tokenizers with a tokenizer.json, got {tokenizer!r:.80}")
-    return tokenizer
 
 
 def around_replies(renderer: Renderer, tokenizer: Any) -> tuple[list[int], str]:

@@ -177,12 +177,13 @@ class Algorithm(Logs):
             await pool.require_tokenizer(probe)
         return pool
 
-    async def connect_scorer(
-        self, options: ReferenceOptions, frozen: Any, max_concurrent: int = 32
-    ) -> ReferenceLogprobs:
-        """Connect a frozen model that scores rollouts as `options` say. Raises what `connect` raises."""
+    async def connect_scorer(self, options: ReferenceOptions, frozen: Any, limit: int = 32) -> ReferenceLogprobs:
+        """Connect a frozen model that scores rollouts as `options` say, with so many requests in flight.
+
+        Raises what `connect` raises.
+        """
         if options.align is None:
-            return options.scorer(await self.connect(frozen), max_concurrent)
+            return options.scorer(await self.connect(frozen), limit)
         from prl.algorithms.alignment import AlignedLogprobs
         from prl.engines.renderer import make_renderer
         from prl.engines.tokenizers import TokenizerProbe, load_tokenizer
@@ -190,7 +191,7 @@ class Algorithm(Logs):
         path = frozen.tokenizer or frozen.name
         tokenizer = load_tokenizer(path, f"the frozen model {frozen.name!r}: tokenizer")
         pool = await self.connect(frozen, TokenizerProbe.of(tokenizer, path))
-        return AlignedLogprobs(pool, max_concurrent, self.policy_renderer, make_renderer(tokenizer), self.log)
+        return AlignedLogprobs(pool, limit, self.policy_renderer, make_renderer(tokenizer), self.log)
 
     def source(self) -> "ModelPool | MessageSource":
         """What the rollouts are sampled from, before anybody has waited for it."""

@@ -61,17 +61,15 @@ class ReferenceOptions:
     def check_read(self, where: str, reference: Any) -> None:
         """Raise ConfigError for an option that nothing reads; `where` is the config key of these options."""
         engine = self.divergence is not None and reference not in IN_TRAINER
-        if self.align and self.divergence:
-            raise ConfigError(
-                f"{where}.divergence={self.divergence}: {where}.align={self.align} is for models of two vocabularies, "
-                "and a divergence is over one: leave one of them null"
-            )
         reads = {
             "beta": (self.divergence == "jsd", "divergence=jsd"),
             "top_k": (engine, "a divergence from a reference that an engine serves; one in the trainer has them all"),
             "decay": (reference == "ema", "the reference ema"),
             "every": (reference == "lagged", "the reference lagged"),
-            "align": (isinstance(reference, FrozenModelConfig), "a frozen model, {name, base_url}"),
+            "align": (
+                isinstance(reference, FrozenModelConfig) and self.divergence is None,
+                "a frozen model {name, base_url}, and divergence=null, which is over one vocabulary",
+            ),
         }
         for key, (is_read, reader) in reads.items():
             value = getattr(self, key)

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from other_tokenizers import byte_level, sentence_piece
@@ -252,6 +253,13 @@ async def test_kl_takes_a_reference_of_another_tokenizer(frozen, attached, talke
     end = rollout.turns[1].tokens.stop - 1
     assert sample.ref_kl_weights == [0.5 * trains for trains in sample.mask]
     assert sample.ref_logprobs[end] == frozen[-1].logprobs(frozen[-1].asked[0])[-1]
+
+
+async def test_a_tokenizer_that_does_not_say_what_its_tokens_are_is_refused(aligned, attached):
+    algorithm = aligned(model_path("tiny"))
+    attached(algorithm, renderer=SimpleNamespace(_tokenizer=object(), get_stop_token_ids=list))
+    with pytest.raises(ConfigError, match=r"^algo\.align=text: .*tokenizer\.json"):
+        await algorithm.start()
 
 
 async def test_a_tokenizer_that_is_not_there_is_refused(aligned, tmp_path):

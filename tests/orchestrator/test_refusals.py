@@ -57,7 +57,7 @@ REFUSED = [  # overrides, key that the error names
     ("algo.kl.coef=1 algo.kl.reference=ema algo.kl.every=2", "algo.kl.every=2"),
     ("algo=opd algo.top_k=8", "algo.top_k=8"),
     ("algo=opd algo.teacher=ema algo.divergence=jsd algo.top_k=8", "algo.top_k=8"),
-    ("algo=opd algo.align=text algo.divergence=jsd", "algo.divergence=jsd"),
+    ("algo=opd algo.align=text algo.divergence=jsd", "algo.align=text"),
     ("algo=opd algo.align=text algo.teacher=initial", "algo.align=text"),
     ("algo=opsd algo.align=text", "algo.align=text"),
     ("algo.kl.coef=0.1 algo.kl.align=text", "algo.kl.align=text"),
