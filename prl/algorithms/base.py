@@ -142,6 +142,12 @@ class Algorithm(Logs):
         """
         return {self.kl.model} - {""}
 
+    def observe(self, group: list[Rollout]) -> None:
+        """See the rollouts of a finished group with their credit, failed ones too, before `pre_batch` filters.
+
+        Where rollouts enter batches one by one, each alone. What it remembers is for `state_dict` to keep.
+        """
+
     def observe_batch(self, rollouts: list[Rollout]) -> None:
         """See its env's rollouts of a batch that is trained, as they are; those that filters dropped from it too."""
 
