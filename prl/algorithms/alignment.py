@@ -60,15 +60,17 @@ class AlignedLogprobs(ReferenceLogprobs):
             UnrenderablePrompt: The reference's template takes no reply.
         """
         super().__init__(pool, limit)
-        self.renderer, self.log = reference, log
+        self.renderer = reference
+        self.log = log
         self.ours, self.theirs = tokenizer_of(policy), tokenizer_of(reference)
         if not (hasattr(self.ours, "backend_tokenizer") and hasattr(self.theirs, "backend_tokenizer")):
-            raise ConfigError("algo.align=text: both models need a tokenizer.json, which says what text a token is")
+            raise ConfigError("algo.align=text: both models need a tokenizer.json, to tell the text of each token")
         self.stops = policy.get_stop_token_ids()
         self.end, self.before = around_replies(reference, self.theirs)
 
     async def _score(self, rollout: Rollout, index: int, context: list[int]) -> None:
-        sample, nodes = rollout.samples[index], rollout.sample_branches[index].nodes
+        sample = rollout.samples[index]
+        nodes = rollout.sample_branches[index].nodes
         values = [value if is_measured(value) else 0.0 for value in sample.logprobs]
         replies: list[tuple[list[int], list[Span]]] = []
         stop = 0
@@ -77,11 +79,14 @@ class AlignedLogprobs(ReferenceLogprobs):
             begin = stop - sum(node.mask)
             if node.sampled and any(sample.mask[begin:stop]):
                 replies.append(self.align(nodes[:place], sample.token_ids[begin:stop], begin))
-        scored_ids, logprobs, ones = list[int](), list[float](), 0
+        scored_ids: list[int] = []
+        logprobs: list[float] = []
+        ones = 0
         async with self._slots:
             for token_ids, spans in reversed(replies):
                 if scored_ids[: len(token_ids)] != token_ids:  # else the later conversation begins with this one
-                    scored_ids, logprobs = token_ids, await self.pool.prompt_logprobs(token_ids)
+                    scored_ids = token_ids
+                    logprobs = await self.pool.prompt_logprobs(token_ids)
                 for ours, theirs in spans:
                     if all(map(is_measured, sample.logprobs[ours])):
                         values[ours] = spread(values[ours], math.fsum(logprobs[theirs]))
@@ -100,9 +105,9 @@ class AlignedLogprobs(ReferenceLogprobs):
         Raises:
             EngineError: The reference's chat template does not take the conversation.
         """
-        messages = [message_to_wire(node.message) for node in nodes]
-        tools = [tool_to_wire(tool) for node in nodes[:1] for tool in node.tools]
         try:
+            messages = [message_to_wire(node.message) for node in nodes]
+            tools = [tool_to_wire(tool) for node in nodes[:1] for tool in node.tools]
             prompt = list(self.renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True))
         except Exception as error:  # of a chat template, which is a program
             raise EngineError(f"the template of model {self.pool.model!r}: {in_one_line(error)}") from error
@@ -123,7 +128,8 @@ def spans_of(ours: Spelling, theirs: Spelling, begin: int = 0, their_begin: int 
     Where `theirs` has another text (normalised, or without unknown characters), it has no border but its last behind
     the first difference.
     """
-    (text, borders), (their_text, their_borders) = ours, theirs
+    text, borders = ours
+    their_text, their_borders = theirs
     shared = shared_length(text, their_text)
     stops = {border: stop for stop, border in enumerate(their_borders, start=1) if border[0] <= shared}
     stops[len(text), 0] = len(their_borders)
@@ -146,11 +152,12 @@ def spread(own: list[float], total: float) -> list[float]:
 
 def spelling(tokenizer: Any, token_ids: list[int]) -> Spelling:
     """The text of tokens, each of which is decoded once, and their borders."""
+    backend = tokenizer.backend_tokenizer
     stream = DecodeStream(skip_special_tokens=False)
     try:
-        pieces = [stream.step(tokenizer.backend_tokenizer, token_id) for token_id in token_ids]
-    except Exception:  # of the Rust part: with a byte that is no UTF-8 those before it have another text
-        pieces = [None] * (len(token_ids) - 1) + [tokenizer.decode(token_ids)]
+        pieces = [stream.step(backend, token_id) for token_id in token_ids]
+    except Exception:  # of the Rust part: with a byte that is no UTF-8, those before it change their text
+        pieces = [None] * (len(token_ids) - 1) + [backend.decode(token_ids, skip_special_tokens=False)]
     borders: list[Border] = []
     complete = incomplete = 0
     for piece, name in zip(pieces, tokenizer.convert_ids_to_tokens(token_ids), strict=True):
@@ -171,6 +178,8 @@ def around_replies(renderer: Renderer, tokenizer: Any) -> tuple[list[int], str]:
     encoded behind: some tokenizers put a blank in front of a text that has nothing before it."""
     dialogue = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     prompt, whole = render_prompt(renderer, dialogue[:1]).token_ids, render(renderer, dialogue).token_ids
-    written, stops, alone = whole[shared_length(prompt, whole) :], renderer.get_stop_token_ids(), encode(tokenizer, "!")
+    written = list(whole[shared_length(prompt, whole) :])
+    stops = renderer.get_stop_token_ids()
     end = next((place for place, token in enumerate(written) if token in stops), len(written))
+    alone = encode(tokenizer, "!")
     return written[end : end + 1], "" if written[:end][-len(alone) :] == alone else "\n"

@@ -48,9 +48,8 @@ class OPDAlgorithm(ReferenceOptions, Algorithm):
             raise ConfigError(
                 f"{where}.teacher has no value: {type(self).__name__} needs a frozen model, with name and base_url"
             )
-        check_reference(
-            self.teacher, f"{where}.teacher", hosted=True
-        )  # its URL is checked with the run's hosted models
+        # Its URL is checked with the run's hosted models.
+        check_reference(self.teacher, f"{where}.teacher", hosted=True)
 
     async def setup(self) -> None:
         if isinstance(self.teacher, FrozenModelConfig):
