@@ -93,14 +93,15 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     name, config = config_of(env, overrides)
     check_model(config.model.path, "model.path")
     from prl.engines.sampler import Sampler
+    from prl.engines.tokenizers import load_tokenizer
     from prl.envs.environment import Environment  # verifiers, once the config has composed
-    from prl.launch.components import load_tokenizer, make_renderers
+    from prl.launch.components import make_renderers
     from prl.launch.prompts import rendered_prompts
     from prl.rollouts.records import record
     from prl.tools.rollouts.render import rollout as shown
 
     environment = Environment(name, config.envs[name], eval_tasks=HELD_OUT)
-    tokenizer = load_tokenizer(config.model, "model.path")
+    tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
     renderer = make_renderers(config, tokenizer)[name]
     environment.check_renderer(renderer)
     rendered_prompts(environment, renderer, config.node_of(name, "renderer")[0])
