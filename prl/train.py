@@ -34,7 +34,7 @@ from prl.config.validate import validate
 from prl.errors import NoSignal, of_disk
 from prl.launch import command, engines, specs
 from prl.launch.children import leave_none
-from prl.launch.launcher import Launcher
+from prl.launch.launcher import Launcher, ProcessDied
 from prl.launch.signals import run_to_end
 from prl.launch.slurm import SlurmLauncher
 from prl.monitors.log import hold_log, log_to
@@ -60,6 +60,7 @@ from prl.transport.events import Track
 
 if TYPE_CHECKING:
     from prl.launch.builder import PreparedRun
+    from prl.launch.supervisor import Supervisor
     from prl.orchestrator.orchestrator import Orchestrator
 
 log = logging.getLogger(__name__)
@@ -196,24 +197,40 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
                 servers.policy.traffic.record(track)
             monitors.status("training")
             supervisor.waiting = functools.partial(waiting, orchestrator)
-            ended_because = await supervisor.guard(orchestrator.run())
+            ended_because = await keeping(orchestrator, supervisor, config.trainer.finish_timeout_s)
             monitors.status("writing the checkpoint")
             supervisor.finishing()
             with track.doing(events.LAST_CHECKPOINT, track.step):
                 await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
             orchestrator.finish()
             result.ended_because = ended_because
-        except (asyncio.CancelledError, NoSignal) as end:
-            ends_itself = isinstance(end, NoSignal)
-            grace_s = config.trainer.finish_timeout_s if ends_itself else config.checkpoint.grace_s
-            if orchestrator is not None and grace_s:
-                await supervisor.last_checkpoint(orchestrator.end, grace_s)
+        except asyncio.CancelledError:
+            if orchestrator is not None and config.checkpoint.grace_s:
+                await supervisor.last_checkpoint(orchestrator.end, config.checkpoint.grace_s)
             raise
         finally:
             result.take(monitors.last)
             if orchestrator is not None:
                 try_to_finish(orchestrator)
             await servers.close()
+
+
+async def keeping(orchestrator: "Orchestrator", supervisor: "Supervisor", timeout_s: float) -> str | None:
+    """Train to the end, as `Orchestrator.run` does. Where that fails, the trainer writes a last checkpoint.
+
+    Not where it is the trainer that failed, or where no checkpoint could go on from more than another does.
+    """
+    try:
+        return await supervisor.guard(orchestrator.run())
+    except Exception as error:
+        trainer_died = isinstance(error, ProcessDied) and error.process.startswith(events.TRAINER)
+        there = holds_run(orchestrator.run_dir)  # else somebody has removed it
+        if isinstance(error, NoSignal) or (orchestrator.unsaved and there and not trainer_died):
+            try:
+                await supervisor.last_checkpoint(orchestrator.end, timeout_s, "the run fails")
+            except (Exception, asyncio.CancelledError) as second:  # why the run fails comes first
+                log.warning("no last checkpoint: %s", of_disk(second) or second)
+        raise
 
 
 @contextlib.contextmanager
