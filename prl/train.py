@@ -218,17 +218,18 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
 async def keeping(orchestrator: "Orchestrator", supervisor: "Supervisor", timeout_s: float) -> str | None:
     """Train to the end, as `Orchestrator.run` does. Where that fails, the trainer writes a last checkpoint.
 
-    Not where it is the trainer that failed, or where no checkpoint could go on from more than another does.
+    Not where the trainer itself has failed, where the last step has a checkpoint already, or where somebody has removed
+    the run's directory. What keeps it from that is logged: the error that came first is raised.
     """
     try:
         return await supervisor.guard(orchestrator.run())
     except Exception as error:
         trainer_died = isinstance(error, ProcessDied) and error.process.startswith(events.TRAINER)
-        there = holds_run(orchestrator.run_dir)  # else somebody has removed it
-        if isinstance(error, NoSignal) or (orchestrator.unsaved and there and not trainer_died):
+        worth_it = orchestrator.unsaved and holds_run(orchestrator.run_dir) and not trainer_died
+        if isinstance(error, NoSignal) or worth_it:
             try:
                 await supervisor.last_checkpoint(orchestrator.end, timeout_s, "the run fails")
-            except (Exception, asyncio.CancelledError) as second:  # why the run fails comes first
+            except (Exception, asyncio.CancelledError) as second:
                 log.warning("no last checkpoint: %s", of_disk(second) or second)
         raise
 

@@ -22,8 +22,8 @@ POLL_S = 0.1
 class Checkpoints:
     """Asks the trainer for checkpoints, and completes each once the trainer has written its part.
 
-    The trainer copies its part of step n before it trains on. One that it was asked for may appear at any time after
-    that; one that it was not asked for, as it ends, appears before it publishes step n+1, if it ever does.
+    The trainer copies its part of step n before it trains on, and writes it meanwhile: one that it was asked for may
+    appear after later steps are published. One that it was not asked for is that of its last step.
 
     Args:
         config: When checkpoints are written, and which are kept.

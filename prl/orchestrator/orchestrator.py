@@ -214,7 +214,7 @@ class Orchestrator:
 
     @property
     def unsaved(self) -> bool:
-        """Whether the trainer has taken a step, or can, that no checkpoint has."""
+        """Whether batches were shipped after that of the newest checkpoint; not while ranks may have parts of one."""
         saved = checkpoint_folders.steps_of(self.run_dir)
         return self.weight_sync.shipped > max(saved, default=0) and not self.shipping
 
@@ -227,9 +227,9 @@ class Orchestrator:
     def _kept_at_the_end(self) -> Iterator[None]:
         """Give the checkpoints the state when the block has ended or is cancelled, with the groups then in flight.
 
-        Also when it raises NoSignal: then the rollouts that no batch holds are recorded, too. Whatever else it raises
-        may have done half of its work, and of a cancelled block finished groups may be on their way: then they get the
-        state before the batch that was being made, whose groups are played again.
+        Also when it raises NoSignal: then the rollouts that no batch holds are recorded, too. What raises another error
+        may have done half of its work, and as the block is cancelled finished groups may be on their way to it: then
+        the checkpoints get the state from before the batch that was being made, whose groups are played again.
         """
         try:
             yield
