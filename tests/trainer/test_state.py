@@ -1,6 +1,7 @@
 """A trainer that goes on from its checkpoint is the trainer that did not stop."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -162,9 +163,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(train, monkeypatch):
             assert (part_path(run, step) / name).read_bytes() == (part_path(alone, step) / name).read_bytes()
 
 
-def test_weights_that_are_not_finite_are_not_kept(trainer, tmp_path):
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_not_kept(trainer, tmp_path, value):
     with torch.no_grad():
-        next(trainer.model.parameters())[0, 0] = float("nan")
+        next(trainer.model.parameters())[0, 0] = value
     with pytest.raises(PrlError, match=r"step 3: weights are not finite \(model\.embed_tokens\.weight\)"):
         write_part(tmp_path, 3, take_part(trainer), trainer.model, {})
     assert list(tmp_path.iterdir()) == []
