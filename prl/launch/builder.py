@@ -20,7 +20,7 @@ from prl.config.schema import ModelConfig, TrainConfig
 from prl.engines.base import Connect
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.sampler import Sampler
-from prl.engines.tokenizers import TokenizerProbe
+from prl.engines.tokenizers import TokenizerProbe, load_tokenizer
 from prl.engines.traffic import tracks_of
 from prl.envs.environment import Environment
 from prl.errors import ConfigError, PrlError
@@ -33,7 +33,6 @@ from prl.launch.components import (
     check_tasks,
     check_vocabulary,
     load_curricula,
-    load_tokenizer,
     make_renderers,
 )
 from prl.launch.engines import engine_of, hosted_teacher, policy_pool
@@ -101,10 +100,12 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_engines(config, components.launcher, hosted=bool(components.hosted))
     check_loadable(config.model, "model.", trained=True)
-    tokenizer = load_tokenizer(config.model, "model.path")
+    tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
     if components.hosted and config.teacher.model is not None:
         check_loadable(config.teacher.model, "teacher.model.", trained=False)
-        teacher = load_tokenizer(config.teacher.model, "teacher.model.path")
+        teacher = load_tokenizer(
+            config.teacher.model.path, "teacher.model.path", config.teacher.model.trust_remote_code
+        )
         check_vocabulary(tokenizer, teacher, config, components)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     played = not config.dry_run
@@ -133,7 +134,7 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
         renderers=renderers,
         model=resolve_model(config.model, config.engine.device_type),
         token=token or specs.run_token(config),
-        probe=TokenizerProbe.of(tokenizer, config.model.path),
+        probe=TokenizerProbe.of(tokenizer, f"the policy ({config.model.path})"),
     )
 
 
