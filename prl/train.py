@@ -197,7 +197,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
                 servers.policy.traffic.record(track)
             monitors.status("training")
             supervisor.waiting = functools.partial(waiting, orchestrator)
-            ended_because = await keeping(orchestrator, supervisor, config.trainer.finish_timeout_s)
+            ended_because = await train_and_keep(orchestrator, supervisor, config.trainer.finish_timeout_s)
             monitors.status("writing the checkpoint")
             supervisor.finishing()
             with track.doing(events.LAST_CHECKPOINT, track.step):
@@ -215,7 +215,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             await servers.close()
 
 
-async def keeping(orchestrator: "Orchestrator", supervisor: "Supervisor", timeout_s: float) -> str | None:
+async def train_and_keep(orchestrator: "Orchestrator", supervisor: "Supervisor", timeout_s: float) -> str | None:
     """Train to the end, as `Orchestrator.run` does. Where that fails, the trainer writes a last checkpoint.
 
     Not where the trainer itself has failed, where the last step has a checkpoint already, or where somebody has removed

@@ -7,7 +7,7 @@ import pytest
 
 from prl.errors import NoSignal, PrlError
 from prl.launch.launcher import ProcessDied
-from prl.train import keeping
+from prl.train import train_and_keep
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ async def test_failing_run_is_kept_and_raises_its_error(tmp_path, error, unsaved
     orchestrator = SimpleNamespace(run=lambda: None, run_dir=tmp_path, unsaved=unsaved, end="end")
     supervisor = SimpleNamespace(guard=fail, last_checkpoint=last_checkpoint)
     with pytest.raises(type(error)) as raised:
-        await keeping(orchestrator, supervisor, 7.0)
+        await train_and_keep(orchestrator, supervisor, 7.0)
     assert raised.value is error
     assert asked == [("end", 7.0)] * kept
 
@@ -52,4 +52,4 @@ async def test_removed_run_is_not_written_again(tmp_path):
 
     orchestrator = SimpleNamespace(run=lambda: None, run_dir=tmp_path, unsaved=True, end=None)
     with pytest.raises(PrlError, match="is gone"):
-        await keeping(orchestrator, SimpleNamespace(guard=fail), 7.0)
+        await train_and_keep(orchestrator, SimpleNamespace(guard=fail), 7.0)

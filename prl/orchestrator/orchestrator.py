@@ -91,7 +91,7 @@ class Orchestrator:
     goes_on: bool = False
     counted: list[Rollout]  # of the next metrics line: those of batches that were cut, and those that filters dropped
     sums: Counter[str]  # seconds and dropped rollouts by metric, for the next line
-    between: RunState  # what the run goes on with from before the batch that is being made
+    before_batch: RunState  # what the run goes on with from before the batch that is being made
     shipping: bool = False
     """Whether ranks may have their parts of a batch, and its step is not the last that was shipped."""
 
@@ -139,7 +139,7 @@ class Orchestrator:
         )
         parts = (self.dispatcher, self.intake, self.batcher, self.weight_sync, self.staleness)
         self.collector = Collector(config, self.events, *parts, self.track)
-        self.counted, self.sums, self.between = [], Counter(), state or RunState(0)
+        self.counted, self.sums, self.before_batch = [], Counter(), state or RunState(0)
         if state is not None:
             self.load_state_dict(state)
 
@@ -238,10 +238,10 @@ class Orchestrator:
             write_records(self.run_dir, self.weight_sync.shipped + 1, self.collector.left)
             raise
         except asyncio.CancelledError:
-            self.checkpoints.keep(self.state_dict() if self.events.empty() else self.between)
+            self.checkpoints.keep(self.state_dict() if self.events.empty() else self.before_batch)
             raise
         except Exception:
-            self.checkpoints.keep(self.between)
+            self.checkpoints.keep(self.before_batch)
             raise
         self.checkpoints.keep(self.state_dict())
 
@@ -249,7 +249,7 @@ class Orchestrator:
         """Collect, cut, filter, record, pack and ship one batch after the other."""
         while self.weight_sync.shipped < self.max_steps:
             step = self.weight_sync.shipped + 1
-            self.between = self.state_dict()
+            self.before_batch = self.state_dict()
             self.batcher.size = self.replay.room(step)
             self.sums.update(await self.collector.collect(step))
             if (reason := self.weight_sync.early_stopping.reason) is not None:
