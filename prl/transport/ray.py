@@ -85,8 +85,7 @@ class RayTransport(FileTransport):
         if version not in self._metrics:
             data = ray.get(first.published_now.remote(name))
             self._metrics[version] = first.published.remote(name) if data is None else ray.put(data)
-        # Checkpoints before it come first, as they do from a trainer of this machine: the launcher is copying them.
-        if not ready([self._metrics[version]]) or ray.get(first.checkpoints.remote()):
+        if not ready([self._metrics[version]]):
             return None
         return dict(msgspec.json.decode(ray.get(self._metrics.pop(version))))
 
