@@ -44,8 +44,8 @@ from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
 from prl.orchestrator.types import TrainEnv
-from prl.transport.base import Transport
 from prl.transport.events import TRAINER, Track
+from prl.transport.files import FileTransport
 
 
 @dataclass
@@ -149,7 +149,7 @@ def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
 # --- start ------------------------------------------------------------------------------------------------------------
 
 
-async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Transport, run_dir: Path) -> Services:
+async def start_services(run: PreparedRun, supervisor: Supervisor, transport: FileTransport, run_dir: Path) -> Services:
     """Start the engine, a hosted teacher and the trainer side by side; return when all are ready.
 
     On one GPU they start one after the other: vLLM takes what others allocate meanwhile for its own, and stops where
@@ -196,7 +196,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
     return services
 
 
-async def load_first_weights(run: PreparedRun, policy: PolicyPool, transport: Transport) -> None:
+async def load_first_weights(run: PreparedRun, policy: PolicyPool, transport: FileTransport) -> None:
     """Have the engine load the weights that the run begins with."""
     version = run.first_version
     path = await transport.deliver(version) if version else run.model.path
@@ -213,7 +213,7 @@ def supervise(run: PreparedRun, track: Track) -> Supervisor:
     return Supervisor(run.components.launcher, say, restarts, config.engine.startup_timeout_s, track=track)
 
 
-async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Launcher) -> None:
+async def wait_for_trainer(run: PreparedRun, transport: FileTransport, launcher: Launcher) -> None:
     """Wait until the trainer has loaded the model. Raises PrlError at the deadline."""
     config = run.config.trainer
     try:
@@ -231,7 +231,7 @@ async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Lau
 
 
 def assemble(
-    run: PreparedRun, services: Services, transport: Transport, run_dir: Path, track: Track | None = None
+    run: PreparedRun, services: Services, transport: FileTransport, run_dir: Path, track: Track | None = None
 ) -> Orchestrator:
     """The orchestrator over the run's servers."""
     return run.components.orchestrator(

@@ -37,7 +37,7 @@ from prl.trainer.config import (
     check_policy_loss,
 )
 from prl.trainer.schedule import Schedule
-from prl.transport.base import Transport
+from prl.transport.files import FileTransport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ class RunComponents:
     envs: dict[str, EnvComponents]
     orchestrator: Callable[..., Orchestrator]
     """Takes its live objects."""
-    transport: Callable[..., Transport]
+    transport: Callable[..., FileTransport]
     """Takes the directory of the run."""
     monitors: Monitors
     launcher: Launcher
@@ -72,7 +72,7 @@ def build_components(config: TrainConfig, launcher: Launcher | None = None) -> R
     return RunComponents(
         envs=envs,
         orchestrator=factory(config.orchestrator, Orchestrator, "orchestrator"),
-        transport=factory(config.weights, Transport, "weights"),
+        transport=factory(config.weights, FileTransport, "weights"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         launcher=launcher or launcher_of(config),
         hosted=hosted_references(
