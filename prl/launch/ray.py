@@ -251,8 +251,6 @@ class RayLauncher(Launcher):
         self.relay.follow(name, self.hosts[name], log, run_dir)
 
     def ensure_alive(self) -> None:
-        if isinstance(self.relay.error, OSError):
-            raise self.relay.error
         if self.relay.error is not None:
             raise PrlError(f"files of the trainer do not get here: {in_one_line(self.relay.error)}")
         self._ensure_ranks_live()

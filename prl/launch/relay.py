@@ -9,6 +9,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from prl.errors import PrlError
 from prl.transport.files import naming
 from prl.transport.ray import LOG, copy_folder, pieces
 
@@ -66,7 +67,7 @@ class Relay:
                 self.pull()
             except FileNotFoundError:  # a file of a process went between two calls
                 continue
-            except (OSError, ray.exceptions.RayError) as error:
+            except (OSError, PrlError, ray.exceptions.RayError) as error:
                 self.error = error
                 return
 

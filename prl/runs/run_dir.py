@@ -88,13 +88,13 @@ def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
     run_dir = Path(config.run.dir)
     refuse_other_files(run_dir)
     path = run_dir / "config.yaml"
-    try:
-        with naming(path):
-            run_dir.mkdir(parents=True, exist_ok=True)
-            run_dir.chmod(0o700)
+    with naming(path):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.chmod(0o700)
+        try:
             path.open("x").close()  # of two at once, one gets to create it
-    except FileExistsError:
-        raise _taken(run_dir) from None
+        except FileExistsError:
+            raise _taken(run_dir) from None
     write_config(run_dir, config)
     return run_dir
 

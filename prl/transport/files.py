@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from prl.errors import UNREADABLE, PrlError, mark_written
+from prl.errors import UNREADABLE, PrlError, unwritable
 from prl.rollouts.messages import StepBatch
 
 T = TypeVar("T")
@@ -27,13 +27,13 @@ def step_name(step: int) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an OSError that keeps `path` from being written name it."""
+    """Raise PrlError, which names it, for an OSError that keeps `path` from being written."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None:  # a library's own error says what it is about
-            mark_written(error, str(path))
-        raise
+        if error.errno is None:  # a library's own error says what it is about
+            raise
+        raise PrlError(unwritable(error, str(path))) from error
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
