@@ -4,7 +4,7 @@ import asyncio
 import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -86,12 +86,12 @@ class ModelPool(ABC):
         return None if self.version is None else f"v{self.version}"
 
     @property
-    def servers(self) -> list[Server]:
-        return [] if self.http is None else self.http.servers
+    def servers(self) -> Sequence[Server]:
+        return self.traffic.servers
 
     @property
     def urls(self) -> list[str]:
-        """Without `/v1`."""
+        """Their addresses, without `/v1`."""
         return [server.url for server in self.servers]
 
     @property
@@ -106,7 +106,7 @@ class ModelPool(ABC):
 
     @property
     def requests_in_flight(self) -> int:
-        return sum(self.traffic.in_flight.values())
+        return sum(server.in_flight for server in self.servers)
 
 
 class PolicyPool(ModelPool):
@@ -155,9 +155,8 @@ class InferencePool(PolicyPool):
             shared: Whether the servers outlive this run. It has them alone meanwhile: PrlError where another one does.
             request_timeout_s: Deadline of one request, seconds.
         """
-        urls = without_v1(urls)
-        super().__init__(model, Traffic(urls))
-        self.http = Endpoints(urls, model, token, self.traffic, request_timeout_s=request_timeout_s)
+        super().__init__(model, Traffic(servers_at(urls)))
+        self.http = Endpoints(model, token, self.traffic, request_timeout_s=request_timeout_s)
         self.rotation = Rotation(self.http.servers, self.http.router, self._probe, self._catch_up)
         self.counts = self.rotation.counts
         self._updating = asyncio.Lock()
@@ -165,7 +164,7 @@ class InferencePool(PolicyPool):
         self._path: str | None = None
         """Where the weights of the newest version are; None = the servers began with them."""
         self._update_timeout_s = 300.0
-        self._locks = [lock_of(url) for url in urls] if shared else []
+        self._locks = [lock_of(url) for url in self.urls] if shared else []
 
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
@@ -253,18 +252,16 @@ class InferencePool(PolicyPool):
     async def _load(self, server: Server) -> None:
         """Have a server load the newest version, with no request sent to it meanwhile."""
         version, limit_s = self._newest, self._update_timeout_s
-        server.loading = True
         try:
-            with self.traffic.loading(server.url, version):
+            with self.traffic.loading(server, version):
                 async with asyncio.timeout(limit_s):
                     reply = await self.http.request("POST", server.url, LOAD, {"path": self._path})
-            if not (isinstance(reply, dict) and "loaded" in reply):
-                raise EngineError(f"{server.url}{LOAD} does not say that policy version {version} is loaded")
-            server.version, server.instance = version, reply.get("instance")
+                if not (isinstance(reply, dict) and "loaded" in reply):
+                    raise EngineError(f"{server.url}{LOAD} does not say that policy version {version} is loaded")
+                server.instance = reply.get("instance")
         except TimeoutError:
             raise DeadlinePassed(f"{server.url} did not load policy version {version} within {limit_s:g} s") from None
         finally:
-            server.loading = False
             self.rotation.notify()
 
     async def close(self) -> None:
@@ -274,8 +271,9 @@ class InferencePool(PolicyPool):
             lock.release()
 
 
-def without_v1(urls: list[str]) -> list[str]:
-    return [url.rstrip("/").removesuffix("/v1") for url in urls]
+def servers_at(urls: list[str]) -> list[Server]:
+    """The servers at base URLs, with or without `/v1`."""
+    return [Server(url.rstrip("/").removesuffix("/v1")) for url in urls]
 
 
 def lock_of(url: str) -> FileLock:

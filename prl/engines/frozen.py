@@ -14,7 +14,7 @@ from typing import Any
 import tenacity
 
 from prl.config.model_reference import FrozenModelConfig
-from prl.engines.client import ModelPool, Read, without_v1
+from prl.engines.client import ModelPool, Read, servers_at
 from prl.engines.http import PROBE_S, Endpoints
 from prl.engines.replies import (
     Completion,
@@ -82,9 +82,8 @@ class FrozenPool(ReferencePool):
             reference: The model and its endpoint.
             token: The endpoint's key; None = the value of the environment variable `reference.api_key_var`, if any.
         """
-        urls = without_v1(reference.urls)
-        super().__init__(reference.name, Traffic(urls))
-        self.http = Endpoints(urls, self.model, token or os.environ.get(reference.api_key_var or ""), self.traffic)
+        super().__init__(reference.name, Traffic(servers_at(reference.urls)))
+        self.http = Endpoints(self.model, token or os.environ.get(reference.api_key_var or ""), self.traffic)
         self.timeout_s = reference.timeout_s
         self._credentials = (
             f"the key of model {self.model!r}: api_key_var must name the environment variable that holds it "

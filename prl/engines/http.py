@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import aiohttp
@@ -39,21 +39,17 @@ def closed_while_idle(error: BaseException) -> bool:
 class Endpoints:
     """Connections to the servers of one model, what each is asked for at the moment, and who gets the next request."""
 
-    def __init__(
-        self, urls: Sequence[str], model: str, token: str | None, traffic: Traffic, *, request_timeout_s: float = 3600.0
-    ):
+    def __init__(self, model: str, token: str | None, traffic: Traffic, *, request_timeout_s: float = 3600.0):
         """
         Args:
-            urls: Base URLs of the servers, without `/v1`.
-            model: The name they serve the model under.
+            model: The name that the servers serve the model under.
             token: Sent as a bearer token; None = none is sent.
-            traffic: Where requests are counted.
+            traffic: Its servers, and where requests to them are counted.
             request_timeout_s: Deadline of one request, seconds.
         """
         self.model, self.token = model, token
-        self.servers = [Server(url) for url in urls]
-        self.traffic = traffic
-        self.router = Router(self.servers, traffic.load)
+        self.traffic, self.servers = traffic, traffic.servers
+        self.router = Router(self.servers)
         self._request_timeout_s = request_timeout_s
         self._session = aiohttp.ClientSession(
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
@@ -80,7 +76,7 @@ class Endpoints:
         """
         asked = {"model": self.model, **body}
         try:
-            with self.traffic.request(server.url, n):
+            with self.traffic.request(server, n):
                 reply = await self.request("POST", server.url, route, asked, headers=headers, timeout_s=timeout_s)
                 if "abort" in finish_reasons(reply):
                     raise RequestAborted(f"{server.url} gave a request up before its end, as one that is about to end")

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from prl.engines.routing import Router, Server
@@ -31,7 +31,7 @@ class Rotation:
 
     def __init__(
         self,
-        servers: list[Server],
+        servers: Sequence[Server],
         router: Router,
         probe: Callable[[Server], Awaitable[None]],
         catch_up: Callable[[Server, bool], Awaitable[None]],

@@ -2,10 +2,11 @@
 
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prl.errors import PrlError
+from prl.transport.events import ENGINE, GENERATING, LOADING, Track
 
 AVOID_S = 5.0
 """A server that failed to answer is avoided for this long while another can take the request."""
@@ -29,8 +30,13 @@ class Server:
     """What the server calls itself until it is started anew; None = it has not said so yet."""
     restart_s: float = 0.0
     """How long requests wait for it where it is away, seconds: as its start may take; 0 = nobody starts it again."""
-    loading: bool = False
-    """Whether it is loading weights."""
+    loading: int | None = None
+    """The version whose weights it is loading; None = none."""
+    in_flight: int = 0
+    """Requests that it has not answered."""
+    load: int = 0
+    """Sequences that those ask for."""
+    track: Track = field(default_factory=lambda: Track(ENGINE), repr=False)
     away: bool = False
     """Whether it left the rotation: it died, or does not hold the policy."""
     lives: int = 1
@@ -48,7 +54,7 @@ class Server:
     @property
     def open(self) -> bool:
         """Whether it may be sent a request."""
-        return not self.away and not self.loading
+        return not self.away and self.loading is None
 
     @property
     def stays_away(self) -> bool:
@@ -64,13 +70,19 @@ class Server:
         """It has failed to answer just now."""
         self.failed_at = time.monotonic()
 
+    def record(self) -> None:
+        """Have its track say what it does now: load weights, or generate for the step after that of its weights."""
+        if self.loading is not None:
+            self.track.enter(LOADING, self.loading)
+        else:
+            self.track.enter(GENERATING if self.in_flight else None, self.version + 1)
+
 
 class Router:
     """Chooses among the servers of a model."""
 
-    def __init__(self, servers: Sequence[Server], load: Mapping[str, int]):
-        """`load` is the number of sequences that each server has been asked for and has not answered, by its URL."""
-        self.servers, self.load = servers, load
+    def __init__(self, servers: Sequence[Server]):
+        self.servers = servers
 
     def choose(self, n: int = 1, prefix: str | None = None) -> Server | None:
         """The server for a request of `n` continuations; None while none may be sent one.
@@ -84,7 +96,7 @@ class Router:
             return None
         if prefix is not None:
             home = max(ready, key=lambda server: zlib.crc32(f"{prefix} {server.url}".encode()))
-            limit = max(FEW, BUSIER * (sum(self.load[server.url] for server in ready) + n) / len(ready))
-            if not home.avoided and self.load[home.url] + n <= limit:
+            limit = max(FEW, BUSIER * (sum(server.load for server in ready) + n) / len(ready))
+            if not home.avoided and home.load + n <= limit:
                 return home
-        return min(ready, key=lambda server: (server.avoided, self.load[server.url]))
+        return min(ready, key=lambda server: (server.avoided, server.load))

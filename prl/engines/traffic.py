@@ -3,75 +3,53 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from prl.transport.events import ENGINE, GENERATING, LOADING, Track
+from prl.engines.routing import Server
+from prl.transport.events import ENGINE, Track
 
 
 class Traffic:
-    """Requests in flight by server, with their sequences, and a track for each."""
+    """What each server of a model is asked for, as its track records it."""
 
-    def __init__(self, urls: Sequence[str]):
-        self.in_flight = dict.fromkeys(urls, 0)
-        self.load = dict.fromkeys(urls, 0)
-        """Sequences that the requests in flight ask for."""
+    def __init__(self, servers: Sequence[Server]):
+        self.servers = servers
         self.answered = 0
         """Requests that were answered so far."""
-        self._version = dict.fromkeys(urls, 0)
-        self._loading = dict.fromkeys(urls, False)
-        self._tracks: dict[str, Track] = {}
-        self.record(Track(ENGINE))
 
     def record(self, track: Track) -> None:
         """From now on, write into the file of `track`."""
-        names = tracks_of(len(self.in_flight))
-        self._tracks = {url: track.beside(name) for url, name in zip(self.in_flight, names, strict=True)}
-
-    def moved(self, url: str, now: str) -> None:
-        """A server has another URL from now on; requests that it has are counted where they were."""
-        if url == now:
-            return
-        for count in (self.in_flight, self.load, self._version):
-            count[now] = 0
-        self._loading[now] = False
-        self._tracks[now] = self._tracks[url]
+        for server, name in zip(self.servers, tracks_of(len(self.servers)), strict=True):
+            server.track = track.beside(name)
 
     @property
     def busy_s(self) -> float:
         """Seconds in which a server was at work, the mean over servers."""
-        tracks = set(self._tracks.values())
-        return sum(track.busy_s for track in tracks) / len(tracks)
+        return sum(server.track.busy_s for server in self.servers) / len(self.servers)
 
     @contextlib.contextmanager
-    def request(self, url: str, n: int = 1) -> Iterator[None]:
+    def request(self, server: Server, n: int = 1) -> Iterator[None]:
         """A request for `n` sequences is in flight inside the block."""
-        self.in_flight[url] += 1
-        self.load[url] += n
-        if self.in_flight[url] == 1:
-            self._enter(url)
+        server.in_flight += 1
+        server.load += n
+        server.record()
         try:
             yield
             self.answered += 1
         finally:
-            self.in_flight[url] -= 1
-            self.load[url] -= n
-            if not self.in_flight[url]:
-                self._enter(url)
+            server.in_flight -= 1
+            server.load -= n
+            server.record()
 
     @contextlib.contextmanager
-    def loading(self, url: str, version: int) -> Iterator[None]:
+    def loading(self, server: Server, version: int) -> Iterator[None]:
         """The server loads the weights of `version` inside the block; requests in flight wait."""
-        self._loading[url], self._version[url] = True, version
-        self._enter(url)
+        server.loading = version
+        server.record()
         try:
             yield
+            server.version = version
         finally:
-            self._loading[url] = False
-            self._enter(url)
-
-    def _enter(self, url: str) -> None:
-        if self._loading[url]:
-            self._tracks[url].enter(LOADING, self._version[url])
-        else:
-            self._tracks[url].enter(GENERATING if self.in_flight[url] else None, self._version[url] + 1)
+            server.loading = None
+            server.record()
 
 
 def tracks_of(servers: int) -> list[str]:

@@ -20,11 +20,11 @@ from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.decoding import Continuation, Request, sample, score
 from prl.engines.frozen import ReferencePool
 from prl.engines.replies import Completion, Scored
+from prl.engines.routing import Server
 from prl.engines.tokenizers import TokenizerProbe
 from prl.engines.traffic import Traffic
 from prl.errors import ConfigError, DeadlinePassed, EngineError
 
-HERE = "this process"
 SCORED_AT_ONCE = 2048
 """Tokens whose logits over the whole vocabulary exist at one time."""
 Asked = TypeVar("Asked")
@@ -48,7 +48,7 @@ class TransformersModel(ModelPool):
     """A model in this process, its thread and what waits for it."""
 
     def __init__(self, spec: EngineSpec):
-        super().__init__(spec.served_name, Traffic([HERE]))
+        super().__init__(spec.served_name, Traffic([Server("this process")]))
         self.spec = spec
         self._closed = False
         self._thread = ThreadPoolExecutor(1, f"prl-{spec.process}", torch.set_num_threads, (spec.threads,))
@@ -57,10 +57,6 @@ class TransformersModel(ModelPool):
         path, code = spec.model.path, spec.model.trust_remote_code
         self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=code)
         self._ready = self._thread.submit(self._load, path, self.version)
-
-    @property
-    def urls(self) -> list[str]:
-        return [HERE]
 
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
@@ -79,7 +75,7 @@ class TransformersModel(ModelPool):
         stops = [*self._end_tokens, *sampling.get("stop_token_ids", ())]
         limit = min(sampling.get("max_tokens") or room, room)
         options = {**sampling, "stop_token_ids": stops, "max_tokens": limit, "n": n}
-        with self.traffic.request(HERE, n):
+        with self.traffic.request(self.servers[0], n):
             return await self._sampling.ask(Request(prompt_ids=prompt_ids, **options), n)
 
     async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
@@ -87,7 +83,7 @@ class TransformersModel(ModelPool):
             raise EngineError(f"{len(token_ids)} tokens, above model.max_model_len or none", 400)
         if top_k > len(self.tokenizer):
             raise EngineError(f"{top_k} top logprobs, of a vocabulary of {len(self.tokenizer)}", 400)
-        with self.traffic.request(HERE):
+        with self.traffic.request(self.servers[0]):
             return await self._scoring.ask((token_ids, top_k), len(token_ids))
 
     async def wait_ready(self, timeout_s: float, still_alive: Callable[[], None] = lambda: None) -> None:
@@ -147,7 +143,7 @@ class TransformersPolicy(TransformersModel, PolicyPool):
         """
         self.loading = version
         try:
-            with self.traffic.loading(HERE, version):
+            with self.traffic.loading(self.servers[0], version):
                 async with asyncio.timeout(timeout_s):
                     await asyncio.wrap_future(self._thread.submit(self._load, path, version))
             self.version = version

@@ -136,7 +136,6 @@ class Supervisor:
         self.say(f"{death.brief}. It is started again")
         pool.counts["engine/restarts"] += 1
         for server in servers:
-            pool.traffic.moved(server.url, url)
             server.url = url
             self._restarted[name] = server, server.failed_at + self.startup_timeout_s
 

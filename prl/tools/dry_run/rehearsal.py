@@ -26,6 +26,7 @@ from prl.engines.client import PolicyPool
 from prl.engines.frozen import ReferencePool
 from prl.engines.renderer import UnrenderablePrompt, render_prompt
 from prl.engines.replies import Completion, Scored
+from prl.engines.routing import Server
 from prl.engines.tokenizers import TokenizerProbe
 from prl.engines.traffic import Traffic
 from prl.envs._verifiers_internals import BUILD
@@ -53,7 +54,7 @@ class Invented(PolicyPool, ReferencePool):
     timeout_s = 1.0
 
     def __init__(self) -> None:
-        super().__init__("invented", Traffic(["invented"]))
+        super().__init__("invented", Traffic([Server("invented")]))
 
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
