@@ -3,8 +3,7 @@
     python -m prl.config.write [--check]
 
 Above `MARK` a file is written by hand, and what it sets is left out below. A new option begins with a comment and its
-`_target_`. `--check` writes nothing, and fails if a
-file is not as it would be written.
+`_target_`. `--check` writes nothing, and fails if a file is not as it would be written.
 """
 
 import ast
@@ -23,56 +22,35 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
+from omegaconf import MISSING
 
-from prl.config.build import located
+from prl.config import schema
+from prl.config.build import located, options_taken
 from prl.config.compose import CONF, OF_TRAINER, options
-from prl.config.engine_schema import TransformersConfig
 from prl.config.evaluation import EvaluationConfig
-from prl.config.schema import (
-    EnvConfig,
-    FiltersConfig,
-    ModelConfig,
-    PolicyModelConfig,
-    ServeConfig,
-    TeacherConfig,
-    TrainConfig,
-    VLLMConfig,
-)
-from prl.config.signature import options_taken
-from prl.engines.renderer import RendererConfig
+from prl.engines import renderer
 from prl.engines.sampler import Sampler
-from prl.orchestrator.config import OrchestratorConfig
-from prl.trainer.config import (
-    LOSSES,
-    AdamWConfig,
-    CustomLossConfig,
-    FileTransportConfig,
-    RayTransportConfig,
-    SGDConfig,
-    TrainerConfig,
-)
+from prl.orchestrator import config as orchestrator_config
+from prl.trainer import config as trainer_config
 
 MARK = "# --- what follows is the code's, by python -m prl.config.write; other values go above this line"
-COMMANDS = {"train": TrainConfig, "serve": ServeConfig, "eval": EvaluationConfig}
+COMMANDS = {"train": schema.TrainConfig, "serve": schema.ServeConfig, "eval": EvaluationConfig}
 OWN = {"train": {"sweep"}, "serve": set[str](), "eval": {"model"}}
 """Keys of a command that are named as a group is and filled by no option of it."""
 DESCRIBED: dict[str, Any] = {
-    "env": EnvConfig,
-    "filters/none": FiltersConfig,
-    "loss/custom": CustomLossConfig,
-    "model": ModelConfig,
+    "env": schema.EnvConfig,
+    "filters/none": schema.FiltersConfig,
+    "loss/custom": trainer_config.CustomLossConfig,
+    "model": schema.ModelConfig,
     "sampling/default": Sampler,
-    "teacher": TeacherConfig,
+    "teacher": schema.TeacherConfig,
 }
 """Dataclasses with the fields of options that name no class, by group or option."""
-SCHEMAS: dict[str, Any] = {
-    schema._target_: schema
-    for schema in (
-        *(AdamWConfig, SGDConfig, OrchestratorConfig, TrainerConfig, RendererConfig, VLLMConfig, TransformersConfig),
-        *(FileTransportConfig, RayTransportConfig, *LOSSES),
-    )
-}
+SCHEMAS: dict[str, Any] = {}
 """Dataclasses with the options of classes and functions, by the path of those."""
+for module in (schema, orchestrator_config, renderer, trainer_config):
+    named = [cls for cls in vars(module).values() if getattr(cls, "_target_", MISSING) != MISSING]
+    SCHEMAS |= {cls._target_: cls for cls in named}
 COMPONENTS = ("algo", "curriculum", "filter", "launcher", "monitor", "sampling", "schedule")
 """Groups whose options are components with the fields of their constructors."""
 WIDTH = 120
@@ -112,7 +90,7 @@ def page(file: Path, path: str, described: Any, groups: Collection[str] = ()) ->
     values = {"name": name} if group == "renderer" else {}
     fields = [lines for key, lines in node_of(group, described, values) if key not in given]
     if path == "train":  # beside what the options of `model` set
-        fields += ["model:", *(lines for key, lines in fields_of(PolicyModelConfig, {}, "  ") if key == "lora")]
+        fields += ["model:", *(lines for key, lines in fields_of(schema.PolicyModelConfig, {}, "  ") if key == "lora")]
     if path in ("train", "eval"):  # the options of `sampling` set some of them, for an env as well
         fields += ["sampling:", *(lines for _, lines in node_of("sampling", Sampler, {}, "  "))]
     if group == "sampling":

@@ -14,8 +14,7 @@ from filelock import FileLock, Timeout
 from prl.engines.http import PROBE_S, Endpoints
 from prl.engines.replies import Completion, Scored, read_completions, read_prompt_logprobs, read_top
 from prl.engines.rotation import Rotation
-from prl.engines.routing import Server
-from prl.engines.traffic import Traffic
+from prl.engines.servers import Server, Traffic
 from prl.engines.vllm.protocol import GENERATE, LOAD
 from prl.engines.vllm.server import TOKEN_VARIABLE
 from prl.errors import DeadlinePassed, EngineError, PrlError
@@ -114,10 +113,13 @@ class PolicyPool(ModelPool):
 
     version: int = 0
     """Policy version of all its servers; while they load another, some may have that already."""
-    loading: int | None = None
-    """The version that is being loaded; None = none is."""
     counts: Counter[str]
     """Metrics since the run began."""
+
+    @property
+    def loading(self) -> int | None:
+        """The version that is being loaded; None = none is."""
+        return next((server.loading for server in self.servers if server.loading is not None), None)
 
     @abstractmethod
     async def update_weights(self, version: int, path: str, timeout_s: float = 300.0) -> None:
@@ -144,19 +146,16 @@ class InferencePool(PolicyPool):
 
     http: Endpoints
 
-    def __init__(
-        self, urls: list[str], model: str, token: str | None, *, shared: bool = False, request_timeout_s: float = 3600.0
-    ):
+    def __init__(self, urls: list[str], model: str, token: str | None, *, shared: bool = False):
         """
         Args:
             urls: Base URLs of the servers, with or without `/v1`.
             model: The name they serve the model under.
             token: Sent as a bearer token; None = none is sent.
             shared: Whether the servers outlive this run. It has them alone meanwhile: PrlError where another one does.
-            request_timeout_s: Deadline of one request, seconds.
         """
         super().__init__(model, Traffic(servers_at(urls)))
-        self.http = Endpoints(model, token, self.traffic, request_timeout_s=request_timeout_s)
+        self.http = Endpoints(model, token, self.traffic)
         self.rotation = Rotation(self.http.servers, self.http.router, self._probe, self._catch_up)
         self.counts = self.rotation.counts
         self._updating = asyncio.Lock()
@@ -221,13 +220,9 @@ class InferencePool(PolicyPool):
         """
         async with self._updating:
             self._newest, self._path, self._update_timeout_s = version, path, timeout_s
-            self.loading = version
-            try:
-                await asyncio.gather(*(self._update(server) for server in self.servers if not server.away))
-                await self.rotation.free()
-                self.version = version
-            finally:
-                self.loading = None
+            await asyncio.gather(*(self._update(server) for server in self.servers if not server.away))
+            await self.rotation.free()
+            self.version = version
 
     async def _update(self, server: Server) -> None:
         """Have a server of the rotation load the newest version; one that dies meanwhile does so when it is back."""

@@ -11,8 +11,7 @@ import msgspec
 import tenacity
 
 from prl.engines.replies import reading
-from prl.engines.routing import Router, Server
-from prl.engines.traffic import Traffic
+from prl.engines.servers import Router, Server, Traffic
 from prl.engines.vllm.protocol import JSON, as_json
 from prl.errors import UNREADABLE, DeadlinePassed, EngineError, RequestAborted
 
@@ -20,6 +19,8 @@ KEEP_ALIVE_S = 2.0
 """Idle connections are closed after this long: servers close them too (vLLM after 5 s), and a request sent just then is
 lost."""
 CONNECT_S = 30.0
+REQUEST_S = 3600.0
+"""Deadline of a request that has no other, seconds."""
 PROBE_S = 5.0
 """Deadline of a question that a server answers at once, seconds."""
 PAUSE_S = 0.1
@@ -39,23 +40,21 @@ def closed_while_idle(error: BaseException) -> bool:
 class Endpoints:
     """Connections to the servers of one model, what each is asked for at the moment, and who gets the next request."""
 
-    def __init__(self, model: str, token: str | None, traffic: Traffic, *, request_timeout_s: float = 3600.0):
+    def __init__(self, model: str, token: str | None, traffic: Traffic):
         """
         Args:
             model: The name that the servers serve the model under.
             token: Sent as a bearer token; None = none is sent.
             traffic: Its servers, and where requests to them are counted.
-            request_timeout_s: Deadline of one request, seconds.
         """
         self.model, self.token = model, token
         self.traffic, self.servers = traffic, traffic.servers
         self.router = Router(self.servers)
-        self._request_timeout_s = request_timeout_s
         self._session = aiohttp.ClientSession(
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
             # The engine queues requests itself; a limit on this side would only hide the queue.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=CONNECT_S),
+            timeout=aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=CONNECT_S),
         )
 
     async def post(
@@ -78,7 +77,9 @@ class Endpoints:
         try:
             with self.traffic.request(server, n):
                 reply = await self.request("POST", server.url, route, asked, headers=headers, timeout_s=timeout_s)
-                if "abort" in finish_reasons(reply):
+                with reading(f"{server.url}{route}"):
+                    aborted = any(choice.get("finish_reason") == "abort" for choice in reply.get("choices", ()))
+                if aborted:
                     raise RequestAborted(f"{server.url} gave a request up before its end, as one that is about to end")
         except EngineError as error:
             if error.of_server:
@@ -115,7 +116,7 @@ class Endpoints:
         try:
             return await self._send(method, url, route, options)
         except TimeoutError as error:
-            reason = str(error) or f"timeout, no answer within {timeout_s or self._request_timeout_s:g} s"
+            reason = str(error) or f"timeout, no answer within {timeout_s or REQUEST_S:g} s"
             raise EngineError(f"{url}{route} failed: {reason}") from error
         except (aiohttp.ClientError, *UNREADABLE) as error:
             raise EngineError(f"{url}{route} failed: {str(error) or type(error).__name__}") from error
@@ -199,11 +200,3 @@ async def content_of(reply: aiohttp.ClientResponse, where: str, token: str | Non
     with contextlib.suppress(KeyError, ValueError):
         error.wait_s = max(float(reply.headers["Retry-After"]), 0.0)
     raise error
-
-
-def finish_reasons(reply: Any) -> Iterator[Any]:
-    """How the choices of a reply ended, where it has any."""
-    choices = reply.get("choices") if isinstance(reply, dict) else None
-    for choice in choices if isinstance(choices, list) else ():
-        if isinstance(choice, dict):
-            yield choice.get("finish_reason")

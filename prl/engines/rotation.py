@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from prl.engines.routing import Router, Server
+from prl.engines.servers import Router, Server
 from prl.engines.vllm.server import ANOTHER_INSTANCE
 from prl.errors import DeadlinePassed, EngineError, RequestAborted
 

@@ -20,9 +20,8 @@ from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.decoding import Continuation, Request, sample, score
 from prl.engines.frozen import ReferencePool
 from prl.engines.replies import Completion, Scored
-from prl.engines.routing import Server
+from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
-from prl.engines.traffic import Traffic
 from prl.errors import ConfigError, DeadlinePassed, EngineError
 
 SCORED_AT_ONCE = 2048
@@ -63,15 +62,9 @@ class TransformersModel(ModelPool):
     ) -> list[Completion]:
         room = self.spec.model.max_model_len - len(prompt_ids)
         if not prompt_ids or room < 1:
-            raise EngineError(
-                f"a prompt of {len(prompt_ids)} tokens, where model.max_model_len={self.spec.model.max_model_len} "
-                "leaves room for one token at least",
-                400,
-            )
+            raise EngineError(f"a prompt of {len(prompt_ids)} tokens leaves no room: model.max_model_len", 400)
         if unknown := sampling.keys() - Request.__dataclass_fields__.keys():
-            raise EngineError(
-                f"engine=transformers has no {', '.join(sorted(unknown))}: choose vLLM, engine=default", 400
-            )
+            raise EngineError(f"engine=transformers has no {', '.join(sorted(unknown))}: engine=default has it", 400)
         stops = [*self._end_tokens, *sampling.get("stop_token_ids", ())]
         limit = min(sampling.get("max_tokens") or room, room)
         options = {**sampling, "stop_token_ids": stops, "max_tokens": limit, "n": n}
@@ -141,7 +134,6 @@ class TransformersPolicy(TransformersModel, PolicyPool):
 
         Raises DeadlinePassed or EngineError where they are not loaded.
         """
-        self.loading = version
         try:
             with self.traffic.loading(self.servers[0], version):
                 async with asyncio.timeout(timeout_s):
@@ -149,8 +141,6 @@ class TransformersPolicy(TransformersModel, PolicyPool):
             self.version = version
         except TimeoutError:
             raise DeadlinePassed(f"policy version {version} was not loaded within {timeout_s:g} s") from None
-        finally:
-            self.loading = None
 
 
 class TransformersReference(TransformersModel, ReferencePool):

@@ -14,16 +14,17 @@ from pathlib import Path
 
 from renderers.base import Renderer
 
+from prl.config.build import class_of
 from prl.config.model_folder import embedding_rows
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig, TrainConfig
-from prl.engines.base import Connect
+from prl.engines.base import Connect, Engine
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.sampler import Sampler
+from prl.engines.servers import tracks_of
 from prl.engines.tokenizers import TokenizerProbe
-from prl.engines.traffic import tracks_of
 from prl.envs.environment import Environment
-from prl.errors import ConfigError, PrlError
+from prl.errors import ConfigError
 from prl.launch import specs
 from prl.launch.checks import check_engines, check_loadable
 from prl.launch.components import (
@@ -36,7 +37,6 @@ from prl.launch.components import (
     load_tokenizer,
     make_renderers,
 )
-from prl.launch.engines import engine_of, hosted_teacher, policy_pool
 from prl.launch.launcher import Launcher
 from prl.launch.local import resolve_model
 from prl.launch.prompts import check_demonstrations, check_prompts
@@ -108,7 +108,7 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
         check_vocabulary(tokenizer, teacher, config, components)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     played = not config.dry_run
-    engine_of(config.engine, "engine")
+    class_of(config.engine, Engine, "engine")
     place = components.launcher.place_of_worker
     environments = {
         name: Environment(name, env, eval_tasks=count, played=played, place=place) for name, env in config.envs.items()
@@ -120,10 +120,7 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
     for name, environment in environments.items():
         environment.check_renderer(renderers[name])
         if environment.uses_harness and config.engine.in_process:
-            raise ConfigError(
-                f"env {name!r} is played by verifiers' harness, which asks the engine over HTTP: it needs "
-                "engine=default"
-            )
+            raise ConfigError(f"env {name!r} is played by verifiers' harness, over HTTP: it needs engine=default")
         check_prompts(config, environment, renderers[name])
         check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
     return PreparedRun(
@@ -156,7 +153,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Fi
     they free any. So they do in one process: while transformers loads a model, it changes what torch does everywhere.
     """
     config, logs, launcher = run.config, run_dir / "logs", supervisor.launcher
-    policy = policy_pool(config, config.model, launcher, run.token, specs.engine_log(run_dir), run.urls)
+    policy = specs.policy_pool(config, config.model, launcher, run.token, specs.engine_log(run_dir), run.urls)
     services = Services(policy, {}, [])
     tracks = tracks_of(len(policy.urls))
 
@@ -166,7 +163,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Fi
 
     async def serve_teacher() -> None:
         name, timeout_s = config.teacher.name, config.teacher.engine.startup_timeout_s
-        connect = services.hosted[name] = hosted_teacher(config, launcher, run.token, logs / "teacher.log")
+        connect = services.hosted[name] = specs.teacher_client(config, launcher, run.token, logs / "teacher.log")
         teacher = connect(FrozenModelConfig(name=name, timeout_s=config.teacher.timeout_s))
         services.teachers.append(teacher)
         with supervisor.awaiting(f"the teacher to answer at {', '.join(teacher.urls)}", [specs.TEACHER]):
@@ -215,16 +212,9 @@ def supervise(run: PreparedRun, track: Track) -> Supervisor:
 
 async def wait_for_trainer(run: PreparedRun, transport: FileTransport, launcher: Launcher) -> None:
     """Wait until the trainer has loaded the model. Raises PrlError at the deadline."""
-    config = run.config.trainer
-    try:
-        async with asyncio.timeout(config.ready_timeout_s):
-            while transport.receive_metrics(run.first_version) is None:
-                launcher.ensure_alive()
-                await asyncio.sleep(0.05)
-    except TimeoutError:
-        raise PrlError(
-            f"the trainer had not loaded {run.model.path} after {config.ready_timeout_s:g} s (trainer.ready_timeout_s)"
-        ) from None
+    timeout_s = run.config.trainer.ready_timeout_s
+    problem = f"trainer.ready_timeout_s: the trainer did not load {run.model.path}"
+    await launcher.until(lambda: transport.receive_metrics(run.first_version) is not None, timeout_s, problem)
 
 
 # --- assemble ---------------------------------------------------------------------------------------------------------

@@ -20,9 +20,7 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
     if carried and not placed:
         raise ConfigError("weights=ray goes between the nodes of launcher=ray: choose weights=files, or that launcher")
     if carried and config.engine.urls:
-        raise ConfigError(
-            "engine.urls names servers beyond launcher=ray, which weights=ray does not reach: weights=files"
-        )
+        raise ConfigError("weights=ray does not reach engine.urls, beyond launcher=ray: choose weights=files")
     if placed and config.engine.in_process:
         raise ConfigError("launcher=ray places processes, and engine=transformers has none: choose engine=default")
     if placed and config.sweep.share_engine:

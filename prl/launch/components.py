@@ -27,22 +27,16 @@ from prl.monitors.text import in_one_line
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.replay import check_replay
 from prl.orchestrator.types import EnvComponents
-from prl.trainer.config import (
-    LOSSES,
-    AdamWConfig,
-    OptimConfig,
-    PartConfig,
-    SGDConfig,
-    TrainerConfig,
-    check_policy_loss,
-)
+from prl.trainer import config as trainer_config
 from prl.trainer.schedule import Schedule
 from prl.transport.files import FileTransport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SCHEMAS: dict[str, Any] = {schema._target_: schema for schema in (AdamWConfig, SGDConfig, *LOSSES)}
+SCHEMAS: dict[str, Any] = {
+    schema._target_: schema for schema in (trainer_config.AdamWConfig, trainer_config.SGDConfig, *trainer_config.LOSSES)
+}
 """Options of classes and functions that load torch, by `_target_`."""
 
 
@@ -129,9 +123,7 @@ def load_tokenizer(model: ModelConfig, key: str) -> "PreTrainedTokenizerBase":
             model.path, trust_remote_code=model.trust_remote_code, local_files_only=local_files_only
         )
     except Exception as error:  # of transformers, of its Rust part, of the hub
-        raise ConfigError(
-            f"{key}={model.path!r}: no tokenizer there, on this machine or on the hub ({in_one_line(error)})"
-        ) from error
+        raise ConfigError(f"{key}={model.path!r}: no tokenizer here or on the hub ({in_one_line(error)})") from error
 
 
 def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components: RunComponents) -> None:
@@ -198,8 +190,7 @@ def load_curricula(config: TrainConfig, components: RunComponents, environments:
     curricula = [env.curriculum for env in components.envs.values()]
     if all(curriculum.ended for curriculum in curricula):
         raise ConfigError(
-            "curriculum.load_from retires every task of every env: take a share of them back with "
-            "curriculum.easy_fraction and curriculum.hard_fraction, or all with curriculum.refill=true"
+            "curriculum.load_from retires every task: curriculum.easy_fraction, hard_fraction or refill takes some back"
         )
 
 
@@ -225,10 +216,10 @@ def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Re
     return made
 
 
-def check_loss(where: str, node: Any, trainer: TrainerConfig) -> None:
+def check_loss(where: str, node: Any, trainer: trainer_config.TrainerConfig) -> None:
     """Look a loss up before anything starts. prl's own are known to fit, and would load torch here."""
     known = SCHEMAS.get(node["_target_"])
-    check_policy_loss(
+    trainer_config.check_policy_loss(
         where,
         settings_of(node),
         several_updates=trainer.updates_per_batch * trainer.epochs > 1,
@@ -240,7 +231,7 @@ def check_loss(where: str, node: Any, trainer: TrainerConfig) -> None:
     own = function(node, where)
     named = inspect.signature(own.func).parameters
     passed_on = {name: value for name, value in own.keywords.items() if name not in named}
-    for schema in LOSSES:  # what a function takes as `**options` is that of a loss which it extends
+    for schema in trainer_config.LOSSES:  # what a function takes as `**options` is that of a loss which it extends
         if passed_on.keys() <= {each.name for each in fields(schema)}:
             read(schema, {"_target_": schema._target_, **passed_on}, where)
             return
@@ -264,16 +255,16 @@ def check_optimizers(node: Any) -> None:
     What they say of contradicting settings is known once they are made. That loads torch, so it is left out for prl's
     own AdamW with the fields of its schema.
     """
-    known = SCHEMAS.get(node["_target_"], OptimConfig)
+    known = SCHEMAS.get(node["_target_"], trainer_config.OptimConfig)
     names = {each.name for each in fields(known)}
     read(known, {name: value for name, value in node.items() if name in names}, "trainer.optim")
     settings = dict(node)
     parts = settings.pop("parts", None) or {}
-    if known is AdamWConfig and set(settings) <= names and not parts:
+    if known is trainer_config.AdamWConfig and set(settings) <= names and not parts:
         return
     for name, part in parts.items():
         chosen = {key: value for key, value in part.items() if key in ("match", "dims")}
-        read(PartConfig, chosen, f"trainer.optim.parts.{name}")
+        read(trainer_config.PartConfig, chosen, f"trainer.optim.parts.{name}")
     import torch
 
     from prl.trainer.optim import make_optimizer

@@ -17,16 +17,8 @@ import ray
 import ray.util
 
 from prl.engines.base import EngineSpec
-from prl.launch import children
+from prl.launch import children, local
 from prl.launch.launcher import TrainerSpec
-from prl.launch.local import (
-    LOOPBACK,
-    engine_command,
-    engine_environment,
-    free_port,
-    trainer_command,
-    trainer_environment,
-)
 from prl.launch.processes import Process
 from prl.transport.files import write_atomically, writing
 from prl.transport.ray import BATCHES, LOG, WEIGHTS, copy_files
@@ -94,13 +86,14 @@ class Host:
         """Start a model server, instead of one that has ended. Returns its port. It finds weights by relative paths."""
         if self.process is not None:
             self.process.end()
-        port = free_port(spec.config.host, spec.config.port)
-        self._start(spec.process, engine_command(spec, port), engine_environment(spec) | environment, cwd=self.memory)
+        port = local.free_port(spec.config.host, spec.config.port)
+        env = local.engine_environment(spec) | environment
+        self._start(spec.process, local.engine_command(spec, port), env, self.memory)
         return port
 
     def meeting_port(self) -> int:
         """Return a free port for ranks to meet at."""
-        return free_port("0.0.0.0")
+        return local.free_port("0.0.0.0")
 
     def train(
         self, spec: TrainerSpec, name: str, environment: dict[str, str], cwd: str, *, apart: bool, carried: bool
@@ -117,11 +110,11 @@ class Host:
         """
         if carried:
             spec = replace(spec, run_dir=self.run_dir)
-        usual = trainer_environment(spec.model, spec.threads)
+        usual = local.trainer_environment(spec.model, spec.threads)
         if apart:
-            usual = {key: value for key, value in usual.items() if key not in LOOPBACK}
+            usual = {key: value for key, value in usual.items() if key not in local.LOOPBACK}
         env = usual | {"PRL_CONFIG": json.dumps(spec.payload)} | environment
-        self._start(name, trainer_command(spec), env, Path(cwd) if self.sees(cwd) else None)
+        self._start(name, local.trainer_command(spec), env, Path(cwd) if self.sees(cwd) else None)
 
     def _start(self, name: str, command: list[str], env: dict[str, str], cwd: Path | None = None) -> None:
         scratch = self.disk / "tmp"

@@ -3,7 +3,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -121,6 +121,16 @@ class Launcher(ABC):
         while True:
             self.ensure_alive()
             await asyncio.sleep(POLL_S)
+
+    async def until(self, done: Callable[[], bool], timeout_s: float, problem: str) -> None:
+        """Wait until `done`. Raises ProcessDied if a process ends too early, PrlError (`problem`) at the deadline."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not done():
+                    self.ensure_alive()
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise PrlError(f"{problem} within {timeout_s:g} s") from None
 
     @abstractmethod
     async def finish(self, timeout_s: float) -> None:

@@ -148,9 +148,7 @@ def check_lengths(config: TrainConfig, env: str, prompts: list[list[int]]) -> No
     shortest, model, seq_len = min(map(len, prompts)), config.model.max_model_len, config.trainer.seq_len
     seen = f"the shortest of the first {len(prompts)} prompts of env {env!r} has {shortest} tokens"
     if shortest >= model - 1:
-        raise ConfigError(
-            f"model.max_model_len={model} leaves no room for a reply: {seen}. Raise it, or make the prompts shorter"
-        )
+        raise ConfigError(f"model.max_model_len={model} leaves no room for a reply: {seen}. Raise it")
     if shortest >= seq_len:
         raise ConfigError(
             f"trainer.seq_len={seq_len} cuts every sample before its reply begins: {seen}. Leave trainer.seq_len out: "

@@ -19,7 +19,7 @@ from annotated_types import Gt
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from prl.config.build import name_of
-from prl.config.machine import cores
+from prl.config.hardware import cores
 from prl.config.validate import THIS_MACHINE
 from prl.engines.base import EngineSpec
 from prl.errors import ConfigError, PrlError
@@ -293,12 +293,7 @@ class RayLauncher(Launcher):
         for name in self.ends.keys() - set(ranks):  # they end while the trainer writes
             self.hosts[name].ask.remote()
         self.ends = {name: self.ends[name] for name in ranks}
-        deadline = time.monotonic() + timeout_s
-        while not ready(list(self.ends.values())):
-            self.ensure_alive()
-            if time.monotonic() > deadline:
-                raise PrlError(f"the trainer had not ended {timeout_s:g} s after the last step")
-            await asyncio.sleep(0.02)
+        await self.until(lambda: ready(list(self.ends.values())), timeout_s, "the trainer did not end")
         self.ensure_alive()
         await asyncio.to_thread(self.relay.pull)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from prl.engines.client import InferencePool, ModelPool
 from prl.engines.rotation import DYING_S
-from prl.engines.routing import Server
+from prl.engines.servers import Server
 from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.launch.launcher import POLL_S, Launcher, ProcessDied
 from prl.orchestrator.who_waits import ENGINE, Waiting, numbered

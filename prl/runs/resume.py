@@ -119,10 +119,7 @@ def check_named(cfg: DictConfig) -> None:
     """
     run = cast(dict[str, Any], OmegaConf.to_container(cfg.run, resolve=False))
     if run["resume"] == AUTO and NOW in str(run["dir"]).replace("${run.name}", str(run["name"])):
-        raise ConfigError(
-            "run.resume=auto goes on with a run of the same name, and that has the time in it by default: name it, "
-            "run.name=<name>"
-        )
+        raise ConfigError("run.resume=auto: by default a run's name has the time in it: name it, run.name=<name>")
 
 
 # --- where it goes on -------------------------------------------------------------------------------------------------
@@ -203,10 +200,7 @@ def check_tasks(run_dir: Path, tasks: Tasks) -> None:
     before = {env: splits["train"]["sha256"] for env, splits in recorded.items()}
     for env, splits in tasks.items():
         if env in before and data_hash(splits["train"])["sha256"] != before[env]:
-            raise ConfigError(
-                f"env {env!r}: its tasks are not those that the run began with (provenance.json): its data or its "
-                "taskset have changed. Start a new run, with model.path=<the checkpoint>"
-            )
+            raise ConfigError(f"env {env!r} has other tasks than before: start a new run, model.path=<the checkpoint>")
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -53,19 +53,14 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def content_of(path: Path) -> bytes:
-    """The content of a file that may not be there yet. Raises PrlError where it cannot be read."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        raise PrlError(f"{path} cannot be read: {error.strerror or error}") from error
+    """The content of a file that may not be there yet."""
+    return path.read_bytes() if path.is_file() else b""
 
 
 def lines_of(path: Path, kind: type[T], problems: list[str]) -> list[T]:
     """The lines of a JSON Lines file but for those that cannot be read, and a last one that is still being written."""
     decoder = msgspec.json.Decoder(kind)
-    written = path.read_bytes() if path.is_file() else b""
+    written = content_of(path)
     lines, damaged = [], 0
     for line in written[: written.rfind(b"\n") + 1].splitlines():
         try:

@@ -227,7 +227,7 @@ def test_a_run_needs_an_env(config):
             ["+envs.math.models.judge={name: teacher, base_url: nowhere}"],
             "envs.math.models.judge.base_url='nowhere' is",
         ),
-        (["+envs.math.models.judge=policy", "envs.math.in_process=false"], "envs.math.models: their clients are in"),
+        (["+envs.math.models.judge=policy", "envs.math.in_process=false"], "envs.math.models: graders that ask"),
     ],
 )
 def test_what_is_an_envs_own_is_checked_under_its_own_key(overrides, key):

@@ -27,7 +27,11 @@ def test_every_component_has_a_file():
     for base in (Algorithm, Filter, Monitor):
         package = base.__module__.rpartition(".")[0]
         for module in pkgutil.iter_modules(import_module(package).__path__, f"{package}."):
-            own = [cls for cls in vars(import_module(module.name)).values() if getattr(cls, "__module__", "") == module.name]
+            own = [
+                cls
+                for cls in vars(import_module(module.name)).values()
+                if getattr(cls, "__module__", "") == module.name
+            ]
             components = [cls for cls in own if inspect.isclass(cls) and issubclass(cls, base)]
             assert all(cls in described or inspect.isabstract(cls) for cls in components if cls is not base)
 

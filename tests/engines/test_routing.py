@@ -2,7 +2,7 @@
 
 import pytest
 
-from prl.engines.routing import Router, Server
+from prl.engines.servers import Router, Server
 
 A, B, C = "http://a", "http://b", "http://c"
 

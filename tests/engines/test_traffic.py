@@ -3,8 +3,7 @@
 import msgspec
 import pytest
 
-from prl.engines.routing import Server
-from prl.engines.traffic import Traffic
+from prl.engines.servers import Server, Traffic
 from prl.transport import events
 
 

@@ -64,7 +64,7 @@ def test_unsupported_model_is_refused(folder, values, says):
 
 def test_tokenizer_without_chat_template_is_refused(folder):
     (folder / "tokenizer.json").write_text("{")
-    assert refused(f"model.path={folder}").startswith(f"model.path={str(folder)!r}: no tokenizer there")
+    assert refused(f"model.path={folder}").startswith(f"model.path={str(folder)!r}: no tokenizer here")
     shutil.copy(Path(model_path("tiny")) / "tokenizer.json", folder)
     change(folder / "tokenizer_config.json", chat_template=None)
     printed = refused(f"model.path={folder}", "renderer=default")

@@ -23,9 +23,8 @@ from prl.algorithms.sft import SFTDistillAlgorithm
 from prl.config.schema import CheckpointConfig, EnvConfig, ModelConfig
 from prl.curriculum.pools import TaskCurriculum
 from prl.engines.replies import Completion
-from prl.engines.routing import Server
 from prl.engines.sampler import Sampler
-from prl.engines.traffic import Traffic
+from prl.engines.servers import Server, Traffic
 from prl.envs.environment import Environment
 from prl.errors import DeadlinePassed, EngineError
 from prl.filters.zero_advantage import ZeroAdvantage

@@ -26,9 +26,8 @@ from prl.engines.client import PolicyPool
 from prl.engines.frozen import ReferencePool
 from prl.engines.renderer import UnrenderablePrompt, render_prompt
 from prl.engines.replies import Completion, Scored
-from prl.engines.routing import Server
+from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
-from prl.engines.traffic import Traffic
 from prl.envs._verifiers_internals import BUILD
 from prl.envs.turn import AGENT, commit, opening_messages, trace_task
 from prl.errors import ConfigError, PrlError
