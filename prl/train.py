@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
+import psutil
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -182,7 +183,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     with contextlib.closing(track), contextlib.closing(monitors), contextlib.ExitStack() as processes:
         processes.callback(transport.close)
         processes.callback(launcher.stop)  # before the monitors hear the end; entered it was by `main`
-        with track.doing(events.PREPARING, first, since=events.process_began() if is_command() else None):
+        with track.doing(events.PREPARING, first, since=psutil.Process().create_time() if is_command() else None):
             monitors.status(f"starting {'' if config.engine.urls else 'the engine and '}the trainer")
             supervisor = builder.supervise(prepared, track)
         with track.doing(events.PROCESSES, first):

@@ -90,8 +90,7 @@ def listed() -> tuple[Gpu, ...]:
         return ()
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"nvidia-smi did not answer within {ANSWER_S:g} s: the driver of this machine's GPUs hangs. To do without "
-            "them: engine.device=cpu trainer.device=cpu (teacher.engine.device=cpu)"
+            f"nvidia-smi did not answer within {ANSWER_S:g} s: the driver hangs: engine.device=cpu trainer.device=cpu"
         ) from error
     lines = done.stdout.splitlines() if done.returncode == 0 else []
     result = [line.rpartition(",") for line in lines if line.strip()]
@@ -135,10 +134,8 @@ def check_ranks(trainer: Any, model: Any) -> None:
     """Raise ConfigError for trainer ranks whose weights and gradients no memory of a machine without a GPU holds."""
     ranks = trainer.num_processes
     copies = 1 if trainer.shard_size is None else ranks / trainer.shard_size
-    check_memory(
-        copies * (parameters_of(model) or 0) * BYTES_PER_PARAMETER / GIB,
-        f"trainer.num_processes={ranks} with the weights and gradients of model.path={model.path!r}",
-    )
+    needed = copies * (parameters_of(model) or 0) * BYTES_PER_PARAMETER / GIB
+    check_memory(needed, f"trainer.num_processes={ranks} with the weights and gradients of model.path={model.path!r}")
 
 
 def parameters_of(model: Any) -> int | None:

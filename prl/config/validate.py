@@ -40,12 +40,9 @@ def validate(config: TrainConfig) -> None:
     check_device(config.trainer.device, "trainer.device")
     config.orchestrator.check("orchestrator")
     validate_envs(config)
-    if config.trainer.seq_len < config.model.max_model_len:
-        warnings.warn(
-            f"trainer.seq_len={config.trainer.seq_len} is below model.max_model_len={config.model.max_model_len}: "
-            "longer samples are cut. Leave trainer.seq_len out to have it follow the model",
-            stacklevel=2,
-        )
+    seq_len, longest = config.trainer.seq_len, config.model.max_model_len
+    if seq_len < longest:
+        warnings.warn(f"trainer.seq_len={seq_len} is below model.max_model_len={longest}, and cuts", stacklevel=2)
     check_lora(config.model.lora)
     validate_server(config.model, config.engine, weights=not config.dry_run)
     validate_teacher(config)
@@ -59,6 +56,8 @@ def check_components(config: TrainConfig) -> None:
         check_node(getattr(config, name), name)
     for name in ("optim", "schedule"):
         check_node(getattr(config.trainer, name), f"trainer.{name}")
+    if getattr(config.teacher, "model", None) is not None:
+        check_node(config.teacher.engine, "teacher.engine")
 
 
 def refuse_masked(node: Any, where: str = "") -> None:

@@ -200,7 +200,7 @@ class InferencePool(PolicyPool):
         async def send(server: Server) -> Read:
             version = server.version
             body = {"token_ids": token_ids, "sampling": sampling, "cache_salt": f"v{version}", "priority": priority}
-            reply = await self.http.post(server, GENERATE, body, n=n, headers=server.headers)
+            reply = await self.http.post(server, GENERATE, body, n=n)
             with self.http.reading(server, GENERATE):
                 return read(reply, version)
 

@@ -75,10 +75,7 @@ class FrozenPool(ReferencePool):
         super().__init__(reference.name, Traffic(servers_at(reference.urls)))
         self.http = Endpoints(self.model, token or os.environ.get(reference.api_key_var or ""), self.traffic)
         self.timeout_s = reference.timeout_s
-        self._credentials = (
-            f"the key of model {self.model!r}: api_key_var must name the environment variable that holds it "
-            f"(now {reference.api_key_var})"
-        )
+        self._credentials = f"the key of model {self.model!r}, that of api_key_var={reference.api_key_var}"
         self._search: asyncio.Task | None = None
         self._failing: tuple[float, float] | None = None
         """When requests began to fail and when one last failed; None once a request has been answered."""

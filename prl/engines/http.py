@@ -58,14 +58,7 @@ class Endpoints:
         )
 
     async def post(
-        self,
-        server: Server,
-        route: str,
-        body: dict[str, Any],
-        *,
-        n: int = 1,
-        headers: dict[str, str] | None = None,
-        timeout_s: float | None = None,
+        self, server: Server, route: str, body: dict[str, Any], *, n: int = 1, timeout_s: float | None = None
     ) -> Any:
         """A server's reply to a request about the model, for `n` sequences.
 
@@ -76,7 +69,9 @@ class Endpoints:
         asked = {"model": self.model, **body}
         try:
             with self.traffic.request(server, n):
-                reply = await self.request("POST", server.url, route, asked, headers=headers, timeout_s=timeout_s)
+                reply = await self.request(
+                    "POST", server.url, route, asked, headers=server.headers, timeout_s=timeout_s
+                )
                 with reading(f"{server.url}{route}"):
                     aborted = any(choice.get("finish_reason") == "abort" for choice in reply.get("choices", ()))
                 if aborted:

@@ -27,17 +27,7 @@ from prl.envs.environment import Environment
 from prl.errors import ConfigError
 from prl.launch import specs
 from prl.launch.checks import check_engines, check_loadable
-from prl.launch.components import (
-    RunComponents,
-    attach_filters,
-    check_target,
-    check_tasks,
-    check_vocabulary,
-    load_curricula,
-    load_tokenizer,
-    make_renderers,
-)
-from prl.launch.launcher import Launcher
+from prl.launch.components import RunComponents, check_vocabulary, load_tokenizer, make_renderers, show_tasks
 from prl.launch.local import resolve_model
 from prl.launch.prompts import check_demonstrations, check_prompts
 from prl.launch.supervisor import Supervisor
@@ -98,7 +88,6 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
 
     `token` is the one that engines were started with; None = a new one.
     """
-    check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_engines(config, components.launcher, hosted=bool(components.hosted))
     check_loadable(config.model, "model.", trained=True)
     tokenizer = load_tokenizer(config.model, "model.path")
@@ -113,9 +102,7 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
     environments = {
         name: Environment(name, env, eval_tasks=count, played=played, place=place) for name, env in config.envs.items()
     }
-    check_tasks(config, components, environments)
-    attach_filters(config, components, environments, vocab_size=len(tokenizer))  # without padding rows of the embedding
-    load_curricula(config, components, environments)
+    show_tasks(config, components, environments, vocab_size=len(tokenizer))  # without padding rows of the embedding
     renderers = make_renderers(config, tokenizer)
     for name, environment in environments.items():
         environment.check_renderer(renderers[name])
@@ -169,12 +156,15 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Fi
         with supervisor.awaiting(f"the teacher to answer at {', '.join(teacher.urls)}", [specs.TEACHER]):
             await teacher.wait_ready(timeout_s, launcher.ensure_alive)
 
+    def loaded() -> bool:
+        return transport.receive_metrics(run.first_version) is not None
+
     async def load_trainer() -> None:
         payload = specs.trainer_payload(config, run.model, references=run.components.references)
         payload |= {"resume": None if run.resume is None else run.resume.payload}
         launcher.start_trainer(specs.trainer(config, run_dir, payload))
         with supervisor.awaiting("the trainer to load the model", [TRAINER]):
-            await wait_for_trainer(run, transport, launcher)
+            await launcher.until(loaded, config.trainer.ready_timeout_s, f"the trainer did not load {run.model.path}")
 
     starts = [serve_policy, *[serve_teacher] * bool(run.components.hosted), load_trainer]
     try:
@@ -208,13 +198,6 @@ def supervise(run: PreparedRun, track: Track) -> Supervisor:
         restarts |= specs.restarts_of(config.teacher.engine, specs.TEACHER)
     say = run.components.monitors.status
     return Supervisor(run.components.launcher, say, restarts, config.engine.startup_timeout_s, track=track)
-
-
-async def wait_for_trainer(run: PreparedRun, transport: FileTransport, launcher: Launcher) -> None:
-    """Wait until the trainer has loaded the model. Raises PrlError at the deadline."""
-    timeout_s = run.config.trainer.ready_timeout_s
-    problem = f"trainer.ready_timeout_s: the trainer did not load {run.model.path}"
-    await launcher.until(lambda: transport.receive_metrics(run.first_version) is not None, timeout_s, problem)
 
 
 # --- assemble ---------------------------------------------------------------------------------------------------------

@@ -67,8 +67,6 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         return f"there is no {group or 'config'}={option}: choose {', '.join(error.options)}"
-    if isinstance(error, OSError) and error.filename is not None:  # Hydra makes a sweep's directories
-        return f"hydra.sweep.dir: {str(error.filename)[:LINE]} cannot be made: {error.strerror or error}"
     cause = None if isinstance(error, ConfigError) else error.__cause__  # prl's own words say it all
     texts = [str(each).strip() for each in (error, cause) if each is not None]
     lines = [line.strip() for text in texts for line in text.splitlines()]

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, get_args
 
-import hydra.utils
 from renderers.base import Renderer
 
 from prl.algorithms.base import Algorithm
@@ -63,6 +62,7 @@ def build_components(config: TrainConfig, launcher: Launcher | None = None) -> R
     check_loss("loss", config.loss, config.trainer)
     build(config.trainer.schedule, Schedule, "trainer.schedule")
     check_optimizers(config.trainer.optim)
+    check_trainer(config.trainer)
     return RunComponents(
         envs=envs,
         orchestrator=factory(config.orchestrator, Orchestrator, "orchestrator"),
@@ -155,43 +155,41 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components:
         raise ConfigError(f"{keys[0]}: {other}, and no chat template to be asked by: choose one that has")
 
 
-def check_tasks(config: TrainConfig, components: RunComponents, environments: dict[str, Environment]) -> None:
-    """Let each env's algorithm refuse the tasks. Raises ConfigError."""
+def show_tasks(
+    config: TrainConfig, components: RunComponents, environments: dict[str, Environment], vocab_size: int
+) -> None:
+    """Give each env's algorithm, filters and curriculum the tasks, or the sizes of what comes of them.
+
+    Raises ConfigError for what they refuse, and where `load_from` leaves nothing to train on.
+    """
     for name, env in components.envs.items():
+        environment = environments[name]
         where = config.node_of(name, "algo")[0]
         with hook(where, env.algorithm, "check_tasks"):
-            env.algorithm.check_tasks(where, environments[name].tasks)
-
-
-def attach_filters(
-    config: TrainConfig, components: RunComponents, environments: dict[str, Environment], *, vocab_size: int
-) -> None:
-    """Tell each filter the sizes of the vocabulary and of the env's longest completion. Raises ConfigError."""
-    for name, env in components.envs.items():
-        room, limit = config.model.max_model_len - 1, env.sampler.max_tokens
-        if limit is None:
-            limit = getattr(environments[name].taskset, "MAX_TOKENS", None)
-        one_turn = environments[name].verifiers_env is None  # else a completion may have several
-        longest = min(room, limit) if one_turn and limit is not None else room
-        for slot, filters in env.filters.items():
-            for key, each in filters.items():
-                with hook(f"{config.node_of(name, 'filters')[0]}.{slot}.{key}", each, "attach"):
-                    each.attach(vocab_size=vocab_size, longest=longest)
-
-
-def load_curricula(config: TrainConfig, components: RunComponents, environments: dict[str, Environment]) -> None:
-    """Give each env's curriculum its tasks. Raises ConfigError where `load_from` leaves nothing to train on."""
-    for name, env in components.envs.items():
+            env.algorithm.check_tasks(where, environment.tasks)
+        attach_filters(config, name, env, environment, vocab_size)
         env.curriculum.check_start(goes_on=config.run.resume is not None or config.run.fork is not None)
         with hook(config.node_of(name, "curriculum")[0], env.curriculum, "load"):
-            env.curriculum.load(
-                environments[name].tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name
-            )
-    curricula = [env.curriculum for env in components.envs.values()]
-    if all(curriculum.ended for curriculum in curricula):
+            env.curriculum.load(environment.tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name)
+    if all(env.curriculum.ended for env in components.envs.values()):
         raise ConfigError(
             "curriculum.load_from retires every task: curriculum.easy_fraction, hard_fraction or refill takes some back"
         )
+
+
+def attach_filters(
+    config: TrainConfig, name: str, env: EnvComponents, environment: Environment, vocab_size: int
+) -> None:
+    """Tell each filter the sizes of the vocabulary and of the env's longest completion. Raises ConfigError."""
+    room, limit = config.model.max_model_len - 1, env.sampler.max_tokens
+    if limit is None:
+        limit = getattr(environment.taskset, "MAX_TOKENS", None)
+    one_turn = environment.verifiers_env is None  # else a completion may have several
+    longest = min(room, limit) if one_turn and limit is not None else room
+    for slot, filters in env.filters.items():
+        for key, each in filters.items():
+            with hook(f"{config.node_of(name, 'filters')[0]}.{slot}.{key}", each, "attach"):
+                each.attach(vocab_size=vocab_size, longest=longest)
 
 
 def make_renderers(config: TrainConfig, tokenizer: Any) -> dict[str, Renderer]:
@@ -237,16 +235,17 @@ def check_loss(where: str, node: Any, trainer: trainer_config.TrainerConfig) -> 
             return
 
 
-def check_target(node: Any, base: str, where: str) -> None:
-    """Look up a class that only the trainer's process uses, with its options; `base` is the path of its base class.
+def check_trainer(node: trainer_config.TrainerConfig) -> None:
+    """Look up a trainer of the user's own, with its options; nodes inside, which it builds itself, are not looked at.
 
-    That loads torch, so it is left out where the node is of prl's own class, whose options have their types already.
-    The nodes of components inside, which the class builds itself, are not looked at.
+    That loads torch, so it is left out for prl's own class, whose options have their types already.
     """
-    if node._target_ != type(node)._target_:
-        inside = [name for name, value in vars(node).items() if isinstance(value, dict) and "_target_" in value]
-        alone = {name: value for name, value in vars(node).items() if name not in inside}
-        factory(alone, hydra.utils.get_class(base), where)
+    if node._target_ == trainer_config.TrainerConfig._target_:
+        return
+    from prl.trainer.trainer import Trainer
+
+    alone = {name: value for name, value in vars(node).items() if not (isinstance(value, dict) and "_target_" in value)}
+    factory(alone, Trainer, "trainer")
 
 
 def check_optimizers(node: Any) -> None:
@@ -262,9 +261,6 @@ def check_optimizers(node: Any) -> None:
     parts = settings.pop("parts", None) or {}
     if known is trainer_config.AdamWConfig and set(settings) <= names and not parts:
         return
-    for name, part in parts.items():
-        chosen = {key: value for key, value in part.items() if key in ("match", "dims")}
-        read(trainer_config.PartConfig, chosen, f"trainer.optim.parts.{name}")
     import torch
 
     from prl.trainer.optim import make_optimizer
@@ -273,5 +269,6 @@ def check_optimizers(node: Any) -> None:
     with contained("trainer.optim", "making the optimiser", str(settings.get("_target_"))):
         make_optimizer(matrix | {"vector": torch.nn.Parameter(torch.zeros(1))}, settings, "trainer.optim")
         for name, part in parts.items():
-            own = {key: value for key, value in part.items() if key not in ("match", "dims")}
-            make_optimizer(matrix, own, f"trainer.optim.parts.{name}")
+            where = f"trainer.optim.parts.{name}"
+            read(trainer_config.PartConfig, {key: part[key] for key in part.keys() & {"match", "dims"}}, where)
+            make_optimizer(matrix, {key: part[key] for key in part.keys() - {"match", "dims"}}, where)

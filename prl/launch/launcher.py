@@ -90,9 +90,6 @@ class Launcher(ABC):
     places_processes: ClassVar[bool] = False
     """Whether it chooses machines and GPUs by itself; else a process has those of this machine that its spec names."""
 
-    def check(self, where: str) -> None:  # noqa: B027
-        """Raise ConfigError for options that contradict each other; `where` is the launcher's config key."""
-
     def reserve(self, bundles: Sequence[Bundle]) -> None:  # noqa: B027
         """Take what the processes of a run need, before one is started. Raises ConfigError where that is not there."""
 
