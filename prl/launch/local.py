@@ -1,5 +1,6 @@
 """The launcher for one machine: every process of the run is a child of this one, and none is left behind."""
 
+import errno
 import json
 import os
 import socket
@@ -8,6 +9,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 from prl.config.engine_options import as_arguments, logits_options
@@ -32,6 +34,8 @@ LOOPBACK = {
     "VLLM_HOST_IP": "127.0.0.1",
 }
 """What keeps the ports of libraries on this machine; else they listen where its host name points."""
+PORTS = range(20000, 32768)
+"""Above those of Ray's workers, below those that Linux gives to connections."""
 
 
 @dataclass(kw_only=True)
@@ -154,16 +158,24 @@ def base_url(host: str, port: int) -> str:
 
 
 def free_port(host: str, port: int | None = None) -> int:
-    """A TCP port that is free now: `port` if it is given. Raises PrlError where an engine cannot listen there."""
+    """A TCP port that is free now: `port` if it is given. Raises PrlError where an engine cannot listen there.
+
+    One of `PORTS` where there is one: of others the kernel may give it to a connection before the process listens.
+    """
+    candidates = [port] if port is not None else [*SystemRandom().sample(PORTS, 64), 0]
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be had
-        try:
-            sock.bind((host, port or 0))
-        except (OSError, UnicodeError) as error:  # a name that is none
-            reason = getattr(error, "strerror", None) or error
-            raise PrlError(
-                f"an engine cannot listen on {host[:80]}, port {port or 'any'}: {reason}: choose another"
-            ) from error
+        for candidate in candidates:
+            try:
+                sock.bind((host, candidate))
+                break
+            except (OSError, UnicodeError) as error:  # a name that is none
+                if getattr(error, "errno", None) == errno.EADDRINUSE and candidate != candidates[-1]:
+                    continue
+                reason = getattr(error, "strerror", None) or error
+                raise PrlError(
+                    f"an engine cannot listen on {host[:80]}, port {port or 'any'}: {reason}: choose another"
+                ) from error
         return sock.getsockname()[1]
 
 

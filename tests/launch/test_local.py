@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from patience import patient
 
 from prl.errors import PrlError
 from prl.launch.launcher import ProcessDied
-from prl.launch.local import LocalLauncher
+from prl.launch.local import PORTS, LocalLauncher, free_port
 
 
 def wait_status(process, timeout_s=10):
@@ -174,3 +175,13 @@ def test_an_engine_is_started_again_where_it_was(tmp_path, monkeypatch):
         [second] = processes.processes
         assert second.status is None and second.pid != first.pid
         assert second.command == first.command and f"echo {url.rpartition(':')[2]};" in second.command[-1]
+
+
+def test_a_free_port_is_none_that_connections_are_given(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port("127.0.0.1")))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert port in PORTS
+        monkeypatch.setattr("prl.launch.local.PORTS", [port] * 64)
+        assert free_port("127.0.0.1") not in (0, port)

@@ -1,0 +1,55 @@
+"""Collects the pages of the tree, and what they link to, for mkdocs: they stay where they are."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("prl", "conf", "experiments", ".github")
+LINK = re.compile(r"\]\(([^)#:\s]+)")
+API = {
+    "Components": ("algorithms.base", "losses.rl", "filters.base", "curriculum.base", "monitors.base"),
+    "Seams": ("engines.base", "transport.base", "launch.launcher"),
+    "Data": ("rollouts.rollout", "rollouts.messages"),
+}
+"""Modules whose docstrings are the API pages."""
+
+
+def pages() -> list[Path]:
+    """Every page of the tree, from its top."""
+    found = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "AGENTS.md"]
+    for folder in FOLDERS:
+        found += sorted((ROOT / folder).rglob("*.md"))
+    return found
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Write out the patterns of the navigation."""
+    config.nav = [entry for each in config.nav or [] for entry in expanded(each)]
+    return config
+
+
+def expanded(entry: Any) -> list[Any]:
+    """An entry of the navigation, with a pattern replaced by the pages that it matches."""
+    ((title, value),) = entry.items()
+    if isinstance(value, str) and "*" in value:
+        return [{title: [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(value))]}]
+    return [entry]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages, and each file that one of them links to."""
+    sources = set(pages())
+    for page in list(sources):
+        sources |= {(page.parent / link).resolve() for link in LINK.findall(page.read_text())}
+    for path in sorted(sources):
+        if path.is_file():
+            files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
+    text = ["# API", "Made from the docstrings."]
+    for title, modules in API.items():
+        text += [f"## {title}", *(f"::: prl.{module}" for module in modules)]
+    files.append(File.generated(config, "API.md", content="\n\n".join(text)))
+    return files

@@ -1,0 +1,20 @@
+"""The site of the pages: it builds, without a dead link."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_site_builds_with_its_pages_and_api(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command += ["--config-file", str(ROOT / "scripts" / "site" / "mkdocs.yml")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'id="prl.algorithms.base.Algorithm.score_group"' in (tmp_path / "API.html").read_text()
+    assert (tmp_path / "prl" / "algorithms" / "grpo.html").is_file()
+    assert (tmp_path / "experiments" / "dense" / "curves.png").is_file()
