@@ -69,8 +69,7 @@ async def serve(config: ServeConfig) -> None:
             )
         )
         print(f"starting {config.name} from {config.model.path}; log: {config.log}", file=sys.stderr, flush=True)
-        served = FrozenModelConfig(name, f"{url}/v1")
-        pool = FrozenPool(served, token)
+        pool = FrozenPool(FrozenModelConfig(name, f"{url}/v1"), token)
         try:
             await pool.wait_ready(config.engine.startup_timeout_s, launcher.ensure_alive)
         finally:

@@ -35,8 +35,6 @@ CHECKED = pydantic.ConfigDict(
     coerce_numbers_to_str=True,
     revalidate_instances="always",
 )
-EXTRAS = ("ray",)
-"""Packages that classes of prl's own import, and that an extra of prl installs."""
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 """Pydantic's names of the error that there is no such option."""
 MISSED = ("missing", "missing_argument", "missing_keyword_only_argument")
@@ -59,7 +57,7 @@ def build(node: Any, base: type[T], where: str) -> T:
     options = options_of(node, cls, where)
     if missing := sorted(options_taken(cls).required - options.keys()):
         raise ConfigError(f"{where}.{missing[0]} has no value: give one, {where}.{missing[0]}=<value>")
-    with contained(where, f"making {cls.__name__}", cls.__module__):
+    with contained(where, f"making {cls.__name__}"):
         component: T = cls(**options)
     if hasattr(component, "check"):
         with hook(where, component, "check"):
@@ -114,13 +112,12 @@ def located(node: Any, where: str) -> Any:
     target = settings.get("_target_") if isinstance(settings, dict) else None
     if not isinstance(target, str) or target == MISSING:
         raise ConfigError(f"{where} has no _target_: give the dotted path of a class or function, my_package.Thing")
-    with contained(f"{where}._target_={target!r}", "importing it", target):
+    with contained(f"{where}._target_={target!r}", "importing it"):
         module, _, name = target.rpartition(".")
         try:
             return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:  # the last where there is no dot
-            extra = getattr(error, "name", None)
-            hint = f": pip install 'prl[{extra}]'" if extra in EXTRAS else ""
+            hint = ": pip install 'prl[ray]'" if getattr(error, "name", None) == "ray" else ""
             raise ConfigError(f"{where}._target_={target!r}: {in_one_line(error)}{hint}") from error
 
 
@@ -232,7 +229,7 @@ def instantiated(value: Any, where: str) -> Any:
     options = options_of(value, target, where)
     if value.get("_partial_"):
         return functools.partial(target, **options)
-    with contained(where, f"making {value['_target_']}", value["_target_"]):
+    with contained(where, f"making {value['_target_']}"):
         return target(**options)
 
 

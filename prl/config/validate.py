@@ -43,7 +43,8 @@ def validate(config: TrainConfig) -> None:
     seq_len, longest = config.trainer.seq_len, config.model.max_model_len
     if seq_len < longest:
         warnings.warn(f"trainer.seq_len={seq_len} is below model.max_model_len={longest}, and cuts", stacklevel=2)
-    check_lora(config.model.lora)
+    if config.model.lora.rank is None and config.model.lora != LoraConfig():
+        raise ConfigError("model.lora.rank has no value, and model.lora describes adapters: give it one")
     validate_server(config.model, config.engine, weights=not config.dry_run)
     validate_teacher(config)
     if config.trainer.device_type == "cpu":
@@ -71,15 +72,6 @@ def refuse_masked(node: Any, where: str = "") -> None:
                 "'${oc.env:NAME}' for what the environment variable NAME holds"
             )
         refuse_masked(value, name)
-
-
-def check_lora(lora: LoraConfig) -> None:
-    """Raise ConfigError for adapters that are described, and not asked for."""
-    if lora.rank is not None:
-        return
-    for name in ("alpha", "target_modules"):
-        if (value := getattr(lora, name)) != getattr(LoraConfig(), name):
-            raise ConfigError(f"model.lora.{name}={value}: there are no adapters without model.lora.rank")
 
 
 def check_run_name(name: str) -> None:

@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
 
+from prl.engines import replies
 from prl.engines.http import PROBE_S, Endpoints
-from prl.engines.replies import Completion, Scored, read_completions, read_prompt_logprobs, read_top
+from prl.engines.replies import Completion, Scored
 from prl.engines.rotation import Rotation
 from prl.engines.servers import Server, Traffic
 from prl.engines.vllm.protocol import GENERATE, LOAD
@@ -173,7 +174,8 @@ class InferencePool(PolicyPool):
         priority = sampling.pop("priority", 0)
 
         def read(reply: dict[str, Any], version: int) -> list[Completion]:
-            return read_completions(reply, prompt_ids, n, version, self._newest)
+            replies.require_prompt(prompt_ids, reply)
+            return [replies.read_completion(choice, version, self._newest) for choice in replies.choices_of(reply, n)]
 
         return await self._ask(prompt_ids, sampling, read, n, prefix, priority)
 
@@ -181,8 +183,10 @@ class InferencePool(PolicyPool):
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k, "detokenize": False}
 
         def read(reply: dict[str, Any], version: int) -> Scored:
-            own = read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
-            return Scored(own, *(read_top(reply.get("prompt_top"), len(token_ids), top_k) if top_k else ([], [])))
+            own = replies.read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
+            if not top_k:
+                return Scored(own, [], [])
+            return Scored(own, *replies.read_top(reply.get("prompt_top"), len(token_ids), top_k))
 
         return await self._ask(token_ids, sampling, read)
 

@@ -140,8 +140,6 @@ class Router:
 
         Requests of the same `prefix` go to the same one, unless it is busier than most or has just failed.
         """
-        if len(self.servers) == 1:
-            return self.servers[0] if self.servers[0].open else None
         ready = [server for server in self.servers if server.open]
         if not ready:
             return None

@@ -29,7 +29,7 @@ from prl.launch import specs
 from prl.launch.checks import check_engines, check_loadable
 from prl.launch.components import RunComponents, check_vocabulary, load_tokenizer, make_renderers, show_tasks
 from prl.launch.local import resolve_model
-from prl.launch.prompts import check_demonstrations, check_prompts
+from prl.launch.prompts import check_demonstrations, check_lengths, rendered_prompts
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
@@ -108,7 +108,8 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
         environment.check_renderer(renderers[name])
         if environment.uses_harness and config.engine.in_process:
             raise ConfigError(f"env {name!r} is played by verifiers' harness, over HTTP: it needs engine=default")
-        check_prompts(config, environment, renderers[name])
+        prompts = rendered_prompts(environment, renderers[name], config.node_of(name, "renderer")[0])
+        check_lengths(config, name, prompts)
         check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
     return PreparedRun(
         config=config,

@@ -95,12 +95,8 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
         uses_reward_thresholds=curriculum.reads_rewards,
     )
     check_replay(curriculum.replay, f"{curriculum_key}.replay", algorithm, config.orchestrator)
-    validate_for_training(
-        sampler,
-        sampling_key,
-        live=algorithm.sampling.source == POLICY,
-        max_model_len=config.model.max_model_len,
-    )
+    live = algorithm.sampling.source == POLICY
+    validate_for_training(sampler, sampling_key, live=live, max_model_len=config.model.max_model_len)
     filters_key, filters = config.node_of(name, "filters")
     return EnvComponents(
         algorithm=algorithm,
@@ -207,7 +203,7 @@ def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Re
     if options.get("name") == "auto" and model.renderer is not None:
         options |= {"name": model.renderer, "name_key": "model.renderer"}
     make = function(options, where)
-    with contained(where, "making the renderer", options["_target_"]):
+    with contained(where, "making the renderer"):
         made: Renderer = make(tokenizer)
         if not made.get_stop_token_ids():
             raise ConfigError(f"model.path={model.path!r}: its tokenizer has no eos_token, so that no turn would end")
@@ -266,7 +262,7 @@ def check_optimizers(node: Any) -> None:
     from prl.trainer.optim import make_optimizer
 
     matrix = {"": torch.nn.Parameter(torch.zeros(1, 1))}
-    with contained("trainer.optim", "making the optimiser", str(settings.get("_target_"))):
+    with contained("trainer.optim", "making the optimiser"):
         make_optimizer(matrix | {"vector": torch.nn.Parameter(torch.zeros(1))}, settings, "trainer.optim")
         for name, part in parts.items():
             where = f"trainer.optim.parts.{name}"

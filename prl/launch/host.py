@@ -55,6 +55,8 @@ class Host:
         self.disk = Path(tempfile.mkdtemp(prefix="prl-"))
         self.memory = Path(tempfile.mkdtemp(prefix="prl-", dir=MEMORY if MEMORY.is_dir() else None))
         self.run_dir = self.disk / "run"
+        self.log = self.disk / "process.log"
+        """Where the output of the process goes."""
         self.run_dir.mkdir()
         (self.run_dir / WEIGHTS).symlink_to(self.memory)
         self.alive = removed_at_the_end([self.disk, self.memory])
@@ -120,11 +122,6 @@ class Host:
         scratch = self.disk / "tmp"
         scratch.mkdir(exist_ok=True)
         self.process = Process(name, command, env, self.log, scratch, cwd)
-
-    @property
-    def log(self) -> Path:
-        """Where the output of the process goes."""
-        return self.disk / "process.log"
 
     async def ended(self, log: str) -> tuple[int, str]:
         """Wait for the process to end. Returns its status and why it ended; its output is copied to `log`."""

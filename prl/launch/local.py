@@ -261,7 +261,6 @@ def engine_command(spec: EngineSpec, port: int) -> list[str]:
 def engine_environment(spec: EngineSpec) -> dict[str, str]:
     """Environment variables of a model server."""
     env = model_environment(spec.model, spec.threads) | {
-        "VLLM_NO_USAGE_STATS": "1",
         "SPT_NOENV": "1",  # else the title that vLLM gives a process overwrites what its environment says in /proc
         TOKEN_VARIABLE: spec.token,
         FROZEN_VARIABLE: "1" if spec.frozen else "",

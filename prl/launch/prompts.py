@@ -21,12 +21,6 @@ CHECKED = 16
 """First tasks of an env that are rendered; behind them the first of each other sequence of roles, as many at most."""
 
 
-def check_prompts(config: TrainConfig, environment: Environment, renderer: Renderer) -> None:
-    """Refuse prompts that cannot be rendered, lose something by it or leave no room for a reply."""
-    prompts = rendered_prompts(environment, renderer, config.node_of(environment.name, "renderer")[0])
-    check_lengths(config, environment.name, prompts)
-
-
 def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -> list[list[int]]:
     """Return the prompts of some tasks as tokens; none where an env makes its own, or verifiers' harness renders them.
 

@@ -281,7 +281,7 @@ class RayLauncher(Launcher):
         try:
             status, text = ray.get(self.ends[name])
         except ray.exceptions.RayActorError as error:
-            self.relay.forget(name)
+            self.relay.followed.pop(name, None)  # each call of a lost actor would take its time to fail
             why = in_one_line(error)[:300]
             return LOST, ProcessDied(f"process {name!r} is lost with node {self.nodes[name].address}: {why}", name)
         if status == 0 and name.startswith(TRAINER):

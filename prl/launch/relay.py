@@ -57,10 +57,6 @@ class Relay:
         if not self._thread.is_alive():
             self._thread.start()
 
-    def forget(self, name: str) -> None:
-        """Leave out a process whose actor is lost: each call of it would take its time to fail."""
-        self.followed.pop(name, None)
-
     def _run(self) -> None:
         while not self._stopping.wait(PULL_S):
             try:

@@ -28,8 +28,6 @@ def share(given: int | None, model: ModelConfig, device: str, processes: int) ->
     fair = max(1, cores() // max(1, processes))
     if device != "cpu":
         fair = min(fair, BESIDE_GPU)
-    if fair == 1:
-        return 1
     parameters = parameters_of(model)
     return fair if parameters is None else max(1, min(fair, parameters // PARAMETERS_PER_THREAD))
 

@@ -56,6 +56,5 @@ def make(folder: Path) -> bool:
                 MADE[name].write(new, source)
                 seal(new, 0)
     except OSError as error:
-        what = f"model {name} cannot be made in {folder}: {error.strerror or error}"
-        raise ConfigError(f"{what}; XDG_CACHE_HOME names another place for caches") from error
+        raise ConfigError(f"no model {name} in {folder} (XDG_CACHE_HOME): {error.strerror or error}") from error
     return True

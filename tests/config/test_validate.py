@@ -161,7 +161,7 @@ def test_what_looks_at_evaluations_is_refused_where_no_env_has_any(config, optio
 @pytest.mark.parametrize(("name", "value"), [("alpha", 3.0), ("target_modules", ["q_proj"])])
 def test_adapters_that_are_described_have_a_rank(config, name, value):
     setattr(config.model.lora, name, value)
-    assert f"model.lora.{name}=" in refused(config)
+    assert refused(config).startswith("model.lora.rank has no value")
     config.model.lora.rank = 2
     validate(config)
 

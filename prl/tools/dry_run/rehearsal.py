@@ -87,17 +87,17 @@ def rehearse(run: PreparedRun) -> None:
     samples: list[TrainingSample] = []
     for env in envs:
         where = config.node_of(env.name, "algo")[0]
-        with refused(where, "an invented group", type(env.algorithm).__module__):
+        with refused(where, "an invented group"):
             samples += asyncio.run(credited(env, where))
-    with refused("trainer", "an invented batch", "prl."), tempfile.TemporaryDirectory() as folder:
+    with refused("trainer", "an invented batch"), tempfile.TemporaryDirectory() as folder:
         train(run, samples, folder)
 
 
 @contextlib.contextmanager
-def refused(where: str, what: str, path: str) -> Iterator[None]:
+def refused(where: str, what: str) -> Iterator[None]:
     """`contained`, in which what would end a run is a refusal too."""
     try:
-        with contained(where, what, path):
+        with contained(where, what):
             yield
     except ConfigError:
         raise
