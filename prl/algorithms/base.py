@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import chain, compress, islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from prl.algorithms.reference import KLConfig, ReferenceLogprobs
+from prl.algorithms.reference import KLConfig, ReferenceLogprobs, ReferenceOptions
 from prl.config.model_reference import DEMONSTRATIONS, POLICY, FrozenModelConfig, SourceConfig, check_reference
 from prl.errors import EngineError
 from prl.monitors.logged import Logs
@@ -142,6 +142,12 @@ class Algorithm(Logs):
         """
         return {self.kl.model} - {""}
 
+    def observe(self, group: list[Rollout]) -> None:
+        """See the rollouts of a finished group with their credit, failed ones too, before `pre_batch` filters.
+
+        Where rollouts enter batches one by one, each alone. What it remembers is for `state_dict` to keep.
+        """
+
     def observe_batch(self, rollouts: list[Rollout]) -> None:
         """See its env's rollouts of a batch that is trained, as they are; those that filters dropped from it too."""
 
@@ -157,20 +163,41 @@ class Algorithm(Logs):
 
     # --- for the hooks --------------------------------------------------------------------------------------------
 
-    async def connect(self, frozen: FrozenModelConfig) -> "ReferencePool":
+    async def connect(self, frozen: FrozenModelConfig, probe: "TokenizerProbe | None" = None) -> "ReferencePool":
         """Make the client of a frozen model and wait until it answers. The client is closed when the run ends.
 
         A model without `base_url` is one that the launcher hosts: its URL and token come with the run.
 
+        Args:
+            frozen: The model.
+            probe: Of the tokenizer that it has to have; None = the policy's.
+
         Raises:
-            ConfigError: `frozen` is not a usable reference, or the model has not the policy's tokenizer.
+            ConfigError: `frozen` is not a usable reference, or the model has another tokenizer.
             DeadlinePassed: the endpoint, which the message names, did not answer in time.
         """
         pool = self.client_of(frozen)
         await pool.wait_ready(frozen.timeout_s)
-        if self.probe is not None:
-            await pool.require_tokenizer(self.probe)
+        probe = probe or self.probe
+        if probe is not None:
+            await pool.require_tokenizer(probe)
         return pool
+
+    async def connect_scorer(self, options: ReferenceOptions, frozen: Any, limit: int = 32) -> ReferenceLogprobs:
+        """Connect a frozen model that scores rollouts as `options` say, with so many requests in flight.
+
+        Raises what `connect` raises.
+        """
+        if options.align is None:
+            return options.scorer(await self.connect(frozen), limit)
+        from prl.algorithms.alignment import AlignedLogprobs
+        from prl.engines.renderer import make_renderer
+        from prl.engines.tokenizers import TokenizerProbe, load_tokenizer
+
+        path = frozen.tokenizer or frozen.name
+        tokenizer = load_tokenizer(path, f"the frozen model {frozen.name!r}: tokenizer")
+        pool = await self.connect(frozen, TokenizerProbe.of(tokenizer, path))
+        return AlignedLogprobs(pool, limit, self.policy_renderer, make_renderer(tokenizer), self.log)
 
     def source(self) -> "ModelPool | MessageSource":
         """What the rollouts are sampled from, before anybody has waited for it."""
@@ -197,7 +224,7 @@ class Algorithm(Logs):
     async def start(self) -> None:
         """Connect the model of `kl.reference`, then what `setup` declares. Raises what `connect` raises."""
         if isinstance(self.kl.reference, FrozenModelConfig):
-            self._kl_scorer = self.kl.scorer(await self.connect(self.kl.reference))
+            self._kl_scorer = await self.connect_scorer(self.kl, self.kl.reference)
         await self.setup()
 
     async def finalize_rollout(self, rollout: Rollout) -> None:

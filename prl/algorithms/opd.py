@@ -48,13 +48,12 @@ class OPDAlgorithm(ReferenceOptions, Algorithm):
             raise ConfigError(
                 f"{where}.teacher has no value: {type(self).__name__} needs a frozen model, with name and base_url"
             )
-        check_reference(
-            self.teacher, f"{where}.teacher", hosted=True
-        )  # its URL is checked with the run's hosted models
+        # Its URL is checked with the run's hosted models.
+        check_reference(self.teacher, f"{where}.teacher", hosted=True)
 
     async def setup(self) -> None:
         if isinstance(self.teacher, FrozenModelConfig):
-            self.teacher_scorer = self.scorer(await self.connect(self.teacher), self.max_concurrent)
+            self.teacher_scorer = await self.connect_scorer(self, self.teacher, self.max_concurrent)
 
     def trainer_references(self) -> set[str]:
         return super().trainer_references() | {self.name_in_trainer(self.teacher)} - {""}

@@ -37,6 +37,9 @@ class ReferenceOptions:
     """Of `ema`: after each step it is decay times itself plus 1 - decay times the policy."""
     every: Annotated[int, Ge(1)] = 16
     """Of `lagged`: it becomes the policy after each step that this divides."""
+    align: Literal["text"] | None = None
+    """`text`: of a frozen model with another tokenizer, whose logprobs are compared over the shortest spans of text at
+    which both tokenizers have a border; null = a model with another tokenizer is refused."""
 
     def name_in_trainer(self, reference: Any) -> str:
         """The trainer's name of a reference; "" for one that it does not have."""
@@ -63,6 +66,10 @@ class ReferenceOptions:
             "top_k": (engine, "a divergence from a reference that an engine serves; one in the trainer has them all"),
             "decay": (reference == "ema", "the reference ema"),
             "every": (reference == "lagged", "the reference lagged"),
+            "align": (
+                isinstance(reference, FrozenModelConfig) and self.divergence is None,
+                "a frozen model {name, base_url}, and divergence=null, which is over one vocabulary",
+            ),
         }
         for key, (is_read, reader) in reads.items():
             value = getattr(self, key)
@@ -113,7 +120,7 @@ class KLConfig(ReferenceOptions):
                 "with name and base_url"
             )
         self.check_read(where, self.reference)
-        for key in ("reference", "divergence"):
+        for key in ("reference", "divergence", "align"):
             if not self.coef and getattr(self, key) != getattr(KLConfig, key):
                 raise ConfigError(f"{where}.{key} is given, but nothing reads it: {where}.coef is 0")
 
@@ -152,12 +159,13 @@ class ReferenceLogprobs:
         """
         try:
             async with asyncio.TaskGroup() as requests:
-                for sample in rollout.samples:
-                    requests.create_task(self._score(sample, list(context)))
+                for index in range(len(rollout.samples)):
+                    requests.create_task(self._score(rollout, index, list(context)))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
 
-    async def _score(self, sample: "TrainingSample", context: list[int]) -> None:
+    async def _score(self, rollout: "Rollout", index: int, context: list[int]) -> None:
+        sample = rollout.samples[index]
         async with self._slots:
             if not self.top_k:
                 logprobs = await self.pool.prompt_logprobs(context + sample.token_ids)

@@ -7,7 +7,7 @@ the rest of prl asks only whether a model is live (the policy) or frozen.
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +22,8 @@ DEMONSTRATIONS = "demonstrations"
 class FrozenModelConfig:
     """A model that is served and never updated.
 
-    It must share the policy's tokenizer, since tokens are sent as ids; a source of rollouts may have any.
+    It must share the policy's tokenizer, since tokens are sent as ids; a source of rollouts, and a model that is
+    compared by text (`algo.align`), may have any.
     """
 
     name: str = ""
@@ -33,6 +34,8 @@ class FrozenModelConfig:
     """Environment variable that holds the endpoint's key; null = no key is sent."""
     timeout_s: float = 120.0
     """Deadline to answer at the start, after it went away, and for one request of prompt logprobs, seconds."""
+    tokenizer: str | None = field(default=None, compare=False)
+    """Where its tokenizer is, a folder or a name on the hub, for `algo.align=text`; null = its name."""
 
     @property
     def urls(self) -> list[str]:

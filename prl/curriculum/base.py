@@ -12,6 +12,8 @@ from prl.monitors.logged import Logs
 if TYPE_CHECKING:
     from verifiers.v1.task import Task
 
+    from prl.rollouts.rollout import Rollout
+
 
 @dataclass(frozen=True)
 class Context:
@@ -80,6 +82,9 @@ class Curriculum(Logs, ABC):
         Returns the difficulty pool that the task is in now; None without pools.
         """
         return None
+
+    def observe(self, group: "list[Rollout]") -> None:
+        """See the rollouts of a finished group, as the method of this name of an algorithm does; after `update`."""
 
     def returns(self, task: "Task") -> bool:
         """Whether `next` may hand out `task` again."""

@@ -136,8 +136,9 @@ class FrozenPool(ReferencePool):
             )
         if not shared:
             raise ConfigError(
-                f"model {self.model!r} at {self.urls[0]} has another tokenizer than the policy ({probe.model}): tokens "
-                "are sent to it as ids. Choose a model of the policy's family; algo=sft takes one of any tokenizer"
+                f"model {self.model!r} at {self.urls[0]} has another tokenizer than {probe.model}: tokens are sent to "
+                "it as ids. Choose a model of the policy's family, or compare by text: algo.align=text, with the place "
+                "of its tokenizer in teacher.tokenizer; algo=sft takes one of any tokenizer"
             )
 
     async def _tokens(self, url: str, text: str) -> list[int] | None:

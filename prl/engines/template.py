@@ -6,6 +6,7 @@ turn, and reads a reply whose thought was opened by the prompt.
 
 import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ def is_added(tokenizer: Any, token_id: Any) -> bool:
     return token_id in tokenizer.added_tokens_decoder
 
 
-def shared_length(left: list[int], right: list[int]) -> int:
-    """Return the number of tokens that two lists have in common from their beginning."""
+def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Return the number of tokens or characters that two sequences have in common from their beginning."""
     differ = (place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
     return next(differ, min(len(left), len(right)))

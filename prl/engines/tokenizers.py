@@ -1,7 +1,14 @@
-"""Whether a server's model has the policy's tokenizer: both turn the same text into tokens."""
+"""Tokenizers: of a model's folder, and whether a server's model has one: both turn the same text into tokens."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from prl.config.model_folder import local_folder
+from prl.errors import ConfigError
+from prl.monitors.text import in_one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PIECES = 64
 """Tokens of the vocabulary whose texts make the probe, evenly spread over it."""
@@ -11,16 +18,16 @@ MAX_TOKENS = 200
 
 @dataclass(frozen=True, slots=True)
 class TokenizerProbe:
-    """A text with pieces from all over the policy's vocabulary, and its tokens."""
+    """A text with pieces from all over a vocabulary, and its tokens."""
 
     model: str
-    """The policy, for messages."""
+    """Whose tokenizer it is, for messages."""
     text: str
     token_ids: list[int]
 
     @classmethod
     def of(cls, tokenizer: Any, model: str) -> "TokenizerProbe":
-        """Make the probe of a policy's tokenizer. Marks added to the vocabulary, such as `<think>`, are part of it."""
+        """Make the probe of a tokenizer. Marks added to the vocabulary, such as `<think>`, are part of it."""
         size = len(tokenizer)
         spread = [tokenizer.decode([number * (size - 1) // (PIECES - 1)]) for number in range(PIECES)]
         added = sorted(tokenizer.get_added_vocab(), key=len)[:PIECES]
@@ -33,3 +40,14 @@ class TokenizerProbe:
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def load_tokenizer(path: str, key: str, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model; `key` names its path in the config, for messages. Raises ConfigError for none."""
+    from transformers import AutoTokenizer
+
+    local = local_folder(path) is not None
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local)
+    except Exception as error:  # of transformers, of its Rust part, of the hub
+        raise ConfigError(f"{key}={path!r}: no tokenizer here or on the hub ({in_one_line(error)})") from error

@@ -152,7 +152,7 @@ class TransformersReference(TransformersModel, ReferencePool):
 
     async def require_tokenizer(self, probe: TokenizerProbe) -> None:
         if self.tokenizer.encode(probe.text, add_special_tokens=False) != probe.token_ids:
-            raise ConfigError(f"model {self.model!r} has another tokenizer than the policy ({probe.model})")
+            raise ConfigError(f"model {self.model!r} has another tokenizer than {probe.model}: choose algo.align=text")
 
 
 @dataclass(eq=False)

@@ -22,12 +22,12 @@ from prl.engines.base import Connect, Engine
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.sampler import Sampler
 from prl.engines.servers import tracks_of
-from prl.engines.tokenizers import TokenizerProbe
+from prl.engines.tokenizers import TokenizerProbe, load_tokenizer
 from prl.envs.environment import Environment
 from prl.errors import ConfigError
 from prl.launch import specs
 from prl.launch.checks import check_engines, check_loadable
-from prl.launch.components import RunComponents, check_vocabulary, load_tokenizer, make_renderers, show_tasks
+from prl.launch.components import RunComponents, check_vocabulary, make_renderers, show_tasks
 from prl.launch.local import resolve_model
 from prl.launch.prompts import check_demonstrations, check_lengths, rendered_prompts
 from prl.launch.supervisor import Supervisor
@@ -90,10 +90,11 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
     """
     check_engines(config, components.launcher, hosted=bool(components.hosted))
     check_loadable(config.model, "model.", trained=True)
-    tokenizer = load_tokenizer(config.model, "model.path")
-    if components.hosted and config.teacher.model is not None:
-        check_loadable(config.teacher.model, "teacher.model.", trained=False)
-        teacher = load_tokenizer(config.teacher.model, "teacher.model.path")
+    tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
+    hosted = config.teacher.model
+    if components.hosted and hosted is not None:
+        check_loadable(hosted, "teacher.model.", trained=False)
+        teacher = load_tokenizer(hosted.path, "teacher.model.path", hosted.trust_remote_code)
         check_vocabulary(tokenizer, teacher, config, components)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     played = not config.dry_run
@@ -118,7 +119,7 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
         renderers=renderers,
         model=resolve_model(config.model, config.engine.device_type),
         token=token or specs.run_token(config),
-        probe=TokenizerProbe.of(tokenizer, config.model.path),
+        probe=TokenizerProbe.of(tokenizer, f"the policy ({config.model.path})"),
     )
 
 

@@ -3,14 +3,13 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from renderers.base import Renderer
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.compatibility import hosted_references, validate_algorithm
 from prl.config.build import build, factory, function, not_null, read, sampling_of, settings_of
-from prl.config.model_folder import local_folder
 from prl.config.model_reference import POLICY, FrozenModelConfig, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.user_code import contained, hook
@@ -22,16 +21,12 @@ from prl.filters.base import SlotName, build_filters
 from prl.launch.launcher import Launcher
 from prl.launch.specs import launcher_of
 from prl.monitors.base import Monitor, Monitors
-from prl.monitors.text import in_one_line
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.replay import check_replay
 from prl.orchestrator.types import EnvComponents
 from prl.trainer import config as trainer_config
 from prl.trainer.schedule import Schedule
 from prl.transport.files import FileTransport
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SCHEMAS: dict[str, Any] = {
     schema._target_: schema for schema in (trainer_config.AdamWConfig, trainer_config.SGDConfig, *trainer_config.LOSSES)
@@ -109,21 +104,8 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
     )
 
 
-def load_tokenizer(model: ModelConfig, key: str) -> "PreTrainedTokenizerBase":
-    """The model's tokenizer; `key` names its path in the config, for messages."""
-    from transformers import AutoTokenizer
-
-    local_files_only = local_folder(model.path) is not None
-    try:
-        return AutoTokenizer.from_pretrained(
-            model.path, trust_remote_code=model.trust_remote_code, local_files_only=local_files_only
-        )
-    except Exception as error:  # of transformers, of its Rust part, of the hub
-        raise ConfigError(f"{key}={model.path!r}: no tokenizer here or on the hub ({in_one_line(error)})") from error
-
-
 def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components: RunComponents) -> None:
-    """Refuse a hosted teacher with another tokenizer where it scores: tokens go to it as ids.
+    """Refuse a hosted teacher with another tokenizer where it scores, unless by text: tokens go to it as ids.
 
     A source of rollouts, or a model of an env's code, may have any. It is asked by messages then, so its tokenizer
     needs a chat template.
@@ -134,16 +116,18 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components:
     keys: list[str] = []
     asked: list[str] = []
     for name, env in components.envs.items():
-        models = frozen_models(env.algorithm, config.node_of(name, "algo")[0])
-        keys += [key for key, reference in models if config.hosts(reference)]
+        for key, reference in frozen_models(env.algorithm, config.node_of(name, "algo")[0]):
+            options = env.algorithm.kl if key.endswith(".kl.reference") else env.algorithm
+            if config.hosts(reference) and getattr(options, "align", None) is None:
+                keys.append(key)
         references = frozen_models(config.envs[name].references, f"envs.{name}.models")
         asked += [key for key, reference in references if config.hosts(reference)]
     scorers = [key for key in keys if not key.endswith(".sampling.source")]
     keys += asked
     if scorers:
         raise ConfigError(
-            f"{scorers[0]}: {other}: choose one of the policy's family with teacher.model.path, or teacher=endpoint; "
-            "algo=sft takes one of any tokenizer"
+            f"{scorers[0]}: {other}: choose one of the policy's family with teacher.model.path, teacher=endpoint, or "
+            f"{scorers[0].rpartition('.')[0]}.align=text; algo=sft takes one of any tokenizer"
         )
     if keys and config.teacher.engine.in_process:
         raise ConfigError(f"{keys[0]}: {other}, and one in this process is asked by tokens alone: choose teacher=local")

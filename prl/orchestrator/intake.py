@@ -10,7 +10,7 @@ from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.metrics import by_env, count, mean, why_untrained
 from prl.orchestrator.no_signal import what_to_look_at
 from prl.orchestrator.state import IntakeState
-from prl.orchestrator.types import Group, TrainEnv, by_seat
+from prl.orchestrator.types import Group, TrainEnv, attribute_errors_to, by_seat
 from prl.rollouts.rewards import equal
 from prl.rollouts.rollout import ERROR_KINDS, Outcome, Rollout, Stage
 
@@ -80,6 +80,11 @@ class Intake:
         with group.env.asking():
             pool = curriculum.update(group.task, *means) if survivors else curriculum.pool_of(group.task)
             returns = curriculum.returns(group.task)
+        if group.rollouts:  # else each came alone
+            with group.env.asking():
+                curriculum.observe(group.rollouts)
+            with attribute_errors_to(group.env):
+                group.env.algorithm.observe(group.rollouts)
         for rollout in group.rollouts:
             rollout.difficulty_pool = pool
         kind = extreme_of(means)

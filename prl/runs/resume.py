@@ -148,7 +148,8 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     if folder is None:
         if given == AUTO:
             return ResumePoint(run_dir, 0, None, None, changed, steps)
-        raise ConfigError(f"{run_dir} has no checkpoint to go on from")
+        auto = "" if forks else "; run.resume=auto begins again in its directory"
+        raise ConfigError(f"{run_dir} has no checkpoint to go on from{auto}")
     path = folder / checkpoint_folders.STATE / "run.msgpack"
     try:
         state = decode(path.read_bytes(), path)

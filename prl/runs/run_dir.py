@@ -52,8 +52,8 @@ def refuse_other_files(run_dir: Path) -> None:
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(f"run.dir={str(run_dir)!r} cannot be made: {nearest} is no directory that can be written to")
     names = sorted(path.name for path in run_dir.iterdir()) if run_dir.is_dir() else []
-    of_a_run = {LOCK, *RUN_FILES} & set(names)
-    if names and names != ["logs"] and not of_a_run:  # logs alone are of a run that was killed before it began
+    # Logs alone are of an engine whose run was killed before it began.
+    if names and names != ["logs"] and not {LOCK, *RUN_FILES} & set(names):
         raise ConfigError(
             f"run.dir={str(run_dir)!r} holds other files ({', '.join(names[:3])}{', …' * (len(names) > 3)}): name a "
             "directory that is new or empty"

@@ -34,6 +34,7 @@ COMMANDS = "/system TEXT  /reset  /quit"
 
 def main(config: EvaluationConfig) -> None:
     """Serve the model and talk until the input ends. Raises ConfigError before anything has started."""
+    from prl.engines.tokenizers import load_tokenizer
     from prl.launch import components
     from prl.tools.evaluation import play
     from prl.tools.evaluation.serving import serve_each
@@ -42,7 +43,7 @@ def main(config: EvaluationConfig) -> None:
     if [len(group) for group in engines] != [1]:
         raise ConfigError("a chat is with one model: give one checkpoint, run, model or endpoint")
     model = engines[0][0].model
-    tokenizer = components.load_tokenizer(model, engines[0][0].name)
+    tokenizer = load_tokenizer(model.path, engines[0][0].name, model.trust_remote_code)
     renderer = components.renderer_of("renderer", config.renderer, model, tokenizer)
     sampler = play.build(config.sampling, play.Sampler, "sampling")
 

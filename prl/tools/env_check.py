@@ -108,12 +108,13 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     check_model(config.model.path, "model.path")
     environment = load(name, config)
     from prl.engines.sampler import Sampler
-    from prl.launch.components import load_tokenizer, make_renderers
+    from prl.engines.tokenizers import load_tokenizer
+    from prl.launch.components import make_renderers
     from prl.launch.prompts import rendered_prompts
     from prl.rollouts.records import record
     from prl.tools.rollouts.render import rollout as shown
 
-    tokenizer = load_tokenizer(config.model, "model.path")
+    tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
     renderer = make_renderers(config, tokenizer)[name]
     environment.check_renderer(renderer)
     rendered_prompts(environment, renderer, config.node_of(name, "renderer")[0])

@@ -51,7 +51,7 @@ class Reference:
 
     def __init__(self, config=None, token=None):
         self.config, self.token = config, token
-        self.asked, self.waited = [], []
+        self.asked, self.waited, self.probes = [], [], []
         self.in_flight = self.most_in_flight = 0
         self.failing, self.error = set(), EngineError("no answer", 500)
         self.closed = False
@@ -77,6 +77,9 @@ class Reference:
 
     async def wait_ready(self, timeout_s):
         self.waited.append(timeout_s)
+
+    async def require_tokenizer(self, probe):
+        self.probes.append(probe)
 
     async def close(self):
         self.closed = True

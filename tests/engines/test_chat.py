@@ -146,8 +146,12 @@ def test_a_probe_reaches_all_over_the_vocabulary_and_its_marks(probe, tokenizer)
     ("answered", "shared", "refusal"),
     [
         (lambda ids: {"prompt_token_ids": ids, "token_ids": [3]}, True, None),
-        (lambda ids: {"prompt_token_ids": ids[:-1], "token_ids": [3]}, False, "has another tokenizer than the policy"),
-        (lambda ids: {"prompt_token_ids": ids[::-1], "token_ids": [3]}, False, r"'large' .* \(tiny\)"),
+        (
+            lambda ids: {"prompt_token_ids": ids[:-1], "token_ids": [3]},
+            False,
+            "'large' .* has another tokenizer than tiny",
+        ),
+        (lambda ids: {"prompt_token_ids": ids[::-1], "token_ids": [3]}, False, r"algo\.align=text"),
         (lambda ids: {"prompt_token_ids": ids}, None, "does not say how it tokenizes"),
         (lambda ids: {"text": "x"}, None, "the tokenizer of tiny"),
     ],

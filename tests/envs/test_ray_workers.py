@@ -13,10 +13,11 @@ from run_processes import wait_until
 
 from prl.config.compose import compose
 from prl.engines.sampler import Sampler
+from prl.engines.tokenizers import load_tokenizer
 from prl.envs.environment import Environment
 from prl.envs.grading import give_to_workers
 from prl.envs.ray_workers import RayWorkers
-from prl.launch.components import load_tokenizer, make_renderers
+from prl.launch.components import make_renderers
 from prl.launch.launcher import Bundle, worker_name
 from prl.launch.ray import RayLauncher
 from prl.tools.env_check import ROOM, Script
@@ -56,7 +57,7 @@ async def working(launcher, count, *kinds):
 async def scores(name, config, place=None):
     """What grading leaves on some episodes of an env."""
     environment = Environment(name, config.envs[name], eval_tasks=0, place=place)
-    tokenizer = load_tokenizer(config.model, "model.path")
+    tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
     renderer = make_renderers(config, tokenizer)[name]
     found = []
     async with environment.serving():

@@ -77,6 +77,8 @@ def tokenizer(chat_template="{{ messages }}", **vocabulary):
         (["env=[math,reverse_text]", "algo=sft", "+algo@envs.math.algo=opd"], "envs.math.algo.teacher"),
         (["algo.kl.coef=0.1", "algo.kl.reference={name:teacher}"], "algo.kl.reference"),
         (["algo=opd", "algo.teacher={name:b,base_url:http://h/v1}"], None),
+        (["algo=opd", "algo.align=text", "teacher=inline"], None),
+        (["algo.kl.coef=0.1", "algo.kl.reference={name:teacher}", "algo.kl.align=text"], None),
     ],
 )
 def test_teacher_of_another_vocabulary_may_imitate_not_score(overrides, key):

@@ -26,6 +26,7 @@ HOOKS = {  # the hook's class, and how the error begins
     "score_rollout": (GRPOAlgorithm, "env 'toy', GRPOAlgorithm: "),
     "score_group": (GRPOAlgorithm, "env 'toy', GRPOAlgorithm: "),
     "score_batch": (GRPOAlgorithm, "env 'toy', GRPOAlgorithm: "),
+    "observe": (GRPOAlgorithm, "env 'toy', GRPOAlgorithm: "),
     "observe_batch": (GRPOAlgorithm, "env 'toy', GRPOAlgorithm: "),
     "state_dict": (GRPOAlgorithm, "toy.algo: GRPOAlgorithm.state_dict failed: "),
     "matches": (Never, "filters.pre_batch.mine: Never.matches failed: "),
@@ -67,6 +68,12 @@ async def test_failing_hook_ends_the_run_by_its_name(run, monkeypatch, hook):
     with pytest.raises(PrlError) as caught:
         await run()
     assert str(caught.value).startswith(f"{beginning}SystemExit: 3 ({__file__}, line ")
+
+
+async def test_a_curriculum_that_fails_to_observe_ends_the_run_by_its_class(run, monkeypatch):
+    monkeypatch.setattr(TaskCurriculum, "observe", lambda *_: 1 / 0)
+    with pytest.raises(PrlError, match="env 'toy', curriculum: TaskCurriculum failed: ZeroDivisionError"):
+        await run()
 
 
 @pytest.mark.parametrize("name", ["ended", "pooled"])

@@ -11,6 +11,9 @@ import verifiers.v1 as vf
 from patience import patient
 
 from prl.algorithms.base import Algorithm
+from prl.algorithms.grpo import GRPOAlgorithm
+from prl.algorithms.reward import RewardAlgorithm
+from prl.curriculum.pools import TaskCurriculum
 from prl.errors import PrlError
 from prl.filters.base import Filter
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
@@ -225,6 +228,20 @@ async def test_algorithm_sees_each_batch_and_credits_it_before_filters(train, ma
     run = await train([make_env(algorithm=ByBatch, post={"zero": zero()})], steps=2)
     assert ByBatch.scored == [8, 8] and ByBatch.observed == [["post_filtered", *["trained"] * 3] * 2] * 2
     assert {credit for rows in run.rows for row in rows for credit in row.advantages} == {0.0, 15.0}
+
+
+@pytest.mark.parametrize(("algorithm", "size"), [(GRPOAlgorithm, 4), (RewardAlgorithm, 1)])
+async def test_algorithm_and_curriculum_see_each_group_once_it_is_credited(
+    train, make_env, monkeypatch, algorithm, size
+):
+    """Whether filters drop it or not; rollouts that enter batches one by one are seen one by one."""
+    seen = {algorithm: [], TaskCurriculum: []}
+    for cls, groups in seen.items():
+        monkeypatch.setattr(cls, "observe", lambda _, group, groups=groups: groups.append(list(group)))
+    await train([make_env(algorithm=algorithm, pre={"all": Everything()})], steps=1, oversampling_factor=1.0)
+    assert seen[algorithm] == seen[TaskCurriculum] != []
+    assert {len(group) for group in seen[algorithm]} == {size}
+    assert all(rollout.advantages is not None for group in seen[algorithm] for rollout in group)
 
 
 async def test_frozen_models_rollouts_have_no_version_logprob_or_age(train, make_imitating, frozen):

@@ -15,10 +15,11 @@ from prl.config.schema import ModelConfig
 from prl.config.validate import check_device, check_env_models, check_env_name, check_run_name, validate_server
 from prl.engines.client import ModelPool
 from prl.engines.sampler import Sampler
+from prl.engines.tokenizers import load_tokenizer
 from prl.envs.environment import Environment
 from prl.errors import ConfigError, PrlError
 from prl.launch.checks import check_loadable
-from prl.launch.components import load_tokenizer, renderer_of
+from prl.launch.components import renderer_of
 from prl.launch.launcher import Launcher
 from prl.launch.prompts import rendered_prompts
 from prl.launch.specs import run_token
@@ -127,7 +128,7 @@ def prepare(config: EvaluationConfig) -> Evaluation:
     envs = [_eval_env(config, name) for name in config.envs]
     renderers = {}
     for target in [target for group in engines for target in group]:
-        tokenizer = load_tokenizer(target.model, target.name)
+        tokenizer = load_tokenizer(target.model.path, target.name, target.model.trust_remote_code)
         made: dict[str, Renderer] = {}
         for env in envs:
             own = config.envs[env.name].renderer
