@@ -42,7 +42,7 @@ def validate(config: TrainConfig) -> None:
     validate_envs(config)
     seq_len, longest = config.trainer.seq_len, config.model.max_model_len
     if seq_len < longest:
-        warnings.warn(f"trainer.seq_len={seq_len} is below model.max_model_len={longest}, and cuts", stacklevel=2)
+        warnings.warn(f"trainer.seq_len={seq_len} cuts samples: model.max_model_len={longest}", stacklevel=2)
     if config.model.lora.rank is None and config.model.lora != LoraConfig():
         raise ConfigError("model.lora.rank has no value, and model.lora describes adapters: give it one")
     validate_server(config.model, config.engine, weights=not config.dry_run)
@@ -153,7 +153,7 @@ def check_env_models(name: str, env: EnvConfig, hosts: Callable[[FrozenModelConf
         hosted = isinstance(reference, FrozenModelConfig) and hosts(reference)
         check_reference(reference, f"envs.{name}.models.{role}", hosted=hosted)
     if env.models and (env.in_process is False or env.workers.where == "ray"):
-        raise ConfigError(f"envs.{name}.models: graders that ask them run in this process, and not in workers")
+        raise ConfigError(f"envs.{name}.models: graders that ask them run here: leave out in_process and workers.where")
 
 
 def check_env_name(name: str) -> None:

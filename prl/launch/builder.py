@@ -166,7 +166,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Fi
         payload |= {"resume": None if run.resume is None else run.resume.payload}
         launcher.start_trainer(specs.trainer(config, run_dir, payload))
         with supervisor.awaiting("the trainer to load the model", [TRAINER]):
-            await launcher.until(loaded, config.trainer.ready_timeout_s, f"the trainer did not load {run.model.path}")
+            await launcher.wait_until(loaded, config.trainer.ready_timeout_s, f"the trainer loaded no {run.model.path}")
 
     starts = [serve_policy, *[serve_teacher] * bool(run.components.hosted), load_trainer]
     try:

@@ -56,7 +56,7 @@ class InlineLauncher(Launcher):
     async def finish(self, timeout_s: float) -> None:
         trainer = self.trainer
         if trainer is not None:
-            await self.until(lambda: not trainer.is_alive(), timeout_s, "the trainer did not end")
+            await self.wait_until(lambda: not trainer.is_alive(), timeout_s)
         self.ensure_alive()
 
     def stop(self) -> None:

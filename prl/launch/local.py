@@ -123,8 +123,7 @@ class LocalLauncher(Launcher):
         self.processes = [process for process in self.processes if process.may_finish]
         for process in self.leaving:  # they end while the trainer writes
             process.ask()
-        ranks = self.processes
-        await self.until(lambda: all(rank.status is not None for rank in ranks), timeout_s, "the trainer did not end")
+        await self.wait_until(lambda: all(rank.status is not None for rank in self.processes), timeout_s)
         self.ensure_alive()
 
     def stop(self) -> None:

@@ -293,7 +293,7 @@ class RayLauncher(Launcher):
         for name in self.ends.keys() - set(ranks):  # they end while the trainer writes
             self.hosts[name].ask.remote()
         self.ends = {name: self.ends[name] for name in ranks}
-        await self.until(lambda: ready(list(self.ends.values())), timeout_s, "the trainer did not end")
+        await self.wait_until(lambda: ready(list(self.ends.values())), timeout_s)
         self.ensure_alive()
         await asyncio.to_thread(self.relay.pull)
 

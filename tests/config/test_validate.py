@@ -237,7 +237,7 @@ def test_what_is_an_envs_own_is_checked_under_its_own_key(overrides, key):
 def test_rows_that_cut_the_longest_rollouts_are_warned_of(config):
     assert config.trainer.seq_len == config.model.max_model_len, "they follow the model"
     config.trainer.seq_len = 256
-    with pytest.warns(UserWarning, match="trainer.seq_len=256 is below model.max_model_len=512"):
+    with pytest.warns(UserWarning, match="trainer.seq_len=256 cuts samples: model.max_model_len=512"):
         check(config)
 
 
