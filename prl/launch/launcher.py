@@ -119,9 +119,7 @@ class Launcher(ABC):
             self.ensure_alive()
             await asyncio.sleep(POLL_S)
 
-    async def wait_until(
-        self, done: Callable[[], bool], timeout_s: float, problem: str = "no end of the trainer"
-    ) -> None:
+    async def wait_until(self, done: Callable[[], bool], timeout_s: float, problem: str = "no end of training") -> None:
         """Wait until `done`. Raises ProcessDied if a process ends too early, PrlError (`problem`) at the deadline."""
         try:
             async with asyncio.timeout(timeout_s):
