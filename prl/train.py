@@ -34,7 +34,7 @@ from prl.config.validate import validate
 from prl.errors import NoSignal, of_disk
 from prl.launch import command, specs
 from prl.launch.children import leave_none
-from prl.launch.launcher import Launcher
+from prl.launch.launcher import Launcher, ProcessDied
 from prl.launch.signals import run_to_end
 from prl.launch.slurm import SlurmLauncher
 from prl.monitors.log import hold_log, log_to
@@ -60,6 +60,7 @@ from prl.transport.events import Track
 
 if TYPE_CHECKING:
     from prl.launch.builder import PreparedRun
+    from prl.launch.supervisor import Supervisor
     from prl.orchestrator.orchestrator import Orchestrator
 
 log = logging.getLogger(__name__)
@@ -196,24 +197,41 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
                 servers.policy.traffic.record(track)
             monitors.status("training")
             supervisor.waiting = functools.partial(waiting, orchestrator)
-            ended_because = await supervisor.guard(orchestrator.run())
+            ended_because = await train_and_keep(orchestrator, supervisor, config.trainer.finish_timeout_s)
             monitors.status("writing the checkpoint")
             supervisor.finishing()
             with track.doing(events.LAST_CHECKPOINT, track.step):
                 await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
             orchestrator.finish()
             result.ended_because = ended_because
-        except (asyncio.CancelledError, NoSignal) as end:
-            ends_itself = isinstance(end, NoSignal)
-            grace_s = config.trainer.finish_timeout_s if ends_itself else config.checkpoint.grace_s
-            if orchestrator is not None and grace_s:
-                await supervisor.last_checkpoint(orchestrator.end, grace_s)
+        except asyncio.CancelledError:
+            if orchestrator is not None and config.checkpoint.grace_s:
+                await supervisor.last_checkpoint(orchestrator.end, config.checkpoint.grace_s)
             raise
         finally:
             result.take(monitors.last)
             if orchestrator is not None:
                 try_to_finish(orchestrator)
             await servers.close()
+
+
+async def train_and_keep(orchestrator: "Orchestrator", supervisor: "Supervisor", timeout_s: float) -> str | None:
+    """Train to the end, as `Orchestrator.run` does. Where that fails, the trainer writes a last checkpoint.
+
+    Not where the trainer itself has failed, where the last step has a checkpoint already, or where somebody has removed
+    the run's directory. What keeps it from that is logged: the error that came first is raised.
+    """
+    try:
+        return await supervisor.guard(orchestrator.run())
+    except Exception as error:
+        trainer_died = isinstance(error, ProcessDied) and error.process.startswith(events.TRAINER)
+        worth_it = orchestrator.unsaved and holds_run(orchestrator.run_dir) and not trainer_died
+        if isinstance(error, NoSignal) or worth_it:
+            try:
+                await supervisor.last_checkpoint(orchestrator.end, timeout_s, "the run fails")
+            except (Exception, asyncio.CancelledError) as second:
+                log.warning("no last checkpoint: %s", of_disk(second) or second)
+        raise
 
 
 def set_loaded_apart(until: contextlib.ExitStack) -> None:

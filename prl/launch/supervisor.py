@@ -160,17 +160,18 @@ class Supervisor:
             watching.cancel()
             await asyncio.gather(working, watching, return_exceptions=True)
 
-    async def last_checkpoint(self, end: Callable[[], None], grace_s: float) -> None:
+    async def last_checkpoint(self, end: Callable[[], None], grace_s: float, why: str = "stopping") -> None:
         """Have the trainer finish its batch and write a checkpoint; give up with a message after `grace_s` seconds.
 
-        For a run that has been stopped; another SIGINT cancels it. `end` tells the trainer that no batch follows.
+        For a run that has been stopped or fails, which is `why`; another SIGINT cancels it. `end` tells the trainer
+        that no batch follows.
         """
-        self.say(f"stopping: the trainer writes a last checkpoint, for at most {grace_s:g} s (again Ctrl-C = at once)")
+        self.say(f"{why}: the trainer writes a last checkpoint, for at most {grace_s:g} s (again Ctrl-C = at once)")
         try:
             async with asyncio.timeout(grace_s):
                 end()
                 await self.launcher.finish(grace_s)
         except TimeoutError:
-            self.say(f"no last checkpoint: checkpoint.grace_s={grace_s:g} had passed")
+            self.say(f"no last checkpoint: {grace_s:g} s had passed")
         except PrlError as error:
             self.say(f"no last checkpoint: {error}")

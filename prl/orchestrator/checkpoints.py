@@ -22,7 +22,8 @@ POLL_S = 0.1
 class Checkpoints:
     """Asks the trainer for checkpoints, and completes each once the trainer has written its part.
 
-    The trainer writes the part of step n, if at all, before it publishes step n+1.
+    The trainer copies its part of step n before it trains on, and writes it meanwhile: one that it was asked for may
+    appear after later steps are published. One that it was not asked for is that of its last step.
 
     Args:
         config: When checkpoints are written, and which are kept.
@@ -35,6 +36,7 @@ class Checkpoints:
         self.run_dir = run_dir
         self.envs = envs
         self._asked_at = time.monotonic()
+        self._asked: set[int] = set()
         self._kept: dict[int, RunState] = {}
         self._synced: dict[int, SyncState] = {}
         self._writing = threading.Lock()
@@ -46,22 +48,24 @@ class Checkpoints:
         if not late and not (every is not None and step % every == 0):
             return False
         self._asked_at = time.monotonic()
+        self._asked.add(step)
         return True
 
     def keep(self, state: RunState) -> None:
         """Take the state of the orchestrator after the batch of a step and before the next one."""
         self._kept[state.step] = state
 
-    def awaited(self, step: int) -> bool:
-        """Whether the trainer's part of `step` is there and `sync` has not been called for it."""
-        return step not in self._synced and files.part_path(self.run_dir, step).exists()
+    def awaited(self, step: int, *, passes: bool) -> bool:
+        """Whether `sync` is to be called for `step`: its part is there, or will be though the step `passes`."""
+        comes = (passes and step in self._asked) or files.part_path(self.run_dir, step).exists()
+        return comes and step not in self._synced
 
     def sync(self, step: int, state: SyncState) -> None:
         """Take what `WeightSync` knew when `step` was trained and the next was not yet."""
         self._synced[step] = state
 
     def passed(self, step: int) -> None:
-        """Forget `step`, which gets no checkpoint any more: the trainer has published the next without writing one."""
+        """The trainer has published the step after `step`: forget it, unless it gets a checkpoint."""
         if step not in self._synced:
             self._kept.pop(step, None)
 

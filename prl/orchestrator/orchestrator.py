@@ -51,7 +51,7 @@ from prl.rollouts.messages import MicroBatch, StepBatch
 from prl.rollouts.packing import pack
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout, Stage
-from prl.transport import events
+from prl.transport import checkpoint_folders, events
 from prl.transport.events import Track
 from prl.transport.files import FileTransport
 
@@ -91,6 +91,9 @@ class Orchestrator:
     goes_on: bool = False
     counted: list[Rollout]  # of the next metrics line: those of batches that were cut, and those that filters dropped
     sums: Counter[str]  # seconds and dropped rollouts by metric, for the next line
+    before_batch: RunState  # what the run goes on with from before the batch that is being made
+    shipping: bool = False
+    """Whether ranks may have their parts of a batch, and its step is not the last that was shipped."""
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class Orchestrator:
         )
         parts = (self.dispatcher, self.intake, self.batcher, self.weight_sync, self.staleness)
         self.collector = Collector(config, self.events, *parts, self.track)
-        self.counted, self.sums = [], Counter()
+        self.counted, self.sums, self.before_batch = [], Counter(), state or RunState(0)
         if state is not None:
             self.load_state_dict(state)
 
@@ -209,6 +212,12 @@ class Orchestrator:
         """Tell the trainer that no batch follows: it trains on what it has, writes a checkpoint and ends."""
         self.weight_sync.end()
 
+    @property
+    def unsaved(self) -> bool:
+        """Whether batches were shipped after that of the newest checkpoint; not while ranks may have parts of one."""
+        saved = checkpoint_folders.steps_of(self.run_dir)
+        return self.weight_sync.shipped > max(saved, default=0) and not self.shipping
+
     def finish(self) -> None:
         """Complete the checkpoints that the trainer has written. To be called after the trainer has ended."""
         self.weight_sync.catch_up()
@@ -218,14 +227,21 @@ class Orchestrator:
     def _kept_at_the_end(self) -> Iterator[None]:
         """Give the checkpoints the state when the block has ended or is cancelled, with the groups then in flight.
 
-        Also when it raises NoSignal: then the rollouts that no batch holds are recorded, too.
+        Also when it raises NoSignal: then the rollouts that no batch holds are recorded, too. What raises another error
+        may have done half of its work, and as the block is cancelled finished groups may be on their way to it: then
+        the checkpoints get the state from before the batch that was being made, whose groups are played again.
         """
         try:
             yield
-        except (asyncio.CancelledError, NoSignal) as end:
+        except NoSignal:
             self.checkpoints.keep(self.state_dict())
-            if isinstance(end, NoSignal):
-                write_records(self.run_dir, self.weight_sync.shipped + 1, self.collector.left)
+            write_records(self.run_dir, self.weight_sync.shipped + 1, self.collector.left)
+            raise
+        except asyncio.CancelledError:
+            self.checkpoints.keep(self.state_dict() if self.events.empty() else self.before_batch)
+            raise
+        except Exception:
+            self.checkpoints.keep(self.before_batch)
             raise
         self.checkpoints.keep(self.state_dict())
 
@@ -233,6 +249,7 @@ class Orchestrator:
         """Collect, cut, filter, record, pack and ship one batch after the other."""
         while self.weight_sync.shipped < self.max_steps:
             step = self.weight_sync.shipped + 1
+            self.before_batch = self.state_dict()
             self.batcher.size = self.replay.room(step)
             self.sums.update(await self.collector.collect(step))
             if (reason := self.weight_sync.early_stopping.reason) is not None:
@@ -283,12 +300,15 @@ class Orchestrator:
         self.collector.left += waiting
 
     def _ship(self, step: int, rows: list[list[MicroBatch]], truncated: int, replayed: list[Rollout]) -> None:
+        arrived = self.intake.take()  # asks curricula, which may fail: while no rank has its part
         checkpoint = self.checkpoints.due(step)
+        self.shipping = True
         for rank, micro_batches in enumerate(rows):
             self.transport.send_batch(StepBatch(step, micro_batches, truncated, checkpoint), rank)
         line = metrics_of_step(self.counted, step, self.envs, self.batcher.size_of, replayed)
         line |= take_logged(self.envs) | self.replay.metrics(replayed)
-        self.weight_sync.expect(step, line | NONE_DROPPED | self.sums | self.intake.take())
+        self.weight_sync.expect(step, line | NONE_DROPPED | self.sums | arrived)
+        self.shipping = False
         self.counted.clear()
         self.sums.clear()
         if truncated:

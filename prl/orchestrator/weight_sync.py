@@ -171,7 +171,7 @@ class WeightSync:
         before = self.announced
         while True:
             trained = self.transport.receive_metrics(self.announced + 1)
-            if self.checkpoints.awaited(self.announced):
+            if self.checkpoints.awaited(self.announced, passes=trained is not None):
                 self.checkpoints.sync(self.announced, self.state_dict())
             if trained is None:
                 return self.announced > before
@@ -184,7 +184,8 @@ class WeightSync:
         while (lines := self._trained) and lines[0]["step"] <= self.pool.version:
             if self._may_be_last(lines[0]["step"]):
                 return
-            self.monitors.step(lines.pop(0))
+            self.monitors.step(lines[0])  # one that fails does not lose it: a checkpoint has the lines that are left
+            del lines[0]
 
     def _may_be_last(self, step: float) -> bool:
         """Whether the run may end early after `step`."""

@@ -8,8 +8,10 @@ Tensors and JSON alone: nothing in a checkpoint is code. The optimiser's state i
 settings are not kept: they are the config's, which may have changed when a run goes on.
 """
 
+import functools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,17 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from prl.config.model_folder import write_files
 from prl.errors import UNREADABLE, ConfigError, PrlError
-from prl.trainer.lora import ADAPTER, has_adapters, save_adapters
-from prl.trainer.model import save_weights
+from prl.trainer.lora import ADAPTER, adapters_of, write_adapters
+from prl.trainer.model import write_model
 from prl.trainer.optim import Optimizers
 from prl.trainer.references import moving
 from prl.trainer.sharding import part_like, whole
 from prl.trainer.trainer import Trainer
-from prl.trainer.weights import on_writer
+from prl.trainer.weights import on_writer, whole_tensors
 from prl.transport.checkpoint_folders import STATE, checkpoint_path, part_path
 from prl.transport.files import naming, writing
 
@@ -34,38 +37,76 @@ TENSOR = "$tensor"
 """Key of what stands for a tensor in `trainer.json`."""
 
 
-def write_part(run_dir: Path, step: int, trainer: Trainer, tokenizer: Mapping[str, bytes], *, rank: int = 0) -> None:
-    """Write the trainer's part of the checkpoint of `step`, whole or not at all. Every rank calls it; rank 0 writes.
+@dataclass(frozen=True)
+class Part:
+    """The trainer's part of a checkpoint, copied to host memory: the trainer may go on while it is written.
 
-    What is spread over ranks comes to rank 0, which holds one file's tensors whole in host memory: the weights, then
-    the optimisers' state. So the files do not tell how many ranks there were.
+    Tensors are whole, whatever ranks they were spread over; ranks other than the first have none.
+    """
+
+    weights: dict[str, torch.Tensor]
+    """By their names in the files of a model, float32; adapters are merged."""
+    adapters: dict[str, torch.Tensor]
+    state: str
+    """The content of `trainer.json`."""
+    tensors: dict[str, torch.Tensor]
+    """Of `trainer.safetensors`."""
+
+
+def take_part(trainer: Trainer, *, rank: int = 0) -> Part:
+    """Copy what a checkpoint has of the trainer, as it is now. A collective; rank 0 gets the tensors.
+
+    Raises PrlError where the optimiser's state holds what is no plain data.
+    """
+    copied = functools.partial(on_writer, writes=rank == 0, copies=True)
+    named, tensors = _state(trainer)
+    controls = {name: (control.coef, control.below) for name, control in trainer.entropy_controls.items()}
+    try:
+        state = json.dumps({"optimizer": named, "entropy": controls})
+    except TypeError as error:
+        owners = " or ".join(type(optimizer).__name__ for optimizer in trainer.optimizer.optimizers)
+        raise PrlError(f"the state of {owners} has what a checkpoint cannot hold: {error}") from error
+    return Part(
+        copied(whole_tensors(trainer.model, torch.float32)),
+        copied(_gathered(adapters_of(trainer.model))),
+        state,
+        copied(_gathered(tensors | _generators(trainer.device))),
+    )
+
+
+def write_part(run_dir: Path, step: int, part: Part, model: PreTrainedModel, tokenizer: Mapping[str, bytes]) -> None:
+    """Write the trainer's part of the checkpoint of `step`, whole or not at all.
 
     Args:
         run_dir: the run directory.
         step: the last step that the weights were trained in, 0 for the base model.
-        trainer: has the model, float32, and what else belongs to it.
-        tokenizer: the files of the tokenizer, as `tokenizer_files` has them; of rank 0.
-        rank: this process's.
+        part: of rank 0.
+        model: whose configs go with the weights.
+        tokenizer: the files of the tokenizer, as `tokenizer_files` has them.
 
     Raises:
         OSError: it cannot be written, as on a full disk; nothing is left of it.
+        PrlError: a weight is not finite: nobody could go on from there.
     """
-    generators = _generators(trainer.device)
-    if rank:
-        save_weights(trainer.model, None, torch.float32)
-        save_adapters(trainer.model, None)
-        on_writer(_gathered(_state(trainer)[1]), writes=False)
-        return
+    for name, weight in part.weights.items():
+        # NaN is the least and the largest: a tenth of the time of looking at each number.
+        if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():
+            raise PrlError(
+                f"step {step}: weights are not finite ({name}), and no checkpoint of them is written: go on from one "
+                "before it, with a lower trainer.optim.lr"
+            )
     with naming(checkpoint_path(run_dir, step)), writing(part_path(run_dir, step)) as folder:
-        save_weights(trainer.model, folder, torch.float32)
-        if has_adapters(trainer.model):
-            save_adapters(trainer.model, folder / ADAPTER)
+        write_model(folder, model, part.weights)
+        if part.adapters:
+            write_adapters(folder / ADAPTER, model, part.adapters)
         write_files(tokenizer, folder)
-        _write_state(folder / STATE, trainer, generators)
+        (folder / STATE).mkdir()
+        (folder / STATE / "trainer.json").write_text(part.state, encoding="utf-8")
+        save_file(part.tensors, folder / STATE / "trainer.safetensors")
 
 
 def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
-    """Put optimiser and random generators back as `write_part` saved them; the weights are loaded already.
+    """Put optimiser and random generators back as `take_part` found them; the weights are loaded already.
 
     A rank that the checkpoint does not know keeps its generators. Raises ConfigError where the optimiser's state does
     not fit the model's parameters.
@@ -131,20 +172,6 @@ def _read_state(folder: Path) -> dict[str, Any]:
     except UNREADABLE as error:
         raise ConfigError(f"{path} is damaged, the trainer's state cannot be read: {error}") from error
     return saved
-
-
-def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.Tensor]) -> None:
-    folder.mkdir()
-    state, tensors = _state(trainer)
-    controls = {name: (control.coef, control.below) for name, control in trainer.entropy_controls.items()}
-    tensors |= generators
-    try:
-        text = json.dumps({"optimizer": state, "entropy": controls})
-    except TypeError as error:
-        owners = " or ".join(type(optimizer).__name__ for optimizer in trainer.optimizer.optimizers)
-        raise PrlError(f"the state of {owners} has what a checkpoint cannot hold: {error}") from error
-    (folder / "trainer.json").write_text(text, encoding="utf-8")
-    save_file(on_writer(_gathered(tensors), writes=True), folder / "trainer.safetensors")
 
 
 def _state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -154,10 +154,14 @@ def save_adapters(model: PreTrainedModel, folder: Path | None) -> None:
     Of a model that is spread over ranks, all must call it, those that write nothing with None.
     """
     gathered = {name: whole(matrix.detach()).cpu() for name, matrix in adapters_of(model).items()}
-    if folder is None:
-        return
+    if folder is not None:
+        write_adapters(folder, model, gathered)
+
+
+def write_adapters(folder: Path, model: PreTrainedModel, matrices: dict[str, torch.Tensor]) -> None:
+    """Write the folder that `save_adapters` does: the config of the model's adapters, and these matrices."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(gathered, folder / WEIGHTS, {"format": "pt"})
+    save_file(matrices, folder / WEIGHTS, {"format": "pt"})
     config = copy.copy(model.peft_config[NAME])
     config.inference_mode = True
     config.save_pretrained(str(folder))

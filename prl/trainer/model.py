@@ -253,8 +253,12 @@ def save_weights(model: PreTrainedModel, folder: Path | None, dtype: torch.dtype
     Of a model that is spread over ranks, all must call it: those with None as their folder send what they have.
     """
     tensors = on_writer(whole_tensors(model, dtype), writes=folder is not None)
-    if folder is None:
-        return
+    if folder is not None:
+        write_model(folder, model, tensors)
+
+
+def write_model(folder: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a Hugging Face model folder without a tokenizer: the configs of `model`, and these weights."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     model.config.save_pretrained(folder)

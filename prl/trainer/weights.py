@@ -21,12 +21,17 @@ def whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[
         yield from as_in_files(model, name, tensor).items()
 
 
-def on_writer(tensors: Iterable[tuple[str, torch.Tensor]], *, writes: bool) -> dict[str, torch.Tensor]:
-    """Go through tensors whose making is a collective. The rank that writes them gets them all, in host memory."""
+def on_writer(
+    tensors: Iterable[tuple[str, torch.Tensor]], *, writes: bool, copies: bool = False
+) -> dict[str, torch.Tensor]:
+    """Go through tensors whose making is a collective. The rank that writes them gets them all, in host memory.
+
+    With `copies` they stay as they are while the trainer goes on.
+    """
     kept = {}
     for name, tensor in tensors:
         if writes:
-            kept[name] = tensor.detach().cpu().contiguous()
+            kept[name] = tensor.detach().to("cpu", copy=copies).contiguous()
     return kept
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from transformers import PreTrainedModel
 
 from prl.config.build import factory, function
 from prl.config.model_folder import tokenizer_files
-from prl.errors import PrlError, of_disk, of_own_code
+from prl.errors import DeadlinePassed, PrlError, of_disk, of_own_code
 from prl.monitors.text import as_message, in_one_line
 from prl.rollouts.messages import StepBatch
 from prl.trainer import lora
-from prl.trainer.checkpoint_part import load_state, write_part
+from prl.trainer.checkpoint_part import load_state, take_part, write_part
 from prl.trainer.config import TrainerConfig, runs_in_half
 from prl.trainer.export import TokenExport, example_steps
 from prl.trainer.model import check_layout, load_model, save_weights, token_text
@@ -99,6 +100,7 @@ def run(config: Mapping[str, Any], run_dir: Path, stopping: threading.Event | No
             saved = None if resume is None else trained
             alone = config.get("adapters_alone", False)
             files = Files(run_dir, trainer, config["model"], rank, saved, adapters_alone=alone)
+            opened.callback(files.writer.shutdown)
             if resume is not None:
                 load_state(Path(resume["folder"]), trainer, rank=rank)
             publish(transport, trained, {}, rank, None if resume is None else files.write_weights)
@@ -121,16 +123,21 @@ def train(
     track = trainer.track
     updated_at: float | None = None
     for step in range(trained + 1, max_steps + 1):
-        with track.doing(BATCH, step) as waiting:
-            batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s, stopping)
+        files.check()
+        try:
+            with track.doing(BATCH, step) as waiting:
+                batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s, stopping)
+        except DeadlinePassed:
+            files.try_to_write_last(trained)
+            raise
         if batch is None:  # the run ends before `max_steps`
             break
         try:
             metrics = trainer.train_step(batch)
         except PrlError:
             # A gradient that is not finite leaves the weights of the step before, which are worth a checkpoint.
-            if trained and not trainer.between_updates:
-                files.write_checkpoint(trained)
+            if not trainer.between_updates:
+                files.try_to_write_last(trained)
             raise
         now = time.monotonic()
         metrics |= {"time/wait_for_batch": waiting.seconds, "time/train": now - waiting.stopped}
@@ -144,7 +151,7 @@ def train(
         if batch.checkpoint:
             files.write_checkpoint(step)
     # However the run ends, it can go on from its last step.
-    files.write_checkpoint(trained)
+    files.write_checkpoint(trained, last=True)
 
 
 def publish(
@@ -187,6 +194,9 @@ class Files:
         self.trainer = trainer
         self.rank = rank
         self.saved = saved
+        self.writer = ThreadPoolExecutor(1, "prl-checkpoint")
+        self.writing: Future[None] | None = None
+        """The write that was begun last."""
         self.dtype: torch.dtype = getattr(torch, model["dtype"])
         self.adapters_alone = adapters_alone and lora.has_adapters(trainer.model) and lora.adapters_alone(trainer.model)
         # Read now: the model's folder may be gone when a checkpoint is written.
@@ -200,13 +210,41 @@ class Files:
         else:
             save_weights(self.trainer.model, folder, self.dtype)
 
-    def write_checkpoint(self, step: int) -> None:
-        """Write the trainer's part of the checkpoint of `step`, unless that is there."""
-        if self.saved == step:
-            return
+    def write_checkpoint(self, step: int, *, last: bool = False) -> None:
+        """Copy the trainer's part of the checkpoint of `step`, unless it has one, and begin to write it.
+
+        Waits until the one before is written, so that there is one copy at a time; if it is the `last`, for itself too.
+        Raises what keeps either from being written.
+        """
         with self.trainer.track.doing(CHECKPOINT, step):
-            write_part(self.run_dir, step, self.trainer, self.tokenizer, rank=self.rank)
-        self.saved = step
+            self.wait()
+            if self.saved != step:
+                part = take_part(self.trainer, rank=self.rank)
+                if self.rank == 0:
+                    about = self.trainer.model, self.tokenizer
+                    self.writing = self.writer.submit(write_part, self.run_dir, step, part, *about)
+                self.saved = step
+            if last:
+                self.wait()
+
+    def try_to_write_last(self, step: int) -> None:
+        """Write a checkpoint where the trainer fails after `step`; that comes first: what fails here is printed."""
+        if not step:
+            return
+        try:
+            self.write_checkpoint(step, last=True)
+        except Exception as error:
+            print(as_message(f"no last checkpoint: {reason(error) or error}"), file=sys.stderr, flush=True)
+
+    def check(self) -> None:
+        """Raise what has kept a checkpoint from being written, if it has ended."""
+        if self.writing is not None and self.writing.done():
+            self.writing.result()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is written that was begun last. Raises what has kept it from that."""
+        if self.writing is not None:
+            self.writing.result()
 
 
 def make_export(config: Mapping[str, Any], run_dir: Path, rank: int) -> TokenExport | None:
@@ -271,7 +309,7 @@ def make_trainer(
 def wait_for_batch(
     transport: FileTransport, step: int, rank: int, timeout_s: float, stopping: threading.Event | None = None
 ) -> StepBatch | None:
-    """The batch of `step`, or None if the run ends before it. Raises PrlError when none arrives in time."""
+    """The batch of `step`, or None if the run ends before it. Raises DeadlinePassed when none arrives in time."""
     deadline = time.monotonic() + timeout_s
     while True:
         batch = transport.receive_batch(step, rank)
@@ -283,5 +321,5 @@ def wait_for_batch(
         if stopping is not None and stopping.is_set():
             raise SystemExit
         if time.monotonic() > deadline:
-            raise PrlError(f"the orchestrator shipped no batch for step {step} within {timeout_s:g} s")
+            raise DeadlinePassed(f"the orchestrator shipped no batch for step {step} within {timeout_s:g} s")
         time.sleep(POLL_S)

@@ -80,8 +80,7 @@ class RayTransport(FileTransport):
             if version not in self._metrics:
                 data = ray.get(first.published_now.remote(name))
                 self._metrics[version] = first.published.remote(name) if data is None else ray.put(data)
-            # Checkpoints before it come first, as they do from a trainer of this machine: the launcher is copying them.
-            if ready([self._metrics[version]]) and not ray.get(first.checkpoints.remote()):
+            if ready([self._metrics[version]]):
                 return dict(msgspec.json.decode(ray.get(self._metrics.pop(version))))
         return None
 

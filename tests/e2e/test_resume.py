@@ -125,6 +125,41 @@ def test_run_without_reward_leaves_a_checkpoint(train, tmp_path):
     assert [line["step"] for line in again.steps] == [0, 1, 2]
 
 
+FAILS = """
+from prl.algorithms.grpo import GRPOAlgorithm
+
+class Fails(GRPOAlgorithm):
+    groups = 0
+
+    def score_group(self, group):
+        Fails.groups += 1
+        if Fails.groups > 20:
+            raise RuntimeError("none of mine")
+        return super().score_group(group)
+"""
+
+
+@pytest.mark.parametrize("how", [(), ("launcher=local", "trainer.num_processes=2")], ids=["a thread", "two ranks"])
+def test_run_whose_code_fails_goes_on_after_its_last_step(inline, tmp_path, how):
+    (tmp_path / "own_algorithm.py").write_text(FAILS)
+    how = (*how, "orchestrator.batch_size=16", "orchestrator.eval.every=null", "algo=custom_class")
+    run = inline(*how, "algo._target_=own_algorithm.Fails", "max_steps=1000")
+    assert run.status == 1 and "none of mine" in run.result["error"] and run.result["status"] == "failed"
+    assert "the run fails: the trainer writes a last checkpoint" in run.stderr
+    (last,) = steps_of(run.dir)
+    assert last >= max(2, run.result["steps"]) and f"go on with: python -m prl.train run.resume={run.dir}" in run.stderr
+
+    end = ("algo._target_=prl.algorithms.grpo.GRPOAlgorithm", f"max_steps={last + 2}")
+    again = inline(*how, *end, f"run.resume={run.dir}")
+    assert again.status == 0, again.stderr
+    assert [line["step"] for line in again.steps] == list(range(last + 3))
+    places = []
+    for path in sorted((run.dir / "rollouts").glob("step_*.jsonl")):
+        places += [(record["group"], record["rollout"]) for record in map(json.loads, path.read_text().splitlines())]
+    assert len(set(places)) == len(places), "no rollout is there twice"
+    assert set(range(18)) <= {group for group, _ in places}, "and none that was played before it failed is skipped"
+
+
 def test_fork_trains_as_its_source_did(train, tmp_path):
     on_policy = ("orchestrator.batch_size=16", "orchestrator.max_async_level=0", "orchestrator.eval.every=null")
     source = train(*on_policy, "max_steps=3", "checkpoint.every=1", "checkpoint.keep_last=3")

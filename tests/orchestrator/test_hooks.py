@@ -79,7 +79,7 @@ async def test_a_curriculum_that_fails_to_observe_ends_the_run_by_its_class(run,
 @pytest.mark.parametrize("name", ["ended", "pooled"])
 async def test_failing_property_ends_the_run_by_its_class(run, monkeypatch, name):
     monkeypatch.setattr(TaskCurriculum, name, property(lambda _: Counter()[1 / 0]))
-    with pytest.raises(PrlError, match="env 'toy', curriculum: TaskCurriculum failed: ZeroDivisionError"):
+    with pytest.raises(PrlError, match=r"curriculum: TaskCurriculum.* failed: ZeroDivisionError"):
         await run()
 
 

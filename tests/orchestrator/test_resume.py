@@ -9,13 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
+from orchestrating import Distils, FakeFrozen, FakePool
 
 from prl.algorithms.grpo import GRPOAlgorithm
 from prl.algorithms.reward import RewardAlgorithm
 from prl.config.schema import CheckpointConfig
-from prl.errors import ConfigError, NoSignal
+from prl.curriculum.pools import TaskCurriculum
+from prl.errors import ConfigError, EngineError, NoSignal, PrlError
 from prl.filters.base import Filter
-from prl.monitors.base import Monitors
+from prl.monitors.base import Monitor, Monitors
+from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import RunState, decode, encode, load_components
 from prl.runs.run_dir import cut_back
 from prl.train import try_to_finish
@@ -58,13 +61,13 @@ class Counts(GRPOAlgorithm):
 def start(make_orchestrator, make_trainer, pool):
     """`start(envs, state, …)`: the orchestrator of a run or of its next part, a trainer's work, and its lines."""
 
-    def make(envs, state=None, *, steps, every=1, **options):
+    def make(envs, state=None, *, steps, every=1, late=0, monitors=None, **options):
         lines, step = [], 0 if state is None else state.step
-        monitors = SimpleNamespace(step=lines.append, status=lambda text: None)
+        monitors = monitors or SimpleNamespace(step=lines.append, status=lambda text: None)
         checkpoint = CheckpointConfig(every=every, keep_last=None)
         orchestrator = make_orchestrator(envs, monitors, steps, checkpoint=checkpoint, state=state, **options)
         pool.version, pool.delay = step, 0.004
-        trainer = make_trainer(delay=0.004, stop_after=steps)
+        trainer = make_trainer(delay=0.004, stop_after=steps, late=late)
         return orchestrator, lambda: trainer.work(step + 1), lines
 
     return make
@@ -104,8 +107,8 @@ def read_state(run_dir, step):
 
 OPTIONS = [
     {"max_async_level": 0},
-    {"max_async_level": 1},
-    {"max_async_level": 2, "oversampling_factor": 1.5},
+    {"max_async_level": 1, "late": 1},
+    {"max_async_level": 2, "late": 2, "oversampling_factor": 1.5},
     {"max_async_level": 1, "strict_async_level": True},
 ]
 
@@ -161,6 +164,14 @@ async def test_tasks_come_in_the_same_order_after_any_crash(start, make_env, tmp
     assert sorted(line["step"] for line in lines) == list(range(steps + 1)), "every step has its line, once"
 
 
+class Mine(Monitor):
+    def __init__(self):
+        self.lines = []
+
+    def step(self, line):
+        self.lines.append(line)
+
+
 class Remembers(Filter):
     seen = 0
 
@@ -187,6 +198,87 @@ async def test_algorithm_filter_and_pools_go_on_as_they_were(start, finished, ma
     assert two.filters["pre_batch"]["remembers"].seen == one.filters["pre_batch"]["remembers"].seen > 0
     assert two.curriculum.counts() == one.curriculum.counts() and two.curriculum.counts()["easy"] > 0
     assert [two.curriculum.next().data.idx for _ in range(20)] == [one.curriculum.next().data.idx for _ in range(20)]
+
+
+class Grades(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return self.grade(trace)
+
+    def grade(self, trace):
+        return len(trace.last_reply) / 3
+
+
+ENDS = {  # whose method fails, and what the run says
+    "env": (Grades, "grade", "rollouts of env 'toy' failed, more than orchestrator.max_error_share"),
+    "algorithm": (Counts, "score_group", "env 'toy', Counts: "),
+    "credit over a batch": (Counts, "score_batch", "env 'toy', Counts: "),
+    "filter": (Remembers, "matches", "filters.pre_batch.remembers: Remembers.matches failed: "),
+    "next task": (TaskCurriculum, "next", "env 'toy', curriculum: TaskCurriculum failed: "),
+    "result of a task": (TaskCurriculum, "update", "env 'toy', curriculum: TaskCurriculum failed: "),
+    "metrics of a curriculum": (TaskCurriculum, "take_evicted", "env 'toy', curriculum: TaskCurriculum failed: "),
+    "monitor": (Mine, "step", "monitor.mine: Mine.step failed: "),
+    "engine": (FakePool, "update_weights", "none here"),
+    "slow engine": (FakePool, "generate", r"rollouts after 0\.5 s \(orchestrator\.batch_timeout_s\)"),
+    "teacher": (FakeFrozen, "prompt_logprobs", "model 'teacher' at http://teacher was not ready"),
+    "disk": (Orchestrator, "_record", "none here"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_failed_run_keeps_its_last_step_and_goes_on(start, make_env, frozen, tmp_path, monkeypatch, end):
+    def env():
+        algorithm, task = (Distils if end == "teacher" else Counts), Grades
+        env = make_env(tasks=200, task=task, algorithm=algorithm, pre={"remembers": Remembers()})
+        env.algorithm.pools += [frozen] if end == "teacher" else []
+        return env
+
+    def fails(*_, **__):
+        if end == "teacher":
+            frozen.go_away(0.01)
+            raise EngineError("gone", 503)
+        if end == "slow engine":
+            return asyncio.sleep(60)
+        raise OSError(28, "none here")
+
+    owner, method, message = ENDS[end]
+    lines = []
+    monitors = Monitors({"mine": Mine()})
+    monitors.start(tmp_path, max_steps=9, run_config={})
+    orchestrator, train, _ = start([env()], steps=9, every=None, monitors=monitors, batch_timeout_s=0.5)
+    original = getattr(owner, method)
+
+    def breaks(*given, **options):
+        return (fails if orchestrator.weight_sync.announced > 2 else original)(*given, **options)
+
+    monkeypatch.setattr(owner, method, breaks)
+    training = asyncio.create_task(train())
+    with pytest.raises((PrlError, OSError), match=message):
+        await asyncio.wait_for(orchestrator.run(), 20)
+    last = orchestrator.weight_sync.shipped
+    assert last > 2 and orchestrator.unsaved
+    orchestrator.end()
+    await training
+    orchestrator.finish()
+    assert steps_of(tmp_path) == [last] and not orchestrator.unsaved
+
+    monkeypatch.setattr(owner, method, original)
+    frozen.come_back()
+    state = read_state(tmp_path, last)
+    lines += [line for line in monitors.monitors["mine"].lines if line["step"] < state.first_line]
+    cut_back(tmp_path, last, first_line=state.first_line, evaluated=state.sync.evaluated)
+    again, train, new = start([env()], state, steps=last + 2)
+    async with asyncio.timeout(20):
+        await asyncio.gather(again.run(), train())
+    found = played(tmp_path)
+    in_flight = {group for group in range(max(found) + 1) if group not in found}
+    again.finish()
+    left = read_state(tmp_path, last + 2)
+    assert in_flight <= {task.group for task in left.dispatcher.in_flight} | {g.id for g in left.batcher.groups}
+    curriculum = env().curriculum
+    order = [curriculum.next().data.idx for _ in range(max(found) + 1)]
+    assert all(order[group] == task for group, (_, task) in found.items()), "none is skipped, none comes twice"
+    assert [line["step"] for line in lines + new] == list(range(last + 3))
 
 
 async def test_finished_groups_come_back_as_they_were(start, finished, make_env, tmp_path):

@@ -307,35 +307,43 @@ def make_orchestrator(pool, tmp_path):
 
 
 class FakeTrainer:
-    """Receives each batch, takes its time, publishes the next version, and writes its part of a checkpoint."""
+    """Receives each batch, takes its time, publishes the next version, and writes its part of a checkpoint.
 
-    def __init__(self, run_dir, *, delay=0.0, stop_after=10**9, ranks=1):
+    Parts that were asked for are there when `late` more versions have been published.
+    """
+
+    def __init__(self, run_dir, *, delay=0.0, stop_after=10**9, ranks=1, late=0):
         self.run_dir, self.transport = run_dir, FileTransport(run_dir)
         self.delay, self.stop_after, self.ranks = delay, stop_after, ranks
         self.random = random.Random(0)
         self.batches = []
+        self.late, self.parts = late, []
 
     async def work(self, first=1):
         for step in range(first, self.stop_after + 1):
             while (batch := self.transport.receive_batch(step, self.ranks - 1)) is None:
                 last = self.transport.receive_end()
                 if last is not None and last < step:
-                    return self.write_part(last)
+                    return self.write_parts([*self.parts, last])
                 await asyncio.sleep(0.001)
             self.batches.append([self.transport.receive_batch(step, rank) for rank in range(self.ranks)])
             assert batch.step == step
             await asyncio.sleep(self.delay * self.random.random())
             self.transport.publish(step, {"loss/mean": 0.1, "tokens/trained": 60.0})
             if batch.checkpoint:
-                self.write_part(step)
+                self.parts.append(step)
+            self.write_parts([part for part in self.parts if part + self.late <= step])
+        self.write_parts(self.parts)
 
-    def write_part(self, step):
-        (part_path(self.run_dir, step) / STATE).mkdir(parents=True)
+    def write_parts(self, steps):
+        self.parts = [part for part in self.parts if part not in steps]
+        for step in steps:
+            (part_path(self.run_dir, step) / STATE).mkdir(parents=True, exist_ok=True)
 
 
 @pytest.fixture
 def make_trainer(tmp_path):
-    """`make_trainer(delay=, stop_after=, ranks=)`."""
+    """`make_trainer(delay=, stop_after=, ranks=, late=)`."""
     return functools.partial(FakeTrainer, tmp_path)
 
 

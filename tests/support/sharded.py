@@ -14,7 +14,7 @@ from prl.losses import aipo_loss, default_loss, gspo_loss
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.messages import MicroBatch, Origin, Reference, StepBatch, TrainingSample
 from prl.rollouts.packing import pack
-from prl.trainer.checkpoint_part import load_state, write_part
+from prl.trainer.checkpoint_part import load_state, take_part, write_part
 from prl.trainer.config import AdamWConfig
 from prl.trainer.lora import add_adapters
 from prl.trainer.model import save_weights
@@ -220,5 +220,7 @@ def run(folder: Path, name: str, rank: int, ranks: int) -> dict:
     save_weights(trainer.model, None if rank else folder / f"{name} {ranks}", torch.float64)
     if name in ("untied", "adapters"):
         run_dir = folder / f"checkpoint of {ranks}{' with adapters' * (name == 'adapters')}"
-        write_part(run_dir, STEPS[-1], trainer, {}, rank=rank)
+        part = take_part(trainer, rank=rank)
+        if not rank:
+            write_part(run_dir, STEPS[-1], part, trainer.model, {})
     return {"metrics": metrics, "bytes": held(trainer)}

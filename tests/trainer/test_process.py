@@ -194,6 +194,15 @@ def test_an_early_end_leaves_a_checkpoint_of_its_step(
         assert all(torch.equal(saved[name], parameter) for name, parameter in tiny.named_parameters())
 
 
+def test_a_batch_that_does_not_come_leaves_a_checkpoint(config, make_sample, transport, tmp_path):
+    config["losses"]["math"] = config["losses"][""]
+    config["trainer"]["batch_timeout_s"] = 0.1
+    transport.send_batch(next(batches(make_sample)), 0)
+    with pytest.raises(PrlError, match=r"no batch for step 2 within 0\.1 s"):
+        worker.run(config, tmp_path)
+    assert parts_of(tmp_path) == [1]
+
+
 @pytest.fixture
 def two_ranks(config, transport, tmp_path):
     """A launcher with two ranks that have loaded the model."""

@@ -1,17 +1,19 @@
 """A trainer that goes on from its checkpoint is the trainer that did not stop."""
 
 import json
+import math
 
 import pytest
 import torch
 from architectures import write_model
+from run_processes import wait_until
 from safetensors.torch import load_file
 
 from prl.errors import ConfigError, PrlError
 from prl.rollouts.messages import Reference, StepBatch
 from prl.rollouts.packing import pack
 from prl.trainer import worker
-from prl.trainer.checkpoint_part import load_state, write_part
+from prl.trainer.checkpoint_part import load_state, take_part, write_part
 from prl.trainer.trainer import Trainer
 from prl.transport.checkpoint_folders import part_path, parts_of
 from prl.transport.files import FileTransport
@@ -40,7 +42,9 @@ SEVERAL: dict[int, dict] = {1: {}, 2: ADAPTIVE}
 def train(tiny_path, make_sample, tmp_path):
     """`train(name, steps, …)`: run the trainer's loop over batches that depend on the step alone; its directory."""
 
-    def run(name, steps, *, model=tiny_path, lora=None, optim=ADAMW, refs=(), resume=None, spoilt=None, updates=1):
+    def run(
+        name, steps, *, model=tiny_path, lora=None, optim=ADAMW, refs=(), resume=None, spoilt=None, updates=1, every=0
+    ):
         folder = tmp_path / name
         transport = FileTransport(folder)
         for step in steps:
@@ -49,7 +53,7 @@ def train(tiny_path, make_sample, tmp_path):
             if step == spoilt:
                 samples[updates - 1].advantages = [float("inf")] * 20
             rows, _ = pack(samples, 64, 1, updates)
-            transport.send_batch(StepBatch(step, rows[0], 0), 0)
+            transport.send_batch(StepBatch(step, rows[0], 0, bool(every)), 0)
         transport.send_end(max(steps))
         config = {
             "model": {"path": str(model), "dtype": "float32", "trust_remote_code": False, "lora": lora},
@@ -121,6 +125,53 @@ def test_a_fatal_gradient_leaves_the_last_good_weights(train):
     assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
+def test_a_last_checkpoint_that_cannot_be_written_hides_no_error(train, monkeypatch, capsys):
+    monkeypatch.setattr(worker, "write_part", full)
+    with pytest.raises(PrlError, match="gradient's norm"):
+        train("spoilt", [1, 2], spoilt=2)
+    assert "no last checkpoint: checkpoints cannot be written: No space left on device" in capsys.readouterr().err
+
+
+def full(*_):
+    raise OSError(28, "No space left on device", "checkpoints")
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_trainer(train, monkeypatch):
+    monkeypatch.setattr(worker, "write_part", full)
+    with pytest.raises(OSError, match="No space left"):
+        train("full", range(1, 9), every=1)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(train, monkeypatch):
+    """Each has what the trainer had at its step, though that goes on; the next one waits until it is written."""
+    begun = []
+
+    def write_late(run_dir, step, *given):
+        begun.append((step, parts_of(run_dir)))
+        if step == 1:
+            wait_until(FileTransport(run_dir).weights_path(2).exists, 60, "the next step is trained")
+        write_part(run_dir, step, *given)
+
+    monkeypatch.setattr(worker, "write_part", write_late)
+    how = {"refs": REFERENCES, "updates": 2}
+    run = train("run", [1, 2, 3], every=1, **how)
+    assert begun == [(1, []), (2, [1]), (3, [1, 2])]
+    monkeypatch.undo()
+    for step in (1, 2):
+        alone = train(f"alone {step}", range(1, step + 1), **how)
+        for name in ("model.safetensors", "state/trainer.safetensors", "state/trainer.json"):
+            assert (part_path(run, step) / name).read_bytes() == (part_path(alone, step) / name).read_bytes()
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_not_kept(trainer, tmp_path, value):
+    with torch.no_grad():
+        next(trainer.model.parameters())[0, 0] = value
+    with pytest.raises(PrlError, match=r"step 3: weights are not finite \(model\.embed_tokens\.weight\)"):
+        write_part(tmp_path, 3, take_part(trainer), trainer.model, {})
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture
 def trainer(tiny):
     return Trainer(model=tiny, rl_losses={}, max_steps=4, optim=ADAMW)
@@ -128,18 +179,17 @@ def trainer(tiny):
 
 def test_random_generators_come_back(trainer, tmp_path):
     torch.manual_seed(5)
-    write_part(tmp_path, 1, trainer, {})
+    write_part(tmp_path, 1, take_part(trainer), trainer.model, {})
     expected = torch.rand(3)
     torch.manual_seed(6)
     load_state(part_path(tmp_path, 1), trainer)
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_optimiser_state_that_is_no_plain_data_is_refused(trainer, tmp_path):
+def test_optimiser_state_that_is_no_plain_data_is_refused(trainer):
     trainer.optimizer.optimizers[0].state[next(trainer.model.parameters())] = {"mine": object()}
     with pytest.raises(PrlError, match=r"state of AdamW has what a checkpoint cannot hold: .*object"):
-        write_part(tmp_path, 1, trainer, {})
-    assert list((tmp_path / "checkpoints").iterdir()) == []
+        take_part(trainer)
 
 
 def test_the_state_of_another_model_is_refused(train, trainer):
