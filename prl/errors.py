@@ -6,10 +6,6 @@ import traceback
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_MORE = (*FULL, errno.EFBIG, errno.EROFS)
 """What a file system says that takes no more, whoever writes."""
-OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
-EITHER_WAY = (*OF_A_PATH, errno.EIO, errno.ESTALE)
-"""What it says of reads too, and to anybody's code: about a write of prl's only where `mark_written` says so."""
-WRITTEN = "_prl_written"
 UNREADABLE = (ValueError, RecursionError)
 """What msgspec and json raise for data that are none: their errors of grammar and type and those of UTF-8 are
 ValueErrors, and what is nested too deep raises the other."""
@@ -62,17 +58,13 @@ def of_own_code(error: BaseException) -> str:
 
 
 def of_disk(error: BaseException) -> str | None:
-    """What keeps a file from being written, in a line that names it; None of any other error."""
-    known = NO_MORE + EITHER_WAY if hasattr(error, WRITTEN) else NO_MORE
-    if not isinstance(error, OSError) or error.errno not in known:
+    """What to say where a file system takes no more, in a line; None of any other error."""
+    if not isinstance(error, OSError) or error.errno not in NO_MORE:
         return None
-    path = "a file" if error.filename is None else error.filename
+    return unwritable(error, error.filename or "a file")
+
+
+def unwritable(error: OSError, path: str) -> str:
+    """What keeps `path` from being written, in a line."""
     todo = ": make room there" if error.errno in FULL else " (ulimit -f)" if error.errno == errno.EFBIG else ""
     return f"{path} cannot be written: {error.strerror}{todo}"
-
-
-def mark_written(error: OSError, path: str) -> OSError:
-    """Have `error` name `path` and say, to `of_disk`, that prl was writing it; returns the error."""
-    error.filename, error.filename2 = path, None  # a temporary name says nothing
-    setattr(error, WRITTEN, True)
-    return error

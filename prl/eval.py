@@ -19,15 +19,13 @@ from rich.table import Table
 
 from prl.config.compose import CONF, to_config, typed
 from prl.config.evaluation import EvaluationConfig
-from prl.config.machine import check_run_dir
 from prl.config.suggestions import override_key
-from prl.errors import ConfigError
 from prl.launch import command
 from prl.launch.children import leave_none
 from prl.launch.signals import run_to_end
 from prl.monitors.log import hold_log, log_to
 from prl.monitors.terminal import Console
-from prl.monitors.text import as_message, safe
+from prl.monitors.text import safe
 from prl.runs.owner import owned
 from prl.runs.run_dir import absolute, new_run_dir, recorded, refuse_existing, refuse_other_files
 from prl.tools import report
@@ -47,7 +45,6 @@ def main(config: EvaluationConfig) -> "EvaluationResult":
     Raises ConfigError before anything has started, PrlError when it failed, KeyboardInterrupt when it was stopped.
     """
     memory = hold_log()
-    check_run_dir(config.run.dir)
     refuse_other_files(Path(config.run.dir))
     refuse_existing(Path(config.run.dir))
     from prl.tools.evaluation import play  # verifiers and transformers
@@ -109,22 +106,18 @@ def _job(cfg: DictConfig) -> None:
     print(f"{result.seconds:.0f} s; look at: {config.run.dir}", file=sys.stderr, flush=True)
 
 
-def start(job: Callable[[], None], arguments: list[str], name: str = "eval", preset: Sequence[str] = ()) -> None:
+def start(job: Callable[[], None], arguments: list[str], preset: Sequence[str] = ()) -> None:
     """Run a Hydra job over `conf/eval.yaml` with the arguments of a command line.
 
     Args:
         job: What Hydra runs.
         arguments: As typed.
-        name: The command's name.
         preset: The command's own overrides; one gives way to what is typed for its key.
     """
     typed = {override_key(argument) for argument in arguments}
     arguments = [*(each for each in preset if override_key(each) not in typed), *arguments]
-    try:
+    with command.errors_as_exit_codes():
         overrides = to_overrides(arguments)
-    except ConfigError as error:
-        print(f"error: {as_message(str(error))}", file=sys.stderr, flush=True)
-        raise SystemExit(command.REFUSED) from None
     command.run(job, overrides, "eval")
 
 

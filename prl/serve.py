@@ -38,10 +38,7 @@ def main(config: ServeConfig) -> None:
     if config.engine.urls:
         raise ConfigError("engine.urls names servers that already run; nothing is left to serve")
     if config.engine.servers > 1:
-        raise ConfigError(
-            f"engine.servers={config.engine.servers}: this command serves one; start it once for each, with "
-            "ports of their own, and name them all in engine.urls or teacher.base_url"
-        )
+        raise ConfigError(f"engine.servers={config.engine.servers}: this command serves one: start it once for each")
     from prl.launch.checks import check_loadable  # transformers, once the config has passed
 
     check_loadable(config.model, "model.", trained=False)
@@ -50,7 +47,7 @@ def main(config: ServeConfig) -> None:
 
 async def serve(config: ServeConfig) -> None:
     """Start the server, print where it is, and watch it."""
-    from prl.engines.frozen import wait_until_served  # its HTTP client is imported once the config has passed
+    from prl.engines.frozen import FrozenPool  # its HTTP client is imported once the config has passed
 
     device = config.engine.device_type
     given = os.environ.get(TOKEN_VARIABLE)
@@ -72,29 +69,28 @@ async def serve(config: ServeConfig) -> None:
             )
         )
         print(f"starting {config.name} from {config.model.path}; log: {config.log}", file=sys.stderr, flush=True)
-        served = FrozenModelConfig(name, f"{url}/v1")
-        await wait_until_served(served, token, config.engine.startup_timeout_s, launcher.ensure_alive)
-        use = for_runs(config, url) if config.policy else for_teaching(config.name, url)
-        variable = TOKEN_VARIABLE if config.policy else KEY_VARIABLE
-        key = "" if given and config.policy else f"  export {variable}={f'${TOKEN_VARIABLE}' if given else token}\n"
-        print(use.format(key=key) + "\n\nCtrl-C ends it.", file=sys.stderr, flush=True)
+        pool = FrozenPool(FrozenModelConfig(name, f"{url}/v1"), token)
+        try:
+            await pool.wait_ready(config.engine.startup_timeout_s, launcher.ensure_alive)
+        finally:
+            await pool.close()
+        print(f"{how_to_use(config, url, given, token)}\n\nCtrl-C ends it.", file=sys.stderr, flush=True)
         await launcher.watch()
 
 
-def for_teaching(name: str, url: str) -> str:
-    """How a run distils from a frozen model; `{key}` stands for the line that makes its key known."""
+def how_to_use(config: ServeConfig, url: str, given: str | None, token: str) -> str:
+    """How a run uses what is served at `url`; its `token` is shown unless it was `given`."""
+    if config.policy:
+        key = "" if given else f"  export {TOKEN_VARIABLE}={token}\n"
+        return (
+            f"an engine for {config.name} is at {url}. Train with it in another terminal, one run at a time:\n\n{key}"
+            f"  python -m prl.train model={config.name} engine.urls=[{url}]"
+        )
     return (
-        f"{name} is served at {url}/v1. Distil from it in another terminal:\n\n{{key}}"
-        f"  python -m prl.train algo=opd teacher=endpoint teacher.name={name} teacher.base_url={url}/v1 "
+        f"{config.name} is served at {url}/v1. Distil from it in another terminal:\n\n"
+        f"  export {KEY_VARIABLE}={f'${TOKEN_VARIABLE}' if given else token}\n"
+        f"  python -m prl.train algo=opd teacher=endpoint teacher.name={config.name} teacher.base_url={url}/v1 "
         f"teacher.api_key_var={KEY_VARIABLE}"
-    )
-
-
-def for_runs(config: ServeConfig, url: str) -> str:
-    """How a run trains with an engine; `{key}` stands for the line that makes its token known."""
-    return (
-        f"an engine for {config.name} is at {url}. Train with it in another terminal, one run at a time:\n\n{{key}}"
-        f"  python -m prl.train model={config.name} engine.urls=[{url}]"
     )
 
 

@@ -15,13 +15,13 @@ import gc
 import logging
 import multiprocessing.spawn
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
+import psutil
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -32,7 +32,7 @@ from prl.config.run_yaml import data_of
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import NoSignal, of_disk
-from prl.launch import command, engines, specs
+from prl.launch import command, specs
 from prl.launch.children import leave_none
 from prl.launch.launcher import Launcher, ProcessDied
 from prl.launch.signals import run_to_end
@@ -114,7 +114,7 @@ def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult
     absent = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     if launcher.places_processes and not config.dry_run:
         launcher.reserve(specs.bundles_of(config))
-    urls = [] if config.dry_run else engines.start_early(config, launcher, token, run_dir)
+    urls = [] if config.dry_run else specs.start_early(config, launcher, token, run_dir)
     try:
         from prl.launch import builder  # verifiers and transformers are imported once the config has passed
         from prl.launch.components import build_components
@@ -184,14 +184,14 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     with contextlib.closing(track), contextlib.closing(monitors), contextlib.ExitStack() as processes:
         processes.callback(transport.close)
         processes.callback(launcher.stop)  # before the monitors hear the end; entered it was by `main`
-        with track.doing(events.PREPARING, first, since=events.process_began() if is_command() else None):
+        with track.doing(events.PREPARING, first, since=psutil.Process().create_time() if is_command() else None):
             monitors.status(f"starting {'' if config.engine.urls else 'the engine and '}the trainer")
             supervisor = builder.supervise(prepared, track)
         with track.doing(events.PROCESSES, first):
             servers = await supervisor.guard(builder.start_services(prepared, supervisor, transport, run_dir))
         orchestrator = None
         try:
-            processes.enter_context(loaded_set_apart())
+            set_loaded_apart(processes)
             with track.doing(events.ASSEMBLING, first):
                 orchestrator = builder.assemble(prepared, servers, transport, run_dir, track)
                 servers.policy.traffic.record(track)
@@ -234,23 +234,15 @@ async def train_and_keep(orchestrator: "Orchestrator", supervisor: "Supervisor",
         raise
 
 
-@contextlib.contextmanager
-def loaded_set_apart() -> Iterator[None]:
+def set_loaded_apart(until: contextlib.ExitStack) -> None:
     """Leave what is loaded out of garbage collections: each would stop all requests for .6 s, at 600,000 objects.
 
     Others come once in `YOUNG` new objects, which live for some steps and seldom leave cycles: a tenth of the time.
     """
-    if gc.get_freeze_count():  # by a caller, who has its own reasons
-        yield
-        return
-    before = gc.get_threshold()
+    until.callback(gc.set_threshold, *gc.get_threshold())
+    until.callback(gc.unfreeze)
     gc.freeze()
     gc.set_threshold(YOUNG)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
 
 
 def is_command() -> bool:
@@ -297,4 +289,6 @@ def _job(cfg: DictConfig) -> float | None:
 
 if __name__ == "__main__":
     leave_none()
-    sweep.command.run(_job, command.expanded(sys.argv[1:]))
+    with command.errors_as_exit_codes():
+        arguments = resume.expanded(sys.argv[1:])
+    sweep.command.run(_job, arguments)

@@ -104,7 +104,7 @@ def test_functions_fit_a_screen():
     assert not long
 
 
-ASCII = {"runs/run_dir.py", "config/machine.py"}
+ASCII = {"runs/run_dir.py", "config/hardware.py"}
 """Read locks and numbers, in any encoding."""
 
 

@@ -11,19 +11,22 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 
 import pydantic
+from annotated_types import Ge, Le
 from omegaconf import MISSING, OmegaConf
 from typing_extensions import TypedDict
 
-from prl.config.signature import options_taken
 from prl.config.user_code import contained, hook
 from prl.errors import ConfigError
 from prl.monitors.text import in_one_line
 
 T = TypeVar("T")
 
+Seconds = Annotated[float, Ge(0.001), Le(1e9)]
+"""A deadline: a millisecond, for what may be that quick, to some 30 years, which every clock and lock still takes."""
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 CHECKED = pydantic.ConfigDict(
     extra="forbid",
@@ -32,8 +35,6 @@ CHECKED = pydantic.ConfigDict(
     coerce_numbers_to_str=True,
     revalidate_instances="always",
 )
-EXTRAS = ("ray",)
-"""Packages that classes of prl's own import, and that an extra of prl installs."""
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 """Pydantic's names of the error that there is no such option."""
 MISSED = ("missing", "missing_argument", "missing_keyword_only_argument")
@@ -56,7 +57,7 @@ def build(node: Any, base: type[T], where: str) -> T:
     options = options_of(node, cls, where)
     if missing := sorted(options_taken(cls).required - options.keys()):
         raise ConfigError(f"{where}.{missing[0]} has no value: give one, {where}.{missing[0]}=<value>")
-    with contained(where, f"making {cls.__name__}", cls.__module__):
+    with contained(where, f"making {cls.__name__}"):
         component: T = cls(**options)
     if hasattr(component, "check"):
         with hook(where, component, "check"):
@@ -102,8 +103,6 @@ def class_of(node: Any, base: type[T], where: str) -> type[T]:
     if not (inspect.isclass(result) and issubclass(result, base)):
         wanted = f"{base.__module__}.{base.__name__}"
         raise ConfigError(f"{where}._target_={plain(node)['_target_']!r} is not a subclass of {wanted}")
-    if inspect.isabstract(result):
-        raise ConfigError(f"{where}._target_={plain(node)['_target_']!r} is abstract: name a class that is not")
     return result
 
 
@@ -113,13 +112,12 @@ def located(node: Any, where: str) -> Any:
     target = settings.get("_target_") if isinstance(settings, dict) else None
     if not isinstance(target, str) or target == MISSING:
         raise ConfigError(f"{where} has no _target_: give the dotted path of a class or function, my_package.Thing")
-    with contained(f"{where}._target_={target!r}", "importing it", target):
+    with contained(f"{where}._target_={target!r}", "importing it"):
         module, _, name = target.rpartition(".")
         try:
             return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:  # the last where there is no dot
-            extra = getattr(error, "name", None)
-            hint = f": pip install 'prl[{extra}]'" if extra in EXTRAS else ""
+            hint = ": pip install 'prl[ray]'" if getattr(error, "name", None) == "ray" else ""
             raise ConfigError(f"{where}._target_={target!r}: {in_one_line(error)}{hint}") from error
 
 
@@ -231,7 +229,7 @@ def instantiated(value: Any, where: str) -> Any:
     options = options_of(value, target, where)
     if value.get("_partial_"):
         return functools.partial(target, **options)
-    with contained(where, f"making {value['_target_']}", value["_target_"]):
+    with contained(where, f"making {value['_target_']}"):
         return target(**options)
 
 
@@ -300,6 +298,66 @@ def check_node(node: Any, key: str) -> None:
     group = key.rpartition(".")[2]
     own = f"+{group}@{key}" if key.startswith("envs.") else group
     raise ConfigError(f"{key}={str(node)[:80]} has no _target_: choose an option of its group, {own}=<name>")
+
+
+# --- signatures -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a class or function takes by name. Not to be changed."""
+
+    annotations: dict[str, Any]
+    defaults: dict[str, Any]
+    """MISSING where one is required."""
+    any_other: bool
+    """Whether it takes any other name as well."""
+
+    @property
+    def required(self) -> set[str]:
+        """The names of options without a default."""
+        return {name for name, default in self.defaults.items() if default == MISSING}
+
+
+@functools.cache
+def options_taken(target: Any) -> Options:
+    """The options of a class or function.
+
+    A constructor with `**options` passes them to its base class, so the base class's options count as well. A class may
+    keep its options in a dataclass, its attribute `Config`.
+    """
+    config = options_taken(target.Config) if hasattr(target, "Config") else Options({"_target_": str}, {}, False)
+    annotations = {name: kind for name, kind in config.annotations.items() if name != "_target_"}
+    defaults = {name: default for name, default in config.defaults.items() if name != "_target_"}
+    owners = [cls for cls in inspect.getmro(target) if "__init__" in vars(cls)][:-1] if inspect.isclass(target) else []
+    passes_on = False
+    for owner in owners or (target,):
+        signature = signature_of(vars(owner)["__init__"] if owners else target)
+        made = {field.name: field for field in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else {}
+        for name, parameter in signature.parameters.items():
+            if parameter.kind in NAMED and name not in annotations and not (owners and name == "self"):
+                annotations[name] = parameter.annotation
+                default = MISSING if parameter.default is parameter.empty else parameter.default
+                field = made.get(name)
+                factory = None if field is None else field.default_factory
+                defaults[name] = factory() if callable(factory) else default
+        passes_on = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        if not passes_on:
+            break
+    return Options(annotations, defaults, passes_on and not hasattr(target, "Config"))
+
+
+def signature_of(call: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a function, in which an annotation that only a type checker can resolve is Any."""
+    try:
+        result = inspect.signature(call, eval_str=True)
+    except Exception:  # whatever evaluating an annotation raises
+        result = inspect.signature(call)
+    unknown = [
+        name for name, p in result.parameters.items() if p.annotation is p.empty or isinstance(p.annotation, str)
+    ]
+    known = [p.replace(annotation=Any) if name in unknown else p for name, p in result.parameters.items()]
+    return result.replace(parameters=known)
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------

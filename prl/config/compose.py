@@ -15,9 +15,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
 from prl.config.build import check_node, located, plain, read, read_node
-from prl.config.engine_schema import TransformersConfig
 from prl.config.run_yaml import quoted
-from prl.config.schema import TrainConfig, VLLMConfig
+from prl.config.schema import TrainConfig, TransformersConfig, VLLMConfig
 from prl.errors import ConfigError
 from prl.models import model_path
 from prl.orchestrator.config import OrchestratorConfig

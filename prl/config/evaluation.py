@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le
 from omegaconf import MISSING
 
+from prl.config.build import Seconds
 from prl.config.schema import EnvConfig, RunConfig
-from prl.config.signature import Seconds
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
@@ -36,67 +36,49 @@ class Placement(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a run asks for."""
+class Need:
+    """The processes of one kind that a run has."""
 
-    engines: int = 0
-    """The policy's servers."""
-    engine_gpus: int = 0
-    """GPUs that each of them spans; 0 = it computes on the CPU. So for the others."""
-    ranks: int = 0
-    """Of the trainer."""
-    rank_gpus: int = 0
-    teachers: int = 0
-    """Servers of the hosted teacher."""
-    teacher_gpus: int = 0
+    count: int
+    size: int
+    """GPUs that each of them takes; 0 = it computes on the CPU."""
+    option: str = ""
+    """What says so, for messages."""
 
-    def of_each(self) -> list[tuple[int, str]]:
-        """GPUs that each kind takes, and the settings that say so."""
-        return [
-            (self.engines * self.engine_gpus, f"engine.servers={self.engines} of {self.engine_gpus} GPUs"),
-            (self.ranks * self.rank_gpus, f"trainer.num_processes={self.ranks}"),
-            (self.teachers * self.teacher_gpus, f"teacher.engine.servers={self.teachers} of {self.teacher_gpus} GPUs"),
-        ]
-
-    def least(self) -> int:
-        """GPUs that are enough: one, where that can be shared by all, else one for each process."""
-        counts = [count for count, _ in self.of_each()]
-        return 1 if max(counts) == 1 else sum(counts)
+    @property
+    def gpus(self) -> int:
+        """GPUs that all of them take."""
+        return self.count * self.size
 
 
-def place(needs: Needs, gpus: int) -> Placement:
+def place(engines: Need, ranks: Need, teachers: Need, gpus: int) -> Placement:
     """Give the servers their GPUs, then the trainer's ranks, then the teacher's servers; a single GPU is shared by all.
 
     Raises ConfigError where the machine has too few `gpus` for each process to have its own.
     """
-    shared = gpus == needs.least() == 1
-    counts = needs.of_each()
-    if not shared and sum(count for count, _ in counts) > gpus:
-        asked = [(count, text) for count, text in counts if count]
+    needs = [need for need in (engines, ranks, teachers) if need.gpus]
+    taken = sum(need.gpus for need in needs)
+    shared = gpus == 1 and all(need.gpus == 1 for need in needs)
+    if not shared and taken > gpus:
         raise ConfigError(
-            f"{' and '.join(text for _, text in asked)} take {sum(count for count, _ in asked)} GPUs, each its own, "
+            f"{' and '.join(need.option for need in needs)} take {taken} GPUs, each its own, "
             f"and this machine has {gpus} ({VISIBLE}, nvidia-smi): lower one of them"
         )
     free = iter(range(gpus))
 
-    def take(count: int, size: int) -> list[Gpus]:
-        if shared and size:
-            return [(0,)] * count
-        return [tuple(itertools.islice(free, size)) for _ in range(count)]
+    def take(need: Need) -> list[Gpus]:
+        if shared and need.size:
+            return [(0,)] * need.count
+        return [tuple(itertools.islice(free, need.size)) for _ in range(need.count)]
 
-    engines = take(needs.engines, needs.engine_gpus)
-    ranks = take(needs.ranks, needs.rank_gpus)
-    return Placement(engines, ranks, take(needs.teachers, needs.teacher_gpus))
+    return Placement(take(engines), take(ranks), take(teachers))
 
 
-def visible_devices(gpus: Sequence[int], environ: Mapping[str, str]) -> dict[str, str]:
-    """What has a process see the GPUs with these numbers, among those that `environ` shows; nothing for none."""
-    shown = environ.get(VISIBLE)
+def visible_devices(gpus: Sequence[int]) -> dict[str, str]:
+    """What has a process see the GPUs with these numbers, among those that the run may use; nothing for none."""
     if not gpus:
         return {}
-    if shown is None:
-        return {VISIBLE: ",".join(map(str, gpus))}
-    names = [name.strip() for name in shown.split(",") if name.strip()]
+    names = visible_gpus()
     return {VISIBLE: ",".join(names[gpu] for gpu in gpus)}
 
 

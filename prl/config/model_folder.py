@@ -42,11 +42,7 @@ def check_model(path: str, key: str, *, weights: bool = True) -> None:
         if not folder.is_dir():
             raise ConfigError(f"{where}: there is no such folder")
         read_config(folder, where)
-        if not weights and not has_weights(folder):
-            check_tokenizer_files(folder, where)
-            return
-        tensors = dict(tensors_of(folder, where))
-        if not tensors:
+        if (weights or has_weights(folder)) and not dict(tensors_of(folder, where)):
             raise ConfigError(f"{where} has no weights: its *.safetensors files hold no tensor")
         check_tokenizer_files(folder, where)
     except OSError as error:
@@ -135,10 +131,7 @@ def positions(config: dict[str, Any]) -> int | None:
 def check_length(max_model_len: int, limit: int | None, prefix: str, path: str) -> None:
     """Raise ConfigError where sequences are to be longer than the model's `limit`; `prefix` is of its keys."""
     if limit is not None and max_model_len > limit and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
-        raise ConfigError(
-            f"{prefix}max_model_len={max_model_len} is above the {limit} positions of {prefix}path={path!r}: "
-            f"set {prefix}max_model_len={limit} or less"
-        )
+        raise ConfigError(f"{prefix}max_model_len={max_model_len} is above the {limit} positions of {path!r}")
 
 
 def embedding_rows(path: str) -> int | None:

@@ -107,9 +107,7 @@ def check_source(sampling: SourceConfig, where: str) -> None:
     if sampling.source != DEMONSTRATIONS:
         check_reference(sampling.source, f"{where}.source", hosted=True)
         if sampling.demo_key != SourceConfig.demo_key:
-            raise ConfigError(
-                f"{where}.demo_key={sampling.demo_key}: it is read with {where}.source=demonstrations alone"
-            )
+            raise ConfigError(f"{where}.demo_key={sampling.demo_key}: only {where}.source=demonstrations reads it")
     elif not sampling.demo_key:
         raise ConfigError(f"{where}.demo_key is empty: name the task's field that holds its demonstration")
 
@@ -125,11 +123,7 @@ def check_reference(value: Any, where: str, *, hosted: bool = False) -> None:
     if value == POLICY:
         return
     if not isinstance(value, FrozenModelConfig):
-        raise ConfigError(
-            f"{where}={value!r} is not a model reference: write policy, or a frozen model with name and base_url (its "
-            f"keys: {', '.join(KEYS)})"
-            + (", or demonstrations, those of the tasks" if where.endswith("sampling.source") else "")
-        )
+        raise ConfigError(f"{where}={value!r} is not a model reference: write policy, or {{{', '.join(KEYS)}}}")
     if not (value.name and isinstance(value.name, str)):
         raise ConfigError(f"{where}.name={value.name!r}: give the name that the endpoint serves the model under")
     if not isinstance(value.timeout_s, int | float) or not 0 < value.timeout_s < float("inf"):
@@ -139,10 +133,7 @@ def check_reference(value: Any, where: str, *, hosted: bool = False) -> None:
     if hosted:
         return
     if not value.urls:
-        raise ConfigError(
-            f"{where} is a frozen model without base_url: give its endpoint, {where}.base_url=http://host:port/v1 "
-            "(teacher=local has one hosted for the run)"
-        )
+        raise ConfigError(f"{where} is a frozen model without base_url: give it, or choose teacher=local")
     for url in value.urls:
         check_url(url, f"{where}.base_url", "http://127.0.0.1:8001/v1")
     if value.api_key_var is not None and not os.environ.get(value.api_key_var):

@@ -3,18 +3,17 @@
 A node typed `Any` is a component: `_target_` names its class, whose signature is its schema (`prl.config.build`).
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
-from prl.config.engine_schema import EngineConfig
+from prl.config.build import Seconds
+from prl.config.gpus import device_type
 from prl.config.hardware import MachineConfig
-from prl.config.lora import LoraConfig
 from prl.config.model_reference import FrozenModelConfig, as_reference, frozen_models
-from prl.config.signature import Seconds
-from prl.config.sweeps import OptimizedMetricConfig, SweepConfig
 
 
 @dataclass
@@ -59,10 +58,45 @@ class ModelConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Train low-rank adapters (LoRA, arXiv 2106.09685) in place of the weights: W + alpha / rank * B A."""
+
+    rank: Annotated[int, Ge(1), Le(1024)] | None = None
+    """Rank of the adapters; null = the weights themselves are trained. LoRA wants about ten times their learning rate.
+    """
+    alpha: Annotated[float, Gt(0), Le(1e6)] = 32.0
+    """Divided by the rank, it scales the adapters."""
+    target_modules: list[str] | None = None
+    """Linear layers that get an adapter, by the ends of their names, e.g. [q_proj,v_proj]; null = all but the output
+    head."""
+
+
+@dataclass
 class PolicyModelConfig(ModelConfig):
     """A model that is trained."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass
+class EngineConfig:
+    """What every way to run a model has."""
+
+    _target_: str = MISSING
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: CUDA where `nvidia-smi` finds a GPU, else the CPU."""
+    max_num_seqs: Annotated[int, Ge(1), Le(65536)] = 256
+    """Sequences an engine runs at once."""
+    threads: Annotated[int, Ge(1)] | None = None
+    """CPU threads of one engine; null = its share of the cores, at most one for each 2.5 million parameters, and 8
+    where it has a GPU."""
+    update_timeout_s: Seconds = 300.0
+    """Deadline for one weight update of the policy, seconds. A frozen model is not updated."""
+
+    @property
+    def device_type(self) -> str:
+        """What `device` means on this machine: `cpu` or `cuda`."""
+        return device_type(self.device)
 
 
 @dataclass
@@ -95,6 +129,22 @@ class VLLMConfig(EngineConfig):
     """How often each server is started again when it dies in the middle of a run: with the weights of then, and the
     requests that it had not answered are sent again. One that dies more often is given up; the last one ends the
     run. A server of `urls` is not ours to start."""
+
+
+@dataclass
+class TransformersConfig(EngineConfig):
+    """transformers' model in the process of the run: nothing to start. For small models, debugging and tests."""
+
+    _target_: str = "prl.engines.transformers.TransformersEngine"
+    in_process: ClassVar[bool] = True
+    """Its models are in the process of the run: no launcher starts any, and no HTTP client reaches them."""
+    servers: ClassVar[int] = 0
+    urls: ClassVar[Sequence[str]] = ()
+    port: ClassVar[None] = None
+    args: ClassVar[Mapping[str, Any]] = {}
+    tensor_parallel_size: ClassVar[int] = 1
+    restarts: ClassVar[int] = 0
+    startup_timeout_s: ClassVar[float] = 600.0
 
 
 @dataclass
@@ -237,6 +287,27 @@ class CheckpointConfig:
     """Checkpoints of steps that are multiples of this are kept for good; null = none."""
     grace_s: Annotated[float, Ge(0), Le(1e9)] = 60.0
     """Time that a run has for a last checkpoint once it is stopped (SIGTERM, SIGHUP, Ctrl-C), seconds. 0 = none."""
+
+
+@dataclass
+class OptimizedMetricConfig:
+    """The number of a run that a sweep compares its jobs by, and a sweeper optimises."""
+
+    key: str | None = None
+    """Name of the metric; `*` stands for anything, and what matches is averaged. null = the held-out reward,
+    `eval/*/avg@*`, or in a run without evaluation `reward/all/mean`."""
+    last: Annotated[int, Ge(1)] = 2
+    """How many of the last steps that have the metric are averaged."""
+    direction: Literal["maximize", "minimize"] = "maximize"
+    """What is better."""
+
+
+@dataclass
+class SweepConfig:
+    """What the jobs of a sweep have in common."""
+
+    share_engine: bool = False
+    """Keep engines warm for the next job of the same process that has the same model and settings of them."""
 
 
 @dataclass

@@ -47,10 +47,7 @@ def check_names(model: Any) -> None:
         shapes += [(part, value.shape) for part, value in as_in_files(model, name, tensor).items()]
     if len(shapes) != len(expected) or dict(shapes) != expected:
         odd = next((name for name, shape in shapes if expected.get(name) != shape), next(iter(expected)))
-        raise ValueError(
-            f"{type(model).__name__}: transformers makes {odd} of its files out of several tensors, which prl, "
-            "writing one after the other, cannot"
-        )
+        raise ValueError(f"{type(model).__name__}: {odd} of its files is made of several tensors: prl cannot write it")
 
 
 def stays_float32(model: Any, name: str) -> bool:

@@ -8,34 +8,29 @@ from prl.errors import ConfigError, PrlError, of_own_code
 
 log = logging.getLogger(__name__)
 
-OWN = ("prl.", "torch.optim.")
-"""Beginnings of the paths of code that is not the user's."""
-
 
 @contextlib.contextmanager
-def contained(where: str, what: str, path: str) -> Iterator[None]:
+def contained(where: str, what: str) -> Iterator[None]:
     """Run the block, which is code that a config names; what it raises is a refusal.
 
     Args:
         where: The config key, for messages.
         what: What the block does, for messages: `importing it`.
-        path: The dotted path of the code. Of what prl's own raises, only what is an Exception is a refusal.
 
     Raises:
         ConfigError: The code has raised something.
     """
-    failures = Exception if path.startswith(OWN) else BaseException
     try:
         yield
     except PrlError:
         raise
-    except failures as error:
+    except BaseException as error:
         raise failed(error, where, what) from error
 
 
 def hook(where: str, component: object, name: str) -> contextlib.AbstractContextManager[None]:
     """`contained`, for a block that calls the method `name` of a component."""
-    return contained(where, f"{type(component).__name__}.{name}", type(component).__module__)
+    return contained(where, f"{type(component).__name__}.{name}")
 
 
 def failed(error: BaseException, where: str, what: str) -> ConfigError:

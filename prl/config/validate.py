@@ -12,12 +12,10 @@ from typing import Any
 from prl.config import gpus
 from prl.config.build import check_node, check_values, plain
 from prl.config.engine_options import check_options
-from prl.config.hardware import MachineConfig
-from prl.config.lora import LoraConfig
-from prl.config.machine import check_memory, check_ranks, check_run_dir
+from prl.config.hardware import MachineConfig, check_memory, check_ranks
 from prl.config.model_folder import check_model
 from prl.config.model_reference import FrozenModelConfig, check_reference, check_url
-from prl.config.schema import EnvConfig, ModelConfig, TrainConfig, VLLMConfig
+from prl.config.schema import EnvConfig, LoraConfig, ModelConfig, TrainConfig, VLLMConfig
 from prl.errors import ConfigError
 from prl.monitors.masking import HIDDEN
 
@@ -37,17 +35,16 @@ def validate(config: TrainConfig) -> None:
     if config.machine != MachineConfig() and not config.dry_run and config.launcher["_target_"] != CLUSTER:
         raise ConfigError("machine describes a cluster, or the machine of a dry run: add dry_run=true, or leave it out")
     check_run_name(config.run.name)
-    check_run_dir(config.run.dir)
+    if not config.run.dir.strip() or not config.run.dir.isprintable():
+        raise ConfigError(f"run.dir={config.run.dir!r} is no directory's path: leave it out for outputs/<run.name>")
     check_device(config.trainer.device, "trainer.device")
     config.orchestrator.check("orchestrator")
     validate_envs(config)
-    if config.trainer.seq_len < config.model.max_model_len:
-        warnings.warn(
-            f"trainer.seq_len={config.trainer.seq_len} is below model.max_model_len={config.model.max_model_len}: "
-            "longer samples are cut. Leave trainer.seq_len out to have it follow the model",
-            stacklevel=2,
-        )
-    check_lora(config.model.lora)
+    seq_len, longest = config.trainer.seq_len, config.model.max_model_len
+    if seq_len < longest:
+        warnings.warn(f"trainer.seq_len={seq_len} cuts samples: model.max_model_len={longest}", stacklevel=2)
+    if config.model.lora.rank is None and config.model.lora != LoraConfig():
+        raise ConfigError("model.lora.rank has no value, and model.lora describes adapters: give it one")
     validate_server(config.model, config.engine, weights=not config.dry_run)
     validate_teacher(config)
     if config.trainer.device_type == "cpu":
@@ -75,17 +72,6 @@ def refuse_masked(node: Any, where: str = "") -> None:
                 "'${oc.env:NAME}' for what the environment variable NAME holds"
             )
         refuse_masked(value, name)
-
-
-def check_lora(lora: LoraConfig) -> None:
-    """Raise ConfigError for adapters that are described, and not asked for."""
-    if lora.rank is not None:
-        return
-    for name in ("alpha", "target_modules"):
-        if (value := getattr(lora, name)) != getattr(LoraConfig(), name):
-            raise ConfigError(
-                f"model.lora.{name}={value} without model.lora.rank: there are no adapters without a rank"
-            )
 
 
 def check_run_name(name: str) -> None:
@@ -121,10 +107,7 @@ def validate_teacher(config: TrainConfig) -> None:
     teacher = config.teacher
     if teacher.model is not None:
         if teacher.base_url is not None:
-            raise ConfigError(
-                f"teacher.base_url={teacher.base_url}: teacher=local is hosted by the launcher, which chooses the "
-                "address; for a model that is served already write teacher=endpoint teacher.name=… teacher.base_url=…"
-            )
+            raise ConfigError(f"teacher.base_url={teacher.base_url}: teacher=local has one: choose teacher=endpoint")
         validate_server(teacher.model, teacher.engine, "teacher.", weights=not config.dry_run)
     elif not (teacher.name and teacher.base_url):
         missing = "base_url" if teacher.name else "name"
@@ -132,8 +115,7 @@ def validate_teacher(config: TrainConfig) -> None:
             for key, reference in config.frozen_of(env):
                 if (reference.name, reference.base_url) == (teacher.name, teacher.base_url):
                     raise ConfigError(
-                        f"teacher.{missing} has no value, and {key} refers to it: a model that is served already needs "
-                        "teacher.name=<served name> teacher.base_url=http://host:port/v1"
+                        f"teacher.{missing} has no value, and {key} refers to it: give teacher.name, teacher.base_url"
                     )
 
 
@@ -171,18 +153,13 @@ def check_env_models(name: str, env: EnvConfig, hosts: Callable[[FrozenModelConf
         hosted = isinstance(reference, FrozenModelConfig) and hosts(reference)
         check_reference(reference, f"envs.{name}.models.{role}", hosted=hosted)
     if env.models and (env.in_process is False or env.workers.where == "ray"):
-        raise ConfigError(
-            f"envs.{name}.models: their clients are in the process of the run, and so are its graders: leave out "
-            "in_process=false and workers.where=ray"
-        )
+        raise ConfigError(f"envs.{name}.models: graders that ask them run here: leave out in_process and workers.where")
 
 
 def check_env_name(name: str) -> None:
     """Refuse a name that metrics or files cannot carry."""
     if name == "all" or not re.fullmatch(r"[\w.-]+", name):
-        raise ConfigError(
-            f"envs: {name!r} cannot name an env: use letters, digits and _.- ('all' is taken by the metrics)"
-        )
+        raise ConfigError(f"envs: {name!r} cannot name an env: use letters, digits and _.-, and not 'all'")
 
 
 def check_device(device: str, key: str) -> None:

@@ -2,8 +2,8 @@
 
     python -m prl.config.write [--check]
 
-Above `MARK` a file is written by hand, and what it sets is left out below. `--check` writes nothing, and fails if a
-file is not as it would be written.
+Above `MARK` a file is written by hand, and what it sets is left out below. A new option begins with a comment and its
+`_target_`. `--check` writes nothing, and fails if a file is not as it would be written.
 """
 
 import ast
@@ -12,109 +12,62 @@ import functools
 import inspect
 import itertools
 import math
-import pkgutil
 import re
 import sys
 import textwrap
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
+from omegaconf import MISSING
 
-from prl.algorithms.base import Algorithm
+from prl.config import schema
+from prl.config.build import located, options_taken
 from prl.config.compose import CONF, OF_TRAINER, options
-from prl.config.engine_schema import TransformersConfig
 from prl.config.evaluation import EvaluationConfig
-from prl.config.schema import (
-    EnvConfig,
-    FiltersConfig,
-    ModelConfig,
-    PolicyModelConfig,
-    ServeConfig,
-    TeacherConfig,
-    TrainConfig,
-    VLLMConfig,
-)
-from prl.config.signature import options_taken
-from prl.curriculum.pools import TaskCurriculum
-from prl.engines.renderer import RendererConfig
+from prl.engines import renderer
 from prl.engines.sampler import Sampler
-from prl.filters.base import Filter
-from prl.launch.inline import InlineLauncher
-from prl.launch.local import LocalLauncher
-from prl.launch.ray import RayLauncher
-from prl.launch.slurm import SlurmLauncher
-from prl.monitors.base import Monitor
-from prl.orchestrator.config import OrchestratorConfig
-from prl.trainer.config import (
-    LOSSES,
-    AdamWConfig,
-    CustomLossConfig,
-    FileTransportConfig,
-    RayTransportConfig,
-    SGDConfig,
-    TrainerConfig,
-)
-from prl.trainer.schedule import Constant, Cosine, Linear
+from prl.orchestrator import config as orchestrator_config
+from prl.trainer import config as trainer_config
 
 MARK = "# --- what follows is the code's, by python -m prl.config.write; other values go above this line"
-COMMANDS = {"train": TrainConfig, "serve": ServeConfig, "eval": EvaluationConfig}
+COMMANDS = {"train": schema.TrainConfig, "serve": schema.ServeConfig, "eval": EvaluationConfig}
 OWN = {"train": {"sweep"}, "serve": set[str](), "eval": {"model"}}
 """Keys of a command that are named as a group is and filled by no option of it."""
+DESCRIBED: dict[str, Any] = {
+    "env": schema.EnvConfig,
+    "filters/none": schema.FiltersConfig,
+    "loss/custom": trainer_config.CustomLossConfig,
+    "model": schema.ModelConfig,
+    "sampling/default": Sampler,
+    "teacher": schema.TeacherConfig,
+}
+"""Dataclasses with the fields of options that name no class, by group or option."""
+SCHEMAS: dict[str, Any] = {}
+"""Dataclasses with the options of classes and functions, by the path of those."""
+for module in (schema, orchestrator_config, renderer, trainer_config):
+    named = [cls for cls in vars(module).values() if getattr(cls, "_target_", MISSING) != MISSING]
+    SCHEMAS |= {cls._target_: cls for cls in named}
 COMPONENTS = ("algo", "curriculum", "filter", "launcher", "monitor", "sampling", "schedule")
 """Groups whose options are components with the fields of their constructors."""
 WIDTH = 120
 
 
-@functools.cache
-def components(base: type) -> dict[str, type]:
-    """The concrete subclasses of `base` in the modules beside its own, by module name: `grpo` -> GRPOAlgorithm."""
-    package = import_module(base.__module__.rpartition(".")[0])
-    modules = [import_module(f"{package.__name__}.{info.name}") for info in pkgutil.iter_modules(package.__path__)]
-    return {
-        module.__name__.rpartition(".")[2]: cls
-        for module in modules
-        for cls in vars(module).values()
-        if inspect.isclass(cls) and cls.__module__ == module.__name__
-        if issubclass(cls, base) and cls is not base and not inspect.isabstract(cls)
-    }
-
-
 def classes() -> dict[str, Any]:
-    """What says which fields an option has, by `<group>/<name>`: the class of the component, or a dataclass."""
-    result: dict[str, Any] = {
-        "sampling/default": Sampler,
-        "curriculum/default": TaskCurriculum,
-        "filters/none": FiltersConfig,
-        "engine/default": VLLMConfig,
-        "engine/transformers": TransformersConfig,
-        "loss/custom": CustomLossConfig,
-        "launcher/inline": InlineLauncher,
-        "launcher/local": LocalLauncher,
-        "launcher/ray": RayLauncher,
-        "launcher/slurm": SlurmLauncher,
-        "orchestrator/default": OrchestratorConfig,
-        "trainer/default": TrainerConfig,
-        "optim/adamw": AdamWConfig,
-        "optim/muon": AdamWConfig,
-        "optim/sgd": SGDConfig,
-        "weights/files": FileTransportConfig,
-        "weights/ray": RayTransportConfig,
-        "schedule/constant": Constant,
-        "schedule/cosine": Cosine,
-        "schedule/linear": Linear,
-    }
-    for group, base in (("algo", Algorithm), ("filter", Filter), ("monitor", Monitor)):
-        result |= {f"{group}/{name}": cls for name, cls in components(base).items()}
-    for group, schema in (("renderer", RendererConfig), ("env", EnvConfig), ("model", ModelConfig)):
-        result |= {f"{group}/{name}": schema for name in options()[group] if f"{group}/{name}" != "renderer/custom"}
-    for schema in LOSSES:
-        result["loss/" + schema._target_.rpartition(".")[2].removesuffix("_loss")] = schema
-    return result | {f"teacher/{name}": TeacherConfig for name in options()["teacher"]}
+    """What says which fields an option has, by `<group>/<name>`: the class that its file names, or a dataclass."""
+    result: dict[str, Any] = {}
+    for path in [f"{group}/{name}" for group, names in options().items() for name in names]:
+        node = yaml.safe_load((CONF / f"{path}.yaml").read_text(encoding="utf-8")) or {}
+        target = node.get("_target_", "")
+        described = DESCRIBED.get(path) or DESCRIBED.get(path.partition("/")[0]) or SCHEMAS.get(target)
+        if described is None and target.startswith("prl."):
+            described = located(node, path)
+        if described is not None:
+            result[path] = described
+    return result
 
 
 def pages() -> dict[Path, str]:
@@ -132,13 +85,12 @@ def pages() -> dict[Path, str]:
 def page(file: Path, path: str, described: Any, groups: Collection[str] = ()) -> str:
     """The text of a file. `path` is `<group>/<name>` for an option; `groups` are what other options fill."""
     group, _, name = path.partition("/")
-    own = file.read_text(encoding="utf-8") if file.exists() else f"# {first_line(described)}"
-    own = own.partition(MARK)[0].rstrip()
+    own = file.read_text(encoding="utf-8").partition(MARK)[0].rstrip()
     given = {*groups, *(yaml.safe_load(own) or {})}
     values = {"name": name} if group == "renderer" else {}
     fields = [lines for key, lines in node_of(group, described, values) if key not in given]
     if path == "train":  # beside what the options of `model` set
-        fields += ["model:", *(lines for key, lines in fields_of(PolicyModelConfig, {}, "  ") if key == "lora")]
+        fields += ["model:", *(lines for key, lines in fields_of(schema.PolicyModelConfig, {}, "  ") if key == "lora")]
     if path in ("train", "eval"):  # the options of `sampling` set some of them, for an env as well
         fields += ["sampling:", *(lines for _, lines in node_of("sampling", Sampler, {}, "  "))]
     if group == "sampling":
@@ -209,12 +161,6 @@ def type_of(annotation: Any) -> str:
 # --- what the code says -----------------------------------------------------------------------------------------------
 
 
-def first_line(described: Any) -> str:
-    """The first sentence of a docstring; nothing where `dataclass` made one up."""
-    text = inspect.getdoc(described) or ""
-    return "" if text.startswith(f"{getattr(described, '__name__', '')}(") else text.split("\n\n")[0].replace("\n", " ")
-
-
 @functools.cache
 def docs_of(described: Any) -> dict[str, str]:
     """The docstrings under the fields of a class and of its base classes, by field."""
@@ -239,13 +185,10 @@ def docs_in(tree: ast.AST) -> dict[str, str]:
 
 def main(arguments: list[str]) -> None:
     """Write the files that are not as they are to be, or with `--check` end with status 1 naming them."""
-    stale = {
-        path: text for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text
-    }
+    stale = {path: text for path, text in pages().items() if path.read_text(encoding="utf-8") != text}
     if "--check" in arguments and stale:
         sys.exit("\n".join(f"{path} is out of date: python -m prl.config.write" for path in stale))
     for path, text in stale.items():
-        path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
 

@@ -124,8 +124,7 @@ class Demonstrations(MessageSource):
             given = _spoken(dialogue.messages) - _spoken(Dialogue(shown).messages)
         if given >= len(replies):
             raise UnusableReply(
-                f"the env asks for reply {given + 1}, and the task's {self.key} has {len(replies)}: for a conversation "
-                "it is a list of messages"
+                f"the env asks for reply {given + 1}, and the task's {self.key} has {len(replies)} (a list of messages)"
             )
         return [Answer(replies[given], may_be_cut=False)] * n
 

@@ -4,18 +4,18 @@ import asyncio
 import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
 
+from prl.engines import replies
 from prl.engines.http import PROBE_S, Endpoints
-from prl.engines.replies import Completion, Scored, read_completions, read_prompt_logprobs, read_top
+from prl.engines.replies import Completion, Scored
 from prl.engines.rotation import Rotation
-from prl.engines.routing import Server
-from prl.engines.traffic import Traffic
+from prl.engines.servers import Server, Traffic
 from prl.engines.vllm.protocol import GENERATE, LOAD
 from prl.engines.vllm.server import TOKEN_VARIABLE
 from prl.errors import DeadlinePassed, EngineError, PrlError
@@ -86,12 +86,12 @@ class ModelPool(ABC):
         return None if self.version is None else f"v{self.version}"
 
     @property
-    def servers(self) -> list[Server]:
-        return [] if self.http is None else self.http.servers
+    def servers(self) -> Sequence[Server]:
+        return self.traffic.servers
 
     @property
     def urls(self) -> list[str]:
-        """Without `/v1`."""
+        """Their addresses, without `/v1`."""
         return [server.url for server in self.servers]
 
     @property
@@ -106,7 +106,7 @@ class ModelPool(ABC):
 
     @property
     def requests_in_flight(self) -> int:
-        return sum(self.traffic.in_flight.values())
+        return sum(server.in_flight for server in self.servers)
 
 
 class PolicyPool(ModelPool):
@@ -114,10 +114,13 @@ class PolicyPool(ModelPool):
 
     version: int = 0
     """Policy version of all its servers; while they load another, some may have that already."""
-    loading: int | None = None
-    """The version that is being loaded; None = none is."""
     counts: Counter[str]
     """Metrics since the run began."""
+
+    @property
+    def loading(self) -> int | None:
+        """The version that is being loaded; None = none is."""
+        return next((server.loading for server in self.servers if server.loading is not None), None)
 
     @abstractmethod
     async def update_weights(self, version: int, path: str, timeout_s: float = 300.0) -> None:
@@ -144,20 +147,16 @@ class InferencePool(PolicyPool):
 
     http: Endpoints
 
-    def __init__(
-        self, urls: list[str], model: str, token: str | None, *, shared: bool = False, request_timeout_s: float = 3600.0
-    ):
+    def __init__(self, urls: list[str], model: str, token: str | None, *, shared: bool = False):
         """
         Args:
             urls: Base URLs of the servers, with or without `/v1`.
             model: The name they serve the model under.
             token: Sent as a bearer token; None = none is sent.
             shared: Whether the servers outlive this run. It has them alone meanwhile: PrlError where another one does.
-            request_timeout_s: Deadline of one request, seconds.
         """
-        urls = without_v1(urls)
-        super().__init__(model, Traffic(urls))
-        self.http = Endpoints(urls, model, token, self.traffic, request_timeout_s=request_timeout_s)
+        super().__init__(model, Traffic(servers_at(urls)))
+        self.http = Endpoints(model, token, self.traffic)
         self.rotation = Rotation(self.http.servers, self.http.router, self._probe, self._catch_up)
         self.counts = self.rotation.counts
         self._updating = asyncio.Lock()
@@ -165,7 +164,7 @@ class InferencePool(PolicyPool):
         self._path: str | None = None
         """Where the weights of the newest version are; None = the servers began with them."""
         self._update_timeout_s = 300.0
-        self._locks = [lock_of(url) for url in urls] if shared else []
+        self._locks = [lock_of(url) for url in self.urls] if shared else []
 
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
@@ -175,7 +174,8 @@ class InferencePool(PolicyPool):
         priority = sampling.pop("priority", 0)
 
         def read(reply: dict[str, Any], version: int) -> list[Completion]:
-            return read_completions(reply, prompt_ids, n, version, self._newest)
+            replies.require_prompt(prompt_ids, reply)
+            return [replies.read_completion(choice, version, self._newest) for choice in replies.choices_of(reply, n)]
 
         return await self._ask(prompt_ids, sampling, read, n, prefix, priority)
 
@@ -183,8 +183,10 @@ class InferencePool(PolicyPool):
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k, "detokenize": False}
 
         def read(reply: dict[str, Any], version: int) -> Scored:
-            own = read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
-            return Scored(own, *(read_top(reply.get("prompt_top"), len(token_ids), top_k) if top_k else ([], [])))
+            own = replies.read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
+            if not top_k:
+                return Scored(own, [], [])
+            return Scored(own, *replies.read_top(reply.get("prompt_top"), len(token_ids), top_k))
 
         return await self._ask(token_ids, sampling, read)
 
@@ -202,7 +204,7 @@ class InferencePool(PolicyPool):
         async def send(server: Server) -> Read:
             version = server.version
             body = {"token_ids": token_ids, "sampling": sampling, "cache_salt": f"v{version}", "priority": priority}
-            reply = await self.http.post(server, GENERATE, body, n=n, headers=server.headers)
+            reply = await self.http.post(server, GENERATE, body, n=n)
             with self.http.reading(server, GENERATE):
                 return read(reply, version)
 
@@ -222,13 +224,9 @@ class InferencePool(PolicyPool):
         """
         async with self._updating:
             self._newest, self._path, self._update_timeout_s = version, path, timeout_s
-            self.loading = version
-            try:
-                await asyncio.gather(*(self._update(server) for server in self.servers if not server.away))
-                await self.rotation.free()
-                self.version = version
-            finally:
-                self.loading = None
+            await asyncio.gather(*(self._update(server) for server in self.servers if not server.away))
+            await self.rotation.free()
+            self.version = version
 
     async def _update(self, server: Server) -> None:
         """Have a server of the rotation load the newest version; one that dies meanwhile does so when it is back."""
@@ -253,18 +251,16 @@ class InferencePool(PolicyPool):
     async def _load(self, server: Server) -> None:
         """Have a server load the newest version, with no request sent to it meanwhile."""
         version, limit_s = self._newest, self._update_timeout_s
-        server.loading = True
         try:
-            with self.traffic.loading(server.url, version):
+            with self.traffic.loading(server, version):
                 async with asyncio.timeout(limit_s):
                     reply = await self.http.request("POST", server.url, LOAD, {"path": self._path})
-            if not (isinstance(reply, dict) and "loaded" in reply):
-                raise EngineError(f"{server.url}{LOAD} does not say that policy version {version} is loaded")
-            server.version, server.instance = version, reply.get("instance")
+                if not (isinstance(reply, dict) and "loaded" in reply):
+                    raise EngineError(f"{server.url}{LOAD} does not say that policy version {version} is loaded")
+                server.instance = reply.get("instance")
         except TimeoutError:
             raise DeadlinePassed(f"{server.url} did not load policy version {version} within {limit_s:g} s") from None
         finally:
-            server.loading = False
             self.rotation.notify()
 
     async def close(self) -> None:
@@ -274,8 +270,9 @@ class InferencePool(PolicyPool):
             lock.release()
 
 
-def without_v1(urls: list[str]) -> list[str]:
-    return [url.rstrip("/").removesuffix("/v1") for url in urls]
+def servers_at(urls: list[str]) -> list[Server]:
+    """The servers at base URLs, with or without `/v1`."""
+    return [Server(url.rstrip("/").removesuffix("/v1")) for url in urls]
 
 
 def lock_of(url: str) -> FileLock:

@@ -14,22 +14,12 @@ from typing import Any
 import tenacity
 
 from prl.config.model_reference import FrozenModelConfig
-from prl.engines.client import ModelPool, Read, without_v1
+from prl.engines import replies
+from prl.engines.client import ModelPool, Read, servers_at
 from prl.engines.http import PROBE_S, Endpoints
-from prl.engines.replies import (
-    Completion,
-    Scored,
-    choices_of,
-    own_logprobs,
-    read_prompt_logprobs,
-    read_tokens,
-    read_top,
-    reading,
-    require_prompt,
-)
-from prl.engines.routing import Server
+from prl.engines.replies import Completion, Scored, reading
+from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
-from prl.engines.traffic import Traffic
 from prl.errors import ConfigError, DeadlinePassed, EngineError, PrlError
 
 log = logging.getLogger(__name__)
@@ -82,14 +72,10 @@ class FrozenPool(ReferencePool):
             reference: The model and its endpoint.
             token: The endpoint's key; None = the value of the environment variable `reference.api_key_var`, if any.
         """
-        urls = without_v1(reference.urls)
-        super().__init__(reference.name, Traffic(urls))
-        self.http = Endpoints(urls, self.model, token or os.environ.get(reference.api_key_var or ""), self.traffic)
+        super().__init__(reference.name, Traffic(servers_at(reference.urls)))
+        self.http = Endpoints(self.model, token or os.environ.get(reference.api_key_var or ""), self.traffic)
         self.timeout_s = reference.timeout_s
-        self._credentials = (
-            f"the key of model {self.model!r}: api_key_var must name the environment variable that holds it "
-            f"(now {reference.api_key_var})"
-        )
+        self._credentials = f"the key of model {self.model!r}, that of api_key_var={reference.api_key_var}"
         self._search: asyncio.Task | None = None
         self._failing: tuple[float, float] | None = None
         """When requests began to fail and when one last failed; None once a request has been answered."""
@@ -105,14 +91,12 @@ class FrozenPool(ReferencePool):
         self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
     ) -> list[Completion]:
         def read(reply: dict[str, Any]) -> list[Completion]:
-            choices = choices_of(reply, n)
+            choices = replies.choices_of(reply, n)
             if any(not isinstance(choice.get("token_ids"), list) for choice in choices):
-                raise EngineError(
-                    f"model {self.model!r} returns no token ids: its server does not support return_token_ids"
-                )
+                raise EngineError(f"model {self.model!r} returns no token ids: its server has no return_token_ids")
             for choice in choices:
-                require_prompt(prompt_ids, choice)
-            return [Completion(read_tokens(choice), [], choice.get("finish_reason")) for choice in choices]
+                replies.require_prompt(prompt_ids, choice)
+            return [Completion(replies.read_tokens(choice), [], choice.get("finish_reason")) for choice in choices]
 
         body = {"prompt": prompt_ids, **PLAIN, **sampling, "n": n, "return_token_ids": True}
         return await self._ask("/v1/completions", body, read, n=n, prefix=prefix)
@@ -121,12 +105,12 @@ class FrozenPool(ReferencePool):
         body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
 
         def read(reply: dict[str, Any]) -> Scored:
-            rows: Any = choices_of(reply, 1)[0].get("prompt_logprobs")
-            own = read_prompt_logprobs(own_logprobs(rows, token_ids), token_ids)
+            rows: Any = replies.choices_of(reply, 1)[0].get("prompt_logprobs")
+            own = replies.read_prompt_logprobs(replies.own_logprobs(rows, token_ids), token_ids)
             if not top_k:
                 return Scored(own, [], [])
             top = [[(token_id, entry["logprob"]) for token_id, entry in (row or {}).items()] for row in rows]
-            return Scored(own, *read_top(top, len(token_ids), top_k))
+            return Scored(own, *replies.read_top(top, len(token_ids), top_k))
 
         return await self._ask("/v1/completions", body, read, timeout_s=self.timeout_s)
 
@@ -241,14 +225,3 @@ class FrozenPool(ReferencePool):
         served = await self.served(server.url)
         if self.model not in served:
             raise PrlError(f"{server.url} serves {', '.join(map(repr, served)) or 'nothing'}, not {self.model!r}")
-
-
-async def wait_until_served(
-    reference: FrozenModelConfig, token: str, timeout_s: float, still_alive: Callable[[], None]
-) -> None:
-    """Wait until a frozen model of this machine answers; arguments and errors as of the pool and its `wait_ready`."""
-    pool = FrozenPool(reference, token)
-    try:
-        await pool.wait_ready(timeout_s, still_alive)
-    finally:
-        await pool.close()

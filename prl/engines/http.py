@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import aiohttp
@@ -11,8 +11,7 @@ import msgspec
 import tenacity
 
 from prl.engines.replies import reading
-from prl.engines.routing import Router, Server
-from prl.engines.traffic import Traffic
+from prl.engines.servers import Router, Server, Traffic
 from prl.engines.vllm.protocol import JSON, as_json
 from prl.errors import UNREADABLE, DeadlinePassed, EngineError, RequestAborted
 
@@ -20,6 +19,8 @@ KEEP_ALIVE_S = 2.0
 """Idle connections are closed after this long: servers close them too (vLLM after 5 s), and a request sent just then is
 lost."""
 CONNECT_S = 30.0
+REQUEST_S = 3600.0
+"""Deadline of a request that has no other, seconds."""
 PROBE_S = 5.0
 """Deadline of a question that a server answers at once, seconds."""
 PAUSE_S = 0.1
@@ -39,38 +40,25 @@ def closed_while_idle(error: BaseException) -> bool:
 class Endpoints:
     """Connections to the servers of one model, what each is asked for at the moment, and who gets the next request."""
 
-    def __init__(
-        self, urls: Sequence[str], model: str, token: str | None, traffic: Traffic, *, request_timeout_s: float = 3600.0
-    ):
+    def __init__(self, model: str, token: str | None, traffic: Traffic):
         """
         Args:
-            urls: Base URLs of the servers, without `/v1`.
-            model: The name they serve the model under.
+            model: The name that the servers serve the model under.
             token: Sent as a bearer token; None = none is sent.
-            traffic: Where requests are counted.
-            request_timeout_s: Deadline of one request, seconds.
+            traffic: Its servers, and where requests to them are counted.
         """
         self.model, self.token = model, token
-        self.servers = [Server(url) for url in urls]
-        self.traffic = traffic
-        self.router = Router(self.servers, traffic.load)
-        self._request_timeout_s = request_timeout_s
+        self.traffic, self.servers = traffic, traffic.servers
+        self.router = Router(self.servers)
         self._session = aiohttp.ClientSession(
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
             # The engine queues requests itself; a limit on this side would only hide the queue.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=CONNECT_S),
+            timeout=aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=CONNECT_S),
         )
 
     async def post(
-        self,
-        server: Server,
-        route: str,
-        body: dict[str, Any],
-        *,
-        n: int = 1,
-        headers: dict[str, str] | None = None,
-        timeout_s: float | None = None,
+        self, server: Server, route: str, body: dict[str, Any], *, n: int = 1, timeout_s: float | None = None
     ) -> Any:
         """A server's reply to a request about the model, for `n` sequences.
 
@@ -80,9 +68,13 @@ class Endpoints:
         """
         asked = {"model": self.model, **body}
         try:
-            with self.traffic.request(server.url, n):
-                reply = await self.request("POST", server.url, route, asked, headers=headers, timeout_s=timeout_s)
-                if "abort" in finish_reasons(reply):
+            with self.traffic.request(server, n):
+                reply = await self.request(
+                    "POST", server.url, route, asked, headers=server.headers, timeout_s=timeout_s
+                )
+                with reading(f"{server.url}{route}"):
+                    aborted = any(choice.get("finish_reason") == "abort" for choice in reply.get("choices", ()))
+                if aborted:
                     raise RequestAborted(f"{server.url} gave a request up before its end, as one that is about to end")
         except EngineError as error:
             if error.of_server:
@@ -119,7 +111,7 @@ class Endpoints:
         try:
             return await self._send(method, url, route, options)
         except TimeoutError as error:
-            reason = str(error) or f"timeout, no answer within {timeout_s or self._request_timeout_s:g} s"
+            reason = str(error) or f"timeout, no answer within {timeout_s or REQUEST_S:g} s"
             raise EngineError(f"{url}{route} failed: {reason}") from error
         except (aiohttp.ClientError, *UNREADABLE) as error:
             raise EngineError(f"{url}{route} failed: {str(error) or type(error).__name__}") from error
@@ -203,11 +195,3 @@ async def content_of(reply: aiohttp.ClientResponse, where: str, token: str | Non
     with contextlib.suppress(KeyError, ValueError):
         error.wait_s = max(float(reply.headers["Retry-After"]), 0.0)
     raise error
-
-
-def finish_reasons(reply: Any) -> Iterator[Any]:
-    """How the choices of a reply ended, where it has any."""
-    choices = reply.get("choices") if isinstance(reply, dict) else None
-    for choice in choices if isinstance(choices, list) else ():
-        if isinstance(choice, dict):
-            yield choice.get("finish_reason")

@@ -138,10 +138,7 @@ def render_prompt(
     if not messages:
         raise UnrenderablePrompt("the conversation has no message")
     if messages[-1].get("role") == "assistant":
-        raise UnrenderablePrompt(
-            "the conversation ends with the assistant's words, and a reply would be another turn of its: move them to "
-            "the answer or the demonstration, or add what the user says next"
-        )
+        raise UnrenderablePrompt("the conversation ends with the assistant's words: leave them to the model")
     return render(renderer, messages, tools, add_generation_prompt=True)
 
 

@@ -113,17 +113,6 @@ def read_top(rows: Any, tokens: int, top_k: int) -> tuple[list[list[int]], list[
     return ids, logprobs
 
 
-def read_completions(
-    reply: dict[str, Any], prompt_ids: list[int], n: int, start_version: int, end_version: int
-) -> list[Completion]:
-    """The `n` completions of `prompt_ids` in a server's reply (`protocol.Generated`).
-
-    Raises EngineError unless all of them can be used.
-    """
-    require_prompt(prompt_ids, reply)
-    return [read_completion(choice, start_version, end_version) for choice in choices_of(reply, n)]
-
-
 def read_completion(choice: dict[str, Any], start_version: int, end_version: int) -> Completion:
     """A choice of a server's reply (`protocol.Sampled`). Raises EngineError unless each token has its own logprob.
 

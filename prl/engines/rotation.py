@@ -4,10 +4,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from prl.engines.routing import Router, Server
+from prl.engines.servers import Router, Server
 from prl.engines.vllm.server import ANOTHER_INSTANCE
 from prl.errors import DeadlinePassed, EngineError, RequestAborted
 
@@ -31,7 +31,7 @@ class Rotation:
 
     def __init__(
         self,
-        servers: list[Server],
+        servers: Sequence[Server],
         router: Router,
         probe: Callable[[Server], Awaitable[None]],
         catch_up: Callable[[Server, bool], Awaitable[None]],

@@ -175,15 +175,9 @@ def validate_for_training(sampler: Sampler, where: str, *, live: bool, max_model
         max_model_len: Longest sequence of the model, prompt and completion together, tokens.
     """
     if live and sampler.temperature < MIN_TEMPERATURE:
-        raise ConfigError(
-            f"{where}.temperature must be at least {MIN_TEMPERATURE}, got {sampler.temperature}: below that the engine "
-            "samples at another temperature than the trainer divides by"
-        )
+        raise ConfigError(f"{where}.temperature must be at least {MIN_TEMPERATURE}, got {sampler.temperature}")
     if sampler.max_tokens is not None and not sampler.max_tokens < max_model_len:
-        raise ConfigError(
-            f"{where}.max_tokens={sampler.max_tokens} must be from 1 to below model.max_model_len={max_model_len}, "
-            "which holds the prompt too"
-        )
+        raise ConfigError(f"{where}.max_tokens={sampler.max_tokens} must be below model.max_model_len={max_model_len}")
     for name, neutral in NEUTRAL.items() if live else ():
         if (value := getattr(sampler, name)) != neutral:
             raise ConfigError(

@@ -88,7 +88,8 @@ def losses_of_prompt(
         if PROBE_NAME not in text_of(messages, [probe if each is tool else each for each in tools or []]):
             yield Loss(f"the chat template leaves out the tool {tool['function']['name']!r}", left_out=True)
     for number, message in list(enumerate(messages))[first:]:
-        what = f"message {number + 1}, the {message.get('role')}'s {excerpt(message)!r}"
+        excerpt = " ".join(parts_of(message))[:EXCERPT]
+        what = f"message {number + 1}, the {message.get('role')}'s {excerpt!r}"
         probe, words = probe_of(message)
         shown = True
         with contextlib.suppress(UnrenderablePrompt):  # a template that wants certain words shows them
@@ -126,11 +127,6 @@ def call_and_answer(tool: dict[str, Any]) -> list[dict[str, Any]]:
     call = {"id": "call00000", "type": "function", "function": function}  # Mistral's ids have nine characters
     answer = {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": "1"}
     return [{"role": "assistant", "content": "", "tool_calls": [call]}, answer]
-
-
-def excerpt(message: dict[str, Any]) -> str:
-    """Return the beginning of what a message says, for a reader."""
-    return " ".join(parts_of(message))[:EXCERPT]
 
 
 def without_thought(message: dict[str, Any]) -> dict[str, Any]:

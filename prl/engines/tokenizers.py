@@ -50,6 +50,4 @@ def load_tokenizer(path: str, key: str, trust_remote_code: bool = False) -> "Pre
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local)
     except Exception as error:  # of transformers, of its Rust part, of the hub
-        raise ConfigError(
-            f"{key}={path!r}: no tokenizer there, on this machine or on the hub ({in_one_line(error)})"
-        ) from error
+        raise ConfigError(f"{key}={path!r}: no tokenizer here or on the hub ({in_one_line(error)})") from error

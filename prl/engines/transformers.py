@@ -20,11 +20,10 @@ from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.decoding import Continuation, Request, sample, score
 from prl.engines.frozen import ReferencePool
 from prl.engines.replies import Completion, Scored
+from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
-from prl.engines.traffic import Traffic
 from prl.errors import ConfigError, DeadlinePassed, EngineError
 
-HERE = "this process"
 SCORED_AT_ONCE = 2048
 """Tokens whose logits over the whole vocabulary exist at one time."""
 Asked = TypeVar("Asked")
@@ -48,7 +47,7 @@ class TransformersModel(ModelPool):
     """A model in this process, its thread and what waits for it."""
 
     def __init__(self, spec: EngineSpec):
-        super().__init__(spec.served_name, Traffic([HERE]))
+        super().__init__(spec.served_name, Traffic([Server("this process")]))
         self.spec = spec
         self._closed = False
         self._thread = ThreadPoolExecutor(1, f"prl-{spec.process}", torch.set_num_threads, (spec.threads,))
@@ -58,28 +57,18 @@ class TransformersModel(ModelPool):
         self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=code)
         self._ready = self._thread.submit(self._load, path, self.version)
 
-    @property
-    def urls(self) -> list[str]:
-        return [HERE]
-
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
     ) -> list[Completion]:
         room = self.spec.model.max_model_len - len(prompt_ids)
         if not prompt_ids or room < 1:
-            raise EngineError(
-                f"a prompt of {len(prompt_ids)} tokens, where model.max_model_len={self.spec.model.max_model_len} "
-                "leaves room for one token at least",
-                400,
-            )
+            raise EngineError(f"a prompt of {len(prompt_ids)} tokens leaves no room: model.max_model_len", 400)
         if unknown := sampling.keys() - Request.__dataclass_fields__.keys():
-            raise EngineError(
-                f"engine=transformers has no {', '.join(sorted(unknown))}: choose vLLM, engine=default", 400
-            )
+            raise EngineError(f"engine=transformers has no {', '.join(sorted(unknown))}: engine=default has it", 400)
         stops = [*self._end_tokens, *sampling.get("stop_token_ids", ())]
         limit = min(sampling.get("max_tokens") or room, room)
         options = {**sampling, "stop_token_ids": stops, "max_tokens": limit, "n": n}
-        with self.traffic.request(HERE, n):
+        with self.traffic.request(self.servers[0], n):
             return await self._sampling.ask(Request(prompt_ids=prompt_ids, **options), n)
 
     async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
@@ -87,7 +76,7 @@ class TransformersModel(ModelPool):
             raise EngineError(f"{len(token_ids)} tokens, above model.max_model_len or none", 400)
         if top_k > len(self.tokenizer):
             raise EngineError(f"{top_k} top logprobs, of a vocabulary of {len(self.tokenizer)}", 400)
-        with self.traffic.request(HERE):
+        with self.traffic.request(self.servers[0]):
             return await self._scoring.ask((token_ids, top_k), len(token_ids))
 
     async def wait_ready(self, timeout_s: float, still_alive: Callable[[], None] = lambda: None) -> None:
@@ -145,16 +134,13 @@ class TransformersPolicy(TransformersModel, PolicyPool):
 
         Raises DeadlinePassed or EngineError where they are not loaded.
         """
-        self.loading = version
         try:
-            with self.traffic.loading(HERE, version):
+            with self.traffic.loading(self.servers[0], version):
                 async with asyncio.timeout(timeout_s):
                     await asyncio.wrap_future(self._thread.submit(self._load, path, version))
             self.version = version
         except TimeoutError:
             raise DeadlinePassed(f"policy version {version} was not loaded within {timeout_s:g} s") from None
-        finally:
-            self.loading = None
 
 
 class TransformersReference(TransformersModel, ReferencePool):

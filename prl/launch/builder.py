@@ -14,37 +14,28 @@ from pathlib import Path
 
 from renderers.base import Renderer
 
+from prl.config.build import class_of
 from prl.config.model_folder import embedding_rows
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig, TrainConfig
-from prl.engines.base import Connect
+from prl.engines.base import Connect, Engine
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.sampler import Sampler
+from prl.engines.servers import tracks_of
 from prl.engines.tokenizers import TokenizerProbe, load_tokenizer
-from prl.engines.traffic import tracks_of
 from prl.envs.environment import Environment
-from prl.errors import ConfigError, PrlError
+from prl.errors import ConfigError
 from prl.launch import specs
 from prl.launch.checks import check_engines, check_loadable
-from prl.launch.components import (
-    RunComponents,
-    attach_filters,
-    check_target,
-    check_tasks,
-    check_vocabulary,
-    load_curricula,
-    make_renderers,
-)
-from prl.launch.engines import engine_of, hosted_teacher, policy_pool
-from prl.launch.launcher import Launcher
+from prl.launch.components import RunComponents, check_vocabulary, make_renderers, show_tasks
 from prl.launch.local import resolve_model
-from prl.launch.prompts import check_demonstrations, check_prompts
+from prl.launch.prompts import check_demonstrations, check_lengths, rendered_prompts
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
 from prl.orchestrator.types import TrainEnv
-from prl.transport.base import Transport
 from prl.transport.events import TRAINER, Track
+from prl.transport.files import FileTransport
 
 
 @dataclass
@@ -97,35 +88,29 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
 
     `token` is the one that engines were started with; None = a new one.
     """
-    check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_engines(config, components.launcher, hosted=bool(components.hosted))
     check_loadable(config.model, "model.", trained=True)
     tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
-    if components.hosted and config.teacher.model is not None:
-        check_loadable(config.teacher.model, "teacher.model.", trained=False)
-        teacher = load_tokenizer(
-            config.teacher.model.path, "teacher.model.path", config.teacher.model.trust_remote_code
-        )
+    hosted = config.teacher.model
+    if components.hosted and hosted is not None:
+        check_loadable(hosted, "teacher.model.", trained=False)
+        teacher = load_tokenizer(hosted.path, "teacher.model.path", hosted.trust_remote_code)
         check_vocabulary(tokenizer, teacher, config, components)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     played = not config.dry_run
-    engine_of(config.engine, "engine")
+    class_of(config.engine, Engine, "engine")
     place = components.launcher.place_of_worker
     environments = {
         name: Environment(name, env, eval_tasks=count, played=played, place=place) for name, env in config.envs.items()
     }
-    check_tasks(config, components, environments)
-    attach_filters(config, components, environments, vocab_size=len(tokenizer))  # without padding rows of the embedding
-    load_curricula(config, components, environments)
+    show_tasks(config, components, environments, vocab_size=len(tokenizer))  # without padding rows of the embedding
     renderers = make_renderers(config, tokenizer)
     for name, environment in environments.items():
         environment.check_renderer(renderers[name])
         if environment.uses_harness and config.engine.in_process:
-            raise ConfigError(
-                f"env {name!r} is played by verifiers' harness, which asks the engine over HTTP: it needs "
-                "engine=default"
-            )
-        check_prompts(config, environment, renderers[name])
+            raise ConfigError(f"env {name!r} is played by verifiers' harness, over HTTP: it needs engine=default")
+        prompts = rendered_prompts(environment, renderers[name], config.node_of(name, "renderer")[0])
+        check_lengths(config, name, prompts)
         check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
     return PreparedRun(
         config=config,
@@ -150,14 +135,14 @@ def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
 # --- start ------------------------------------------------------------------------------------------------------------
 
 
-async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Transport, run_dir: Path) -> Services:
+async def start_services(run: PreparedRun, supervisor: Supervisor, transport: FileTransport, run_dir: Path) -> Services:
     """Start the engine, a hosted teacher and the trainer side by side; return when all are ready.
 
     On one GPU they start one after the other: vLLM takes what others allocate meanwhile for its own, and stops where
     they free any. So they do in one process: while transformers loads a model, it changes what torch does everywhere.
     """
     config, logs, launcher = run.config, run_dir / "logs", supervisor.launcher
-    policy = policy_pool(config, config.model, launcher, run.token, specs.engine_log(run_dir), run.urls)
+    policy = specs.policy_pool(config, config.model, launcher, run.token, specs.engine_log(run_dir), run.urls)
     services = Services(policy, {}, [])
     tracks = tracks_of(len(policy.urls))
 
@@ -167,18 +152,21 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
 
     async def serve_teacher() -> None:
         name, timeout_s = config.teacher.name, config.teacher.engine.startup_timeout_s
-        connect = services.hosted[name] = hosted_teacher(config, launcher, run.token, logs / "teacher.log")
+        connect = services.hosted[name] = specs.teacher_client(config, launcher, run.token, logs / "teacher.log")
         teacher = connect(FrozenModelConfig(name=name, timeout_s=config.teacher.timeout_s))
         services.teachers.append(teacher)
         with supervisor.awaiting(f"the teacher to answer at {', '.join(teacher.urls)}", [specs.TEACHER]):
             await teacher.wait_ready(timeout_s, launcher.ensure_alive)
+
+    def loaded() -> bool:
+        return transport.receive_metrics(run.first_version) is not None
 
     async def load_trainer() -> None:
         payload = specs.trainer_payload(config, run.model, references=run.components.references)
         payload |= {"resume": None if run.resume is None else run.resume.payload}
         launcher.start_trainer(specs.trainer(config, run_dir, payload))
         with supervisor.awaiting("the trainer to load the model", [TRAINER]):
-            await wait_for_trainer(run, transport, launcher)
+            await launcher.wait_until(loaded, config.trainer.ready_timeout_s, f"the trainer loaded no {run.model.path}")
 
     starts = [serve_policy, *[serve_teacher] * bool(run.components.hosted), load_trainer]
     try:
@@ -197,7 +185,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
     return services
 
 
-async def load_first_weights(run: PreparedRun, policy: PolicyPool, transport: Transport) -> None:
+async def load_first_weights(run: PreparedRun, policy: PolicyPool, transport: FileTransport) -> None:
     """Have the engine load the weights that the run begins with."""
     version = run.first_version
     path = await transport.deliver(version) if version else run.model.path
@@ -214,25 +202,11 @@ def supervise(run: PreparedRun, track: Track) -> Supervisor:
     return Supervisor(run.components.launcher, say, restarts, config.engine.startup_timeout_s, track=track)
 
 
-async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Launcher) -> None:
-    """Wait until the trainer has loaded the model. Raises PrlError at the deadline."""
-    config = run.config.trainer
-    try:
-        async with asyncio.timeout(config.ready_timeout_s):
-            while transport.receive_metrics(run.first_version) is None:
-                launcher.ensure_alive()
-                await asyncio.sleep(0.05)
-    except TimeoutError:
-        raise PrlError(
-            f"the trainer had not loaded {run.model.path} after {config.ready_timeout_s:g} s (trainer.ready_timeout_s)"
-        ) from None
-
-
 # --- assemble ---------------------------------------------------------------------------------------------------------
 
 
 def assemble(
-    run: PreparedRun, services: Services, transport: Transport, run_dir: Path, track: Track | None = None
+    run: PreparedRun, services: Services, transport: FileTransport, run_dir: Path, track: Track | None = None
 ) -> Orchestrator:
     """The orchestrator over the run's servers."""
     return run.components.orchestrator(

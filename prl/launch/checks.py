@@ -20,9 +20,7 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
     if carried and not placed:
         raise ConfigError("weights=ray goes between the nodes of launcher=ray: choose weights=files, or that launcher")
     if carried and config.engine.urls:
-        raise ConfigError(
-            "engine.urls names servers beyond launcher=ray, which weights=ray does not reach: weights=files"
-        )
+        raise ConfigError("weights=ray does not reach engine.urls, beyond launcher=ray: choose weights=files")
     if placed and config.engine.in_process:
         raise ConfigError("launcher=ray places processes, and engine=transformers has none: choose engine=default")
     if placed and config.sweep.share_engine:
@@ -30,8 +28,7 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
     if not isinstance(launcher, InlineLauncher):
         return
     if config.trainer.num_processes > 1:
-        ranks = config.trainer.num_processes
-        raise ConfigError(f"trainer.num_processes={ranks}: launcher=inline has one thread for it")
+        raise ConfigError(f"trainer.num_processes={config.trainer.num_processes}: launcher=inline has one thread")
     if not config.engine.urls and not config.engine.in_process:
         raise ConfigError("launcher=inline starts no server: choose engine=transformers, or launcher=local")
     if hosted and not config.teacher.engine.in_process:
@@ -48,14 +45,10 @@ def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> None:
     """
     from transformers import AutoConfig
 
-    where = f"{prefix}path={model.path!r}"
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except Exception as error:  # transformers has no common class of errors
-        raise ConfigError(f"{where}: its config cannot be read ({in_one_line(error)})") from error
-    try:
         if trained:
             architecture.check_architecture(config, model.path)
-    except ValueError as error:
-        raise ConfigError(f"{prefix}path={error}") from error
+    except Exception as error:  # transformers has no common class of errors
+        raise ConfigError(f"{prefix}path={model.path!r}: {in_one_line(error)}") from error
     check_length(model.max_model_len, positions(config.to_dict()), prefix, model.path)

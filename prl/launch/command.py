@@ -17,7 +17,6 @@ from prl.config.compose import CONF, allow_new_filters, options
 from prl.errors import ConfigError, PrlError, of_disk
 from prl.launch.signals import stop, stopping
 from prl.monitors.text import as_message, safe
-from prl.runs import resume
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 PRINTING = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info")
@@ -38,7 +37,7 @@ _started = False
 def errors_as_exit_codes() -> Iterator[None]:
     """Print a PrlError as one line and exit: 2 for a refused config, 1 for a failed run, 128 + its number for a signal.
 
-    The job has started with this.
+    A job begins with this; what reads arguments for it has it too.
     """
     global _started
     _started = True
@@ -68,8 +67,6 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         return f"there is no {group or 'config'}={option}: choose {', '.join(error.options)}"
-    if isinstance(error, OSError) and error.filename is not None:  # Hydra makes a sweep's directories
-        return f"hydra.sweep.dir: {str(error.filename)[:LINE]} cannot be made: {error.strerror or error}"
     cause = None if isinstance(error, ConfigError) else error.__cause__  # prl's own words say it all
     texts = [str(each).strip() for each in (error, cause) if each is not None]
     lines = [line.strip() for text in texts for line in text.splitlines()]
@@ -91,17 +88,10 @@ def refused(error: ConfigError) -> str:
     return text if len(text) <= 4 * LINE else f"{text[: 3 * LINE]} … {text[-LINE:]}"
 
 
-def expanded(arguments: list[str]) -> list[str]:
-    """The arguments with the config of the run that `run.resume` names; exits where there is none."""
-    try:
-        return resume.expanded(arguments)
-    except ConfigError as error:
-        print(f"error: {as_message(one_line(error))}", file=sys.stderr)
-        raise SystemExit(REFUSED) from None
-
-
 def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> None:
     """Run a Hydra job over `conf/<root>.yaml`; where it does not compose, say what the keys should have been."""
+    global _started
+    _started = False
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what this process computes itself, and an env's graders
     if any(argument.split("=")[0] in PRINTING for argument in arguments):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends any program that prints

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-import hydra.utils
 from renderers.base import Renderer
 
 from prl.algorithms.base import Algorithm
@@ -25,19 +24,13 @@ from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.replay import check_replay
 from prl.orchestrator.types import EnvComponents
-from prl.trainer.config import (
-    LOSSES,
-    AdamWConfig,
-    OptimConfig,
-    PartConfig,
-    SGDConfig,
-    TrainerConfig,
-    check_policy_loss,
-)
+from prl.trainer import config as trainer_config
 from prl.trainer.schedule import Schedule
-from prl.transport.base import Transport
+from prl.transport.files import FileTransport
 
-SCHEMAS: dict[str, Any] = {schema._target_: schema for schema in (AdamWConfig, SGDConfig, *LOSSES)}
+SCHEMAS: dict[str, Any] = {
+    schema._target_: schema for schema in (trainer_config.AdamWConfig, trainer_config.SGDConfig, *trainer_config.LOSSES)
+}
 """Options of classes and functions that load torch, by `_target_`."""
 
 
@@ -48,7 +41,7 @@ class RunComponents:
     envs: dict[str, EnvComponents]
     orchestrator: Callable[..., Orchestrator]
     """Takes its live objects."""
-    transport: Callable[..., Transport]
+    transport: Callable[..., FileTransport]
     """Takes the directory of the run."""
     monitors: Monitors
     launcher: Launcher
@@ -64,10 +57,11 @@ def build_components(config: TrainConfig, launcher: Launcher | None = None) -> R
     check_loss("loss", config.loss, config.trainer)
     build(config.trainer.schedule, Schedule, "trainer.schedule")
     check_optimizers(config.trainer.optim)
+    check_trainer(config.trainer)
     return RunComponents(
         envs=envs,
         orchestrator=factory(config.orchestrator, Orchestrator, "orchestrator"),
-        transport=factory(config.weights, Transport, "weights"),
+        transport=factory(config.weights, FileTransport, "weights"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         launcher=launcher or launcher_of(config),
         hosted=hosted_references(
@@ -96,12 +90,8 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
         uses_reward_thresholds=curriculum.reads_rewards,
     )
     check_replay(curriculum.replay, f"{curriculum_key}.replay", algorithm, config.orchestrator)
-    validate_for_training(
-        sampler,
-        sampling_key,
-        live=algorithm.sampling.source == POLICY,
-        max_model_len=config.model.max_model_len,
-    )
+    live = algorithm.sampling.source == POLICY
+    validate_for_training(sampler, sampling_key, live=live, max_model_len=config.model.max_model_len)
     filters_key, filters = config.node_of(name, "filters")
     return EnvComponents(
         algorithm=algorithm,
@@ -145,43 +135,40 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components:
         raise ConfigError(f"{keys[0]}: {other}, and no chat template to be asked by: choose one that has")
 
 
-def check_tasks(config: TrainConfig, components: RunComponents, environments: dict[str, Environment]) -> None:
-    """Let each env's algorithm refuse the tasks. Raises ConfigError."""
+def show_tasks(
+    config: TrainConfig, components: RunComponents, environments: dict[str, Environment], vocab_size: int
+) -> None:
+    """Give each env's algorithm, filters and curriculum the tasks, or the sizes of what comes of them.
+
+    Raises ConfigError for what they refuse, and where `load_from` leaves nothing to train on.
+    """
     for name, env in components.envs.items():
+        environment = environments[name]
         where = config.node_of(name, "algo")[0]
         with hook(where, env.algorithm, "check_tasks"):
-            env.algorithm.check_tasks(where, environments[name].tasks)
+            env.algorithm.check_tasks(where, environment.tasks)
+        attach_filters(config, name, env, environment, vocab_size)
+        with hook(config.node_of(name, "curriculum")[0], env.curriculum, "load"):
+            env.curriculum.load(environment.tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name)
+    if all(env.curriculum.ended for env in components.envs.values()):
+        raise ConfigError(
+            "curriculum.load_from retires every task: curriculum.easy_fraction, hard_fraction or refill takes some back"
+        )
 
 
 def attach_filters(
-    config: TrainConfig, components: RunComponents, environments: dict[str, Environment], *, vocab_size: int
+    config: TrainConfig, name: str, env: EnvComponents, environment: Environment, vocab_size: int
 ) -> None:
     """Tell each filter the sizes of the vocabulary and of the env's longest completion. Raises ConfigError."""
-    for name, env in components.envs.items():
-        room, limit = config.model.max_model_len - 1, env.sampler.max_tokens
-        if limit is None:
-            limit = getattr(environments[name].taskset, "MAX_TOKENS", None)
-        one_turn = environments[name].verifiers_env is None  # else a completion may have several
-        longest = min(room, limit) if one_turn and limit is not None else room
-        for slot, filters in env.filters.items():
-            for key, each in filters.items():
-                with hook(f"{config.node_of(name, 'filters')[0]}.{slot}.{key}", each, "attach"):
-                    each.attach(vocab_size=vocab_size, longest=longest)
-
-
-def load_curricula(config: TrainConfig, components: RunComponents, environments: dict[str, Environment]) -> None:
-    """Give each env's curriculum its tasks. Raises ConfigError where `load_from` leaves nothing to train on."""
-    for name, env in components.envs.items():
-        with hook(config.node_of(name, "curriculum")[0], env.curriculum, "load"):
-            env.curriculum.load(
-                environments[name].tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name
-            )
-    curricula = [env.curriculum for env in components.envs.values()]
-    if all(curriculum.ended for curriculum in curricula):
-        raise ConfigError(
-            "curriculum.load_from retires every task of every env: take a share of them back with "
-            "curriculum.easy_fraction and curriculum.hard_fraction, or all with curriculum.refill=true"
-        )
+    room, limit = config.model.max_model_len - 1, env.sampler.max_tokens
+    if limit is None:
+        limit = getattr(environment.taskset, "MAX_TOKENS", None)
+    one_turn = environment.verifiers_env is None  # else a completion may have several
+    longest = min(room, limit) if one_turn and limit is not None else room
+    for slot, filters in env.filters.items():
+        for key, each in filters.items():
+            with hook(f"{config.node_of(name, 'filters')[0]}.{slot}.{key}", each, "attach"):
+                each.attach(vocab_size=vocab_size, longest=longest)
 
 
 def make_renderers(config: TrainConfig, tokenizer: Any) -> dict[str, Renderer]:
@@ -199,17 +186,17 @@ def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Re
     if options.get("name") == "auto" and model.renderer is not None:
         options |= {"name": model.renderer, "name_key": "model.renderer"}
     make = function(options, where)
-    with contained(where, "making the renderer", options["_target_"]):
+    with contained(where, "making the renderer"):
         made: Renderer = make(tokenizer)
         if not made.get_stop_token_ids():
             raise ConfigError(f"model.path={model.path!r}: its tokenizer has no eos_token, so that no turn would end")
     return made
 
 
-def check_loss(where: str, node: Any, trainer: TrainerConfig) -> None:
+def check_loss(where: str, node: Any, trainer: trainer_config.TrainerConfig) -> None:
     """Look a loss up before anything starts. prl's own are known to fit, and would load torch here."""
     known = SCHEMAS.get(node["_target_"])
-    check_policy_loss(
+    trainer_config.check_policy_loss(
         where,
         settings_of(node),
         several_updates=trainer.updates_per_batch * trainer.epochs > 1,
@@ -221,22 +208,23 @@ def check_loss(where: str, node: Any, trainer: TrainerConfig) -> None:
     own = function(node, where)
     named = inspect.signature(own.func).parameters
     passed_on = {name: value for name, value in own.keywords.items() if name not in named}
-    for schema in LOSSES:  # what a function takes as `**options` is that of a loss which it extends
+    for schema in trainer_config.LOSSES:  # what a function takes as `**options` is that of a loss which it extends
         if passed_on.keys() <= {each.name for each in fields(schema)}:
             read(schema, {"_target_": schema._target_, **passed_on}, where)
             return
 
 
-def check_target(node: Any, base: str, where: str) -> None:
-    """Look up a class that only the trainer's process uses, with its options; `base` is the path of its base class.
+def check_trainer(node: trainer_config.TrainerConfig) -> None:
+    """Look up a trainer of the user's own, with its options; nodes inside, which it builds itself, are not looked at.
 
-    That loads torch, so it is left out where the node is of prl's own class, whose options have their types already.
-    The nodes of components inside, which the class builds itself, are not looked at.
+    That loads torch, so it is left out for prl's own class, whose options have their types already.
     """
-    if node._target_ != type(node)._target_:
-        inside = [name for name, value in vars(node).items() if isinstance(value, dict) and "_target_" in value]
-        alone = {name: value for name, value in vars(node).items() if name not in inside}
-        factory(alone, hydra.utils.get_class(base), where)
+    if node._target_ == trainer_config.TrainerConfig._target_:
+        return
+    from prl.trainer.trainer import Trainer
+
+    alone = {name: value for name, value in vars(node).items() if not (isinstance(value, dict) and "_target_" in value)}
+    factory(alone, Trainer, "trainer")
 
 
 def check_optimizers(node: Any) -> None:
@@ -245,23 +233,21 @@ def check_optimizers(node: Any) -> None:
     What they say of contradicting settings is known once they are made. That loads torch, so it is left out for prl's
     own AdamW with the fields of its schema.
     """
-    known = SCHEMAS.get(node["_target_"], OptimConfig)
+    known = SCHEMAS.get(node["_target_"], trainer_config.OptimConfig)
     names = {each.name for each in fields(known)}
     read(known, {name: value for name, value in node.items() if name in names}, "trainer.optim")
     settings = dict(node)
     parts = settings.pop("parts", None) or {}
-    if known is AdamWConfig and set(settings) <= names and not parts:
+    if known is trainer_config.AdamWConfig and set(settings) <= names and not parts:
         return
-    for name, part in parts.items():
-        chosen = {key: value for key, value in part.items() if key in ("match", "dims")}
-        read(PartConfig, chosen, f"trainer.optim.parts.{name}")
     import torch
 
     from prl.trainer.optim import make_optimizer
 
     matrix = {"": torch.nn.Parameter(torch.zeros(1, 1))}
-    with contained("trainer.optim", "making the optimiser", str(settings.get("_target_"))):
+    with contained("trainer.optim", "making the optimiser"):
         make_optimizer(matrix | {"vector": torch.nn.Parameter(torch.zeros(1))}, settings, "trainer.optim")
         for name, part in parts.items():
-            own = {key: value for key, value in part.items() if key not in ("match", "dims")}
-            make_optimizer(matrix, own, f"trainer.optim.parts.{name}")
+            where = f"trainer.optim.parts.{name}"
+            read(trainer_config.PartConfig, {key: part[key] for key in part.keys() & {"match", "dims"}}, where)
+            make_optimizer(matrix, {key: part[key] for key in part.keys() - {"match", "dims"}}, where)

@@ -17,16 +17,8 @@ import ray
 import ray.util
 
 from prl.engines.base import EngineSpec
-from prl.launch import children
+from prl.launch import children, local
 from prl.launch.launcher import TrainerSpec
-from prl.launch.local import (
-    LOOPBACK,
-    engine_command,
-    engine_environment,
-    free_port,
-    trainer_command,
-    trainer_environment,
-)
 from prl.launch.processes import Process
 from prl.transport.files import write_atomically, writing
 from prl.transport.ray import BATCHES, LOG, WEIGHTS, copy_files
@@ -63,6 +55,8 @@ class Host:
         self.disk = Path(tempfile.mkdtemp(prefix="prl-"))
         self.memory = Path(tempfile.mkdtemp(prefix="prl-", dir=MEMORY if MEMORY.is_dir() else None))
         self.run_dir = self.disk / "run"
+        self.log = self.disk / "process.log"
+        """Where the output of the process goes."""
         self.run_dir.mkdir()
         (self.run_dir / WEIGHTS).symlink_to(self.memory)
         self.alive = removed_at_the_end([self.disk, self.memory])
@@ -94,13 +88,14 @@ class Host:
         """Start a model server, instead of one that has ended. Returns its port. It finds weights by relative paths."""
         if self.process is not None:
             self.process.end()
-        port = free_port(spec.config.host, spec.config.port)
-        self._start(spec.process, engine_command(spec, port), engine_environment(spec) | environment, cwd=self.memory)
+        port = local.free_port(spec.config.host, spec.config.port)
+        env = local.engine_environment(spec) | environment
+        self._start(spec.process, local.engine_command(spec, port), env, self.memory)
         return port
 
     def meeting_port(self) -> int:
         """Return a free port for ranks to meet at."""
-        return free_port("0.0.0.0")
+        return local.free_port("0.0.0.0")
 
     def train(
         self, spec: TrainerSpec, name: str, environment: dict[str, str], cwd: str, *, apart: bool, carried: bool
@@ -117,21 +112,16 @@ class Host:
         """
         if carried:
             spec = replace(spec, run_dir=self.run_dir)
-        usual = trainer_environment(spec.model, spec.threads)
+        usual = local.trainer_environment(spec.model, spec.threads)
         if apart:
-            usual = {key: value for key, value in usual.items() if key not in LOOPBACK}
+            usual = {key: value for key, value in usual.items() if key not in local.LOOPBACK}
         env = usual | {"PRL_CONFIG": json.dumps(spec.payload)} | environment
-        self._start(name, trainer_command(spec), env, Path(cwd) if self.sees(cwd) else None)
+        self._start(name, local.trainer_command(spec), env, Path(cwd) if self.sees(cwd) else None)
 
     def _start(self, name: str, command: list[str], env: dict[str, str], cwd: Path | None = None) -> None:
         scratch = self.disk / "tmp"
         scratch.mkdir(exist_ok=True)
         self.process = Process(name, command, env, self.log, scratch, cwd)
-
-    @property
-    def log(self) -> Path:
-        """Where the output of the process goes."""
-        return self.disk / "process.log"
 
     async def ended(self, log: str) -> tuple[int, str]:
         """Wait for the process to end. Returns its status and why it ended; its output is copied to `log`."""

@@ -1,10 +1,8 @@
 """The launcher that starts no process: the trainer is a thread of this one."""
 
-import asyncio
 import json
 import logging
 import threading
-import time
 from dataclasses import dataclass, field
 
 from prl.engines.base import EngineSpec
@@ -56,11 +54,9 @@ class InlineLauncher(Launcher):
             raise ProcessDied(f"the trainer failed: {text}", "trainer") from self.error
 
     async def finish(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self.trainer is not None and self.trainer.is_alive():
-            if time.monotonic() > deadline:
-                raise PrlError(f"the trainer had not ended {timeout_s:g} s after the last step")
-            await asyncio.sleep(0.02)
+        trainer = self.trainer
+        if trainer is not None:
+            await self.wait_until(lambda: not trainer.is_alive(), timeout_s)
         self.ensure_alive()
 
     def stop(self) -> None:

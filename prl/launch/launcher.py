@@ -3,7 +3,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -90,9 +90,6 @@ class Launcher(ABC):
     places_processes: ClassVar[bool] = False
     """Whether it chooses machines and GPUs by itself; else a process has those of this machine that its spec names."""
 
-    def check(self, where: str) -> None:  # noqa: B027
-        """Raise ConfigError for options that contradict each other; `where` is the launcher's config key."""
-
     def reserve(self, bundles: Sequence[Bundle]) -> None:  # noqa: B027
         """Take what the processes of a run need, before one is started. Raises ConfigError where that is not there."""
 
@@ -121,6 +118,16 @@ class Launcher(ABC):
         while True:
             self.ensure_alive()
             await asyncio.sleep(POLL_S)
+
+    async def wait_until(self, done: Callable[[], bool], timeout_s: float, problem: str = "no end of training") -> None:
+        """Wait until `done`. Raises ProcessDied if a process ends too early, PrlError (`problem`) at the deadline."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not done():
+                    self.ensure_alive()
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise PrlError(f"{problem} within {timeout_s:g} s") from None
 
     @abstractmethod
     async def finish(self, timeout_s: float) -> None:

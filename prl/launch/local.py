@@ -1,6 +1,5 @@
 """The launcher for one machine: every process of the run is a child of this one, and none is left behind."""
 
-import asyncio
 import errno
 import json
 import os
@@ -103,13 +102,13 @@ class LocalLauncher(Launcher):
         gpus = spec.gpus or [()] * spec.num_processes
         names = rank_names(spec.num_processes)
         if spec.num_processes == 1:
-            return {names[0]: env | visible_devices(gpus[0], os.environ)}
+            return {names[0]: env | visible_devices(gpus[0])}
         # Not torchrun: its ranks meet at a TCP port that is open to the network, and it unpickles what it finds there.
         common = {"WORLD_SIZE": str(spec.num_processes), MEETING_VARIABLE: str(self.scratch / "ranks")}
         ranks = {}
         for rank, own in enumerate(gpus):  # each sees no GPU but its own
             numbers = {"RANK": str(rank), "LOCAL_RANK": "0"}
-            ranks[names[rank]] = env | common | numbers | visible_devices(own, os.environ)
+            ranks[names[rank]] = env | common | numbers | visible_devices(own)
         return ranks
 
     def ensure_alive(self) -> None:
@@ -124,15 +123,7 @@ class LocalLauncher(Launcher):
         self.processes = [process for process in self.processes if process.may_finish]
         for process in self.leaving:  # they end while the trainer writes
             process.ask()
-        deadline = time.monotonic() + timeout_s
-        for process in self.processes:
-            while process.status is None:
-                self.ensure_alive()
-                if time.monotonic() > deadline:
-                    raise PrlError(
-                        f"process {process.name!r} had not ended {timeout_s:g} s after the last step ({process.log})"
-                    )
-                await asyncio.sleep(0.02)
+        await self.wait_until(lambda: all(rank.status is not None for rank in self.processes), timeout_s)
         self.ensure_alive()
 
     def stop(self) -> None:
@@ -269,11 +260,10 @@ def engine_command(spec: EngineSpec, port: int) -> list[str]:
 def engine_environment(spec: EngineSpec) -> dict[str, str]:
     """Environment variables of a model server."""
     env = model_environment(spec.model, spec.threads) | {
-        "VLLM_NO_USAGE_STATS": "1",
         "SPT_NOENV": "1",  # else the title that vLLM gives a process overwrites what its environment says in /proc
         TOKEN_VARIABLE: spec.token,
         FROZEN_VARIABLE: "1" if spec.frozen else "",
-        **visible_devices(spec.gpus, os.environ),
+        **visible_devices(spec.gpus),
     }
     if spec.device == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

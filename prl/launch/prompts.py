@@ -21,12 +21,6 @@ CHECKED = 16
 """First tasks of an env that are rendered; behind them the first of each other sequence of roles, as many at most."""
 
 
-def check_prompts(config: TrainConfig, environment: Environment, renderer: Renderer) -> None:
-    """Refuse prompts that cannot be rendered, lose something by it or leave no room for a reply."""
-    prompts = rendered_prompts(environment, renderer, config.node_of(environment.name, "renderer")[0])
-    check_lengths(config, environment.name, prompts)
-
-
 def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -> list[list[int]]:
     """Return the prompts of some tasks as tokens; none where an env makes its own, or verifiers' harness renders them.
 
@@ -148,9 +142,7 @@ def check_lengths(config: TrainConfig, env: str, prompts: list[list[int]]) -> No
     shortest, model, seq_len = min(map(len, prompts)), config.model.max_model_len, config.trainer.seq_len
     seen = f"the shortest of the first {len(prompts)} prompts of env {env!r} has {shortest} tokens"
     if shortest >= model - 1:
-        raise ConfigError(
-            f"model.max_model_len={model} leaves no room for a reply: {seen}. Raise it, or make the prompts shorter"
-        )
+        raise ConfigError(f"model.max_model_len={model} leaves no room for a reply: {seen}. Raise it")
     if shortest >= seq_len:
         raise ConfigError(
             f"trainer.seq_len={seq_len} cuts every sample before its reply begins: {seen}. Leave trainer.seq_len out: "

@@ -19,7 +19,7 @@ from annotated_types import Gt
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from prl.config.build import name_of
-from prl.config.machine import cores
+from prl.config.hardware import cores
 from prl.config.validate import THIS_MACHINE
 from prl.engines.base import EngineSpec
 from prl.errors import ConfigError, PrlError
@@ -251,8 +251,6 @@ class RayLauncher(Launcher):
         self.relay.follow(name, self.hosts[name], log, run_dir)
 
     def ensure_alive(self) -> None:
-        if isinstance(self.relay.error, OSError):
-            raise self.relay.error
         if self.relay.error is not None:
             raise PrlError(f"files of the trainer do not get here: {in_one_line(self.relay.error)}")
         self._ensure_ranks_live()
@@ -283,7 +281,7 @@ class RayLauncher(Launcher):
         try:
             status, text = ray.get(self.ends[name])
         except ray.exceptions.RayActorError as error:
-            self.relay.forget(name)
+            self.relay.followed.pop(name, None)  # each call of a lost actor would take its time to fail
             why = in_one_line(error)[:300]
             return LOST, ProcessDied(f"process {name!r} is lost with node {self.nodes[name].address}: {why}", name)
         if status == 0 and name.startswith(TRAINER):
@@ -295,12 +293,7 @@ class RayLauncher(Launcher):
         for name in self.ends.keys() - set(ranks):  # they end while the trainer writes
             self.hosts[name].ask.remote()
         self.ends = {name: self.ends[name] for name in ranks}
-        deadline = time.monotonic() + timeout_s
-        while not ready(list(self.ends.values())):
-            self.ensure_alive()
-            if time.monotonic() > deadline:
-                raise PrlError(f"the trainer had not ended {timeout_s:g} s after the last step")
-            await asyncio.sleep(0.02)
+        await self.wait_until(lambda: ready(list(self.ends.values())), timeout_s)
         self.ensure_alive()
         await asyncio.to_thread(self.relay.pull)
 

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from prl.errors import PrlError
 from prl.transport.files import naming
 from prl.transport.ray import LOG, copy_folder, pieces
 
@@ -56,17 +57,13 @@ class Relay:
         if not self._thread.is_alive():
             self._thread.start()
 
-    def forget(self, name: str) -> None:
-        """Leave out a process whose actor is lost: each call of it would take its time to fail."""
-        self.followed.pop(name, None)
-
     def _run(self) -> None:
         while not self._stopping.wait(PULL_S):
             try:
                 self.pull()
             except FileNotFoundError:  # a file of a process went between two calls
                 continue
-            except (OSError, ray.exceptions.RayError) as error:
+            except (OSError, PrlError, ray.exceptions.RayError) as error:
                 self.error = error
                 return
 

@@ -73,10 +73,8 @@ class WarmLauncher(Launcher):
                 _warm.pop(key, None)
 
 
+@atexit.register
 def stop_all() -> None:
     """Stop every warm engine."""
     while _warm:
         _warm.popitem()[1][0].stop()
-
-
-atexit.register(stop_all)

@@ -84,9 +84,7 @@ class SlurmLauncher:
         """Return the job's options of sbatch by name; null = not given. Raises ConfigError for too short a time."""
         end_s = round(config.checkpoint.grace_s) + END_S
         if self.time_min is not None and 60 * self.time_min <= end_s:
-            raise ConfigError(
-                f"launcher.time_min={self.time_min}: checkpoint.grace_s and the end take {end_s} s of that"
-            )
+            raise ConfigError(f"launcher.time_min={self.time_min}: checkpoint.grace_s and the end take {end_s} s")
         return {
             "parsable": True,
             "job-name": config.run.name,

@@ -1,25 +1,30 @@
 """What a run's processes are started as, from its config alone; with none of the imports that preparing a run takes."""
 
+import contextlib
 import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prl.config.build import build, class_of, plain
 from prl.config.evaluation import EvaluationConfig
-from prl.config.gpus import Gpus, Needs, Placement, place, visible_gpus
-from prl.config.machine import parameters_of
+from prl.config.gpus import Gpus, Need, Placement, place, visible_gpus
+from prl.config.hardware import parameters_of
 from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
 from prl.config.validate import hosts_teacher
-from prl.engines.base import Engine, EngineSpec
+from prl.engines.base import Connect, Engine, EngineSpec
 from prl.engines.vllm.server import TOKEN_VARIABLE
-from prl.errors import ConfigError
+from prl.errors import ConfigError, PrlError
 from prl.launch import shared_engines, threads
+from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Bundle, Launcher, TrainerSpec, worker_name
 from prl.launch.local import rank_names, resolve_model
 from prl.orchestrator.who_waits import ENGINE, numbered
+
+if TYPE_CHECKING:
+    from prl.engines.client import PolicyPool
 
 POLICY_NAME = "policy"
 """Name that engines serve the policy under."""
@@ -95,7 +100,7 @@ def hosted_teacher(config: TrainConfig, model: ModelConfig, token: str, log: Pat
         token=token,
         log=log,
         frozen=True,
-        threads=threads.of_teacher(config, model),
+        threads=threads.share(config.teacher.engine.threads, model, device, threads.sharing(config)),
     )
 
 
@@ -118,9 +123,10 @@ def placement(config: TrainConfig | EvaluationConfig) -> Placement:
     """Which GPUs the run's processes have. Raises ConfigError where there are not GPUs enough."""
     needs = needs_of(config)
     if places_processes(config) and not getattr(config, "dry_run", False):
-        return Placement([()] * needs.engines, [()] * needs.ranks, [()] * needs.teachers)
-    asked = any(count for count, _ in needs.of_each())
-    return place(needs, len(visible_gpus()) if asked else 0)
+        unknown: list[list[Gpus]] = [[()] * need.count for need in needs]
+        return Placement(*unknown)
+    asked = any(need.gpus for need in needs)
+    return place(*needs, len(visible_gpus()) if asked else 0)
 
 
 def places_processes(config: TrainConfig | EvaluationConfig) -> bool:
@@ -128,21 +134,21 @@ def places_processes(config: TrainConfig | EvaluationConfig) -> bool:
     return class_of(config.launcher, Launcher, "launcher").places_processes
 
 
-def needs_of(config: TrainConfig | EvaluationConfig) -> Needs:
-    """Processes of the run, and the GPUs that each takes."""
-    engines = 0 if config.engine.urls else config.engine.servers
-    needs = Needs(engines, spanned(config.engine))
-    if isinstance(config, TrainConfig):
-        teachers = config.teacher.engine.servers if hosts_teacher(config) else 0
-        on_gpu = config.trainer.device_type == "cuda"
-        needs = replace(needs, ranks=config.trainer.num_processes, rank_gpus=int(on_gpu))
-        needs = replace(needs, teachers=teachers, teacher_gpus=spanned(config.teacher.engine) if teachers else 0)
-    return needs
+def needs_of(config: TrainConfig | EvaluationConfig) -> tuple[Need, Need, Need]:
+    """The policy's engines, the trainer's ranks and the hosted teacher's engines."""
+    engines = need_of(config.engine, "engine")
+    if isinstance(config, EvaluationConfig):
+        return engines, Need(0, 0), Need(0, 0)
+    processes = config.trainer.num_processes
+    ranks = Need(processes, int(config.trainer.device_type == "cuda"), f"trainer.num_processes={processes}")
+    return engines, ranks, need_of(config.teacher.engine, "teacher.engine") if hosts_teacher(config) else Need(0, 0)
 
 
-def spanned(engine: VLLMConfig) -> int:
-    """GPUs that each server spans."""
-    return engine.tensor_parallel_size if engine.device_type == "cuda" else 0
+def need_of(engine: VLLMConfig, key: str) -> Need:
+    """The servers that are started of an engine's node at `key`."""
+    count = 0 if engine.urls else engine.servers
+    size = engine.tensor_parallel_size if engine.device_type == "cuda" else 0
+    return Need(count, size, f"{key}.servers={count} of {size} GPUs")
 
 
 def bundles_of(config: TrainConfig) -> list[Bundle]:
@@ -224,3 +230,55 @@ def adapters_alone(config: TrainConfig) -> bool:
     """Whether engines may be sent adapters without the weights: they began with those, and nobody else wants them."""
     own = class_of(config.engine, Engine, "engine").adds_adapters and not config.engine.urls
     return own and not config.orchestrator.eval.keep_best
+
+
+# --- the models of a run ----------------------------------------------------------------------------------------------
+
+
+def start_early(config: TrainConfig, launcher: Launcher, token: str, run_dir: Path) -> list[str]:
+    """Start the policy's engines before the run is prepared; none where that has to wait or goes wrong.
+
+    What is wrong is said by `check_engines`, or where they are started later.
+    """
+    from prl.engines.vllm.engine import VLLMEngine  # another engine may ask the launcher for no server
+
+    served = issubclass(class_of(config.engine, Engine, "engine"), VLLMEngine)
+    if not served or config.engine.urls or isinstance(launcher, InlineLauncher):
+        return []
+    with contextlib.suppress(OSError, PrlError, UnicodeError):
+        engines = policy_engines(config, config.model, token, engine_log(run_dir))
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return [launcher.start_engine(engine) for engine in engines]
+    return []
+
+
+def policy_pool(
+    config: TrainConfig | EvaluationConfig,
+    model: ModelConfig,
+    launcher: Launcher,
+    token: str,
+    log: Path,
+    urls: Sequence[str] = (),
+) -> "PolicyPool":
+    """The client of a policy, which is run, or runs already (`engine.urls`, or `urls` of engines started early)."""
+    running = [*config.engine.urls, *urls]
+    places = placement(config).engines
+
+    def serve(spec: EngineSpec) -> list[str]:
+        return running or [launcher.start_engine(each) for each in several(spec, places)]
+
+    spec = policy_engine(config, model, token, log)
+    return class_of(config.engine, Engine, "engine").policy(spec, serve)
+
+
+def teacher_client(config: TrainConfig, launcher: Launcher, token: str, log: Path) -> Connect:
+    """Run the hosted teacher; returns what makes its clients."""
+    teacher = config.teacher
+    assert teacher.model is not None  # only a teacher with one is hosted
+    places = placement(config).teachers
+
+    def serve(spec: EngineSpec) -> list[str]:
+        return [launcher.start_engine(each) for each in several(spec, places)]
+
+    spec = hosted_teacher(config, teacher.model, token, log)
+    return class_of(teacher.engine, Engine, "teacher.engine").frozen(spec, serve)

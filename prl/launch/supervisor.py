@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from prl.engines.client import InferencePool, ModelPool
 from prl.engines.rotation import DYING_S
-from prl.engines.routing import Server
+from prl.engines.servers import Server
 from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.launch.launcher import POLL_S, Launcher, ProcessDied
 from prl.orchestrator.who_waits import ENGINE, Waiting, numbered
@@ -136,7 +136,6 @@ class Supervisor:
         self.say(f"{death.brief}. It is started again")
         pool.counts["engine/restarts"] += 1
         for server in servers:
-            pool.traffic.moved(server.url, url)
             server.url = url
             self._restarted[name] = server, server.failed_at + self.startup_timeout_s
 

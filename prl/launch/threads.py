@@ -1,7 +1,7 @@
 """How many threads each process of a run computes with: from the cores, who shares them, and the model's size."""
 
 from prl.config.evaluation import EvaluationConfig
-from prl.config.machine import cores, parameters_of
+from prl.config.hardware import cores, parameters_of
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import hosts_teacher
 
@@ -28,22 +28,14 @@ def share(given: int | None, model: ModelConfig, device: str, processes: int) ->
     fair = max(1, cores() // max(1, processes))
     if device != "cpu":
         fair = min(fair, BESIDE_GPU)
-    if fair == 1:
-        return 1
     parameters = parameters_of(model)
     return fair if parameters is None else max(1, min(fair, parameters // PARAMETERS_PER_THREAD))
 
 
 def of_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig) -> int:
     """Threads of each of the policy's engines; in an evaluation they have the cores to themselves."""
-    processes = _sharing(config) if isinstance(config, TrainConfig) else config.engine.servers
+    processes = sharing(config) if isinstance(config, TrainConfig) else config.engine.servers
     return share(config.engine.threads, model, config.engine.device_type, processes)
-
-
-def of_teacher(config: TrainConfig, model: ModelConfig) -> int:
-    """Threads of the frozen model that the launcher hosts."""
-    engine = config.teacher.engine
-    return share(engine.threads, model, engine.device_type, _sharing(config))
 
 
 def of_trainer(config: TrainConfig) -> int:
@@ -57,7 +49,7 @@ def of_trainer(config: TrainConfig) -> int:
     return share(config.trainer.threads, config.model, device, config.trainer.num_processes)
 
 
-def _sharing(config: TrainConfig) -> int:
+def sharing(config: TrainConfig) -> int:
     """Processes that compute on this machine's cores while it samples.
 
     With max_async_level=0 sampling and training take turns. A server of `engine.urls` counts: most are on the same

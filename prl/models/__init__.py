@@ -5,7 +5,6 @@ Start with `make`; `smollm2.py` makes one. Imports `errors` and `transport`.
 
 import os
 import sys
-import time
 from pathlib import Path
 
 from prl.errors import ConfigError
@@ -52,13 +51,10 @@ def make(folder: Path) -> bool:
         with FileLock(folder.with_name(f".{folder.name}.lock")):
             if folder.is_dir():
                 return True
-            began = time.monotonic()
             print(f"making model {name} from {MADE[name].PACKAGE} {MADE[name].VERSION}", file=sys.stderr, flush=True)
             with writing(folder) as new:
                 MADE[name].write(new, source)
                 seal(new, 0)
-            print(f"made {folder} in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     except OSError as error:
-        what = f"model {name} cannot be made in {folder}: {error.strerror or error}"
-        raise ConfigError(f"{what}; XDG_CACHE_HOME names another place for caches") from error
+        raise ConfigError(f"no model {name} in {folder} (XDG_CACHE_HOME): {error.strerror or error}") from error
     return True

@@ -34,18 +34,10 @@ def package_file() -> Path:
     """The package's GGUF file. Raises ConfigError with the command that installs it and its reader."""
     from importlib import metadata, util
 
-    try:
-        package = metadata.distribution(PACKAGE)
-    except metadata.PackageNotFoundError:
-        raise ConfigError(f"model smollm2 takes the package {PACKAGE} (98 MB): {INSTALL}") from None
-    if package.version != VERSION:
-        raise ConfigError(f"model smollm2 takes {PACKAGE} {VERSION}, installed is {package.version}: {INSTALL}")
-    path = Path(str(package.locate_file(FILE)))
-    if not path.is_file():
-        raise ConfigError(f"model smollm2: {PACKAGE} is damaged, it lacks {path}: {INSTALL} --force-reinstall")
-    if util.find_spec("gguf") is None:
-        raise ConfigError(f"model smollm2 takes the package gguf: {INSTALL}")
-    return path
+    packages = list(metadata.distributions(name=PACKAGE))
+    if not packages or packages[0].version != VERSION or util.find_spec("gguf") is None:
+        raise ConfigError(f"model smollm2 takes the packages {PACKAGE} {VERSION} (98 MB) and gguf: {INSTALL}")
+    return Path(str(packages[0].locate_file(FILE)))
 
 
 def write_tokenizer(folder: Path, value: Callable[[str], Any]) -> None:

@@ -26,11 +26,9 @@ class Monitor(ABC):
 
     def check(self, where: str) -> None:
         """Raise ConfigError for settings that cannot work, or a package that is missing; `where` is its config key."""
-        if self.needs_package is not None and importlib.util.find_spec(self.needs_package) is None:
-            raise ConfigError(
-                f"{where} needs the package {self.needs_package}, which is not installed: "
-                f"pip install 'prl[{self.needs_package}]'"
-            )
+        package = self.needs_package
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{where} needs the package {package}: pip install 'prl[{package}]'")
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:  # noqa: B027
         """Open files and connections. Called once, before everything else but `check`.

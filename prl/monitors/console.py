@@ -27,17 +27,14 @@ class Console(Monitor):
         self.started = self.first_step = time.monotonic()
         """When the run began and when step 0 was recorded."""
 
-    def status(self, text: str) -> None:
-        self._say(text)
-
     def step(self, line: dict[str, float]) -> None:
         if line["step"] == 0:
             self.first_step = time.monotonic()
         left = self._left(int(line["step"]))
         facts = [f"step {line['step']:.0f}/{self.max_steps}", *self._facts(line), *([f"left={left}"] if left else [])]
-        self._say("  ".join(facts))
+        self.status("  ".join(facts))
 
-    def _say(self, text: str) -> None:
+    def status(self, text: str) -> None:
         """Log a line, and print it with the time since the start if lines are shown."""
         log.info("%s", text)
         if self.mode == "plain":

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from prl.monitors.base import Monitor
+from prl.transport.files import naming
 
 
 @dataclass(kw_only=True, eq=False)
@@ -12,17 +15,11 @@ class JsonLines(Monitor):
     """Appends one JSON object per step to `metrics.jsonl`; it is on disk when `step` returns."""
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
-        from prl.transport.files import naming  # composing a config does not need it
-
         path = run_dir / "metrics.jsonl"
         with naming(path):
             self._file = path.open("ab", buffering=0)
 
     def step(self, line: dict[str, float]) -> None:
-        import msgspec  # composing a config does not need it
-
-        from prl.transport.files import naming
-
         with naming(Path(self._file.name)):
             self._file.write(msgspec.json.encode(line) + b"\n")
 

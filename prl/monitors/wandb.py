@@ -1,7 +1,6 @@
 """Metrics in Weights & Biases."""
 
 import os
-import re
 import secrets
 import sys
 from dataclasses import dataclass
@@ -77,8 +76,7 @@ class Wandb(Monitor):
 def run_id(run_dir: Path, *, goes_on: bool) -> str:
     """The id of the run in Weights & Biases: a new one, or that of the time before where the run goes on."""
     path = run_dir / "wandb" / "run-id"
-    written = path.read_text(encoding="utf-8", errors="replace") if goes_on and path.is_file() else ""
-    if not re.fullmatch(r"[0-9a-f]{8}", written):
+    if not (goes_on and path.is_file()):
         write_atomically(path, secrets.token_hex(4).encode())
     return path.read_text(encoding="utf-8")
 

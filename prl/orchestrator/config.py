@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+from prl.config.build import Seconds
 from prl.config.schema import as_run
-from prl.config.signature import Seconds
 from prl.errors import ConfigError
 
 

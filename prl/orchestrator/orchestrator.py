@@ -52,8 +52,8 @@ from prl.rollouts.packing import pack
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout, Stage
 from prl.transport import checkpoint_folders, events
-from prl.transport.base import Transport
 from prl.transport.events import Track
+from prl.transport.files import FileTransport
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Orchestrator:
         *,
         envs: list[TrainEnv],
         pool: PolicyPool,
-        transport: Transport,
+        transport: FileTransport,
         monitors: Monitors,
         run_dir: Path,
         model: ModelConfig,

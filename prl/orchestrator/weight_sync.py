@@ -18,8 +18,8 @@ from prl.orchestrator.evaluate import evaluate
 from prl.orchestrator.metrics import line_of_step
 from prl.orchestrator.state import SyncState
 from prl.orchestrator.types import Event, TrainEnv
-from prl.transport.base import Transport
 from prl.transport.events import EVALUATING, EVALUATION, Track
+from prl.transport.files import FileTransport
 
 POLL_S = 0.004
 """Between two looks for a version that the trainer may be about to publish."""
@@ -44,7 +44,7 @@ class WeightSync:
 
     config: OrchestratorConfig
     pool: PolicyPool
-    transport: Transport
+    transport: FileTransport
     monitors: Monitors
     envs: list[TrainEnv]
     events: asyncio.Queue[Event]

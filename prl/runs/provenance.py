@@ -3,6 +3,7 @@
 Nothing that looks like a secret is recorded (`prl/monitors/masking.py`), and nothing of the environment.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -86,10 +87,9 @@ def checkout(folder: Path) -> tuple[dict[str, Any] | None, str]:
 
 def gpus() -> list[str]:
     """Names of this machine's GPUs; none where its driver hangs, which a run on CPUs need not mind."""
-    try:
+    with contextlib.suppress(ConfigError):
         return [gpu.name for gpu in listed()]
-    except ConfigError:
-        return []
+    return []
 
 
 def output_of(*command: str) -> str:

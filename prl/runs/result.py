@@ -33,11 +33,7 @@ class RunResult(msgspec.Struct):
 def read_result(run_dir: Path) -> RunResult | None:
     """The run's `result.json`; None where there is none."""
     path = run_dir / "result.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=RunResult)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    return None
+    return msgspec.json.decode(path.read_bytes(), type=RunResult) if path.is_file() else None
 
 
 def write_result(run_dir: Path, result: RunResult) -> None:

@@ -25,18 +25,10 @@ from prl.config.schema import TrainConfig
 from prl.config.suggestions import override_key
 from prl.errors import ConfigError
 from prl.monitors.text import safe
+from prl.runs import run_dir as directory
 from prl.runs.owner import LOCK
 from prl.runs.provenance import command_line, data_hash
 from prl.runs.result import RunResult, read_result
-from prl.runs.run_dir import (
-    NOT_OF_A_RUN,
-    clear,
-    cut_back,
-    holds_run,
-    new_run_dir,
-    refuse_existing,
-    write_config,
-)
 from prl.transport import checkpoint_folders
 from prl.transport.files import content_of, naming, write_atomically
 
@@ -119,10 +111,7 @@ def check_named(cfg: DictConfig) -> None:
     """
     run = cast(dict[str, Any], OmegaConf.to_container(cfg.run, resolve=False))
     if run["resume"] == AUTO and NOW in str(run["dir"]).replace("${run.name}", str(run["name"])):
-        raise ConfigError(
-            "run.resume=auto goes on with a run of the same name, and that has the time in it by default: name it, "
-            "run.name=<name>"
-        )
+        raise ConfigError("run.resume=auto: by default a run's name has the time in it: name it, run.name=<name>")
 
 
 # --- where it goes on -------------------------------------------------------------------------------------------------
@@ -138,11 +127,11 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     from prl.orchestrator.state import ResumePoint, decode  # verifiers
 
     given, run_dir = config.run.resume, Path(config.run.dir)
-    forks = config.run.fork is not None and not (given == AUTO and holds_run(run_dir))
+    forks = config.run.fork is not None and not (given == AUTO and directory.holds_run(run_dir))
     if forks:
         given = cast(str, config.run.fork)
         run_dir = run_of(Path(given), given, "run.fork")
-    elif given is None or (given == AUTO and not holds_run(run_dir)):
+    elif given is None or (given == AUTO and not directory.holds_run(run_dir)):
         return None
     elif given != AUTO and run_of(Path(given), given).resolve() != run_dir.resolve():
         message = f"run.resume={given!r} is not of the run in run.dir={config.run.dir!r}"
@@ -185,7 +174,7 @@ def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str,
     changed = {
         key: (old.get(key, ABSENT), new.get(key, ABSENT))
         for key in [*new, *(key for key in old if key not in new)]
-        if old.get(key, ABSENT) != new.get(key, ABSENT) and not key.startswith(NOT_OF_A_RUN)
+        if old.get(key, ABSENT) != new.get(key, ABSENT) and not key.startswith(directory.NOT_OF_A_RUN)
     }
     for key, (was, is_now) in changed.items():
         for fixed, why in FIXED.items():
@@ -203,10 +192,7 @@ def check_tasks(run_dir: Path, tasks: Tasks) -> None:
     before = {env: splits["train"]["sha256"] for env, splits in recorded.items()}
     for env, splits in tasks.items():
         if env in before and data_hash(splits["train"])["sha256"] != before[env]:
-            raise ConfigError(
-                f"env {env!r}: its tasks are not those that the run began with (provenance.json): its data or its "
-                "taskset have changed. Start a new run, with model.path=<the checkpoint>"
-            )
+            raise ConfigError(f"env {env!r} has other tasks than before: start a new run, model.path=<the checkpoint>")
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -240,12 +226,12 @@ def take_over(point: "ResumePoint", config: TrainConfig, tasks: Tasks) -> "Resum
     if checkpoint_folders.steps_of(run_dir) != point.steps:
         raise ConfigError(f"another process has gone on with the run in {run_dir} meanwhile: begin again")
     if point.folder is None:
-        clear(run_dir)
+        directory.clear(run_dir)
     else:
         assert point.state is not None
-        cut_back(run_dir, point.step, first_line=point.state.first_line, evaluated=point.state.sync.evaluated)
+        directory.cut_back(run_dir, point.step, first_line=point.state.first_line, evaluated=point.state.sync.evaluated)
         _record(point, point.folder.name)
-    write_config(run_dir, config)
+    directory.write_config(run_dir, config)
     return point
 
 
@@ -253,13 +239,13 @@ def _fork(point: "ResumePoint", config: TrainConfig) -> "ResumePoint":
     """Copy the checkpoint that a run forks into its new directory; its config comes last, with which it is a run."""
     source, run_dir = point.folder, Path(config.run.dir)
     assert source is not None
-    refuse_existing(run_dir)
+    directory.refuse_existing(run_dir)
     copy = checkpoint_folders.part_path(run_dir, point.step)
     with naming(copy):
         shutil.rmtree(copy, ignore_errors=True)  # of a start that died
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns(checkpoint_folders.MANIFEST))
         checkpoint_folders.finish(run_dir, point.step)
-    new_run_dir(config)
+    directory.new_run_dir(config)
     own = replace(point, run_dir=run_dir, folder=checkpoint_folders.checkpoint_path(run_dir, point.step))
     _record(own, str(source))
     return own

@@ -28,8 +28,6 @@ FILES = (*RUN_FILES, "provenance.json", "provenance.diff", "resumes.jsonl")
 """The files of a run directory, but for its lock and the pages."""
 PAGES = ("report.html", "trace.json")
 STEP = re.compile(r"step_(\d{6,})")
-PART = re.compile(r"\.step_\d{6,}(\.writing)?")
-"""Name of an unfinished checkpoint's folder."""
 ROLLOUTS = re.compile(r"(eval_.+_)?step_(\d{6,})\.jsonl")
 """Name of a rollout file: of a step, or of an evaluation."""
 NOT_OF_A_RUN = ("run.", "sweep.", "optimized_metric.", "engine.urls", "hydra")
@@ -49,11 +47,13 @@ def refuse_existing(run_dir: Path) -> None:
 
 
 def refuse_other_files(run_dir: Path) -> None:
-    """Raise ConfigError for a directory that is not empty and that no run has had."""
+    """Raise ConfigError for a directory that cannot be made or written to, or has files and has had no run."""
+    nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.dir={str(run_dir)!r} cannot be made: {nearest} is no directory that can be written to")
     names = sorted(path.name for path in run_dir.iterdir()) if run_dir.is_dir() else []
-    if names == ["logs"]:  # of an engine whose run was killed before it began
-        return
-    if names and not {LOCK, *RUN_FILES} & set(names):
+    # Logs alone are of an engine whose run was killed before it began.
+    if names and names != ["logs"] and not {LOCK, *RUN_FILES} & set(names):
         raise ConfigError(
             f"run.dir={str(run_dir)!r} holds other files ({', '.join(names[:3])}{', …' * (len(names) > 3)}): name a "
             "directory that is new or empty"
@@ -88,13 +88,13 @@ def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
     run_dir = Path(config.run.dir)
     refuse_other_files(run_dir)
     path = run_dir / "config.yaml"
-    try:
-        with naming(path):
-            run_dir.mkdir(parents=True, exist_ok=True)
-            run_dir.chmod(0o700)
+    with naming(path):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.chmod(0o700)
+        try:
             path.open("x").close()  # of two at once, one gets to create it
-    except FileExistsError:
-        raise _taken(run_dir) from None
+        except FileExistsError:
+            raise _taken(run_dir) from None
     write_config(run_dir, config)
     return run_dir
 
@@ -154,8 +154,7 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
             if (match := STEP.fullmatch(path.name)) and int(match[1]) > step:
                 _remove(path)
     for path in (run_dir / "checkpoints").glob(".step_*"):  # unfinished
-        if PART.fullmatch(path.name):
-            _remove(path)
+        _remove(path)
     best = run_dir / "checkpoints" / "best"
     if best.exists() and msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:
         _remove(best)  # it is found again

@@ -133,4 +133,4 @@ def _job(cfg: DictConfig) -> None:
 
 if __name__ == "__main__":
     leave_none()
-    start(_job, sys.argv[1:], "chat", ["run.name=chat-${now:%Y%m%d-%H%M%S-%f}", "env=[]"])
+    start(_job, sys.argv[1:], ["run.name=chat-${now:%Y%m%d-%H%M%S-%f}", "env=[]"])

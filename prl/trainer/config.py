@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
+from prl.config.build import Seconds
 from prl.config.gpus import device_type
-from prl.config.signature import Seconds
 from prl.errors import ConfigError
 
 MEETING_VARIABLE = "PRL_RANKS"

@@ -30,8 +30,8 @@ from prl.trainer.model import check_layout, load_model, save_weights, token_text
 from prl.trainer.ranks import meet
 from prl.trainer.sharding import reshard
 from prl.trainer.trainer import Trainer
-from prl.transport.base import Transport
 from prl.transport.events import BATCH, CHECKPOINT, EXPORTING, MODEL, TRAINER, Track
+from prl.transport.files import FileTransport
 
 POLL_S = 0.005
 TOLERANCE, HALF_TOLERANCE = 1e-2, 0.5
@@ -94,7 +94,7 @@ def run(config: Mapping[str, Any], run_dir: Path, stopping: threading.Event | No
     track = Track(TRAINER if rank == 0 else f"{TRAINER} rank {rank}", run_dir)
     with contextlib.closing(track), contextlib.ExitStack() as opened:
         with track.doing(MODEL, trained):
-            transport = factory(config["weights"], Transport, "weights")(run_dir=run_dir)
+            transport = factory(config["weights"], FileTransport, "weights")(run_dir=run_dir)
             opened.callback(transport.close)
             trainer = make_trainer(config, device, track=track, export=make_export(config, run_dir, rank))
             saved = None if resume is None else trained
@@ -111,7 +111,7 @@ def run(config: Mapping[str, Any], run_dir: Path, stopping: threading.Event | No
 
 def train(
     trainer: Trainer,
-    transport: Transport,
+    transport: FileTransport,
     files: "Files",
     *,
     rank: int,
@@ -155,7 +155,11 @@ def train(
 
 
 def publish(
-    transport: Transport, step: int, metrics: dict[str, float], rank: int, write: Callable[[Path | None], None] | None
+    transport: FileTransport,
+    step: int,
+    metrics: dict[str, float],
+    rank: int,
+    write: Callable[[Path | None], None] | None,
 ) -> None:
     """Publish a version; of its weights all ranks have a part to write, if they are written."""
     if rank == 0:
@@ -303,7 +307,7 @@ def make_trainer(
 
 
 def wait_for_batch(
-    transport: Transport, step: int, rank: int, timeout_s: float, stopping: threading.Event | None = None
+    transport: FileTransport, step: int, rank: int, timeout_s: float, stopping: threading.Event | None = None
 ) -> StepBatch | None:
     """The batch of `step`, or None if the run ends before it. Raises DeadlinePassed when none arrives in time."""
     deadline = time.monotonic() + timeout_s

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-import psutil
 
 FOLDER = "events"
 WAITING = "waiting for "
@@ -49,11 +48,6 @@ class Span(msgspec.Struct, frozen=True):
 def now() -> float:
     """The time in seconds since 1970, on a clock that nobody sets."""
     return _SINCE_1970 + time.monotonic()
-
-
-def process_began() -> float:
-    """When this process was started, seconds since 1970."""
-    return float(psutil.Process().create_time())
 
 
 @dataclass

@@ -73,21 +73,16 @@ class RayTransport(FileTransport):
         ray.get(host.write.remote(str(file.relative_to(self.run_dir)), file.read_bytes()))
 
     def receive_metrics(self, version: int) -> dict[str, float] | None:
-        try:
-            return self._metrics_of(version)
-        except ray.exceptions.RayActorError:  # the launcher says that the rank is lost
-            return None
-
-    def _metrics_of(self, version: int) -> dict[str, float] | None:
         if not self.ranks:
             return None
         first, name = self.ranks[0], step_name(version)
-        if version not in self._metrics:
-            data = ray.get(first.published_now.remote(name))
-            self._metrics[version] = first.published.remote(name) if data is None else ray.put(data)
-        if not ready([self._metrics[version]]):
-            return None
-        return dict(msgspec.json.decode(ray.get(self._metrics.pop(version))))
+        with contextlib.suppress(ray.exceptions.RayActorError):  # the launcher says that the rank is lost
+            if version not in self._metrics:
+                data = ray.get(first.published_now.remote(name))
+                self._metrics[version] = first.published.remote(name) if data is None else ray.put(data)
+            if ready([self._metrics[version]]):
+                return dict(msgspec.json.decode(ray.get(self._metrics.pop(version))))
+        return None
 
     async def deliver(self, version: int) -> str:
         name = step_name(version)

@@ -12,7 +12,7 @@ FOLDERS = ("prl", "conf", "experiments", ".github")
 LINK = re.compile(r"\]\(([^)#:\s]+)")
 API = {
     "Components": ("algorithms.base", "losses.rl", "filters.base", "curriculum.base", "monitors.base"),
-    "Seams": ("engines.base", "transport.base", "launch.launcher"),
+    "Seams": ("engines.base", "transport.files", "launch.launcher"),
     "Data": ("rollouts.rollout", "rollouts.messages"),
 }
 """Modules whose docstrings are the API pages."""

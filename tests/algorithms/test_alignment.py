@@ -263,5 +263,5 @@ async def test_a_tokenizer_that_does_not_say_what_its_tokens_are_is_refused(alig
 
 
 async def test_a_tokenizer_that_is_not_there_is_refused(aligned, tmp_path):
-    with pytest.raises(ConfigError, match=r"'big': tokenizer='.*nothing': no tokenizer there"):
+    with pytest.raises(ConfigError, match=r"'big': tokenizer='.*nothing': no tokenizer here"):
         await aligned(tmp_path / "nothing").start()

@@ -15,10 +15,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException
 from hydra.utils import instantiate
 
-from prl.config.build import build, plain, sampling_of
+from prl.config.build import build, options_taken, plain, sampling_of
 from prl.config.compose import CONF, compose, options
 from prl.config.schema import TrainConfig
-from prl.config.signature import options_taken
 from prl.config.validate import validate
 from prl.curriculum.pools import TaskCurriculum
 from prl.errors import ConfigError

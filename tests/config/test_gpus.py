@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from prl.config import hardware
-from prl.config.gpus import Needs, Placement, device_type, place, visible_devices, visible_gpus
+from prl.config.gpus import Need, Placement, device_type, place, visible_devices, visible_gpus
 from prl.config.validate import check_device
 from prl.errors import ConfigError
 from prl.launch import specs
@@ -18,19 +18,19 @@ from prl.runs import provenance
 @pytest.mark.parametrize(
     ("gpus", "needs", "engines", "ranks", "teachers"),
     [
-        (0, Needs(1, 0, 2), [()], [(), ()], []),
-        (1, Needs(1, 1, 1, 1), [(0,)], [(0,)], []),  # a single GPU is shared
-        (1, Needs(1, 1, 1, 1, 1, 1), [(0,)], [(0,)], [(0,)]),
-        (2, Needs(1, 1, 1, 1), [(0,)], [(1,)], []),
-        (8, Needs(2, 2, 4, 1), [(0, 1), (2, 3)], [(4,), (5,), (6,), (7,)], []),
-        (8, Needs(1, 1, 2, 1, 2, 2), [(0,)], [(1,), (2,)], [(3, 4), (5, 6)]),
-        (2, Needs(1, 0, 2, 1), [()], [(0,), (1,)], []),  # an engine on the CPU takes none
-        (1, Needs(1, 1, 2, 0), [(0,)], [(), ()], []),  # nor do ranks
-        (3, Needs(0, 1, 2, 1), [], [(0,), (1,)], []),
+        (0, [(1, 0), (2, 0), (0, 0)], [()], [(), ()], []),
+        (1, [(1, 1), (1, 1), (0, 0)], [(0,)], [(0,)], []),  # a single GPU is shared
+        (1, [(1, 1), (1, 1), (1, 1)], [(0,)], [(0,)], [(0,)]),
+        (2, [(1, 1), (1, 1), (0, 0)], [(0,)], [(1,)], []),
+        (8, [(2, 2), (4, 1), (0, 0)], [(0, 1), (2, 3)], [(4,), (5,), (6,), (7,)], []),
+        (8, [(1, 1), (2, 1), (2, 2)], [(0,)], [(1,), (2,)], [(3, 4), (5, 6)]),
+        (2, [(1, 0), (2, 1), (0, 0)], [()], [(0,), (1,)], []),  # an engine on the CPU takes none
+        (1, [(1, 1), (2, 0), (0, 0)], [(0,)], [(), ()], []),  # nor do ranks
+        (3, [(0, 1), (2, 1), (0, 0)], [], [(0,), (1,)], []),
     ],
 )
 def test_processes_have_own_gpus_or_share_one(gpus, needs, engines, ranks, teachers):
-    assert place(needs, gpus) == Placement(engines, ranks, teachers)
+    assert place(*(Need(*need) for need in needs), gpus) == Placement(engines, ranks, teachers)
 
 
 @pytest.mark.parametrize(
@@ -38,25 +38,27 @@ def test_processes_have_own_gpus_or_share_one(gpus, needs, engines, ranks, teach
     [
         (
             8,
-            Needs(3, 2, 4, 1),
-            "engine.servers=3 of 2 GPUs and trainer.num_processes=4 take 10 GPUs",
+            [(3, 2), (4, 1), (0, 0)],
+            "engine and trainer take 10 GPUs",
         ),
-        (1, Needs(2, 1, 1, 1), "engine.servers=2 of 1 GPUs and trainer.num_process"),
-        (1, Needs(1, 1, 2, 1), "trainer.num_processes=2 take 3 GPUs"),
-        (1, Needs(1, 2), "engine.servers=1 of 2 GPUs take 2 GPUs"),
-        (2, Needs(1, 1, 1, 1, 1, 1), "teacher.engine.servers=1 of 1 GPUs ta"),
+        (1, [(2, 1), (1, 1), (0, 0)], "engine and trainer take 3 GPUs"),
+        (1, [(1, 1), (2, 1), (0, 0)], "engine and trainer take 3 GPUs"),
+        (1, [(1, 2), (0, 0), (0, 0)], "engine take 2 GPUs"),
+        (2, [(1, 1), (1, 1), (1, 1)], "engine and trainer and teacher take 3 GPUs"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_keys(gpus, needs, says):
+    options = ("engine", "trainer", "teacher")
     with pytest.raises(ConfigError) as refused:
-        place(needs, gpus)
+        place(*(Need(*need, option) for need, option in zip(needs, options, strict=True)), gpus)
     assert says in str(refused.value)
 
 
-def test_gpus_are_counted_among_those_that_are_shown():
-    assert visible_devices([0, 2], {}) == {"CUDA_VISIBLE_DEVICES": "0,2"} and visible_devices([], {}) == {}
-    assert visible_devices([0, 2], {"CUDA_VISIBLE_DEVICES": "4,5,7"}) == {"CUDA_VISIBLE_DEVICES": "4,7"}
-    assert visible_devices([1], {"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}) == {"CUDA_VISIBLE_DEVICES": "GPU-b"}
+def test_gpus_are_counted_among_those_that_are_shown(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    assert visible_devices([0, 2]) == {"CUDA_VISIBLE_DEVICES": "4,7"} and visible_devices([]) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b")
+    assert visible_devices([1]) == {"CUDA_VISIBLE_DEVICES": "GPU-b"}
 
 
 @pytest.fixture
@@ -151,6 +153,9 @@ def test_each_process_of_a_run_sees_its_own(monkeypatch, config, tmp_path):
         "trainer rank 1": "GPU-h",
     }
     assert [started[f"trainer rank {rank}"]["LOCAL_RANK"] for rank in range(2)] == ["0", "0"]
+    config.engine.servers = 3
+    with pytest.raises(ConfigError, match="^engine.servers=3 of 3 GPUs and trainer.num_processes=2 take 11 GPUs, each"):
+        specs.placement(config)
     config.engine.urls = ["http://a:1"]
     assert specs.policy_engines(config, config.model, "t", tmp_path) == []
     assert specs.trainer(config, tmp_path).gpus == ((0,), (1,))

@@ -114,7 +114,7 @@ NO_URLS = [
         ({"name": 7}, "algo.judge.name=7"),
         ({"api_key_var": 3}, "algo.judge.api_key_var must be the name of an environment variable"),
         ({"api_key_var": "NO_SUCH_KEY"}, "algo.judge.api_key_var=NO_SUCH_KEY: that environment variable is not set"),
-        ({"base_url": None}, "algo.judge is a frozen model without base_url: give its endpoint"),
+        ({"base_url": None}, "algo.judge is a frozen model without base_url: give it"),
         ({"base_url": []}, "algo.judge is a frozen model without base_url"),
         ({"base_url": "http://bob:secret@h/v1"}, "algo.judge.base_url: a URL has a user or a password in it: write it"),
         *(({"base_url": [URL, url]}, f"algo.judge.base_url={url!r} is not a URL") for url in NO_URLS),

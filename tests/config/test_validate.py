@@ -161,7 +161,7 @@ def test_what_looks_at_evaluations_is_refused_where_no_env_has_any(config, optio
 @pytest.mark.parametrize(("name", "value"), [("alpha", 3.0), ("target_modules", ["q_proj"])])
 def test_adapters_that_are_described_have_a_rank(config, name, value):
     setattr(config.model.lora, name, value)
-    assert f"model.lora.{name}=" in refused(config)
+    assert refused(config).startswith("model.lora.rank has no value")
     config.model.lora.rank = 2
     validate(config)
 
@@ -227,7 +227,7 @@ def test_a_run_needs_an_env(config):
             ["+envs.math.models.judge={name: teacher, base_url: nowhere}"],
             "envs.math.models.judge.base_url='nowhere' is",
         ),
-        (["+envs.math.models.judge=policy", "envs.math.in_process=false"], "envs.math.models: their clients are in"),
+        (["+envs.math.models.judge=policy", "envs.math.in_process=false"], "envs.math.models: graders that ask"),
     ],
 )
 def test_what_is_an_envs_own_is_checked_under_its_own_key(overrides, key):
@@ -237,7 +237,7 @@ def test_what_is_an_envs_own_is_checked_under_its_own_key(overrides, key):
 def test_rows_that_cut_the_longest_rollouts_are_warned_of(config):
     assert config.trainer.seq_len == config.model.max_model_len, "they follow the model"
     config.trainer.seq_len = 256
-    with pytest.warns(UserWarning, match="trainer.seq_len=256 is below model.max_model_len=512"):
+    with pytest.warns(UserWarning, match="trainer.seq_len=256 cuts samples: model.max_model_len=512"):
         check(config)
 
 

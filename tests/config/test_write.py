@@ -1,5 +1,8 @@
 """The conf files: written from the classes, and up to date."""
 
+import inspect
+import pkgutil
+from importlib import import_module
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -7,9 +10,11 @@ import yaml
 from annotated_types import Ge, Lt
 
 import prl.losses  # noqa: F401  # the files are the same whatever has been imported
+from prl.algorithms.base import Algorithm
 from prl.algorithms.grpo import GRPOAlgorithm
-from prl.config.compose import options
-from prl.config.write import MARK, as_yaml, classes, main, page, pages, type_of
+from prl.config.write import MARK, as_yaml, classes, main, page, type_of
+from prl.filters.base import Filter
+from prl.monitors.base import Monitor
 
 
 def test_every_file_is_as_it_is_written():
@@ -18,9 +23,17 @@ def test_every_file_is_as_it_is_written():
 
 
 def test_every_component_has_a_file():
-    """Experiments, and the options of another's fields, are written by hand."""
-    assert all(path.exists() for path in pages())
-    assert {f"algo/{name}" for name in options()["algo"]} - set(classes()) == {"algo/custom_class"}
+    described = list(classes().values())
+    for base in (Algorithm, Filter, Monitor):
+        package = base.__module__.rpartition(".")[0]
+        for module in pkgutil.iter_modules(import_module(package).__path__, f"{package}."):
+            own = [
+                cls
+                for cls in vars(import_module(module.name)).values()
+                if getattr(cls, "__module__", "") == module.name
+            ]
+            components = [cls for cls in own if inspect.isclass(cls) and issubclass(cls, base)]
+            assert all(cls in described or inspect.isabstract(cls) for cls in components if cls is not base)
 
 
 def test_what_is_written_by_hand_stays_and_is_not_written_again(tmp_path):

@@ -23,7 +23,7 @@ def choice(ids, index=0, **changes):
 @pytest.fixture
 async def pool(server):
     server.replies["/health"] = {}
-    pool = InferencePool([server.url + "/v1/"], "policy", "t0ken", request_timeout_s=20)
+    pool = InferencePool([server.url + "/v1/"], "policy", "t0ken")
     yield pool
     await pool.close()
 

@@ -150,5 +150,5 @@ def test_environment():
     of_cpu = {"TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE", "PRL_CPU_PATCHES"}
     assert not of_cpu & cuda.keys()
     for found in (cpu, cuda):
-        assert (found["VLLM_NO_USAGE_STATS"], found["PRL_TOKEN"], found["PRL_FROZEN"]) == ("1", "t0ken", "")
+        assert (found["PRL_TOKEN"], found["PRL_FROZEN"]) == ("t0ken", "")
         assert all(isinstance(value, str) for value in found.values())

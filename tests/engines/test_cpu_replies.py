@@ -84,7 +84,7 @@ async def test_a_cancelled_group_is_aborted():
 
 
 async def test_a_core_that_dies_fails_the_group(monkeypatch):
-    monkeypatch.setattr(replies, "ALIVE_S", 0.01)
+    monkeypatch.setattr("prl.engines.vllm.alive.ALIVE_S", 0.01)
     engine = Engine()
     engine.errored = True
     with pytest.raises(RuntimeError, match="dead"):

@@ -271,7 +271,7 @@ async def test_another_models_endpoint_is_told_at_once_with_what_it_serves(serve
 async def test_a_refused_key_is_told_at_once_with_its_setting(server, connect, monkeypatch, status, variable):
     monkeypatch.setenv("LARGE_MODEL_KEY", "s3cret")
     server.replies[MODELS] = (status, "")
-    with pytest.raises(EngineError, match=rf"{server.url} refused the key.*api_key_var.*\(now {variable}\)") as raised:
+    with pytest.raises(EngineError, match=rf"{server.url} refused the key.*api_key_var={variable}") as raised:
         await asyncio.wait_for(connect(api_key_var=variable).wait_ready(60), 5)
     assert raised.value.status == status and server.calls == [MODELS] and "s3cret" not in str(raised.value)
 

@@ -2,22 +2,21 @@
 
 import pytest
 
-from prl.engines.routing import Router, Server
+from prl.engines.servers import Router, Server
 
 A, B, C = "http://a", "http://b", "http://c"
 
 
 @pytest.fixture
 def router():
-    servers = [Server(url) for url in (A, B, C)]
-    return Router(servers, {server.url: 0 for server in servers})
+    return Router([Server(url) for url in (A, B, C)])
 
 
 def test_the_server_with_the_fewest_sequences_is_next(router):
     chosen = []
     for n in (8, 1, 1, 1, 8, 1):
         server = router.choose(n)
-        router.load[server.url] += n
+        server.load += n
         chosen.append(server.url)
     assert chosen == [A, B, C, B, C, B], "loads before each: 0 0 0, 8 0 0, 8 1 0, 8 1 1, 8 2 1, 8 2 9"
 
@@ -25,7 +24,8 @@ def test_the_server_with_the_fewest_sequences_is_next(router):
 def test_prefixes_are_spread_each_on_one_server(router):
     homes = {number: router.choose(1, f"group {number}") for number in range(30)}
     assert {server.url for server in homes.values()} == {A, B, C}
-    router.load |= {A: 12, B: 3, C: 8}
+    for server, load in zip(router.servers, (12, 3, 8), strict=True):
+        server.load = load
     assert all(router.choose(1, f"group {number}") is home for number, home in homes.items())
 
 
@@ -40,7 +40,8 @@ def test_prefixes_are_spread_each_on_one_server(router):
 )
 def test_busy_server_is_left(router, here, elsewhere, stays):
     home = router.choose(1, "group")
-    router.load |= dict.fromkeys(router.load, elsewhere) | {home.url: here}
+    for server in router.servers:
+        server.load = here if server is home else elsewhere
     assert (router.choose(1, "group") is home) is stays
 
 
@@ -49,14 +50,14 @@ def test_absent_servers_get_nothing_failed_ones_last(router):
     other, failing = (server for server in router.servers if server is not home)
     failing.failed()
     home.away = True
-    router.load[other.url] = 99
+    other.load = 99
     assert router.choose(1, "group") is other and router.choose() is other
-    other.loading = True
+    other.loading = 1
     assert router.choose() is failing
     failing.away = True
     assert router.choose(1, "group") is None
     home.away = False
     assert router.choose(1, "group") is home
     home.failed()
-    other.loading = False
+    other.loading = None
     assert router.choose(1, "group") is other

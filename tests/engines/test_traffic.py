@@ -3,10 +3,8 @@
 import msgspec
 import pytest
 
-from prl.engines.traffic import Traffic
+from prl.engines.servers import Server, Traffic
 from prl.transport import events
-
-A, B = "http://a", "http://b"
 
 
 @pytest.fixture
@@ -35,29 +33,31 @@ class Recording(events.Track):
 
 
 def test_server_works_from_first_to_last_request(clock):
-    traffic, track = Traffic([A]), Recording()
+    server, track = Server("http://a"), Recording()
+    traffic = Traffic([server])
     traffic.record(track)
-    with traffic.request(A):
+    with traffic.request(server):
         clock(1)
-        with traffic.request(A):
+        with traffic.request(server):
             clock(2)
-            assert traffic.in_flight == {A: 2}
+            assert server.in_flight == 2
         clock(3)
     clock(5)
-    with pytest.raises(ValueError, match="failed"), traffic.request(A):
+    with pytest.raises(ValueError, match="failed"), traffic.request(server):
         clock(6)
         raise ValueError("failed")
-    assert traffic.in_flight == {A: 0}
+    assert server.in_flight == 0
     assert track.spans == [("engine", "generating", 0, 3, 1), ("engine", "generating", 5, 6, 1)]
     assert traffic.busy_s == 4
 
 
 def test_loading_server_counts_as_at_work(clock):
-    traffic, track = Traffic([A, B]), Recording()
+    one, other, track = Server("http://a"), Server("http://b"), Recording()
+    traffic = Traffic([one, other])
     traffic.record(track)
-    with traffic.request(A):
+    with traffic.request(one):
         clock(1)
-        with traffic.loading(A, 7), traffic.loading(B, 7):
+        with traffic.loading(one, 7), traffic.loading(other, 7):
             clock(3)
         clock(4)
     clock(10)

@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prl.config.engine_schema import TransformersConfig
 from prl.config.model_reference import FrozenModelConfig
-from prl.config.schema import ModelConfig
+from prl.config.schema import ModelConfig, TransformersConfig
 from prl.engines.base import EngineSpec
 from prl.engines.tokenizers import TokenizerProbe
 from prl.engines.transformers import TransformersEngine
@@ -54,7 +53,7 @@ async def test_it_answers_as_a_server_does(pool):
 
 
 async def test_what_leaves_tokens_out_is_refused_by_name(pool):
-    with pytest.raises(EngineError, match="engine=transformers has no min_p, top_p: choose vLLM"):
+    with pytest.raises(EngineError, match="engine=transformers has no min_p, top_p: engine=default"):
         await pool.generate(PROMPT, SAMPLING | {"top_p": 0.9, "min_p": 0.1})
 
 

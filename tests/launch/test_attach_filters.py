@@ -14,5 +14,5 @@ def test_a_filter_is_told_the_cap_that_is_in_force(asked, of_taskset, longest):
     env = SimpleNamespace(sampler=SimpleNamespace(max_tokens=asked), filters={"pre": {"a": each}})
     config = SimpleNamespace(model=SimpleNamespace(max_model_len=1024), node_of=lambda *_: ("filters", None))
     environment = SimpleNamespace(verifiers_env=None, taskset=SimpleNamespace(MAX_TOKENS=of_taskset))
-    attach_filters(config, SimpleNamespace(envs={"e": env}), {"e": environment}, vocab_size=10)
+    attach_filters(config, "e", env, environment, vocab_size=10)
     assert told == [{"vocab_size": 10, "longest": longest}]

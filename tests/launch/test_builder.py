@@ -167,7 +167,7 @@ def test_retired_tasks_are_known_by_what_they_say(tmp_path):
 def test_pools_that_leave_nothing_to_train_on_are_refused(tmp_path):
     retire(curricula_of()["math"], tmp_path, easy=range(8))
     given = ("curriculum.refill=false", f"curriculum.load_from={tmp_path}")
-    with pytest.raises(ConfigError, match=r"retires every task of every env: .*easy_fraction.*curriculum\.refill=true"):
+    with pytest.raises(ConfigError, match="retires every task: .*easy_fraction.*refill"):
         curricula_of(*given)
     assert curricula_of(*given, "curriculum.easy_fraction=0.5")["math"].counts()["normal"] == 4
 
@@ -272,6 +272,7 @@ async def test_processes_on_one_gpu_start_one_after_another(run, monkeypatch, sh
         return noted
 
     gpu = (0,) if shared else ()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(module.specs, "placement", lambda config: Placement([gpu], [gpu], [gpu]))
     monkeypatch.setattr(InferencePool, "wait_ready", noting("engine ready", InferencePool.wait_ready))
     monkeypatch.setattr(FrozenPool, "wait_ready", noting("teacher ready", FrozenPool.wait_ready))

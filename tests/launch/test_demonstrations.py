@@ -41,7 +41,7 @@ def test_a_conversation_for_a_single_turn_is_refused(tmp_path):
 
 
 def test_the_key_of_demonstrations_is_refused_without_them():
-    with pytest.raises(ConfigError, match=r"algo\.sampling\.demo_key=answer: it is read with .*source=demonstrations"):
+    with pytest.raises(ConfigError, match=r"algo\.sampling\.demo_key=answer: only .*source=demonstrations"):
         demonstrated("algo=sft", "algo.sampling.demo_key=answer")
 
 

@@ -8,8 +8,8 @@ from prl import train
 from prl.config.compose import compose
 from prl.errors import ConfigError
 from prl.launch import local, specs
-from prl.launch.engines import policy_pool
 from prl.launch.local import LocalLauncher
+from prl.launch.specs import policy_pool
 
 FEW = ["envs.math.args.num_tasks=8", "envs.math.eval_args=null"]
 

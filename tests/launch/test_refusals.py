@@ -63,7 +63,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("PRL_TOKEN", raising=False)
-    monkeypatch.setattr("prl.launch.engines.start_early", lambda *_: [])
+    monkeypatch.setattr("prl.launch.specs.start_early", lambda *_: [])
 
 
 def refusal(overrides, tmp_path, dry="false"):
@@ -137,7 +137,7 @@ TABLE = [
     (["+trainer.max_steps=3"], "trainer.max_steps: there is no such key"),
     (["+orchestrator.foo=1"], "orchestrator.foo: there is no such key; keys there: _target_, batch_size"),
     (["+weights.run_dir=/x"], "weights.run_dir: FileTransport has no such option; its options: none"),
-    (["weights._target_=prl.transport.base.Transport"], "weights._target_='prl.transport.base.Transport' is abst"),
+    (["launcher._target_=prl.launch.launcher.Launcher"], "launcher: making Launcher failed: TypeError: Can't instant"),
     (["launcher._target_=rich.text.Text"], "launcher._target_='rich.text.Text' is not a subclass of prl.launch.launch"),
     (["optim=custom", "trainer.optim._target_=torch.optim.Muon"], "trainer.optim._target_=torch.optim.Muon: "),
     (["sampling.stop=['']"], "sampling.stop has an empty string"),

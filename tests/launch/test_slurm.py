@@ -24,7 +24,7 @@ def sbatch(tmp_path, monkeypatch):
     ("options", "overrides", "message"),
     [
         ({"args": {"time": 10}}, (), "launcher.args.time: the launcher sets that option of sbatch itself"),
-        ({"time_min": 1}, (), "launcher.time_min=1: checkpoint.grace_s and the end take 90 s of that"),
+        ({"time_min": 1}, (), "launcher.time_min=1: checkpoint.grace_s and the end take 90 s"),
         ({}, ("run.resume=/tmp/x",), "launcher=slurm goes on with run.resume=auto"),
     ],
 )

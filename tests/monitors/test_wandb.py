@@ -1,6 +1,5 @@
 """Weights & Biases, offline."""
 
-import re
 import sys
 import time
 
@@ -39,8 +38,6 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path):
     first = run_id(tmp_path, goes_on=False)
     assert run_id(tmp_path, goes_on=True) == first
     assert run_id(tmp_path, goes_on=False) != first, "it begins again"
-    (tmp_path / "wandb" / "run-id").write_text("../x")
-    assert re.fullmatch("[0-9a-f]{8}", run_id(tmp_path, goes_on=True))
 
 
 @pytest.mark.parametrize(("mode", "resumed_at", "resume"), [("online", 7, "allow"), ("offline", 7, None)])

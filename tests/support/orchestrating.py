@@ -24,7 +24,7 @@ from prl.config.schema import CheckpointConfig, EnvConfig, ModelConfig
 from prl.curriculum.pools import TaskCurriculum
 from prl.engines.replies import Completion
 from prl.engines.sampler import Sampler
-from prl.engines.traffic import Traffic
+from prl.engines.servers import Server, Traffic
 from prl.envs.environment import Environment
 from prl.errors import DeadlinePassed, EngineError
 from prl.filters.zero_advantage import ZeroAdvantage
@@ -101,7 +101,7 @@ class FakePool:
 
     def __init__(self, tokenizer, *, delay=0.0, seed=0):
         self.version = 0
-        self.traffic = Traffic(["http://fake"])
+        self.traffic = Traffic([Server("http://fake")])
         self.requests = 0
         self.updates: list[int] = []
         self.delay = delay
@@ -115,7 +115,7 @@ class FakePool:
         self.requests_in_flight += 1
         version = self.version
         try:
-            with self.traffic.request("http://fake"):
+            with self.traffic.request(self.traffic.servers[0]):
                 await asyncio.sleep(self.delay * self.random.random() if self.delay_of is None else self.delay_of(n))
         finally:
             self.requests_in_flight -= 1
@@ -126,7 +126,7 @@ class FakePool:
 
     async def update_weights(self, version, path, timeout_s):
         assert (Path(path) / "metrics.json").exists() and version > self.version
-        with self.traffic.loading("http://fake", version):
+        with self.traffic.loading(self.traffic.servers[0], version):
             await asyncio.sleep(0.001)
         self.updates.append(version)
         self.version = version

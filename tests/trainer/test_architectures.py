@@ -112,7 +112,7 @@ def test_tensor_made_of_several_of_its_file_is_refused(tmp_path, monkeypatch):
     model = loaded(tmp_path, "Qwen3", True)
     halves = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
     model._weight_conversions = [WeightConverter("mlp.both.weight", halves, operations=[Chunk(dim=0)])]
-    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM: transformers makes .*mlp.both.weight of its files out of"):
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM: .*mlp.both.weight of its files is made of"):
         check_names(copy.deepcopy(model))
 
 

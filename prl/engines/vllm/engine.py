@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from prl.config.model_reference import FrozenModelConfig
 from prl.engines.base import Connect, Engine, EngineSpec, Serve
 from prl.engines.client import InferencePool
 from prl.engines.frozen import FrozenPool
@@ -20,8 +19,4 @@ class VLLMEngine(Engine):
     @classmethod
     def frozen(cls, spec: EngineSpec, serve: Serve) -> Connect:
         urls = [f"{url}/v1" for url in serve(spec)]
-
-        def connect(reference: FrozenModelConfig) -> FrozenPool:
-            return FrozenPool(replace(reference, base_url=urls, api_key_var=None), spec.token)
-
-        return connect
+        return lambda reference: FrozenPool(replace(reference, base_url=urls, api_key_var=None), spec.token)

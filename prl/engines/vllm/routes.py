@@ -11,13 +11,14 @@ import os
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import Body, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from prl.engines.vllm.alive import while_alive
 from prl.engines.vllm.cpu import replies
 from prl.engines.vllm.protocol import GENERATE, LOAD, Generated, GenerateRequest, Sampled, measured
 from prl.engines.vllm.server import FROZEN_VARIABLE, INSTANCE_VARIABLE
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-T = TypeVar("T")
-
-ALIVE_S = 0.5
-"""[s] Time between two looks at whether the engine still lives during an update."""
 REQUESTS = msgspec.json.Decoder(GenerateRequest)
 
 
@@ -147,20 +144,13 @@ def prompt_logprobs(rows: "Sequence[dict[int, Any] | None]", prompt: list[int]) 
 # --- new weights ------------------------------------------------------------------------------------------------------
 
 
-async def load_policy(request: Request) -> JSONResponse:
-    """Load new weights and keep the running requests, which are recomputed under the new weights and go on.
+async def load_policy(request: Request, path: Annotated[str, Body(embed=True)]) -> JSONResponse:
+    """Load the weights at `path` and keep the running requests, which are recomputed under them and go on.
 
     Returns:
         200 with `loaded`, the `seconds` it took and the server's `instance`; with `error` 400 (no weights there: the
         old ones stay) or 500 (weights unknown: the engine stays paused)
     """
-    try:
-        body = await request.json()
-    except ValueError:
-        body = None
-    path = body.get("path") if isinstance(body, dict) else None
-    if not isinstance(path, str) or "\0" in path:
-        return JSONResponse({"error": "the body must be a JSON object with a string `path`"}, status_code=400)
     state = request.app.state
     async with state.load_policy_lock:
         try:
@@ -185,16 +175,3 @@ async def load(engine: "AsyncLLM", path: str) -> None:
     if not await engine.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("prefixes cached under older weights are still in use")
     await engine.resume_generation()
-
-
-async def while_alive(engine: "AsyncLLM", work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; raise RuntimeError if the engine dies meanwhile.
-
-    Otherwise the request would wait forever, and so would the server, which shuts down once its requests are answered.
-    """
-    task = asyncio.ensure_future(work)
-    while not (await asyncio.wait([task], timeout=ALIVE_S))[0]:
-        if engine.errored:
-            task.cancel()
-            raise RuntimeError("the engine died during the update")
-    return task.result()

@@ -68,9 +68,7 @@ class TokenAuth:
 def main() -> None:
     """Serve with the arguments of the command line and those that every prl server has."""
     if not os.environ.get(TOKEN_VARIABLE):
-        raise SystemExit(
-            f"prl.engines.vllm.server: set {TOKEN_VARIABLE}; every request must carry it as a bearer token"
-        )
+        raise SystemExit(f"set {TOKEN_VARIABLE}: every request must carry it as a bearer token")
     os.environ[INSTANCE_VARIABLE] = secrets.token_hex(8)
     os.environ["VLLM_PLUGINS"] = ",".join(start.plugin_names(os.environ.get("VLLM_PLUGINS")))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

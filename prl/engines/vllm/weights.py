@@ -6,9 +6,9 @@ out of them and runs nothing.
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prl.errors import PrlError
 from prl.monitors.text import in_one_line
@@ -16,6 +16,7 @@ from prl.monitors.text import in_one_line
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
@@ -56,16 +57,7 @@ def files_of(folder: Path) -> list[Path]:
 
 def shapes_of(files: list[Path]) -> dict[str, list[int]]:
     """The shapes of tensors by name. Raises WeightsError for a file that is cut short or no safetensors."""
-    from safetensors import SafetensorError, safe_open
-
-    result: dict[str, list[int]] = {}
-    for file in files:
-        try:
-            with safe_open(file, "pt") as tensors:
-                result |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{file} cannot be read: {in_one_line(error)}") from error
-    return result
+    return dict(read_each(files, lambda file, name: file.get_slice(name).get_shape()))
 
 
 def shapes_at(path: str) -> dict[str, list[int]]:
@@ -114,13 +106,18 @@ def refuse_other_model(files: list[Path], started: dict[str, list[int]], *, tied
 
 def tensors_of(files: list[Path]) -> "Iterator[tuple[str, torch.Tensor]]":
     """The tensors of safetensors files by name, one after the other. Raises WeightsError where they cannot be read."""
+    return read_each(files, lambda file, name: file.get_tensor(name))
+
+
+def read_each(files: list[Path], read: Callable[[Any, str], T]) -> Iterator[tuple[str, T]]:
+    """What `read` makes of each tensor in safetensors files, by name. Raises WeightsError where they cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     for file in files:
         try:
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    yield name, tensors.get_tensor(name)
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    yield name, read(opened, name)
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{file} cannot be read: {in_one_line(error)}") from error
 

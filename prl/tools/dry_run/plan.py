@@ -1,6 +1,5 @@
 """A dry run: what a run would start, where, and what memory each of its processes would take there, from its config."""
 
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -11,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from prl.algorithms.base import Algorithm
-from prl.config import machine
+from prl.config import hardware
 from prl.config.build import build
 from prl.config.gpus import visible_gpus
 from prl.config.hardware import GIB, MIB, gpu_memory_bytes
@@ -116,7 +115,7 @@ def plan(config: TrainConfig) -> Plan:
     placed, memory = specs.placement(config), gpu_memory_bytes()
     numbers = [int(name) if name.isdigit() else place for place, name in enumerate(visible_gpus())]
     gpus = {f"{GPU} {place}": memory[min(number, len(memory) - 1)] for place, number in enumerate(numbers)}
-    planned = Plan({RAM: machine.memory_bytes() or math.inf} | gpus)
+    planned = Plan({RAM: float(hardware.memory_bytes())} | gpus)
     planned.add("orchestrator", {"process": COMMAND})
     policy = shape_of(config.model, "model.path", lora=config.model.lora, trained=True)
     if not config.engine.urls:

@@ -26,8 +26,8 @@ from prl.engines.client import PolicyPool
 from prl.engines.frozen import ReferencePool
 from prl.engines.renderer import UnrenderablePrompt, render_prompt
 from prl.engines.replies import Completion, Scored
+from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
-from prl.engines.traffic import Traffic
 from prl.envs._verifiers_internals import BUILD
 from prl.envs.turn import AGENT, commit, opening_messages, trace_task
 from prl.errors import ConfigError, PrlError
@@ -53,7 +53,7 @@ class Invented(PolicyPool, ReferencePool):
     timeout_s = 1.0
 
     def __init__(self) -> None:
-        super().__init__("invented", Traffic(["invented"]))
+        super().__init__("invented", Traffic([Server("invented")]))
 
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
@@ -87,17 +87,17 @@ def rehearse(run: PreparedRun) -> None:
     samples: list[TrainingSample] = []
     for env in envs:
         where = config.node_of(env.name, "algo")[0]
-        with refused(where, "an invented group", type(env.algorithm).__module__):
+        with refused(where, "an invented group"):
             samples += asyncio.run(credited(env, where))
-    with refused("trainer", "an invented batch", "prl."), tempfile.TemporaryDirectory() as folder:
+    with refused("trainer", "an invented batch"), tempfile.TemporaryDirectory() as folder:
         train(run, samples, folder)
 
 
 @contextlib.contextmanager
-def refused(where: str, what: str, path: str) -> Iterator[None]:
+def refused(where: str, what: str) -> Iterator[None]:
     """`contained`, in which what would end a run is a refusal too."""
     try:
-        with contained(where, what, path):
+        with contained(where, what):
             yield
     except ConfigError:
         raise

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prl.config.build import plain
-from prl.config.machine import parameters_of
+from prl.config.hardware import parameters_of
 from prl.config.schema import ModelConfig
 from prl.errors import ConfigError
 from prl.monitors.text import in_one_line

@@ -10,7 +10,6 @@ from renderers.base import Renderer
 
 from prl.config.build import build, sampling_of
 from prl.config.evaluation import EvaluationConfig
-from prl.config.machine import check_run_dir
 from prl.config.run_yaml import data_of
 from prl.config.schema import ModelConfig
 from prl.config.validate import check_device, check_env_models, check_env_name, check_run_name, validate_server
@@ -139,7 +138,6 @@ def prepare_targets(config: EvaluationConfig) -> list[list[Target]]:
     """Check the config but for its envs; return the targets that one engine after the other is to serve."""
     check_device(config.engine.device, "engine.device")
     check_run_name(config.run.name)
-    check_run_dir(config.run.dir)
     build(config.launcher, Launcher, "launcher")
     build(config.sampling, Sampler, "sampling")
     targets = find_targets(config)

@@ -9,11 +9,10 @@ from prl.config.build import build
 from prl.config.evaluation import EvaluationConfig
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.frozen import FrozenPool
-from prl.engines.traffic import tracks_of
-from prl.launch.engines import policy_pool
+from prl.engines.servers import tracks_of
 from prl.launch.launcher import Launcher
 from prl.launch.local import resolve_model
-from prl.launch.specs import restarts_of, run_token
+from prl.launch.specs import policy_pool, restarts_of, run_token
 from prl.launch.supervisor import Supervisor
 from prl.monitors.text import as_message
 from prl.orchestrator.who_waits import Waiting

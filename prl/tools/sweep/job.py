@@ -19,8 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from prl.config.build import plain, read
 from prl.config.compose import to_config, typed
-from prl.config.schema import TrainConfig
-from prl.config.sweeps import OptimizedMetricConfig
+from prl.config.schema import OptimizedMetricConfig, TrainConfig
 from prl.errors import ConfigError, PrlError
 from prl.launch.command import INTERRUPTED
 from prl.monitors.masking import masked

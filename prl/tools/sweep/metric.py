@@ -5,7 +5,7 @@ import fnmatch
 from pathlib import Path
 from statistics import fmean
 
-from prl.config.sweeps import OptimizedMetricConfig
+from prl.config.schema import OptimizedMetricConfig
 from prl.errors import PrlError
 from prl.monitors.metric_names import REWARDS
 from prl.transport.files import lines_of

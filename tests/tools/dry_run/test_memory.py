@@ -8,8 +8,7 @@ import torch
 from small_models import QWEN3_32B, SMALL, batch
 
 from prl.config.build import plain
-from prl.config.lora import LoraConfig
-from prl.config.schema import ModelConfig, VLLMConfig
+from prl.config.schema import LoraConfig, ModelConfig, VLLMConfig
 from prl.tools.dry_run.memory import (
     Pass,
     activations,

@@ -3,7 +3,7 @@
 import pytest
 from small_models import QWEN3_32B
 
-from prl.config import hardware, machine
+from prl.config import hardware
 from prl.config.compose import compose
 from prl.config.hardware import GIB, MachineConfig, assuming
 from prl.config.validate import validate
@@ -24,8 +24,8 @@ def here(monkeypatch):
         given = getattr(hardware.assumed(), name)
         return otherwise if given is None else given
 
-    monkeypatch.setattr(machine, "memory_bytes", lambda: assumed("ram_gb", 16) * GIB)
-    monkeypatch.setattr(machine, "cores", lambda: int(assumed("cores", 2)))
+    monkeypatch.setattr(hardware, "memory_bytes", lambda: assumed("ram_gb", 16) * GIB)
+    monkeypatch.setattr(hardware, "cores", lambda: int(assumed("cores", 2)))
     monkeypatch.setattr(hardware, "listed", lambda: ())
 
 

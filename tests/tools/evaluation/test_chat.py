@@ -63,7 +63,7 @@ def test_what_is_typed_replaces_what_a_chat_presets(typed, monkeypatch):
 
     started = []
     monkeypatch.setattr(command, "run", lambda job, arguments, root: started.append(arguments))
-    start(lambda: None, ["tiny", *typed], "chat", ["run.name=chat", "env=[]"])
+    start(lambda: None, ["tiny", *typed], ["run.name=chat", "env=[]"])
     keys = [argument.split("=")[0] for argument in started[0]]
     assert sorted(keys) == ["env", "run.name", "targets"] and set(typed) <= set(started[0])
 

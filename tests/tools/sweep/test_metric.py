@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from prl.config.sweeps import OptimizedMetricConfig
+from prl.config.schema import OptimizedMetricConfig
 from prl.errors import PrlError
 from prl.tools.sweep.metric import optimized
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from prl.engines.vllm.alive import while_alive
 from prl.engines.vllm.protocol import Generated, Sampled, measured
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 METHOD = "prl_sample"
 """Our name for the core's method."""
-ALIVE_S = 0.5
-"""[s] Time between two looks at whether the core still lives: vLLM leaves its calls unanswered when it dies."""
 
 
 # --- in the server ----------------------------------------------------------------------------------------------------
@@ -47,17 +46,12 @@ async def sample(engine: "AsyncLLM", prompt: Any, params: "SamplingParams", name
     tasks = await engine.get_supported_tasks()
     request = engine.input_processor.process_inputs(name, prompt, params, tasks, priority=priority)
     request.client_index = engine.engine_core.client_index
-    call = asyncio.ensure_future(engine.engine_core.call_utility_async(METHOD, msgspec.msgpack.encode(request)))
+    call = engine.engine_core.call_utility_async(METHOD, msgspec.msgpack.encode(request))
     try:
-        while not (await asyncio.wait([call], timeout=ALIVE_S))[0]:
-            if engine.errored:
-                raise engine.dead_error
+        reply: bytes | None = await while_alive(engine, call)
     except asyncio.CancelledError:
         await engine.engine_core.abort_requests_async([child_name(name, index) for index in range(params.n)])
         raise
-    finally:
-        call.cancel()
-    reply: bytes | None = call.result()
     if reply is None:
         raise GenerationError("the engine failed while it sampled")
     return reply
