@@ -16,7 +16,7 @@ import tenacity
 from prl.config.model_reference import FrozenModelConfig
 from prl.engines import replies
 from prl.engines.client import ModelPool, Read, servers_at
-from prl.engines.http import PROBE_S, Endpoints
+from prl.engines.http import PROBE_S, Endpoints, is_away
 from prl.engines.replies import Completion, Scored, reading
 from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
@@ -114,11 +114,13 @@ class FrozenPool(ReferencePool):
 
         return await self._ask("/v1/completions", body, read, timeout_s=self.timeout_s)
 
-    async def chat(
-        self, body: dict[str, Any], read: Callable[[dict[str, Any]], Read], timeout_s: float | None = None
-    ) -> Read:
-        """Return what `read` makes of the reply of `/v1/chat/completions` to `body`, which comes within `timeout_s`."""
-        return await self._ask("/v1/chat/completions", body, read, timeout_s=timeout_s)
+    async def chat(self, body: dict[str, Any], read: Callable[[dict[str, Any]], Read], *, waits: bool = False) -> Read:
+        """Return what `read` makes of the reply of `/v1/chat/completions` to `body`.
+
+        With `waits` it comes within the model's `timeout_s`, and a model that is away is asked again for as long.
+        """
+        timeout_s = self.timeout_s if waits else None
+        return await self._ask("/v1/chat/completions", body, read, timeout_s=timeout_s, waits=waits)
 
     async def shares_tokenizer(self, probe: TokenizerProbe) -> bool | None:
         """Whether every endpoint takes and returns token ids of the policy's tokenizer; None where one does not say."""
@@ -177,11 +179,15 @@ class FrozenPool(ReferencePool):
         n: int = 1,
         prefix: str | None = None,
         timeout_s: float | None = None,
+        waits: bool = False,
     ) -> Read:
-        """What `read` makes of a server's reply; a server that is busy is asked again, for `timeout_s` of the model."""
+        """What `read` makes of a server's reply.
+
+        A server that is busy, or with `waits` away, is asked again for `timeout_s` of the model.
+        """
 
         @tenacity.retry(
-            retry=tenacity.retry_if_exception(asks_to_wait),
+            retry=tenacity.retry_if_exception(lambda error: asks_to_wait(error) or (waits and is_away(error))),
             wait=Pause(multiplier=0.1, max=10.0, jitter=0.1),
             stop=tenacity.stop_before_delay(self.timeout_s),
             reraise=True,
@@ -195,6 +201,8 @@ class FrozenPool(ReferencePool):
                     self._note_failure(error)
                 raise
             self._failing = None  # also by what cannot be used: the model is there
+            if self._search is not None and self._search.done():
+                self._search = None
             with self.http.reading(server, route):
                 return read(reply)
 

@@ -27,6 +27,8 @@ PAUSE_S = 0.1
 """Time between two looks at whether a server is ready, seconds."""
 ENDING = "shutting down"
 """In what vLLM answers once it has been asked to end; it may take ten seconds more, and say that it is well."""
+ENGINE_DEAD = "EngineDeadError"
+"""In what vLLM answers once its engine core has died, until it ends itself."""
 SHORTEST_SECRET = 8
 """Characters of a token that an error does not repeat; a shorter one is in words."""
 
@@ -35,6 +37,13 @@ def closed_while_idle(error: BaseException) -> bool:
     """Whether a request was lost with a connection that its server closed before it read the request."""
     lost = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
     return lost and not isinstance(error, aiohttp.ClientConnectorError)  # nothing listens there
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether a server was not there, is not ready, or is ending, so that the same request may be answered later."""
+    lost = isinstance(error.__cause__, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError)
+    ending = isinstance(error, RequestAborted) or ENGINE_DEAD in str(error)
+    return isinstance(error, EngineError) and (lost or ending or error.status in (502, 503))
 
 
 class Endpoints:

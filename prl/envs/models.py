@@ -13,8 +13,7 @@ import verifiers.v1 as vf
 
 from prl.config.model_reference import POLICY
 from prl.engines.base import Connect
-from prl.engines.client import ModelPool
-from prl.engines.frozen import FrozenPool
+from prl.engines.frozen import FrozenPool, ReferencePool
 from prl.engines.renderer import render_prompt
 from prl.engines.sampler import Sampler
 from prl.envs.turn import parse
@@ -30,10 +29,8 @@ class EnvModel:
 
     sampler: Sampler
     """Asks the policy, or a frozen model in this process, which take tokens."""
-    frozen: ModelPool | None = None
+    frozen: ReferencePool | None = None
     """The client of a frozen model; None for the policy."""
-    timeout_s: float = 0.0
-    """Deadline of a frozen model to answer at the start, and to one request, seconds."""
 
     async def ask(
         self,
@@ -41,18 +38,19 @@ class EnvModel:
         *,
         temperature: float = 0.0,
         max_tokens: int = 512,
-        whole: bool = False,
+        whole: bool = True,
     ) -> str:
         """Return the model's reply to messages in OpenAI's format, or to a text as the user's only one.
 
-        Raises EngineError or DeadlinePassed where there is none, or one that was cut and is to be `whole`;
-        OverlongPrompt where the policy has no room for it.
+        A frozen model that is away is waited for, for its `timeout_s`. Raises EngineError or DeadlinePassed where there
+        is no reply, or one that was cut at `max_tokens` and is to be `whole`; OverlongPrompt where the policy has no
+        room for it.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if isinstance(self.frozen, FrozenPool):
             body = {"messages": messages, "temperature": temperature, "max_tokens": max_tokens}
-            text, reason = await self.frozen.chat(body, _content, self.timeout_s)
+            text, reason = await self.frozen.chat(body, _content, waits=True)
             return _checked(text, reason, whole)
         sampler = self.sampler.changed({"temperature": temperature, "max_tokens": max_tokens})
         prompt_ids = render_prompt(sampler.renderer, messages).token_ids
@@ -63,7 +61,7 @@ class EnvModel:
     async def wait_ready(self) -> None:
         """Wait until a frozen model answers. Raises DeadlinePassed, with its endpoint."""
         if self.frozen is not None:
-            await self.frozen.wait_ready(self.timeout_s)
+            await self.frozen.wait_ready(self.frozen.timeout_s)
 
     async def close(self) -> None:
         """Close the client of a frozen model."""
@@ -102,7 +100,7 @@ def connect_models(
             models[role] = EnvModel(policy)
             continue
         pool = hosted[reference.name](reference) if reference.base_url is None else FrozenPool(reference)
-        models[role] = EnvModel(policy.changed({"pool": pool}), pool, reference.timeout_s)
+        models[role] = EnvModel(policy.changed({"pool": pool}), pool)
     return models
 
 

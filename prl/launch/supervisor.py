@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from prl.engines.client import InferencePool, ModelPool
+from prl.engines.http import ENGINE_DEAD
 from prl.engines.rotation import DYING_S
 from prl.engines.servers import Server
 from prl.errors import DeadlinePassed, EngineError, PrlError
@@ -18,8 +19,6 @@ from prl.transport.events import ORCHESTRATOR, STARTING, Track
 
 log = logging.getLogger(__name__)
 
-ENGINE_DEAD = "EngineDeadError"
-"""In what vLLM answers once its engine core has died, until it ends itself."""
 GRACE_S = 1.0
 """Time for a process that broke a request to be seen dead, seconds."""
 QUIET_S = 10.0

@@ -50,6 +50,8 @@ class Record(msgspec.Struct, kw_only=True):
     """Null for a rollout of an evaluation unless it failed."""
     matched: dict[str, str] = {}
     """Filter slot -> the filter that matched, enforced or not."""
+    info: dict[str, Any] = {}
+    """What the env's code left in the trace's `info`, a judge's verdict say; long values are cut."""
     difficulty_pool: str | None = None
     """The pool that its group moved the task to, or left it in."""
     stop: str | None = None

@@ -3,14 +3,19 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import content_text
 
+from prl.errors import UNREADABLE
 from prl.rollouts.record_lines import Message, Record, ToolCall
 from prl.rollouts.rollout import Rollout, encodable
 from prl.transport.files import content_of, step_name, write_atomically
+
+INFO = 10_000
+"""Characters of JSON that a record keeps of a value which the env's code left in the trace's `info`."""
 
 
 def write_records(run_dir: Path, step: int, rollouts: Sequence[Rollout], prefix: str = "") -> None:
@@ -48,12 +53,23 @@ def record(rollout: Rollout, step: int) -> Record:
         end_version=rollout.end_version,
         outcome=rollout.outcome,
         matched=dict(rollout.matched),
+        info={str(name): _bounded(value) for name, value in rollout.trace.info.items()},
         difficulty_pool=rollout.difficulty_pool,
         stop=rollout.trace.stop_condition,
         completion_tokens=rollout.num_completion_tokens,
         samples=len(rollout.samples),
         messages=[_message(node, position - 1) for position, node in enumerate(rollout.nodes)],
     )
+
+
+def _bounded(value: Any) -> Any:
+    """A value as plain data; of a long one the beginning of its JSON, of one that is no plain data its type."""
+    try:
+        value = encodable(value) if isinstance(value, str) else value
+        text = msgspec.json.encode(value).decode()
+        return msgspec.json.decode(text) if len(text) <= INFO else f"{text[:INFO]} …"
+    except (TypeError, *UNREADABLE):
+        return f"({type(value).__name__}, no plain data)"
 
 
 def _message(node: MessageNode, before: int) -> Message:

@@ -1,8 +1,12 @@
 """The models that an env's code asks: judges over HTTP, the policy, and what becomes of a rollout whose judge fails."""
 
+import asyncio
 import json
+import time
 
 import pytest
+from aiohttp import web
+from patience import patient
 
 from prl.config.schema import EnvConfig
 from prl.engines.replies import Completion
@@ -74,9 +78,10 @@ async def test_a_judge_sees_question_rubric_answer_and_reply_and_its_score_is_th
     assert message["role"] == "user" and all(part in message["content"] for part in parts)
 
 
-async def hangs():
-    import asyncio
+PATIENT = {"name": "large", "timeout_s": 30.0}
 
+
+async def hangs():
     await asyncio.sleep(2)
 
 
@@ -98,6 +103,62 @@ async def hangs():
 async def test_a_judge_that_gives_no_score_fails_its_rollout_with_the_reason(judged, verdict, reason):
     rollout = await judged(verdict)
     assert rollout.failed and reason in rollout.error, rollout.error
+
+
+def out_for(wait_s, reply):
+    """A reply that is `reply` for `wait_s` from the first request on, and then a verdict."""
+    until = None
+
+    async def answer():
+        nonlocal until
+        until = until or time.monotonic() + wait_s
+        return reply if time.monotonic() < until else web.json_response(says("Score: 5"))
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "reply", [(502, ""), (503, "starting"), (500, "EngineDeadError"), (500, "shutting down"), says("", "abort")]
+)
+async def test_a_judge_that_is_away_is_asked_until_it_is_back(judged, server, reply):
+    rollout = await judged(out_for(0.3, reply), PATIENT | {"base_url": server.url})
+    assert rollout.error is None and rollout.reward == 0.5 and 2 < len(server.bodies[CHAT]) < 20
+
+
+async def dies_for(server, away_s, back):
+    """Stop the server of a judge that is asked, and start it again at the same address."""
+    server.replies[CHAT] = hangs
+    while not server.bodies[CHAT]:
+        await asyncio.sleep(0.01)
+    await server.stop()
+    await asyncio.sleep(away_s)
+    back.set()
+    server.replies[CHAT] = says("Score: 5")
+    await server.start()
+
+
+async def test_a_judge_that_dies_and_is_started_again_has_no_rollout_fail(judged, server):
+    back = asyncio.Event()
+    dying = asyncio.create_task(dies_for(server, 0.5, back))
+    rollout = await judged(hangs, PATIENT | {"base_url": server.url})
+    await dying
+    assert rollout.error is None and rollout.reward == 0.5 and back.is_set()
+
+
+async def test_a_judge_that_stays_away_fails_a_rollout_at_its_deadline_and_a_cancelled_one_at_once(judged, server):
+    started = time.monotonic()
+    rollout = await judged((503, "gone for good"))
+    assert rollout.failed and "gone for good" in rollout.error and 0.2 < time.monotonic() - started < patient(2)
+    waiting = asyncio.create_task(judged((503, ""), PATIENT | {"base_url": server.url}))
+    server.bodies[CHAT].clear()
+    while len(server.bodies[CHAT]) < 3:
+        await asyncio.sleep(0.01)
+    waiting.cancel()
+    started = time.monotonic()
+    await asyncio.wait([waiting])
+    asked = len(server.bodies[CHAT])
+    await asyncio.sleep(1)
+    assert time.monotonic() - started < patient(2) and len(server.bodies[CHAT]) == asked
 
 
 async def test_the_policy_may_judge_itself(judged):

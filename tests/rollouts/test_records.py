@@ -56,6 +56,7 @@ def test_a_record_holds_what_one_wants_to_see(make):
         "end_version": 3,
         "outcome": {"stage": "trained", "reason": "", "source": None},
         "matched": {},
+        "info": {},
         "difficulty_pool": None,
         "stop": None,
         "completion_tokens": 2,
@@ -87,6 +88,21 @@ def test_each_outcome_is_recorded_as_it_is(make, tmp_path):
     assert entries[2]["matched"] == {"post_batch": "zero_advantage"}
     (entry,) = read(tmp_path / "rollouts" / "eval_toy_step_000007.jsonl")
     assert entry["outcome"] is None and entry["advantage"] is None, "null, not zero"
+
+
+def test_what_the_env_noted_is_kept_as_plain_data_of_bounded_size(make, tmp_path):
+    noted, deep = make(), []
+    for _ in range(100_000):
+        deep = [deep]
+    long = {"verdict": "x" * 1_000_000}
+    noted.trace.info |= {"judge": "Good.\nScore: 7", "half": "\ud83d", "parts": {"a": [1, None, float("nan")]}}
+    noted.trace.info |= {"long": long, "odd": object(), "deep": deep}
+    write_records(tmp_path, 1, [noted])
+    (line,) = read(tmp_path / "rollouts" / "step_000001.jsonl")
+    info = line["info"]
+    assert info["judge"] == "Good.\nScore: 7" and info["half"] == "?" and info["parts"] == {"a": [1, None, None]}
+    assert info["long"].startswith('{"verdict":"xxx') and len(info["long"]) < 11_000
+    assert all("no plain data" in info[name] for name in ("odd", "deep"))
 
 
 def test_half_characters_are_written_as_question_marks(make, tmp_path):

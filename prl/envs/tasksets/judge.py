@@ -66,7 +66,7 @@ class JudgeTask(IdTask[JsonlData]):
         asked = prompt if isinstance(prompt, str) else "\n\n".join(str(message.content) for message in prompt or ())
         parts = {"question": asked, "answer": self.data.answer, "reply": TAG.sub("&lt;", trace.last_reply)}
         question = TEMPLATE.format(**parts, rubric=settings.rubric, best=f"{settings.best:g}")
-        verdict = await model_of(self, "judge").ask(question, max_tokens=settings.max_tokens, whole=True)
+        verdict = await model_of(self, "judge").ask(question, max_tokens=settings.max_tokens)
         trace.info["judge"] = verdict
         return score_in(verdict, settings.best) / settings.best
 

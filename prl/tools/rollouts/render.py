@@ -48,7 +48,10 @@ def rollout(record: Record, source: str = "frozen model") -> str:
         for label, part in parts(message):
             label = f"{place} {label}" if branched and label else label
             lines.append(label.ljust(len(indent)) + part.replace("\n", f"\n{indent}"))
-    return safe("\n".join(lines if record.messages else [*lines, "(no message)"]))
+    lines += [] if record.messages else ["(no message)"]
+    for name, value in record.info.items():
+        lines.append(f"{'info':{len(indent)}}{name}={spelt(value)}".replace("\n", f"\n{indent}"))
+    return safe("\n".join(lines))
 
 
 def header(record: Record, source: str) -> list[str]:
