@@ -33,7 +33,7 @@ class FrozenModelConfig:
     api_key_var: str | None = None
     """Environment variable that holds the endpoint's key; null = no key is sent."""
     timeout_s: float = 120.0
-    """Deadline to answer at the start, after it went away, and for one request of prompt logprobs, seconds."""
+    """Deadline to answer at the start, after it went away, and to score or judge once, seconds."""
     tokenizer: str | None = field(default=None, compare=False)
     """Where its tokenizer is, a folder or a name on the hub, for `algo.align=text`; null = its name."""
 

@@ -193,6 +193,8 @@ class FrozenPool(ReferencePool):
             reraise=True,
         )
         async def ask() -> Read:
+            if waits and self._search is not None:
+                await asyncio.wait([self._search])
             server = self.http.router.choose(n, prefix) or self.servers[0]
             try:
                 reply = await self.http.post(server, route, body, n=n, timeout_s=timeout_s)

@@ -27,7 +27,7 @@ PAUSE_S = 0.1
 """Time between two looks at whether a server is ready, seconds."""
 ENDING = "shutting down"
 """In what vLLM answers once it has been asked to end; it may take ten seconds more, and say that it is well."""
-ENGINE_DEAD = "EngineDeadError"
+ENGINE_DEAD = "EngineCore encountered an issue"
 """In what vLLM answers once its engine core has died, until it ends itself."""
 SHORTEST_SECRET = 8
 """Characters of a token that an error does not repeat; a shorter one is in words."""

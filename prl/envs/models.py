@@ -17,7 +17,7 @@ from prl.engines.frozen import FrozenPool, ReferencePool
 from prl.engines.renderer import render_prompt
 from prl.engines.sampler import Sampler
 from prl.envs.turn import parse
-from prl.errors import EngineError
+from prl.errors import DeadlinePassed, EngineError
 
 MODELS = "_prl_models"
 """Attribute of the tasks of an env with models; a copy of a task has it as well."""
@@ -42,15 +42,17 @@ class EnvModel:
     ) -> str:
         """Return the model's reply to messages in OpenAI's format, or to a text as the user's only one.
 
-        A frozen model that is away is waited for, for its `timeout_s`. Raises EngineError or DeadlinePassed where there
-        is no reply, or one that was cut at `max_tokens` and is to be `whole`; OverlongPrompt where the policy has no
-        room for it.
+        A frozen model that is away is waited for, for its `timeout_s`. Raises EngineError where there is no reply, or
+        one that was cut at `max_tokens` and is to be `whole`; OverlongPrompt where the policy has no room for it.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if isinstance(self.frozen, FrozenPool):
             body = {"messages": messages, "temperature": temperature, "max_tokens": max_tokens}
-            text, reason = await self.frozen.chat(body, _content, waits=True)
+            try:
+                text, reason = await self.frozen.chat(body, _content, waits=True)
+            except DeadlinePassed as error:  # a TimeoutError, which verifiers would take for the scoring's own
+                raise EngineError(str(error)) from error
             return _checked(text, reason, whole)
         sampler = self.sampler.changed({"temperature": temperature, "max_tokens": max_tokens})
         prompt_ids = render_prompt(sampler.renderer, messages).token_ids

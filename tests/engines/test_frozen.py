@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import time
 
@@ -15,6 +16,7 @@ from prl.engines.replies import Scored
 from prl.errors import DeadlinePassed, EngineError, PrlError
 
 COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
 SERVED = {"object": "list", "data": [{"id": "teacher", "object": "model"}]}
 PLAIN_TEXT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -337,3 +339,22 @@ async def test_another_server_of_the_same_model_goes_on(servers, connect):
     assert pool.up
     for _ in range(5):
         assert await pool.prompt_logprobs([5, 7]) == [0.0, -1.0]
+
+
+async def test_a_model_that_was_found_too_late_may_be_away_again(server, connect):
+    """Whoever waits is told that it was away for too long; an answer ends that, and the next absence is a new one."""
+    pool = connect(timeout_s=0.5)
+    ask = functools.partial(pool.chat, {}, lambda reply: reply, waits=True)
+    server.replies |= {CHAT: (503, ""), MODELS: (503, "gone")}
+    with pytest.raises((EngineError, DeadlinePassed)):
+        await ask()
+    await asyncio.sleep(0.6)
+    with pytest.raises(DeadlinePassed, match=r"was away for 0\.5 s"):
+        await ask()
+    server.replies |= {CHAT: {"is": "back"}, MODELS: SERVED}
+    assert await ask() == {"is": "back"}
+    server.replies |= {CHAT: (503, ""), MODELS: (503, "")}
+    asking = asyncio.create_task(ask())
+    await asyncio.sleep(0.15)
+    server.replies |= {CHAT: {"is": "back"}, MODELS: SERVED}
+    assert await asking == {"is": "back"}

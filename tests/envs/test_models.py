@@ -118,7 +118,14 @@ def out_for(wait_s, reply):
 
 
 @pytest.mark.parametrize(
-    "reply", [(502, ""), (503, "starting"), (500, "EngineDeadError"), (500, "shutting down"), says("", "abort")]
+    "reply",
+    [
+        (502, ""),
+        (503, "starting"),
+        (500, "EngineCore encountered an issue."),
+        (500, "shutting down"),
+        says("", "abort"),
+    ],
 )
 async def test_a_judge_that_is_away_is_asked_until_it_is_back(judged, server, reply):
     rollout = await judged(out_for(0.3, reply), PATIENT | {"base_url": server.url})

@@ -139,7 +139,9 @@ async def test_dead_core_is_the_cause_of_a_failed_update():
     asyncio.get_running_loop().call_later(1.5, launcher.dead.add, "engine")
 
     async def update():
-        raise EngineError('/prl/load_policy answered HTTP 500: {"error": "EngineDeadError: see above"}', 500)
+        raise EngineError(
+            '/prl/load_policy answered HTTP 500: {"error": "EngineCore encountered an issue. See above"}', 500
+        )
 
     with pytest.raises(ProcessDied, match="status 137"):
         await supervisor.guard(update())
