@@ -25,7 +25,7 @@ PROBE_S = 5.0
 """Deadline of a question that a server answers at once, seconds."""
 PAUSE_S = 0.1
 """Time between two looks at whether a server is ready, seconds."""
-ENDING = "shutting down"
+ENDING = ("shutting down", "after shutdown")
 """In what vLLM answers once it has been asked to end; it may take ten seconds more, and say that it is well."""
 ENGINE_DEAD = "EngineCore encountered an issue"
 """In what vLLM answers once its engine core has died, until it ends itself."""
@@ -198,7 +198,7 @@ async def content_of(reply: aiohttp.ClientResponse, where: str, token: str | Non
     text = (text.replace(token, "***") if token and len(token) >= SHORTEST_SECRET else text)[:500]
     if 300 <= reply.status < 400:
         text = f"it leads to {reply.headers.get('Location', 'nowhere')[:200]}, which is not followed: {text}"
-    ending = reply.status >= 500 and ENDING in text.lower()
+    ending = reply.status >= 500 and any(words in text.lower() for words in ENDING)
     kind = RequestAborted if ending else EngineError
     error = kind(f"{where} answered HTTP {reply.status}: {text}", reply.status)
     with contextlib.suppress(KeyError, ValueError):

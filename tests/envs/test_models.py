@@ -103,6 +103,7 @@ async def hangs():
 async def test_a_judge_that_gives_no_score_fails_its_rollout_with_the_reason(judged, verdict, reason):
     rollout = await judged(verdict)
     assert rollout.failed and reason in rollout.error, rollout.error
+    assert ("judge" in rollout.trace.info) == ("no score" in reason), "what it said is on record"
 
 
 def out_for(wait_s, reply):
@@ -124,6 +125,7 @@ def out_for(wait_s, reply):
         (503, "starting"),
         (500, "EngineCore encountered an issue."),
         (500, "shutting down"),
+        (500, "cannot schedule new futures after shutdown"),
         says("", "abort"),
     ],
 )

@@ -48,12 +48,13 @@ BRANCHED = [
 BOTH = {"pre_batch": "gibberish", "post_batch": "zero_advantage"}
 DROPPED = outcome("post_filtered", "filter zero_advantage", "zero_advantage")
 FAILED = {"outcome": outcome("failed", "KeyError: no JSON object", "env"), "reward": 0.0, "advantage": None}
+NOTED = {"info": {"judge": "No.\nScore: 0", "seen": [1, 2]}}
 KUHN = {"env": "kuhn", "group": 3}
 STEP = [
     entry(),
     entry(reward=0.05, rewards={"answer": 0.05}, advantage=-0.475, matched={"pre_batch": "gibberish"}),
     entry(group=1, advantage=0.0, outcome=DROPPED, difficulty_pool="easy", matched=BOTH),
-    entry(env="calculator", group=2, task=7, rewards={"answer": 0.0}, end_version=4, messages=USE, **FAILED),
+    entry(env="calculator", group=2, task=7, rewards={"answer": 0.0}, end_version=4, messages=USE, **FAILED | NOTED),
     entry(agent="player", reward=0.75, samples=2, outcome=outcome("surplus", "full"), messages=BRANCHED, **KUHN),
     entry(agent="opponent", reward=0.25, **KUHN),
 ]
@@ -111,6 +112,11 @@ def test_a_rollout_is_a_header_and_its_messages(run, shown):
         "tool       calculate: 1776",
         "           exactly",
         "assistant  1776",
+        'info       judge="""',
+        "           No.",
+        "           Score: 0",
+        '           """',
+        "info       seen=[1,2]",
     ]
 
 
@@ -146,7 +152,7 @@ def test_no_message_controls_the_terminal(run, capsys):
     call = {"name": evil, "arguments": json.dumps({evil: evil}, ensure_ascii=False)}
     printed = [{"role": evil, "content": evil}, assistant(evil, reasoning=evil, tool_calls=[call])]
     names = dict.fromkeys(("env", "agent", "task", "difficulty_pool", "stop"), evil)
-    numbers = {"rewards": {evil: 1.0}, "metrics": {evil: 1.0}, "matched": {"pre_batch": evil}}
+    numbers = {"rewards": {evil: 1.0}, "metrics": {evil: 1.0}, "matched": {"pre_batch": evil}, "info": {evil: evil}}
     line = entry(step=9, messages=printed, outcome=outcome("failed", evil, evil), **names, **numbers)
     write(run / "rollouts" / "step_000009.jsonl", [line])
     assert main(["toy"]) == 0
