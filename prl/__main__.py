@@ -6,7 +6,6 @@ prl rollouts <run> [--step N] …                python -m prl.tools.rollouts
 prl eval <target> … [key=value …]              python -m prl.eval
 prl chat <target> [key=value …]                python -m prl.tools.chat
 prl report <run or sweep> …                    python -m prl.tools.report
-prl timeline <run>                             python -m prl.tools.report.timeline
 prl env check math …                           python -m prl.tools.env_check check
 """
 
@@ -19,8 +18,7 @@ SUBCOMMANDS = {
     "serve": ("prl.serve", "serve a frozen model, for runs to distil from"),
     "rollouts": ("prl.tools.rollouts", "page through the rollouts of a run"),
     "eval": ("prl.eval", "evaluate checkpoints, runs, models or endpoints"),
-    "report": ("prl.tools.report", "write the page of a run, or the summary of several"),
-    "timeline": ("prl.tools.report.timeline", "write a trace of who was at work when, and name the bottleneck"),
+    "report": ("prl.tools.report", "write the page and the trace of a run, or the summary of several"),
     "chat": ("prl.tools.chat", "talk to one of them"),
     "env": ("prl.tools.env_check", "check a taskset: prl env check <taskset>"),
 }

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from prl.algorithms.reference import KLConfig, ReferenceLogprobs, ReferenceOptions
 from prl.config.model_reference import DEMONSTRATIONS, POLICY, FrozenModelConfig, SourceConfig, check_reference
 from prl.errors import EngineError
-from prl.monitors.logged import Logs
+from prl.monitors.logged import EnvPart
 from prl.rollouts.components import COMPONENTS, STREAM_FILL, Component
 from prl.rollouts.rollout import Rollout
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Algorithm(Logs):
+class Algorithm(EnvPart):
     """Decides the training signal of each token of a rollout.
 
     Subclass it, set `action_loss_type`, and override the hook whose moment fits the signal. Options are keyword-only
@@ -150,16 +150,6 @@ class Algorithm(Logs):
 
     def observe_batch(self, rollouts: list[Rollout]) -> None:
         """See its env's rollouts of a batch that is trained, as they are; those that filters dropped from it too."""
-
-    def state_dict(self) -> Any:
-        """What the algorithm remembers from one group to the next, as plain data for a checkpoint; None = nothing.
-
-        Called at every step. `load_state_dict` gets it back when the run goes on, before the first rollout.
-        """
-        return None
-
-    def load_state_dict(self, state: Any) -> None:
-        """Take over what `state_dict` returned in an earlier part of the run."""
 
     # --- for the hooks --------------------------------------------------------------------------------------------
 

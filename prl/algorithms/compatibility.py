@@ -44,12 +44,11 @@ def validate_algorithm(
     check_source(algorithm.sampling, f"{where}.sampling")  # its form; its URL below
     if component not in COMPONENTS:
         raise ConfigError(f"{where}: {name}.action_loss_type={component!r}: it must be one of {', '.join(COMPONENTS)}")
-    whose = "demonstrations" if source == DEMONSTRATIONS else "a frozen model"
     if source != POLICY and COMPONENTS[component].reads_sampler:
+        whose = "demonstrations" if source == DEMONSTRATIONS else "a frozen model"
         raise ConfigError(
             f"{where}.sampling.source is {whose}, but {name} feeds the {component} loss, which needs the policy's own "
-            f"rollouts: set {where}.sampling.source=policy, or choose algo=sft to imitate "
-            f"{'the model' if whose == 'a frozen model' else 'them'}"
+            f"rollouts: set {where}.sampling.source=policy, or imitate {whose} with algo=sft"
         )
     algorithm.kl.check(f"{where}.kl", name, component)
     for key, reference in frozen_models(algorithm, where):

@@ -1,6 +1,5 @@
 """On-policy self-distillation."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -52,14 +51,6 @@ class OPSDAlgorithm(ReferenceOptions, Algorithm):
         if "{demonstration}" not in self.template:
             raise ConfigError(f"{where}.template must contain {{demonstration}} where the demonstration goes")
         renderer_config(self.renderer, {}, where=f"{where}.renderer", name_key=f"{where}.renderer")
-
-    def check_tasks(self, where: str, tasks: Sequence[Any]) -> None:
-        if not any(getattr(task.data, self.demo_key, None) for task in tasks):
-            warnings.warn(
-                f"{where}.demo_key={self.demo_key}: no task has that field, so rollouts fail unless their env puts a "
-                "demonstration into `info`",
-                stacklevel=2,
-            )
 
     def attach(self, **live: Any) -> None:
         super().attach(**live)

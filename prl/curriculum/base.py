@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prl.curriculum.replay import ReplayConfig
-from prl.monitors.logged import Logs
+from prl.monitors.logged import EnvPart
 
 if TYPE_CHECKING:
     from verifiers.v1.task import Task
@@ -28,12 +28,13 @@ class Context:
 
 
 @dataclass(kw_only=True, eq=False)
-class Curriculum(Logs, ABC):
+class Curriculum(EnvPart, ABC):
     """Hands out the tasks of one env. There is one instance per env.
 
     A subclass must implement `load` and `next`. The other methods describe difficulty pools and an env that can run out
     of tasks; their defaults are those of a curriculum that has neither. Tasks are recognised by identity: `update` and
-    `pool_of` receive the very object that `next` returned.
+    `pool_of` receive the very object that `next` returned. `state_dict` is the position among the tasks, and whatever
+    else decides which come next; without one a run goes on with its first tasks. `load_state_dict` comes after `load`.
     """
 
     online_difficulty_filtering: bool = False
@@ -49,9 +50,6 @@ class Curriculum(Logs, ABC):
     def check(self, where: str) -> None:
         """Raise ConfigError for options that contradict each other; `where` is the curriculum's config key."""
         self.where = where
-
-    def check_start(self, *, goes_on: bool) -> None:
-        """Raise ConfigError for options that contradict how the run starts: anew, or going on (`run.resume`)."""
 
     @property
     def reads_rewards(self) -> bool:
@@ -119,14 +117,3 @@ class Curriculum(Logs, ABC):
     def take_evicted(self) -> Counter[str]:
         """The number of tasks retired to each pool since the last call."""
         return Counter()
-
-    def state_dict(self) -> Any:
-        """The position among the tasks, and whatever else decides which come next, as plain data for a checkpoint.
-
-        Called at every step. `load_state_dict` gets it back when the run goes on, after `load` with the same tasks.
-        None = the curriculum does not know where it was: then the run goes on with its first tasks.
-        """
-        return None
-
-    def load_state_dict(self, state: Any) -> None:
-        """Take over what `state_dict` returned in an earlier part of the run."""

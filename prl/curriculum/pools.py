@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, Le
 
 from prl.curriculum.base import Context, Curriculum
-from prl.errors import UNREADABLE, ConfigError, PrlError
+from prl.errors import ConfigError, PrlError
 from prl.rollouts.rewards import at_least, at_most
 
 if TYPE_CHECKING:
@@ -57,30 +57,9 @@ class TaskCurriculum(Curriculum):
 
     def check(self, where: str) -> None:
         super().check(where)
-        easy, hard, folder = self.easy_threshold, self.hard_threshold, self.load_from
+        easy, hard = self.easy_threshold, self.hard_threshold
         if easy is not None and hard is not None and not easy > hard:
             raise ConfigError(f"{where}.easy_threshold={easy} must be above {where}.hard_threshold={hard}")
-        if self.refill and not self.pooled:
-            raise ConfigError(
-                f"{where}.refill=true without difficulty pools: no task is ever retired. Add a threshold, "
-                f"{where}.easy_threshold=… or {where}.hard_threshold=…, or choose curriculum=pools"
-            )
-        for pool in RETIRED:
-            if folder is not None and not (path := pool_path(folder, pool)).is_file():
-                raise ConfigError(
-                    f"{where}.load_from={folder!r} has no {path.name}: give a folder checkpoints/step_<n> of a run "
-                    "with difficulty pools"
-                )
-
-    def check_start(self, *, goes_on: bool) -> None:
-        has_pools = self.load_from is not None or (goes_on and self.pooled)
-        for key in ("easy_fraction", "hard_fraction"):
-            if getattr(self, key) and not has_pools:
-                raise ConfigError(
-                    f"{self.where}.{key}={getattr(self, key)} is about the pools that a run begins with, and this one "
-                    f"has none: add {self.where}.load_from=<run>/checkpoints/step_<n>, give it where a run with pools "
-                    "goes on (run.resume), or leave it out"
-                )
 
     def load(self, tasks: "Sequence[Task]", *, seed: int, env_name: str) -> None:
         self.tasks = tasks
@@ -95,16 +74,10 @@ class TaskCurriculum(Curriculum):
         self._hashes: dict[int, str] = {}
         """Of tasks that have been retired, by index: `state_dict` is asked at every step."""
         self._index = {task: index for index, task in enumerate(tasks)}  # verifiers' tasks compare by identity
-        if self.hash_keys == []:
-            raise ConfigError(
-                f"{self.where}.hash_keys is empty: name fields of the task's data, or null for all of them"
-            )
-        for key in self.hash_keys or ():
-            if key not in (known := type(tasks[0].data).model_fields):
-                raise ConfigError(
-                    f"{self.where}.hash_keys: {key!r} is not a field of {type(tasks[0].data).__name__}; it has "
-                    f"{', '.join(known)}"
-                )
+        if self.hash_keys is not None:
+            known = type(tasks[0].data).model_fields
+            if not self.hash_keys or not set(self.hash_keys) <= set(known):
+                raise ConfigError(f"{self.where}.hash_keys: name fields of the tasks, of {', '.join(known)}")
         if self.load_from is not None:
             self._load_pools(self.load_from)
 
@@ -217,7 +190,7 @@ class TaskCurriculum(Curriculum):
 
     def _load_pools(self, folder: str) -> None:
         """Retire the tasks that the pools in `folder` hold, less the shares that are sampled again."""
-        entries = [(entry, pool) for pool in RETIRED for entry in read_pool(folder, pool, self.where)]
+        entries = [(entry, pool) for pool in RETIRED for entry in read_pool(folder, pool)]
         saved = [[fingerprint(entry, self.hash_keys), pool] for entry, pool in entries if entry["env"] == self.env_name]
         if entries and not saved:
             log.warning(
@@ -269,20 +242,7 @@ def write_pools(folder: Path, entries: dict[str, list[dict[str, Any]]]) -> None:
         write_atomically(pool_path(folder, pool), "".join(lines).encode())
 
 
-def read_pool(folder: str, pool: str, where: str) -> list[dict[str, Any]]:
-    """The lines of a pool. Raises ConfigError for a line that does not describe a task; `where` is the curriculum's
-    key."""
-    entries = []
-    path = pool_path(folder, pool)
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):  # text would also break at U+2028
-        try:
-            match json.loads(line):
-                case {"env": str(), "key": str(), "task": dict()} as entry:
-                    entries.append(entry)
-                case _:
-                    raise ValueError("it must have env and key, which are strings, and task, an object")
-        except UNREADABLE as error:
-            raise ConfigError(
-                f"{where}.load_from: line {number} of {path} does not describe a task: {error}"
-            ) from error
-    return entries
+def read_pool(folder: str, pool: str) -> list[dict[str, Any]]:
+    """The lines of a pool."""
+    lines = pool_path(folder, pool).read_bytes().splitlines()  # text would also break at U+2028
+    return [json.loads(line) for line in lines]

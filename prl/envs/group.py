@@ -7,7 +7,6 @@ a multi-turn env in this process, or the one with verifiers' harness (`play_epis
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -82,30 +81,18 @@ class GroupRequest:
         )
 
 
-_warned: set[tuple[str, str]] = set()
-"""Metrics of envs that were no finite number."""
-
-
 def complete(rollout: Rollout) -> None:
     """Attach the samples of a graded rollout; raise ValueError for rewards that credit cannot be computed from.
 
     These are rewards that would make it infinite, and a list of rewards that is not as long as the turns.
-
-    A metric that is no finite number is warned of, once for each env and name.
     """
-    env, trace = rollout.env_name, rollout.trace
+    trace = rollout.trace
     if not abs(trace.reward) <= MAX_REWARD:  # NaN neither
         parts = ", ".join(f"{name}: {reward.value}" for name, reward in trace.rewards.items() if reward is not None)
         raise ValueError(f"the grader gave reward {trace.reward} ({parts})")
     for name, rewards in trace.info.get(TURN_REWARDS, {}).items():
         if len(rewards) != trace.num_turns or not sum(map(abs, rewards)) <= MAX_REWARD:
             raise ValueError(f"{name} returned {len(rewards)} rewards for {trace.num_turns} turns: {rewards}")
-    for name, value in trace.metrics.items():
-        if value is not None and not math.isfinite(value) and (env, name) not in _warned:
-            _warned.add((env, name))
-            log.warning(
-                "env %s: metric %s is %s; such values are left out of its mean and null in records", env, name, value
-            )
     rollout.attach_samples()
 
 

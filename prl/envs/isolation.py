@@ -43,14 +43,4 @@ def as_failure(error: BaseException) -> Exception:
     """Return the error as a failure of the env code that raised it."""
     if isinstance(error, Exception):
         return error
-    name, message = type(error).__name__, message_of(error, 400)
-    return RuntimeError(f"the env's code let {name} escape" + (f": {message}" if message != name else ""))
-
-
-def message_of(error: BaseException, most: int) -> str:
-    """Return the message of an exception of env code, at most `most` characters; its class where that is nothing."""
-    name = type(error).__name__
-    try:
-        return str(error)[:most] or name
-    except BaseException as failure:  # of its `__str__`, or the memory is not enough for its text
-        return f"{name}, whose text cannot be read: {type(failure).__name__}"
+    return RuntimeError(f"the env's code let {type(error).__name__} escape: {str(error)[:400]}".removesuffix(": "))

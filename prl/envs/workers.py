@@ -27,7 +27,6 @@ import msgspec
 import psutil
 from pebble import ProcessExpired, ProcessPool
 
-from prl.envs.isolation import message_of
 from prl.errors import UNREADABLE
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ log = logging.getLogger(__name__)
 MAX_CALLS = 2000
 """Calls after which a worker is replaced: what its code leaves behind does not pile up."""
 MAX_PRINTED = 10_000
-"""Characters that a call may print; what comes after is dropped."""
+"""Characters of what a call prints that are kept."""
 NICE = 5
 """Added to the niceness of workers: model and trainer go first."""
 
@@ -183,24 +182,16 @@ def end_with_run() -> None:
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-class Printed(io.StringIO):
-    """What a call prints, up to `MAX_PRINTED` characters."""
-
-    def write(self, text: str) -> int:
-        super().write(text[: max(0, MAX_PRINTED - self.tell())])
-        return len(text)
-
-
 def run_call(call: bytes) -> bytes:
     """Return the result of a pickled call as msgpack, or what it raised: no object of the env's reaches the run."""
     worker = os.getpid()
-    printed = sys.stdout = sys.stderr = Printed()
+    printed = sys.stdout = sys.stderr = io.StringIO()
     try:
         code, argument = pickle.loads(call)  # of the run's making
         result = asyncio.run(code(argument))
-        encoded = msgspec.msgpack.encode({"result": result, "printed": printed.getvalue()})
+        encoded = msgspec.msgpack.encode({"result": result, "printed": printed.getvalue()[:MAX_PRINTED]})
     except BaseException as error:
-        encoded = msgspec.msgpack.encode(described(error) | {"printed": printed.getvalue()})
+        encoded = msgspec.msgpack.encode(described(error) | {"printed": printed.getvalue()[:MAX_PRINTED]})
     if os.getpid() != worker:  # a child that a grader has forked is no worker
         os._exit(1)
     return encoded
@@ -212,9 +203,9 @@ async def nothing(_: bytes) -> None:
 
 def described(error: BaseException) -> dict[str, str]:
     """Return an exception as plain data."""
-    try:
+    name, message, text = type(error).__name__, "", ""
+    with contextlib.suppress(BaseException):  # of its `__str__`, or the memory is not enough
+        message = str(error)[:2000]
         text = "".join(traceback.format_exception(error))[-8000:]
-    except BaseException:  # of its `__str__`
-        text = ""
-    parts = {"error": type(error).__name__, "message": message_of(error, 2000), "traceback": text}
+    parts = {"error": name, "message": message or name, "traceback": text}
     return {name: part.encode("utf-8", "replace").decode() for name, part in parts.items()}

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from prl.config.build import build
 from prl.config.user_code import called
 from prl.errors import ConfigError
-from prl.monitors.logged import Logs
+from prl.monitors.logged import EnvPart
 from prl.rollouts.rollout import Rollout, Stage
 
 ModeOptions = Mapping[str, Mapping[str, float]]
@@ -25,7 +25,7 @@ STAGES: dict[SlotName, Stage] = {"pre_batch": Stage.PRE_FILTERED, "post_batch": 
 
 
 @dataclass(kw_only=True)
-class Filter(Logs, ABC):
+class Filter(EnvPart, ABC):
     """Recognises rollouts of one kind: `matches` is asked about every credited rollout.
 
     Subclass it, with options as keyword-only dataclass fields or as arguments of an `__init__` that passes the rest on
@@ -74,16 +74,6 @@ class Filter(Logs, ABC):
         return (
             next(options[name] for options in self.mode_options.values() if name in options) if value is None else value
         )
-
-    def state_dict(self) -> Any:
-        """What the filter remembers from one group to the next, as plain data for a checkpoint; None = nothing.
-
-        Called at every step. `load_state_dict` gets it back when the run goes on, before the first rollout.
-        """
-        return None
-
-    def load_state_dict(self, state: Any) -> None:
-        """Take over what `state_dict` returned in an earlier part of the run."""
 
     @abstractmethod
     def matches(self, rollout: Rollout) -> bool:

@@ -148,7 +148,6 @@ def show_tasks(
         with hook(where, env.algorithm, "check_tasks"):
             env.algorithm.check_tasks(where, environment.tasks)
         attach_filters(config, name, env, environment, vocab_size)
-        env.curriculum.check_start(goes_on=config.run.resume is not None or config.run.fork is not None)
         with hook(config.node_of(name, "curriculum")[0], env.curriculum, "load"):
             env.curriculum.load(environment.tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name)
     if all(env.curriculum.ended for env in components.envs.values()):

@@ -14,7 +14,7 @@ Left out: averaging over ranks. Gradients of ranks are summed (`prl.trainer.shar
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -221,19 +221,9 @@ def _inputs(row: dict[str, Tensor], members: Tensor, component: Component) -> Lo
     So a custom loss may exponentiate before it masks.
     """
     unread = {"loss_mask", *(other.stream for other in COMPONENTS.values() if other is not component)}
-    present = {name: select(members, stream) for name, stream in row.items() if name not in unread}
-    return LossInputs(
-        trainer_logprobs=present["trainer_logprobs"],
-        inference_logprobs=present["inference_logprobs"],
-        ref_logprobs=present.get("ref_logprobs"),
-        advantages=present.get("advantages"),
-        proximal_logprobs=present.get("proximal_logprobs"),
-        entropy=present.get("entropy"),
-        divergence=present.get("divergence"),
-        rollout_share=present.get("rollout_share"),
-        loss_mask=members,
-        loss_weights=present.get(component.stream),
-    )
+    present: dict[str, Any] = {name: select(members, stream) for name, stream in row.items() if name not in unread}
+    weights = present.pop(component.stream, None)
+    return LossInputs(**present, loss_mask=members, loss_weights=weights)
 
 
 @torch.no_grad()

@@ -1,10 +1,21 @@
-"""What algorithms, filters and curricula measure of themselves."""
+"""What algorithms, filters and curricula of an env have in common: what they measure, and what they remember."""
 
 import math
+from typing import Any
 
 
-class Logs:
-    """Gives a component `log`. It has no constructor that a subclass would have to call."""
+class EnvPart:
+    """Gives a component `log` and a state. It has no constructor that a subclass would have to call."""
+
+    def state_dict(self) -> Any:
+        """What the component remembers from one group to the next, as plain data for a checkpoint; None = nothing.
+
+        Called at every step. `load_state_dict` gets it back when the run goes on, before the first rollout.
+        """
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over what `state_dict` returned in an earlier part of the run."""
 
     def log(self, name: str, value: float) -> None:
         """Add a value to the metric `log/<env>/<name>`, the mean of a step's values. What is not finite is left out."""

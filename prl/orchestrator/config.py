@@ -67,7 +67,7 @@ class OrchestratorConfig:
     max_off_policy_steps: Annotated[int, Ge(0)] = 8
     """Age limit: policy versions between a rollout's start and the step that would train it. Older ones never train.
     Above `max_async_level` a full batch waits for nobody, and what is slow trains later; equal to it, a step waits for
-    what only it may train. Not below it; 0 with `max_async_level=0`."""
+    what only it may train. Not below it; with `max_async_level=0` and `strict_async_level` it is `max_async_level`."""
     oversampling_factor: Annotated[float, Ge(1)] = 1.0
     """How many times the rollouts that a batch needs may be under way. Above 1 a full batch waits for no slow
     rollout; where `max_off_policy_steps` is `max_async_level`, those too old for the next are dropped."""
@@ -113,12 +113,6 @@ class OrchestratorConfig:
             raise ConfigError(
                 f"{where}.{self.on_evaluations[0]} judges one version, and with {where}.eval.mode=beside several may "
                 f"answer an evaluation: leave one of the two out"
-            )
-        if self.max_off_policy_steps not in (self.age_limit, OrchestratorConfig.max_off_policy_steps):
-            why = "strict_async_level=true" if self.strict_async_level else "max_async_level=0"
-            raise ConfigError(
-                f"{where}.max_off_policy_steps={self.max_off_policy_steps} contradicts {where}.{why}, with which no "
-                f"rollout of a step is older than {self.age_limit}. Leave it out, or set it to {self.age_limit}"
             )
         if self.max_async_level > self.max_off_policy_steps:
             raise ConfigError(

@@ -48,8 +48,6 @@ class Intake:
         """Since the last metrics."""
         self._judged: Counter[str] = Counter()
         """By env: groups that the curriculum has seen since the last metrics."""
-        self._taken: tuple[list[Rollout], Counter[str], Counter[tuple[str, str]]] = ([], Counter(), Counter())
-        """What the last metrics were about: rollouts, judged groups by env, evicted tasks by env and pool."""
         self._dropped_in_a_row: list[Rollout] = []
         """Those of which no group has taken a place since the last that did; not of tasks that do not come again."""
         self._recent: dict[str, deque[Outcome | None]] = {env.name: deque(maxlen=WINDOW) for env in envs}
@@ -140,20 +138,15 @@ class Intake:
             raise NoSignal(message)
         log.warning("%s", message)
 
-    def take(self, *, again: bool = False) -> dict[str, float]:
-        """Metrics of what has arrived since the last call, trained or not, and of the pools as they are now.
-
-        With `again`, also of what the last call was about.
-        """
+    def take(self) -> dict[str, float]:
+        """Metrics of what has arrived since the last call, trained or not, and of the pools as they are now."""
         evicted, pools = Counter[tuple[str, str]](), dict[str, dict[str, int]]()
         for env in self.envs:
             with env.asking():
                 evicted.update({(env.name, pool): n for pool, n in env.curriculum.take_evicted().items()})
                 pools |= {env.name: env.curriculum.counts()} if env.curriculum.pooled else {}
-        new = (self.arrived, self._judged, evicted)
+        arrived, judged = self.arrived, self._judged
         self.arrived, self._judged = [], Counter()
-        before = self._taken if again else ([], Counter(), Counter())
-        arrived, judged, evicted = self._taken = (before[0] + new[0], before[1] + new[1], before[2] + new[2])
         line = {
             "tokens/generated": float(sum(rollout.num_completion_tokens for rollout in arrived)),
             "rollouts/arrived": float(len(arrived)),

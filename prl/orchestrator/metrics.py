@@ -97,18 +97,14 @@ def metrics_of_batch(rollouts: list[Rollout], step: int, replayed: Sequence[Roll
             values = [rollout.metrics.get(key) or 0.0 for rollout in part]
             line[f"metric/{env}/{key}"] = mean(filter(math.isfinite, values))
     ages = [age for age in (age_of(rollout, step) for rollout in (*in_batch, *replayed)) if age is not None]
-    return (
-        line
-        | metrics_of_tokens([*in_batch, *replayed], step)
-        | {
-            "off_policy/mean": mean(ages),
-            "off_policy/max": float(max(ages, default=0)),
-            "rollouts/batch": float(len(in_batch)),
-            "rollouts/trained": float(count(rollouts, Stage.TRAINED)),
-            "rollouts/filtered": float(count(rollouts, Stage.PRE_FILTERED) + count(rollouts, Stage.POST_FILTERED)),
-            "time/scoring": mean(rollout.scoring_s for rollout in graded),
-        }
-    )
+    return line | {
+        "off_policy/mean": mean(ages),
+        "off_policy/max": float(max(ages, default=0)),
+        "rollouts/batch": float(len(in_batch)),
+        "rollouts/trained": float(count(rollouts, Stage.TRAINED)),
+        "rollouts/filtered": float(count(rollouts, Stage.PRE_FILTERED) + count(rollouts, Stage.POST_FILTERED)),
+        "time/scoring": mean(rollout.scoring_s for rollout in graded),
+    }
 
 
 def shares_of_envs(
@@ -118,22 +114,6 @@ def shares_of_envs(
     parts = by_env(rollout for rollout in rollouts if rollout.stage in IN_BATCH)
     sizes = {name: size_of(parts.get(name, [])) for name in names}
     return {f"batch/{name}/share": size / max(1, sum(sizes.values())) for name, size in sizes.items()}
-
-
-def metrics_of_tokens(rollouts: list[Rollout], step: int) -> dict[str, float]:
-    """Return the ages of the tokens that the live policy sampled in a batch, from the start of their model call.
-
-    That is the age at most: a token of a call that lived through an update may be of a newer version.
-    """
-    calls = [call for rollout in rollouts for sample in rollout.samples for call in sample.versions]
-    tokens = sum(call.stop - call.first for call in calls)
-    summed = sum((call.stop - call.first) * (step - 1 - call.start) for call in calls)
-    spanning = sum(call.stop - call.first for call in calls if call.start != call.end)
-    return {
-        "off_policy/token_mean": summed / max(1, tokens),
-        "off_policy/token_max": float(max((step - 1 - call.start for call in calls), default=0)),
-        "off_policy/token_updated": spanning / max(1, tokens),
-    }
 
 
 def age_of(rollout: Rollout, step: int) -> int | None:

@@ -44,7 +44,7 @@ from prl.orchestrator.intake import Intake
 from prl.orchestrator.metrics import count, metrics_of_step, take_logged
 from prl.orchestrator.replay import Replay
 from prl.orchestrator.staleness import ENDED_EARLY, NONE_DROPPED, Dropped, Staleness
-from prl.orchestrator.state import IntakeState, RunState, load_components, restored, save_components, saved_alone
+from prl.orchestrator.state import RunState, load_components, restored, save_components, saved_alone
 from prl.orchestrator.types import Event, TrainEnv
 from prl.orchestrator.weight_sync import WeightSync
 from prl.rollouts.messages import MicroBatch, StepBatch
@@ -145,12 +145,10 @@ class Orchestrator:
 
     def state_dict(self) -> RunState:
         """What the run goes on with from here, after the batch of the step that was shipped last."""
-        # What arrived before a run ended early is in its last line.
-        intake = self.intake.state_dict() if self.ended_because is None else IntakeState()
         return RunState(
             step=self.weight_sync.shipped,
             dispatcher=self.dispatcher.state_dict(),
-            intake=intake,
+            intake=self.intake.state_dict(),
             batcher=self.batcher.state_dict(),
             replay=self.replay.state_dict(),
             left=saved_alone(self.collector.left),
@@ -202,10 +200,9 @@ class Orchestrator:
                 with self.track.doing(events.LAST_UPDATE, self.weight_sync.shipped):
                     await synced
                 saving.cancel()
-            if self.ended_because is not None:  # what arrived after the last batch counts in the last line
-                line |= synced.result()
-                late = self.intake.take(again="step" in line)
-                self.monitors.step({"step": self.weight_sync.shipped} | line | late)
+            if self.ended_because is not None:
+                arrived = self.intake.take()  # of a run without a step all that it has
+                self.monitors.step(arrived | {"step": self.weight_sync.shipped} | line | synced.result())
         return self.ended_because
 
     def end(self) -> None:

@@ -19,19 +19,6 @@ class Streams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ref_kl_weights: list[float] | None = None
 
 
-class CallVersions(msgspec.Struct, array_like=True, frozen=True):
-    """The policy versions behind the tokens that one model call sampled: `token_ids[first:stop]` of a sample.
-
-    Each token is of a version from `start` to `end`: the engine keeps requests running over an update, and does not say
-    after which token it came.
-    """
-
-    first: int
-    stop: int
-    start: int
-    end: int
-
-
 class Origin(msgspec.Struct, array_like=True):
     """Where a sample comes from, for whoever reads what became of it."""
 
@@ -41,8 +28,6 @@ class Origin(msgspec.Struct, array_like=True):
     rollout: int
     """The episode's place in its group."""
     agent: str
-    versions: list[CallVersions] = []
-    """One for each model call of which it trains tokens, in order; none for a frozen model."""
 
 
 class Reference(msgspec.Struct, array_like=True, frozen=True):
@@ -82,8 +67,6 @@ class TrainingSample(Streams, omit_defaults=True):
     """`[tokens, k]`: for a divergence from a shipped reference, its most likely tokens in each token's place."""
     top_logprobs: list[list[float]] | None = None
     """`[tokens, k]`: the reference's logprobs of `top_ids`."""
-    versions: list[CallVersions] = msgspec.field(default_factory=list)
-    """As `Origin.versions`."""
     origin: Origin | None = None
     rollout_share: float | None = None
     """As of `LossInputs`, of each of its tokens; written as it is packed."""

@@ -46,7 +46,8 @@ def pack(
         rows_of = [fit(share, seq_len) for share in balance([[sample] for sample in part], ranks)]
         count = max(1, max(map(len, rows_of)))
         for rank, rows in enumerate(rows_of):
-            packed[rank] += [pack_row(row, seq_len, update) for row in filled_up(rows, count)]
+            dummies: list[list[TrainingSample]] = [[]] * (count - len(rows))
+            packed[rank] += [pack_row(row, seq_len, update) for row in dummies + sorted(rows, key=len)]
     return packed, truncated
 
 
@@ -163,11 +164,6 @@ def fit(samples: list[TrainingSample], seq_len: int) -> list[list[TrainingSample
         rows[row].append(sample)
         bisect.insort(room, (left - length, row))
     return rows
-
-
-def filled_up(rows: list[list[TrainingSample]], count: int) -> list[list[TrainingSample]]:
-    """So many rows, empty ones first."""
-    return [[]] * (count - len(rows)) + sorted(rows, key=len)
 
 
 def pack_row(samples: list[TrainingSample], seq_len: int, update: int = 0) -> MicroBatch:

@@ -46,8 +46,6 @@ class Record(msgspec.Struct, kw_only=True):
     advantage: float | None = None
     start_version: int | None = None
     end_version: int | None = None
-    versions: list[tuple[int, int, int]] = []
-    """[tokens, start, end] for each model call that it trains on: that many tokens of policy versions start to end."""
     outcome: Outcome | None = None
     """Null for a rollout of an evaluation unless it failed."""
     matched: dict[str, str] = {}

@@ -46,7 +46,6 @@ def record(rollout: Rollout, step: int) -> Record:
         advantage=rollout.mean_advantage,
         start_version=rollout.start_version,
         end_version=rollout.end_version,
-        versions=[(c.stop - c.first, c.start, c.end) for sample in rollout.samples for c in sample.versions],
         outcome=rollout.outcome,
         matched=dict(rollout.matched),
         difficulty_pool=rollout.difficulty_pool,

@@ -247,14 +247,11 @@ class Rollout:
         from prl.rollouts.messages import Origin
         from prl.rollouts.samples import samples_of
 
-        known = None if self.start_version is None else (self.start_version, self.end_version or self.start_version)
-        made = samples_of(
-            self.trace, env_name=self.env_name, temperature=self.temperature, live=self.live, versions=known
-        )
+        made = samples_of(self.trace, env_name=self.env_name, temperature=self.temperature, live=self.live)
         self.samples = [sample for sample, _ in made]
         self.sample_branches = [branch for _, branch in made]
         for sample in self.samples:
-            sample.origin = Origin(self.task.data.idx, self.group_id, self.index, self.agent.name, sample.versions)
+            sample.origin = Origin(self.task.data.idx, self.group_id, self.index, self.agent.name)
         if not made:
             self.leave(Stage.EMPTY, "nothing was sampled")
 

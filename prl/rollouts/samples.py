@@ -17,7 +17,7 @@ from pydantic import Field
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch, ModelCall, Trace
 
-from prl.rollouts.messages import CallVersions, TrainingSample
+from prl.rollouts.messages import TrainingSample
 
 BranchSample = tuple[TrainingSample, Branch]
 """A sample and the branch of the trace that it was made from."""
@@ -59,9 +59,7 @@ def token_hash(*parts: Sequence[int]) -> "hashlib.blake2b":
     return hashlib.blake2b(b"".join(array("I", part).tobytes() for part in parts), digest_size=16)
 
 
-def samples_of(
-    trace: Trace, *, env_name: str, temperature: float, live: bool, versions: tuple[int, int] | None = None
-) -> list[BranchSample]:
+def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -> list[BranchSample]:
     """Make the samples of a trace, each with the branch of the message graph that it comes from.
 
     The graph stores each message's tokens once, and forks where a prompt does not extend, token for token, what
@@ -77,7 +75,6 @@ def samples_of(
         temperature: The policy divided its logits by it where it sampled. All other tokens have temperature 1: what a
             frozen model, a demonstration or an env wrote is no sample of the policy.
         live: Whether the live policy sampled. Otherwise there are no sampler logprobs, and they are 0.0.
-        versions: First and last policy version of the rollout, for calls that were recorded without theirs.
 
     Raises:
         TokenMismatch: The tokens up to a sampled message are not those that its model call sent and sampled.
@@ -89,7 +86,7 @@ def samples_of(
     samples = []
     for branch in [branch for branch in trace.branches if branch.trainable]:
         sample = TrainingSample([], [], [], [], env_name, trace.reward)
-        _fill(sample, branch, calls if trace.calls else None, claimed, live=live, versions=versions)
+        _fill(sample, branch, calls if trace.calls else None, claimed, live=live)
         if any(sample.mask):
             samples.append((sample, branch))
     merged = merge_samples(samples, calls)
@@ -105,7 +102,6 @@ def _fill(
     claimed: set[int],
     *,
     live: bool,
-    versions: tuple[int, int] | None,
 ) -> None:
     """Add the tokens of a branch to an empty sample. `claimed` are the messages that train on branches before it."""
     digest = token_hash()
@@ -115,25 +111,10 @@ def _fill(
         trains = node.sampled and id(node) not in claimed
         if trains:
             claimed.add(id(node))
-            call = calls.get(id(node)) if calls is not None else None
             if calls is not None:
-                check_tokens(node, call, len(sample.token_ids), digest.digest(), sample.env_name)
-            sample.versions += _versions(node, call, len(sample.token_ids), versions)
+                check_tokens(node, calls.get(id(node)), len(sample.token_ids), digest.digest(), sample.env_name)
         sample.mask += node.mask if trains else [False] * len(node.token_ids)
         sample.logprobs += sampler_logprobs(node) if trains and live else [0.0] * len(node.token_ids)
-
-
-def _versions(
-    node: MessageNode, turn_and_call: tuple[int, ModelCall] | None, stop: int, otherwise: tuple[int, int] | None
-) -> list[CallVersions]:
-    """The versions that sampled a message which ends at `stop`; `otherwise` if its call was recorded without them."""
-    call = turn_and_call[1] if turn_and_call else None
-    start, end = otherwise or (None, None)
-    if isinstance(call, RecordedCall) and call.end_version is not None:
-        start, end = call.start_version, call.end_version
-    if start is None or end is None or not any(node.mask):
-        return []
-    return [CallVersions(stop - sum(node.mask), stop, start, end)]
 
 
 def sampler_logprobs(node: MessageNode) -> list[float]:
@@ -232,22 +213,13 @@ def _build_sample(samples: list[BranchSample], last: SampledSpan) -> BranchSampl
     sample, branch = samples[last.sample_index]
     mask, logprobs = [False] * last.stop, [0.0] * last.stop
     chain: list[SampledSpan] = []
-    versions: list[CallVersions] = []
     span: SampledSpan | None = last
     while span is not None:
         chain.append(span)
         mask[span.begin : span.stop] = [True] * (span.stop - span.begin)
-        own = samples[span.sample_index][0]
-        logprobs[span.begin : span.stop] = own.logprobs[span.begin : span.stop]
-        versions += [call for call in own.versions if (call.first, call.stop) == (span.begin, span.stop)]
+        logprobs[span.begin : span.stop] = samples[span.sample_index][0].logprobs[span.begin : span.stop]
         span = span.parent
-    merged = msgspec.structs.replace(
-        sample,
-        token_ids=sample.token_ids[: last.stop],
-        mask=mask,
-        logprobs=logprobs,
-        versions=versions[::-1],
-    )
+    merged = msgspec.structs.replace(sample, token_ids=sample.token_ids[: last.stop], mask=mask, logprobs=logprobs)
     return merged, _splice(branch, chain[::-1])
 
 

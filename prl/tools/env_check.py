@@ -20,7 +20,6 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from prl.config.build import nearest
 from prl.config.compose import compose, options
 from prl.config.model_folder import check_model
 from prl.config.run_yaml import quoted
@@ -86,19 +85,6 @@ def config_of(env: str, overrides: list[str]) -> tuple[str, TrainConfig]:
     return name, compose([*runs, *chosen, *(f"++envs.{name}.{override}" for override in own)])
 
 
-def load(name: str, config: TrainConfig) -> Any:
-    """Return the env of a name. Raises ConfigError where it cannot be loaded, with the envs that there are."""
-    from prl.envs.environment import Environment  # verifiers, once the config has composed
-
-    try:
-        return Environment(name, config.envs[name], eval_tasks=HELD_OUT)
-    except ConfigError as error:
-        if not isinstance(error.__cause__, ModuleNotFoundError) or name != NAME:
-            raise
-        hint = nearest(config.envs[name].taskset, options()["env"], "envs with a conf file")
-        raise ConfigError(f"{error}; {hint}") from error.__cause__
-
-
 def check(env: str, overrides: list[str], replies: list[str] | None, console: Console) -> str | None:
     """Load an env and play an episode of it; return what was wrong with the episode, None if nothing was.
 
@@ -106,14 +92,15 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     """
     name, config = config_of(env, overrides)
     check_model(config.model.path, "model.path")
-    environment = load(name, config)
     from prl.engines.sampler import Sampler
     from prl.engines.tokenizers import load_tokenizer
+    from prl.envs.environment import Environment  # verifiers, once the config has composed
     from prl.launch.components import make_renderers
     from prl.launch.prompts import rendered_prompts
     from prl.rollouts.records import record
     from prl.tools.rollouts.render import rollout as shown
 
+    environment = Environment(name, config.envs[name], eval_tasks=HELD_OUT)
     tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
     renderer = make_renderers(config, tokenizer)[name]
     environment.check_renderer(renderer)
@@ -140,7 +127,7 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
         say(console, f"\nfirst prompt, {len(prompt)} tokens, in the template of {config.model.path}:\n{text}")
     say(console, f"\nreplies: {whose}")
     for rollout in rollouts:
-        console.print("", shown(record(rollout, 0), "no model"), sep="\n")
+        say(console, f"\n{shown(record(rollout, 0), 'no model')}")
     failed = next((rollout for rollout in rollouts if rollout.failed), None)
     if failed is None:
         return None

@@ -2,8 +2,7 @@
 
 The file of a step and rank is `tokens/step_000001/rank_0.jsonl`: one line per sequence, in shipping order. A number
 that JSON does not have (NaN, an infinity) is null. Beside `step`, `rank`, `env`, and the `task`, `group`, `rollout` and
-`agent` of the rollout's record (null where the sender gave none), and `versions`, `[first, stop, start, end]` for each
-model call: the tokens that it sampled, of policy versions from start to end; a line has lists `[tokens]`:
+`agent` of the rollout's record (null where the sender gave none), a line has lists `[tokens]`:
 
 - `text`: what each token stands for, by the tokenizer alone; null without one.
 - `token_ids`, `mask`, `temperature`, `inference_logprobs`, and the streams by name, null where the packed row has none;

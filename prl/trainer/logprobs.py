@@ -43,14 +43,9 @@ def chunked_logprobs(
     The matrix products are of the inputs in their own dtype. Logits and softmax are in float32, or in float64 for
     float64 inputs: in bfloat16, logits of 16 and more would be off by up to 0.06. A temperature of 0 (padding, greedy
     sampling) leaves the logits as they are. Tokens that get no gradient, such as prompts, cost nothing in the backward,
-    and neither does an entropy that nobody uses. Raises `ValueError` where lengths differ.
+    and neither does an entropy that nobody uses.
     """
-    for name, stream in (("targets", targets), ("temperatures", temperatures)):
-        if stream.shape != hidden.shape[:1]:
-            raise ValueError(f"{name} has shape {list(stream.shape)}, but hidden has {len(hidden)} tokens")
     chunk = usual_chunk(*weight.shape, cuda=weight.is_cuda) if chunk is None else chunk
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}")
     return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperatures, chunk, into_grad)
 
 

@@ -1,8 +1,6 @@
 """The policy as a torch model: load it, run packed rows through it, write it out for the engine."""
 
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,33 +57,9 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
         raise ValueError(
             f"{path} has no weights for {missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}"
         )
-    if further := further_layer(model, loaded["unexpected_keys"]):  # transformers would have left it out
-        raise ValueError(f"{path} has weights of {further}, a layer beyond those of its config.json")
     check_names(model)
     use_tree_attention(model)
     return model.to(device).train()
-
-
-def further_layer(model: PreTrainedModel, unexpected: Iterable[str]) -> str | None:
-    """A layer like the model's own among weights that it has no place for; None where there is none.
-
-    One that has other tensors too, such as one that predicts a second token, may be left out.
-    """
-    own = layers_of_names(model.state_dict())
-    for layer, parts in layers_of_names(unexpected).items():
-        stack = layer.rpartition(".")[0]
-        if any(parts == other and name.rpartition(".")[0] == stack for name, other in own.items()):
-            return layer
-    return None
-
-
-def layers_of_names(names: Iterable[str]) -> dict[str, set[str]]:
-    """The parts of each layer, by its name, such as `model.layers.3`."""
-    layers = defaultdict[str, set[str]](set)
-    for name in names:
-        if match := re.fullmatch(r"(.*?\.\d+)\.(.+)", name):
-            layers[match[1]].add(match[2])
-    return layers
 
 
 def stack_logprobs(

@@ -62,7 +62,11 @@ def make_optimizers(model: torch.nn.Module, node: Mapping[str, Any]) -> Optimize
     for part, part_settings in (settings.pop("parts", None) or {}).items():
         where = f"trainer.optim.parts.{part}"
         match, dims = part_settings.pop("match", None), part_settings.pop("dims", None)
-        chosen = {name: parameter for name, parameter in rest.items() if is_match(name, parameter, match, dims)}
+        chosen = {
+            name: parameter
+            for name, parameter in rest.items()
+            if re.search(match or "", name) and dims in (None, parameter.dim())
+        }
         if not chosen:
             raise ConfigError(f"{where}: match={match!r} with dims={dims} is no parameter that is left to train")
         made.append(make_optimizer(chosen, part_settings, where))
@@ -70,11 +74,6 @@ def make_optimizers(model: torch.nn.Module, node: Mapping[str, Any]) -> Optimize
     if rest or not made:
         made.insert(0, make_optimizer(rest, settings, "trainer.optim"))
     return Optimizers(made)
-
-
-def is_match(name: str, parameter: torch.Tensor, match: str | None, dims: int | None) -> bool:
-    """Whether a parameter has `match` (a regular expression, null = any) in its name, and so many dimensions."""
-    return (match is None or re.search(match, name) is not None) and dims in (None, parameter.dim())
 
 
 def make_optimizer(parameters: Parameters, node: Mapping[str, Any], where: str) -> Optimizer:

@@ -15,16 +15,9 @@ from typing import Any, Concatenate, ParamSpec, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
@@ -63,9 +56,9 @@ def is_part(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return isinstance(tensor, DTensor)
 
 
-def is_shared(model: object) -> TypeGuard[FSDPModule]:
+def is_shared(model: object) -> TypeGuard[fsdp.FSDPModule]:
     """Whether ranks share a model."""
-    return isinstance(model, FSDPModule)
+    return isinstance(model, fsdp.FSDPModule)
 
 
 def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -84,19 +77,19 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, device: torch.device, *, hal
         half: run it in bfloat16; weights, the sum of gradients and the optimiser stay in float32.
         offload: keep the parts in host memory.
     """
-    how: dict[str, Any] = {"mesh": mesh, "offload_policy": OffloadPolicy()}
+    how: dict[str, Any] = {"mesh": mesh, "offload_policy": fsdp.OffloadPolicy()}
     if not any(parameter.requires_grad for parameter in model.parameters()):
         how["reshard_after_forward"] = True  # else what is outside of the layers would wait for a backward
     # Inputs as they come: a cast would round temperatures too.
-    how["mp_policy"] = MixedPrecisionPolicy(cast_forward_inputs=False)
+    how["mp_policy"] = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
     if half:
-        how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        how["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     if offload:
-        how["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        how["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for module in (*layers_of(model), model):  # one at a time, so that no rank but the first holds all of it whole
         _receive(module.parameters(), device)
         _receive(module.buffers(), device)
-        sharded = fully_shard(module, **how)
+        sharded = fsdp.fully_shard(module, **how)
         sharded.set_gradient_divide_factor(1.0)  # of this module alone, as the next
         sharded.set_force_sum_reduction_for_comms(True)  # else gloo does not know of such a factor
         sharded.set_reduce_scatter_unused_params(True)  # unused on this rank, maybe not on another
@@ -131,7 +124,7 @@ def as_forward(
         name = function.__name__
         if name not in vars(model):
             vars(model)[name] = types.MethodType(function, model)
-            register_fsdp_forward_method(cast(torch.nn.Module, model), name)
+            fsdp.register_fsdp_forward_method(cast(torch.nn.Module, model), name)
         result: R = getattr(model, name)(*args, **kwargs)
         return result
 

@@ -82,8 +82,6 @@ class Trainer:
         self.device: torch.device = next(model.parameters()).device if device == "auto" else torch.device(device)
         self.mesh = make_mesh(self.device, self.config.shard_size) if dist.is_initialized() else None
         """The ranks, where there are several, or one on a GPU."""
-        if half and self.mesh is None:
-            raise ValueError("half=True: a model in bfloat16 over float32 weights is for ranks, and none have met")
         recompute_activations(model, self.config.gradient_checkpointing)
         if self.config.compile:
             compile_layers(model)
@@ -124,8 +122,8 @@ class Trainer:
 
         Means are over all updates, `grad_norm` too; counts are their sums.
 
-        Raises ValueError for a sequence whose rl loss is not among `rl_losses` or whose reference is not there, and
-        PrlError, with the weights as they were before this update, for a gradient that is not finite.
+        Raises ValueError for a sequence whose reference is not there, and PrlError, with the weights as they were
+        before this update, for a gradient that is not finite.
         """
         self._check(batch)
         for name, control in self.entropy_controls.items():
@@ -174,19 +172,13 @@ class Trainer:
         return counted
 
     def _check(self, batch: StepBatch) -> None:
-        """Raise ValueError for a sequence that asks for a loss or a reference that is not there."""
+        """Raise ValueError for a sequence that asks for a reference that is not there."""
         for row in batch.micro_batches:
             for reference in row.references:
                 if reference.model and reference.model not in self.references:
                     raise ValueError(
                         f"a sample names the reference {reference.model!r}, which the trainer does not have: its "
                         "algorithm's trainer_references() must list it, as that of algo.kl does with a coef"
-                    )
-            for env, name in zip(row.env_names, row.losses, strict=True):
-                if name not in self.rl_losses:
-                    raise ValueError(
-                        f"env {env!r}: a sample names the rl loss {name!r}, but the trainer has only "
-                        + ", ".join(map(repr, self.rl_losses))
                     )
 
     def _parts(self, batch: StepBatch) -> list[list[Stack]]:

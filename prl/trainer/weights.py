@@ -17,7 +17,7 @@ def whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[
     ranks, all must go through them.
     """
     for name, tensor in weights_of(model):
-        tensor = whole(tensor.to(format_of(model, name, dtype)))
+        tensor = whole(tensor.to(torch.float32 if stays_float32(model, name) else dtype))
         yield from as_in_files(model, name, tensor).items()
 
 
@@ -33,8 +33,3 @@ def on_writer(
         if writes:
             kept[name] = tensor.detach().to("cpu", copy=copies).contiguous()
     return kept
-
-
-def format_of(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
-    """The number format of one tensor among those in `dtype`."""
-    return torch.float32 if stays_float32(model, name) else dtype

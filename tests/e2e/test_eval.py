@@ -43,11 +43,9 @@ def test_the_base_a_checkpoint_and_another_model_on_one_engine(inline, prl, tmp_
         assert len(same) == K * TASKS and fmean(same) > 0.95, "but for the rounding of batches of another composition"
         expected = next(line for line in run.steps if line["step"] == version)[f"eval/math/avg@{K}"]
         assert target["envs"][0]["avg"]["mean"] == pytest.approx(expected, abs=0.03)
-    tasks = records(folder / "tasks.jsonl")
-    assert len(tasks) == 3 * TASKS and all(task["n"] == K and task["errored"] == 0 for task in tasks)
     found = teacher["envs"][0]
     assert found["avg"]["mean"] > 0.8 and found["difference"]["low"] > 0.2, "the teacher is better, beyond its interval"
-    assert found["pass@k"]["1"]["mean"] == pytest.approx(fmean(task["correct"] / K for task in tasks[-TASKS:]))
+    assert (found["tasks"], found["k"], found["errored"]) == (TASKS, K, 0.0)
 
 
 @pytest.mark.engine

@@ -14,7 +14,6 @@ import yaml
 
 import prl.tools.env_check
 import prl.tools.report.__main__
-import prl.tools.report.timeline
 import prl.tools.rollouts.__main__
 from prl.__main__ import SUBCOMMANDS
 from prl.config.compose import CONF, compose, options, to_config
@@ -141,11 +140,10 @@ def test_another_command_parses(words, tmp_path, monkeypatch):
     elif program == "serve":  # its name follows what Hydra chose when it runs
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             assert hydra.compose("serve", arguments)
-    elif program in ("report", "rollouts", "timeline"):
+    elif program in ("report", "rollouts"):
         module, last = {
             "report": (prl.tools.report.__main__, "report"),
             "rollouts": (prl.tools.rollouts.__main__, "page"),
-            "timeline": (prl.tools.report.timeline, "timeline"),
         }[program]
         monkeypatch.setattr(module, last, lambda *args, **how: True)
         assert module.main(arguments) == 0

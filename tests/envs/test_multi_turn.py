@@ -94,16 +94,6 @@ async def test_versions_are_of_the_first_and_last_call(play):
     assert [(rollout.start_version, rollout.end_version) for rollout in rollouts] == [(3, 5), (5, 9)]
 
 
-async def test_each_token_knows_the_versions_of_its_model_call(play):
-    """Three turns in one sample; the policy is at version 3 and gets two newer ones during each call."""
-    (rollout,), _ = await play(three_turns, updates_per_call=2)
-    (sample,) = rollout.samples
-    assert [(call.start, call.end) for call in sample.versions] == [(3, 5), (5, 7), (7, 9)]
-    assert sample.origin.versions == sample.versions
-    covered = [position for call in sample.versions for position in range(call.first, call.stop)]
-    assert covered == [position for position, sampled in enumerate(sample.mask) if sampled], "each sampled token once"
-
-
 async def test_every_request_of_an_episode_has_its_own_name(play):
     _, sampler = await play(three_turns, n=3)
     assert len({request.key for request in sampler.requests}) == 9

@@ -13,7 +13,6 @@ from prl.filters.base import Filter
 from prl.monitors.metric_names import QUANTILES
 from prl.orchestrator.batcher import trains
 from prl.orchestrator.metrics import line_of_step, mean, metrics_of_batch, metrics_of_filters, quantiles, take_logged
-from prl.rollouts.messages import CallVersions
 from prl.rollouts.rollout import Stage
 
 
@@ -64,22 +63,6 @@ def test_numbers_of_a_batch_of_three_envs(make_rollout):
     assert (line["reward/all/p50"], line["metric/math/correct"], line["time/scoring"]) == (0.75, 0.5, 1.0)
     assert line["off_policy/mean"] == pytest.approx((0 + 2 + 1) / 3) and line["off_policy/max"] == 2.0
     assert (line["rollouts/batch"], line["rollouts/trained"], line["rollouts/filtered"]) == (4.0, 1.0, 0.0)
-
-
-def test_the_ages_of_tokens_by_hand(make_rollout):
-    """In step 7: 2 tokens of version 3, 6 of 5 and 4 that began with 6; of a dropped rollout none."""
-    turns, single, frozen, dropped = (make_rollout(version=version) for version in (3, 6, None, 0))
-    turns.samples[0].versions = [CallVersions(1, 3, 3, 4), CallVersions(5, 11, 5, 5)]
-    single.samples[0].versions = [CallVersions(2, 6, 6, 7)]
-    dropped.samples[0].versions = [CallVersions(0, 4, 0, 0)]
-    dropped.leave(Stage.PRE_FILTERED, "filter x", "x")
-    line = metrics_of_batch(end([turns, single, frozen, dropped]), step=7)
-    assert line["off_policy/token_mean"] == pytest.approx((2 * 3 + 6 * 1 + 4 * 0) / 12)
-    assert line["off_policy/token_max"] == 3.0
-    assert line["off_policy/token_updated"] == pytest.approx((2 + 4) / 12), "an update came while they were sampled"
-    assert (line["off_policy/mean"], line["off_policy/max"]) == (1.5, 3.0), "of rollouts: from the first call"
-    nothing = metrics_of_batch(end([make_rollout(version=None)]), step=7)
-    assert nothing["off_policy/token_mean"] == nothing["off_policy/token_max"] == 0.0
 
 
 def test_the_spread_of_each_number_by_hand(make_rollout):

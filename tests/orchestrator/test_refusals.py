@@ -6,12 +6,10 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.algorithms.base import Algorithm
-from prl.config.build import build
 from prl.config.compose import compose
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.validate import validate
 from prl.curriculum.pools import TaskCurriculum, write_pools
-from prl.envs.environment import load_taskset
 from prl.errors import ConfigError
 from prl.filters.base import Filter
 from prl.filters.gibberish import Gibberish
@@ -97,7 +95,6 @@ REFUSED = [  # overrides, key that the error names
     (f"+filter@{SLOT}.again=repetition", f"{SLOT}.again and {SLOT}.repetition"),
     (f"+filters@envs.math.filters=default {ENV_SLOT}.repetition.n=0", f"{ENV_SLOT}.repetition.n"),
     ("curriculum.easy_threshold=0.5 curriculum.hard_threshold=0.5", "curriculum.hard_threshold"),
-    ("curriculum.refill=true", "curriculum.refill"),
     (
         "+curriculum@envs.math.curriculum=pools envs.math.curriculum.hard_threshold=2",
         "envs.math.curriculum.easy_threshold",
@@ -106,8 +103,6 @@ REFUSED = [  # overrides, key that the error names
     ("orchestrator.token_batch_size=100", "orchestrator.batch_size"),
     ("orchestrator.max_off_policy_steps=0", "orchestrator.max_async_level=1"),
     ("orchestrator.max_async_level=9", "orchestrator.max_off_policy_steps=8 is below"),
-    ("orchestrator.max_async_level=0 orchestrator.max_off_policy_steps=4", "orchestrator.max_async_level=0"),
-    ("orchestrator.strict_async_level=true orchestrator.max_off_policy_steps=4", "orchestrator.strict_async_level"),
     ("orchestrator.eval.every=null orchestrator.stop.target=0.9", "orchestrator.stop.target"),
     ("orchestrator.eval.every=null orchestrator.eval.keep_best=true", "orchestrator.eval.keep_best"),
     (
@@ -212,17 +207,6 @@ def test_class_without_the_base_class_options_is_refused(user_package):
         assert names in str(caught.value)
 
 
-def test_opsd_warns_where_no_task_has_a_demonstration():
-    def warned(taskset, **options):
-        algorithm = build({"_target_": "prl.algorithms.opsd.OPSDAlgorithm", **options}, Algorithm, "algo")
-        tasks = list(load_taskset(f"prl.envs.tasksets.{taskset}", {"num_tasks": 3}, taskset))
-        return warned_by(algorithm.check_tasks, "algo", tasks)
-
-    assert warned("math") == []
-    for texts in (warned("guess", demo_key="demonstration"), warned("math", demo_key="hint")):
-        assert len(texts) == 1 and texts[0].startswith("algo.demo_key=")
-
-
 @pytest.mark.parametrize(
     ("cls", "options", "option"),
     [
@@ -263,43 +247,10 @@ def load(**options):
     curriculum.load([vf.Task(vf.TaskData(idx=0, prompt="1+1="))], seed=0, env_name="math")
 
 
-@pytest.mark.parametrize(
-    ("goes_on", "pooled", "refused"), [(False, True, True), (True, False, True), (True, True, False)]
-)
-def test_share_of_pools_needs_pools_to_begin_with(goes_on, pooled, refused, pools):
-    curriculum = TaskCurriculum(easy_fraction=0.1, easy_threshold=1.0 if pooled else None)
-    if refused:
-        with pytest.raises(ConfigError, match="curriculum.easy_fraction=0.1"):
-            curriculum.check_start(goes_on=goes_on)
-    else:
-        curriculum.check_start(goes_on=goes_on)
-    TaskCurriculum(easy_fraction=0.1, load_from=pools("math")).check_start(goes_on=False)
-
-
 @pytest.mark.parametrize("keys", [["prompt", "promt"], []])
 def test_hash_keys_must_be_fields_of_the_task(keys):
     with pytest.raises(ConfigError, match=r"^envs\.math\.curriculum\.hash_keys"):
         load(hash_keys=keys)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        "[]",
-        '{"env": "math", "key": "k"}',
-        '{"env": "math", "key": "k", "task": 3}',
-        '{"env": 3, "key": "k", "task": {}}',
-        '{"env": "math", "key": null, "task": {}}',
-        '{"env": "math", "key": "k", "task": ' + "[" * 100_000,
-    ],
-)
-def test_pool_line_without_a_task_is_refused(pools, tmp_path, line):
-    folder = pools("math", "math")
-    path = tmp_path / "hard_examples.jsonl"
-    path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ConfigError, match=r"^envs\.math\.curriculum\.load_from: line 3 of .*hard_examples\.jsonl"):
-        load(load_from=folder)
 
 
 def test_pools_of_other_envs_warn(pools, caplog):

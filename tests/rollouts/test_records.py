@@ -54,7 +54,6 @@ def test_a_record_holds_what_one_wants_to_see(make):
         "advantage": -0.25,
         "start_version": 2,
         "end_version": 3,
-        "versions": [[2, 2, 2]],
         "outcome": {"stage": "trained", "reason": "", "source": None},
         "matched": {},
         "difficulty_pool": None,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prl.rollouts.messages import CallVersions, Origin
+from prl.rollouts.messages import Origin
 from prl.rollouts.rollout import Outcome, Rollout, Stage
 from prl.rollouts.samples import samples_of
 
@@ -88,9 +88,7 @@ def test_a_list_of_any_other_length_must_align(rollout, change):
 def test_samples_say_where_they_come_from(rollout):
     rollout.index = 2
     rollout.attach_samples()
-    assert [sample.origin for sample in rollout.samples] == [
-        Origin(task=3, group=0, rollout=2, agent="agent", versions=[CallVersions(12, 15, 4, 4)])
-    ]
+    assert [sample.origin for sample in rollout.samples] == [Origin(task=3, group=0, rollout=2, agent="agent")]
 
 
 @pytest.mark.parametrize("logprobs", [[], [-1.0, -2.0], [-9999.0, float("nan")]])

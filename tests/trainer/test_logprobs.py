@@ -230,17 +230,3 @@ def test_memory_does_not_grow_with_tokens_times_vocab(dtype, with_entropy):
         (logprobs.sum() + entropy.sum() if with_entropy else logprobs.sum()).backward()
     assert 0 < max(saved) <= max(hidden.numel(), weight.numel())
     assert forward.elements == chunk * vocab and backward.elements == chunk * vocab
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"targets": torch.zeros(36, dtype=torch.int64)}, r"targets has shape \[36\]"),
-        ({"temperatures": torch.ones(36)}, r"temperatures has shape \[36\]"),
-        ({"chunk": 0}, "chunk must be at least 1"),
-    ],
-)
-def test_arguments_that_cannot_be_are_refused(changes, message):
-    hidden, weight, targets, temperatures, _ = problem()
-    with pytest.raises(ValueError, match=message):
-        chunked_logprobs(hidden, weight, **{"targets": targets, "temperatures": temperatures} | changes)

@@ -317,7 +317,6 @@ def test_the_entropy_of_one_env_is_rewarded_exactly_once(tiny, make_sample):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"loss": "maths"}, "env 'test'.*rl loss 'maths'.*has only ''"),
         (
             {"reference": INITIAL, "ref_kl_weights": [1.0] * 12},
             r"names the reference 'initial', which the trainer does not have: .*trainer_references\(\)",

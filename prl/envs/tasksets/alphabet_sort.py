@@ -30,11 +30,6 @@ PATIENCE = 1000
 """Draws in a row without a new task, after which a small space of tasks counts as used up."""
 
 
-def split_key(words: list[str]) -> str:
-    """Return the text that assigns tasks which open with `words`, in any order, to a split."""
-    return " ".join(sorted(words))
-
-
 def grade(reply: str, answer: str) -> float:
     """Return the grade of one round's `reply` in [0, 1], by the formula above; any whitespace separates words."""
     return likeness(reply.split(), answer.split())
@@ -109,7 +104,7 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
             first, *later = [" ".join(words) for words in rounds]
             name = " | ".join([first, *later])
             misses += 1
-            if name not in seen and self.config.in_split(split_key(rounds[0])):
+            if name not in seen and self.config.in_split(" ".join(sorted(rounds[0]))):
                 seen.add(name)
                 misses = 0
                 data = AlphabetSortData(

@@ -28,7 +28,7 @@ from pydantic import Field
 from prl.envs.sandbox import SandboxFailed, evaluate, hides_files
 from prl.envs.sandboxed import literal
 from prl.envs.tasksets.base import IdTask
-from prl.envs.tasksets.jsonl import JsonlConfig, JsonlData, rows_drawn
+from prl.envs.tasksets.jsonl import JsonlConfig, JsonlData, JsonlTaskset
 
 __all__ = ["CodeTaskset"]
 
@@ -136,7 +136,7 @@ class CodeTask(IdTask[JsonlData]):
         return 1.0 if hold == len(tests) else 0.1 * hold / len(tests)
 
 
-class CodeTaskset(vf.Taskset[CodeTask, CodeConfig]):
+class CodeTaskset(JsonlTaskset, vf.Taskset[CodeTask, CodeConfig]):
     """Programming tasks, in random order."""
 
     IN_PROCESS = True
@@ -147,7 +147,4 @@ class CodeTaskset(vf.Taskset[CodeTask, CodeConfig]):
                 log.warning("env code: this kernel has no Landlock: the code of replies can read and write your files")
         except SandboxFailed as error:
             raise ValueError(str(error)) from error
-        for data in rows_drawn(self.config):
-            task = CodeTask(data, self.config.task)
-            task.settings = self.config
-            yield task
+        yield from super().load()

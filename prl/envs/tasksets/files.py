@@ -3,7 +3,6 @@
 import csv
 import json
 from collections.abc import Iterator
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -84,21 +83,18 @@ def _csv(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
-    import numpy as np
     import pyarrow.parquet  # heavy, and used only here
 
     table = pyarrow.parquet.read_table(file)
-    # A column of 32 bits has other digits in Python's 64, and one of floats that are whole was written as integers.
-    short = {field.name for field in table.schema if pyarrow.types.is_float32(field.type)}
-    for number, row in enumerate(table.to_pylist(), start=1):
-        for name, value in row.items():
-            if isinstance(value, Decimal):
-                row[name] = WrittenFloat(str(value))
-            elif isinstance(value, float) and value.is_integer():
-                row[name] = int(value)
-            elif isinstance(value, float) and name in short:
-                row[name] = float(str(np.float32(value)))
-        yield f"row {number}", row
+    # As text, numbers have the digits that they were written with: Python's floats of 32 bits have others.
+    fields = [
+        field.with_type(pyarrow.string())
+        if pyarrow.types.is_floating(field.type) or pyarrow.types.is_decimal(field.type)
+        else field
+        for field in table.schema
+    ]
+    rows = table.cast(pyarrow.schema(fields)).to_pylist()
+    yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 READERS = dict(zip(SUFFIXES, (_json_lines, _json, _csv, _parquet), strict=True))

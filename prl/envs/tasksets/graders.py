@@ -20,8 +20,6 @@ QUICK = ("exact", "numeric")
 """Graders that need no process of their own: math_verify may compute for seconds."""
 MATH_SECONDS = 5
 """What takes math-verify longer, to read or to compare, is not equal: 9^{9^9}."""
-WITHOUT_TEXT = re.compile(r"(?:\.|<(\w+)[^<>]*></\1>|\\[A-Za-z]+\{\}|\${2,}|#{2,}|\*{2,}|_{2,}|`{2,})*")
-"""Full stops, and markup with nothing in it."""
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that it has no time limit: a rollout has its own
 
@@ -66,9 +64,8 @@ GRADERS: dict[str, Callable[[str, str], float]] = {"exact": exact, "numeric": nu
 
 def fault_of(answer: str, grader: object) -> str | None:
     """Return why no reply, or an empty one, would be right for `answer`; None if the answer can be graded."""
-    visible = "".join(character for character in answer if unicodedata.category(character)[0] not in "CZ")
-    if not visible or (isinstance(grader, str) and grader in GRADERS and WITHOUT_TEXT.fullmatch(visible)):
-        return "must not be empty, or markup and full stops alone"
+    if not normalised(answer):
+        return "must not be empty, or a full stop alone"
     if grader == "numeric" and final_number(answer, alone=True) is None:
         return "must be a single number, which grader=numeric needs"
     if grader == "math_verify" and not expressions(answer):

@@ -92,6 +92,11 @@ class JsonlConfig(vf.TasksetConfig):
     answer_types: ClassVar[tuple[type, ...]] = (str, int, float)
     """What a row's answer may be."""
 
+    @functools.cached_property
+    def grade(self) -> Grade:
+        """The grader."""
+        return grader_of(self.grader)
+
     def graded_answer(self, answer: Any) -> str:
         """Return what of a row's answer replies are graded against."""
         return str(answer)
@@ -104,10 +109,10 @@ class JsonlConfig(vf.TasksetConfig):
 class JsonlTask(AnswerTask[JsonlData]):
     """A hash of the row is its identity."""
 
-    grader: Grade
+    settings: JsonlConfig
 
     def grade(self, reply: str) -> float:
-        return float(self.grader(reply, self.data.answer))
+        return float(self.settings.grade(reply, self.data.answer))
 
 
 class JsonlTaskset(vf.Taskset[JsonlTask, JsonlConfig]):
@@ -119,17 +124,12 @@ class JsonlTaskset(vf.Taskset[JsonlTask, JsonlConfig]):
         return isinstance(self.config.grader, str) and self.config.grader in QUICK
 
     def load(self) -> Iterator[JsonlTask]:
-        for data in rows_drawn(self.config):
-            task = JsonlTask(data, self.config.task)
-            task.grader = grader_of(self.config.grader)
+        rows = list(split_of(self.config))
+        random.Random(self.config.seed).shuffle(rows)
+        for data in rows[: self.config.num_tasks]:
+            task = self.task_type()(data, self.config.task)
+            task.settings = self.config
             yield task
-
-
-def rows_drawn(config: JsonlConfig) -> list[JsonlData]:
-    """Return `num_tasks` rows of the chosen split, in random order; raise ValueError naming what cannot be read."""
-    rows = list(split_of(config))
-    random.Random(config.seed).shuffle(rows)
-    return rows[: config.num_tasks]
 
 
 def split_of(config: JsonlConfig) -> Iterator[JsonlData]:

@@ -11,7 +11,6 @@ what it says and not to obey it, which not every model heeds.
 """
 
 import re
-from collections.abc import Iterator
 from typing import Literal
 
 import verifiers.v1 as vf
@@ -19,7 +18,7 @@ from pydantic import Field
 
 from prl.envs.models import model_of
 from prl.envs.tasksets.base import IdTask
-from prl.envs.tasksets.jsonl import JsonlConfig, JsonlData, rows_drawn
+from prl.envs.tasksets.jsonl import JsonlConfig, JsonlData, JsonlTaskset
 
 __all__ = ["JudgeTaskset"]
 
@@ -72,13 +71,7 @@ class JudgeTask(IdTask[JsonlData]):
         return score_in(verdict, settings.best) / settings.best
 
 
-class JudgeTaskset(vf.Taskset[JudgeTask, JudgeConfig]):
+class JudgeTaskset(JsonlTaskset, vf.Taskset[JudgeTask, JudgeConfig]):
     """The rows, in random order."""
 
     IN_PROCESS = True
-
-    def load(self) -> Iterator[JudgeTask]:
-        for data in rows_drawn(self.config):
-            task = JudgeTask(data, self.config.task)
-            task.settings = self.config
-            yield task

@@ -31,7 +31,6 @@ from prl.runs.result import RunResult
 from prl.tools.evaluation.scores import EnvScore, TaskScore, score_env, score_tasks
 from prl.tools.evaluation.serving import serve_each
 from prl.tools.evaluation.targets import Target, by_engine, find_targets
-from prl.transport.files import write_atomically
 
 
 class TargetScore(msgspec.Struct, kw_only=True):
@@ -64,8 +63,8 @@ class Evaluation:
     monitors: Monitors
     run_dir: Path
     result: EvaluationResult = field(default_factory=EvaluationResult)
-    tasks: dict[str, list[list[TaskScore]]] = field(default_factory=dict)
-    """By env, of each target so far."""
+    base: dict[str, list[TaskScore]] = field(default_factory=dict)
+    """By env, of the first target."""
 
     async def run(self) -> None:
         """Evaluate each target and write what it achieved. Raises PrlError where a model does not answer."""
@@ -91,17 +90,12 @@ class Evaluation:
             await env.environment.wait_for_models()
             rollouts, env_metrics = await evaluate_env(env, self.config.k, self.run_dir, step)
             refuse_unanswered(target, rollouts)
-            tasks = score_tasks(target.name, rollouts, self.config.correct_at)
-            of_env = self.tasks.setdefault(env.name, [])
-            of_env.append(tasks)
-            score.envs.append(score_env(tasks, of_env[0] if step else None))
+            tasks = score_tasks(rollouts, self.config.correct_at)
+            base = self.base.setdefault(env.name, tasks)
+            score.envs.append(score_env(env.name, tasks, base if step else None))
             metrics |= env_metrics | {f"eval/{env.name}/pass@{k}": s.mean for k, s in score.envs[-1].pass_at.items()}
         self.result.targets.append(score)
         self.result.steps, self.result.metrics = step, {**self.result.metrics, **metrics}
-        lines = [
-            msgspec.json.encode(task) + b"\n" for of_env in self.tasks.values() for tasks in of_env for task in tasks
-        ]
-        write_atomically(self.run_dir / "tasks.jsonl", b"".join(lines))
         self.monitors.step({"step": step} | metrics)
 
 

@@ -22,21 +22,15 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class TaskScore(msgspec.Struct, kw_only=True):
-    """A line of `tasks.jsonl`: one task under one target."""
+    """One task under one target."""
 
-    target: str
-    env: str
-    task: int
-    """As in the rollout files."""
-    key: str
-    """The task's identity, whatever its place."""
     n: int
     """Episodes: samples of the task."""
     correct: int
     errored: int
     """Failed episodes. They have reward 0 and are not correct."""
     mean_reward: float
-    pass_at: dict[str, float] = msgspec.field(name="pass@k")
+    pass_at: dict[str, float]
     """k -> pass@k, for k = 1, 2, 4, … and n."""
 
 
@@ -59,12 +53,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     """The probability that at least one of `k` of `n` samples, drawn without replacement, is correct.
 
     1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k from n samples (Chen et al. 2021, arXiv 2107.03374).
-
-    Raises:
-        ValueError: k is not from 1 to n, or `correct` not from 0 to n.
     """
-    if not 1 <= k <= n or not 0 <= correct <= n:
-        raise ValueError(f"pass@{k} of {n} samples with {correct} correct: k must be 1 to n, correct 0 to n")
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -86,7 +75,7 @@ def estimate(values: Sequence[float], low: float = -math.inf, high: float = math
     return Estimate(mean, max(low, mean - half), min(high, mean + half))
 
 
-def score_tasks(target: str, rollouts: Iterable[Rollout], correct_at: float) -> list[TaskScore]:
+def score_tasks(rollouts: Iterable[Rollout], correct_at: float) -> list[TaskScore]:
     """The score of each task of one env, in order.
 
     A sample is an episode. Its reward is the mean of its agents' rewards, a failed one's 0; it is correct if none of
@@ -95,17 +84,13 @@ def score_tasks(target: str, rollouts: Iterable[Rollout], correct_at: float) -> 
     tasks: dict[int, dict[int, list[Rollout]]] = {}
     for rollout in rollouts:
         tasks.setdefault(rollout.group_id, {}).setdefault(rollout.index, []).append(rollout)
-    return [_score_task(target, list(episodes.values()), correct_at) for _, episodes in sorted(tasks.items())]
+    return [_score_task(list(episodes.values()), correct_at) for _, episodes in sorted(tasks.items())]
 
 
-def _score_task(target: str, episodes: list[list[Rollout]], correct_at: float) -> TaskScore:
-    task, n = episodes[0][0].task, len(episodes)
+def _score_task(episodes: list[list[Rollout]], correct_at: float) -> TaskScore:
+    n = len(episodes)
     correct = sum(all(not r.failed and at_least(r.reward, correct_at) for r in episode) for episode in episodes)
     return TaskScore(
-        target=target,
-        env=episodes[0][0].env_name,
-        task=task.data.idx,
-        key=task.key,
         n=n,
         correct=correct,
         errored=sum(any(r.failed for r in episode) for episode in episodes),
@@ -114,13 +99,13 @@ def _score_task(target: str, episodes: list[list[Rollout]], correct_at: float) -
     )
 
 
-def score_env(tasks: Sequence[TaskScore], base: Sequence[TaskScore] | None) -> EnvScore:
+def score_env(env: str, tasks: Sequence[TaskScore], base: Sequence[TaskScore] | None) -> EnvScore:
     """The score of an env from those of its tasks; `base` are the first target's, None for the first itself."""
     differences = None
     if base is not None:
         differences = [task.mean_reward - other.mean_reward for task, other in zip(tasks, base, strict=True)]
     return EnvScore(
-        env=tasks[0].env,
+        env=env,
         tasks=len(tasks),
         k=tasks[0].n,
         avg=estimate([task.mean_reward for task in tasks]),

@@ -1,6 +1,6 @@
 """Pages and tables of what runs left in their directories.
 
-    python -m prl.tools.report <run>                                 one run: its page, report.html
+    python -m prl.tools.report <run>                                 one run: report.html, trace.json, busy shares
     python -m prl.tools.report <sweep> [--metric M] [--threshold X]  its runs added up: summary.md and the like
     python -m prl.tools.report <run> <run> <sweep> … --out <folder>  runs of several places
 
@@ -50,11 +50,14 @@ def main(argv: list[str] | None = None) -> int:
 def report(args: argparse.Namespace) -> None:
     """Write what the arguments ask for, and say where. Raises ConfigError for what is not there."""
     dirs = [named(path) for path in args.dirs]
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     if len(dirs) == 1 and is_run(dirs[0]):
         if args.metric or args.threshold is not None or args.out is not None:
             raise ConfigError(f"{dirs[0]} is one run: its page takes no --metric, --threshold or --out")
         from prl.tools.report.page import write_page
+        from prl.tools.report.timeline import write_timeline
 
+        write_timeline(dirs[0], console)
         print(write_page(dirs[0]))
         return
     if args.out is None and len(dirs) > 1:
@@ -63,7 +66,6 @@ def report(args: argparse.Namespace) -> None:
 
     out = args.out or dirs[0]
     write_summary(*dirs, out=out, metrics=args.metric, threshold=args.threshold)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(Markdown((out / "summary.md").read_text(encoding="utf-8"), hyperlinks=False))
     print(out / "summary.html")
 

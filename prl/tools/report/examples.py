@@ -3,7 +3,6 @@
 Only the files of the chosen steps are read; what is left out is named.
 """
 
-import itertools
 import statistics
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -21,8 +20,6 @@ from prl.transport.files import lines_of
 
 ROLLOUTS = 10_000
 """Rows of the table of rollouts, from which on no further step is read."""
-STEPS = 40
-"""Steps whose files are read, spread over the run."""
 NAME = 200
 """Characters of a name or of a reason."""
 TEXT_BYTES = 3_000_000
@@ -31,9 +28,8 @@ PAGE_TOKENS = 40_000
 """Coloured tokens on the page."""
 LONG = 12_000
 """Characters of a message; of longer ones both ends are shown."""
-GROUPS, MEMBERS = 8, 8
-"""Example groups of a step, and rollouts shown of each."""
-KINDS = ("mixed", "best", "worst")
+GROUPS, OF_AN_ENV, MEMBERS = 8, 3, 8
+"""Example groups of a step, of an env at most, and rollouts shown of each."""
 
 Group = list[Record]
 
@@ -45,7 +41,7 @@ class Rollouts:
     rows: list[dict[str, Any]] = field(default_factory=list)
     """One a rollout; those of example groups have `sequences`."""
     examples: list[dict[str, Any]] = field(default_factory=list)
-    """One a step: `step` and its `groups`, each with its kind, its title and its rollouts' places in `rows`."""
+    """One a step: `step` and its `groups`, each with its title and its rollouts' places in `rows`."""
     left_out: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """What could not be read, and where."""
@@ -61,7 +57,7 @@ def read_rollouts(run_dir: Path) -> Rollouts:
     shown = example_steps(list(files), folders)
     records: list[Record] = []
     read = 0
-    for step in [*sorted(shown), *(step for step in spread(list(files), STEPS) if step not in shown)]:
+    for step in [*sorted(shown), *(step for step in reversed(files) if step not in shown)]:
         if len(records) < ROLLOUTS:
             records += lines_of(files[step], Record, page.problems)
             read += 1
@@ -71,13 +67,6 @@ def read_rollouts(run_dir: Path) -> Rollouts:
     add_examples(page, records, {step: folders.get(step) for step in sorted(shown)})
     add_messages(page, records)
     return page
-
-
-def spread(items: list[int], count: int) -> list[int]:
-    """At most so many of the items, evenly, the first and the last among them."""
-    if len(items) <= count:
-        return items
-    return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]
 
 
 def example_steps(steps: list[int], exported: Collection[int]) -> set[int]:
@@ -101,8 +90,8 @@ def add_examples(page: Rollouts, records: list[Record], folders: dict[int, Path 
     for step, folder in folders.items():
         exported = read_tokens(folder, page.problems)
         entries = []
-        for kind, group in example_groups([record for record in records if record.step == step], exported):
-            entries.append(entry_of(kind, group, [places[id(record)] for record in group[:MEMBERS]]))
+        for group in example_groups([record for record in records if record.step == step], exported):
+            entries.append(entry_of(group, [places[id(record)] for record in group[:MEMBERS]]))
             for record in group[:MEMBERS]:
                 sequences = [columns(line) for line in exported.get(key_of(record), [])]
                 room -= sum(len(sequence["text"]) for sequence in sequences)
@@ -115,42 +104,31 @@ def add_examples(page: Rollouts, records: list[Record], folders: dict[int, Path 
         page.left_out.append(f"tokens beyond {PAGE_TOKENS:,}")
 
 
-def example_groups(records: list[Record], exported: Collection[Key]) -> list[tuple[str, Group]]:
-    """Example groups of a step: of each env the most mixed, the best and the worst, and one with a failure."""
+def example_groups(records: list[Record], exported: Collection[Key]) -> list[Group]:
+    """Example groups of a step: of each env those whose rewards differ most, and one with a failure."""
     groups: dict[tuple[str, int, str], Group] = {}
     for record in records:
         groups.setdefault((record.env, record.group, str(record.task)), []).append(record)
-    chosen: dict[tuple[str, int, str], str] = {}
-    for kind, env in itertools.product(KINDS, dict.fromkeys(record.env for record in records)):
-        merits = {
-            key: (merit(kind, group), any(key_of(record) in exported for record in group))
-            for key, group in groups.items()
-            if key[0] == env and key not in chosen
-        }
-        best = max(merits, key=lambda key: merits[key], default=None)
-        if best is not None and len(chosen) < GROUPS and (kind != "mixed" or merits[best][0] > 0):
-            chosen[best] = kind
-    failed = [key for key, group in groups.items() if any(record.stage is Stage.FAILED for record in group)]
-    for key in [key for key in failed if key not in chosen][:1]:
-        chosen[key] = "failed"
-    return [(kind, groups[key]) for key, kind in chosen.items()]
+    ranked = sorted(groups, key=lambda key: merit(groups[key], exported), reverse=True)
+    chosen: list[Group] = []
+    for env in dict.fromkeys(record.env for record in records):
+        own = [key for key in ranked if key[0] == env]
+        chosen += [groups.pop(key) for key in own[:OF_AN_ENV]]
+    failed = [group for group in groups.values() if any(record.stage is Stage.FAILED for record in group)]
+    return chosen[:GROUPS] + failed[:1]
 
 
-def merit(kind: str, group: Group) -> float:
-    """How well a group stands for its kind."""
+def merit(group: Group, exported: Collection[Key]) -> tuple[float, bool]:
+    """How much the rewards of a group differ, and whether its tokens are there."""
     rewards = [record.reward for record in group if record.reward is not None and record.stage is not Stage.FAILED]
-    if not rewards:
-        return float("-inf")
-    if kind == "mixed":
-        return round(statistics.pstdev(rewards), 6)
-    return statistics.mean(rewards) if kind == "best" else -statistics.mean(rewards)
+    spread = round(statistics.pstdev(rewards), 6) if rewards else -1.0
+    return spread, any(key_of(record) in exported for record in group)
 
 
-def entry_of(kind: str, group: Group, places: list[int]) -> dict[str, Any]:
+def entry_of(group: Group, places: list[int]) -> dict[str, Any]:
     """An example group, whose first rollouts have these places in the table."""
     first = group[0]
     return {
-        "kind": kind,
         "env": first.env,
         "title": f"{first.env}, task {str(first.task)[:NAME]}, group {first.group}",
         "rollouts": places,

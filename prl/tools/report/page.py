@@ -1,6 +1,7 @@
 """The page of a run: `report.html` in its directory. One file, made from what the directory holds, at any time."""
 
 import datetime
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -70,19 +71,12 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _provenance(run: Run) -> list[tuple[str, str]]:
-    """Name and text of every entry of `provenance.json`, and of the changes beside it; nested entries a line each."""
-    entries = json_of(run.dir / "provenance.json", dict[str, Any], run.problems) or {}
+    """Name and text of every entry of `provenance.json`, and of the changes beside it."""
+    entries = {"directory": str(run.dir)} | (json_of(run.dir / "provenance.json", dict[str, Any], run.problems) or {})
     diff = run.dir / "provenance.diff"
     if diff.is_file():
         entries["uncommitted changes"] = diff.read_bytes()[:DIFF_BYTES].decode(errors="replace")
     return [
-        (name, _text(value))
-        for name, value in {"directory": str(run.dir), **entries}.items()
-        if value not in ("", None, [], {})
+        (name, value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False))
+        for name, value in entries.items()
     ]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return "\n".join(f"{name}: {_text(entry)}" for name, entry in flat(value).items())
-    return " ".join(map(_text, value)) if isinstance(value, list) else str(value)

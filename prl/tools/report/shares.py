@@ -1,41 +1,28 @@
 """Who was at work while a run made its steps, as shares of that time, from its events.
 
-Left out are the start, the time before a run went on, and what came after the last update.
+Left out are the start, what came after the last update, and of a run that went on all that was before.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
-from prl.transport.events import (
-    ENGINE,
-    EVALUATION,
-    EXPORTING,
-    FOLDER,
-    FORWARD,
-    GENERATING,
-    LOADING,
-    OPTIMISER,
-    ORCHESTRATOR,
-    PREPARING,
-    TRAINER,
-    WAITING,
-    Span,
-)
+from prl.transport import events
+from prl.transport.events import Span
 from prl.transport.files import lines_of
 
 BALANCED = 1.25
 """The larger of generation and update bounds a run if it takes so many times as long as the other."""
-ORDER = (ORCHESTRATOR, ENGINE, "teacher", EVALUATION, TRAINER)
+ORDER = (events.ORCHESTRATOR, events.ENGINE, "teacher", events.EVALUATION, events.TRAINER)
+UPDATE = (events.FORWARD, events.OPTIMISER, events.EXPORTING)
 Times = list[tuple[float, float]]
 """Disjoint intervals in ascending order, seconds since 1970."""
 
 
 def read_spans(run_dir: Path, problems: list[str]) -> list[Span]:
     """All spans of a run by their start; lines that cannot be read are left out, and `problems` says so."""
-    files = sorted((run_dir / FOLDER).glob("[!.]*.jsonl"))
+    files = sorted((run_dir / events.FOLDER).glob("[!.]*.jsonl"))
     spans = [span for path in files for span in lines_of(path, Span, problems)]
     return sorted(spans, key=lambda span: (span.start, span.stop))
 
@@ -59,21 +46,26 @@ class Shares:
         """`engine 92 % busy (18 % loading weights), trainer 31 %: generation-bound`."""
         engines = engines_of(self.did)
         busy = sum(map(self.busy, engines)) / max(1, len(engines))
-        engine = f"engine {100 * busy:.0f} % busy ({100 * mean_share(self.did, LOADING):.0f} % loading weights)"
-        return f"{engine}, trainer {100 * self.busy(TRAINER):.0f} %: {self.bound}"
+        engine = f"engine {100 * busy:.0f} % busy ({100 * mean_share(self.did, events.LOADING):.0f} % loading weights)"
+        return f"{engine}, trainer {100 * self.busy(events.TRAINER):.0f} %: {self.bound}"
 
 
 def shares(spans: Sequence[Span]) -> Shares | None:
     """Who was at work while the steps were made; None where none was made."""
-    times = windows(spans)
-    if not times:
+    spans = latest(spans)
+    updates = [span.stop for span in spans if span.process == events.TRAINER and span.what in UPDATE]
+    starts = [span.start for span in spans if span.process == events.ORCHESTRATOR and span.step > spans[0].step]
+    if not updates or not starts or min(starts) >= max(updates):
         return None
-    whole = sum(stop - start for start, stop in times)
+    first, last = min(starts), max(updates)
+    whole = last - first
     did: dict[str, dict[str, float]] = {name: defaultdict(float) for name in processes(spans)}
     for span in spans:
-        did[span.process][span.what] += within(span.start, span.stop, times) / whole
-    at_work = union([(span.start, span.stop) for span in spans if is_work(span.what) and span.process != ORCHESTRATOR])
-    nobody = 1 - sum(within(start, stop, times) for start, stop in at_work) / whole
+        did[span.process][span.what] += within(span.start, span.stop, first, last) / whole
+    at_work = union(
+        [(span.start, span.stop) for span in spans if is_work(span.what) and span.process != events.ORCHESTRATOR]
+    )
+    nobody = 1 - sum(within(start, stop, first, last) for start, stop in at_work) / whole
     shares_of = {
         name: dict(sorted(own.items(), key=lambda item: -item[1])) for name, own in did.items() if any(own.values())
     }
@@ -82,14 +74,14 @@ def shares(spans: Sequence[Span]) -> Shares | None:
 
 def bound_of(did: dict[str, dict[str, float]], nobody: float) -> str:
     """What takes the largest share of the time; `nobody`: in which none but the orchestrator was at work."""
-    evaluating = work_of(did.get(EVALUATION, {}))
-    generation = max(0.0, mean_share(did, GENERATING) - evaluating)  # an evaluation generates, too
-    update = work_of(did.get(TRAINER, {}))
-    own = min(nobody, work_of(did.get(ORCHESTRATOR, {})))
+    evaluating = work_of(did.get(events.EVALUATION, {}))
+    generation = max(0.0, mean_share(did, events.GENERATING) - evaluating)  # an evaluation generates, too
+    update = work_of(did.get(events.TRAINER, {}))
+    own = min(nobody, work_of(did.get(events.ORCHESTRATOR, {})))
     took = {
         "generation-bound": generation,
         "update-bound": update,
-        "bound by loading weights": mean_share(did, LOADING),
+        "bound by loading weights": mean_share(did, events.LOADING),
         "bound by the evaluation": evaluating,
         "bound by the orchestrator": own,
         "bound by tools, graders and frozen models": nobody - own,
@@ -99,20 +91,10 @@ def bound_of(did: dict[str, dict[str, float]], nobody: float) -> str:
     return "generation and update balanced" if close and took[most] in (generation, update) else most
 
 
-def windows(spans: Sequence[Span]) -> Times:
-    """When steps were made: of each process that the run was, from its first batch begun to its last update."""
-    begun = [span for span in spans if span.process == ORCHESTRATOR and span.what == PREPARING]
-    begun = begun or [span for span in spans if span.process == ORCHESTRATOR][:1]
-    times: Times = []
-    for number, first in enumerate(begun):
-        end = begun[number + 1].start if number + 1 < len(begun) else inf
-        own = [span for span in spans if first.start <= span.start < end]
-        starts = [span.start for span in own if span.process == ORCHESTRATOR and span.step > first.step]
-        update = (FORWARD, OPTIMISER, EXPORTING)
-        stops = [span.stop for span in own if span.process == TRAINER and span.what in update]
-        if starts and stops and min(starts) < max(stops):
-            times.append((min(starts), max(stops)))
-    return union(times)
+def latest(spans: Sequence[Span]) -> list[Span]:
+    """The spans, by their start, of the latest process that the run was."""
+    begun = [span.start for span in spans if span.process == events.ORCHESTRATOR and span.what == events.PREPARING]
+    return [span for span in spans if not begun or span.start >= begun[-1]]
 
 
 def union(times: Times) -> Times:
@@ -126,14 +108,14 @@ def union(times: Times) -> Times:
     return disjoint
 
 
-def within(first: float, last: float, times: Times) -> float:
-    """Seconds from `first` to `last` that are in the intervals."""
-    return sum(max(0.0, min(last, stop) - max(first, start)) for start, stop in times)
+def within(start: float, stop: float, first: float, last: float) -> float:
+    """Seconds from `start` to `stop` that are between `first` and `last`."""
+    return max(0.0, min(last, stop) - max(first, start))
 
 
 def is_work(what: str) -> bool:
     """Whether a process that does this is at work."""
-    return not what.startswith(WAITING)
+    return not what.startswith(events.WAITING)
 
 
 def work_of(own: dict[str, float]) -> float:
@@ -143,7 +125,7 @@ def work_of(own: dict[str, float]) -> float:
 
 def engines_of(did: dict[str, dict[str, float]]) -> list[str]:
     """The names of the policy's engines: `engine`, or `engine 1`, `engine 2`, …"""
-    return [name for name in did if name.split(" ")[0] == ENGINE]
+    return [name for name in did if name.split(" ")[0] == events.ENGINE]
 
 
 def mean_share(did: dict[str, dict[str, float]], what: str) -> float:

@@ -24,13 +24,10 @@ ROUNDING = 1e-12
 SHOWN = 2
 """Metrics of which the table of jobs has the final value."""
 METHOD = (
-    "A variant is the runs that differ in nothing but their seeds. Numbers are means over the seeds of its completed "
-    "runs, runs of one seed counting as their mean; "
-    f"± is half the {LEVEL:.0%} t interval over seeds (standard error times the quantile of Student's t with n − 1 "
-    "degrees of freedom), left out where there is one seed. final: the last value of an evaluation, else the mean of "
-    f"the last {LAST} steps that have one. to … (--threshold): until "
-    "the first value that is at least this: the step, the tokens sampled, the seconds since step 0. "
-    '"1 of 2": one of two completed runs reached it, or has the metric, and the number is over it alone.'
+    "Means over the seeds of a variant's completed runs (runs of one seed count as their mean), "
+    f"± half the {LEVEL:.0%} t interval over seeds. final: the last value of an evaluation, else the mean of the last "
+    f"{LAST} steps that have one. to …: until the first value that is at least this: the step, the tokens sampled, the "
+    'seconds since step 0. "1 of 2": one of two completed runs reached it, or has the metric.'
 )
 
 

@@ -1,12 +1,5 @@
-"""A trace of who was at work when, for chrome://tracing and ui.perfetto.dev, and the busy shares of each process.
+"""A trace of who was at work when, for chrome://tracing and ui.perfetto.dev, and the busy shares of each process."""
 
-    prl timeline <run>
-
-Writes `trace.json` into the run directory, of runs that finished, crashed or still run.
-"""
-
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,17 +8,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from prl.errors import ConfigError
 from prl.monitors.terminal import Console
-from prl.monitors.text import as_message, safe
-from prl.tools import named, run_command
-from prl.tools.report.runs import read_run
+from prl.monitors.text import safe
 from prl.tools.report.shares import Shares, is_work, processes, read_spans, shares
 from prl.transport.events import Span
 from prl.transport.files import write_atomically
-
-WIDTH = 160
-"""Of the table in a file or a pipe, characters."""
 
 
 def table(times: Shares) -> Table:
@@ -63,28 +50,11 @@ def trace(spans: Sequence[Span]) -> bytes:
     return msgspec.json.encode({"traceEvents": events})
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="prl timeline", description=str(__doc__).splitlines()[0])
-    parser.add_argument("run", type=Path, help="a run directory, or its name under outputs/")
-    return run_command(timeline, parser, argv)
-
-
-def timeline(args: argparse.Namespace) -> None:
-    """Write the trace, and print the shares. Raises ConfigError for what is not there."""
-    run = read_run(named(args.run))
-    spans = read_spans(run.dir, run.problems)
-    for problem in run.problems:
-        print(f"warning: {as_message(problem)}", file=sys.stderr)
-    if not spans:
-        raise ConfigError(f"{run.dir} has no events: it has not begun, or was made by a prl that recorded none")
-    path = run.dir / "trace.json"
-    write_atomically(path, trace(spans))
-    if (times := shares(spans)) is not None:
-        Console(width=None if sys.stdout.isatty() else WIDTH).print(table(times))
-        print(f"shares of the {times.seconds:.0f} s from the first batch to the last update; the start is left out")
-    print(path)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def write_timeline(run_dir: Path, console: Console) -> None:
+    """Write `trace.json` into the directory of a run that has events, and show the shares while its steps were made."""
+    spans = read_spans(run_dir, [])  # the page says what cannot be read
+    if spans:
+        write_atomically(run_dir / "trace.json", trace(spans))
+    times = shares(spans)
+    if times is not None:
+        console.print(table(times))

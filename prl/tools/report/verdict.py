@@ -4,7 +4,6 @@
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,16 +21,10 @@ NO_SIGNAL = 0.5
 """Share of the last batches that nothing is learnt from, from which on it is said."""
 FELL_BACK = 0.1
 """Share of the rise in reward whose loss again is said."""
-ENTROPY_LEFT = 0.1
-"""Share of the first entropy at which it counts as collapsed."""
-GAP_GREW, GAP_HIGH = 5.0, 0.02
-"""A gap between trainer and sampler is said to rise from this factor on, once it is this high [nats/token]."""
+LOST = (("off_policy/dropped", 0.05, "were dropped as too old"), ("rollouts/errored", 0.01, "failed"))
+"""Metrics of rollouts that were lost, the share of those finished from which on it is said, and how."""
 TRUNCATED = 0.1
-"""Share of rollouts cut off by a length limit in the last steps."""
-STALE = 0.05
-"""Dropped as too old, of the rollouts that finished."""
-ERRORED = 0.01
-"""Failed, of the rollouts that finished."""
+"""Share of rollouts cut off by a length limit in the last steps, from which on it is said."""
 EVERY_STEP = (SAMPLED, "loss/mean", "grad_norm")
 """Metrics that every step has, unless they are not finite."""
 
@@ -59,7 +52,7 @@ def verdict(run: Run, times: Shares | None = None) -> list[Finding]:
     findings = [summary, state] if state.mood == "good" else [state, summary]
     findings += [*rewards(steps), *evaluations(run.metrics)]
     if times is not None:
-        findings.append(Finding(f"{capitalised(times.sentence)} (`prl timeline`)."))
+        findings.append(Finding(f"{capitalised(times.sentence)}."))
     if signal:
         why = "its rollouts were dropped by a filter, or none of their tokens trained"
         findings.append(Finding(f"{signal}: {why}.", "warn"))
@@ -145,28 +138,18 @@ def missing_signal(steps: pd.DataFrame) -> str:
     return f"{percent(share.mean())} of each of the last batches had no signal" if missing else ""
 
 
-def warnings(steps: pd.DataFrame) -> Iterator[str]:
+def warnings(steps: pd.DataFrame) -> list[str]:
     """What is not as it should be, by the thresholds above."""
-    first, last = first_last(curve(steps, "entropy/all/mean")) or (0.0, 0.0)
-    if first > 0 and last <= ENTROPY_LEFT * first:
-        yield f"Entropy fell to {percent(last / first)}: {first:.3g} to {last:.3g} nats per token."
-    first, last = first_last(curve(steps, "logprob_gap/mean")) or (0.0, 0.0)
-    if last >= GAP_HIGH and last >= GAP_GREW * first:
-        yield f"The gap between trainer and sampler rose: {first:.2g} to {last:.2g} nats per token."
-    for key in steps:
-        match = re.fullmatch(r"truncated/(?!all$)(.+)", str(key))
-        if match and (ends := first_last(curve(steps, str(key)))) and ends[1] >= TRUNCATED:
-            yield f"{match[1]}: a length limit cut off {percent(ends[1])} of the last rollouts."
-    arrived = curve(steps, "rollouts/arrived").sum()
-    dropped, failed = curve(steps, "off_policy/dropped").sum(), curve(steps, "rollouts/errored").sum()
-    if arrived and dropped >= STALE * arrived:
-        yield f"{dropped:.0f} rollouts were dropped as too old, {percent(dropped / arrived)} of those finished."
-    if arrived and failed and failed >= ERRORED * arrived:
-        kinds = steps.filter(regex="^errors/all/").sum()
-        most = f", most by {kinds.idxmax().rpartition('/')[2]}" if kinds.any() else ""
-        yield f"{failed:.0f} rollouts failed, {percent(failed / arrived)} of those finished{most}."
-    if invalid := curve(steps, "tokens/invalid_logprobs").sum():
-        yield f"{invalid:.0f} tokens had no usable sampler logprob and did not train."
+    texts = []
+    cut_off = first_last(curve(steps, "truncated/all"))
+    if cut_off and cut_off[1] >= TRUNCATED:
+        texts.append(f"A length limit cut off {percent(cut_off[1])} of the last rollouts.")
+    finished = curve(steps, "rollouts/arrived").sum()
+    for metric, least, how in LOST:
+        lost = curve(steps, metric).sum()
+        if finished and lost and lost >= least * finished:
+            texts.append(f"{lost:.0f} rollouts {how}, {percent(lost / finished)} of those finished.")
+    return texts
 
 
 def first_last(series: pd.Series) -> tuple[float, float] | None:

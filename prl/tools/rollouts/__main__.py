@@ -2,22 +2,21 @@
 
     python -m prl.tools.rollouts <run> [--step N] [--env E] [--eval]
 
-On a terminal through `$PAGER` (less), with colours; into a pipe or a file as plain text.
+On a terminal through `$PAGER` (less); into a pipe or a file as it is.
 """
 
 import argparse
-import contextlib
 import os
+import pydoc
 import re
 import signal
 import sys
 from pathlib import Path
 
 from prl.errors import ConfigError, PrlError
-from prl.monitors.terminal import Console
 from prl.rollouts.record_lines import Record
 from prl.tools import OUTPUTS, named, run_command
-from prl.tools.rollouts.render import show
+from prl.tools.rollouts.render import step_text
 from prl.transport.files import lines_of
 
 
@@ -53,10 +52,8 @@ def page(args: argparse.Namespace) -> None:
         if not records:
             raise ConfigError(f"step {step} of {run} has no rollouts of env {args.env!r}; it has: {there}")
     title = f"{run} · {'evaluation at ' if args.eval else ''}step {step}"
-    console = Console()
-    os.environ.setdefault("LESS", "FRX")  # as git does: R for colours, F for no paging of what fits the screen
-    with console.pager(styles=True) if sys.stdout.isatty() else contextlib.nullcontext():
-        show(console, title, records, notes)
+    os.environ.setdefault("LESS", "FX")  # F for no paging of what fits the screen
+    pydoc.pager(step_text(title, records, notes))
 
 
 def find_run(name: str) -> Path:

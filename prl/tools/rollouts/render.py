@@ -1,44 +1,34 @@
 """Rollout records as text for a terminal.
 
-Each is a header and its messages. Loads neither torch nor verifiers.
-
-What models and tools said is not trusted: nothing of it is read as rich markup, and characters that a terminal would
-obey are written out (`\\x1b`).
+Each is a header and its messages. Loads neither torch nor verifiers. What models and tools said is not trusted:
+characters that a terminal would obey are written out (`\\x1b`).
 """
 
 from collections.abc import Iterator
 
 import msgspec
-from rich.console import Console, Group
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from prl.errors import UNREADABLE
 from prl.monitors.text import safe
 from prl.rollouts.record_lines import Message, Record, ToolCall
 from prl.rollouts.rollout import Outcome, Stage
 
-COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
-STAGE_COLOURS = {Stage.TRAINED: "green", Stage.FAILED: "red"}
 LABEL = 11  # columns: the longest role and a gap
-NARROWEST = 20  # columns
+RULE = 80  # columns
 
 
-def show(console: Console, title: str, records: list[Record], notes: list[str]) -> None:
-    """Print rollouts, group by group."""
-    console.width = max(NARROWEST, console.width)
-    console.print(Text(safe(title), "bold"))
-    for note in notes:
-        console.print(Text(safe(note), "yellow"))
+def step_text(title: str, records: list[Record], notes: list[str]) -> str:
+    """Rollouts, group by group."""
+    texts = [title, *notes]
     groups: dict[tuple, list[Record]] = {}
     for record in records:
         groups.setdefault((record.env, record.group, str(record.task)), []).append(record)
     for (_, group, _), members in groups.items():
         heading = f"━━ group {group}: {len(members)} rollout{'s' * (len(members) > 1)}, reward {extent(members)} "
-        console.print("", Text(heading.ljust(console.width, "━"), "bold"), sep="\n")
+        texts += ["", heading.ljust(RULE, "━")]
         for record in members:
-            console.print("", rollout(record), sep="\n")
+            texts += ["", rollout(record)]
+    return safe("\n".join(texts))
 
 
 def stage_and_source(outcome: Outcome) -> str:
@@ -46,25 +36,23 @@ def stage_and_source(outcome: Outcome) -> str:
     return outcome.stage.replace("_", "-") + (f" ({outcome.source})" if outcome.source else "")
 
 
-def rollout(record: Record, source: str = "frozen model") -> Group:
+def rollout(record: Record, source: str = "frozen model") -> str:
     """One rollout; `source` generated it where no policy did."""
     branched = any(message.after is not msgspec.UNSET for message in record.messages)
-    lines = Table.grid(padding=(0, 1, 0, 0))
-    lines.add_column(width=LABEL - 1 + (len(str(len(record.messages))) + 1 if branched else 0))
-    lines.add_column(overflow="fold")
-    for place, message in enumerate(record.messages):
+    indent = " " * (LABEL + (len(str(len(record.messages))) + 1 if branched else 0))
+    lines = header(record, source)
+    for place, message in enumerate(record.messages, start=1):
         if message.after is not msgspec.UNSET:
             origin = "opens a history" if message.after is None else f"goes on after message {message.after + 1}"
-            lines.add_row("", Text(f"┄┄ another branch, {origin} ┄┄", "dim"))
-        for label, part, style in parts(message):
-            label = f"{place + 1} {label}" if branched and label else label
-            inset = 2 if message.role == "tool" else 0  # an answer stands in from the call that asked for it
-            lines.add_row(Text(safe(label), style), Padding(Text(safe(part), style), (0, 0, 0, inset)))
-    return Group(*header(record, source), lines if record.messages else Text("(no message)", "dim"))
+            lines.append(f"{indent}┄┄ another branch, {origin} ┄┄")
+        for label, part in parts(message):
+            label = f"{place} {label}" if branched and label else label
+            lines.append(label.ljust(len(indent)) + part.replace("\n", f"\n{indent}"))
+    return safe("\n".join(lines if record.messages else [*lines, "(no message)"]))
 
 
-def header(record: Record, source: str) -> Iterator[Text | Padding]:
-    """The lines above a rollout's messages: what it is; then reward, credit, versions, sizes, filters and outcome."""
+def header(record: Record, source: str) -> list[str]:
+    """The lines above a rollout's messages: what it is; then reward, credit, versions, sizes, filters; and outcome."""
     agent = f"agent {record.agent}" if record.agent != "agent" else ""
     names = [f"step {record.step}", record.env, f"task {record.task}", f"group {record.group}", agent]
     first, last = record.start_version, record.end_version
@@ -80,28 +68,25 @@ def header(record: Record, source: str) -> Iterator[Text | Padding]:
         f"stop {record.stop}" if record.stop else "",
         *(f"matched by filter {name} ({slot})" for slot, name in record.matched.items()),
     ]
-    yield Text(safe(" · ".join(filter(None, names))), "bold", overflow="fold")
-    yield Padding(Text(safe(" · ".join(filter(None, facts))), overflow="fold"), (0, 0, 0, 2))
+    lines = [" · ".join(filter(None, names)), "  " + " · ".join(filter(None, facts))]
     if record.outcome is not None:
         reason = "" if record.stage == Stage.TRAINED else f": {record.outcome.reason}"
-        colour = STAGE_COLOURS.get(record.outcome.stage, "yellow")
-        outcome = Text(safe(stage_and_source(record.outcome) + reason), colour, overflow="fold")
-        yield Padding(outcome, (0, 0, 0, 2))
+        lines.append(f"  {stage_and_source(record.outcome)}{reason}")
+    return lines
 
 
-def parts(message: Message) -> Iterator[tuple[str, str, str]]:
-    """The parts of a message as label, text and style. The label is empty where it repeats that of the part before."""
-    colour = COLOURS.get(message.role, "white")
+def parts(message: Message) -> Iterator[tuple[str, str]]:
+    """The parts of a message as label and text. The label is empty where it repeats that of the part before."""
     if message.reasoning:
-        yield "reasoning", message.reasoning, "dim italic"
-    shown = [] if message.sampled else [("(shown to the model, not sampled)", "dim")]
+        yield "reasoning", message.reasoning
+    shown = [] if message.sampled else ["(shown to the model, not sampled)"]
     if message.role == "tool" and message.name:
-        shown.append((f"{message.name}: {message.content}", colour))
+        shown.append(f"{message.name}: {message.content}")
     elif message.content or not message.tool_calls:
-        shown.append((message.content or "(empty)", colour if message.content else "dim"))
-    shown += [(called(call), f"bold {colour}") for call in message.tool_calls]
-    for place, (text, style) in enumerate(shown):
-        yield "" if place else message.role, text, style
+        shown.append(message.content or "(empty)")
+    shown += map(called, message.tool_calls)
+    for place, text in enumerate(shown):
+        yield "" if place else message.role, text
 
 
 def called(call: ToolCall) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +25,6 @@ from prl.tools.sweep import job, naming
 from prl.transport.files import write_atomically
 
 RECORD = "sweep.json"
-HERE = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
-"""Hydra's launcher of jobs one after another in this process."""
 LAST_LINES_S = 1.0
 """[s] Time for what jobs on a cluster have printed last to get here."""
 NO_JOBS = {job.EARLIER, "engines"}
@@ -85,16 +82,12 @@ class Recorder(Callback):
     """Refuses what a sweep cannot do, and writes its record, once its config has composed and before its first job."""
 
     folder: ClassVar[Path | None] = None
-    """The directory of this process's sweep, None where it does one run, or dry runs."""
+    """The directory of this process's sweep, None where it does one run."""
     left: ClassVar[contextlib.ExitStack] = contextlib.ExitStack()
     """What goes at the sweep's end, whatever that is."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         try:
-            if config.dry_run:  # here, whoever would start the jobs; Hydra makes folders for them
-                config.hydra.launcher = {"_target_": HERE}
-                begin(config, Path(Recorder.left.enter_context(tempfile.TemporaryDirectory())))
-                return
             if "ray" in config.hydra.launcher:
                 options: Any = OmegaConf.to_container(config.hydra.launcher.ray.init, resolve=True)
                 connect(options, "sweep=ray")
@@ -143,6 +136,8 @@ def checked(config: DictConfig, folder: Path) -> tuple[SweepRecord, tuple[str, .
             f"hydra.sweeper.direction={direction}, but optimized_metric.direction={config.optimized_metric.direction}: "
             "begin with sweep=optuna, which takes it from there"
         )
+    if config.dry_run:
+        raise ConfigError("dry_run=true is of one run: give one of the sweep's jobs, without -m")
     if config.run.resume not in (None, AUTO):
         raise ConfigError("run.resume=<run> goes on with one run; the jobs of a sweep go on with run.resume=auto")
     refuse_existing(folder)

@@ -21,7 +21,7 @@ from prl.config.build import plain, read
 from prl.config.compose import to_config, typed
 from prl.config.schema import OptimizedMetricConfig, TrainConfig
 from prl.errors import ConfigError, PrlError
-from prl.launch.command import INTERRUPTED, REFUSED
+from prl.launch.command import INTERRUPTED
 from prl.monitors.masking import masked
 from prl.monitors.text import as_message
 from prl.runs.owner import is_owned
@@ -49,9 +49,6 @@ def run_job(cfg: DictConfig, main: Callable[[TrainConfig], RunResult]) -> float 
     os.chdir(hydra.runtime.cwd)  # a process of Ray's begins elsewhere
     folder = Path(hydra.runtime.output_dir)
     cfg.run.dir, cfg.run.name = str(folder), folder.name
-    if cfg.dry_run:
-        dry_run(cfg, typed(hydra), folder, main)
-        return None
     status = status_of(folder)
     if status == "running":
         say(folder, "runs in another process: left alone")
@@ -65,17 +62,6 @@ def run_job(cfg: DictConfig, main: Callable[[TrainConfig], RunResult]) -> float 
         set_aside(folder, status)
     attempt(cfg, typed(hydra), folder, main)
     return record_metric(folder, cfg) if status_of(folder) == "completed" else None
-
-
-def dry_run(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[[TrainConfig], RunResult]) -> None:
-    """A dry run of the job. Raises SystemExit where it is refused, and so is the sweep."""
-    print(f"job {folder.name}:", flush=True)
-    try:
-        with isolated():
-            main(to_config(TrainConfig, cfg, overrides))
-    except ConfigError as error:
-        print(f"error: job {folder.name}: {as_message(str(error))}", file=sys.stderr, flush=True)
-        raise SystemExit(REFUSED) from None
 
 
 def attempt(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[[TrainConfig], RunResult]) -> None:

@@ -14,7 +14,6 @@ TASKSETS = {
     "reverse_text": ({"max_length": 4}, lambda data: data.prompt.removeprefix("reverse: ")),
     "guess": ({"max_size": 30}, lambda data: f"{data.prompt}: {data.secret}"),
     "alphabet_sort": ({}, lambda data: " ".join(sorted(data.prompt.split()[1:]))),
-    "maze": ({}, lambda data: data.prompt.removeprefix("maze: ")),
     "reasoning_gym": ({}, lambda data: data.prompt),
 }
 """Arguments that make few tasks, and the text that assigns a task to a split."""
@@ -46,7 +45,7 @@ def test_the_seed_decides_which_tasks_are_drawn(name):
     assert first == again != other and len({data.id for data in first}) == 50
 
 
-@pytest.mark.parametrize("name", ["math", "guess", "alphabet_sort", "reverse_text", "kuhn_poker", "calculator", "maze"])
+@pytest.mark.parametrize("name", ["math", "guess", "alphabet_sort", "reverse_text", "kuhn_poker", "calculator"])
 def test_graders_of_prls_own_envs_are_quick(name):
     config = EnvConfig(taskset=f"prl.envs.tasksets.{name}", args={"num_tasks": 2})
     assert Environment(name, config, eval_tasks=0).workers is None
@@ -63,14 +62,12 @@ REFUSED = [
     ("guess", {"max_size": 1_000_000_000}, "max_size"),
     ("kuhn_poker", {"opponent": "nobody"}, "opponent"),
     ("math", {"split": "test"}, "split"),
-    ("maze", {"min_size": 5}, "max_size=4 is below min_size=5"),
     ("judge", {"path": "rows.jsonl", "best": 0}, "best"),
     ("math", {"num_task": 5}, "num_task"),
     ("reasoning_gym", {"dataset": "chian_sum"}, "no generator 'chian_sum'; there are chain_sum"),
     ("reasoning_gym", {"dataset": "composite"}, "composite is left out: it mixes others"),
     ("reasoning_gym", {"dataset": "puzzle24"}, "evaluates the reply"),
-    ("reasoning_gym", {"config": {"chain_sum": {"min_term": 2}}}, "no setting 'min_term'; there are min_terms"),
-    ("reasoning_gym", {"config": {"chain_sum": {"seed": 2}}}, "no setting 'seed'"),
+    ("reasoning_gym", {"config": {"chain_sum": {"min_term": 2}}}, "unexpected keyword argument 'min_term'"),
     ("reasoning_gym", {"config": {"chain_sum": {"min_terms": 9}}}, "max_terms must be >= min_terms"),
     ("reasoning_gym", {"config": {"min_terms": 2}}, r"config\.min_terms"),
     (  # a target that no three numbers of one reach

@@ -35,37 +35,36 @@ def test_interval_of_shares_ends_at_0_and_1():
 
 
 def rollout(task, index, reward, *, failed=False):
-    own = SimpleNamespace(data=SimpleNamespace(idx=task), key=f"t{task}")
-    return SimpleNamespace(env_name="toy", group_id=task, index=index, reward=reward, failed=failed, task=own)
+    return SimpleNamespace(group_id=task, index=index, reward=reward, failed=failed)
 
 
 def test_failed_episode_counts_as_wrong_and_is_reported():
     rollouts = [rollout(0, 0, 1.0), rollout(0, 1, 1.0, failed=True), rollout(0, 2, 0.9), rollout(0, 3, 0.1)]
-    [task] = score_tasks("tiny", rollouts, 1.0)
-    assert (task.key, task.n, task.correct, task.errored, task.mean_reward) == ("t0", 4, 1, 1, 0.5)
+    [task] = score_tasks(rollouts, 1.0)
+    assert (task.n, task.correct, task.errored, task.mean_reward) == (4, 1, 1, 0.5)
     assert task.pass_at == {"1": 0.25, "2": 0.5, "4": 1.0}
-    [lenient] = score_tasks("tiny", rollouts, 0.9)
+    [lenient] = score_tasks(rollouts, 0.9)
     assert lenient.correct == 2
 
 
 def test_reward_of_1_but_for_rounding_is_correct():
     rollouts = [rollout(0, 0, 0.7 + 0.2 + 0.1), rollout(0, 1, 0.7 + 0.2)]
-    [task] = score_tasks("tiny", rollouts, 1.0)
+    [task] = score_tasks(rollouts, 1.0)
     assert (task.correct, task.pass_at) == (1, {"1": 0.5, "2": 1.0})
 
 
 def test_an_episode_of_two_agents_is_one_sample():
     rollouts = [rollout(0, 0, 1.0), rollout(0, 0, 0.0), rollout(0, 1, 1.0), rollout(0, 1, 1.0)]
-    [task] = score_tasks("tiny", rollouts, 1.0)
+    [task] = score_tasks(rollouts, 1.0)
     assert (task.n, task.correct, task.mean_reward) == (2, 1, 0.75)
 
 
 def test_the_difference_to_the_base_is_paired_by_task():
-    base = score_tasks("a", [rollout(0, 0, 0.0), rollout(1, 0, 1.0), rollout(2, 0, 0.0)], 1.0)
-    other = score_tasks("b", [rollout(2, 0, 0.5), rollout(0, 0, 0.5), rollout(1, 0, 1.5)], 1.0)  # in any order
-    score = score_env(other, base)
+    base = score_tasks([rollout(0, 0, 0.0), rollout(1, 0, 1.0), rollout(2, 0, 0.0)], 1.0)
+    other = score_tasks([rollout(2, 0, 0.5), rollout(0, 0, 0.5), rollout(1, 0, 1.5)], 1.0)  # in any order
+    score = score_env("toy", other, base)
     assert score.difference == Estimate(0.5, 0.5, 0.5), "the same for every task, however much tasks differ"
     assert score.avg.low < 0.0 < score.avg.high
-    assert score_env(base, None).difference is None
+    assert score_env("toy", base, None).difference is None
     assert (score.tasks, score.k, score.errored) == (3, 1, 0.0)
-    assert score_env(base, None).pass_at["1"].mean == pytest.approx(1 / 3)
+    assert score_env("toy", base, None).pass_at["1"].mean == pytest.approx(1 / 3)

@@ -22,10 +22,6 @@ def said(columns=None, **kwargs):
     return [finding.text for finding in verdict(run_of(columns, **kwargs))[1:]]
 
 
-def line(start, end, steps=20):
-    return [start + (end - start) * step / (steps - 1) for step in range(steps)]
-
-
 DID = {
     "engine": {"generating": 0.744, "loading weights": 0.18},
     "trainer": {"forward and backward": 0.306, "waiting for a batch": 0.694},
@@ -60,20 +56,12 @@ def test_how_it_ended_comes_first(status, result, text, mood):
 
 
 WARNINGS = [
-    ({"entropy/all/mean": line(1.0, 0.0)}, "Entropy fell to 12 %", False),  # (4+3+2+1+0)/19/5 over (19+…+15)/19/5
-    ({"entropy/all/mean": [1.0] * 15 + [0.1] * 5}, "Entropy fell to 10 %: 1 to 0.1 nats per token.", True),
-    ({"logprob_gap/mean": [0.005] * 15 + [0.025] * 5}, "sampler rose: 0.005 to 0.025", True),
-    ({"logprob_gap/mean": [0.005] * 15 + [0.024] * 5}, "sampler rose", False),
-    ({"logprob_gap/mean": [0.001] * 15 + [0.019] * 5}, "sampler rose", False),
-    ({"truncated/math": [0.0] * 15 + [0.1] * 5}, "math: a length limit cut off 10 % of the last rollouts.", True),
-    ({"truncated/math": [0.9] * 15 + [0.09] * 5}, "cut off", False),
+    ({"truncated/all": [0.0] * 15 + [0.1] * 5}, "A length limit cut off 10 % of the last rollouts.", True),
+    ({"truncated/all": [0.9] * 15 + [0.09] * 5}, "cut off", False),
     ({"off_policy/dropped": 5, "rollouts/arrived": 100}, "100 rollouts were dropped as too old, 5 % of", True),
     ({"off_policy/dropped": 4.9, "rollouts/arrived": 100}, "too old", False),
-    ({"rollouts/errored": 1, "rollouts/arrived": 100, "errors/all/env": 0.2, "errors/all/engine": 0.8},
-     "20 rollouts failed, 1 % of those finished, most by engine.", True),
+    ({"rollouts/errored": 1, "rollouts/arrived": 100}, "20 rollouts failed, 1 % of those finished.", True),
     ({"rollouts/errored": 0.9, "rollouts/arrived": 100}, "failed", False),
-    ({"tokens/invalid_logprobs": [0] * 19 + [3]}, "3 tokens had no usable sampler logprob", True),
-    ({"tokens/invalid_logprobs": 0}, "no usable", False),
     ({"rollouts/batch": 10, "rollouts/trained": 5}, "50 % of each of the last batches had no signal", True),
     ({"rollouts/batch": 10, "rollouts/trained": 5.1}, "no signal", False),
     ({"rollouts/batch": 10, "rollouts/trained": [10] * 18 + [0] * 2}, "no signal", False),

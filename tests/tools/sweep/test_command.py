@@ -61,7 +61,11 @@ def test_a_directory_with_results_of_other_settings_is_refused(finished, monkeyp
 
 @pytest.mark.parametrize(
     ("overrides", "key"),
-    [(["run.resume=some/run"], "run.resume"), (["hydra/sweeper=optuna"], "optimized_metric.direction")],
+    [
+        (["run.resume=some/run"], "run.resume"),
+        (["dry_run=true"], "dry_run=true"),
+        (["hydra/sweeper=optuna"], "optimized_metric.direction"),
+    ],
     ids=str,
 )
 def test_impossible_sweep_is_refused_before_its_first_job(tmp_path, overrides, key):
@@ -80,10 +84,6 @@ def test_jobs_get_directory_and_fixed_keys(tmp_path, monkeypatch):
     excluded = "hydra.job.config.override_dirname.exclude_keys=['seed','max_steps']"
     assert config.hydra.overrides.hydra[-2:] == [f"hydra.sweep.dir='{tmp_path}/outputs/s'", excluded]
     assert read_record(Path("outputs/s")).varied == ["algo", "curriculum"], "what is typed wins: no seed"
-    config.dry_run = True
-    monkeypatch.setattr(Recorder, "folder", None)
-    Recorder().on_multirun_start(config)
-    assert Recorder.folder is None and [path.name for path in tmp_path.glob("outputs/*")] == ["s"]
 
 
 @pytest.fixture
@@ -114,11 +114,6 @@ def test_jobs_that_are_refused_are_recorded_and_asked_again(sweep, tmp_path):
     assert "outputs/s/summary.html" in printed and (folder / "summary.html").exists()
     assert read_record(folder).varied == ["seed"]
     assert [path.name for path in (folder / "earlier").iterdir()] == ["seed=0.failed-1"]
-
-
-def test_dry_sweep_is_a_dry_run_per_job(sweep, tmp_path):
-    status, printed = sweep("orchestrator.batch_size=64,33", "dry_run=true")
-    assert status == 2 and "orchestrator.batch_size=33" in printed and not list(tmp_path.iterdir())
 
 
 def test_sweep_without_ray_is_refused(sweep, tmp_path, monkeypatch):

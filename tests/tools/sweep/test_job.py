@@ -151,15 +151,6 @@ def test_an_interrupt_stops_the_sweep(job):
     assert end.value.code == 130 and status_of(job.folder) == "stopped"
 
 
-def test_dry_job_leaves_nothing_and_refusal_ends_sweep(job, capsys):
-    seen = []
-    assert job(lambda config: seen.append(config.dry_run), ("dry_run", True)) is None
-    assert seen == [True] and status_of(job.folder) is None
-    with pytest.raises(SystemExit) as end:
-        job(fails(ConfigError("orchestrator.batch_size=33")), ("dry_run", True))
-    assert end.value.code == 2 and "orchestrator.batch_size=33" in capsys.readouterr().err
-
-
 def test_nothing_of_a_job_is_left_to_the_next(tmp_path, monkeypatch):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])

@@ -229,15 +229,13 @@ function lastText(row) {
 
 // --- example groups ---------------------------------------------------------------------------------------------------
 
-const KIND = { mixed: "most mixed", best: "best", worst: "worst", failed: "with failures" };
-
 function groupCard(group) {
   const card = el("details", "group"), title = el("summary", "", group.title);
   const rows = group.rollouts.map(place => data.rows[place]), first = rows.find(row => row.messages);
   const rewards = [...new Set(rows.map(row => number(row.reward, 3)))];
-  const about = [KIND[group.kind], `${rows.length + group.more} rollout${rows.length + group.more > 1 ? "s" : ""}`,
+  const about = [`${rows.length + group.more} rollout${rows.length + group.more > 1 ? "s" : ""}`,
     rewards.length > 1 ? `rewards ${rewards.slice(0, 4).join(", ")}` : `reward ${rewards[0]}`];
-  title.append(el("span", "dim", ` · ${about.filter(Boolean).join(" · ")}`));
+  title.append(el("span", "dim", ` · ${about.join(" · ")}`));
   card.append(title);
   const asked = first && first.messages.find(message => message.role === "user");
   if (asked) card.append(el("pre", "prompt dim", asked.text.length > 400 ? `${asked.text.slice(0, 400)} …` : asked.text));
