@@ -1,5 +1,6 @@
 """On-policy distillation."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -37,6 +38,11 @@ class OPDAlgorithm(ReferenceOptions, Algorithm):
     def check(self, where: str) -> None:
         self.check_read(where, self.teacher)
         if self.teacher in IN_TRAINER:
+            warnings.warn(
+                f"{where}.teacher={self.teacher}: the policy begins as its teacher, so that nothing is learned unless "
+                "another env's algorithm changes it",
+                stacklevel=2,
+            )
             return
         if self.teacher == POLICY:
             raise ConfigError(

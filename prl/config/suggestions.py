@@ -18,6 +18,8 @@ INSTEAD = {
     "clip_ratio": "loss=ppo loss.clip_low=… loss.clip_high=…",
     "epsilon": "loss=ppo loss.clip_low=… loss.clip_high=…",
     "epsilon_high": "loss=ppo loss.clip_high=…",
+    "clip_low": "loss=ppo loss.clip_low=…",
+    "clip_high": "loss=ppo loss.clip_high=…",
     "num_iterations": "trainer.epochs",
     "max_completion_length": "sampling.max_tokens",
     "gradient_accumulation_steps": "trainer.seq_len and trainer.tokens_per_forward: a step is orchestrator.batch_size",

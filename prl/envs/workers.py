@@ -17,6 +17,7 @@ import resource
 import signal
 import sys
 import traceback
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures.process import BrokenProcessPool
@@ -57,6 +58,10 @@ class EnvCodeError(RuntimeError):
         super().__init__(message)
         self.name = name
         self.add_note(remote)
+
+
+# Of runpy: the module of the program that a worker runs as `__mp_main__` is one that its server has imported.
+warnings.filterwarnings("ignore", ".* found in sys.modules after import of package", RuntimeWarning)
 
 
 # --- in the run -------------------------------------------------------------------------------------------------------

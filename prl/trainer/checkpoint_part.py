@@ -85,8 +85,8 @@ def write_part(run_dir: Path, step: int, part: Part, model: PreTrainedModel, tok
         tokenizer: the files of the tokenizer, as `tokenizer_files` has them.
 
     Raises:
-        OSError: it cannot be written, as on a full disk; nothing is left of it.
-        PrlError: a weight is not finite: nobody could go on from there.
+        PrlError: it cannot be written, as on a full disk, and nothing is left of it; or a weight is not finite: nobody
+            could go on from there.
     """
     for name, weight in part.weights.items():
         # NaN is the least and the largest: a tenth of the time of looking at each number.

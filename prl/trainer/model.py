@@ -1,6 +1,8 @@
 """The policy as a torch model: load it, run packed rows through it, write it out for the engine."""
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +59,26 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
         raise ValueError(
             f"{path} has no weights for {missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}"
         )
+    for layer in further_layers(model, loaded["unexpected_keys"]):  # transformers would have left it out
+        raise ValueError(f"{path} has weights of {layer}, a layer beyond those of its config.json")
     check_names(model)
     use_tree_attention(model)
     return model.to(device).train()
+
+
+def further_layers(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
+    """Layers with the tensors of the model's own, among names of weights that it has no place for.
+
+    One that has others too, such as one that predicts a second token, may be left out.
+    """
+    numbered = re.compile(r"(.*?\.\d+)(\..+)")
+    own = {found[2] for found in map(numbered.fullmatch, model.state_dict()) if found is not None}
+    layers = defaultdict[str, list[bool]](list)
+    for name in unexpected:
+        found = numbered.fullmatch(name)
+        if found is not None:
+            layers[found[1]].append(found[2] in own)
+    return [layer for layer, known in layers.items() if all(known)]
 
 
 def stack_logprobs(

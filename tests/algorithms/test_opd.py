@@ -104,3 +104,5 @@ async def test_a_teacher_in_the_trainer_scores_no_rollout_here(attached, play, m
     (sample,) = rollout.samples
     assert sample.reference == Reference(name, "forward_kl") and algorithm.trainer_references() == {name}
     assert sample.ref_logprobs is None and pack([sample], 5, 1)[0][0][0].ref_kl_weights == [0.0, 1.0, 1.0, 1.0, 0.0]
+    with pytest.warns(UserWarning, match=f"algo.teacher={teacher}: the policy begins as its teacher"):
+        OPDAlgorithm(teacher=teacher).check("algo")

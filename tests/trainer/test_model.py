@@ -142,10 +142,16 @@ def damaged(tmp_path):
     return make
 
 
+def with_further_layer(tensors):
+    for name in [name for name in tensors if name.startswith("model.layers.3.")]:
+        tensors[name.replace("layers.3.", "layers.4.")] = tensors[name].clone()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda tensors: tensors.pop("model.norm.weight"), r"has no weights for model\.norm\.weight$"),
+        (with_further_layer, r"model\.layers\.4, a layer beyond"),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}),
             r"model\.norm\.weight has shape \[3\] in its weights and \[128\] by its config",
@@ -155,3 +161,13 @@ def damaged(tmp_path):
 def test_weights_that_do_not_fit_are_refused(damaged, change, message):
     with pytest.raises(ValueError, match=message):
         load_model(damaged(change), device=torch.device("cpu"))
+
+
+def test_a_layer_of_another_kind_may_be_left_out(damaged):
+    """As one that predicts a second token."""
+
+    def add(tensors):
+        with_further_layer(tensors)
+        tensors["model.layers.4.eh_proj.weight"] = torch.zeros(2, 2)
+
+    load_model(damaged(add), device=torch.device("cpu"))

@@ -5,9 +5,10 @@
 The code is what stands in the reply's last ``` block, else the whole reply. Tests are `assert` statements; other
 statements run before the code, or, if they use names of its, after it and before all tests. The expression of
 `assert <expression> == <literal>` is evaluated where the code runs, and compared here, as Python compares: the code
-never sees what is wanted. Any other assertion is evaluated there whole, and code that sets out to can make it true. The
-reward is 1.0 if all hold, else 0.1 times the share that does. Code that does not end in `seconds`, or goes beyond
-another limit, fails the tests from there on. What it cannot do: `prl/envs/sandboxed.py`.
+never sees what is wanted. Any other assertion is evaluated there whole, and code that sets out to can make it true.
+Where assertions stand in functions alone, tests are the calls after the code, such as HumanEval's `check(f)`: they hold
+if they do not raise. The reward is 1.0 if all hold, else 0.1 times the share that does. Code that does not end in
+`seconds`, or goes beyond another limit, fails the tests from there on. What it cannot do: `prl/envs/sandboxed.py`.
 
 The rows are those of `prl.envs.tasksets.jsonl`; `tests` is a text or a list of them. Those that come with prl, a dozen
 each of some kinds of exercises, are in `code.jsonl`.
@@ -51,21 +52,32 @@ def read_tests(text: str) -> tuple[str, str, list[tuple[str, Any]]]:
 
     Raises ValueError for a text without a test, SyntaxError for one that is no Python.
     """
-    before, after, tests = [], [], []
+    before: list[str] = []
+    after: list[ast.stmt] = []
+    tests: list[tuple[str, Any]] = []
     known = set(dir(builtins))
     for statement in ast.parse(text).body:
         if isinstance(statement, ast.Assert):
             tests.append(_test(statement.test))
             continue
         used, made = _names(statement)
-        if used <= known | made:
+        if used <= known | made and not _asserts(statement):  # else the code could replace it
             known |= made
             before.append(ast.unparse(statement))
         else:
-            after.append(ast.unparse(statement))
+            after.append(statement)
+    if not tests and any(map(_asserts, after)):
+        calls = [each for each in after if isinstance(each, ast.Expr)]
+        after = [each for each in after if not isinstance(each, ast.Expr)]
+        tests = [(f"({ast.unparse(each.value)}, True)[1]", True) for each in calls]
     if not tests:
-        raise ValueError("no assert")
-    return "\n".join(before), "\n".join(after), tests
+        raise ValueError("no assert, and no call of a function that has some")
+    return "\n".join(before), "\n".join(map(ast.unparse, after)), tests
+
+
+def _asserts(statement: ast.stmt) -> bool:
+    """Return whether there is an assertion in a statement."""
+    return any(isinstance(node, ast.Assert) for node in ast.walk(statement))
 
 
 def _names(statement: ast.stmt) -> tuple[set[str], set[str]]:

@@ -21,7 +21,7 @@ def rows_of(file: Path) -> Iterator[tuple[str, Any]]:
     Raises ValueError naming the file, and the place, where it cannot be read.
     """
     if not file.is_file():
-        raise ValueError(f"{str(file)!r} is not a file")
+        raise ValueError(f"{str(file)!r} is not a file; those of a split by a pattern: <folder>/train-*.parquet")
     try:
         reader = READERS[file.suffix.lower()]
     except KeyError:

@@ -67,7 +67,8 @@ class JsonlConfig(vf.TasksetConfig):
     num_tasks: int | None = Field(None, ge=1)
     """How many; null = all."""
     path: str
-    """A file, or `hub:owner/name:split` (`hub:owner/name/folder:split` for one of several configurations)."""
+    """A file, several by a pattern (`data/train-*.parquet`), or `hub:owner/name:split` (`hub:owner/name/folder:split`
+    for one of several configurations)."""
     eval_path: str | None = None
     """Where the held-out rows are, as `path`; null = a share of the rows of `path`."""
     eval_fraction: float = Field(0.1, ge=0, lt=1)
@@ -153,7 +154,8 @@ def split_of(config: JsonlConfig) -> Iterator[JsonlData]:
 
 def read(config: JsonlConfig, path: str) -> list[JsonlData]:
     """Return the distinct rows of a file or a data set; raise ValueError naming file, line and key of a bad one."""
-    files = [Path(path).expanduser()]
+    local = Path(path).expanduser()
+    files = sorted(local.parent.glob(local.name)) if "*" in local.name else [local]
     if path.startswith("hub:"):
         name, colon, split = path.removeprefix("hub:").rpartition(":")
         if not colon or name.count("/") < 1 or not split:

@@ -15,6 +15,8 @@ SQUARE = [
     "assert set(g()) == {1, 2}",
 ]
 
+CHECK = "def check(candidate):\n    assert candidate(2) == 4\n\ncheck(f)"
+
 
 def tasks(tmp_path, tests=SQUARE, **args):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Square x.", "tests": tests}))
@@ -60,6 +62,9 @@ def test_what_is_wanted_stays_here():
         ("assert f() == {'1': 1}", "def f(): return {1: 1}", 0.0),
         ("assert f() == [1, 1]", "def f(): return [1.0, True]", 1.0),
         ("x = f(1)\nassert x == 2", "def f(x): return x + 1", 1.0),
+        (CHECK, "def f(x): return 2 * x", 1.0),
+        (CHECK, "def f(x): return x", 0.0),
+        (CHECK, "def f(x): return x\ndef check(candidate): pass", 0.0),
         ("import math\nassert f() == 3", "from __future__ import annotations\ndef f(): return math.floor(3.5)", 1.0),
     ],
 )

@@ -109,6 +109,15 @@ def test_held_out_share_depends_on_prompts_alone(tmp_path):
     assert len(tasks(path, eval_fraction=0.01, split="eval")) == 1, "a small file has one too"
 
 
+def test_files_of_a_split_are_named_by_a_pattern(tmp_path):
+    for number, name in enumerate(("train-0.jsonl", "train-1.jsonl", "test-0.jsonl")):
+        jsonl(tmp_path / name, ROWS[3 * number : 3 * number + 3])
+    found = tasks(tmp_path / "train-*.jsonl", eval_fraction=0)
+    assert {task.data.prompt for task in found} == {row["prompt"] for row in ROWS[:6]}
+    with pytest.raises(ConfigError, match=r"<folder>/train-\*\.parquet"):
+        tasks(tmp_path)
+
+
 def test_held_out_rows_of_another_file_never_train(tmp_path, path):
     other = jsonl(tmp_path / "eval.jsonl", [*ROWS[:2], {"prompt": "new", "answer": "1"}])
     config = EnvConfig(
