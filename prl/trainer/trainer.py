@@ -151,6 +151,8 @@ class Trainer:
             metrics[f"entropy_coef/{env}"] = control.applied
             if f"entropy_rl/{env}" in metrics:
                 control.update(metrics[f"entropy_rl/{env}"])
+        if self.config.epochs * self.config.updates_per_batch > 1:
+            metrics["updates"] = float(updates)
         return metrics | {
             "loss/mean": sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS),
             "grad_norm": sum(norms) / updates,

@@ -57,7 +57,11 @@ def test_updates_are_the_steps_of_their_groups(tiny, groups):
     expected = [other.train_step(batch_of([groups[number] for number in part])) for part in [*parts, *parts]]
     for name, weight in other.model.state_dict().items():
         assert torch.equal(one.model.state_dict()[name], weight), name
-    assert found["lr"] == expected[0]["lr"] and found["tokens/rl"] == sum(line["tokens/rl"] for line in expected)
+    assert (
+        found["updates"] == 4
+        and found["lr"] == expected[0]["lr"]
+        and found["tokens/rl"] == sum(line["tokens/rl"] for line in expected)
+    )
     assert found["grad_norm"] == pytest.approx(sum(line["grad_norm"] for line in expected) / 4)
     terms = [line["loss/rl"] * line["tokens/rl"] for line in expected]
     assert found["logprob_gap/mean"] == expected[0]["logprob_gap/mean"], "the sampler's weights are those before"
