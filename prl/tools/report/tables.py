@@ -15,7 +15,6 @@ from prl.tools.report.runs import Run
 from prl.tools.report.statistics import LEVEL
 from prl.tools.report.summary import COMPLETED, LAST, TO_THRESHOLD, Summary
 from prl.tools.report.variants import ABSENT, seed_of
-from prl.tools.report.verdict import without_value
 
 PAGE = "report.html"
 """A run's own page, in its directory."""
@@ -141,9 +140,8 @@ def _jobs(summary: Summary) -> Table:
 
 
 def _remark(run: Run) -> str:
-    """Why it ended, or what could not be read of it; and what it has no value of at its end."""
-    reason = line_of(run.result.error) or run.result.ended_because or "; ".join(run.problems[:1])
-    return "; ".join(filter(None, [reason, *without_value(run.metrics)]))
+    """Why it ended, or what could not be read of it."""
+    return line_of(run.result.error) or run.result.ended_because or "; ".join(run.problems[:1])
 
 
 def escaped(text: str) -> str:

@@ -19,14 +19,10 @@ ENDS = 5
 """Steps over which the first and the last value of a metric are averaged."""
 NO_SIGNAL = 0.5
 """Share of the last batches that nothing is learnt from, from which on it is said."""
-FELL_BACK = 0.1
-"""Share of the rise in reward whose loss again is said."""
 LOST = (("off_policy/dropped", 0.05, "were dropped as too old"), ("rollouts/errored", 0.01, "failed"))
 """Metrics of rollouts that were lost, the share of those finished from which on it is said, and how."""
 TRUNCATED = 0.1
 """Share of rollouts cut off by a length limit in the last steps, from which on it is said."""
-EVERY_STEP = (SAMPLED, "loss/mean", "grad_norm")
-"""Metrics that every step has, unless they are not finite."""
 
 Mood = Literal["plain", "good", "warn", "bad"]
 
@@ -45,10 +41,10 @@ def verdict(run: Run, times: Shares | None = None) -> list[Finding]:
     `times` says who was at work while its steps were made; None where that is not known.
     """
     steps = run.metrics[run.metrics.index > 0]
-    state, signal, ceased = state_of(run), missing_signal(steps), without_value(run.metrics)
-    facts = [*ceased, reward_line(steps), times.bound if times else "", signal]
+    state, signal = state_of(run), missing_signal(steps)
+    facts = [reward_line(steps), times.bound if times else "", signal]
     text = "; ".join(filter(None, facts)) or "no training step was recorded"
-    summary = Finding(f"{capitalised(text)}.", "warn" if ceased else "plain")
+    summary = Finding(f"{capitalised(text)}.")
     findings = [summary, state] if state.mood == "good" else [state, summary]
     findings += [*rewards(steps), *evaluations(run.metrics)]
     if times is not None:
@@ -62,20 +58,6 @@ def verdict(run: Run, times: Shares | None = None) -> list[Finding]:
 def capitalised(text: str) -> str:
     """A sentence's beginning."""
     return text[:1].upper() + text[1:]
-
-
-def without_value(metrics: pd.DataFrame) -> list[str]:
-    """`no value of loss/mean, grad_norm after step 12`: of `EVERY_STEP`, those without one at the last step.
-
-    A value that is not finite is written as null. A metric that the run does not record is none of these.
-    """
-    steps = metrics[metrics.index > 0]
-    ended: dict[str, list[str]] = {}
-    for key in EVERY_STEP:
-        if key in steps and len(steps) and pd.isna(steps[key].iloc[-1]):
-            last = steps[key].last_valid_index()
-            ended.setdefault("at any step" if last is None else f"after step {last}", []).append(key)
-    return [f"no value of {', '.join(keys)} {when}" for when, keys in ended.items()]
 
 
 def state_of(run: Run) -> Finding:
@@ -100,20 +82,12 @@ def reward_line(steps: pd.DataFrame) -> str:
 
 
 def rewards(steps: pd.DataFrame) -> list[Finding]:
-    """The reward of each env, first and last, and its best where much of the rise was lost again."""
+    """The reward of each env, first and last."""
     findings = []
     envs = [match[1] for key in steps if (match := re.fullmatch(r"reward/(.+)/mean", key))]
     for env in [env for env in envs if env != "all"] or envs:
-        series = curve(steps, f"reward/{env}/mean")
-        if not (ends := first_last(series)):
-            continue
-        text = f"{env}: sampled reward {score(ends[0])} to {score(ends[1])}"
-        smooth = series.rolling(min(ENDS, len(series))).mean()
-        best = smooth.max()
-        if len(series) >= 4 * ENDS and best - ends[1] > FELL_BACK * (best - ends[0]) > 0:
-            findings.append(Finding(f"{text}, after {score(best)} at step {smooth.idxmax()}.", "warn"))
-        else:
-            findings.append(Finding(f"{text}."))
+        if ends := first_last(curve(steps, f"reward/{env}/mean")):
+            findings.append(Finding(f"{env}: sampled reward {score(ends[0])} to {score(ends[1])}."))
     return findings
 
 

@@ -8,7 +8,7 @@ import pytest
 from prl.runs.result import RunResult
 from prl.tools.report.runs import Run
 from prl.tools.report.shares import Shares
-from prl.tools.report.verdict import verdict, without_value
+from prl.tools.report.verdict import verdict
 
 
 def run_of(columns=None, steps=20, status="completed", **result):
@@ -65,7 +65,6 @@ WARNINGS = [
     ({"rollouts/batch": 10, "rollouts/trained": 5}, "50 % of each of the last batches had no signal", True),
     ({"rollouts/batch": 10, "rollouts/trained": 5.1}, "no signal", False),
     ({"rollouts/batch": 10, "rollouts/trained": [10] * 18 + [0] * 2}, "no signal", False),
-    ({"reward/math/mean": [0.1] * 5 + [0.9] * 5 + [0.7] * 10}, "reward 0.10 to 0.70, after 0.90 at step 10.", True),
     ({"reward/math/mean": [0.1] * 5 + [0.9] * 5 + [0.85] * 10}, "math: sampled reward 0.10 to 0.85.", True),
 ]  # fmt: skip
 
@@ -73,22 +72,6 @@ WARNINGS = [
 @pytest.mark.parametrize(("columns", "text", "there"), WARNINGS)
 def test_warnings(columns, text, there):
     assert any(text in sentence for sentence in said(columns)) == there, said(columns)
-
-
-def test_metric_without_a_last_value_comes_first():
-    columns = {"reward/all/mean": [0.5] * 18 + [None] * 2, "loss/mean": 1.0, "grad_norm": [1.0] * 19 + [None]}
-    found = verdict(run_of(columns))
-    assert found[0].text == (
-        "No value of reward/all/mean after step 18; no value of grad_norm after step 19; reward 0.50 to 0.50."
-    )
-    assert found[0].mood == "warn"
-    found = verdict(run_of(columns, status="crashed"))
-    assert (found[0].mood, found[1].mood) == ("bad", "warn") and "No value" in found[1].text
-    assert without_value(run_of({"loss/mean": [None] * 20, "grad_norm": [None] * 20}).metrics) == [
-        "no value of loss/mean, grad_norm at any step"
-    ]
-    assert without_value(run_of({"reward/all/mean": [None, 0.5] * 10}).metrics) == [], "it has one at the end"
-    assert without_value(run_of(steps=0).metrics) == []
 
 
 def test_evaluations_go_from_the_first_to_the_last():
