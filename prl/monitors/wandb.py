@@ -5,24 +5,18 @@ import secrets
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
-
-from annotated_types import Ge
+from typing import Any, ClassVar, Literal
 
 from prl.monitors.base import Monitor
-from prl.rollouts.record_lines import Record
-from prl.transport.files import lines_of, step_name, write_atomically
-
-COLUMNS = ("env", "task", "group", "reward", "advantage", "stage", "tokens", "messages")
-"""Of the table: `stage` is where a rollout left."""
+from prl.transport.files import write_atomically
 
 
 @dataclass(kw_only=True, eq=False)
 class Wandb(Monitor):
     """A Weights & Biases run, with its files under `wandb/` in the run directory.
 
-    Beside the metrics it has tables of rollouts. A run that goes on is one run there: steps that it repeats keep the
-    values of the time before. Offline its parts have one id, so that `wandb sync` sends them as one run.
+    A run that goes on is one run there: steps that it repeats keep the values of the time before. Offline its parts
+    have one id, so that `wandb sync` sends them as one run.
     """
 
     needs_package: ClassVar[str] = "wandb"
@@ -32,8 +26,6 @@ class Wandb(Monitor):
     """The project that the run belongs to."""
     group: str | None = None
     """The group that the run belongs to; null = the sweep that it is a job of, if it is one."""
-    table_every: Annotated[int, Ge(1)] | None = 20
-    """Steps between tables of all rollouts; null = none."""
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
         self.check("Weights & Biases")
@@ -41,7 +33,6 @@ class Wandb(Monitor):
 
         if "weave" not in sys.modules:  # else wandb advertises it in the terminal
             os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
-        self._run_dir = run_dir
         self._run = wandb.init(
             project=self.project,
             group=self.group or sweep_of(run_dir),
@@ -59,15 +50,7 @@ class Wandb(Monitor):
         )
 
     def step(self, line: dict[str, float]) -> None:
-        import wandb
-
-        step = int(line["step"])
-        logged: dict[str, Any] = {key: value for key, value in line.items() if key != "step"}
-        if self.table_every is not None and step % self.table_every == 0:
-            data = [row(each) for each in lines_of(self._run_dir / "rollouts" / f"{step_name(step)}.jsonl", Record, [])]
-            if data:  # none of step 0
-                logged["rollouts"] = wandb.Table(columns=list(COLUMNS), data=data)
-        self._run.log(logged, step=step)
+        self._run.log({key: value for key, value in line.items() if key != "step"}, step=int(line["step"]))
 
     def close(self) -> None:
         self._run.finish()
@@ -84,10 +67,3 @@ def run_id(run_dir: Path, *, goes_on: bool) -> str:
 def sweep_of(run_dir: Path) -> str | None:
     """The name of the sweep that a run is a job of; None if it is not."""
     return run_dir.parent.name if (run_dir.parent / "sweep.json").exists() else None
-
-
-def row(record: Record) -> list[str | float | None]:
-    """A rollout's row of the table, in the order of `COLUMNS`."""
-    texts = "\n".join(f"{message.role}: {message.content}" for message in record.messages)
-    left, tokens = str(record.stage), record.completion_tokens
-    return [record.env, str(record.task), record.group, record.reward, record.advantage, left, tokens, texts]

@@ -2,11 +2,7 @@
 
 import json
 
-import msgspec
 import pytest
-
-from prl.rollouts.record_lines import Message, Record
-from prl.rollouts.rollout import Outcome, Stage
 
 
 def make_line(step, **more):
@@ -29,25 +25,6 @@ def make_line(step, **more):
 def line():
     """`line(step, **more)`: the metrics of a step."""
     return make_line
-
-
-@pytest.fixture
-def recorded():
-    """`recorded(run_dir, step, **fields)`: write a file of one trained rollout."""
-
-    def write(run_dir, step, **fields):
-        record = {
-            "step": step,
-            "env": "math",
-            "group": 0,
-            "outcome": Outcome(Stage.TRAINED),
-            "messages": [Message("user", "1+1=")],
-        }
-        path = run_dir / "rollouts" / f"step_{step:06d}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(msgspec.json.encode(Record(**record | fields)) + b"\n")
-
-    return write
 
 
 @pytest.fixture

@@ -7,28 +7,24 @@ import pytest
 
 from prl.errors import ConfigError
 from prl.monitors.tensorboard import TensorBoard
-from prl.monitors.wandb import COLUMNS, Wandb, row, run_id, sweep_of
-from prl.rollouts.record_lines import Message, Record
-from prl.rollouts.rollout import Outcome, Stage
+from prl.monitors.wandb import Wandb, run_id, sweep_of
 
 
 @pytest.mark.slow
-def test_offline_stays_under_the_run_directory(tmp_path, monkeypatch, line, started, recorded):
+def test_offline_stays_under_the_run_directory(tmp_path, monkeypatch, line, started):
     monkeypatch.chdir(tmp_path)
     for name in ("WANDB_MODE", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    monitor = started(Wandb(table_every=2), run_dir)
-    recorded(run_dir, 2, reward=0.125)
+    monitor = started(Wandb(), run_dir)
     for step in range(3):
         monitor.step(line(step))
     monitor.close()
     (folder,) = (run_dir / "wandb").glob(f"offline-run-*-{run_id(run_dir, goes_on=True)}")
     (data,) = folder.glob("*.wandb")
     deadline = time.monotonic() + 30  # wandb's own process writes it, on a busy machine after `finish` has returned
-    wanted = (b"reward/all/mean", b"rollouts.table.json")
-    while not all(key in data.read_bytes() for key in wanted):
+    while b"reward/all/mean" not in data.read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -64,20 +60,3 @@ def test_a_missing_package_is_refused_before_anything_starts(tmp_path, monkeypat
         monitor().check("monitor.x")
     with pytest.raises(ConfigError, match=f"package {package}"):
         monitor().start(tmp_path, max_steps=4, run_config={})
-
-
-def test_the_table_has_a_row_for_each_rollout():
-    record = Record(
-        step=5,
-        env="math",
-        task=3,
-        group=7,
-        reward=0.0,
-        advantage=-0.5,
-        outcome=Outcome(Stage.POST_FILTERED, "filter repetition", "repetition"),
-        completion_tokens=12,
-        messages=[Message("user", "1+1="), Message("assistant", "2")],
-    )
-    made = row(record)
-    assert made == ["math", "3", 7, 0.0, -0.5, "post_filtered", 12, "user: 1+1=\nassistant: 2"]
-    assert len(COLUMNS) == len(made)
