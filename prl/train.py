@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
-import psutil
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -184,7 +183,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     with contextlib.closing(track), contextlib.closing(monitors), contextlib.ExitStack() as processes:
         processes.callback(transport.close)
         processes.callback(launcher.stop)  # before the monitors hear the end; entered it was by `main`
-        with track.doing(events.PREPARING, first, since=psutil.Process().create_time() if is_command() else None):
+        with track.doing(events.PREPARING, first):
             monitors.status(f"starting {'' if config.engine.urls else 'the engine and '}the trainer")
             supervisor = builder.supervise(prepared, track)
         with track.doing(events.PROCESSES, first):
@@ -243,11 +242,6 @@ def set_loaded_apart(until: contextlib.ExitStack) -> None:
     until.callback(gc.unfreeze)
     gc.freeze()
     gc.set_threshold(YOUNG)
-
-
-def is_command() -> bool:
-    """Whether this process does one run, as it was called to: its start is the run's."""
-    return HydraConfig.initialized() and HydraConfig.get().mode == hydra.types.RunMode.RUN
 
 
 def try_to_finish(orchestrator: "Orchestrator") -> None:

@@ -89,14 +89,11 @@ class Track:
         """Seconds that it has done anything in."""
         return self._spent_s + (now() - self._since if self._what is not None else 0.0)
 
-    def enter(self, what: str | None, step: int = 0, *, since: float | None = None) -> None:
-        """From now on it does `what` for `step`; None = nothing. What it did before has ended, and is recorded.
-
-        `since` is when it began, where that was before now.
-        """
+    def enter(self, what: str | None, step: int = 0) -> None:
+        """From now on it does `what` for `step`; None = nothing. What it did before has ended, and is recorded."""
         if (what, step) == (self._what, self.step):
             return
-        at = now() if since is None else since
+        at = now()
         if self._what is not None:
             self._spent_s += at - self._since
             if self._file is not None and not self._file.closed:
@@ -105,13 +102,13 @@ class Track:
         self._what, self.step, self._since = what, step, at
 
     @contextlib.contextmanager
-    def doing(self, what: str, step: int, *, since: float | None = None) -> Iterator["Stopwatch"]:
+    def doing(self, what: str, step: int) -> Iterator["Stopwatch"]:
         """Inside the block it does `what`, after it what it did before, nothing or the block around this one.
 
-        `since` is as of `enter`. The stopwatch has the block's time once the block has ended.
+        The stopwatch has the block's time once the block has ended.
         """
         around, around_step = self._what, self.step
-        self.enter(what, step, since=since)
+        self.enter(what, step)
         stopwatch = Stopwatch(time.monotonic())
         try:
             yield stopwatch

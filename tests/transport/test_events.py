@@ -39,9 +39,9 @@ def test_what_follows_ends_what_was_before(tmp_path, clock):
 def test_tracks_side_by_side_share_a_file(tmp_path, clock):
     track = Track("orchestrator", tmp_path)
     other = track.beside("engine 1")
-    track.enter("preparing", 4, since=-2.0)
+    track.enter("preparing", 4)
     with other.doing("starting", track.step):
         clock(5)
     track.close()
     found = recorded(tmp_path, "orchestrator")
-    assert found == [Span("engine 1", "starting", 0, 5, 4), Span("orchestrator", "preparing", -2, 5, 4)]
+    assert found == [Span("engine 1", "starting", 0, 5, 4), Span("orchestrator", "preparing", 0, 5, 4)]
