@@ -132,7 +132,7 @@ def test_adapter_gradients_follow_from_those_of_merged_weights(tiny, make_sample
             assert (found[name] - by_hand).norm() < 1e-5 * by_hand.norm(), name  # norms round to float32
 
 
-def test_adapters_come_back_and_others_are_refused(tiny, tmp_path):
+def test_adapters_come_back_and_other_weights_are_refused(tiny, tmp_path):
     model = adapted(copy.deepcopy(tiny))
     save_weights(model, tmp_path, torch.float32)
     save_adapters(model, tmp_path / ADAPTER)
@@ -147,11 +147,6 @@ def test_adapters_come_back_and_others_are_refused(tiny, tmp_path):
         tiny.model.norm.weight[3] += 0.01
     with pytest.raises(ConfigError, match=r"model.norm.weight of model.path has other values than when the run began"):
         load_adapters(adapted(copy.deepcopy(tiny)), tmp_path)
-    with pytest.raises(ConfigError, match="adapters of other layers or shapes"):
-        load_adapters(adapted(copy.deepcopy(tiny), rank=5), tmp_path)
-    (tmp_path / ADAPTER / "adapter_model.safetensors").write_bytes(b"cut")
-    with pytest.raises(ConfigError, match="cannot be read, the adapters of the run"):
-        load_adapters(adapted(tiny), tmp_path)
 
 
 @pytest.mark.parametrize("named", [["q_porj"], ["lm_head"], ["embed_tokens"], ["q_proj", "self_attn"], []])
