@@ -110,9 +110,6 @@ class Algorithm(EnvPart):
         algorithm that has a check calls `super().check(where)` first.
         """
 
-    def check_tasks(self, where: str, tasks: Sequence[Any]) -> None:
-        """Raise ConfigError, or warn, for the tasks of an env that cannot be trained on."""
-
     async def setup(self) -> None:
         """Connect the models that the algorithm's own options name. Called once, before the first rollout."""
 

@@ -138,15 +138,12 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components:
 def show_tasks(
     config: TrainConfig, components: RunComponents, environments: dict[str, Environment], vocab_size: int
 ) -> None:
-    """Give each env's algorithm, filters and curriculum the tasks, or the sizes of what comes of them.
+    """Give each env's curriculum the tasks, and its filters the sizes of what comes of them.
 
     Raises ConfigError for what they refuse, and where `load_from` leaves nothing to train on.
     """
     for name, env in components.envs.items():
         environment = environments[name]
-        where = config.node_of(name, "algo")[0]
-        with hook(where, env.algorithm, "check_tasks"):
-            env.algorithm.check_tasks(where, environment.tasks)
         attach_filters(config, name, env, environment, vocab_size)
         with hook(config.node_of(name, "curriculum")[0], env.curriculum, "load"):
             env.curriculum.load(environment.tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name)

@@ -39,7 +39,7 @@ class Scaled(GRPOAlgorithm):
 class Algo(Algorithm):
     action_loss_type = "rl"
     scorer: Scorer | None = None
-    def check_tasks(self, where, tasks):
+    def check(self, where):
         if self.scorer and self.scorer.k == 13:
             raise ValueError("unlucky")
 """
@@ -99,7 +99,7 @@ TABLE = [
     (["algo=custom", "algo.fn._target_=no_such.fn"], "algo.fn._target_='no_such.fn'"),
     (["algo=custom", "algo.fn._target_=refused_mine.later"], "algo.fn._target_='refused_mine.later' is async"),
     (["algo=custom", "algo.fn._target_=refused_mine.credit", "+algo.fn.scale=x"], "algo.fn.scale=x"),
-    ([*OWN, "+algo.scorer={_target_: refused_mine.Scorer, k: 13}"], "algo: Algo.check_tasks failed: ValueError: unl"),
+    ([*OWN, "+algo.scorer={_target_: refused_mine.Scorer, k: 13}"], "algo: Algo.check failed: ValueError: unl"),
     (["algo=opd", "teacher=endpoint", "teacher.name=big"], "teacher.base_url has no value"),
     (["loss=custom", "loss._target_=refused_mine.loss", "+loss.kk=3"], "loss: refused_mine.loss(inputs"),
     (["loss=custom", "loss._target_=refused_mine.loss", "+loss.k=x"], "loss.k=x"),
