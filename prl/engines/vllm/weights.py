@@ -92,16 +92,13 @@ def refuse_other_model(files: list[Path], started: dict[str, list[int]], *, tied
         tied: whether the output head is the embedding: it may be in a file or not.
     """
     shapes = shapes_of(files)
-    for name in sorted(shapes.keys() & started.keys()):
-        if shapes[name] != started[name]:
-            raise WeightsError(f"{name} has the shape {shapes[name]}, and the server's model {started[name]}")
     head = {"lm_head.weight"} if tied else set()
-    missing = started.keys() - shapes.keys() - head
-    added = shapes.keys() - started.keys() - head
-    if started and missing and not added:
-        raise WeightsError(f"{min(missing)} is missing in {files[0].parent}")
-    if started and added and not missing:
-        raise WeightsError(f"{min(added)} in {files[0].parent} is not of this model")
+    other = {name for name in shapes.keys() & started.keys() if shapes[name] != started[name]}
+    missing, added = started.keys() - shapes.keys() - head, shapes.keys() - started.keys() - head
+    if not (missing and added):
+        other |= missing | added
+    if started and other:
+        raise WeightsError(f"{min(other)} in {files[0].parent} is not as in the server's model")
 
 
 def tensors_of(files: list[Path]) -> "Iterator[tuple[str, torch.Tensor]]":
