@@ -69,7 +69,7 @@ def frozen_models(component: Any, where: str) -> Iterator[tuple[str, FrozenModel
     """The frozen models that an algorithm refers to, with their config keys.
 
     A field of a class of the user's own refers to one if it is a `FrozenModelConfig`, or a mapping of its keys with
-    `base_url` among them.
+    `base_url` among them, which `reference` and `teacher` may leave out.
 
     Args:
         component: The algorithm, its config node, or a mapping of its fields.
@@ -78,7 +78,8 @@ def frozen_models(component: Any, where: str) -> Iterator[tuple[str, FrozenModel
     # What is no component at all is refused where it is built.
     options = component if isinstance(component, Mapping) else getattr(component, "__dict__", {})
     for key, value in options.items():
-        reference = as_reference(value) if isinstance(value, Mapping) and "base_url" in value else value
+        named = isinstance(value, Mapping) and ("base_url" in value or key in ("reference", "teacher"))
+        reference = as_reference(value) if named else value
         if isinstance(reference, FrozenModelConfig):
             yield f"{where}.{key}", reference
         elif key in ("sampling", "kl") and (is_dataclass(value) or isinstance(value, Mapping)):

@@ -72,6 +72,12 @@ def test_what_a_users_class_is_given_may_be_a_frozen_model():
         assert dict(frozen_models(component, "envs.math.algo")) == expected
 
 
+def test_a_reference_of_prls_options_needs_no_address():
+    found = dict(frozen_models({"kl": {"coef": 0.1, "reference": {"name": "teacher"}}}, "algo"))
+    assert found == {"algo.kl.reference": FrozenModelConfig("teacher")}, "so that the hosted one has its GPUs and cores"
+    assert not list(frozen_models({"kl": {"reference": "ema"}}, "algo"))
+
+
 def test_source_is_found_in_a_node():
     source = {"name": "m", "base_url": URL}
     for sampling in (SourceConfig(source), {"source": source}, OmegaConf.create({"source": source})):
