@@ -11,6 +11,7 @@ they add up to T, and each has an equal share of the difference. Source: the ali
 matching (arXiv 2503.20083) and of TRL's GOLD trainer.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,7 @@ from prl.monitors.text import in_one_line
 from prl.rollouts.logprobs import is_measured
 from prl.rollouts.rollout import Rollout
 
+DIALOGUE = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 Border = tuple[int, int]
 """What is complete behind a token: characters, and a hash of the names of the tokens since, 0 for none."""
 Spelling = tuple[str, list[Border]]
@@ -65,8 +67,17 @@ class AlignedLogprobs(ReferenceLogprobs):
         self.ours, self.theirs = tokenizer_of(policy), tokenizer_of(reference)
         if not (hasattr(self.ours, "backend_tokenizer") and hasattr(self.theirs, "backend_tokenizer")):
             raise ConfigError("algo.align=text: both models need a tokenizer.json, to tell the text of each token")
+        # Letters that spell a special token are text: with them the policy has not ended its turn.
+        self.speller = copy.deepcopy(self.theirs)
+        self.speller.split_special_tokens = True
         self.stops = policy.get_stop_token_ids()
         self.end, self.before = around_replies(reference, self.theirs)
+        begun = [opening(policy, self.ours), opening(reference, self.theirs)]
+        if begun[0] != begun[1]:
+            raise ConfigError(
+                f"algo.align=text: the chat template of {pool.model!r} begins replies with {begun[1]!r}, the policy's "
+                f"with {begun[0]!r}: a reply would have another place. Choose two that think, or two that do not"
+            )
 
     async def _score(self, rollout: Rollout, index: int, context: list[int]) -> None:
         sample = rollout.samples[index]
@@ -113,7 +124,7 @@ class AlignedLogprobs(ReferenceLogprobs):
             raise EngineError(f"the template of model {self.pool.model!r}: {in_one_line(error)}") from error
         ended = reply_ids[-1] in self.stops
         ours = spelling(self.ours, reply_ids[:-1] if ended else reply_ids)
-        token_ids = [*prompt, *encode(self.theirs, ours[0], self.before)]
+        token_ids = [*prompt, *encode(self.speller, ours[0], self.before)]
         spans = spans_of(ours, spelling(self.theirs, token_ids[len(prompt) :]), begin, len(prompt))
         if ended and self.end:
             last = begin + len(reply_ids) - 1
@@ -173,11 +184,16 @@ def encode(tokenizer: Any, text: str, before: str = "") -> list[int]:
     return list(whole[len(head) :]) if whole[: len(head)] == head else encode(tokenizer, text)
 
 
+def opening(renderer: Renderer, tokenizer: Any) -> str:
+    """What a chat template begins a reply with in the model's stead, such as "<think>"."""
+    prompt, whole = render_prompt(renderer, DIALOGUE[:1]).token_ids, render(renderer, DIALOGUE).token_ids
+    return str(tokenizer.decode(prompt[shared_length(prompt, whole) :])).strip()
+
+
 def around_replies(renderer: Renderer, tokenizer: Any) -> tuple[list[int], str]:
     """What a chat template writes around replies: the token that ends a turn, [] for none, and a text that replies are
     encoded behind: some tokenizers put a blank in front of a text that has nothing before it."""
-    dialogue = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    prompt, whole = render_prompt(renderer, dialogue[:1]).token_ids, render(renderer, dialogue).token_ids
+    prompt, whole = render_prompt(renderer, DIALOGUE[:1]).token_ids, render(renderer, DIALOGUE).token_ids
     written = list(whole[shared_length(prompt, whole) :])
     stops = renderer.get_stop_token_ids()
     end = next((place for place, token in enumerate(written) if token in stops), len(written))

@@ -184,7 +184,8 @@ class Algorithm(EnvPart):
         path = frozen.tokenizer or frozen.name
         tokenizer = load_tokenizer(path, f"the frozen model {frozen.name!r}: tokenizer")
         pool = await self.connect(frozen, TokenizerProbe.of(tokenizer, path))
-        return AlignedLogprobs(pool, limit, self.policy_renderer, make_renderer(tokenizer), self.log)
+        renderer = make_renderer(tokenizer, name_key=f"the chat template of the frozen model {frozen.name!r}: renderer")
+        return AlignedLogprobs(pool, limit, self.policy_renderer, renderer, self.log)
 
     def source(self) -> "ModelPool | MessageSource":
         """What the rollouts are sampled from, before anybody has waited for it."""

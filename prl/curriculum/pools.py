@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, Le
 
 from prl.curriculum.base import Context, Curriculum
-from prl.errors import ConfigError, PrlError
+from prl.errors import UNREADABLE, ConfigError, PrlError
 from prl.rollouts.rewards import at_least, at_most
 
 if TYPE_CHECKING:
@@ -190,8 +190,15 @@ class TaskCurriculum(Curriculum):
 
     def _load_pools(self, folder: str) -> None:
         """Retire the tasks that the pools in `folder` hold, less the shares that are sampled again."""
-        entries = [(entry, pool) for pool in RETIRED for entry in read_pool(folder, pool)]
-        saved = [[fingerprint(entry, self.hash_keys), pool] for entry, pool in entries if entry["env"] == self.env_name]
+        try:
+            entries = [(entry, pool) for pool in RETIRED for entry in read_pool(folder, pool)]
+            own = [(entry, pool) for entry, pool in entries if entry["env"] == self.env_name]
+            saved = [[fingerprint(entry, self.hash_keys), pool] for entry, pool in own]
+        except (OSError, TypeError, KeyError, *UNREADABLE) as error:
+            raise ConfigError(
+                f"{self.where}.load_from={folder!r} is no folder checkpoints/step_<n> of a run with difficulty pools: "
+                f"{error!r}"
+            ) from error
         if entries and not saved:
             log.warning(
                 "env %s: no task in %s.load_from=%s is of an env of that name", self.env_name, self.where, folder

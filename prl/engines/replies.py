@@ -104,7 +104,7 @@ def read_top(rows: Any, tokens: int, top_k: int) -> tuple[list[list[int]], list[
             raise EngineError(f"{len(row)} top logprobs at position {position}, not {top_k}: lower top_k")
         pairs = [(float(value), int(token_id)) for token_id, value in row]
         best = sorted(pairs, reverse=True)[:top_k]
-        bad = [pair for pair in pairs if not is_measured(pair[0]) or not 0 <= pair[1] < 2**31]
+        bad = [(v, i) for v, i in pairs if not is_measured(v) or v > ROUNDING or not 0 <= i < 2**31]
         if bad or sum(math.exp(value) for value, _ in best) > 1 + ROUNDING:
             got = (bad or best)[0]
             raise EngineError(f"the top logprobs at position {position} are of no distribution (got {got!r})")

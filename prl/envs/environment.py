@@ -130,6 +130,7 @@ class Environment:
         try:
             task, tools = self.tasks[0], Tools(taskset.toolsets(taskset.config))
             all_tools = tools.joined(task.toolsets(task.config))
+            all_tools.new_state(task)
         except ValueError as error:
             raise ConfigError(f"envs.{self.name}.taskset={self.config.taskset!r}: {error}") from error
         cls = next(iter(_exported(self.config.taskset, vf.Env)), vf.SingleAgentEnv if all_tools.toolsets else None)

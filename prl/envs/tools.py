@@ -53,10 +53,15 @@ class Tools:
     def new_state(self, task: Task) -> State:
         """Create the state of a new rollout of `task`, of the most derived state class among the task's and the tools'.
 
-        They should extend each other: a rollout has one state.
+        Raises ValueError where two of the classes do not extend each other.
         """
         classes = [state_cls(type(owner)) for owner in (task, *self.toolsets)]
-        return max(classes, key=lambda cls: len(cls.__mro__))()
+        chosen = max(classes, key=lambda cls: len(cls.__mro__))
+        for other in classes:
+            if not issubclass(chosen, other):
+                names = f"{chosen.__name__} and {other.__name__}"
+                raise ValueError(f"a rollout has one state, but its tools name {names}: let one extend the other")
+        return chosen()
 
     async def answer(self, call: ToolCall, state: State | None) -> ToolMessage:
         """Call a tool and return its answer. An error in the call, or of the tool, is an answer for the model to read.

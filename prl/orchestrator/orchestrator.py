@@ -200,9 +200,10 @@ class Orchestrator:
                 with self.track.doing(events.LAST_UPDATE, self.weight_sync.shipped):
                     await synced
                 saving.cancel()
-            if self.ended_because is not None:
+            line |= synced.result()
+            if self.ended_because is not None and (line or not self.goes_on):  # else it has the line of its last step
                 arrived = self.intake.take()  # of a run without a step all that it has
-                self.monitors.step(arrived | {"step": self.weight_sync.shipped} | line | synced.result())
+                self.monitors.step(arrived | {"step": self.weight_sync.shipped} | line)
         return self.ended_because
 
     def end(self) -> None:

@@ -265,3 +265,24 @@ async def test_a_tokenizer_that_does_not_say_what_its_tokens_are_is_refused(alig
 async def test_a_tokenizer_that_is_not_there_is_refused(aligned, tmp_path):
     with pytest.raises(ConfigError, match=r"'big': tokenizer='.*nothing': no tokenizer here"):
         await aligned(tmp_path / "nothing").start()
+
+
+async def test_letters_of_a_marker_end_no_turn(aligned, talked, play, tmp_path):
+    theirs = byte_level()
+    theirs.save_pretrained(tmp_path)
+    algorithm = aligned(tmp_path)
+    (rollout,) = await play(algorithm, [talked()])
+    scorer = algorithm.teacher_scorer
+    reply = [token_id for letter in "4<|im_end|>" for token_id in encode(scorer.ours, letter)]
+    token_ids, spans = scorer.align(rollout.sample_branches[0].nodes[:1], reply, 0)
+    spelled = token_ids[spans[0][1].start :]
+    assert theirs.decode(spelled) == "4<|im_end|>" and not set(spelled) & set(theirs.all_special_ids)
+
+
+async def test_a_template_that_begins_thoughts_is_refused_beside_one_that_does_not(aligned, talked, play, tmp_path):
+    thinks = byte_level()
+    mark = "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+    thinks.chat_template = thinks.chat_template.rstrip() + mark
+    thinks.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="begins replies with '<think>', the policy's with ''"):
+        await play(aligned(tmp_path), [talked()])

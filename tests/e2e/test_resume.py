@@ -171,3 +171,18 @@ def test_fork_trains_as_its_source_did(train, tmp_path):
     for ours, theirs in zip(fork.steps, source.steps[2:], strict=True):
         assert ours["reward/all/mean"] == theirs["reward/all/mean"]
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_without_tasks_goes_on_without_a_line(inline):
+    tasks = ("env=reverse_text", "envs.reverse_text.args.num_tasks=16", "orchestrator.eval.every=null", "max_steps=20")
+    pools = (
+        "curriculum=pools",
+        "curriculum.refill=false",
+        "curriculum.easy_threshold=0.9",
+        "curriculum.hard_threshold=0.8",
+    )
+    run = inline(*tasks, *pools)
+    assert run.status == 0 and run.result["ended_because"].startswith("every env has run out of tasks"), run.stderr
+    again = inline(*tasks, *pools, f"run.resume={run.dir}")
+    assert again.status == 0 and [line["step"] for line in again.steps] == [line["step"] for line in run.steps]

@@ -190,6 +190,7 @@ async def test_top_logprobs_are_the_most_likely(server, pool):
         (row(_7=-1.0, _8=float("nan")), "JSON is malformed"),
         ({"7": {"logprob": -1.0}, "-8": {"logprob": -2.0}}, "of no distribution"),
         (row(_7=-1.0, _8=-9999.0), "of no distribution"),
+        (row(_7=-1.0, _8=1000.0), "of no distribution"),
         (row(_7=-0.1, _8=-0.2), "of no distribution"),
         (row(_7=-1.0, _x=-2.0), "cannot be read"),
     ],

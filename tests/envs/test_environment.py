@@ -91,9 +91,27 @@ async def test_a_taskset_with_nothing_but_tools_is_played_here(module, scripted)
     assert rollout.trace.messages[2].content == "3"
 
 
-def test_tools_of_one_name_are_refused(module, refused):
-    tools = TOOLS.format(made="Sums(vf.ToolsetConfig()), Again(vf.ToolsetConfig())")
-    assert "envs.mine.taskset='package_of_tests.tasks': two tools are named 'add'" in refused(module(tools))
+STATES = """
+class Red(vf.State):
+    pass
+class Blue(vf.State):
+    pass
+class RedTools(vf.Toolset[vf.ToolsetConfig, Red]):
+    IN_PROCESS = True
+class BlueTools(vf.Toolset[vf.ToolsetConfig, Blue]):
+    IN_PROCESS = True
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ("Sums(vf.ToolsetConfig()), Again(vf.ToolsetConfig())", "two tools are named 'add'"),
+        ("RedTools(vf.ToolsetConfig()), BlueTools(vf.ToolsetConfig())", "a rollout has one state"),
+    ],
+)
+def test_tools_that_do_not_go_together_are_refused(module, refused, made, message):
+    assert f"envs.mine.taskset='package_of_tests.tasks': {message}" in refused(module(STATES + TOOLS.format(made=made)))
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ TABLE = [
     (["trainer.ref_kl.mask_low=-1"], "trainer.ref_kl.mask_low=-1"),
     (["+loss.kl_tua=1"], "loss.kl_tua: there is no such key"),
     (["curriculum=pools", "curriculum.hash_keys=[no_key]", "curriculum.load_from=a_run"], "curriculum."),
-    (["curriculum.load_from=none"], "curriculum: TaskCurriculum.load failed: FileNotFoundError"),
+    (["curriculum.load_from=none"], "curriculum.load_from='none' is no folder"),
     (["+filters.post_batch.mine={_target_: refused_mine.Algo}"], "filters.post_batch.mine._target_='refused_mine.A"),
     (["+trainer.optim.rate=1"], "trainer.optim.rate: AdamW has no such option"),
     (["optim=sgd", "trainer.optim.nesterov=true"], "trainer.optim._target_=torch.optim.SGD: Nesterov"),

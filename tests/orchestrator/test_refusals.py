@@ -130,7 +130,7 @@ def test_contradiction_is_refused_by_key(overrides, key):
         f"algo=reward algo.kl.coef=1 algo.kl.reference={FROZEN}",
         f"algo=echo algo.kl.coef=1 algo.kl.reference={FROZEN} algo.kl.divergence=jsd algo.kl.top_k=8 algo.kl.beta=0.1",
         "algo=opd teacher=local algo.divergence=reverse_kl algo.top_k=64",
-        "algo=opd algo.teacher=lagged algo.every=4 sampling.temperature=0.5",
+        "algo.kl.coef=0.1 algo.kl.reference=lagged algo.kl.every=4 sampling.temperature=0.5",
         "algo=opsd algo.reference=ema algo.decay=0.9 algo.divergence=forward_kl",
         "algo=opd algo.teacher=policy +algo@envs.math.algo=grpo",  # that no env runs
         f"{SLOT}.repetition.mode=ngram {SLOT}.repetition.n=1 {SLOT}.repetition.threshold=0.0",
