@@ -184,5 +184,5 @@ def test_a_run_without_tasks_goes_on_without_a_line(inline):
     )
     run = inline(*tasks, *pools)
     assert run.status == 0 and run.result["ended_because"].startswith("every env has run out of tasks"), run.stderr
-    again = inline(*tasks, *pools, f"run.resume={run.dir}")
+    again = inline(*tasks, *pools, f"run.resume={run.dir}", "trainer.optim.lr=1e-5")
     assert again.status == 0 and [line["step"] for line in again.steps] == [line["step"] for line in run.steps]
