@@ -43,7 +43,8 @@ def test_without_ray_its_extra_is_named(monkeypatch):
 
 
 @pytest.mark.slow
-def test_too_few_resources_and_a_dead_address_are_refused():
+def test_too_few_resources_and_a_dead_address_are_refused(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a process keeps what it began with, and other tests join clusters
     bundle = Bundle("engine", ModelConfig(path="x/y"), cpus=1, gpus=3)
     with (
         RayLauncher(wait_s=0.5) as launcher,
