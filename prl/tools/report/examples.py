@@ -118,11 +118,11 @@ def example_groups(records: list[Record], exported: Collection[Key]) -> list[Gro
     return chosen[:GROUPS] + failed[:1]
 
 
-def merit(group: Group, exported: Collection[Key]) -> tuple[float, bool]:
-    """How much the rewards of a group differ, and whether its tokens are there."""
+def merit(group: Group, exported: Collection[Key]) -> tuple[bool, float]:
+    """Whether the tokens of a group whose rewards differ are there, and how much they differ."""
     rewards = [record.reward for record in group if record.reward is not None and record.stage is not Stage.FAILED]
     spread = round(statistics.pstdev(rewards), 6) if rewards else -1.0
-    return spread, any(key_of(record) in exported for record in group)
+    return spread > 0 and any(key_of(record) in exported for record in group), spread
 
 
 def entry_of(group: Group, places: list[int]) -> dict[str, Any]:
