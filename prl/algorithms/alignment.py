@@ -68,8 +68,9 @@ class AlignedLogprobs(ReferenceLogprobs):
         if not (hasattr(self.ours, "backend_tokenizer") and hasattr(self.theirs, "backend_tokenizer")):
             raise ConfigError("algo.align=text: both models need a tokenizer.json, to tell the text of each token")
         # Letters that spell a special token are text: with them the policy has not ended its turn.
-        self.speller: Any = copy.deepcopy(self.theirs)
-        self.speller.split_special_tokens = True
+        speller: Any = copy.deepcopy(self.theirs)
+        speller.split_special_tokens = True
+        self.speller = speller
         self.stops = policy.get_stop_token_ids()
         self.end, self.before = around_replies(reference, self.theirs)
         begun = [opening(policy, self.ours), opening(reference, self.theirs)]
