@@ -14,7 +14,7 @@ matching (arXiv 2503.20083) and of TRL's GOLD trainer.
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from renderers import Renderer
 from tokenizers.decoders import DecodeStream
@@ -31,7 +31,8 @@ from prl.monitors.text import in_one_line
 from prl.rollouts.logprobs import is_measured
 from prl.rollouts.rollout import Rollout
 
-DIALOGUE = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+REPLY = "!"
+"""Of which is looked at what a chat template writes around it."""
 Border = tuple[int, int]
 """What is complete behind a token: characters, and a hash of the names of the tokens since, 0 for none."""
 Spelling = tuple[str, list[Border]]
@@ -64,21 +65,23 @@ class AlignedLogprobs(ReferenceLogprobs):
         super().__init__(pool, limit)
         self.renderer = reference
         self.log = log
-        self.ours, self.theirs = tokenizer_of(policy), tokenizer_of(reference)
+        self.ours = cast(Any, tokenizer_of(policy))
+        self.theirs = cast(Any, tokenizer_of(reference))
         if not (hasattr(self.ours, "backend_tokenizer") and hasattr(self.theirs, "backend_tokenizer")):
             raise ConfigError("algo.align=text: both models need a tokenizer.json, to tell the text of each token")
         # Letters that spell a special token are text: with them the policy has not ended its turn.
-        speller: Any = copy.deepcopy(self.theirs)
-        speller.split_special_tokens = True
-        self.speller = speller
+        self.speller = copy.deepcopy(self.theirs)
+        self.speller.split_special_tokens = True
         self.stops = policy.get_stop_token_ids()
-        self.end, self.before = around_replies(reference, self.theirs)
-        begun = [opening(policy, self.ours), opening(reference, self.theirs)]
-        if begun[0] != begun[1]:
+        our_opening, _ = around_reply(policy)
+        their_opening, written = around_reply(reference)
+        ours, theirs = self.ours.decode(our_opening).strip(), self.theirs.decode(their_opening).strip()
+        if ours != theirs:
             raise ConfigError(
-                f"algo.align=text: the chat template of {pool.model!r} begins replies with {begun[1]!r}, the policy's "
-                f"with {begun[0]!r}: a reply would have another place. Choose two that think, or two that do not"
+                f"algo.align=text: the chat template of {pool.model!r} begins replies with {theirs!r}, the policy's "
+                f"with {ours!r}: a reply would have another place. Choose two that think, or two that do not"
             )
+        self.end, self.before = end_and_before(written, reference.get_stop_token_ids(), self.theirs)
 
     async def _score(self, rollout: Rollout, index: int, context: list[int]) -> None:
         sample = rollout.samples[index]
@@ -185,18 +188,18 @@ def encode(tokenizer: Any, text: str, before: str = "") -> list[int]:
     return list(whole[len(head) :]) if whole[: len(head)] == head else encode(tokenizer, text)
 
 
-def opening(renderer: Renderer, tokenizer: Any) -> str:
-    """What a chat template begins a reply with in the model's stead, such as "<think>"."""
-    prompt, whole = render_prompt(renderer, DIALOGUE[:1]).token_ids, render(renderer, DIALOGUE).token_ids
-    return str(tokenizer.decode(prompt[shared_length(prompt, whole) :])).strip()
+def around_reply(renderer: Renderer) -> tuple[list[int], list[int]]:
+    """What a chat template begins a reply with in the model's stead, such as "<think>", and what it writes of `REPLY`
+    and behind it."""
+    dialogue = [{"role": "user", "content": "?"}, {"role": "assistant", "content": REPLY}]
+    prompt, whole = render_prompt(renderer, dialogue[:1]).token_ids, render(renderer, dialogue).token_ids
+    shared = shared_length(prompt, whole)
+    return list(prompt[shared:]), list(whole[shared:])
 
 
-def around_replies(renderer: Renderer, tokenizer: Any) -> tuple[list[int], str]:
-    """What a chat template writes around replies: the token that ends a turn, [] for none, and a text that replies are
+def end_and_before(written: list[int], stops: list[int], tokenizer: Any) -> tuple[list[int], str]:
+    """Of what a template writes for `REPLY`: the token that ends the turn, [] for none, and a text that replies are
     encoded behind: some tokenizers put a blank in front of a text that has nothing before it."""
-    prompt, whole = render_prompt(renderer, DIALOGUE[:1]).token_ids, render(renderer, DIALOGUE).token_ids
-    written = list(whole[shared_length(prompt, whole) :])
-    stops = renderer.get_stop_token_ids()
     end = next((place for place, token in enumerate(written) if token in stops), len(written))
-    alone = encode(tokenizer, "!")
+    alone = encode(tokenizer, REPLY)
     return written[end : end + 1], "" if written[:end][-len(alone) :] == alone else "\n"

@@ -120,9 +120,9 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
         control.coef, control.below = saved.get("entropy", {}).get(name, (control.coef, control.below))
     with safe_open(folder / STATE / "trainer.safetensors", "pt") as tensors:
         _load_optimizer(trainer.optimizer, parameters, saved["optimizer"], tensors.get_tensor)
-        _load_references(trainer, set(tensors.keys()), tensors.get_tensor)
-        own = {kind: f"generator/{rank}/{kind}" for kind in ("cpu", "cuda")}
         saved_names = set(tensors.keys())
+        _load_references(trainer, saved_names, tensors.get_tensor)
+        own = {kind: f"generator/{rank}/{kind}" for kind in ("cpu", "cuda")}
         generators = {kind: tensors.get_tensor(name) for kind, name in own.items() if name in saved_names}
     if "cpu" in generators:
         torch.set_rng_state(generators["cpu"])

@@ -10,7 +10,7 @@ import pytest
 from other_tokenizers import byte_level, sentence_piece
 from tokenizers import normalizers
 
-from prl.algorithms.alignment import around_replies, encode, spans_of, spelling, spread
+from prl.algorithms.alignment import around_reply, encode, end_and_before, spans_of, spelling, spread
 from prl.algorithms.grpo import GRPOAlgorithm
 from prl.algorithms.opd import OPDAlgorithm
 from prl.algorithms.reference import KLConfig
@@ -144,7 +144,8 @@ def test_behind_another_spelling_the_rest_is_one_span(tokenizer):
 )
 def test_a_reply_is_encoded_as_the_template_has_it(make, end, first):
     made = make()
-    ends, before = around_replies(make_renderer(made), made)
+    renderer = make_renderer(made)
+    ends, before = end_and_before(around_reply(renderer)[1], renderer.get_stop_token_ids(), made)
     assert made.convert_ids_to_tokens(ends) == end
     assert made.convert_ids_to_tokens(encode(made, "the sum", before))[0] == first
 

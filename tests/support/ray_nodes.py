@@ -1,7 +1,7 @@
 """A Ray cluster of several nodes on this machine, made with Ray's own commands."""
 
 import contextlib
-import itertools
+import gc
 import os
 import secrets
 import signal
@@ -21,18 +21,14 @@ OURS = ("prl.trainer", "prl.engines.vllm.server", "VLLM::", "children.py", "ray:
 """Parts of the command lines of what a run starts."""
 BLIND = "mount -t tmpfs none {folder} && exec {command}"
 """A node with a mount of its own over a folder: it sees nothing of what is there."""
-CLUSTERS = itertools.count()
-"""Those that this process has joined: a handle of an earlier one that goes late would end an actor of the same id."""
 
 
 class Nodes:
     """Nodes by name. Each is a `ray start --block`, which owns its raylet and what that starts."""
 
-    def __init__(self, folder: Path, jobs: int = 0):
+    def __init__(self, folder: Path):
         self.port = free_port("127.0.0.1")
         self.folder = folder
-        self.jobs = jobs
-        """How many jobs the cluster is to have had: of the number of a job Ray makes the ids of its actors."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {
             "RAY_ADDRESS": f"{ray.util.get_node_ip_address()}:{self.port}",
@@ -65,10 +61,6 @@ class Nodes:
             env = os.environ | self.environment
             self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
         wait_until(lambda: b"--block" in (self.folder / f"{name}.log").read_bytes(), 60, f"{name} has started")
-        if len(self.processes) == 1:
-            for _ in range(self.jobs):
-                ray.init(self.environment["RAY_ADDRESS"], log_to_driver=False)
-                ray.shutdown()
 
     def kill(self, name: str) -> None:
         """Kill a node's raylet, which is what Ray sees of the end of a machine."""
@@ -110,10 +102,11 @@ class Nodes:
 def ray_nodes(token=True):
     """Nodes that end with the block. Their folder has a short path: a socket's has 107 characters at most."""
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        nodes = Nodes(Path(folder), 0 if token else next(CLUSTERS))
+        nodes = Nodes(Path(folder))
         if not token:  # as for this process, which has imported Ray with what the environment had then
             nodes.environment = {"RAY_ADDRESS": nodes.environment["RAY_ADDRESS"], "RAY_AUTH_MODE": "disabled"}
         try:
             yield nodes
         finally:
             nodes.close()
+            gc.collect()  # handles of its actors: those of the next cluster have the same ids
