@@ -237,8 +237,8 @@ class EnvConfig:
     """The taskset's own config, for training tasks."""
     eval_args: dict[str, Any] | None = None
     """What differs from `args` for held-out evaluation tasks; null = this env is not evaluated."""
-    weight: Annotated[float, Gt(0), Le(1e6)] = 1.0
-    """Share of rollouts relative to the other envs."""
+    weight: Annotated[float, Ge(0), Le(1e6)] = 1.0
+    """Share of rollouts relative to the other envs; 0 = evaluated, never trained on."""
     group_size: Annotated[int | None, Ge(1)] = None
     """Rollouts of one task; null = `orchestrator.group_size`."""
     timeout_s: Seconds = 600.0

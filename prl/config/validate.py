@@ -132,6 +132,8 @@ def validate_envs(config: TrainConfig) -> None:
     if unread and all(env.eval_args is None for env in config.envs.values()):
         keys = " or ".join(f"envs.{name}.eval_args" for name in config.envs)
         raise ConfigError(f"orchestrator.{unread[0]} looks at evaluations, and no env has any: set {keys}, now null")
+    if all(env.weight == 0 for env in config.envs.values()):
+        raise ConfigError(f"envs.{next(iter(config.envs))}.weight=0: no env is trained on: give one a weight above 0")
     for name, env in config.envs.items():
         check_env_name(name)
         key, group_size = config.group_size_of(name)

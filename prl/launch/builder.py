@@ -111,7 +111,8 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
             raise ConfigError(f"env {name!r} is played by verifiers' harness, over HTTP: it needs engine=default")
         prompts = rendered_prompts(environment, renderers[name], config.node_of(name, "renderer")[0])
         check_lengths(config, name, prompts)
-        check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
+        if environment.config.weight > 0:
+            check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
     return PreparedRun(
         config=config,
         components=components,

@@ -52,10 +52,10 @@ class Dispatcher:
         envs = {env.name: env for env in self.envs}
         self.next_id = state.next_group
         self.started |= state.started
-        for name, weight in state.weights.items():
-            envs[name].weight = weight
+        for name, env in envs.items():
+            env.weight = state.weights.get(name, env.weight)
         for saved in state.in_flight:
-            if saved.task >= 0:
+            if saved.task >= 0 and saved.env in envs:
                 env = envs[saved.env]
                 task = env.environment.tasks[saved.task]
                 self._again.append(Group(saved.group, env, math.inf, task, sent=saved.sent))

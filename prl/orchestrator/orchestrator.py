@@ -121,9 +121,10 @@ class Orchestrator:
         self.run_dir, self.max_steps = run_dir, max_steps
         self.seq_len, self.trainer_ranks, self.updates_per_batch = seq_len, trainer_ranks, updates_per_batch
         self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.dispatcher = Dispatcher(envs, self.events)
+        trained = [env for env in envs if env.environment.config.weight > 0]
+        self.dispatcher = Dispatcher(trained, self.events)
         self.intake = Intake(envs, config.max_error_share)
-        self.batcher = Batcher(config.batch_size, config.token_batch_size, envs if config.mix == "weights" else [])
+        self.batcher = Batcher(config.batch_size, config.token_batch_size, trained if config.mix == "weights" else [])
         self.replay = Replay(envs, self.batcher, config.age_limit)
         self.staleness = Staleness(config, max_steps)
         self.checkpoints = Checkpoints(checkpoint or CheckpointConfig(), run_dir, envs)

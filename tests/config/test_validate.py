@@ -97,7 +97,7 @@ OUT_OF_RANGE = {
     "engine.port": (0, 70_000),
     "engine.startup_timeout_s": DEADLINE,
     "engine.update_timeout_s": DEADLINE,
-    "envs.math.weight": (0.0, INF),
+    "envs.math.weight": (-1.0, INF),
     "envs.math.timeout_s": (-1.0,),
     "envs.math.group_size": (0,),
     "envs.math.group_timeout_s": (0.0, -1.0, INF, NAN),
@@ -228,6 +228,7 @@ def test_a_run_needs_an_env(config):
             "envs.math.models.judge.base_url='nowhere' is",
         ),
         (["+envs.math.models.judge=policy", "envs.math.in_process=false"], "envs.math.models: graders that ask"),
+        (["envs.math.weight=0"], "envs.math.weight=0: no env is trained on"),
     ],
 )
 def test_what_is_an_envs_own_is_checked_under_its_own_key(overrides, key):

@@ -278,6 +278,14 @@ async def test_curriculum_knows_step_version_and_evaluation(train, make_env):
     assert [context.evaluation["eval/toy/avg@1"] for context in seen] == expected
 
 
+async def test_env_without_weight_is_evaluated_and_never_trained_on(train, make_env):
+    envs = [make_env("kept", held_out=2, weight=0.0), make_env("learnt", held_out=2)]
+    run = await train(envs, steps=4, eval=EvalConfig(every=2))
+    assert run.sizes == [8] * 4 and {record["env"] for record in run.records()} == {"learnt"}
+    for name in ("kept", "learnt"):
+        assert [line["step"] for line in run.all_lines if f"eval/{name}/avg@1" in line] == [0, 2, 4]
+
+
 async def test_env_that_ends_leaves_the_other_to_train_on(train, make_env, caplog):
     small = make_env("small", task=Easy, tasks=3, weight=3.0, curriculum=POOLS)
     run = await train([small, make_env("large", curriculum=POOLS)], steps=10, max_async_level=0)
