@@ -58,18 +58,18 @@ class Algorithm(EnvPart):
     """
 
     sampling: SourceConfig = field(default_factory=SourceConfig)
-    """Where rollouts come from: `sampling.source` is `policy`, a frozen model {name, base_url} or `demonstrations`."""
+    """Source of rollouts: `sampling.source` is `policy`, a frozen model {name, base_url} or `demonstrations`."""
     kl: KLConfig = field(default_factory=KLConfig)
-    """KL to the initial or a frozen model, added to the policy gradient: weight `kl.coef`, 0 = none."""
+    """KL to a reference, added to the policy gradient with weight `kl.coef`; 0 = none."""
     mask_truncated: bool = False
-    """Sampled tokens of a rollout that a length limit cut off have no weight in any loss component; it still counts for
-    its group's baseline."""
+    """If a length limit cut a rollout off, its sampled tokens have no weight in any loss. Its reward still counts in
+    the group's baseline."""
     _kl_scorer: ReferenceLogprobs | None = field(default=None, init=False, repr=False)
 
     action_loss_type: ClassVar[str] = "rl"
-    """The loss component that sampled tokens feed, a name in `prl.rollouts.components.COMPONENTS`."""
+    """The loss of sampled tokens, a name in `prl.rollouts.components.COMPONENTS`."""
     group_relative: ClassVar[bool] = False
-    """Whether credit is relative to the group, so that a group of one gets none."""
+    """Whether advantages are relative to the group: a group of one then has none."""
     reads_reward: ClassVar[bool] = True
     """Whether the training signal depends on rewards."""
 

@@ -31,9 +31,9 @@ class CustomAlgorithm(LengthPenalty, Algorithm):
     """
 
     fn: Callable[[list[Any]], Sequence[float | Sequence[float]]]
-    """`fn(group)`, a list of rollouts, returns one number for each rollout, or one list for each, as long as the
-    `token_ids` of its samples together. With a `length_penalty`, `rollout.reward` is the shaped reward. Further keys of
-    the node are its keyword arguments."""
+    """`fn(group)`, a list of rollouts, returns one advantage for each rollout, or one list for each, as long as the
+    `token_ids` of its samples together. With a `length_penalty`, `rollout.reward` is the shaped reward. Further keys
+    are its keyword arguments."""
 
     def check(self, where: str) -> None:
         if not callable(self.fn) or inspect.isclass(getattr(self.fn, "func", self.fn)):

@@ -18,7 +18,7 @@ class LengthPenalty:
     """
 
     length_penalty: Literal["tokens", "turns"] | None = None
-    """Favour the cheaper of the best rollouts, by `tokens` or by `turns`; null = off."""
+    """Of the best rollouts of a group, favour those with fewer `tokens` or `turns`; null = off."""
     completion_weight: Annotated[float, Ge(0), Le(1e6)] = 1.0
     """Cost of a sampled token, for `length_penalty=tokens`."""
     tool_response_weight: Annotated[float, Ge(0), Le(1e6)] = 1.0

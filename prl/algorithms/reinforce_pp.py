@@ -18,8 +18,8 @@ class ReinforcePPAlgorithm(GRPOAlgorithm):
     """
 
     group_baseline: bool = True
-    """Begin with GRPO's credit: the paper's REINFORCE++-baseline, for several rollouts a task. false = with the reward:
-    its REINFORCE++."""
+    """true = from GRPO's advantages, for several rollouts a task (REINFORCE++-baseline in the paper). false = from the
+    reward (REINFORCE++)."""
 
     @property
     def group_relative(self) -> bool:  # type: ignore[override]  # it depends on an option here

@@ -23,7 +23,7 @@ class TurnAlgorithm(LengthPenalty, Algorithm):
     group_relative: ClassVar[bool] = True
 
     gamma: Annotated[float, Ge(0), Le(1)] = 1.0
-    """Discount of a reward for each turn between it and the turn that is credited; 0 = a turn's own reward alone."""
+    """Discount of later rewards for each turn in between; 0 = each turn has only its own reward."""
 
     def score_group(self, group: list[Rollout]) -> None:
         credit = []

@@ -42,7 +42,7 @@ class Curriculum(EnvPart, ABC):
     to 1."""
 
     replay: ReplayConfig = field(default_factory=ReplayConfig)
-    """Train again on groups of earlier batches."""
+    """Replay buffer: train again on groups of earlier batches."""
 
     where = "curriculum"  # not an option; `check` replaces it
     """The curriculum's config key, for the messages of `load`."""

@@ -33,7 +33,7 @@ class Filter(EnvPart, ABC):
     """
 
     enforce: bool = False
-    """Drop what matches; false only records it."""
+    """Drop matching rollouts; false only records the match."""
 
     mode_options: ClassVar[ModeOptions] = {}
     """For a filter with a field `mode`. The fields of such options are null by default, so that one of another mode is
