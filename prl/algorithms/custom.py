@@ -1,4 +1,4 @@
-"""Credit by a function of the user's own."""
+"""Advantages by a function of the user."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class ShapedRollout:
 
 @dataclass(kw_only=True)
 class CustomAlgorithm(LengthPenalty, Algorithm):
-    """Credit of the sampled tokens by a function over the group.
+    """Advantages of the sampled tokens by a function over the group.
 
     A whole class of your own needs no function: subclass `Algorithm` and name the class with `_target_`.
     """

@@ -24,9 +24,9 @@ class OverlongPenalty:
 
 @dataclass(kw_only=True)
 class GRPOAlgorithm(LengthPenalty, Algorithm):
-    """Group-relative policy optimisation: credit = reward - mean reward of the group, on every sampled token.
+    """Group-relative policy optimisation: advantage = reward - mean reward of the group, on every sampled token.
 
-    `length_penalty` and `overlong_penalty` shape the reward that credit is computed from; the rollout keeps its own.
+    `length_penalty` and `overlong_penalty` shape the reward before that; the rollout keeps its own.
     With `length_penalty` the rewards of correct rollouts grow by how much cheaper they are than their mean
     (`efficiency_shaping`). `baseline`, then `normalize`, apply to the shaped rewards. Source: GRPO (arXiv 2402.03300)
     without the length and standard-deviation terms (Dr. GRPO, arXiv 2503.20783).

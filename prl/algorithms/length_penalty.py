@@ -1,4 +1,4 @@
-"""The length penalty, for every algorithm that computes credit from rewards."""
+"""The length penalty, for every algorithm that computes advantages from rewards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class LengthPenalty:
     """Cost of a token of a tool's response, for `length_penalty=tokens`."""
 
     def shaped_rewards(self, group: Sequence[Rollout]) -> list[float]:
-        """The rewards that credit is computed from (`efficiency_shaping`); without a penalty the rollouts' own."""
+        """The rewards for advantages (`efficiency_shaping`); without a penalty the rollouts' own."""
         rewards = [rollout.reward for rollout in group]
         if self.length_penalty is None:
             return rewards

@@ -1,4 +1,4 @@
-"""Credit by turn."""
+"""Advantages by turn."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -13,11 +13,11 @@ from prl.rollouts.rollout import Rollout
 
 @dataclass(kw_only=True)
 class TurnAlgorithm(LengthPenalty, Algorithm):
-    """Credit of a turn = its discounted return - the mean return of that turn in the group, on its sampled tokens.
+    """Advantage of a turn = its discounted return - the mean return of that turn in the group, on its sampled tokens.
 
-    The mean of turn j is over the rollouts that have a turn j. One that alone has so many turns has no credit for the
-    last of them. What a `length_penalty` adds to a reward belongs to the last turn. Source: GRPO with process
-    supervision (arXiv 2402.03300, section 4.1.3), by turns, discounted, and without its standard deviation.
+    The mean of turn j is over the rollouts that have a turn j. If only one rollout has a turn j, its advantage there is
+    0. A `length_penalty` adds to the reward of the last turn. Source: GRPO with process supervision (arXiv 2402.03300,
+    section 4.1.3), by turns, discounted, and without its standard deviation.
     """
 
     group_relative: ClassVar[bool] = True

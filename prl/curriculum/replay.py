@@ -8,7 +8,7 @@ from annotated_types import Ge, Le
 
 @dataclass
 class ReplayConfig:
-    """Groups of earlier batches that are trained on again, as they were credited then, newest policy first.
+    """The replay buffer: groups of earlier batches that train again with their old advantages, newest policy first.
 
     Only groups whose advantages are not all zero. They count in `replay/*` and in `off_policy/*`.
     """
