@@ -20,7 +20,7 @@ Cell = tuple[int, int]
 
 
 class Maze:
-    """A grid of size × size cells, some of which are walls, with a start and a goal."""
+    """A grid of as many rows as columns, with walls, a start and a goal."""
 
     def __init__(self, size: int, start: Cell, goal: Cell, walls: set[Cell]):
         self.size, self.start, self.goal, self.walls = size, start, goal, walls
