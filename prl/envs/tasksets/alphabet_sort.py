@@ -2,8 +2,9 @@
 
     user sort: ba ca ad    model ad ba ca    user add: bb    model ad ba bb ca
 
-The reward is the mean of the rounds' grades; a round that was not reached, because the context was full, counts 0. The
-next round follows any reply, right or wrong. Grade of a reply x against the answer y, both as lists of words:
+The reward is the mean of the rounds' grades; each turn's part of it is its process reward, which `algo=turn` reads. A
+round that was not reached, because the context was full, counts 0. The next round follows any reply, right or wrong.
+Grade of a reply x against the answer y, both as lists of words:
 
     1.0                 x = y
     0.2 * 2M / T        otherwise, at most twice as many words as y: M words in matching blocks of the T = |x| + |y|
@@ -51,10 +52,10 @@ class AlphabetSortTask(IdTask[AlphabetSortData]):
         return [grade(reply, answer) for reply, answer in zip_longest(replies, self.data.answers, fillvalue="")]
 
     @vf.reward
-    async def rounds(self, trace: vf.Trace) -> float:
-        """Return the mean grade of the rounds, in [0, 1]."""
+    async def rounds(self, trace: vf.Trace) -> list[float]:
+        """Return each turn's part of the mean grade of the rounds: together a reward in [0, 1]."""
         grades = self.grades(trace)
-        return sum(grades) / len(grades)
+        return [grade / len(grades) for grade in grades[: trace.num_turns]]
 
     @vf.metric
     async def correct(self, trace: vf.Trace) -> float:

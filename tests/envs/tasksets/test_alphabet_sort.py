@@ -66,8 +66,10 @@ async def test_rounds_go_on_whatever_the_reply(scripted, task):
     three = task.with_data(later=["add: bb", "add: ab"], answers=["ad ba ca", "ad ba bb ca", "ab ad ba bb ca"])
 
     async def played(**how):
-        sampler = scripted(["nonsense"] * 3, **how)
+        sampler = scripted(["ba ca ad", "ad ba bb ca", "nonsense"], **how)
         [rollout] = await environment.play(three, 1, sampler, group_id=0)
+        process = [0.2 * 4 / 6 / 3, 1 / 3, 0][: len(rollout.turns)]
+        assert [turn.reward for turn in rollout.turns] == pytest.approx(process)
         return [message.content for message in rollout.trace.messages if message.role == "user"], sampler
 
     async with environment.serving():
