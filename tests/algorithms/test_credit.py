@@ -1,12 +1,15 @@
 """Credit of max_rl, reward and custom, and the rules of `assign_advantages`."""
 
 import functools
+import itertools
 import re
 
 import numpy as np
 import pytest
 import torch
 
+from experiments.max_rl.gradient import share_of_log_likelihood
+from prl.algorithms.advantage import centred, mean_normalized
 from prl.algorithms.custom import CustomAlgorithm
 from prl.algorithms.echo import EchoAlgorithm
 from prl.algorithms.grpo import GRPOAlgorithm
@@ -129,3 +132,28 @@ async def test_reinforce_pp_normalises_over_the_batch(make_rollout, play, credit
     alike = await play(algorithm, [make_rollout(0.1) for _ in range(3)])
     algorithm.finalize_batch([alike])
     assert [credit(rollout) for rollout in alike] == [0.0] * 3
+
+
+@pytest.mark.parametrize("advantages", [mean_normalized, centred])
+def test_expected_gradient_of_a_group_is_that_of_all_its_outcomes(advantages):
+    """By brute force: every group of four replies of a policy over three, of which the first earns 1."""
+    logits = torch.tensor([-0.4, 0.3, 0.9], dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(0)
+    surrogate = torch.tensor(0.0, dtype=torch.float64)
+    for replies in itertools.product(range(3), repeat=4):
+        chance = logprobs[list(replies)].sum().exp().detach()
+        given = advantages([float(reply == 0) for reply in replies])
+        surrogate = surrogate + chance * (torch.tensor(given, dtype=torch.float64) * logprobs[list(replies)]).mean()
+    [expected] = torch.autograd.grad(surrogate, logits, retain_graph=True)
+    [of_log_p] = torch.autograd.grad(logprobs[0], logits)
+    p = logprobs[0].exp().item()
+    torch.testing.assert_close(expected, share_of_log_likelihood(advantages, p, 4) * of_log_p, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("p", [0.01, 0.2, 0.7])
+def test_gradient_of_max_rl_tends_to_that_of_the_log_likelihood_as_the_group_grows(p):
+    shares = [share_of_log_likelihood(mean_normalized, p, n) for n in (2, 16, 256, 1000)]
+    expected = [1 - (1 - p) ** n - p * (1 - p) ** (n - 1) for n in (2, 16, 256, 1000)]
+    assert shares == pytest.approx(expected, rel=1e-9)
+    assert 1 - shares[-1] < 0.001
+    assert share_of_log_likelihood(centred, p, 1000) == pytest.approx(p * 0.999), "grpo's stays that of p"
