@@ -19,6 +19,8 @@ from prl.runs.run_dir import RUN_FILES
 from prl.transport.files import lines_of
 
 T = TypeVar("T")
+COMPLETED = "completed"
+"""Status of a run that came to its end."""
 MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
 """What a sweep calls the directory of an attempt after which the job is done again."""
 
