@@ -35,7 +35,7 @@ class Comparison:
     def verdict(self) -> list[str]:
         """The best variant against each other, in sentences."""
         if self.values.empty:
-            return [f"No completed run has the {self.metric}: there is nothing to compare."]
+            return ["Nothing to compare: no run has completed with this metric."]
         best, *others = self.values
         level = f"{number(self.values[best].mean())}, {seeds(self.values[best].count())}"
         if not others:

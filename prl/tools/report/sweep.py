@@ -105,7 +105,7 @@ def scatters(summary: Summary) -> list[Panel]:
     variant = found.index.get_level_values(0)
     of_label = {summary.variants.label(values): values for values in summary.variants.members}
     charts = []
-    for place, head in enumerate(summary.variants.heads):
+    for place, head in enumerate(summary.variants.heads if len(found) else []):
         texts = pd.Series([of_label[label][place] for label in variant])
         numbers = pd.to_numeric(texts, errors="coerce")
         log = numbers.notna().all() and numbers.max() >= LOG_FROM * numbers.min() > 0

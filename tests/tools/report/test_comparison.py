@@ -43,7 +43,7 @@ def test_the_interval_is_that_of_the_differences_by_seed():
         ({"a": [0.5, 0.6], "b": [None, 0.4]}, ["a and b have 1 seed in common: run both with seed=0,1,2."]),
         ({"a": [0.5], "b": [0.4]}, ["a is best: 0.500, 1 seed. One seed shows no spread: run each with seed=0,1,2."]),
         ({"a": [0.5, 0.7]}, ["One variant, nothing to compare: 0.600, 2 seeds."]),
-        ({}, ["No completed run has the reward: there is nothing to compare."]),
+        ({}, ["Nothing to compare: no run has completed with this metric."]),
         (
             {"a": [0.5, 0.7], "b": [0.4, 0.6], "c": [0.1, None]},
             [

@@ -90,6 +90,14 @@ def test_nothing_to_draw_is_a_summary_without_curves(tmp_path, write_run, refuse
     assert not (tmp_path / "curves.png").exists() and "<img" not in (tmp_path / "summary.html").read_text()
 
 
+def test_a_sweep_of_which_no_job_completed_has_a_summary(sweep, refuse_pages):
+    for result in sweep.glob("[0-3]*/result.json"):
+        result.unlink()
+    assert main([str(sweep)]) == 0
+    assert "Nothing to compare: no run has completed" in (sweep / "summary.md").read_text()
+    assert (sweep / "summary.html").read_text().count("<img") == 2, "the crashed runs' curves, and no points"
+
+
 @pytest.mark.parametrize(
     "arguments, says",
     [
