@@ -32,7 +32,7 @@ class Panel:
     """A small chart of curves over the steps."""
 
     title: str
-    unit: str
+    unit: str = ""
     series: Mapping[str, pd.Series]
     """By name; the index is the step."""
     bands: Mapping[str, tuple[pd.Series, pd.Series]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Panel:
         for place, (name, whole) in enumerate(self.series.items()):
             values, colour = whole.dropna(), COLOURS[place % len(COLOURS)]
             if self.scatter:
-                axes.plot(values.index, values, "o", markersize=5, alpha=0.8, color=colour)
+                axes.plot(values.index, values, "o", markersize=5, alpha=0.8, color=colour if place else GREY)
                 continue
             if name in self.bands:
                 low, high = (smoothed(edge.dropna()) for edge in self.bands[name])

@@ -45,10 +45,6 @@ class Run:
     """Of a job of a sweep: the config keys that the sweep varies."""
 
     @property
-    def name(self) -> str:
-        return self.dir.name
-
-    @property
     def status(self) -> str:
         """completed, failed, stopped or refused, as `result.json` has it; without one running or crashed."""
         return self.result.status

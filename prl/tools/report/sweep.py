@@ -6,9 +6,11 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
+from prl.monitors.text import safe
 from prl.tools.report import try_to_write
 from prl.tools.report.html import render
 from prl.tools.report.plots import Panel, png, with_margin
@@ -72,8 +74,8 @@ def title(summary: Summary, folders: Sequence[str | Path]) -> str:
     """`demo: 4 runs (3 completed, 1 crashed), 2 variants`; first the folders that were asked for."""
     folder = ", ".join(os.path.basename(os.path.abspath(folder)) for folder in folders)
     runs, variants = len(summary.runs), len(summary.variants.members)
-    ended = statuses(summary.runs)
-    return f"{folder}: {runs} run{'s' * (runs != 1)} ({ended}), {variants} variant{'s' * (variants != 1)}"
+    ended = f"{runs} run{'s' * (runs != 1)} ({statuses(summary.runs)})"
+    return f"{folder}: {ended}, {variants} variant{'s' * (variants != 1)}"
 
 
 def panels(summary: Summary) -> list[Panel]:
@@ -95,23 +97,21 @@ def panels(summary: Summary) -> list[Panel]:
             bands[label] = (interval["low"], interval["high"])
             thin[label] = [by_seed[seed].dropna() for seed in by_seed if 1 < by_seed.shape[1] < FEW]
         ends = with_margin(pd.concat([curve(run.metrics, metric) for run in summary.runs]), 0.06)
-        charts.append(Panel(title=metric, unit="", series=series, bands=bands, thin=thin, single=single, y=ends))
+        charts.append(Panel(title=metric, series=series, bands=bands, thin=thin, single=single, y=ends))
     return charts
 
 
 def scatters(summary: Summary) -> list[Panel]:
     """A chart for each key that varies: what is compared in each seed, over the key's values."""
     found = summary.comparison.values.unstack().dropna()  # (variant, seed) -> value
-    variant = found.index.get_level_values(0)
     of_label = {summary.variants.label(values): values for values in summary.variants.members}
     charts = []
     for place, head in enumerate(summary.variants.heads if len(found) else []):
-        texts = pd.Series([of_label[label][place] for label in variant])
+        texts = pd.Series([safe(of_label[label][place]).replace("$", r"\$") for label, _ in found.index])
         numbers = pd.to_numeric(texts, errors="coerce")
-        log = numbers.notna().all() and numbers.max() >= LOG_FROM * numbers.min() > 0
+        scale: Any = "log" if numbers.max() >= LOG_FROM * numbers.min() > 0 and not numbers.hasnans else "linear"
         points = pd.Series(found.to_numpy(), index=texts if numbers.hasnans else numbers)
-        best = variant == summary.comparison.values.columns[0]
+        best = found.index.get_level_values(0) == summary.comparison.values.columns[0]
         series = {"others": points[~best], "best": points[best]}
-        title = f"{summary.comparison.metric} by {head}"
-        charts.append(Panel(title=title, unit="", series=series, scatter="log" if log else "linear"))
+        charts.append(Panel(title=f"{summary.comparison.metric} by {head}", series=series, scatter=scale))
     return charts

@@ -72,19 +72,19 @@ def markdown(table: Table) -> str:
 def _compared(summary: Summary) -> Table:
     """The variants by what they are compared by, best first."""
     of_label = {summary.variants.label(values): values for values in summary.variants.members}
-    found = summary.comparison.values.items()
-    rows = [[*of_label[label], str(values.count()), spread(values)] for label, values in found]
-    head = [*summary.variants.heads, "seeds", summary.comparison.metric]
+    found = summary.comparison
+    rows = [[*of_label[label], str(column.count()), spread(column)] for label, column in found.values.items()]
+    head = [*summary.variants.heads, "seeds", found.metric]
     return Table(title="Best first", head=head, rows=rows, numbers=frozenset(head[-2:]))
 
 
 def _measured(summary: Summary, metric: str) -> Table:
     shown = summary.table.columns[len(COLUMNS) :]
     heads = [f"{name} to {number(summary.threshold or 0.0)}" if name in TO_THRESHOLD else name for name in shown]
-    of_metric, rows = summary.table[summary.table["metric"] == metric], []
+    done = summary.table[(summary.table["metric"] == metric) & (summary.table["status"] == COMPLETED)]
+    rows = []
     for values, runs in summary.variants.members.items():
-        mine = of_metric[of_metric["variant"] == summary.variants.label(values)]
-        completed = mine[mine["status"] == COMPLETED]
+        completed = done[done["variant"] == summary.variants.label(values)]
         ended = str(len(runs)) if len(completed) == len(runs) else statuses(runs)
         distinct = completed["seed"].nunique()
         if distinct < len(completed):
@@ -125,7 +125,7 @@ def _jobs(summary: Summary) -> Table:
             str(run.result.steps),
             number(run.result.seconds) if run.result.seconds else ABSENT,
             *(number(finals.get((str(run.dir), metric), math.nan)) for metric in metrics),
-            _remark(run),
+            line_of(run.result.error) or run.result.ended_because or "; ".join(run.problems[:1]),
         ]
         for run, name in zip(summary.runs, names(summary.runs), strict=True)
     ]
@@ -137,11 +137,6 @@ def _jobs(summary: Summary) -> Table:
         numbers=frozenset({"steps", "seconds", *metrics}),
         links=[page if page.exists() else None for page in pages],
     )
-
-
-def _remark(run: Run) -> str:
-    """Why it ended, or what could not be read of it."""
-    return line_of(run.result.error) or run.result.ended_because or "; ".join(run.problems[:1])
 
 
 def escaped(text: str) -> str:

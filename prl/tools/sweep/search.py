@@ -1,6 +1,5 @@
 """Searches over several seeds: what Hydra's Optuna sweeper optimises is their mean."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -34,11 +33,11 @@ def launch_each(launcher: Any, seeds: list[str], trials: Any, initial_job_idx: i
         For each trial a job with their mean; where not all have a value, one that has none.
     """
     jobs = [[*trial, seed] for trial in trials for seed in seeds]
-    returned = launcher.launch(jobs, initial_job_idx=initial_job_idx * len(seeds))
+    returned = list(launcher.launch(jobs, initial_job_idx=initial_job_idx * len(seeds)))
     return [mean_of(returned[place : place + len(seeds)]) for place in range(0, len(returned), len(seeds))]
 
 
-def mean_of(jobs: Sequence[JobReturn]) -> JobReturn:
+def mean_of(jobs: list[JobReturn]) -> JobReturn:
     """A job with the mean of what the jobs returned; the first that returned no number, if there is one."""
     without = [job for job in jobs if not isinstance(job._return_value, float)]
     return without[0] if without else replace(jobs[0], _return_value=fmean(job.return_value for job in jobs))

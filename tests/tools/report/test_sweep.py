@@ -66,7 +66,7 @@ def test_chart_has_lines_of_variants_and_incomplete_runs(sweep):
 
 
 def test_what_is_compared_is_drawn_over_each_key(tmp_path, write_run):
-    for place, (lr, loss, reward) in enumerate([(1e-4, "aipo", 0.1), (1e-2, "ipo", 0.9), (1e-3, "ipo", 0.2)]):
+    for place, (lr, loss, reward) in enumerate([(1e-4, "$x^{", 0.1), (1e-2, "ipo", 0.9), (1e-3, "ipo", 0.2)]):
         for seed in (0, 1):
             lines, config = [{"step": 1, "reward/all/mean": reward + seed}], f"seed: {seed}\nlr: {lr}\nloss: {loss}\n"
             write_run(
@@ -81,6 +81,7 @@ def test_what_is_compared_is_drawn_over_each_key(tmp_path, write_run):
     for chart in (rate, loss):
         axes = Figure().add_subplot()
         chart.draw(axes)
+        assert chart.source().startswith("data:image/svg"), "names are no formulas"
         assert axes.get_xscale() == chart.scatter and [line.get_linestyle() for line in axes.lines] == ["None"] * 2
 
 

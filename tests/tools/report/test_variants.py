@@ -25,7 +25,7 @@ def max_rl(seed, lr=0.001):
 
 
 def names(found):
-    return {found.label(values): [run.name for run in runs] for values, runs in found.members.items()}
+    return {found.label(values): [run.dir.name for run in runs] for values, runs in found.members.items()}
 
 
 def test_variants_are_called_by_what_was_typed():
