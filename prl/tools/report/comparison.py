@@ -11,7 +11,6 @@ from prl.config.build import read
 from prl.config.schema import OptimizedMetricConfig
 from prl.errors import PrlError
 from prl.monitors.metric_names import HELD_OUT, REWARDS, SAMPLED
-from prl.tools.report.runs import COMPLETED
 from prl.tools.report.statistics import half_interval
 from prl.tools.report.variants import Variants, number, seed_of
 from prl.tools.sweep.metric import optimized
@@ -43,18 +42,19 @@ class Comparison:
         if len(self.values) == 1:
             return [f"{word(best)} is best: {level}. One seed shows no spread: run each with seed=0,1,2."]
         first = [f"{word(best)} has the best mean: {level}."] if len(others) > 1 else []
-        return [*first, *(self.sentence(best, other) for other in others[:LISTED])]
+        subject = "It" if first else word(best)
+        return [*first, *(f"{subject} {self.related(best, other)}" for other in others[:LISTED])]
 
-    def sentence(self, best: str, other: str) -> str:
-        """Two variants compared by the seeds that both have: the mean of the differences, and its t interval."""
+    def related(self, best: str, other: str) -> str:
+        """How a variant is related to another: the mean of the differences by seed, and its t interval."""
         ahead = self.sign * (self.values[best] - self.values[other])
         mean, half, count = ahead.mean(), half_interval(ahead), ahead.count()
         if count < 2:
-            return f"{word(best)} and {word(other)} have {seeds(count)} in common: run both with seed=0,1,2."
+            return f"has {seeds(count)} in common with {word(other)}: run both with seed=0,1,2."
         interval = f"{number(abs(mean))} ± {number(half)}, {seeds(count)}."
         if abs(mean) <= half:
-            return f"{word(best)} and {word(other)} can't be told apart: {'-' if mean < 0 else '+'}{interval}"
-        return f"{word(best)} is {'ahead of' if mean > 0 else 'behind'} {word(other)} by {interval}"
+            return f"can't be told apart from {word(other)}: {'-' if mean < 0 else '+'}{interval}"
+        return f"is {'ahead of' if mean > 0 else 'behind'} {word(other)} by {interval}"
 
 
 def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
@@ -63,7 +63,7 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     Raises ConfigError for a config of another version of prl, whose `optimized_metric` cannot be read.
     """
     labelled = [(variants.label(values), run) for values, runs in variants.members.items() for run in runs]
-    completed = [(label, run) for label, run in labelled if run.status == COMPLETED]
+    completed = [(label, run) for label, run in labelled if run.status == "completed"]
     given = completed[0][1].config.get("optimized_metric", {}) if completed else {}
     options = read(OptimizedMetricConfig, given, "optimized_metric")
     asked = metrics[0] if metrics else options.key

@@ -32,15 +32,15 @@ def test_the_interval_is_that_of_the_differences_by_seed():
     ("columns", "sentences"),
     [
         # differences 0, 0.03, 0: mean 0.01, standard error 0.01, quantile with 2 degrees 4.302653
-        ({"a": [0.5, 0.53, 0.5], "b": [0.5, 0.5, 0.5]}, ["a and b can't be told apart: +0.010 ± 0.043, 3 seeds."]),
-        ({"a": [0.5, 0.6], "b": [0.5, 0.6]}, ["a and b can't be told apart: +0.000 ± 0.000, 2 seeds."]),
+        ({"a": [0.5, 0.53, 0.5], "b": [0.5, 0.5, 0.5]}, ["a can't be told apart from b: +0.010 ± 0.043, 3 seeds."]),
+        ({"a": [0.5, 0.6], "b": [0.5, 0.6]}, ["a can't be told apart from b: +0.000 ± 0.000, 2 seeds."]),
         # ahead by a seed that the other lacks, behind in those that both have
         (
             {"a": [0.1, 0.2, 0.3, 5], "b": [0.2, 0.3, 0.4, None]},
             ["a is behind b by 0.100 ± 0.000, 3 seeds."],
         ),
-        ({"a": [0.5, None], "b": [None, 0.4]}, ["a and b have 0 seeds in common: run both with seed=0,1,2."]),
-        ({"a": [0.5, 0.6], "b": [None, 0.4]}, ["a and b have 1 seed in common: run both with seed=0,1,2."]),
+        ({"a": [0.5, None], "b": [None, 0.4]}, ["a has 0 seeds in common with b: run both with seed=0,1,2."]),
+        ({"a": [0.5, 0.6], "b": [None, 0.4]}, ["a has 1 seed in common with b: run both with seed=0,1,2."]),
         ({"a": [0.5], "b": [0.4]}, ["a is best: 0.500, 1 seed. One seed shows no spread: run each with seed=0,1,2."]),
         ({"a": [0.5, 0.7]}, ["One variant, nothing to compare: 0.600, 2 seeds."]),
         ({}, ["Nothing to compare: no run has completed with this metric."]),
@@ -48,8 +48,8 @@ def test_the_interval_is_that_of_the_differences_by_seed():
             {"a": [0.5, 0.7], "b": [0.4, 0.6], "c": [0.1, None]},
             [
                 "a has the best mean: 0.600, 2 seeds.",
-                "a is ahead of b by 0.100 ± 0.000, 2 seeds.",
-                "a and c have 1 seed in common: run both with seed=0,1,2.",
+                "It is ahead of b by 0.100 ± 0.000, 2 seeds.",
+                "It has 1 seed in common with c: run both with seed=0,1,2.",
             ],
         ),
     ],
@@ -64,13 +64,14 @@ def test_less_can_be_better():
 
 def test_variants_are_named_as_they_were_typed():
     names = {"algo=max_rl": [2, 2], "lr=0.1": [1, 1], "algo=grpo, lr=0.1": [0, 0]}
-    _, second, third = verdict(**names)
-    assert second.startswith("max_rl is ahead of lr=0.1 by") and third.startswith("max_rl is ahead of algo=grpo lr=0.1")
+    first, second, third = verdict(**names)
+    assert first.startswith("max_rl has the best mean")
+    assert second.startswith("It is ahead of lr=0.1 by") and third.startswith("It is ahead of algo=grpo lr=0.1 by")
 
 
 def test_of_many_variants_the_nearest_are_named():
     found = verdict(**{f"a{place}": [-place, -place] for place in range(20)})
-    assert len(found) == 1 + LISTED and found[-1].startswith(f"a0 is ahead of a{LISTED} by")
+    assert len(found) == 1 + LISTED and found[-1].startswith(f"It is ahead of a{LISTED} by")
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def test_the_files_of_a_sweep(sweep, refuse_pages, capsys):
     assert printed.splitlines()[-1] == f"{sweep}/summary.html"
     text = (sweep / "summary.md").read_text()
     assert text.startswith("# sweep: 5 runs (3 completed, 1 crashed, 1 refused), 2 variants\n")
-    verdict = "lr=0.1 and lr=0.2 have 1 seed in common: run both with seed=0,1,2."
+    verdict = "lr=0.1 has 1 seed in common with lr=0.2: run both with seed=0,1,2."
     assert f"## Verdict: held-out reward\n\n- {verdict}\n" in text
     assert "95 % t interval" in text and "| 0.1 | 2 | 0.700 (0.600 to 0.800) |" in text
     assert "| 3-lr=0.2,seed=1 | lr=0.2 | 1 | crashed | 2 |" in text
