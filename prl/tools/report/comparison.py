@@ -15,7 +15,7 @@ from prl.tools.report.statistics import half_interval
 from prl.tools.report.variants import Variants, number, seed_of
 from prl.tools.sweep.metric import optimized
 
-NAMES = {HELD_OUT: "held-out reward", SAMPLED: "reward in training"}
+NAMES = {HELD_OUT: "held-out reward", SAMPLED: "training reward"}
 LISTED = 8
 """Most variants that the best one is compared with in sentences, and that a table has a column each for."""
 

@@ -100,7 +100,7 @@ def test_without_a_key_variants_are_compared_by_the_held_out_reward(runs):
 
 def test_without_an_evaluation_they_are_compared_by_the_reward_in_training(runs):
     found = compare(runs(held_out=()))
-    assert found.metric == "reward in training"
+    assert found.metric == "training reward"
     assert found.values["lr=0.2"].to_dict() == pytest.approx({"0": 0.3, "1": 0.3})
 
 

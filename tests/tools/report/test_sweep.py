@@ -74,7 +74,7 @@ def test_what_is_compared_is_drawn_over_each_key(tmp_path, write_run):
             )
     runs = [replace(read_run(folder), searched=["lr", "loss"]) for folder in find_runs([tmp_path])]
     rate, loss = scatters(summarise(runs))
-    assert (rate.title, rate.scatter, loss.scatter) == ("reward in training by lr", "log", "linear")
+    assert (rate.title, rate.scatter, loss.scatter) == ("training reward by lr", "log", "linear")
     others = {(x, y) for x, y in rate.series["others"].items()}
     assert others == {(1e-4, 0.1), (1e-4, 1.1), (1e-3, 0.2), (1e-3, 1.2)}
     assert list(loss.series["best"].items()) == [("ipo", 0.9), ("ipo", 1.9)]
