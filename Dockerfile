@@ -17,13 +17,12 @@ RUN apt-get update \
     && mkdir -m 1777 /home/prl
 WORKDIR /prl
 # What set-up reads comes first: another change of the code installs nothing again.
-COPY pyproject.toml README.md ./
+COPY pyproject.toml ./
 COPY scripts/setup scripts/setup
 COPY scripts/locks scripts/locks
 COPY prl/__init__.py prl/__init__.py
-COPY conf conf
 ENV PRL_ENGINE=$ENGINE PATH=/prl/.venv/bin:$PATH
-RUN PIP_NO_CACHE_DIR=1 scripts/setup
+RUN mkdir conf && touch README.md && PIP_NO_CACHE_DIR=1 scripts/setup
 COPY . .
 RUN scripts/setup && python -m compileall -q prl && mkdir -p -m 1777 outputs
 # A home that any user may write to, and a name for one that the image does not know.

@@ -13,8 +13,8 @@ from prl.monitors.wandb import sweep_of
 class Trackio(Monitor):
     """A run in Trackio's database on this machine, which `trackio show` opens.
 
-    The database holds the runs of all projects, so it is not in the run directory: `TRACKIO_DIR` says where. A run that
-    goes on is one run there, and steps that it repeats keep the values of the time before.
+    The database holds the runs of all projects, so it is not in the run directory: `TRACKIO_DIR` says where. A resumed
+    run goes on in the newest run of its name there; steps that it repeats keep the values of the time before.
     """
 
     needs_package: ClassVar[str] = "trackio"

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import sysconfig
 from importlib import metadata, util
 from types import SimpleNamespace
 
@@ -32,15 +33,15 @@ def run(monkeypatch, capsys):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, tmp_path):
     """A GPU with everything that it takes."""
     monkeypatch.setattr(hardware, "listed", lambda: (Gpu("Some GPU", 80 * GIB),))
     monkeypatch.setattr(gpus, "lacks_gpu", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(shutil, "which", lambda name: name)
-    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: os.path.dirname(__file__))
-    monkeypatch.setattr(doctor.Path, "is_file", lambda path: True)
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
+    (tmp_path / "Python.h").touch()
 
 
 def test_a_machine_that_lacks_nothing(run, monkeypatch):
@@ -70,7 +71,7 @@ ON_GPU = {
     "a build of torch for CPUs": (torch.version, "cuda", None, "PRL_ENGINE=gpu scripts/setup"),
     "an old driver": (torch.cuda, "is_available", lambda: False, "newer driver"),
     "no compiler": (shutil, "which", lambda name: None, "install gcc"),
-    "no headers": (doctor.Path, "is_file", lambda path: path.name != "Python.h", "python3-dev"),
+    "no headers": (sysconfig, "get_path", lambda *_: "nowhere", "python3-dev"),
 }
 ANYWHERE = {
     "no packages": (metadata, "distributions", lambda name: [], "msgspec is not installed: run scripts/setup"),
