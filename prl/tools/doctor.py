@@ -84,11 +84,10 @@ def chosen(overrides: list[str]) -> Iterator[str]:
     config = compose(["run.name=doctor", *overrides])
     specs.placement(config)  # raises where there are not GPUs enough
     engine, trainer = config.engine, config.trainer
-    where = "in the command's process" if engine.in_process else f"{engine.servers} x"
     dtype = resolve_model(config.model, engine.device_type).dtype
-    print(f"engine: {where} {engine._target_}, {engine.device_type}, {dtype}")
+    print(f"engine: {engine.device_type}, {dtype}, {engine._target_}, {len(engine.urls) or engine.servers} processes")
     dtype = "bfloat16" if runs_in_half(trainer.dtype, trainer.device_type) else "float32"
-    print(f"trainer: {trainer.num_processes} x {trainer.device_type}, {dtype}")
+    print(f"trainer: {trainer.device_type}, {dtype}, {trainer.num_processes} processes")
     print(f"threads: engine {threads.of_engine(config, config.model)}, trainer {threads.of_trainer(config)}")
     print(f"compile={trainer.compile}, gradient_checkpointing={trainer.gradient_checkpointing}, torch's attention")
     if engine.in_process or engine.urls:
