@@ -1,0 +1,146 @@
+"""scripts/gpu_check: its small form, and what it says of parts that fail."""
+
+import importlib
+import importlib.metadata
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_parts import NO_ROOM, OK, WRONG, exactness, steps
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+CHECK = SourceFileLoader("gpu_check", str(ROOT / "scripts" / "gpu_check")).load_module()
+WHEELS = (ROOT / "scripts" / "gpu_parts" / "wheels.txt").read_text().splitlines()[2:]
+
+
+def test_wheels_are_of_the_locked_versions():
+    locked = (ROOT / "scripts" / "locks" / "gpu.txt").read_text()
+    pinned = {line.split()[0] for line in locked.splitlines() if "==" in line}
+    assert len(WHEELS) > 30 and set(WHEELS) <= pinned
+
+
+@pytest.mark.parametrize(("device", "small"), [("cuda", False), ("cuda", True), ("cpu", True)])
+def test_each_part_takes_its_arguments(device, small):
+    calls = [call for jobs in CHECK.jobs_of(device, small=small) for job in jobs for call in job.calls]
+    for name, options in calls:
+        module, _, function = name.rpartition(".")
+        inspect.signature(getattr(importlib.import_module(module), function)).bind(**options)
+    assert len(calls) == (10 if not small else 6)
+
+
+def test_parts_that_fail_or_hang_are_rows(tmp_path):
+    """What they found before is kept, and the others go on."""
+    (tmp_path / "parts.py").write_text(
+        "import subprocess, time\n"
+        "from gpu_parts import row\n"
+        "def check(*, then):\n"
+        "    yield row('counted', 'two', 'two', True)\n"
+        "    if then == 'hang': subprocess.run(['sleep', '98765'])\n"
+        "    if then == 'fail': raise ValueError('no such kernel')\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'scripts'}:{tmp_path}"}
+    jobs = [CHECK.Job(then, limit, [("parts.check", {"then": then})]) for then, limit in (("fail", 60), ("hang", 3))]
+    rows = CHECK.run(
+        [*jobs, CHECK.Job("go on", 60, [("parts.check", {"then": ""})])], time.monotonic() + 60, environment
+    )
+    assert [(each.check, each.result) for each in rows] == [
+        *(("counted", OK), ("fail", WRONG)),
+        *(("counted", OK), ("hang", WRONG)),
+        ("counted", OK),
+    ]
+    assert "exit 1" in rows[1].measured and "no such kernel" in rows[1].measured
+    assert rows[3].measured == "not finished after 3 s"
+    assert "98765" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    (late,) = CHECK.run(jobs[:1], time.monotonic(), environment)
+    assert (late.check, late.measured, late.result) == ("fail", "not finished after 0 s", WRONG)
+
+
+def test_a_step_that_does_not_fit_is_a_row(monkeypatch):
+    """On a card of 8 GiB: nothing is asked of it."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (7 << 30, 8 << 30))
+    calls = [options for jobs in CHECK.jobs_of("cuda", small=False) for job in jobs for name, options in job.calls]
+    taken = [options for options in calls if "tokens" in options]
+    assert len(taken) == len(CHECK.STEPS)
+    for options in taken:
+        (row,) = steps.check(**options)
+        assert row.result == NO_ROOM and re.fullmatch(r"predicted [\d.]+ GiB, of 7\.0 that are free", row.measured)
+
+
+def test_differences_are_seen():
+    """Gradients by their norm, here 5; of bfloat16 by plain attention's, which is off by 0.02."""
+
+    def found(logprob=-1.0, loss=0.5, gradient=4.0):
+        return exactness.Found(torch.tensor([logprob, -2.0]), loss, {"weight": torch.tensor([3.0, gradient])})
+
+    exact, rounded = found(), found(gradient=4.1)
+    single = [exactness.compared("", each, exact, None) for each in (found(), found(-1.00002), found(loss=0.50002))]
+    assert [each.result for each in single] == [OK, WRONG, WRONG]
+    one = exactness.compared("", found(gradient=4.0001), exact, None)
+    assert one.result == WRONG and one.numbers["gradients"] == pytest.approx(0.0001 / 5, rel=0.01)
+    for each, expected in (
+        (found(-1.03, gradient=4.14), OK),
+        (found(-1.05), WRONG),  # .025 in the mean
+        (found(-1.11), WRONG),
+        (found(gradient=4.16), WRONG),
+    ):
+        assert exactness.compared("", each, exact, rounded).result == expected
+
+
+def linked(folder: Path, names: list[str]) -> Path:
+    """The Python of a new environment at `folder`, which has these distributions of this one alone."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name in names:
+        for top in {file.parts[0] for file in importlib.metadata.files(name)} - {"..", "__pycache__"}:
+            target = Path(importlib.metadata.distribution(name).locate_file(top))
+            if not (site / top).exists():
+                (site / top).symlink_to(target)
+    return folder / "bin" / "python"
+
+
+def asked_for(*names: str) -> set[str]:
+    """These distributions, and what they ask for."""
+    wanted, found = list(names), set[str]()
+    while wanted:
+        name = wanted.pop()
+        if name not in found:
+            found.add(name)
+            needs = map(Requirement, importlib.metadata.requires(name) or [])
+            wanted += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return found
+
+
+@pytest.mark.slow
+def test_the_small_form_on_a_bare_machine(tmp_path):
+    """With torch, transformers and the wheels alone: all of it is there and as expected."""
+    small = [line.split("==")[0] for line in WHEELS] + ["antlr4-python3-runtime"]
+    python = linked(tmp_path / "bare", [*asked_for("torch", "transformers"), *small])
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, ROOT / "scripts" / "gpu_check", "--device", "cpu", "--out", tmp_path / "out"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    checks = [each["check"] for each in found["rows"]]
+    for part in (
+        "prefix trees",
+        "FlexAttention",
+        "matrix rate",
+        "time: ",
+        "peak: ",
+        "reward",
+        "engine against trainer",
+    ):
+        assert any(part in check for check in checks), part
+    assert {each["result"] for each in found["rows"]} == {OK, "-"}
+    page = (tmp_path / "out" / "gpu_check.md").read_text()
+    assert "without a GPU" in page and all(f"| {check} |" in page for check in checks)
+    assert not list((tmp_path / "bare").glob("lib/python*/site-packages/pandas"))
