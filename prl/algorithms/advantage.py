@@ -1,4 +1,4 @@
-"""Credit arithmetic in plain numbers: the rewards of one group to one advantage per rollout."""
+"""Advantages in plain numbers: from the rewards of one group to one advantage per rollout."""
 
 import statistics
 from collections.abc import Sequence

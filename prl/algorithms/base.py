@@ -1,15 +1,15 @@
 """The base class of all algorithms: options, hooks to override, and the two drivers that the pipeline calls.
 
-An algorithm turns rollouts into a training signal for each token, in two parts that belong together:
+An algorithm gives each token of a rollout
 
-- Credit: an advantage for each sampled token (`rollout.assign_advantages`), for components that need one.
-- Routing: the weight of each token in each loss component (`prl.rollouts.components`).
+- an advantage, if its loss needs one (`rollout.assign_advantages`)
+- a weight in each loss component (`prl.rollouts.components`)
 
-The life of an instance: constructed from its options, `check`ed, `attach`ed to the run's models, `setup` once, then
-`finalize_rollout` for every rollout on arrival, `finalize_group` once a group is complete, and `finalize_batch` once a
-batch is cut. After that the samples are frozen: no later stage changes a stream.
+The pipeline calls an instance in this order: constructor with options, `check`, `attach` with the run's models, `setup`
+once, `finalize_rollout` for every finished rollout, `finalize_group` for every complete group, and `finalize_batch` for
+every batch. No later stage changes the samples.
 
-What an algorithm cannot check of itself, whether it fits the run that uses it, `compatibility.py` does.
+`compatibility.py` checks an algorithm against the run.
 """
 
 import inspect
@@ -40,42 +40,42 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Algorithm(EnvPart):
-    """Decides the training signal of each token of a rollout.
+    """Decides the advantage and the loss weights of each token of a rollout.
 
-    Subclass it, set `action_loss_type`, and override the hook whose moment fits the signal. Options are keyword-only
+    Subclass it, set `action_loss_type`, and override one of the hooks: `score_rollout`, `score_group`, `score_batch`.
+    Options are keyword-only
     dataclass fields, or arguments of an `__init__` that passes the rest on (`**options`) to `super().__init__`.
     Annotate a frozen model of your own as `FrozenModelConfig`: then it is checked before the run starts, and `connect`
     makes its client.
 
-    Hooks may write the weight stream of any component on a sample, e.g. `sample.ce_weights`, one float per token. What
-    a sample lacks after the hooks is filled in:
+    Hooks may write the per-token weights of any component on a sample, e.g. `sample.ce_weights`, one float per token.
+    The defaults are:
 
     - Sampled tokens have weight 1 in the component `action_loss_type` and weight 0 in every other.
-    - A stream that a hook wrote stands as it is, with one exception: a stream of the component `action_loss_type` that
-      gives weight only to tokens which the model did not sample (observations) adds to the default, so that the sampled
-      tokens keep weight 1. A weight on any sampled token makes the stream complete: its zeros then leave tokens out. So
-      does a stream of nothing but zeros.
+    - Weights that a hook wrote replace the default, with one exception: if weights of the component `action_loss_type`
+      are positive only on tokens that the model did not sample (observations), the sampled tokens keep weight 1.
+      All zeros, or a weight on any sampled token, replace the default: zeros then leave tokens out.
     """
 
     sampling: SourceConfig = field(default_factory=SourceConfig)
-    """Where rollouts come from: `sampling.source` is `policy`, a frozen model {name, base_url} or `demonstrations`."""
+    """Source of rollouts: `sampling.source` is `policy`, a frozen model {name, base_url} or `demonstrations`."""
     kl: KLConfig = field(default_factory=KLConfig)
-    """KL to the initial or a frozen model, added to the policy gradient: weight `kl.coef`, 0 = none."""
+    """KL to a reference, added to the policy gradient with weight `kl.coef`; 0 = none."""
     mask_truncated: bool = False
-    """Sampled tokens of a rollout that a length limit cut off have no weight in any loss component; it still counts for
-    its group's baseline."""
+    """If a length limit cut a rollout off, its sampled tokens have no weight in any loss. Its reward still counts in
+    the group's baseline."""
     _kl_scorer: ReferenceLogprobs | None = field(default=None, init=False, repr=False)
 
     action_loss_type: ClassVar[str] = "rl"
-    """The loss component that sampled tokens feed, a name in `prl.rollouts.components.COMPONENTS`."""
+    """The loss of sampled tokens, a name in `prl.rollouts.components.COMPONENTS`."""
     group_relative: ClassVar[bool] = False
-    """Whether credit is relative to the group, so that a group of one gets none."""
+    """Whether advantages are relative to the group: a group of one then has none."""
     reads_reward: ClassVar[bool] = True
     """Whether the training signal depends on rewards."""
 
     @property
     def waits_for_group(self) -> bool:
-        """Whether the rollouts of a task enter a batch together. False: one by one, as they arrive."""
+        """Whether the rollouts of a task enter a batch together. False: one by one, as they finish."""
         return type(self).score_group is not Algorithm.score_group
 
     def attach(
@@ -118,16 +118,16 @@ class Algorithm(EnvPart):
         return 0
 
     async def score_rollout(self, rollout: Rollout) -> None:
-        """Credit one rollout on arrival, without its siblings. Model calls belong here.
+        """Assign advantages or weights to one finished rollout, without its group. Model calls belong here.
 
         To give up one rollout instead of the run, call `rollout.fail(error, kind)`.
         """
 
     def score_group(self, group: list[Rollout]) -> Awaitable[None] | None:
-        """Credit all rollouts of one task that are still active, before filters. May be async."""
+        """Assign advantages to the active rollouts of one task, before filters. May be async."""
 
     def score_batch(self, groups: list[list[Rollout]]) -> None:
-        """Credit its env's rollouts of a cut batch, before `post_batch` filters: for credit that needs all of them.
+        """Assign advantages that need all of an env's rollouts in a batch, before `post_batch` filters.
 
         `groups` are the rollouts of each task. What `score_group` has assigned stands where this assigns nothing.
         """
@@ -140,13 +140,13 @@ class Algorithm(EnvPart):
         return {self.kl.model} - {""}
 
     def observe(self, group: list[Rollout]) -> None:
-        """See the rollouts of a finished group with their credit, failed ones too, before `pre_batch` filters.
+        """Get the rollouts of a finished group with their advantages, failed ones too, before `pre_batch` filters.
 
         Where rollouts enter batches one by one, each alone. What it remembers is for `state_dict` to keep.
         """
 
     def observe_batch(self, rollouts: list[Rollout]) -> None:
-        """See its env's rollouts of a batch that is trained, as they are; those that filters dropped from it too."""
+        """Get the env's rollouts of a batch that is trained, with those that filters dropped from it."""
 
     # --- for the hooks --------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class Algorithm(EnvPart):
         await self.setup()
 
     async def finalize_rollout(self, rollout: Rollout) -> None:
-        """Score a rollout as it arrives, unless it has failed. A model that fails makes the rollout an errored one."""
+        """Score a finished rollout, unless it has failed. If a model fails, the rollout fails."""
         if not rollout.is_active:
             return
         rollout.seal = rollout.tokens_hash()
@@ -230,7 +230,7 @@ class Algorithm(EnvPart):
         rollout.scoring_s = time.monotonic() - started
 
     async def finalize_group(self, rollouts: list[Rollout]) -> None:
-        """Score the active rollouts of a group and write their streams, after which the samples are frozen.
+        """Score the active rollouts of a group and write advantages and weights into their samples.
 
         Rollouts that failed or sampled nothing are left out, so that their rewards do not enter a group's baseline.
         """
@@ -243,7 +243,7 @@ class Algorithm(EnvPart):
                 self._stamp(rollout)
 
     def finalize_batch(self, groups: list[list[Rollout]]) -> None:
-        """Score the rollouts of a batch, and write their streams again. Raises ValueError for bad ones."""
+        """Score the rollouts of a batch, and write advantages and weights again. Raises ValueError for bad ones."""
         if type(self).score_batch is not Algorithm.score_batch:
             self.score_batch(groups)
             for rollout in chain.from_iterable(groups):
@@ -257,7 +257,7 @@ class Algorithm(EnvPart):
     def _stamp(self, rollout: Rollout, *, again: bool = False) -> None:
         """Write the advantages and the component weights onto the rollout's samples. Raises ValueError for bad ones.
 
-        `again`: it has its weights in `ref_kl` already, which depend on no credit.
+        `again`: its weights in `ref_kl` are already written; they depend on no advantage.
         """
         from prl.rollouts.packing import check_streams  # with it come the messages, which a config does not need
 

@@ -1,4 +1,4 @@
-"""Credit by a function of the user's own."""
+"""Advantages by a function of the user."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -25,15 +25,15 @@ class ShapedRollout:
 
 @dataclass(kw_only=True)
 class CustomAlgorithm(LengthPenalty, Algorithm):
-    """Credit of the sampled tokens by a function over the group.
+    """Advantages of the sampled tokens by a function over the group.
 
     A whole class of your own needs no function: subclass `Algorithm` and name the class with `_target_`.
     """
 
     fn: Callable[[list[Any]], Sequence[float | Sequence[float]]]
-    """`fn(group)`, a list of rollouts, returns one number for each rollout, or one list for each, as long as the
-    `token_ids` of its samples together. With a `length_penalty`, `rollout.reward` is the shaped reward. Further keys of
-    the node are its keyword arguments."""
+    """`fn(group)`, a list of rollouts, returns one advantage for each rollout, or one list for each, as long as the
+    `token_ids` of its samples together. With a `length_penalty`, `rollout.reward` is the shaped reward. Further keys
+    are its keyword arguments."""
 
     def check(self, where: str) -> None:
         if not callable(self.fn) or inspect.isclass(getattr(self.fn, "func", self.fn)):

@@ -36,8 +36,8 @@ class EchoAlgorithm(GRPOAlgorithm):
     """Weight `alpha` of the messages of each role, as +algo.roles.user.alpha=0.05. Setting any role replaces the whole
     table; null = {tool: {alpha: 0.1}}."""
     filter: Callable[[Any], Iterable[Sequence[bool]]] | None = None
-    """`filter(rollout)` returns one keep-mask for each trainable branch, as long as its token ids; further keys of the
-    node are its keyword arguments. It can only narrow the choice; null = train on all of it."""
+    """`filter(rollout)` returns a keep-mask for each trainable branch, as long as its token ids; further keys are its
+    keyword arguments. null = keep all observations."""
 
     _warned: bool = field(default=False, init=False)
     _silent: int = field(default=0, init=False)

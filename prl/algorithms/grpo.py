@@ -17,16 +17,16 @@ class OverlongPenalty:
     """DAPO's soft punishment of overlong completions (`overlong_penalty`), in sampled tokens of the whole rollout."""
 
     max_tokens: Annotated[int, Ge(1)] | None = None
-    """A rollout of more loses 1 of its reward; null = no penalty."""
+    """A rollout with more tokens loses 1 of its reward; null = no penalty."""
     buffer: Annotated[int, Ge(0)] = 0
-    """The loss grows from 0 to 1 over this many tokens before `max_tokens`; 0 = all of it at once."""
+    """The penalty grows from 0 to 1 over this many tokens before `max_tokens`; 0 = at once."""
 
 
 @dataclass(kw_only=True)
 class GRPOAlgorithm(LengthPenalty, Algorithm):
-    """Group-relative policy optimisation: credit = reward - mean reward of the group, on every sampled token.
+    """Group-relative policy optimisation: advantage = reward - mean reward of the group, on every sampled token.
 
-    `length_penalty` and `overlong_penalty` shape the reward that credit is computed from; the rollout keeps its own.
+    `length_penalty` and `overlong_penalty` shape the reward before that; the rollout keeps its own.
     With `length_penalty` the rewards of correct rollouts grow by how much cheaper they are than their mean
     (`efficiency_shaping`). `baseline`, then `normalize`, apply to the shaped rewards. Source: GRPO (arXiv 2402.03300)
     without the length and standard-deviation terms (Dr. GRPO, arXiv 2503.20783).
@@ -35,12 +35,12 @@ class GRPOAlgorithm(LengthPenalty, Algorithm):
     group_relative: ClassVar[bool] = True
 
     overlong_penalty: OverlongPenalty = field(default_factory=OverlongPenalty)
-    """Take reward from rollouts that come near a length; off unless it has `max_tokens`."""
+    """Reduce the reward of rollouts near a length limit (DAPO); off without `max_tokens`."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What is subtracted from a reward: the mean of the group, or of the other rollouts in it (RLOO)."""
+    """Baseline of a reward: the mean of the group, or of the other rollouts in the group (RLOO)."""
     normalize: Literal["std", "each"] | None = None
-    """Divide credit by the group's standard deviation of rewards (`std_normalized`). each: of each reward function by
-    itself, then summed by their weights (GDPO); null = do not."""
+    """Divide advantages by the group's standard deviation of rewards (`std_normalized`). each: normalise each reward
+    function on its own, then sum by their weights (GDPO); null = do not divide."""
 
     def check(self, where: str) -> None:
         super().check(where)

@@ -1,4 +1,4 @@
-"""The length penalty, for every algorithm that computes credit from rewards."""
+"""The length penalty, for every algorithm that computes advantages from rewards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ class LengthPenalty:
     """
 
     length_penalty: Literal["tokens", "turns"] | None = None
-    """Favour the cheaper of the best rollouts, by `tokens` or by `turns`; null = off."""
+    """Of the best rollouts of a group, favour those with fewer `tokens` or `turns`; null = off."""
     completion_weight: Annotated[float, Ge(0), Le(1e6)] = 1.0
     """Cost of a sampled token, for `length_penalty=tokens`."""
     tool_response_weight: Annotated[float, Ge(0), Le(1e6)] = 1.0
     """Cost of a token of a tool's response, for `length_penalty=tokens`."""
 
     def shaped_rewards(self, group: Sequence[Rollout]) -> list[float]:
-        """The rewards that credit is computed from (`efficiency_shaping`); without a penalty the rollouts' own."""
+        """The rewards for advantages (`efficiency_shaping`); without a penalty the rollouts' own."""
         rewards = [rollout.reward for rollout in group]
         if self.length_penalty is None:
             return rewards

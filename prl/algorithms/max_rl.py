@@ -11,7 +11,7 @@ from prl.rollouts.rollout import Rollout
 
 @dataclass(kw_only=True)
 class MaxRLAlgorithm(LengthPenalty, Algorithm):
-    """Maximum-likelihood RL: credit = (reward - mean) / mean over the group; 0 where the mean is not above 0.
+    """Maximum-likelihood RL: advantage = (reward - mean) / mean over the group; 0 where the mean is not above 0.
 
     Hard tasks weigh like 1 / p: with binary rewards the expected gradient is that of the maximum-likelihood objective
     truncated at the group's size. Source: arXiv 2602.02710.

@@ -35,12 +35,13 @@ class OPSDAlgorithm(ReferenceOptions, Algorithm):
     reads_reward: ClassVar[bool] = False
 
     reference: Literal["policy", "initial", "ema", "lagged"] = "policy"
-    """What is shown the demonstration: the live policy, which scores rollouts by prefill, or a model in the trainer:
-    the one that the run began with, a running mean of the policy (`decay`), the policy of up to `every` steps ago."""
+    """Model that gets the demonstration: `policy`, which scores rollouts by prefill, or a model in the trainer:
+    `initial` (the run's first weights), `ema` (a running mean of the policy, see `decay`) or `lagged` (the policy of up
+    to `every` steps ago)."""
     demo_key: str = "demonstration"
-    """Where to find a rollout's demonstration: this key of its `info`, else the task's field of this name."""
+    """Key of a rollout's demonstration in its `info`, else the task's field of this name."""
     template: str = TEMPLATE
-    """The hint, with {demonstration} where the demonstration goes."""
+    """The hint; {demonstration} is replaced by the demonstration."""
     renderer: str = "auto"
     """Renderer of the hint, over the policy's tokenizer; `auto` = the run's own."""
     max_concurrent: Annotated[int, Ge(1)] = 32

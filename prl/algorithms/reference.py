@@ -26,20 +26,20 @@ class ReferenceOptions:
     """How the policy is compared with a reference, and how one in the trainer follows it."""
 
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] | None = None
-    """Of the policy's next-token distribution from the reference's, differentiated itself; null = the policy gradient
-    of the reverse KL by the sampled token. Over the vocabulary where the reference is in the trainer (`initial`, `ema`,
-    `lagged`), else over its `top_k` tokens and the rest as one, which is a lower bound."""
+    """Divergence of the next-token distributions of policy and reference, as a loss; null = the policy gradient of the
+    reverse KL by the sampled token. With a reference in the trainer (`initial`, `ema`, `lagged`) it is over the
+    vocabulary, else over the reference's `top_k` tokens and the rest as one token, which is a lower bound."""
     beta: Annotated[float, Gt(0), Lt(1)] = 0.5
     """Share of the reference in the mixture of `jsd`."""
     top_k: Annotated[int, Ge(1)] = 32
-    """The reference's most likely tokens that a divergence is over, of a reference that an engine serves."""
+    """For a divergence from a reference in an engine: its top-k most likely tokens."""
     decay: Annotated[float, Ge(0), Lt(1)] = 0.999
-    """Of `ema`: after each step it is decay times itself plus 1 - decay times the policy."""
+    """For `ema`: after each step its weights are decay times themselves plus 1 - decay times the policy's."""
     every: Annotated[int, Ge(1)] = 16
-    """Of `lagged`: it becomes the policy after each step that this divides."""
+    """For `lagged`: steps between copies of the policy."""
     align: Literal["text"] | None = None
-    """`text`: of a frozen model with another tokenizer, whose logprobs are compared over the shortest spans of text at
-    which both tokenizers have a border; null = a model with another tokenizer is refused."""
+    """`text`: compare with a frozen model of another tokenizer, over the shortest spans of text at which both
+    tokenizers have a boundary; null = refuse another tokenizer."""
 
     def name_in_trainer(self, reference: Any) -> str:
         """The trainer's name of a reference; "" for one that it does not have."""
@@ -88,8 +88,8 @@ class KLConfig(ReferenceOptions):
     coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Weight of the rl tokens in `ref_kl`; 0 = off."""
     reference: Any = INITIAL
-    """Of which the trainer keeps a copy, one more of the weights on each rank: `initial`, the model that the run began
-    with, `ema`, a running mean of the policy (`decay`), or `lagged`, the policy of up to `every` steps ago. Or a frozen
+    """A model in the trainer, which takes a copy of the weights on each rank: `initial` (the run's first weights),
+    `ema` (a running mean of the policy, see `decay`) or `lagged` (the policy of up to `every` steps ago). Or a frozen
     model {name, base_url}, which scores rollouts by prefill."""
 
     def __post_init__(self) -> None:

@@ -11,15 +11,15 @@ from prl.rollouts.rollout import Rollout
 
 @dataclass(kw_only=True)
 class ReinforcePPAlgorithm(GRPOAlgorithm):
-    """GRPO's credit, or the reward itself, minus the mean of the env's batch, divided by the deviation there.
+    """GRPO's advantage, or the reward itself, minus the mean of the env's batch, divided by the deviation there.
 
     Mean and sample deviation (plus 1e-6) are over the rollouts that the batch was cut from, before `post_batch`
     filters. Source: REINFORCE++ (arXiv 2501.03262), which takes them over tokens in its code.
     """
 
     group_baseline: bool = True
-    """Begin with GRPO's credit: the paper's REINFORCE++-baseline, for several rollouts a task. false = with the reward:
-    its REINFORCE++."""
+    """true = from GRPO's advantages, for several rollouts a task (REINFORCE++-baseline in the paper). false = from the
+    reward (REINFORCE++)."""
 
     @property
     def group_relative(self) -> bool:  # type: ignore[override]  # it depends on an option here

@@ -1,4 +1,4 @@
-"""Credit by turn."""
+"""Advantages by turn."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -13,17 +13,17 @@ from prl.rollouts.rollout import Rollout
 
 @dataclass(kw_only=True)
 class TurnAlgorithm(LengthPenalty, Algorithm):
-    """Credit of a turn = its discounted return - the mean return of that turn in the group, on its sampled tokens.
+    """Advantage of a turn = its discounted return - the mean return of that turn in the group, on its sampled tokens.
 
-    The mean of turn j is over the rollouts that have a turn j. One that alone has so many turns has no credit for the
-    last of them. What a `length_penalty` adds to a reward belongs to the last turn. Source: GRPO with process
-    supervision (arXiv 2402.03300, section 4.1.3), by turns, discounted, and without its standard deviation.
+    The mean of turn j is over the rollouts that have a turn j. If only one rollout has a turn j, its advantage there is
+    0. A `length_penalty` adds to the reward of the last turn. Source: GRPO with process supervision (arXiv 2402.03300,
+    section 4.1.3), by turns, discounted, and without its standard deviation.
     """
 
     group_relative: ClassVar[bool] = True
 
     gamma: Annotated[float, Ge(0), Le(1)] = 1.0
-    """Discount of a reward for each turn between it and the turn that is credited; 0 = a turn's own reward alone."""
+    """Discount of later rewards for each turn in between; 0 = each turn has only its own reward."""
 
     def score_group(self, group: list[Rollout]) -> None:
         credit = []

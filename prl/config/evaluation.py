@@ -29,9 +29,9 @@ class EndpointConfig:
     """Targets that are URLs: servers that already run, and exchange token ids, as `python -m prl.serve` does."""
 
     name: str | None = None
-    """The model's name there; null = the only one that it serves."""
+    """The model's name there; null = the only model of the server."""
     tokenizer: str | None = None
-    """The model's folder or hub name, for its tokenizer; null = as the endpoint says."""
+    """The model's folder or hub name, for its tokenizer; null = the endpoint's answer."""
     api_key_var: str | None = None
     """Environment variable that holds the endpoint's key; null = no key is sent."""
     timeout_s: Seconds = 30.0
@@ -44,9 +44,9 @@ class EvaluationConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0
-    """Governs sampling."""
+    """Seed of sampling."""
     targets: list[str] = field(default_factory=list)
-    """What is evaluated: arguments without `key=`. The others are compared with the first."""
+    """Models to evaluate: arguments without `key=`. The others are compared with the first."""
     k: Annotated[int, Ge(1)] = 8
     """Samples of each task."""
     num_tasks: Annotated[int, Ge(1)] = 64

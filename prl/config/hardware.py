@@ -29,7 +29,7 @@ class MachineConfig:
     """The machine of a dry run, and with `launcher=ray` what the cluster has; null = as this one."""
 
     gpus: Annotated[int, Ge(0), Le(1024)] | None = None
-    """GPUs that it has; 0 = none."""
+    """Number of GPUs; 0 = none."""
     gpu_memory_gb: Annotated[float, Gt(0), Le(1e6)] | None = None
     """Memory of each GPU, GiB."""
     ram_gb: Annotated[float, Gt(0), Le(1e6)] | None = None

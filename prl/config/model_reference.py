@@ -33,9 +33,9 @@ class FrozenModelConfig:
     api_key_var: str | None = None
     """Environment variable that holds the endpoint's key; null = no key is sent."""
     timeout_s: float = 120.0
-    """Deadline to answer at the start, after it went away, and to score or judge once, seconds."""
+    """Deadline of its first answer, of the wait while it is unreachable, and of one request, seconds."""
     tokenizer: str | None = field(default=None, compare=False)
-    """Where its tokenizer is, a folder or a name on the hub, for `algo.align=text`; null = its name."""
+    """Its tokenizer, a folder or a name on the hub, for `algo.align=text`; null = its name."""
 
     @property
     def urls(self) -> list[str]:
@@ -49,9 +49,9 @@ class SourceConfig:
     """The model that generates an algorithm's rollouts."""
 
     source: Any = POLICY
-    """`policy`, the model being trained, a frozen model {name, base_url}, or `demonstrations`, those of the tasks."""
+    """`policy`, the model being trained, a frozen model {name, base_url}, or the tasks' `demonstrations`."""
     demo_key: str = "demonstration"
-    """The task's field that `demonstrations` plays: a text, or a list of messages."""
+    """The task's field with the demonstration: a text, or a list of messages."""
 
     def __post_init__(self) -> None:
         self.source = as_reference(self.source)

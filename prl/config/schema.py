@@ -31,11 +31,11 @@ class TrainRunConfig(RunConfig):
     """Where a training run lives, and whether it goes on from where one stopped."""
 
     resume: str | None = None
-    """A run directory or a checkpoint of one to go on from, in that directory; `auto` = go on from the last checkpoint
-    in `run.dir`, or start there. null = a new run."""
+    """A run directory or a checkpoint to resume, in that directory; `auto` = resume from the last checkpoint in
+    `run.dir`, or start there. null = a new run."""
     fork: str | None = None
-    """A run directory or a checkpoint of one that a new run begins with: its weights, optimiser, position among the
-    tasks. The run keeps its own name and directory, and leaves that one as it is. null = begin anew."""
+    """A run directory or a checkpoint from which a new run starts: weights, optimiser, position among the tasks. The
+    old run does not change. null = start from step 0."""
 
 
 @dataclass
@@ -62,10 +62,9 @@ class LoraConfig:
     """Train low-rank adapters (LoRA, arXiv 2106.09685) in place of the weights: W + alpha / rank * B A."""
 
     rank: Annotated[int, Ge(1), Le(1024)] | None = None
-    """Rank of the adapters; null = the weights themselves are trained. LoRA wants about ten times their learning rate.
-    """
+    """Rank of the adapters; null = train all weights. LoRA needs about ten times the learning rate."""
     alpha: Annotated[float, Gt(0), Le(1e6)] = 32.0
-    """Divided by the rank, it scales the adapters."""
+    """Adapters are scaled by this divided by the rank."""
     target_modules: list[str] | None = None
     """Linear layers that get an adapter, by the ends of their names, e.g. [q_proj,v_proj]; null = all but the output
     head."""
@@ -106,29 +105,29 @@ class VLLMConfig(EngineConfig):
     _target_: str = "prl.engines.vllm.engine.VLLMEngine"
     in_process: ClassVar[bool] = False
     host: str = "127.0.0.1"
-    """Address the servers bind to. Anything but loopback opens it to the network; the run's token still guards it."""
+    """Address the servers bind to. Any other than loopback opens them to the network; requests still need the run's
+    token."""
     port: Annotated[int, Ge(1), Le(65535)] | None = None
-    """TCP port, of several servers the first one's, and those after it the others'; null = free ones."""
+    """TCP port of the first server; further servers take the next ones. null = free ports."""
     servers: Annotated[int, Ge(1), Le(1024)] = 1
-    """Servers that are started, with a whole model each (data parallel); of several GPUs each has its own."""
+    """Servers to start, each with a whole model (data parallel) and GPUs of its own."""
     urls: list[str] = field(default_factory=list)
     """Base URLs of prl servers that already run, with this run's token in PRL_TOKEN; empty = start `servers`."""
     kv_cache_gb: Annotated[int, Gt(0)] = 1
     """KV cache of a server on a CPU, GiB."""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.5
-    """Share of GPU memory for a server."""
+    """Share of a GPU's memory for a server."""
     tensor_parallel_size: Annotated[int, Ge(1)] = 1
     """GPUs one server spans."""
     cpu_patches: bool = True
-    """Patches of vLLM for engines on a CPU: less work for the same replies, and a faster start."""
+    """Patches of vLLM for engines on a CPU: the same replies with less work, and a faster start."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further vLLM server arguments, added as +engine.args.block-size=16."""
     startup_timeout_s: Seconds = 600.0
     """Deadline for the servers to answer, seconds."""
     restarts: Annotated[int, Ge(0)] = 1
-    """How often each server is started again when it dies in the middle of a run: with the weights of then, and the
-    requests that it had not answered are sent again. One that dies more often is given up; the last one ends the
-    run. A server of `urls` is not ours to start."""
+    """Number of restarts of each server that dies during a run; one more death ends the run. The server loads the
+    newest weights, and its open requests are sent again. Servers of `urls` are not restarted."""
 
 
 @dataclass
@@ -152,7 +151,7 @@ class TeacherConfig(FrozenModelConfig):
     """The frozen model that `algo=opd` scores with and `algo=sft` samples from, unless they name one of their own."""
 
     model: ModelConfig | None = None
-    """A model for the launcher to host while the run lasts; null = `base_url` serves it already."""
+    """A model for the launcher to host during the run; null = the model at `base_url`."""
     engine: Any = None
     """The hosting server's settings."""
 
@@ -164,7 +163,7 @@ class ServeConfig:
     name: str = MISSING
     """Name that a frozen model is served under."""
     policy: bool = False
-    """It is an engine for runs to train with, one after another (their `engine.urls`), instead of a frozen model."""
+    """Serve an engine for runs to train with, one after another (their `engine.urls`), instead of a frozen model."""
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: Any = MISSING
     log: str = MISSING
@@ -179,9 +178,9 @@ class FiltersConfig:
     """
 
     pre_batch: dict[str, Any] = field(default_factory=dict)
-    """On a group that is complete and credited: what is dropped takes no place in a batch."""
+    """Filters of a group when its advantages are computed: dropped rollouts take no place in a batch."""
     post_batch: dict[str, Any] = field(default_factory=dict)
-    """Over the cut batch: what is dropped had its place there, and is not shipped."""
+    """Filters of a batch: dropped rollouts make it smaller."""
 
 
 @dataclass(kw_only=True)
@@ -189,20 +188,21 @@ class SamplingConfig:
     """How replies are sampled: the options of `prl.engines.sampler.Sampler`."""
 
     temperature: Annotated[float, Ge(0), Le(2)] = 1.0
-    """Logits are divided by it in the engine, and in the trainer for tokens that the policy sampled; for all others the
-    trainer's is 1. At least 0.01 where the policy trains on its own samples; 0 = greedy. vLLM takes none above 2."""
+    """The engine divides logits by it, the trainer too for sampled tokens; for all other tokens the trainer's is 1. At
+    least 0.01 where the policy trains on its own samples; 0 = greedy. vLLM takes none above 2."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Sample from the most likely tokens whose probabilities add up to this. 1 = off. Not for training."""
+    """Nucleus sampling: sample from the most likely tokens whose probabilities add up to this. 1 = off. Not for
+    training."""
     top_k: Annotated[int, Ge(0)] = 0
-    """Sample from this many of the most likely tokens. 0 = off. Not for training."""
+    """Top-k sampling: sample from this many of the most likely tokens. 0 = off. Not for training."""
     min_p: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Sample from tokens of at least this share of the most likely one's probability. 0 = off. Not for training."""
     max_tokens: Annotated[int, Ge(1)] | None = None
-    """Longest completion of one turn, tokens; null = what `model.max_model_len` leaves."""
+    """Longest completion of one turn, tokens; null = the rest of `model.max_model_len`."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end a completion. The tokens that complete one stay in it, as they were sampled."""
+    """Strings that end a completion. Their tokens stay in it, as sampled."""
     seed: Annotated[int, Ge(0)] | None = None
-    """Seeds every request together with the request's name; null = the run's seed."""
+    """Seed of every request, together with the request's name; null = the run's seed."""
 
 
 def as_run() -> dict[str, Any]:
@@ -215,12 +215,12 @@ class WorkersConfig:
     """Processes of an env's own that run its graders."""
 
     count: Annotated[int, Ge(1), Le(10_000)] = 8
-    """How many. More than a small machine has cores: a grader that waits or spins has a worker to itself."""
+    """Number of processes. May be above the number of cores: a grader that waits or spins blocks one."""
     where: Literal["local", "ray"] = "local"
-    """On the machine of the run, or on the cluster of `launcher=ray`, a core for each: all graders run there, whatever
-    their taskset says."""
+    """local: on the machine of the run. ray: on the cluster of `launcher=ray`, a core for each; then all graders run
+    there, with any `IN_PROCESS`."""
     memory_gb: Annotated[float, Gt(0), Le(1e6)] = 8.0
-    """What each may take, GiB of address space beyond what it begins with."""
+    """Memory of each, GiB of address space in addition to that at its start."""
 
 
 @dataclass
@@ -234,9 +234,9 @@ class EnvConfig:
     taskset: str
     """An importable module, or the id of an installed verifiers taskset, that exports one `Taskset` in `__all__`."""
     args: dict[str, Any] = field(default_factory=dict)
-    """The taskset's own config, for training tasks."""
+    """The taskset's config, for training tasks."""
     eval_args: dict[str, Any] | None = None
-    """What differs from `args` for held-out evaluation tasks; null = this env is not evaluated."""
+    """Changes of `args` for held-out evaluation tasks; null = this env is not evaluated."""
     weight: Annotated[float, Gt(0), Le(1e6)] = 1.0
     """Share of rollouts relative to the other envs."""
     group_size: Annotated[int | None, Ge(1)] = None
@@ -244,28 +244,28 @@ class EnvConfig:
     timeout_s: Seconds = 600.0
     """Deadline of one rollout, seconds."""
     group_timeout_s: Seconds | None = None
-    """Deadline of a whole group, seconds, the scoring of its rollouts included: what has not arrived by then has
-    failed, and the group trains on the rest. Credit of the group as a whole has as long again. null = none."""
+    """Deadline of a whole group with its scoring, seconds: rollouts that are not finished then have failed, and the
+    rest of the group trains. `score_group` has the same time again. null = none."""
     in_process: bool | None = None
-    """Run its graders in the process of the run, where one that does not await or return soon holds everything up;
-    false = in processes of their own. null = as its taskset says (`IN_PROCESS`), else in processes of their own."""
+    """true: run its graders in the process of the run, where a slow grader blocks the run; false: in processes of their
+    own. null = the taskset's `IN_PROCESS`, else in processes of their own."""
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     """The processes of its graders."""
     models: dict[str, Any] = field(default_factory=dict)
-    """Models that its code asks, by role: `policy`, or a frozen model {name, base_url}, which may be the hosted
-    `teacher`. Its graders run in the process of the run then, where the clients are."""
+    """Models for its code, by role: `policy`, or a frozen model {name, base_url}, which may be the hosted `teacher`.
+    Its graders then run in the process of the run, where the clients are."""
     algo: Any = None
     """The algorithm of this env; null = the run's."""
     sampling: dict[str, Any] = field(default_factory=as_run)
-    """Sampling settings of this env; null = as the run's."""
+    """Sampling settings of this env; null = the run's."""
     loss: Any = None
     """The loss of this env's `rl` tokens; null = the run's."""
     filters: FiltersConfig | None = None
-    """Both filter slots of this env; null = the run's."""
+    """The filters of this env; null = the run's."""
     renderer: Any = None
     """The renderer of this env's messages; null = the run's."""
     curriculum: Any = None
-    """The source of this env's tasks; null = the run's."""
+    """The curriculum of this env; null = the run's."""
 
     @property
     def references(self) -> dict[str, Any]:
@@ -282,11 +282,11 @@ class CheckpointConfig:
     every_minutes: Annotated[float, Ge(0.01), Le(1e7)] | None = 15.0
     """Minutes between checkpoints; null = none by the clock."""
     keep_last: Annotated[int, Ge(1)] | None = 2
-    """Newest checkpoints that are kept; null = all."""
+    """Number of newest checkpoints to keep; null = all."""
     keep_every: Annotated[int, Ge(1)] | None = None
-    """Checkpoints of steps that are multiples of this are kept for good; null = none."""
+    """Keep checkpoints of steps that are multiples of this; null = none."""
     grace_s: Annotated[float, Ge(0), Le(1e9)] = 60.0
-    """Time that a run has for a last checkpoint once it is stopped (SIGTERM, SIGHUP, Ctrl-C), seconds. 0 = none."""
+    """Time for a last checkpoint after a run is stopped (SIGTERM, SIGHUP, Ctrl-C), seconds. 0 = none."""
 
 
 @dataclass
@@ -294,12 +294,12 @@ class OptimizedMetricConfig:
     """The number of a run that a sweep compares its jobs by, and a sweeper optimises."""
 
     key: str | None = None
-    """Name of the metric; `*` stands for anything, and what matches is averaged. null = the held-out reward,
+    """Name of the metric; `*` stands for anything, and all matches are averaged. null = the held-out reward,
     `eval/*/avg@*`, or in a run without evaluation `reward/all/mean`."""
     last: Annotated[int, Ge(1)] = 2
-    """How many of the last steps that have the metric are averaged."""
+    """Number of last steps with the metric to average."""
     direction: Literal["maximize", "minimize"] = "maximize"
-    """What is better."""
+    """Whether more or less is better."""
 
 
 @dataclass
@@ -307,7 +307,7 @@ class SweepConfig:
     """What the jobs of a sweep have in common."""
 
     share_engine: bool = False
-    """Keep engines warm for the next job of the same process that has the same model and settings of them."""
+    """Keep engines for the next job of the same process, if its model and engine settings are the same."""
 
 
 @dataclass
@@ -317,7 +317,7 @@ class TrainConfig:
     run: TrainRunConfig = field(default_factory=TrainRunConfig)
     """Where the run lives: `run.name`, `run.dir`."""
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0  # the largest that vLLM takes
-    """Governs tasks, sampling and initialisation."""
+    """Seed of tasks, sampling and initialisation."""
     max_steps: Annotated[int, Ge(1)] = 60
     """Training steps."""
     model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
@@ -337,12 +337,11 @@ class TrainConfig:
     launcher: Any = MISSING
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: dict[str, Any] = field(default_factory=dict)
-    """Monitors by name: each is shown every step's metrics."""
+    """Monitors by name; each gets every step's metrics."""
     optimized_metric: OptimizedMetricConfig = field(default_factory=OptimizedMetricConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     dry_run: bool = False
-    """Start nothing: say what the run would start, and what memory it would take, and refuse it where that is not
-    there."""
+    """Start nothing: print the processes and memory of the run, and refuse it if that does not fit."""
     machine: MachineConfig = field(default_factory=MachineConfig)
 
     def node_of(self, env: str, name: str) -> tuple[str, Any]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Context:
-    """Where a run is when it asks a curriculum."""
+    """The state of the run when it asks a curriculum for a task."""
 
     step: int = 1
     """The step whose batch is being collected."""
@@ -29,12 +29,12 @@ class Context:
 
 @dataclass(kw_only=True, eq=False)
 class Curriculum(EnvPart, ABC):
-    """Hands out the tasks of one env. There is one instance per env.
+    """Chooses the next task of one env. There is one instance per env.
 
-    A subclass must implement `load` and `next`. The other methods describe difficulty pools and an env that can run out
-    of tasks; their defaults are those of a curriculum that has neither. Tasks are recognised by identity: `update` and
-    `pool_of` receive the very object that `next` returned. `state_dict` is the position among the tasks, and whatever
-    else decides which come next; without one a run goes on with its first tasks. `load_state_dict` comes after `load`.
+    A subclass must implement `load` and `next`. The other methods are for difficulty pools and for an env that can run
+    out of tasks; their defaults suit a curriculum without both. `update` and `pool_of` get the same task object that
+    `next` returned. `state_dict` has the position among the tasks, and all other state that decides the next task;
+    without it a resumed run starts with its first tasks. `load_state_dict` is called after `load`.
     """
 
     online_difficulty_filtering: bool = False
@@ -42,7 +42,7 @@ class Curriculum(EnvPart, ABC):
     to 1."""
 
     replay: ReplayConfig = field(default_factory=ReplayConfig)
-    """Train again on groups of earlier batches."""
+    """Replay buffer: train again on groups of earlier batches."""
 
     where = "curriculum"  # not an option; `check` replaces it
     """The curriculum's config key, for the messages of `load`."""
@@ -53,12 +53,12 @@ class Curriculum(EnvPart, ABC):
 
     @property
     def reads_rewards(self) -> bool:
-        """Whether the settings judge tasks by reward, which says nothing under an algorithm that reads none."""
+        """Whether the settings use rewards; with an algorithm that reads no reward the run then warns."""
         return self.online_difficulty_filtering or type(self).update is not Curriculum.update
 
     @abstractmethod
     def load(self, tasks: "Sequence[Task]", *, seed: int, env_name: str) -> None:
-        """Take over the env's tasks. Called once, before anything else; raises ConfigError for what cannot work.
+        """Receive the env's tasks. Called once, first; raises ConfigError for tasks or options that cannot work.
 
         Args:
             tasks: The env's training tasks, at least one.
@@ -71,18 +71,18 @@ class Curriculum(EnvPart, ABC):
         """The next task to play. Raises PrlError once the env has ended."""
 
     def weight(self, context: Context) -> float:
-        """What the env's `weight` is multiplied by from now on, above 0: mixes envs by step or by reward."""
+        """Factor of the env's `weight` from now on, above 0: changes the mix of envs by step or by reward."""
         return 1.0
 
     def update(self, task: "Task", *rewards: float) -> str | None:
-        """Learn the mean reward of a finished group of `task`, one value per trained agent.
+        """Receive the mean reward of a finished group of `task`, one value per trained agent.
 
         Returns the difficulty pool that the task is in now; None without pools.
         """
         return None
 
     def observe(self, group: "list[Rollout]") -> None:
-        """See the rollouts of a finished group, as the method of this name of an algorithm does; after `update`."""
+        """Receive the rollouts of a finished group, like `Algorithm.observe`; called after `update`."""
 
     def returns(self, task: "Task") -> bool:
         """Whether `next` may hand out `task` again."""
@@ -90,7 +90,7 @@ class Curriculum(EnvPart, ABC):
 
     @property
     def ended(self) -> bool:
-        """Whether there is no task to hand out, now and for the rest of the run."""
+        """Whether the env has no task left for the rest of the run."""
         return False
 
     @property
@@ -115,5 +115,5 @@ class Curriculum(EnvPart, ABC):
         return []
 
     def take_evicted(self) -> Counter[str]:
-        """The number of tasks retired to each pool since the last call."""
+        """The number of tasks moved into each pool since the last call."""
         return Counter()

@@ -36,24 +36,26 @@ class TaskCurriculum(Curriculum):
     """
 
     shuffle: bool = True
-    """Reorder the tasks before each pass (seeded)."""
+    """Reorder the tasks before each epoch (seeded)."""
     easy_threshold: float | None = None
-    """A group's mean reward from which on its task is retired to the easy pool and not sampled again. null = never."""
+    """If a group's mean reward is at least this, its task moves into the easy pool and is not sampled again. null =
+    never."""
     hard_threshold: float | None = None
-    """A group's mean reward up to which its task is retired to the hard pool. null = never."""
+    """If a group's mean reward is at most this, its task moves into the hard pool and is not sampled again. null =
+    never."""
     refill: bool = False
-    """Sample all retired tasks again once an env has no normal task left. False = the env ends, and the run with its
-    last env."""
+    """When an env has no normal task left, sample all tasks again. False = the env ends, and the run with its last
+    env."""
     load_from: str | None = None
-    """A checkpoint folder with `easy_examples.jsonl` and `hard_examples.jsonl` to begin with; null = empty pools."""
+    """A checkpoint folder with `easy_examples.jsonl` and `hard_examples.jsonl` for the pools; null = empty pools."""
     hash_keys: list[str] | None = None
-    """Fields of a task's data that identify it in pools of an earlier run, or of this one before it went on. null =
+    """Fields of a task's data that identify it in pools of an earlier run, or of this run before a resume. null =
     verifiers' `task.key`: all fields."""
     easy_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Share of the easy tasks that are sampled again, drawn at random (seeded): of `load_from`, or where it is given
-    with `run.resume` of the pools that the run goes on with, once."""
+    """Share of the easy tasks of `load_from` to sample again, drawn at random (seeded). With `run.resume`: of the run's
+    own pool, once."""
     hard_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
-    """The same of the hard tasks."""
+    """The same for the hard tasks."""
 
     def check(self, where: str) -> None:
         super().check(where)

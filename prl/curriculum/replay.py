@@ -8,15 +8,14 @@ from annotated_types import Ge, Le
 
 @dataclass
 class ReplayConfig:
-    """Groups of earlier batches that are trained on again, as they were credited then, newest policy first.
+    """The replay buffer: groups of earlier batches that train again with their old advantages, newest policy first.
 
     Only groups whose advantages are not all zero. They count in `replay/*` and in `off_policy/*`.
     """
 
     share: Annotated[float, Ge(0), Le(0.9)] = 0.0
-    """Share of the env's part of a batch that is taken from them, as far as there are any; 0 = none."""
+    """Share of the env's part of a batch to take from the replay buffer, as far as it has groups; 0 = none."""
     max_age: Annotated[int, Ge(1)] = 4
-    """Policy versions between a rollout's start and the last step that replays it, at most; and at most
-    `orchestrator.max_off_policy_steps`."""
+    """Largest staleness of a replayed rollout, policy versions; `orchestrator.max_off_policy_steps` holds as well."""
     max_uses: Annotated[int, Ge(1)] = 1
-    """Times that a group is replayed."""
+    """Most replays of a group."""

@@ -1,4 +1,4 @@
-"""The seam between a run and what runs its models: a class for each way, which an `engine` node names."""
+"""The interface between a run and the engines of its models: a class for each option of the group `engine`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -26,12 +26,12 @@ class EngineSpec:
     model: ModelConfig
     """With a path and a number format that are resolved for the machine."""
     config: Any
-    """The options of the engine: its `engine` node."""
+    """The options of the engine."""
     device: str
     """`cpu` or `cuda`."""
     seed: int
     token: str
-    """What a request has to show."""
+    """The token that requests need."""
     log: Path
     frozen: bool = False
     """Whether it takes no new weights."""
@@ -48,7 +48,7 @@ Connect = Callable[[FrozenModelConfig], "ReferencePool"]
 
 
 class Engine(ABC):
-    """A way to run models. What it makes is asked as `prl.engines.client` says."""
+    """A way to run models. Its clients have the interface of `prl.engines.client`."""
 
     adds_adapters: ClassVar[bool] = False
     """Whether it loads an adapter (LoRA) in peft's format, added to the weights that it began with, as a policy."""
@@ -56,9 +56,9 @@ class Engine(ABC):
     @classmethod
     @abstractmethod
     def policy(cls, spec: EngineSpec, serve: Serve) -> "PolicyPool":
-        """Run the policy, of which the client is returned before it is ready."""
+        """Start the policy and return its client, before it is ready."""
 
     @classmethod
     @abstractmethod
     def frozen(cls, spec: EngineSpec, serve: Serve) -> Connect:
-        """Run a frozen model; returns what makes its clients."""
+        """Start a frozen model; returns a function that makes its clients."""

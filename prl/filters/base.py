@@ -1,7 +1,7 @@
-"""Filters: their base class, and the two points on the road at which they look at rollouts.
+"""Filters: their base class, and the two stages of the pipeline that apply them.
 
-These slots are before a batch (`pre_batch`: what is dropped there takes no place in one) and over the cut batch
-(`post_batch`: what is dropped there had its place, and is not shipped). Evaluation applies neither.
+`pre_batch` filters a group before it takes a place in a batch; `post_batch` filters a batch before it is sent to the
+trainer, which makes it smaller. Evaluation applies neither.
 """
 
 import warnings
@@ -26,14 +26,14 @@ STAGES: dict[SlotName, Stage] = {"pre_batch": Stage.PRE_FILTERED, "post_batch": 
 
 @dataclass(kw_only=True)
 class Filter(EnvPart, ABC):
-    """Recognises rollouts of one kind: `matches` is asked about every credited rollout.
+    """Recognises rollouts of one kind: `matches` is called for every rollout with advantages.
 
     Subclass it, with options as keyword-only dataclass fields or as arguments of an `__init__` that passes the rest on
     (`**options`) to `super().__init__`.
     """
 
     enforce: bool = False
-    """Drop what matches; false only records it."""
+    """Drop matching rollouts; false only records the match."""
 
     mode_options: ClassVar[ModeOptions] = {}
     """For a filter with a field `mode`. The fields of such options are null by default, so that one of another mode is
@@ -85,9 +85,9 @@ Filters = Mapping[SlotName, Mapping[str, Filter]]
 
 
 def build_filters(nodes: Mapping[str, Any], where: str) -> dict[str, Filter]:
-    """The filters that a slot's config nodes describe, by name, checked; `where` is the slot's config key.
+    """The filters of a stage's config, by name, checked; `where` is the config key.
 
-    Raises ConfigError for a node that is null, whatever `build` refuses, and a type that stands twice in the slot.
+    Raises ConfigError for a filter that is null, for the errors of `build`, and for two filters of one type.
     """
     filters: dict[str, Filter] = {}
     for name, node in nodes.items():
@@ -107,7 +107,7 @@ def build_filters(nodes: Mapping[str, Any], where: str) -> dict[str, Filter]:
 def apply_filters(filters: Filters, slot: SlotName, rollouts: Iterable[Rollout]) -> None:
     """Record the first match of each active rollout in `matched`. If that filter enforces, the rollout leaves.
 
-    At most one filter of a slot is recorded for a rollout. A monitoring filter placed before an enforced one therefore
+    At most one filter of a stage is recorded for a rollout. A monitoring filter placed before an enforced one therefore
     hides shared matches from it.
 
     Raises:

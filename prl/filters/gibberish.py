@@ -29,11 +29,12 @@ class Gibberish(Filter):
     """token: one rare and very unlikely token is enough; mean_logprob: the whole rollout is unlikely."""
     token_id_threshold: Annotated[int, Ge(0)] | None = None
     """token: ids above it are rare, since byte-pair vocabularies number tokens by frequency; null = 100000, or three
-    quarters of a vocabulary that has no more."""
+    quarters of a vocabulary of at most 100000."""
     logprob_offset: Annotated[float, Ge(0)] | None = None
-    """token: how far below a uniform draw's logprob, -ln(vocabulary), a rare token must lie, nats; null = 2.0."""
+    """token: a rare token matches if its logprob is lower than that of a uniform draw, -ln(vocabulary), by this, nats;
+    null = 2.0."""
     threshold: Annotated[float, Le(0)] | None = None
-    """mean_logprob: a rollout whose mean sampled logprob is below it matches, nats per token; null = -4.0."""
+    """mean_logprob: a rollout matches if its mean sampled logprob is below this, nats per token; null = -4.0."""
 
     def attach(self, *, vocab_size: int, longest: int = MAX_COMPLETION) -> None:
         super().attach(vocab_size=vocab_size, longest=longest)

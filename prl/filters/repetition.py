@@ -28,11 +28,11 @@ class Repetition(Filter):
     }
 
     mode: Literal["prob", "ngram"] = "prob"
-    """prob: a long run of tokens that the model was sure of; ngram: the same phrases again and again."""
+    """prob: a long run of very likely tokens; ngram: repeated phrases."""
     window: Annotated[int, Ge(1)] | None = None
-    """prob: this many sure tokens in a row match; null = half of the longest completion, at most 3000."""
+    """prob: this many likely tokens in a row match; null = half of the longest completion, at most 3000."""
     prob_threshold: Annotated[float, Gt(0), Lt(1)] | None = None
-    """prob: a token is sure if its probability is above it; null = 0.99."""
+    """prob: a token is likely if its probability is above this; null = 0.99."""
     n: Annotated[int, Ge(1)] | None = None
     """ngram: tokens in a phrase; null = 4."""
     threshold: Annotated[float, Ge(0), Lt(1)] | None = None

@@ -17,7 +17,7 @@ class ZeroAdvantage(Filter):
     """
 
     enforce: bool = True
-    """Drop what matches; false only records it."""
+    """Drop matching rollouts; false only records the match."""
 
     def matches(self, rollout: Rollout) -> bool:
         if rollout.advantages is None or max(map(abs, rollout.advantages), default=0.0) > rounding(rollout.reward):

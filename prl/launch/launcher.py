@@ -1,4 +1,4 @@
-"""What starts, watches and stops the processes of a run: the interface that a launcher backend implements."""
+"""The interface of a launcher, which starts, watches and stops the processes of a run."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -45,7 +45,7 @@ class TrainerSpec:
 
 @dataclass(frozen=True)
 class Bundle:
-    """What one process of a run takes of the machine that it is placed on."""
+    """The resources of one process of a run on its machine."""
 
     process: str
     """Its name."""
@@ -91,11 +91,11 @@ class Launcher(ABC):
     """Whether it chooses machines and GPUs by itself; else a process has those of this machine that its spec names."""
 
     def reserve(self, bundles: Sequence[Bundle]) -> None:  # noqa: B027
-        """Take what the processes of a run need, before one is started. Raises ConfigError where that is not there."""
+        """Reserve the resources of the processes before one is started. Raises ConfigError if they are missing."""
 
     @abstractmethod
     def start_engine(self, spec: EngineSpec) -> str:
-        """Start a model server and return its base URL, before it is ready. Raises PrlError where it cannot start."""
+        """Start a model server and return its base URL, before it is ready. Raises PrlError if it cannot start."""
 
     @abstractmethod
     def start_trainer(self, spec: TrainerSpec) -> None:
@@ -106,11 +106,11 @@ class Launcher(ABC):
         """Raise ProcessDied, with the process's name and last log lines, if one has ended too early."""
 
     def place_of_worker(self, env: str, number: int) -> Any:
-        """Where Ray is to start the actor of a worker of an env, for which room was reserved. Raises ConfigError."""
+        """The reserved place where Ray starts the actor of an env's worker. Raises ConfigError."""
         raise ConfigError(f"envs.{env}.workers.where=ray: choose launcher=ray as well, or where=local")
 
     def restart_engine(self, name: str) -> str | None:
-        """Start a model server again, by its process's name. Returns its base URL; None where that is not possible."""
+        """Start a model server again, by its process's name. Returns its base URL; None if that is not possible."""
         return None
 
     async def watch(self) -> None:
@@ -131,7 +131,7 @@ class Launcher(ABC):
 
     @abstractmethod
     async def finish(self, timeout_s: float) -> None:
-        """Wait for the trainer to end by itself. Raises PrlError where it fails or takes longer than `timeout_s`.
+        """Wait for the trainer to end by itself. Raises PrlError if it fails or takes longer than `timeout_s`.
 
         Nobody asks the engines any more: they may be ended meanwhile.
         """

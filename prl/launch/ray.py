@@ -54,9 +54,9 @@ class RayLauncher(Launcher):
     """Starts each process where Ray places it, in an actor that owns it: several machines are a Ray cluster."""
 
     address: str | None = None
-    """A cluster to join, `auto` or `<host>:6379`; null = that of RAY_ADDRESS, else Ray is started here for the run."""
+    """A cluster to join, `auto` or `<host>:6379`; null = that of RAY_ADDRESS, else start Ray here for the run."""
     wait_s: Annotated[float, Gt(0)] = 300.0
-    """Deadline for the cluster to have what the run asks for, seconds."""
+    """Deadline for the cluster to have the resources of the run, seconds."""
 
     places_processes: ClassVar[bool] = True
     bundles: list[Bundle] = field(default_factory=list, init=False, repr=False)

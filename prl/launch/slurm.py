@@ -31,21 +31,21 @@ class SlurmLauncher:
     """Submits a job that starts Ray on its nodes and trains there, as with launcher=ray."""
 
     wait_s: Annotated[float, Gt(0)] = 300.0
-    """Deadline for the nodes to have started Ray, and again for Ray to have what the run asks for, seconds."""
+    """Deadline for Ray to start on the nodes, and again for the resources of the run, seconds."""
     nodes: Annotated[int, Ge(1)] = 1
     """Nodes of the job."""
     partition: str | None = None
-    """Null = the cluster's default."""
+    """Partition; null = the cluster's default."""
     time_min: Annotated[int, Ge(1)] | None = None
-    """Time limit, minutes, before which the run writes a checkpoint and the job is requeued; null = the partition's."""
+    """Time limit, minutes; before it the run writes a checkpoint and the job is requeued. null = the partition's."""
     gpus_per_node: Annotated[int, Ge(1)] | None = None
     """GPUs on each node; null = none."""
     cpus_per_task: Annotated[int, Ge(1)] | None = None
-    """Cores on each node; null = Slurm's default, mostly one."""
+    """Cores on each node; null = Slurm's default, usually one."""
     args: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Further options of sbatch, `+launcher.args.account=mine`."""
     setup: list[str] = field(default_factory=list)
-    """Lines of shell before anything else, `[module load cuda]`."""
+    """Shell lines before Ray starts, `[module load cuda]`."""
 
     @property
     def in_job(self) -> dict[str, Any]:

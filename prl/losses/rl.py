@@ -1,8 +1,8 @@
 """The rl losses: policy gradients. Per token: r = exp(t - i), d = exp(t) - exp(i); with `proximal` p is in i's place.
 
 Each takes the options of `PolicyTokens` as well: `entropy_coef`, `agg_mode`, `constant_length`, `proximal` and
-`correction`. Another one is a function like these and its node in `prl/trainer/config.py`. They raise `ValueError`
-without advantages.
+`correction`. Another loss is a function like these, with its options in `prl/trainer/config.py`. They raise
+`ValueError` without advantages.
 """
 
 import math
@@ -131,7 +131,7 @@ def gspo_loss(
     -sum w * min(s * A, clip(s, 1 - low, 1 + high) * A), where s = exp(mean of t - i over the members of the sequence)
     is the importance ratio of the sequence (equation 7), and its gradient at a token that of s * t (the paper's
     sg[s] * exp(t) / sg[exp(t)]). With one advantage for the whole sequence it is GSPO itself (equation 5). A sequence
-    is a sample: a rollout whose history broke has several, each with a ratio of its own. `agg_mode` is `sequence_mean`.
+    is a sample: a rollout whose history was edited has several, each with its ratio. `agg_mode` is `sequence_mean`.
 
     Metrics over members: `sequence_ratio` (s), `is_clipped` (A > 0 and s > 1 + high, or A < 0 and s < 1 - low).
     """

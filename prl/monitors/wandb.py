@@ -21,11 +21,11 @@ class Wandb(Monitor):
 
     needs_package: ClassVar[str] = "wandb"
     mode: Literal["offline", "online"] = "offline"
-    """offline keeps everything in the files, which `wandb sync` can send later; online sends it at once."""
+    """offline: files only, for `wandb sync` later; online: send at once."""
     project: str = "prl"
-    """The project that the run belongs to."""
+    """The project of the run."""
     group: str | None = None
-    """The group that the run belongs to; null = the sweep that it is a job of, if it is one."""
+    """The group of the run; null = its sweep, if it is a job of one."""
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
         self.check("Weights & Biases")

@@ -21,11 +21,11 @@ class EvalConfig:
     k: Annotated[int, Ge(1)] = 1
     """Samples of each task; the metric is their mean, `eval/<env>/avg@k`."""
     mode: Literal["pause", "beside"] = "pause"
-    """pause: no rollout starts while an evaluation runs. beside: training goes on, and its requests come first at
-    servers that the run starts; weights change meanwhile, so `eval/<env>/version_{min,max}` say which versions
-    answered. The first and the last version are evaluated alone."""
+    """pause: no rollout starts while an evaluation runs. beside: training goes on, and servers of the run answer its
+    requests first. Weights change meanwhile: `eval/<env>/version_{min,max}` are the versions that answered. The first
+    and the last version are evaluated alone."""
     sampling: dict[str, Any] = field(default_factory=as_run)
-    """Sampling settings of the evaluation; null = those the env trains with."""
+    """Sampling settings of the evaluation; null = those of training."""
     keep_best: bool = False
     """Keep the version with the highest held-out reward as `checkpoints/best`."""
 
@@ -38,11 +38,12 @@ class StopConfig:
     """
 
     target: float | None = None
-    """Held-out reward at which the run ends; null = none."""
+    """Early stopping: held-out reward at which the run ends; null = none."""
     patience: Annotated[int, Ge(1)] | None = None
-    """Evaluations in a row without a new highest held-out reward after which the run ends; null = any number."""
+    """Early stopping: evaluations in a row without a new highest held-out reward until the run ends; null = no
+    limit."""
     time_budget_s: Annotated[float, Gt(0)] | None = None
-    """Seconds of training, without the start of the servers, after which the run ends; null = any."""
+    """Seconds of training, without the start of the servers, until the run ends; null = no limit."""
 
 
 @dataclass(kw_only=True)
@@ -57,20 +58,21 @@ class OrchestratorConfig:
     group_size: Annotated[int, Ge(1)] = 4
     """Rollouts of one task."""
     mix: Literal["weights", "arrival"] = "weights"
-    """Which envs a batch takes. weights: of one env at most its share by weight plus 0.15 of the batch, as long as
-    groups of other envs are in flight for it. arrival: what comes first."""
+    """Mix of envs in a batch. weights: an env has at most its share by weight plus 0.15 of the batch, as long as groups
+    of other envs are in flight. arrival: the groups that finish first."""
     max_async_level: Annotated[int, Ge(0)] = 1
-    """k: how far sampling runs ahead. What starts from policy version v is meant for a step up to v+1+k. 0 =
-    synchronous and on-policy."""
+    """Staleness k: steps that sampling runs ahead of training; 0 = synchronous and on-policy. Rollouts that start from
+    policy version v are for steps up to v+1+k."""
     strict_async_level: bool = False
-    """Start the rollouts of step n from exactly version n-1-k (version 0 in the first steps); the age limit is k."""
+    """Start the rollouts of step n from exactly version n-1-k (version 0 in the first steps); the limit is k."""
     max_off_policy_steps: Annotated[int, Ge(0)] = 8
-    """Age limit: policy versions between a rollout's start and the step that would train it. Older ones never train.
-    Above `max_async_level` a full batch waits for nobody, and what is slow trains later; equal to it, a step waits for
-    what only it may train. Not below it; with `max_async_level=0` and `strict_async_level` it is `max_async_level`."""
+    """Staleness limit: most policy versions between a rollout's start and its training; staler rollouts never train. If
+    the limit is above `max_async_level`, a full batch trains at once, and slow rollouts train later. If it is equal, a
+    step waits for the rollouts that the next step could not train on. A limit below is refused; `max_async_level=0` and
+    `strict_async_level` set it to `max_async_level`."""
     oversampling_factor: Annotated[float, Ge(1)] = 1.0
-    """How many times the rollouts that a batch needs may be under way. Above 1 a full batch waits for no slow
-    rollout; where `max_off_policy_steps` is `max_async_level`, those too old for the next are dropped."""
+    """Rollouts in flight, as a multiple of those that a batch needs. Above 1 a full batch does not wait for slow
+    rollouts; if `max_off_policy_steps` is `max_async_level`, rollouts too stale for the next step are dropped."""
     batch_timeout_s: Seconds = 1800.0
     """Deadline for a batch to fill, seconds."""
     policy_timeout_s: Seconds = 1800.0
@@ -78,7 +80,7 @@ class OrchestratorConfig:
     max_error_share: Annotated[float, Ge(0), Lt(1)] = 0.5
     """Share of an env's last 256 rollouts that may fail before the run ends with the reason."""
     keep_batches: bool = False
-    """Keep what was shipped to the trainer under `batches/`, one msgpack file a step and rank."""
+    """Keep the batches for the trainer under `batches/`, one msgpack file a step and rank."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     stop: StopConfig = field(default_factory=StopConfig)
 

@@ -10,7 +10,7 @@ from prl.rollouts.components import Component
 
 
 class Streams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The optional per-token streams of the components; an absent one is None."""
+    """The optional per-token fields of the loss components: advantages, logprobs, weights; None = absent."""
 
     advantages: list[float] | None = None
     ref_logprobs: list[float] | None = None
@@ -20,7 +20,7 @@ class Streams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Origin(msgspec.Struct, array_like=True):
-    """Where a sample comes from, for whoever reads what became of it."""
+    """Where a sample comes from, for records and the token export."""
 
     task: Any
     """The task's id in its env, as JSON has it."""
@@ -31,7 +31,7 @@ class Origin(msgspec.Struct, array_like=True):
 
 
 class Reference(msgspec.Struct, array_like=True, frozen=True):
-    """What the `ref_kl` tokens of a sequence are compared with, and how."""
+    """The model that the `ref_kl` tokens of a sequence are compared with, and how."""
 
     model: str = ""
     """The trainer's model that fills `ref_logprobs`: `initial`, `ema:<decay>`, `lagged:<every>`; "" = they are shipped.
@@ -50,7 +50,7 @@ class Reference(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TrainingSample(Streams, omit_defaults=True):
-    """One token sequence of a rollout. Every list is `[tokens]`; the optional streams are the keys of `STREAM_FILL`."""
+    """One token sequence of a rollout. Every list is `[tokens]`; the optional fields are the keys of `STREAM_FILL`."""
 
     token_ids: list[int]
     mask: list[bool]
@@ -72,12 +72,12 @@ class TrainingSample(Streams, omit_defaults=True):
     """As of `LossInputs`, of each of its tokens; written as it is packed."""
 
     def members(self, component: Component) -> list[bool]:
-        """Which tokens feed the component, `[tokens]`, whatever the sampler's logprobs are."""
+        """Which tokens have a weight in the component, `[tokens]`, with or without a logprob of the sampler."""
         weights = getattr(self, component.stream) or [component.absent_weight] * len(self.token_ids)
         return [weight != 0 and (on or not component.on_mask) for on, weight in zip(self.mask, weights, strict=True)]
 
     def feeds(self, component: Component, tokens: int | None = None) -> bool:
-        """Whether any of the first `tokens` tokens (None = all) feeds the component."""
+        """Whether any of the first `tokens` tokens (None = all) has a weight in the component."""
         if component.absent_weight == 0 and getattr(self, component.stream) is None:
             return False
         return any(self.members(component)[:tokens])
@@ -110,7 +110,7 @@ class MicroBatch(Streams, omit_defaults=True):
 
 
 def sequence_slices(sequence_lengths: Sequence[int]) -> list[slice]:
-    """Where each of the sequences that tile a row stands in it."""
+    """The place of each sequence in its row."""
     return [slice(*ends) for ends in pairwise(accumulate(sequence_lengths, initial=0))]
 
 
@@ -122,4 +122,4 @@ class StepBatch(msgspec.Struct):
     truncated: int
     """Samples of the whole step that were cut to `seq_len`."""
     checkpoint: bool = False
-    """Whether the trainer is to write its part of a checkpoint after the step."""
+    """Whether the trainer writes its part of a checkpoint after the step."""

@@ -28,7 +28,7 @@ MessageKey = tuple[str, str, int, str]
 
 
 class Stage(StrEnum):
-    """Where a rollout left, in the order in which it can."""
+    """The stage of the pipeline where a rollout ended, in order."""
 
     FAILED = "failed"
     """An exception or a deadline; `source` is one of `ERROR_KINDS`, `reason` the error."""
@@ -37,17 +37,17 @@ class Stage(StrEnum):
     DIFFICULTY = "difficulty"
     """Online difficulty filtering dropped its group; `source` is easy or hard."""
     PRE_FILTERED = "pre_filtered"
-    """An enforced filter of the `pre_batch` slot dropped it; `source` is the filter's name."""
+    """An enforced `pre_batch` filter dropped it; `source` is the filter's name."""
     STALE = "stale"
-    """Its policy version is too old to train on."""
+    """It is too stale to train on (`max_off_policy_steps`)."""
     SURPLUS = "surplus"
-    """More was generated than the steps take: with oversampling, or when the run ended early."""
+    """It was in excess: with oversampling, or when the run ended early."""
     POST_FILTERED = "post_filtered"
-    """An enforced filter of the `post_batch` slot dropped it from a cut batch; `source` is the filter's name."""
+    """An enforced `post_batch` filter dropped it from a batch; `source` is the filter's name."""
     UNLEARNABLE = "unlearnable"
-    """It was in a cut batch, but none of the tokens that are shipped feeds a loss component."""
+    """It was in a batch, but none of its tokens has a weight in a loss."""
     TRAINED = "trained"
-    """It was shipped, and at least one of its tokens trains."""
+    """It was sent to the trainer, and at least one of its tokens trains."""
 
 
 IN_BATCH = (Stage.POST_FILTERED, Stage.UNLEARNABLE, Stage.TRAINED)
@@ -67,11 +67,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One reply of the model, and what it earned."""
+    """One reply of the model, with its reward."""
 
     message: "Message"
     tokens: slice
-    """Where its sampled tokens are in the concatenated `token_ids` of the rollout's samples; empty if none trains."""
+    """Indices of its sampled tokens in the concatenated `token_ids` of the rollout's samples; empty if none trains."""
     reward: float
 
 
@@ -86,13 +86,13 @@ class Rollout:
     agent: "AgentInfo"
     """The agent that played it; `agent.name` tells the sides of a game apart."""
     reward: float
-    """The sum, weighted, of what each reward function of the env gave."""
+    """The weighted sum of the env's reward functions."""
     rewards: "dict[str, Reward | None]"
-    """What each reward function of the env gave."""
+    """The value of each reward function of the env."""
     metrics: dict[str, float | None]
-    """What each metric function of the env gave."""
+    """The value of each metric function of the env."""
     info: dict[str, Any]
-    """What the env recorded about the episode."""
+    """The env's notes about the episode."""
     nodes: "list[MessageNode]"
     """Every message once, in the order of the calls."""
     branches: "list[Branch]"
@@ -122,23 +122,23 @@ class Rollout:
         self.sample_branches: list[Branch] = []
         """The branch of the trace that each sample comes from."""
         self.advantages: list[float] | None = None
-        """`[tokens]` over the concatenation of its samples; None until an algorithm assigns credit."""
+        """`[tokens]` over the concatenation of its samples; None until an algorithm assigns them."""
         self.scoring_s: float = 0.0
-        """Seconds that its algorithm took to score it on arrival, model calls included."""
+        """Seconds that its algorithm took in `score_rollout`, model calls included."""
         self.difficulty_pool: str | None = None
         """The difficulty pool that its task is in once its group has been counted; None without pools."""
         self.matched: dict[str, str] = {}
-        """Filter slot -> the first filter of it that matched, enforced or not."""
+        """`pre_batch` or `post_batch` -> the first filter there that matched, enforced or not."""
         self.outcome: Outcome | None = None
-        """Where it left the pipeline, and why; None while it is under way."""
+        """The stage where it ended, and the reason; None while it is active."""
         self.seal: int | None = None
-        """Hash of its samples' tokens as its algorithm received them; from then on only streams may be written."""
+        """Hash of its samples' tokens when its algorithm received them; later only advantages and weights change."""
 
     # --- its outcome ----------------------------------------------------------------------------------------------
 
     @property
     def is_active(self) -> bool:
-        """Whether it is still on its way to a batch."""
+        """Whether it has no outcome yet."""
         return self.outcome is None
 
     def leave(self, stage: Stage, reason: str = "", source: str | None = None) -> None:
@@ -149,7 +149,7 @@ class Rollout:
         self.outcome = outcome
 
     def fail(self, error: Exception, kind: str | None = None) -> None:
-        """Leave as failed: algorithms, filters and batches skip it. Ignored if it has left already.
+        """Write the outcome `failed`: algorithms, filters and batches skip it. Ignored if it has an outcome.
 
         Args:
             error: What went wrong.
@@ -162,7 +162,7 @@ class Rollout:
 
     @property
     def stage(self) -> Stage | None:
-        """Where it left; None while it is active."""
+        """The stage of its outcome; None while it is active."""
         return None if self.outcome is None else self.outcome.stage
 
     @property
@@ -230,7 +230,7 @@ class Rollout:
 
     @property
     def mean_advantage(self) -> float | None:
-        """The mean of its advantages over the tokens on its mask; None without credit, or without such a token."""
+        """The mean of its advantages over the tokens on its mask; None without advantages, or without such a token."""
         mask = [trains for sample in self.samples for trains in sample.mask]
         credited = [a for a, trains in zip(self.advantages or [], mask, strict=False) if trains]
         return sum(credited) / len(credited) if credited else None
@@ -242,7 +242,7 @@ class Rollout:
             self.start_version, self.end_version = versions[0][0], versions[-1][1]
 
     def attach_samples(self) -> None:
-        """Make its samples from the trace. It leaves as empty if nothing was sampled. Raises TokenMismatch."""
+        """Make its samples from the trace. Its outcome is `empty` if nothing was sampled. Raises TokenMismatch."""
         # Configs name classes that work on rollouts, without verifiers.
         from prl.rollouts.messages import Origin
         from prl.rollouts.samples import samples_of
@@ -260,7 +260,7 @@ class Rollout:
         return hash(tuple((tuple(sample.token_ids), tuple(sample.mask)) for sample in self.samples))
 
     def assign_advantages(self, advantages: float | Sequence[float]) -> None:
-        """Write this rollout's credit.
+        """Write this rollout's advantages.
 
         Args:
             advantages: A number, broadcast over the trainable tokens; or `[tokens]` over the samples' concatenated
@@ -287,7 +287,7 @@ class Rollout:
         self.advantages = credit
 
     def assign_turns(self, advantages: Sequence[float]) -> None:
-        """Write this rollout's credit, one number for each of its `turns`. Raises ValueError as `assign_advantages`."""
+        """Write an advantage for each of this rollout's `turns`. Raises ValueError as `assign_advantages`."""
         turns = self.turns
         if len(advantages) != len(turns):
             raise ValueError(f"advantages must align with turns: got {len(advantages)} values for {len(turns)} turns")

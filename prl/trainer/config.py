@@ -26,7 +26,7 @@ class PartConfig:
     """Which parameters an entry of `parts` has: those that match both."""
 
     match: str | None = None
-    """A regular expression that is searched in a parameter's name; null = any."""
+    """A regular expression for a parameter's name; null = any."""
     dims: int | None = None
     """Its number of dimensions; null = any."""
 
@@ -42,9 +42,8 @@ class OptimConfig:
     weight_decay: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Weight decay of matrices; norms and biases are exempt."""
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Other optimisers for some of the parameters, by a name of yours: `_target_` with its settings; `match`, a regular
-    expression that is searched in a parameter's name; `dims`, its number of dimensions. The first that matches has it.
-    """
+    """Other optimisers for some parameters, by a name of yours: `_target_` with its settings; `match`, a regular
+    expression for the parameter's name; `dims`, its number of dimensions. The first match counts."""
 
 
 @dataclass
@@ -66,9 +65,9 @@ class SGDConfig(OptimConfig):
 
     _target_: str = "torch.optim.SGD"
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Share of the last update's direction that the next one keeps."""
+    """Momentum."""
     nesterov: bool = False
-    """Nesterov's momentum."""
+    """Use Nesterov's momentum."""
 
 
 @dataclass
@@ -87,41 +86,42 @@ class TrainerConfig:
 
     _target_: str = "prl.trainer.trainer.Trainer"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto = cuda where there is a GPU."""
+    """auto = cuda if there is a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format that the model runs in; auto = float32 on a CPU, bfloat16 on a GPU. Weights, sums of gradients, the
-    optimiser and logits are in float32 either way."""
+    """Number format of the forward and backward; auto = float32 on a CPU, bfloat16 on a GPU. Weights, sums of
+    gradients, the optimiser and logits are always float32."""
     num_processes: Annotated[int, Ge(1)] = 1
     """Trainer ranks on this machine (torch distributed, gloo on CPU, nccl on GPU)."""
     shard_size: Annotated[int, Ge(1)] | None = None
-    """Ranks that have one copy of weights, gradients and optimiser between them; null = all, 1 = each has its own. Less
-    takes more memory and fewer bytes on the way. It divides num_processes."""
+    """Ranks that share one copy of weights, gradients and optimiser (FSDP2); null = all, 1 = each rank has a copy. A
+    smaller value takes more memory and less traffic. It divides num_processes."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimiser in host memory, and update them there: for a GPU that has no room."""
+    """Keep weights, gradients and optimiser in host memory, and update them there, to save GPU memory."""
     threads: Annotated[int, Ge(1)] | None = None
     """CPU threads of each rank; null = its share of the cores, at most one for each 2.5 million parameters, and 8 where
     it has a GPU. On a CPU the order of sums follows it: another number gives other last digits."""
     seq_len: Annotated[int, Ge(2)] = 512
     """Row length of packed micro-batches, tokens; longer samples are truncated and counted."""
     tokens_per_forward: Annotated[int, Ge(1)] = 4096
-    """Rows are stacked into one forward pass up to this many tokens."""
+    """Tokens of a micro-batch, the packed sequences of one forward pass. Gradients accumulate over the micro-batches of
+    an update."""
     share_prefixes: bool = True
-    """Run the tokens that several samples begin with once (prompts, turns before a fork), where the model allows it.
-    False = every sample with all of its tokens."""
+    """Run tokens that several samples begin with once (prompts, turns before a fork), if the model allows it. False =
+    run every sample with all of its tokens."""
     head_chunk: Annotated[int, Ge(1)] | None = None
-    """Tokens whose logits exist at one time; null = as many as take little memory beside the model, at most 1024."""
+    """Tokens whose logits exist at one time; null = a number that takes little memory, at most 1024."""
     gradient_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in backward, which takes less memory and more time: of each layer all (full), or all but
-    matrix products and attention (selective)."""
+    """Recompute activations in backward, for less memory and more time: all of each layer (full), or all but matrix
+    products and attention (selective)."""
     compile: bool = False
     """Compile each layer, with torch.compile: a minute at the start, faster steps on a GPU."""
     optim: Any = None
     """The optimiser, of the group `optim`; null = AdamW."""
     updates_per_batch: Annotated[int, Ge(1)] = 1
-    """Optimiser steps that a batch is cut into, by whole groups; fewer where it has fewer groups. Steps, policy
-    versions and the learning rate go by batches."""
+    """Mini-batches of whole groups in a batch, with an optimiser step each; fewer if the batch has fewer groups. Steps,
+    policy versions and the learning rate count batches."""
     epochs: Annotated[int, Ge(1)] = 1
-    """How often each batch is trained on."""
+    """Epochs over each batch."""
     ref_kl: RefKLConfig = field(default_factory=RefKLConfig)
     """Settings of the ref_kl loss, of opd, opsd and algo.kl."""
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
@@ -129,11 +129,12 @@ class TrainerConfig:
     schedule: Any = None
     """Learning rate over steps, of the group `schedule`; null = Linear."""
     token_export: bool = False
-    """Write every sequence of every step, token by token with the loss's treatment, to `tokens/`. Large."""
+    """Write every sequence of every step to `tokens/`, with each token's use in the loss. Large."""
     example_steps: Annotated[int, Ge(0)] = 8
-    """Without token_export: steps, spread over the run, of which the first 32 sequences are written, for its page."""
+    """Without token_export: number of steps, spread over the run, whose first 32 sequences are written for the run's
+    page."""
     ready_timeout_s: Seconds = 600.0
-    """Deadline for the trainer to load the model, and before that for its ranks to meet, seconds."""
+    """Deadline for the ranks to meet, and then for the trainer to load the model, seconds."""
     batch_timeout_s: Seconds = 3600.0
     """Deadline for the next batch to arrive, seconds."""
     finish_timeout_s: Seconds = 1800.0
@@ -161,27 +162,28 @@ class PolicyLossConfig:
     """Whether the loss has a ratio to the sampler of its own."""
     _partial_: bool = True
     entropy_coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
-    """Subtracts this times the mean entropy of the policy at rl tokens, in nats, from the loss. 0 = off."""
+    """Entropy bonus: subtract this times the mean entropy of the policy at rl tokens, in nats, from the loss. 0 =
+    off."""
     entropy_target: Annotated[float, Gt(0), Le(1e6)] | None = None
-    """Nats: after a step whose mean entropy at the rl tokens of this loss (`entropy_rl/<env, all>`) is below it,
-    `entropy_coef` grows by `entropy_step`; after one above it, it shrinks and is not applied. null = it stays as it is.
-    """
+    """Target of the mean entropy at the rl tokens of this loss (`entropy_rl/<env, all>`), nats. After a step below it
+    `entropy_coef` grows by `entropy_step`; after a step above it `entropy_coef` shrinks and is not applied. null =
+    `entropy_coef` is constant."""
     entropy_step: Annotated[float, Gt(0), Le(1e6)] = 0.005
-    """Change of `entropy_coef` after a step, for `entropy_target` alone."""
+    """Change of `entropy_coef` after a step, only for `entropy_target`."""
     agg_mode: AggMode = "token_mean"
-    """How tokens are averaged: each token alike, each sequence alike (one sample of a rollout), each rollout alike, or
-    divided by `constant_length` times the number of sequences, so that no length matters."""
+    """Mean over tokens, over sequences (samples), over rollouts, or the sum divided by `constant_length` times the
+    number of sequences, which does not depend on lengths."""
     constant_length: Annotated[int, Ge(1)] | None = None
-    """Tokens, for `agg_mode=constant` alone, e.g. the longest completion."""
+    """Tokens, only for `agg_mode=constant`, e.g. the longest completion."""
     proximal: bool = False
-    """Take ratios to the trainer's own logprobs before the first update on a batch, not to the sampler's (decoupled
-    PPO, arXiv 2505.24298); for several updates on a batch. `correction` weighs what lies between the two."""
+    """Take ratios to the trainer's logprobs before the first update on a batch, not to the sampler's (decoupled PPO,
+    arXiv 2505.24298); for several updates on a batch. `correction` weighs the ratio between the two."""
     correction: Literal["none", "tis", "icepop", "sequence"] = "none"
-    """What to do where trainer and sampler disagree, by their ratio rho: weigh advantages by at most `correction_cap`
-    (tis), or leave out tokens (icepop) or sequences (by their geometric mean) outside `correction_low` and
-    `correction_high`."""
+    """Correction of the mismatch of trainer and sampler, by their ratio rho: truncated importance sampling (tis)
+    multiplies advantages by rho, at most `correction_cap`; icepop masks tokens, and sequence masks sequences (by their
+    geometric mean), outside `correction_low` and `correction_high`."""
     correction_cap: Annotated[float, Gt(0), Le(1e30)] = 2.0
-    """Largest weight, for `tis`."""
+    """Largest rho, for `tis`."""
     correction_low: Annotated[float, Ge(0), Le(1)] = 0.5
     """Smallest rho that trains, for `icepop` and `sequence`."""
     correction_high: Annotated[float, Ge(1), Le(1e30)] = 5.0
@@ -235,12 +237,12 @@ class DefaultLossConfig(PolicyLossConfig):
     dppo_mask_high: Annotated[float, Ge(0)] = 0.2
     """Drop tokens with A > 0 whose probability rose by more than this since sampling."""
     adv_tau: Annotated[float, Ge(-1e6), Le(1e6)] = 1.0
-    """Scale of the policy-gradient term, which must leave gradients finite; 0 leaves the regulariser alone."""
+    """Scale of the policy-gradient term, for which gradients must stay finite; 0 = only the regulariser."""
     kl_tau: Annotated[float, Ge(0), Le(1e6)] = 1e-3
     """Scale of the regulariser."""
     delta: Annotated[float, Gt(0), Le(1e30)] | None = 8.0
-    """Upper clamp of the importance ratio in the policy-gradient term, without gradient where it clamps: the mask alone
-    lets the ratio of a rare token with A <= 0 grow without bound. null = none."""
+    """Upper clamp of the importance ratio in the policy-gradient term, without gradient above it. Without it the ratio
+    of a rare token with A <= 0 has no bound, because the mask does not drop it. null = none."""
 
 
 @dataclass
@@ -261,9 +263,9 @@ class GSPOLossConfig(PolicyLossConfig):
 
     _target_: str = "prl.losses.gspo_loss"
     clip_ratio_low: Annotated[float, Ge(0), Lt(1)] = 3e-4
-    """A sequence with A < 0 has no gradient where its ratio is below 1 minus this."""
+    """A sequence with A < 0 has no gradient if its ratio is below 1 minus this."""
     clip_ratio_high: Annotated[float, Ge(0), Le(1e30)] = 4e-4
-    """A sequence with A > 0 has no gradient where its ratio is above 1 plus this."""
+    """A sequence with A > 0 has no gradient if its ratio is above 1 plus this."""
     agg_mode: AggMode = "sequence_mean"
     """As in the other losses."""
 
@@ -274,11 +276,12 @@ class PPOLossConfig(PolicyLossConfig):
 
     _target_: str = "prl.losses.ppo_loss"
     clip_low: Annotated[float, Ge(0), Le(1)] = 0.2
-    """A token with A < 0 has no gradient where its ratio is below 1 minus this."""
+    """PPO clip for A < 0: a token has no gradient if its ratio is below 1 minus this."""
     clip_high: Annotated[float, Ge(0), Le(1e30)] = 0.2
-    """A token with A > 0 has no gradient where its ratio is above 1 plus this; DAPO has 0.28 (arXiv 2503.14476)."""
+    """PPO clip for A > 0: a token has no gradient if its ratio is above 1 plus this; DAPO has 0.28 (arXiv
+    2503.14476)."""
     dual_clip: Annotated[float, Gt(1), Le(1e30)] | None = None
-    """A token with A < 0 has no gradient where its ratio is above this, e.g. 3 (arXiv 1912.09729). null = none."""
+    """A token with A < 0 has no gradient if its ratio is above this, e.g. 3 (arXiv 1912.09729). null = none."""
 
 
 @dataclass
@@ -287,7 +290,7 @@ class CISPOLossConfig(PolicyLossConfig):
 
     _target_: str = "prl.losses.cispo_loss"
     clip_high: Annotated[float, Ge(1), Le(1e30)] = 5.0
-    """Largest weight, a bound of the ratio itself."""
+    """Largest weight (an upper bound of the ratio itself)."""
     clip_low: Annotated[float, Ge(0), Le(1)] | None = None
     """Smallest weight. null = none."""
 
@@ -300,7 +303,7 @@ class IPOLossConfig(PolicyLossConfig):
     eps: Annotated[float, Ge(0)] = 0.3
     """Drop tokens whose probability changed by more than this since sampling."""
     kl_tau: Annotated[float, Ge(0), Le(1e6)] = 0.0
-    """Scale of the squared-log-ratio regulariser, which dropped tokens keep."""
+    """Scale of the squared-log-ratio regulariser, which also applies to dropped tokens."""
     delta: Annotated[float, Gt(0), Le(1e30)] | None = 8.0
     """Upper clamp of the importance ratio, as in the default loss. null = none."""
 
@@ -325,7 +328,7 @@ class CustomLossConfig:
     """
 
     _target_: str = MISSING
-    """Its dotted path."""
+    """Its Python path."""
     _partial_: bool = True
 
 

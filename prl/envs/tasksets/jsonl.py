@@ -65,20 +65,20 @@ class JsonlConfig(vf.TasksetConfig):
     seed: int = 0
     """The order of the tasks."""
     num_tasks: int | None = Field(None, ge=1)
-    """How many; null = all."""
+    """Number of tasks; null = all."""
     path: str
     """A file, several by a pattern (`data/train-*.parquet`), or `hub:owner/name:split` (`hub:owner/name/folder:split`
     for one of several configurations)."""
     eval_path: str | None = None
-    """Where the held-out rows are, as `path`; null = a share of the rows of `path`."""
+    """Held-out lines, like `path`; null = a share of the lines of `path`."""
     eval_fraction: float = Field(0.1, ge=0, lt=1)
-    """That share, at least one prompt; 0 = none. Not read with `eval_path`."""
+    """Share of held-out prompts, at least one prompt; 0 = none. Not with `eval_path`."""
     prompt_key: str = "prompt"
-    """The key of a row's prompt."""
+    """The key of a line's prompt."""
     answer_key: str = "answer"
-    """The key of its answer."""
+    """The key of a line's answer."""
     demonstration_key: str | None = None
-    """The key of a reply to imitate (`algo.sampling.source=demonstrations`, `algo=opsd`); null = there is none."""
+    """The key of a reply to imitate (`algo.sampling.source=demonstrations`, `algo=opsd`); null = none."""
     system: str | None = None
     """A system message before every prompt; `system_prompt`, which every taskset has, is a file."""
     grader: str | dict[str, Any] = "exact"

@@ -47,7 +47,7 @@ def score_in(text: str, best: float) -> float:
 class JudgeConfig(JsonlConfig):
     grader: Literal["judge"] = "judge"
     rubric: str = "The reply is correct, answers the question and says nothing else."
-    """What a reply is graded by."""
+    """The criteria for the judge."""
     best: float = Field(10.0, gt=0, allow_inf_nan=False)
     """The best score."""
     max_tokens: int = Field(512, ge=1)
