@@ -79,9 +79,8 @@ def compared(title: str, dtype: str, found: Found, exact: Found) -> Row:
     values["gradients"] = max(
         ((found.gradients[name] - each).norm() / each.norm()).item() for name, each in exact.gradients.items()
     )
-    measured, expected = (
-        ", ".join(f"{name} {value:.2g}" for name, value in numbers.items()) for numbers in (values, LIMITS[dtype])
-    )
+    measured = ", ".join(f"{name} {value:.1e}" for name, value in values.items())
+    expected = "at most " + ", ".join(f"{limit:g}" for limit in LIMITS[dtype].values())
     return row(title, measured, expected, all(values[name] <= limit for name, limit in LIMITS[dtype].items()), **values)
 
 

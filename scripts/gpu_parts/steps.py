@@ -24,16 +24,11 @@ NEAR = {"cpu": 0.5, "cuda": 0.25}
 """Share by which a peak may differ from what is predicted; of a CPU the pages of the process are measured."""
 
 
-def machine(*, device: str, size: int) -> Iterator[Row]:
-    """What is there, the rates of products of `size` squared, and what CUDA takes of the GPU for itself."""
-    cuda = device == "cuda"
-    name = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if cuda else platform.processor() or "a CPU"
+def machine(*, device: str) -> Iterator[Row]:
+    """What is there, and what CUDA takes of the GPU for itself."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    yield row("machine", f"{name}, {versions}", "", None)
-    for dtype in (torch.bfloat16, torch.float32):
-        rate = BENCH.matrix_rate(size, torch.device(device), dtype)
-        yield row(f"{dtype}: matrix rate, {size} squared", f"{rate / 1e12:.4g} TFLOP/s", "", None, rate=rate)
-    if cuda:
+    yield row("machine", f"{torch.cuda.get_device_name() if device == 'cuda' else 'a CPU'}, {versions}", "", None)
+    if device == "cuda":
         free, total = torch.cuda.mem_get_info()
         taken = total - free - torch.cuda.memory_reserved()
         measured, expected = f"{taken / GIB:.2f} GiB, with other processes'", f"{CONTEXT / GIB:.2f} GiB at most"
@@ -57,9 +52,8 @@ def check(
     """
     name = f"{model}, a row of {tokens:,}, checkpointing {checkpointing}{', compiled' * compiled}"
     place, cuda = torch.device(device), device == "cuda"
-    promised = predicted(
-        model, Pass(tokens=tokens, length=tokens, size=2, checkpointing=checkpointing, cuda=cuda, spread=True)
-    )
+    how = {"checkpointing": checkpointing, "cuda": cuda, "spread": True}
+    promised = predicted(model, Pass(tokens=tokens, length=tokens, size=2, **how))
     before = 0.0
     if cuda and promised > (free := torch.cuda.mem_get_info()[0]):
         yield Row(name, f"predicted {promised / GIB:.1f} GiB, of {free / GIB:.1f} that are free", "", NO_ROOM)
@@ -77,9 +71,11 @@ def check(
         yield row(name, "out of memory", f"{promised / GIB:.2f} GiB by a dry run", False)
         return
     reached = step.rate / bench.rate
-    measured = f"{step.seconds:.3f} s, {step.tokens_per_s:,.0f} tokens/s, {reached:.1%} of the matrix rate"
+    measured = (
+        f"{step.seconds:.3f} s, {step.tokens_per_s:,.0f} tokens/s, {reached:.1%} of {bench.rate / 1e12:.3g} TFLOP/s"
+    )
     expected, ok = (f"{share:.0%} at least", reached >= share) if share else ("", None)
-    yield row(f"time: {name}", measured, expected, ok, seconds=step.seconds, share=reached)
+    yield row(f"time: {name}", measured, expected, ok, seconds=step.seconds, share=reached, rate=bench.rate)
     peak, near = step.peak - before, NEAR[device]
     least = 0.0 if compiled else 1 - near  # a dry run does not know what compiled layers leave out
     expected = f"{promised / GIB:.2f} GiB by a dry run, {'at most +' if compiled else '+-'}{near:.0%}"
