@@ -18,6 +18,9 @@ import torch
 from gpu_parts import NO_ROOM, OK, WRONG, exactness, steps
 from packaging.requirements import Requirement
 
+from prl.rollouts.packing import pack_row
+from prl.trainer.tree import flex, tree
+
 ROOT = Path(__file__).parents[1]
 CHECK = SourceFileLoader("gpu_check", str(ROOT / "scripts" / "gpu_check")).load_module()
 WHEELS = (ROOT / "scripts" / "gpu_parts" / "wheels.txt").read_text().splitlines()[2:]
@@ -69,6 +72,20 @@ def test_a_step_that_does_not_fit_is_a_row(monkeypatch):
     for options in taken:
         (row,) = steps.check(**options)
         assert row.result == NO_ROOM and re.fullmatch(r"predicted [\d.]+ GiB, of 7\.0 that are free", row.measured)
+
+
+def test_rows_attend_as_they_are_called(monkeypatch):
+    """What a GPU would take for each way."""
+    monkeypatch.setattr(flex, "LONG", exactness.LONG)
+    monkeypatch.setattr(tree, "row_tree", flex.row_on_gpu)
+    kinds, tokens = [], []
+    for share, prompts, completions in exactness.WAYS.values():
+        rows = [pack_row(exactness.draw(300, prompts, completions), exactness.TOKENS)]
+        (stack,) = tree.tree_stacks(rows, exactness.TOKENS, torch.device("cpu"), share=share)
+        kinds.append(type(stack.tree))
+        tokens.append(stack.forward_tokens)
+    assert kinds == [flex.FlexTree, flex.FlexTree, flex.LongSequences]
+    assert tokens[0] - tokens[1] == 2 * 3 * 150, "three of four completions share a prompt with the first"
 
 
 def test_differences_are_seen():
@@ -139,5 +156,5 @@ def test_the_small_form_on_a_bare_machine(tmp_path):
         assert any(part in check for check in checks), part
     assert {each["result"] for each in found["rows"]} == {OK, "-"}
     page = (tmp_path / "out" / "gpu_check.md").read_text()
-    assert "without a GPU" in page and all(f"| {check} |" in page for check in checks)
+    assert "No GPU was at hand" in page and all(f"| {check} |" in page for check in checks)
     assert not list((tmp_path / "bare").glob("lib/python*/site-packages/pandas"))

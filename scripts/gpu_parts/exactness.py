@@ -33,6 +33,8 @@ LIMITS = {
 """By which numbers may differ: logprobs at most and in the mean, the loss, and a gradient by the norm of its tensor."""
 TOKENS = 8192
 """Of a row, at most."""
+LONG = 256
+"""Tokens that sequences have here in the mean, from which on each attends alone on a GPU (`flex.LONG`)."""
 WAYS = {
     "packed rows, FlexAttention": (False, (150, 150), (20, 40, 90, 130)),
     "prefix trees, FlexAttention": (True, (150, 150), (20, 40, 90, 130)),
@@ -122,7 +124,7 @@ def by_trainer(
     trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=10**6, half=half, **options)
     trainer.layout = functools.partial(tree.tree_stacks, share=share)
     with contextlib.ExitStack() as patched:
-        patched.enter_context(patch.object(flex, "LONG", 256))  # so that the sequences above are long ones
+        patched.enter_context(patch.object(flex, "LONG", LONG))
         if device.type == "cpu":
             patched.enter_context(patch.object(tree, "row_tree", flex.row_on_gpu))
             patched.enter_context(patch.object(flex, "compiled", lambda: flex_attention))
