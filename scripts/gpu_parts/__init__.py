@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-OK, WRONG, NOTHING_EXPECTED, NO_ROOM = "ok", "NOT ok", "-", "does not fit"
+OK, WRONG, NOTHING_EXPECTED, NO_ROOM = "ok", "NOT ok", "measured", "does not fit"
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """A step of the trainer on one row: its time, and its peak memory beside what a dry run says of it."""
 
 import argparse
+import os
 import platform
 import random
 import tempfile
@@ -27,7 +28,8 @@ NEAR = {"cpu": 0.5, "cuda": 0.25}
 def machine(*, device: str) -> Iterator[Row]:
     """What is there, and what CUDA takes of the GPU for itself."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    yield row("machine", f"{torch.cuda.get_device_name() if device == 'cuda' else 'a CPU'}, {versions}", "", None)
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores of a CPU"
+    yield row("machine", f"{name}, {versions}", "", None)
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
         taken = total - free - torch.cuda.memory_reserved()
