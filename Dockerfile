@@ -1,16 +1,31 @@
-# prl in a container: scripts/setup does all of it.
+# prl in a container: scripts/setup does all of it. No GPU is needed to build.
 #   docker build -t prl .                       for CPUs
 #   docker build -t prl --build-arg ENGINE=gpu --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 .
-#   docker run --rm -it --shm-size=8g -v "$PWD/outputs:/prl/outputs" prl prl train algo=opd env=math          (--gpus all)
+# To train, as yourself, with runs in outputs/ here (on GPUs with --gpus all as well):
+#   mkdir -p outputs
+#   docker run --rm -it --init --shm-size=8g --user "$(id -u):$(id -g)" -v "$PWD/outputs:/prl/outputs" prl train algo=opd
 ARG BASE=ubuntu:24.04
 FROM $BASE
 ARG ENGINE=cpu
-# gcc and Python's headers: for pycosat of env=reasoning_gym, and for the kernels that are compiled on a GPU.
+# A compiler and Python's headers: for pycosat of env=reasoning_gym, and for the kernels that are compiled on a GPU or with
+# trainer.compile. libnuma: for vLLM's build for CPUs. git: says in provenance.json which commit a run came from.
 RUN apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends git gcc python3-dev python3-venv \
-    && rm -rf /var/lib/apt/lists/*
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        git g++ libnuma1 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && git config --system --add safe.directory /prl \
+    && mkdir -m 1777 /home/prl
 WORKDIR /prl
+# What set-up reads comes first: another change of the code installs nothing again.
+COPY pyproject.toml ./
+COPY scripts/setup scripts/setup
+COPY scripts/locks scripts/locks
+COPY prl/__init__.py prl/__init__.py
+ENV PRL_ENGINE=$ENGINE PATH=/prl/.venv/bin:$PATH
+RUN mkdir conf && touch README.md && PIP_NO_CACHE_DIR=1 scripts/setup
 COPY . .
-RUN PRL_ENGINE=$ENGINE PIP_NO_CACHE_DIR=1 scripts/setup
-ENV PATH=/prl/.venv/bin:$PATH
-CMD ["bash"]
+RUN scripts/setup && python -m compileall -q prl && mkdir -p -m 1777 outputs
+# A home that any user may write to, and a name for one that the image does not know.
+ENV HOME=/home/prl USER=prl
+ENTRYPOINT ["prl"]
+CMD ["--help"]

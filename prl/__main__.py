@@ -7,6 +7,7 @@ prl eval <target> … [key=value …]              python -m prl.eval
 prl chat <target> [key=value …]                python -m prl.tools.chat
 prl report <run or sweep> …                    python -m prl.tools.report
 prl env check math …                           python -m prl.tools.env_check check
+prl doctor [key=value …]                       python -m prl.tools.doctor
 """
 
 import os
@@ -21,6 +22,7 @@ SUBCOMMANDS = {
     "report": ("prl.tools.report", "write the page and the trace of a run, or the summary of several"),
     "chat": ("prl.tools.chat", "talk to one of them"),
     "env": ("prl.tools.env_check", "check a taskset: prl env check <taskset>"),
+    "doctor": ("prl.tools.doctor", "say what is installed, what a run would choose here, and what is missing"),
 }
 """The module of each subcommand, and what it does. Only the chosen one is imported."""
 

@@ -1,5 +1,6 @@
 """Collects the pages of the tree, and what they link to, for mkdocs: they stay where they are."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("prl", "conf", "experiments", ".github")
+NOTEBOOK = "experiments/tour.ipynb"
 LINK = re.compile(r"\]\(([^)#:\s]+)")
 API = {
     "Components": ("algorithms.base", "losses.rl", "filters.base", "curriculum.base", "monitors.base"),
@@ -48,8 +50,31 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted(sources):
         if path.is_file():
             files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
+    files.append(File.generated(config, NOTEBOOK.replace(".ipynb", ".md"), content=as_page(ROOT / NOTEBOOK)))
     text = ["# API", "Made from the docstrings."]
     for title, modules in API.items():
         text += [f"## {title}", *(f"::: prl.{module}" for module in modules)]
     files.append(File.generated(config, "API.md", content="\n\n".join(text)))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Link to the page of the notebook instead of its file."""
+    return re.sub(r"(\]\([^)\s]*tour)\.ipynb\)", r"\1.md)", markdown)
+
+
+def as_page(notebook: Path) -> str:
+    """A notebook's cells, and what they show, as Markdown."""
+    text = []
+    for cell in json.loads(notebook.read_text())["cells"]:
+        source = "".join(cell["source"])
+        text.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                text.append(f"![What the cell draws](data:image/png;base64,{data['image/png'].strip()})")
+            elif "text/html" in data:
+                text.append(re.sub("<table[^>]*>", "<table>", "".join(data["text/html"])))  # the theme's own tables
+            else:
+                text.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+    return "\n\n".join(text)

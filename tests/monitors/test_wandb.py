@@ -7,6 +7,7 @@ import pytest
 
 from prl.errors import ConfigError
 from prl.monitors.tensorboard import TensorBoard
+from prl.monitors.trackio import Trackio
 from prl.monitors.wandb import Wandb, run_id, sweep_of
 
 
@@ -53,7 +54,7 @@ def test_the_jobs_of_a_sweep_are_a_group(tmp_path):
     assert sweep_of(tmp_path / "sweep" / "seed=0") == "sweep"
 
 
-@pytest.mark.parametrize(("package", "monitor"), [("wandb", Wandb), ("tensorboard", TensorBoard)])
+@pytest.mark.parametrize(("package", "monitor"), [("wandb", Wandb), ("tensorboard", TensorBoard), ("trackio", Trackio)])
 def test_a_missing_package_is_refused_before_anything_starts(tmp_path, monkeypatch, package, monitor):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=f"monitor.x needs the package {package}"):

@@ -1,0 +1,47 @@
+"""Metrics in Trackio."""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from prl.monitors.base import Monitor
+from prl.monitors.wandb import sweep_of
+
+
+@dataclass(kw_only=True, eq=False)
+class Trackio(Monitor):
+    """A run in Trackio's database on this machine, which `trackio show` opens.
+
+    The database holds the runs of all projects, so it is not in the run directory: `TRACKIO_DIR` says where. A resumed
+    run goes on in the newest run of its name there; steps that it repeats keep the values of the time before.
+    """
+
+    needs_package: ClassVar[str] = "trackio"
+    project: str = "prl"
+    """The project that the run belongs to; the jobs of a sweep are one group in it."""
+
+    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
+        self.check("Trackio")
+        import trackio
+
+        with contextlib.redirect_stdout(None):
+            self._run = trackio.init(
+                project=self.project,
+                name=run_dir.name,
+                group=sweep_of(run_dir),
+                config=run_config,
+                resume="allow" if self.resumed_at else "never",
+                embed=False,
+            )
+        self._first_step = self._run._next_step  # 0.43 has no public way to ask for it
+
+    def step(self, line: dict[str, float]) -> None:
+        if line["step"] >= self._first_step:
+            self._run.log({key: value for key, value in line.items() if key != "step"}, step=int(line["step"]))
+
+    def close(self) -> None:
+        import trackio
+
+        with contextlib.redirect_stdout(None):
+            trackio.finish()
