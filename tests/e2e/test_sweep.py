@@ -45,20 +45,50 @@ def results(folder):
 
 
 def test_search_in_processes_is_reproducible(sweep):
-    search = ("sweep=[lr_search,joblib]", "hydra.sweeper.n_trials=2")
+    search = ("sweep=[lr_search,joblib]", "hydra.sweeper.n_trials=2", "seed=0,1")
     done, folder = sweep(*search)
     assert done.returncode == 0, done.stderr
     found = results(folder)
-    assert len(found) == 2 and all(name.startswith("trainer.optim.lr=") for name in found)
-    assert all(result["status"] == "completed" and result["steps"] == 1 for result in found.values())
+    assert len(found) == 4 and all(
+        result["status"] == "completed" and result["steps"] == 1 for result in found.values()
+    )
     assert all(f"job {name}: reward" in done.stderr for name in found)
-    assert done.stderr.count("completed  ") == 2, "the table"
+    assert done.stderr.count("completed  ") == 4, "the table"
+    by_rate = {}
+    for name, result in found.items():
+        by_rate.setdefault(name.split("trainer.optim.lr=")[1], []).append(result["optimized_metric"])
+    means = {rate: sum(rewards) / 2 for rate, rewards in by_rate.items()}
     best = OmegaConf.load(folder / "optimization_results.yaml")
-    assert best.best_value == max(result["optimized_metric"] for result in found.values())
+    assert (
+        best.best_value
+        == pytest.approx(max(means.values()))
+        == pytest.approx(means[str(best.best_params["trainer.optim.lr"])])
+    )
+    assert "2 seeds.\nlook at: " in done.stderr, "the verdict"
     again, same = sweep(*search)
     assert again.returncode == 0 and same == folder, again.stderr
-    assert again.stderr.count("completed already: skipped") == 2 and results(folder) == found
+    assert again.stderr.count("completed already: skipped") == 4 and results(folder) == found
     assert OmegaConf.load(folder / "optimization_results.yaml") == best
+
+
+def test_settings_that_belong_together_vary_together(sweep, tmp_path):
+    """An algorithm with its rate: by options of a group, and by a value for each option."""
+    for algo, rate in (("grpo", 0.002), ("max_rl", 0.001)):
+        path = tmp_path / "mine" / "experiment" / f"{algo}-rate.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = ("# @package _global_", "defaults:", f"  - override /algo: {algo}", "model:", f"  lr: {rate}")
+        path.write_text("\n".join(lines))
+    lengths = 'sampling.max_tokens="${prl.choice:experiment,{grpo-rate:5,max_rl-rate:6}}"'
+    done, folder = sweep("experiment=grpo-rate,max_rl-rate", lengths, "--config-dir", str(tmp_path / "mine"))
+    assert done.returncode == 0, done.stderr
+    configs = {path.parent.name: OmegaConf.load(path) for path in folder.glob("*/config.yaml")}
+    found = {
+        name: (each.algo._target_, each.trainer.optim.lr, each.sampling.max_tokens) for name, each in configs.items()
+    }
+    assert found == {
+        "experiment=grpo-rate": ("prl.algorithms.grpo.GRPOAlgorithm", 0.002, 5),
+        "experiment=max_rl-rate": ("prl.algorithms.max_rl.MaxRLAlgorithm", 0.001, 6),
+    }
 
 
 def run_jobs_twice(sweep, *launcher, **how):

@@ -129,7 +129,6 @@ def entry_of(group: Group, places: list[int]) -> dict[str, Any]:
     """An example group, whose first rollouts have these places in the table."""
     first = group[0]
     return {
-        "env": first.env,
         "title": f"{first.env}, task {str(first.task)[:NAME]}, group {first.group}",
         "rollouts": places,
         "more": len(group) - len(places),

@@ -42,7 +42,7 @@ def page(run: Run) -> str:
     return render(
         "run.html.j2",
         script="run.js",
-        title=f"{run.name} · prl",
+        title=f"{run.dir.name} · prl",
         run=run,
         verdict=verdict(run, shares(read_spans(run.dir, run.problems))),
         facts=_facts(run),

@@ -4,7 +4,7 @@ import base64
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -32,11 +32,13 @@ class Panel:
     """A small chart of curves over the steps."""
 
     title: str
-    unit: str
+    unit: str = ""
     series: Mapping[str, pd.Series]
     """By name; the index is the step."""
     bands: Mapping[str, tuple[pd.Series, pd.Series]] = field(default_factory=dict)
     """By name of a series: lower and upper edge of a band around it."""
+    thin: Mapping[str, list[pd.Series]] = field(default_factory=dict)
+    """By name of a series: the curves that it is the mean of, thin in its colour."""
     single: Mapping[str, list[pd.Series]] = field(default_factory=dict)
     """By name of a series: curves of single runs, dotted in its colour."""
     zero: bool = False
@@ -45,6 +47,8 @@ class Panel:
     """A few peaks far above the rest may be cut off."""
     log: bool = False
     """The axis is logarithmic, where all values are above 0."""
+    scatter: Literal["", "linear", "log"] = ""
+    """The x axis of a chart of points, where the index has numbers or names in the place of steps."""
     y: tuple[float, float] | None = None
     """Both ends of the y axis; None = all that is drawn is in sight."""
 
@@ -79,6 +83,9 @@ class Panel:
         """Draw the curves into matplotlib's axes."""
         for place, (name, whole) in enumerate(self.series.items()):
             values, colour = whole.dropna(), COLOURS[place % len(COLOURS)]
+            if self.scatter:
+                axes.plot(values.index, values, "o", markersize=5, alpha=0.8, color=colour if place else GREY)
+                continue
             if name in self.bands:
                 low, high = (smoothed(edge.dropna()) for edge in self.bands[name])
                 axes.fill_between(low.index, low, high, color=colour, alpha=0.18, linewidth=0)
@@ -87,6 +94,8 @@ class Panel:
             marker = {"marker": "o", "markersize": 3.2} if len(values) <= 12 else {}
             dash = DASHES[place // len(COLOURS) % len(DASHES)]
             axes.plot(smoothed(values), linewidth=1.5, linestyle=dash, color=colour, label=name, **marker)
+            for curve in self.thin.get(name, []):
+                axes.plot(smoothed(curve), linewidth=0.7, alpha=0.7, linestyle=dash, color=colour)
             for curve in self.single.get(name, []):
                 axes.plot(smoothed(curve), color=colour, linestyle=":")
         self._scale(axes)
@@ -102,10 +111,13 @@ class Panel:
                 axes.set_ylim(bottom=0, top=self.cut or (None if len(values) and values.max() > 0 else 1))
             axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-        axes.set_xlim(*self.limits)
+        if self.scatter == "log":
+            axes.set_xscale("log")
+        elif not self.scatter:
+            axes.set_xlim(*self.limits)
+            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
         if self.y is not None:
             axes.set_ylim(*self.y)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
         axes.tick_params(length=0, labelsize=11, labelcolor=GREY, pad=4)
         axes.grid(axis="y", color=FAINT, linewidth=0.8)
         axes.set_axisbelow(True)

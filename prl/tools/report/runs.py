@@ -19,6 +19,8 @@ from prl.runs.run_dir import RUN_FILES
 from prl.transport.files import lines_of
 
 T = TypeVar("T")
+COMPLETED = "completed"
+"""Status of a run that came to its end."""
 MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
 """What a sweep calls the directory of an attempt after which the job is done again."""
 
@@ -41,10 +43,6 @@ class Run:
     """What could not be read, and where, each in a line."""
     searched: list[str] = field(default_factory=list)
     """Of a job of a sweep: the config keys that the sweep varies."""
-
-    @property
-    def name(self) -> str:
-        return self.dir.name
 
     @property
     def status(self) -> str:

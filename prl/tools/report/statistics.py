@@ -8,6 +8,8 @@ from scipy.stats import t
 
 LEVEL = 0.95
 """Of the intervals."""
+FEW = 4
+"""Fewer seeds than this are shown one by one and with their range: a t interval of so few is many times as wide."""
 
 
 def curve(metrics: pd.DataFrame, metric: str) -> pd.Series:
@@ -48,9 +50,11 @@ def half_interval(values: pd.Series | pd.DataFrame, axis: int = 0) -> Any:
 
 
 def band(curves: pd.DataFrame) -> pd.DataFrame:
-    """Mean and interval over the columns (seeds), a row a step: mean, low, high.
+    """Mean over the columns (seeds) and the interval around it, a row a step: mean, low, high.
 
-    A step counts the seeds that recorded it; with fewer than two, low and high are NaN.
+    A step counts the seeds that recorded it. With fewer than `FEW`, low and high are the lowest and the highest.
     """
     mean, half = curves.mean(axis=1), half_interval(curves, axis=1)
-    return pd.DataFrame({"mean": mean, "low": mean - half, "high": mean + half})
+    few = curves.notna().sum(axis=1) < FEW
+    low, high = (mean - half).mask(few, curves.min(axis=1)), (mean + half).mask(few, curves.max(axis=1))
+    return pd.DataFrame({"mean": mean, "low": low, "high": high})

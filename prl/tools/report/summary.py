@@ -11,6 +11,7 @@ import pandas as pd
 from prl.errors import ConfigError
 from prl.monitors.metric_names import REWARDS
 from prl.tools.report import statistics
+from prl.tools.report.comparison import Comparison, compare
 from prl.tools.report.runs import Run
 from prl.tools.report.variants import Variants, seed_of, variants
 
@@ -19,7 +20,6 @@ LAST, LAST_OF_EVAL = 5, 1
 STATISTICS = ("final", "highest")
 TO_THRESHOLD = ("steps", "tokens", "seconds")
 COLUMNS = ["metric", "variant", "run", "seed", "status"]
-COMPLETED = "completed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,23 +33,7 @@ class Summary:
     """The value of a metric that steps, tokens and seconds are counted to; None = they are not."""
     table: pd.DataFrame
     """A row for each metric and run with a config: `COLUMNS`, and the statistics. What a metric lacks is NaN."""
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        """The statistics of each metric."""
-        return tuple(self.table.columns[len(COLUMNS) :])
-
-    def grouped(self, metric: str) -> pd.DataFrame:
-        """A row a variant, over its completed runs: columns (mean | half | count, statistic), half as of the interval.
-
-        Mean and interval are over seeds: runs of one seed count as their mean. `count` has how many runs have the
-        statistic: for steps, tokens and seconds those that reached the threshold.
-        """
-        rows = self.table[(self.table["metric"] == metric) & (self.table["status"] == COMPLETED)]
-        seeds = rows.groupby(["variant", "seed"])[list(self.statistics)].mean().groupby("variant")
-        count = rows.groupby("variant")[list(self.statistics)].count()
-        parts = {"mean": seeds.mean(), "half": seeds.agg(statistics.half_interval), "count": count}
-        return pd.concat(parts, axis=1).reindex([self.variants.label(values) for values in self.variants.members])
+    comparison: Comparison
 
 
 def summarise(runs: list[Run], metrics: Sequence[str] = (), threshold: float | None = None) -> Summary:
@@ -72,7 +56,8 @@ def summarise(runs: list[Run], metrics: Sequence[str] = (), threshold: float | N
     ]
     columns = [*COLUMNS, *STATISTICS, *(TO_THRESHOLD if threshold is not None else ())]
     table = pd.DataFrame.from_records(rows, columns=columns)
-    return Summary(runs=runs, variants=by_variant, metrics=chosen, threshold=threshold, table=table)
+    found = compare(by_variant, metrics)
+    return Summary(runs=runs, variants=by_variant, metrics=chosen, threshold=threshold, table=table, comparison=found)
 
 
 def _chosen(runs: list[Run], patterns: Sequence[str]) -> list[str]:

@@ -11,23 +11,19 @@ import pandas as pd
 
 from prl.monitors.text import safe
 from prl.tools import line_of
-from prl.tools.report.runs import Run
-from prl.tools.report.statistics import LEVEL
-from prl.tools.report.summary import COMPLETED, LAST, TO_THRESHOLD, Summary
-from prl.tools.report.variants import ABSENT, seed_of
+from prl.tools.report.comparison import LISTED, seeds
+from prl.tools.report.html import TEMPLATES
+from prl.tools.report.runs import COMPLETED, Run
+from prl.tools.report.statistics import FEW, half_interval
+from prl.tools.report.summary import COLUMNS, TO_THRESHOLD, Summary
+from prl.tools.report.variants import ABSENT, number, seed_of
 
 PAGE = "report.html"
 """A run's own page, in its directory."""
-ROUNDING = 1e-12
-"""A half interval below this share of its mean comes of rounding: the seeds are equal."""
 SHOWN = 2
 """Metrics of which the table of jobs has the final value."""
-METHOD = (
-    "Means over the seeds of a variant's completed runs (runs of one seed count as their mean), "
-    f"± half the {LEVEL:.0%} t interval over seeds. final: the last value of an evaluation, else the mean of the last "
-    f"{LAST} steps that have one. to …: until the first value that is at least this: the step, the tokens sampled, the "
-    'seconds since step 0. "1 of 2": one of two completed runs reached it, or has the metric.'
-)
+METHOD = (TEMPLATES / "method.txt").read_text(encoding="utf-8").strip()
+"""How to read a summary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +40,13 @@ class Table:
 
 
 def tables(summary: Summary) -> list[Table]:
-    """One for each metric, then what differs, then the jobs, with their variants where their names do not say them."""
+    """What is compared, each metric, what differs, and the jobs, with their variants where names do not say them."""
     measured = [_measured(summary, metric) for metric in summary.metrics]
     labels = [summary.variants.label(values) for values in summary.variants.members]
-    rows = [[key, *values] for key, values in summary.variants.differences.items()]
+    rows = [[key, *values] for key, values in summary.variants.differences.items() if len(labels) <= LISTED]
     differs = [Table(title="What differs", head=["config key", *labels], rows=rows)] if rows else []
-    return [*measured, *differs, _jobs(summary)]
+    compared = [] if summary.comparison.values.empty else [_compared(summary)]
+    return [*compared, *measured, *differs, _jobs(summary)]
 
 
 def names(runs: list[Run]) -> list[str]:
@@ -64,17 +61,6 @@ def statuses(runs: list[Run]) -> str:
     return ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
 
 
-def number(value: float) -> str:
-    """A number in at least three digits, or a dash for NaN."""
-    if math.isnan(value):
-        return ABSENT
-    if value == round(value) and abs(value) >= 1:
-        return f"{value:,.0f}"
-    if 0 < abs(value) < 0.01:
-        return f"{value:.3g}"
-    return f"{value:,.{3 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
-
-
 def markdown(table: Table) -> str:
     """The table in Markdown."""
     rule = ["---:" if head in table.numbers else "---" for head in table.head]
@@ -83,32 +69,46 @@ def markdown(table: Table) -> str:
     return f"## {escaped(table.title)}\n\n" + "\n".join(lines) + "\n"
 
 
+def _compared(summary: Summary) -> Table:
+    """The variants by what they are compared by, best first."""
+    of_label = {summary.variants.label(values): values for values in summary.variants.members}
+    found = summary.comparison
+    rows = [[*of_label[label], str(column.count()), spread(column)] for label, column in found.values.items()]
+    head = [*summary.variants.heads, "seeds", found.metric]
+    return Table(title="Best first", head=head, rows=rows, numbers=frozenset(head[-2:]))
+
+
 def _measured(summary: Summary, metric: str) -> Table:
-    shown = summary.statistics
+    shown = summary.table.columns[len(COLUMNS) :]
     heads = [f"{name} to {number(summary.threshold or 0.0)}" if name in TO_THRESHOLD else name for name in shown]
-    grouped, rows = summary.grouped(metric), []
+    done = summary.table[(summary.table["metric"] == metric) & (summary.table["status"] == COMPLETED)]
+    rows = []
     for values, runs in summary.variants.members.items():
-        row = grouped.loc[summary.variants.label(values)]
-        seeds = [seed_of(run) for run in runs if run.status == COMPLETED]
-        ended = str(len(runs)) if len(seeds) == len(runs) else statuses(runs)
-        if (distinct := len(set(seeds))) < len(seeds):
-            ended += f" ({distinct} seed{'s' * (distinct != 1)})"
-        rows.append([*values, ended, *(_cell(row, name, len(seeds)) for name in shown)])
+        completed = done[done["variant"] == summary.variants.label(values)]
+        ended = str(len(runs)) if len(completed) == len(runs) else statuses(runs)
+        distinct = completed["seed"].nunique()
+        if distinct < len(completed):
+            ended += f" ({seeds(distinct)})"
+        rows.append([*values, ended, *(_cell(completed, name) for name in shown)])
     head = [*summary.variants.heads, "runs", *heads]
     return Table(title=metric, head=head, rows=rows, numbers=frozenset(heads))
 
 
-def _cell(row: pd.Series, name: str, runs: int) -> str:
-    """`mean ± half`, and how many of the completed runs have it where that is not all."""
-    count = row["count", name]
-    if not row["count", "final"] > 0:
+def _cell(completed: pd.DataFrame, name: str) -> str:
+    """A statistic over seeds, and how many of the completed runs have it where that is not all."""
+    count, runs = completed[name].count(), len(completed)
+    if not completed["final"].count():
         return ABSENT
-    mean, half = row["mean", name], row["half", name]
-    half = 0.0 if half < ROUNDING * abs(mean) else half
-    text = number(mean) + ("" if math.isnan(half) else f" ± {number(half)}")
-    if count == runs:
-        return text
-    return f"{text} ({count:.0f} of {runs})" if count else f"0 of {runs}"
+    of = "" if count == runs else f" ({count} of {runs})"
+    return f"{spread(completed.groupby('seed')[name].mean())}{of}" if count else f"0 of {runs}"
+
+
+def spread(values: pd.Series) -> str:
+    """`mean ± half the interval` over seeds; of fewer than `FEW`, `mean (lowest to highest)`; of one, its value."""
+    count, mean = values.count(), number(values.mean())
+    if count < FEW:
+        return mean if count < 2 else f"{mean} ({number(values.min())} to {number(values.max())})"
+    return f"{mean} ± {number(half_interval(values))}"
 
 
 def _jobs(summary: Summary) -> Table:
@@ -125,7 +125,7 @@ def _jobs(summary: Summary) -> Table:
             str(run.result.steps),
             number(run.result.seconds) if run.result.seconds else ABSENT,
             *(number(finals.get((str(run.dir), metric), math.nan)) for metric in metrics),
-            _remark(run),
+            line_of(run.result.error) or run.result.ended_because or "; ".join(run.problems[:1]),
         ]
         for run, name in zip(summary.runs, names(summary.runs), strict=True)
     ]
@@ -137,11 +137,6 @@ def _jobs(summary: Summary) -> Table:
         numbers=frozenset({"steps", "seconds", *metrics}),
         links=[page if page.exists() else None for page in pages],
     )
-
-
-def _remark(run: Run) -> str:
-    """Why it ended, or what could not be read of it."""
-    return line_of(run.result.error) or run.result.ended_because or "; ".join(run.problems[:1])
 
 
 def escaped(text: str) -> str:

@@ -1,5 +1,7 @@
 """What differs between runs, and which of them differ in nothing but their seeds."""
 
+import math
+import re
 from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -15,6 +17,7 @@ from prl.tools.report.runs import Run
 NOT_COMPARED = ("*.urls", "*.port", "*.base_url")
 """Config keys that say which servers a run used; they make no variant, as those of `NOT_OF_A_RUN` make none."""
 ABSENT = "–"
+LONG_NUMBER = r"-?\d+\.\d{5,}(e[-+]?\d+)?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,8 @@ def variants(runs: list[Run]) -> Variants:
     same = [tuple(values[place] for values in varying.values()) for place in range(len(known))]
     searched = [key for key in dict.fromkeys(key for run in runs for key in run.searched) if _compared(key)]
     typed = [key for key in dict.fromkeys(key for run in known for key in overrides_of(run)) if _compared(key)]
-    columns = _telling({key: _values(key, known, configs) for key in [*searched, *typed]} | varying, same, searched)
+    chosen = _telling({key: _values(key, known, configs) for key in [*searched, *typed]} | varying, same, searched)
+    columns = {key: _short(values) for key, values in chosen.items()}
     members: dict[tuple[str, ...], list[Run]] = {}
     for place, run in enumerate(known):
         members.setdefault(tuple(values[place] for values in columns.values()), []).append(run)
@@ -74,6 +78,17 @@ def shown(value: Any) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
 
 
+def number(value: float) -> str:
+    """A number in at least three digits, or a dash for NaN. What is below 1e-12 comes of rounding, and is 0."""
+    if math.isnan(value):
+        return ABSENT
+    if value == round(value) and abs(value) >= 1:
+        return f"{value:,.0f}"
+    if 1e-12 < abs(value) < 0.01:
+        return f"{value:.3g}"
+    return f"{value:,.{3 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
+
+
 def _compared(key: str) -> bool:
     """Whether a key makes a difference; seeds, the env's own included, are what a variant varies in."""
     if key.split(".")[-1] == "seed" or f"{key}.".startswith(NOT_OF_A_RUN):  # with a dot: a group's own choice, `sweep`
@@ -84,6 +99,12 @@ def _compared(key: str) -> bool:
 def _values(key: str, runs: list[Run], configs: list[dict[str, str]]) -> list[str]:
     """The value of a key for each run: in its config, else as it was typed, as for a group."""
     return [config.get(key, overrides_of(run).get(key, "default")) for run, config in zip(runs, configs, strict=True)]
+
+
+def _short(values: list[str]) -> list[str]:
+    """The long numbers among values of a key in four digits, where that tells as many values apart."""
+    short = [f"{float(value):.4g}" if re.fullmatch(LONG_NUMBER, value) else value for value in values]
+    return short if len(set(short)) == len(set(values)) else values
 
 
 def _telling(

@@ -42,7 +42,9 @@ def verdict(run: Run, times: Shares | None = None) -> list[Finding]:
     """
     steps = run.metrics[run.metrics.index > 0]
     state, signal = state_of(run), missing_signal(steps)
-    facts = [reward_line(steps), times.bound if times else "", signal]
+    ends = first_last(curve(steps, SAMPLED))
+    reward = f"reward {score(ends[0])} to {score(ends[1])}" if ends else ""
+    facts = [reward, times.bound if times else "", signal]
     text = "; ".join(filter(None, facts)) or "no training step was recorded"
     summary = Finding(f"{capitalised(text)}.")
     findings = [summary, state] if state.mood == "good" else [state, summary]
@@ -74,11 +76,6 @@ def state_of(run: Run) -> Finding:
         return Finding(f"Stopped at {of}: {error or 'interrupted'}.", "warn")
     why = error or "its process is gone and has left no result"
     return Finding(f"{run.status.capitalize()} at {of}: {why}", "bad")
-
-
-def reward_line(steps: pd.DataFrame) -> str:
-    ends = first_last(curve(steps, SAMPLED))
-    return f"reward {score(ends[0])} to {score(ends[1])}" if ends else ""
 
 
 def rewards(steps: pd.DataFrame) -> list[Finding]:

@@ -88,6 +88,10 @@ class Recorder(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         try:
+            if "optuna" in config.hydra.sweeper._target_:
+                from prl.tools.sweep import search  # Optuna, which not all have
+
+                search.install()
             if "ray" in config.hydra.launcher:
                 options: Any = OmegaConf.to_container(config.hydra.launcher.ray.init, resolve=True)
                 connect(options, "sweep=ray")
@@ -175,7 +179,8 @@ def write_report(folder: Path) -> None:
     from prl.tools.report.sweep import write_summary  # pandas and matplotlib take their time
 
     try:
-        write_summary(folder)
+        found = write_summary(folder).comparison
+        print(f"{safe(found.metric)}:", *map(safe, found.verdict), sep="\n- ", file=sys.stderr)
         print(f"look at: {folder / 'summary.html'}", file=sys.stderr, flush=True)
     except Exception as error:  # the jobs and their states are what a sweep is for
         print(f"no summary: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -72,7 +72,7 @@ def test_examples_are_the_most_mixed_groups(written):
         rows = [data["rows"][place] for place in entry["rollouts"]]
         assert [row["reward"] for row in rows] == groups[rows[0]["env"], rows[0]["group"]][:8]
         assert all("messages" in row for row in rows)
-        shown.setdefault(entry["env"], []).append(abs(sum(row["reward"] for row in rows) / 8 - 0.5))
+        shown.setdefault(rows[0]["env"], []).append(abs(sum(row["reward"] for row in rows) / 8 - 0.5))
     for env, off in shown.items():
         every = sorted(abs(sum(rewards) / 8 - 0.5) for (other, _), rewards in groups.items() if other == env)
         assert off == every[: len(off)], "of rewards 0 and 1 those differ most whose mean is nearest to a half"

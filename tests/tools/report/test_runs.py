@@ -15,7 +15,7 @@ def test_a_finished_run(tmp_path, write_run):
     config = "seed: 3\nalgo: {_target_: os.system, lr: 0.0005}\nfilters: {}\nlist: [1, 2]\n"
     result = {"status": "completed", "steps": 1, "seconds": 2.5, "metrics": {"lr": None}, "unknown": 1}
     run = read_run(write_run(tmp_path / "a", lines, config, result, "- seed=3\n- algo.lr=5e-4\n"))
-    assert (run.name, run.status, run.result.seconds, run.problems) == ("a", "completed", 2.5, [])
+    assert (run.dir.name, run.status, run.result.seconds, run.problems) == ("a", "completed", 2.5, [])
     assert run.overrides == ["seed=3", "algo.lr=5e-4"]
     assert flat(run.config) == {"seed": 3, "algo._target_": "os.system", "algo.lr": 5e-4, "filters": {}, "list": [1, 2]}
     assert list(run.metrics.index) == [0, 1]

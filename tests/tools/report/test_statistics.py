@@ -7,7 +7,7 @@ import pytest
 
 from prl.tools.report.statistics import band, curve, final, half_interval, until
 
-T = {1: 12.706205, 2: 4.302653}
+T = {1: 12.706205, 2: 4.302653, 3: 3.182446}
 """97.5 % quantile of Student's t, from a printed table: degrees of freedom -> value."""
 
 
@@ -55,11 +55,13 @@ def test_the_interval_over_seeds():
     assert math.isnan(half_interval(series([1]))) and math.isnan(half_interval(series([])))
 
 
-def test_a_band_is_where_two_seeds_are():
-    curves = pd.DataFrame({"a": [0, 1, 5], "b": [1, 1, math.nan], "c": [math.nan] * 3}, index=[0, 2, 4], dtype=float)
+def test_a_band_is_the_interval_or_of_few_seeds_the_range():
+    nan = math.nan
+    curves = pd.DataFrame({"a": [0, 1, 5, nan], "b": [1, 3, nan, nan], "c": [2, 2, nan, nan], "d": [3, nan, nan, nan]})
     found = band(curves)
-    assert list(found["mean"]) == [0.5, 1, 5]
-    assert found["low"][0] == pytest.approx(0.5 - T[1] / 2, rel=1e-6)
-    assert found["high"][0] == pytest.approx(0.5 + T[1] / 2, rel=1e-6)
-    assert (found["low"][2], found["high"][2]) == (1, 1)
-    assert math.isnan(found["low"][4]) and math.isnan(found["high"][4])
+    assert list(found["mean"])[:3] == [1.5, 2, 5]
+    # 0, 1, 2, 3: standard deviation sqrt(5/3), standard error half of it
+    half = T[3] * math.sqrt(5 / 3) / 2
+    assert (found["low"][0], found["high"][0]) == pytest.approx((1.5 - half, 1.5 + half), rel=1e-6)
+    assert (found["low"][1], found["high"][1]) == (1, 3) and (found["low"][2], found["high"][2]) == (5, 5)
+    assert found.loc[3].isna().all()

@@ -10,8 +10,8 @@ from prl.tools.report.sweep import panels
 from prl.tools.report.tables import Table, markdown, tables
 
 EVAL = "eval/m/avg@1"
-T1 = 12.706205
-"""97.5 % quantile of Student's t with one degree of freedom, from a printed table."""
+T3 = 3.182446
+"""97.5 % quantile of Student's t with three degrees of freedom, from a printed table."""
 
 
 @pytest.fixture
@@ -36,21 +36,10 @@ def test_each_run_has_its_numbers(runs):
     assert reward[["final", "highest"]].tolist() == pytest.approx([0.25, 0.4])
 
 
-def test_means_and_intervals_are_over_completed_runs(runs):
-    found = summarise(runs, threshold=0.7).grouped(EVAL)
-    two, one = found.loc["lr=0.1"], found.loc["lr=0.2"]
-    assert two["mean", "final"] == pytest.approx(0.7)
-    # 0.6 and 0.8: standard error 0.1
-    assert two["half", "final"] == pytest.approx(0.1 * T1, rel=1e-6)
-    assert (one["mean", "final"], one["count", "final"]) == (0.5, 1) and math.isnan(one["half", "final"])
-    assert (two["mean", "steps"], two["count", "steps"]) == (4, 1)  # 0.8 is above, 0.6 never was
-    assert one["count", "steps"] == 0
-
-
 def test_without_a_threshold_nothing_is_counted_to_it(runs):
-    time, reward = tables(summarise(runs, ["time/step", "reward/*"]))[:2]
+    time, reward = tables(summarise(runs, ["time/step", "reward/*"]))[1:3]
     assert time.head == reward.head == ["lr", "runs", "final", "highest"]
-    assert time.rows[0] == ["0.1", "2", "2 ± 0.000", "2 ± 0.000"]
+    assert time.rows[0] == ["0.1", "2", "2 (2 to 2)", "2 (2 to 2)"]
 
 
 def test_metrics_are_chosen_by_pattern(runs):
@@ -63,18 +52,28 @@ def test_runs_with_other_metrics_or_none(tmp_path, write_run):
     write_run(tmp_path / "b", [{"step": 0, "eval/other/avg@4": 0.25}], "seed: 1\n", result=done)
     summary = summarise([read_run(tmp_path / name) for name in "ab"])
     assert summary.metrics == [EVAL, "eval/other/avg@4"]
-    found = summary.grouped(EVAL).loc["all runs"]
-    assert (found["mean", "final"], found["count", "final"]) == (0.5, 1)
+    of_a = next(table for table in tables(summary) if table.title == EVAL)
+    assert of_a.rows == [["2", "0.500 (1 of 2)", "0.500 (1 of 2)"]]
     (tmp_path / "a" / "metrics.jsonl").write_text("")
     empty = summarise([read_run(tmp_path / "a")])
     assert empty.metrics == [] and [table.title for table in tables(empty)] == ["Jobs"]
 
 
 def test_the_tables(runs):
-    evals, rewards, differs, jobs = tables(summarise(runs, threshold=0.7))
+    compared, evals, rewards, differs, jobs = tables(summarise(runs, threshold=0.7))
+    assert (compared.title, compared.head) == ("Best first", ["lr", "seeds", "held-out reward"])
+    assert compared.rows == [["0.1", "2", "0.700 (0.600 to 0.800)"], ["0.2", "1", "0.500"]]
     assert (evals.title, rewards.title) == (EVAL, "reward/all/mean")
     assert evals.head[:4] == ["lr", "runs", "final", "highest"] and evals.head[4] == "steps to 0.700"
-    of_both = ["0.1", "2", "0.700 ± 1.271", "0.700 ± 1.271", "4 (1 of 2)", "40 (1 of 2)", "8 (1 of 2)"]
+    of_both = [
+        "0.1",
+        "2",
+        "0.700 (0.600 to 0.800)",
+        "0.700 (0.600 to 0.800)",
+        "4 (1 of 2)",
+        "40 (1 of 2)",
+        "8 (1 of 2)",
+    ]
     of_one = ["0.2", "1 completed, 1 crashed", "0.500", "0.500", "0 of 1", "0 of 1", "0 of 1"]
     assert evals.rows == [of_both, of_one]
     assert (differs.head, differs.rows) == (["config key", "lr=0.1", "lr=0.2"], [["optim.lr", "0.1", "0.2"]])
@@ -98,12 +97,22 @@ def seeded(folder, write_run, finals):
 
 def test_runs_of_one_seed_are_one_of_the_seeds(tmp_path, write_run):
     summary = seeded(tmp_path / "one", write_run, [(0, 0.746)] * 6)
-    assert tables(summary)[0].rows[0][:2] == ["6 (1 seed)", "0.746"]
+    assert tables(summary)[1].rows[0][:2] == ["6 (1 seed)", "0.746"]
     summary = seeded(tmp_path / "two", write_run, [(0, 0.5), (0, 0.7), (1, 0.8)])
-    assert tables(summary)[0].rows[0][:2] == ["3 (2 seeds)", f"0.700 ± {0.1 * T1:.3f}"]  # 0.6 and 0.8
+    assert tables(summary)[1].rows[0][:2] == ["3 (2 seeds)", "0.700 (0.600 to 0.800)"]
     [chart] = panels(summary)
     assert chart.series["all runs"][1] == pytest.approx(0.7)
-    assert chart.bands["all runs"][1][1] == pytest.approx(0.7 + 0.1 * T1)
+    assert chart.bands["all runs"][1][1] == pytest.approx(0.8)
+    assert [curve[1] for curve in chart.thin["all runs"]] == pytest.approx([0.6, 0.8])
+
+
+def test_from_four_seeds_on_there_is_an_interval(tmp_path, write_run):
+    summary = seeded(tmp_path, write_run, [(0, 0.2), (1, 0.4), (2, 0.6), (3, 0.8), (4, None)])
+    # standard deviation sqrt(0.2 / 3), standard error half of it
+    half = T3 * math.sqrt(0.2 / 3) / 2
+    assert tables(summary)[1].rows[0][:2] == ["5", f"0.500 ± {half:.3f} (4 of 5)"]
+    [chart] = panels(summary)
+    assert chart.bands["all runs"][1][1] == pytest.approx(0.5 + half, rel=1e-6) and chart.thin["all runs"] == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The files of a summary, and the command that writes them."""
 
 import re
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -10,7 +11,7 @@ from prl.runs.owner import owned
 from prl.tools.report.__main__ import main
 from prl.tools.report.runs import find_runs, read_run
 from prl.tools.report.summary import summarise
-from prl.tools.report.sweep import panels, write_summary
+from prl.tools.report.sweep import panels, scatters, write_summary
 
 EVAL = "eval/m/avg@1"
 
@@ -25,10 +26,13 @@ def test_the_files_of_a_sweep(sweep, refuse_pages, capsys):
     (sweep / "0-lr=0.1,seed=0" / "report.html").touch()
     assert main([str(sweep), "--threshold", "0.7"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"0\.1 +2 +0\.700 ± 1\.271", printed) and printed.splitlines()[-1] == f"{sweep}/summary.html"
+    assert re.search(r"0\.1 +2 +0\.700 \(0\.600 to 0\.800\)", printed)
+    assert printed.splitlines()[-1] == f"{sweep}/summary.html"
     text = (sweep / "summary.md").read_text()
     assert text.startswith("# sweep: 5 runs (3 completed, 1 crashed, 1 refused), 2 variants\n")
-    assert "95% t interval" in text and "| 0.1 | 2 | 0.700 ± 1.271 |" in text
+    verdict = "lr=0.1 has 1 seed in common with lr=0.2: run both with seed=0,1,2."
+    assert f"## Verdict: held-out reward\n\n- {verdict}\n" in text
+    assert "95 % t interval" in text and "| 0.1 | 2 | 0.700 (0.600 to 0.800) |" in text
     assert "| 3-lr=0.2,seed=1 | lr=0.2 | 1 | crashed | 2 |" in text
     table = pd.read_csv(sweep / "summary.csv")
     assert len(table) == 8 and table["final"].tolist()[:4] == [0.6, 0.8, 0.5, 0.9]
@@ -40,7 +44,8 @@ def test_the_files_of_a_sweep(sweep, refuse_pages, capsys):
     assert '<a href="0-lr%3D0.1%2Cseed%3D0/report.html">0-lr=0.1,seed=0</a>' in html and html.count("<a ") == 1
     assert "4-lr=&lt;b&gt;|x" in html and "<b>" not in html
     assert "default-src 'none'" in html and "<script" not in html and " style=" not in html
-    assert html.count('<img src="data:image/svg+xml;base64,') == 2
+    assert html.count('<img src="data:image/svg+xml;base64,') == 3, "two metrics, and the rate"
+    assert f'<p class="verdict">{verdict}</p>' in html
 
 
 def test_chart_has_lines_of_variants_and_incomplete_runs(sweep):
@@ -50,18 +55,48 @@ def test_chart_has_lines_of_variants_and_incomplete_runs(sweep):
         "lr=0.2": {0: 0.2, 4: 0.5},
     }
     low, high = chart.bands["lr=0.1"]
-    assert (high[4] - low[4]) / 2 == pytest.approx(1.2706205, rel=1e-6)
+    assert (low[4], high[4]) == (0.6, 0.8)
+    assert [values.to_dict() for values in chart.thin["lr=0.1"]] == [{0: 0.2, 4: 0.6}, {0: 0.2, 4: 0.8}]
+    assert chart.thin["lr=0.2"] == []
     assert [[values.to_dict() for values in single] for single in chart.single.values()] == [[], [{0: 0.2, 2: 0.9}]]
     assert chart.y == pytest.approx((0.2 - 0.042, 0.9 + 0.042))
     axes = Figure().add_subplot()
     chart.draw(axes)
-    assert {line.get_linestyle() for line in axes.lines} == {"-", ":"}
+    assert [line.get_linestyle() for line in axes.lines] == ["-", "-", "-", "-", ":"]
+
+
+def test_what_is_compared_is_drawn_over_each_key(tmp_path, write_run):
+    for place, (lr, loss, reward) in enumerate([(1e-4, "$x^{", 0.1), (1e-2, "ipo", 0.9), (1e-3, "ipo", 0.2)]):
+        for seed in (0, 1):
+            lines, config = [{"step": 1, "reward/all/mean": reward + seed}], f"seed: {seed}\nlr: {lr}\nloss: {loss}\n"
+            write_run(
+                tmp_path / f"{place}-{seed}", lines, config, {"status": "completed"}, f"- lr={lr}\n- loss={loss}\n"
+            )
+    runs = [replace(read_run(folder), searched=["lr", "loss"]) for folder in find_runs([tmp_path])]
+    rate, loss = scatters(summarise(runs))
+    assert (rate.title, rate.scatter, loss.scatter) == ("training reward by lr", "log", "linear")
+    others = {(x, y) for x, y in rate.series["others"].items()}
+    assert others == {(1e-4, 0.1), (1e-4, 1.1), (1e-3, 0.2), (1e-3, 1.2)}
+    assert list(loss.series["best"].items()) == [("ipo", 0.9), ("ipo", 1.9)]
+    for chart in (rate, loss):
+        axes = Figure().add_subplot()
+        chart.draw(axes)
+        assert chart.source().startswith("data:image/svg"), "names are no formulas"
+        assert axes.get_xscale() == chart.scatter and [line.get_linestyle() for line in axes.lines] == ["None"] * 2
 
 
 def test_nothing_to_draw_is_a_summary_without_curves(tmp_path, write_run, refuse_pages):
     write_run(tmp_path / "a")
     assert main([str(tmp_path / "a"), str(tmp_path / "a"), "--out", str(tmp_path)]) == 0
     assert not (tmp_path / "curves.png").exists() and "<img" not in (tmp_path / "summary.html").read_text()
+
+
+def test_a_sweep_of_which_no_job_completed_has_a_summary(sweep, refuse_pages):
+    for result in sweep.glob("[0-3]*/result.json"):
+        result.unlink()
+    assert main([str(sweep)]) == 0
+    assert "Nothing to compare: no run has completed" in (sweep / "summary.md").read_text()
+    assert (sweep / "summary.html").read_text().count("<img") == 2, "the crashed runs' curves, and no points"
 
 
 @pytest.mark.parametrize(

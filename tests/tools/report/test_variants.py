@@ -25,7 +25,7 @@ def max_rl(seed, lr=0.001):
 
 
 def names(found):
-    return {found.label(values): [run.name for run in runs] for values, runs in found.members.items()}
+    return {found.label(values): [run.dir.name for run in runs] for values, runs in found.members.items()}
 
 
 def test_variants_are_called_by_what_was_typed():
@@ -94,3 +94,17 @@ def test_a_run_without_a_config_is_in_no_variant():
 def test_override_that_changes_nothing_is_no_column():
     runs = [run("0", grpo(0), ["typed=1"]), run("1", grpo(1)), run("2", grpo(0, 0.01))]
     assert variants(runs).columns == ["optim.lr"]
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([0.00044296495704642936, 0.0006380556092044456, 0.001], ["0.000443", "0.0006381", "0.001"]),
+        ([0.00044296495, 0.00044296496], ["0.00044296495", "0.00044296496"]),  # as many as there are
+        ([123456789, 2.5], ["123456789", "2.5"]),
+        (["1.2-34567", "3.45678e+"], ["1.2-34567", "3.45678e+"]),  # of the same signs, but no numbers
+    ],
+)
+def test_long_numbers_have_four_digits(values, shown):
+    found = variants([run(str(place), grpo(0, value)) for place, value in enumerate(values)])
+    assert [value for (value,) in found.members] == shown

@@ -1,0 +1,92 @@
+"""Which variant is ahead, in sentences: the best one against each other, seed by seed."""
+
+import contextlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pandas as pd
+
+from prl.config.build import read
+from prl.config.schema import OptimizedMetricConfig
+from prl.errors import PrlError
+from prl.monitors.metric_names import HELD_OUT, REWARDS, SAMPLED
+from prl.tools.report.statistics import half_interval
+from prl.tools.report.variants import Variants, number, seed_of
+from prl.tools.sweep.metric import optimized
+
+NAMES = {HELD_OUT: "held-out reward", SAMPLED: "training reward"}
+LISTED = 8
+"""Most variants that the best one is compared with in sentences, and that a table has a column each for."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Variants compared by the optimised metric of their completed runs."""
+
+    metric: str
+    sign: int
+    """1 where more of it is better, -1 where less is."""
+    values: pd.DataFrame
+    """A row a seed, a column a variant (its label), best first. NaN: not completed. Runs of one seed are averaged."""
+
+    @property
+    def verdict(self) -> list[str]:
+        """The best variant against each other, in sentences."""
+        if self.values.empty:
+            return ["Nothing to compare: no run has completed with this metric."]
+        best, *others = self.values
+        level = f"{number(self.values[best].mean())}, {seeds(self.values[best].count())}"
+        if not others:
+            return [f"One variant, nothing to compare: {level}."]
+        if len(self.values) == 1:
+            return [f"{word(best)} is best: {level}. One seed shows no spread: run each with seed=0,1,2."]
+        first = [f"{word(best)} has the best mean: {level}."] if len(others) > 1 else []
+        subject = "It" if first else word(best)
+        return [*first, *(f"{subject} {self.related(best, other)}" for other in others[:LISTED])]
+
+    def related(self, best: str, other: str) -> str:
+        """How a variant is related to another: the mean of the differences by seed, and its t interval."""
+        ahead = self.sign * (self.values[best] - self.values[other])
+        mean, half, count = ahead.mean(), half_interval(ahead), ahead.count()
+        if count < 2:
+            return f"has {seeds(count)} in common with {word(other)}: run both with seed=0,1,2."
+        interval = f"{number(abs(mean))} ± {number(half)}, {seeds(count)}."
+        if abs(mean) <= half:
+            return f"can't be told apart from {word(other)}: {'-' if mean < 0 else '+'}{interval}"
+        return f"is {'ahead of' if mean > 0 else 'behind'} {word(other)} by {interval}"
+
+
+def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
+    """Compare variants by the first of `metrics`; without one by `optimized_metric` as a completed run's config has it.
+
+    Raises ConfigError for a config of another version of prl, whose `optimized_metric` cannot be read.
+    """
+    labelled = [(variants.label(values), run) for values, runs in variants.members.items() for run in runs]
+    completed = [(label, run) for label, run in labelled if run.status == "completed"]
+    given = completed[0][1].config.get("optimized_metric", {}) if completed else {}
+    options = read(OptimizedMetricConfig, given, "optimized_metric")
+    asked = metrics[0] if metrics else options.key
+    for key in [asked] if asked else REWARDS:
+        rows = []
+        for label, run in completed:
+            with contextlib.suppress(PrlError):  # it has no such metric
+                rows.append((seed_of(run), label, optimized(run.dir, replace(options, key=key))))
+        if rows:
+            break
+    table = pd.DataFrame(rows, columns=["seed", "variant", "value"])
+    sign = 1 if options.direction == "maximize" else -1
+    values = table.groupby(["seed", "variant"], sort=False)["value"].mean().unstack()
+    ranked = (sign * values.mean()).sort_values(ascending=False, kind="stable").index
+    return Comparison(NAMES.get(key, key), sign, values[ranked])
+
+
+def word(label: str) -> str:
+    """A variant in a sentence: `grpo` for `algo=grpo`; `lr=0.1 loss=aipo` where a value alone does not say enough."""
+    match = re.fullmatch(r"[^=,]+=([A-Za-z][\w.-]*)", label)
+    return match[1] if match else label.replace(", ", " ")
+
+
+def seeds(count: int) -> str:
+    """`5 seeds`."""
+    return f"{count} seeds" if count != 1 else "1 seed"

@@ -1,0 +1,120 @@
+"""Which variant is ahead: sentences against numbers worked out by hand, and an interval against SciPy's paired test."""
+
+import math
+
+import pandas as pd
+import pytest
+from scipy.stats import ttest_rel
+
+from prl.tools.report.comparison import LISTED, Comparison, compare
+from prl.tools.report.runs import read_run
+from prl.tools.report.variants import variants
+
+GRPO, MAX_RL = "algo=grpo", "algo=max_rl"
+
+
+def verdict(sign=1, **columns):
+    """The verdict on variants whose values by seed are given, best first; None: that seed has not completed."""
+    return Comparison("reward", sign, pd.DataFrame(columns, dtype=float)).verdict
+
+
+def test_the_interval_is_that_of_the_differences_by_seed():
+    base = [0.1, 0.9, 0.4, 0.7, 0.2]
+    ahead = [value + gain for value, gain in zip(base, [0.02, 0.04, 0.06, 0.04, 0.04], strict=True)]
+    # differences: mean 0.04, standard deviation sqrt(2 * 0.02**2 / 4); 97.5 % quantile of t with 4 degrees: 2.776445
+    half = 2.776445 * math.sqrt(2 * 0.02**2 / 4) / math.sqrt(5)
+    low, high = ttest_rel(ahead, base).confidence_interval(0.95)
+    assert ((low + high) / 2, (high - low) / 2) == (pytest.approx(0.04), pytest.approx(half, rel=1e-6))
+    assert verdict(a=ahead, b=base) == [f"a is ahead of b by 0.040 ± {half:.3f}, 5 seeds."]
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentences"),
+    [
+        # differences 0, 0.03, 0: mean 0.01, standard error 0.01, quantile with 2 degrees 4.302653
+        ({"a": [0.5, 0.53, 0.5], "b": [0.5, 0.5, 0.5]}, ["a can't be told apart from b: +0.010 ± 0.043, 3 seeds."]),
+        ({"a": [0.5, 0.6], "b": [0.5, 0.6]}, ["a can't be told apart from b: +0.000 ± 0.000, 2 seeds."]),
+        # ahead by a seed that the other lacks, behind in those that both have
+        (
+            {"a": [0.1, 0.2, 0.3, 5], "b": [0.2, 0.3, 0.4, None]},
+            ["a is behind b by 0.100 ± 0.000, 3 seeds."],
+        ),
+        ({"a": [0.5, None], "b": [None, 0.4]}, ["a has 0 seeds in common with b: run both with seed=0,1,2."]),
+        ({"a": [0.5, 0.6], "b": [None, 0.4]}, ["a has 1 seed in common with b: run both with seed=0,1,2."]),
+        ({"a": [0.5], "b": [0.4]}, ["a is best: 0.500, 1 seed. One seed shows no spread: run each with seed=0,1,2."]),
+        ({"a": [0.5, 0.7]}, ["One variant, nothing to compare: 0.600, 2 seeds."]),
+        ({}, ["Nothing to compare: no run has completed with this metric."]),
+        (
+            {"a": [0.5, 0.7], "b": [0.4, 0.6], "c": [0.1, None]},
+            [
+                "a has the best mean: 0.600, 2 seeds.",
+                "It is ahead of b by 0.100 ± 0.000, 2 seeds.",
+                "It has 1 seed in common with c: run both with seed=0,1,2.",
+            ],
+        ),
+    ],
+)
+def test_what_is_said(columns, sentences):
+    assert verdict(**columns) == sentences
+
+
+def test_less_can_be_better():
+    assert verdict(-1, a=[0.1, 0.2], b=[0.4, 0.5]) == ["a is ahead of b by 0.300 ± 0.000, 2 seeds."]
+
+
+def test_variants_are_named_as_they_were_typed():
+    names = {"algo=max_rl": [2, 2], "lr=0.1": [1, 1], "algo=grpo, lr=0.1": [0, 0]}
+    first, second, third = verdict(**names)
+    assert first.startswith("max_rl has the best mean")
+    assert second.startswith("It is ahead of lr=0.1 by") and third.startswith("It is ahead of algo=grpo lr=0.1 by")
+
+
+def test_of_many_variants_the_nearest_are_named():
+    found = verdict(**{f"a{place}": [-place, -place] for place in range(20)})
+    assert len(found) == 1 + LISTED and found[-1].startswith(f"It is ahead of a{LISTED} by")
+
+
+@pytest.fixture
+def runs(tmp_path, write_run):
+    """`runs(options)`: two variants of two seeds, whose config has these options of `optimized_metric`."""
+
+    def write(options="{}", held_out=("eval/a/avg@1", "eval/b/avg@1")):
+        for seed, lr, reward, loss in ((0, 0.1, 0.5, 2.0), (0, 0.2, 0.7, 4.0), (1, 0.1, 0.6, 2.5), (1, 0.2, 0.7, 4.5)):
+            lines = [{"step": 0} | dict.fromkeys(held_out, 0.9)]
+            lines += [{"step": step, "loss/mean": loss, "reward/all/mean": reward - 0.4} for step in (1, 2, 3)]
+            for step, add in ((2, -0.2), (3, 0.0)):
+                lines[step] |= dict(zip(held_out, (reward + add, reward + add + 0.1), strict=False))
+            config = f"seed: {seed}\noptim: {{lr: {lr}}}\noptimized_metric: {options}\n"
+            write_run(tmp_path / f"{lr}-{seed}", lines, config, {"status": "completed"})
+        return variants([read_run(folder) for folder in sorted(tmp_path.iterdir())])
+
+    return write
+
+
+def test_without_a_key_variants_are_compared_by_the_held_out_reward(runs):
+    found = compare(runs())
+    assert (found.metric, found.sign, list(found.values)) == ("held-out reward", 1, ["lr=0.2", "lr=0.1"])
+    # the mean of both envs and of the last two evaluations: reward - 0.1 + 0.05
+    assert found.values["lr=0.1"].to_dict() == pytest.approx({"0": 0.45, "1": 0.55})
+
+
+def test_without_an_evaluation_they_are_compared_by_the_reward_in_training(runs):
+    found = compare(runs(held_out=()))
+    assert found.metric == "training reward"
+    assert found.values["lr=0.2"].to_dict() == pytest.approx({"0": 0.3, "1": 0.3})
+
+
+def test_the_metric_is_the_one_that_was_optimised_or_asked_for(runs):
+    found = compare(runs("{key: loss/mean, direction: minimize, last: 1}"))
+    assert (found.metric, found.sign, list(found.values)) == ("loss/mean", -1, ["lr=0.1", "lr=0.2"])
+    assert found.values["lr=0.1"].to_dict() == {"0": 2, "1": 2.5}
+    assert compare(runs(), ["eval/b/*"]).values["lr=0.1"].to_dict() == pytest.approx({"0": 0.5, "1": 0.6})
+    assert compare(runs("{key: nothing}")).values.empty
+
+
+def test_runs_of_one_seed_are_one_of_the_seeds(tmp_path, write_run):
+    for place, (seed, reward) in enumerate([(0, 0.2), (0, 0.4), (1, 0.5)]):
+        lines = [{"step": 1, "reward/all/mean": reward}]
+        write_run(tmp_path / str(place), lines, f"seed: {seed}\n", {"status": "completed"})
+    found = compare(variants([read_run(tmp_path / str(place)) for place in range(3)]))
+    assert found.values["all runs"].to_dict() == pytest.approx({"0": 0.3, "1": 0.5})
