@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 def test_the_arithmetic_is_what_torch_counts():
     """Of the products of a layer's matrices, forward and backward; pairs of tokens as a triangle."""
-    model = BENCH.make_model("tiny", 64, CPU)
+    model = BENCH.make_model(BENCH.config_of("tiny"), 64, CPU)
     arithmetic, config = BENCH.Arithmetic(model), model.config
     (stack,) = tree_stacks(BENCH.documents(1, 33, 300, -5.0), 64, CPU, share=False)
     with FlopCounterMode(display=False) as counted:

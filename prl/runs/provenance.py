@@ -44,15 +44,16 @@ def write_provenance(run_dir: Path, config: TrainConfig, tasks: Mapping[str, Map
     commit, diff = checkout(Path(prl.__file__).resolve().parents[1])
     if diff:
         write_atomically(run_dir / "provenance.diff", masked_text(diff).encode()[:MAX_DIFF])
+    installed = packages()
     models = {"model": config.model} | ({"teacher.model": config.teacher.model} if config.teacher.model else {})
     record = {
         "command": command_line(sys.orig_argv),
         "cwd": str(Path.cwd()),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "prl": prl.__version__,
+        "prl": installed.get("prl"),  # None where it runs from its source alone
         "git": commit,
         "python": platform.python_version(),
-        "packages": packages(),
+        "packages": installed,
         "platform": platform.platform(),
         "host": platform.node(),
         "cpus": os.cpu_count(),
