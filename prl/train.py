@@ -2,7 +2,7 @@
 
     python -m prl.train [group=option …] [key=value …]
     python -m prl.train -m seed=0,1,2          a sweep: one run directory each (conf/sweep/README.md)
-    python -m prl.train experiment=async       another, which the experiment describes
+    python -m prl.train experiment=lora        another, which the experiment describes
     python -m prl.train … dry_run=true         starts nothing: what the run would start, and whether it fits
 
 From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.config.compose.compose`).

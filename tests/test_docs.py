@@ -17,6 +17,6 @@ def test_the_site_builds_with_its_pages_and_api(tmp_path):
     assert done.returncode == 0, done.stderr
     assert 'id="prl.algorithms.base.Algorithm.score_group"' in (tmp_path / "API.html").read_text()
     assert (tmp_path / "prl" / "algorithms" / "grpo.html").is_file()
-    assert (tmp_path / "experiments" / "dense" / "curves.png").is_file()
+    assert (tmp_path / "experiments" / "opd_grpo_sft" / "curves.png").is_file()
     assert '<img alt="What the cell draws"' in (tmp_path / "experiments" / "tour.html").read_text()
     assert 'href="experiments/tour.html"' in (tmp_path / "index.html").read_text()

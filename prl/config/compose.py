@@ -5,7 +5,6 @@ the constructor of a component for its node (`prl.config.build`).
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -37,6 +36,9 @@ SLOT_MAPPING = re.compile(r"\+*([\w.-]+\.)?filters(\.(pre|post)_batch)?=\s*\{")
 
 T = TypeVar("T")
 
+for name, resolver in (("model", model_path), ("choice", lambda group, *, _root_: choice(group, _root_))):
+    OmegaConf.register_new_resolver(f"prl.{name}", resolver, replace=True)
+
 
 def options() -> dict[str, list[str]]:
     """The options of every config group: the files under `conf/`."""
@@ -46,14 +48,10 @@ def options() -> dict[str, list[str]]:
     return result
 
 
-def choice(group: str, values: Mapping[str, Any] | None = None, *, _root_: Any) -> Any:
-    """The option chosen of a config group; with `values`, that of them which has its name."""
-    chosen: str = (_root_.get("hydra") or HydraConfig.get()).runtime.choices.get(group, "run")
-    return chosen if values is None else values[chosen]
-
-
-for name, resolver in (("model", model_path), ("choice", choice)):
-    OmegaConf.register_new_resolver(f"prl.{name}", resolver, replace=True)
+def choice(group: str, root: Any) -> str:
+    """The option chosen of a config group."""
+    chosen: str = (root.get("hydra") or HydraConfig.get()).runtime.choices.get(group, "run")
+    return chosen
 
 
 def compose(overrides: list[str], run_dir: Path | None = None) -> TrainConfig:
