@@ -2,13 +2,20 @@
 
 import functools
 import itertools
+import json
+import math
+import random
 import warnings
 from pathlib import Path
 
 import hydra
 import pytest
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from experiments.credit import check as check_credit
+from experiments.forgetting.kl import mean_kl
+from experiments.max_rl.maze import Maze, MazeConfig, MazeTaskset
 from prl.config.compose import CONF, compose
 from prl.config.validate import validate
 from prl.launch.components import build_components
@@ -81,3 +88,60 @@ def test_its_page_has_the_command_and_the_report(words):
     folder = folder_of(composed(f"experiment={name}", *more))
     [report] = [line for line in page.splitlines() if line.startswith("prl report ")]
     assert f" {folder} " in report and report.endswith(f" --out experiments/{name}")
+
+
+@pytest.mark.parametrize(
+    ("reply", "solved"),
+    [
+        ("212212", True),  # around the wall at 11
+        ("2122 12", False),
+        ("1112", False),  # through the wall
+        ("212223", False),  # not at the goal
+        ("22231312", False),  # a jump
+        ("3031323313", False),  # past the goal's neighbour, not on it
+        ("²¹", False),
+        ("", False),
+    ],
+)
+def test_maze_is_graded_by_its_cells(reply, solved):
+    maze = Maze(4, start=(2, 0), goal=(1, 2), walls={(1, 1)})
+    assert maze.solved_by(reply) is solved
+
+
+def test_mazes_have_ways_that_are_as_short_as_can_be():
+    tasks = list(MazeTaskset(MazeConfig(size=4, min_way=4, num_tasks=50)).load())
+    assert len({task.key for task in tasks}) == 50
+    for task in tasks:
+        way = task.data.demonstration
+        apart = sum(abs(a - b) for a, b in zip(task.data.start, task.data.goal, strict=True))
+        assert task.grade(way) == 1.0 and len(way) // 2 >= max(4, apart)
+    walls = {(0, 1), (1, 1)}
+    assert len(Maze(3, (0, 0), (0, 2), walls).shortest_way(random.Random(0))) == 6
+    assert Maze(2, (0, 0), (1, 1), {(0, 1), (1, 0)}).shortest_way(random.Random(0)) is None
+
+
+def test_kl_of_replies_is_summed_over_tokens_and_averaged_over_replies():
+    start = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).double().log()
+    policy = torch.tensor([[0.5, 0.5], [0.25, 0.75]]).double().log()
+    of_token = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
+    assert mean_kl([start, start], [policy, start]) == pytest.approx(of_token / 2, rel=1e-12)
+
+
+def test_credit_is_compared_at_the_tokens_of_the_run_that_sampled_fewest(tmp_path):
+    """Tokens 0, 100, 200 of the one, 0, 300 of the other: compared at 200, where the other has two thirds."""
+    for arm, tokens, rewards in (("credit_grpo", (100, 100), (0.0, 0.4, 0.6)), ("credit_turn", (300,), (0.0, 0.9))):
+        for seed in range(2):
+            run = tmp_path / f"arm={arm},env=guess,seed={seed}"
+            run.mkdir()
+            (run / "result.json").write_text("{}")
+            lines = [{"eval/guess/avg@1": rewards[0]}]
+            lines += [
+                {"tokens/generated": more, "eval/guess/avg@1": reward + seed / 10}
+                for more, reward in zip(tokens, rewards[1:], strict=True)
+            ]
+            (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    [grpo, turn] = check_credit.table(tmp_path).to_dict("records")
+    half = 12.706204736 / 2  # Student's t of one degree of freedom, times the standard error of two values
+    assert grpo["tokens"] == "200" and grpo["held-out"] == f"0.650 ± {0.1 * half:.3f}"
+    lead = [0.6 - 0.6, 1.0 * 2 / 3 - 0.7]
+    assert turn["against grpo"] == f"{sum(lead) / 2:+.3f} ± {abs(lead[0] - lead[1]) * half:.3f}"
