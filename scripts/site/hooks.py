@@ -49,7 +49,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def expanded(entry: Any) -> list[Any]:
     """An entry of the navigation, with a pattern replaced by the pages that it matches."""
     ((title, value),) = entry.items()
-    if isinstance(value, str) and "*" in value:
+    if isinstance(value, list):
+        return [{title: [page for each in value for page in expanded(each)]}]
+    if "*" in value:
         found = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(value))]
         return [{title: list(option_pages()) if value == OPTIONS else found}]
     return [entry]
