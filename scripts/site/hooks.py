@@ -66,8 +66,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if path.is_file() and path.suffix != ".yaml":  # see `option_pages`
             files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
     files.append(File.generated(config, NOTEBOOK.replace(".ipynb", ".md"), content=as_page(ROOT / NOTEBOOK)))
-    for page, text in option_pages().items():
-        files.append(File.generated(config, page, content=text))
+    for name, options in option_pages().items():
+        files.append(File.generated(config, name, content=options))
     text = ["# API", "Made from the docstrings."]
     for title, modules in API.items():
         text += [f"## {title}", *(f"::: prl.{module}" for module in modules)]
