@@ -19,4 +19,7 @@ def test_the_site_builds_with_its_pages_and_api(tmp_path):
     assert (tmp_path / "prl" / "algorithms" / "grpo.html").is_file()
     assert (tmp_path / "experiments" / "opd_grpo_sft" / "curves.png").is_file()
     assert '<img alt="What the cell draws"' in (tmp_path / "experiments" / "tour.html").read_text()
-    assert 'href="experiments/tour.html"' in (tmp_path / "index.html").read_text()
+    navigation = (tmp_path / "index.html").read_text()
+    assert all(f'href="{page}.html"' in navigation for page in ("experiments/tour", "prl/algorithms/grpo", "conf/algo"))
+    assert 'href="../../conf/algo.html#opd"' in (tmp_path / "prl" / "algorithms" / "opd.html").read_text()
+    assert '<h2 id="opd">' in (tmp_path / "conf" / "algo.html").read_text()

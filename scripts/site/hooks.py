@@ -11,6 +11,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("prl", "conf", "experiments", ".github")
 NOTEBOOK = "experiments/tour.ipynb"
+OPTIONS = "conf/*.yaml"
 LINK = re.compile(r"\]\(([^)#:\s]+)")
 API = {
     "Components": ("algorithms.base", "losses.rl", "filters.base", "curriculum.base", "monitors.base"),
@@ -28,6 +29,17 @@ def pages() -> list[Path]:
     return found
 
 
+def option_pages() -> dict[str, str]:
+    """A page of the options of each group of the config, and of each file beside the groups."""
+    texts = {}
+    for path in sorted((ROOT / "conf").iterdir()):
+        files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
+        blocks = [f"## {file.stem}\n\n```yaml\n{file.read_text()}```" for file in files if file.suffix == ".yaml"]
+        if blocks:
+            texts[f"conf/{path.stem}.md"] = "\n\n".join([f"# `{path.name}`", *blocks])
+    return texts
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Write out the patterns of the navigation."""
     config.nav = [entry for each in config.nav or [] for entry in expanded(each)]
@@ -37,8 +49,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def expanded(entry: Any) -> list[Any]:
     """An entry of the navigation, with a pattern replaced by the pages that it matches."""
     ((title, value),) = entry.items()
-    if isinstance(value, str) and "*" in value:
-        return [{title: [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(value))]}]
+    if isinstance(value, list):
+        return [{title: [page for each in value for page in expanded(each)]}]
+    if "*" in value:
+        found = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(value))]
+        return [{title: list(option_pages()) if value == OPTIONS else found}]
     return [entry]
 
 
@@ -48,9 +63,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page in list(sources):
         sources |= {(page.parent / link).resolve() for link in LINK.findall(page.read_text())}
     for path in sorted(sources):
-        if path.is_file():
+        if path.is_file() and path.suffix != ".yaml":  # see `option_pages`
             files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
     files.append(File.generated(config, NOTEBOOK.replace(".ipynb", ".md"), content=as_page(ROOT / NOTEBOOK)))
+    for name, options in option_pages().items():
+        files.append(File.generated(config, name, content=options))
     text = ["# API", "Made from the docstrings."]
     for title, modules in API.items():
         text += [f"## {title}", *(f"::: prl.{module}" for module in modules)]
@@ -59,8 +76,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Link to the page of the notebook instead of its file."""
-    return re.sub(r"(\]\([^)\s]*tour)\.ipynb\)", r"\1.md)", markdown)
+    """Link to the pages that are made of files and folders, instead of these."""
+    markdown = re.sub(r"(\]\([^)\s]*tour)\.ipynb\)", r"\1.md)", markdown)
+    markdown = re.sub(r"(\]\([^)\s]*\w)/(\w+)\.yaml\)", r"\1.md#\2)", markdown)  # conf/algo/opd.yaml: conf/algo.md#opd
+    return re.sub(r"(\]\(\w+)(?:/|\.yaml)\)", r"\1.md)", markdown)  # of conf/README.md: algo/, train.yaml
 
 
 def as_page(notebook: Path) -> str:

@@ -318,7 +318,7 @@ def test_replaced_slot_keeps_what_other_overrides_name():
     assert composed(slot, "~filters.post_batch.repetition").filters.post_batch == {}
 
 
-@pytest.mark.parametrize("recipe", re.findall(r"^\| .*? \| `(.*?)` \|", RECIPES.read_text(), re.MULTILINE))
+@pytest.mark.parametrize("recipe", re.findall(r"^\| .*? \| \[?`(.*?)`", RECIPES.read_text(), re.MULTILINE))
 def test_a_recipe_of_the_page_is_a_run(recipe):
     check(composed(*recipe.split()))
 

@@ -69,7 +69,7 @@ def choices(arguments):
     """The overrides that decide whether a command composes; of a sweep, its first job's."""
     found = [argument for argument in arguments if argument not in ("-m", "--cfg", "job", "--resolve")]
     if "-m" in arguments:
-        found = [re.sub(r"=([^,\[(]+),.*", r"=\1", argument) for argument in found if "=tag(" not in argument]
+        found = [re.sub(r"=([^,\[(\"]+),.*", r"=\1", argument) for argument in found if "=tag(" not in argument]
     trivial = ("run.name=", "max_steps=", "seed=", "sweep=", "hydra.sweeper", "algo=grpo")
     return tuple(sorted(argument for argument in found if not argument.startswith(trivial)))
 
