@@ -137,13 +137,15 @@ def test_credit_is_compared_at_the_tokens_of_the_run_that_sampled_fewest(tmp_pat
         for seed in range(2):
             run = tmp_path / f"arm={arm},env=guess,seed={seed}"
             run.mkdir()
-            (run / "result.json").write_text("{}")
-            lines = [{"eval/guess/avg@1": rewards[0]}]
+            (run / ".hydra").mkdir()
+            (run / ".hydra" / "overrides.yaml").write_text(f"[arm={arm}, env=guess, seed={seed}]")
+            (run / "config.yaml").write_text(f"seed: {seed}")
+            lines = [{"step": 0, "eval/guess/avg@1": rewards[0]}]
             lines += [
-                {"tokens/generated": more, "eval/guess/avg@1": reward + seed / 10}
-                for more, reward in zip(tokens, rewards[1:], strict=True)
+                {"step": step, "tokens/generated": more, "eval/guess/avg@1": rewards[step] + seed / 10}
+                for step, more in enumerate(tokens, 1)
             ]
-            (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+            (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     [grpo, turn] = check_credit.table(tmp_path).to_dict("records")
     half = 12.706204736 / 2  # Student's t of one degree of freedom, times the standard error of two values
     assert grpo["tokens"] == "200" and grpo["held-out"] == f"0.650 ± {0.1 * half:.3f}"

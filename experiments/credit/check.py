@@ -7,37 +7,33 @@ rise in a straight line. Intervals are 95 %, Student's t over seeds. The table g
 file.
 """
 
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from prl.tools.report.statistics import half_interval
+from prl.tools.report.runs import Run, find_runs, read_run
+from prl.tools.report.statistics import curve, half_interval
+from prl.tools.report.tables import Table, markdown
+from prl.tools.report.variants import overrides_of, seed_of
 
 BASELINE = "credit_grpo"
+Curve = tuple[pd.Series, pd.Series]
 
 
-def curve(run: Path, env: str) -> tuple[list[float], list[float]]:
+def by_tokens(run: Run, env: str) -> Curve:
     """Return the tokens that a run had sampled at each evaluation, and the held-out rewards."""
-    sampled = 0.0
-    tokens, rewards = [], []
-    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-        sampled += line.get("tokens/generated", 0.0)
-        if f"eval/{env}/avg@1" in line:
-            tokens.append(sampled)
-            rewards.append(line[f"eval/{env}/avg@1"])
-    return tokens, rewards
+    rewards = curve(run.metrics, f"eval/{env}/avg@1")
+    return run.metrics["tokens/generated"].fillna(0).cumsum()[rewards.index], rewards
 
 
-def curves(sweep: Path) -> dict[tuple[str, str, int], tuple[list[float], list[float]]]:
+def curves(sweep: Path) -> dict[tuple[str, str, str], Curve]:
     """Return the curve of each run of a sweep, by env, arm and seed."""
     found = {}
-    for path in sorted(sweep.glob("*/result.json")):
-        run = path.parent
-        varied = dict(part.split("=", 1) for part in run.name.split(","))
-        found[varied["env"], varied["arm"], int(varied["seed"])] = curve(run, varied["env"])
+    for run in map(read_run, find_runs([sweep])):
+        varied = overrides_of(run)
+        found[varied["env"], varied["arm"], seed_of(run)] = by_tokens(run, varied["env"])
     return found
 
 
@@ -46,7 +42,7 @@ def table(sweep: Path) -> pd.DataFrame:
     found = curves(sweep)
     rows = []
     for env in sorted({env for env, _, _ in found}):
-        budget = min(tokens[-1] for (of, _, _), (tokens, _) in found.items() if of == env)
+        budget = min(tokens.iloc[-1] for (of, _, _), (tokens, _) in found.items() if of == env)
         at = {key[1:]: float(np.interp(budget, *points)) for key, points in found.items() if key[0] == env}
         rewards = pd.Series(at).unstack()  # an arm a row, a seed a column
         for arm in rewards.index:
@@ -58,11 +54,7 @@ def table(sweep: Path) -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    lines = table(Path(sys.argv[1])).to_dict("records")
-    keys = list(lines[0])
-    rule = "| " + " | ".join("---" for _ in keys) + " |"
-    text = "\n".join(
-        ["| " + " | ".join(keys) + " |", rule, *("| " + " | ".join(line.values()) + " |" for line in lines)]
-    )
+    found = table(Path(sys.argv[1]))
+    text = markdown(Table(title="At equal tokens", head=list(found), rows=found.to_numpy().tolist()))
     print(text)
-    Path(__file__).with_name("equal_tokens.md").write_text(text + "\n")
+    Path(__file__).with_name("equal_tokens.md").write_text(text)

@@ -15,6 +15,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prl.tools.report.runs import find_runs
+from prl.transport.checkpoint_folders import checkpoint_path, steps_of
+
 REPLY_TOKENS = 64
 
 
@@ -64,17 +67,17 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(options.start)
     start = AutoModelForCausalLM.from_pretrained(options.start, dtype=torch.float32)
-    folders = sorted(options.sweep.glob("*/checkpoints"))
-    prompts = prompts_of(folders[0].parent, options.env, tokenizer)
+    runs = find_runs([options.sweep])
+    prompts = prompts_of(runs[0], options.env, tokenizer)
     replies = replies_of(start, prompts)
     pairs = list(zip(prompts, replies, strict=True))
     before = [logprobs_of(start, *pair) for pair in pairs]
     rows = []
-    for folder in folders:
-        last = sorted(folder.glob("step_*"))[-1]
+    for run in runs:
+        last = checkpoint_path(run, steps_of(run)[-1])
         policy = AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32)
         kl = mean_kl(before, [logprobs_of(policy, *pair) for pair in pairs])
-        rows.append({"run": folder.parent.name, "checkpoint": last.name, "kl": f"{kl:.4g}"})
+        rows.append({"run": run.name, "checkpoint": last.name, "kl": f"{kl:.4g}"})
         print(*rows[-1].values(), sep="  ")
     with (options.sweep / "kl.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ["run", "checkpoint", "kl"])
