@@ -4,7 +4,7 @@
 
 KL(start ‖ policy) of whole replies, in nats: replies are sampled from the start, and at each of their tokens the KL of
 the two next-token distributions is summed over the whole vocabulary (arXiv 2509.04259 measures the same on the new
-task). The mean over prompts goes to `kl.csv` in the sweep's folder, a line a run.
+task). The mean over prompts goes to `kl.csv` beside this file, a line a run.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main() -> None:
         kl = mean_kl(before, [logprobs_of(policy, *pair) for pair in pairs])
         rows.append({"run": run.name, "checkpoint": last.name, "kl": f"{kl:.4g}"})
         print(*rows[-1].values(), sep="  ")
-    with (options.sweep / "kl.csv").open("w", newline="") as file:
+    with Path(__file__).with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ["run", "checkpoint", "kl"])
         writer.writeheader()
         writer.writerows(rows)
