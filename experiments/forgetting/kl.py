@@ -1,21 +1,30 @@
-"""How far the policies of a sweep have moved from the model that they began with, on held-out prompts of an env.
+"""What the policies of a sweep have learned and forgotten, and how far they have moved from their start.
 
     python experiments/forgetting/kl.py <sweep> <start> [--env math]
 
 KL(start ‖ policy) of whole replies, in nats: replies are sampled from the start, and at each of their tokens the KL of
 the two next-token distributions is summed over the whole vocabulary (arXiv 2509.04259 measures the same on the new
-task). The mean over prompts goes to `kl.csv` beside this file, a line a run.
+task). The mean over held-out prompts of `--env` goes to `kl.csv` beside this file, a line a run, with the last held-out
+rewards and the mean reward of the other envs where that of `--env` passed `--at` (straight lines between evaluations).
+`kl.md` has their means over seeds, ± half their 95 % interval, and the rank correlation (Spearman) of KL and the other
+envs' reward over the runs that ended at `--at` or above. `kl.png` draws the other envs' reward against that of
+`--env` at each evaluation, means over seeds, and against the KL at the end, a point a run.
 """
 
 import argparse
-import csv
 import json
 from pathlib import Path
 
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prl.tools.report.runs import find_runs
+from prl.tools.report.runs import Run, find_runs, read_run
+from prl.tools.report.statistics import half_interval
+from prl.tools.report.tables import Table, markdown
+from prl.tools.report.variants import overrides_of
 from prl.transport.checkpoint_folders import checkpoint_path, steps_of
 
 REPLY_TOKENS = 64
@@ -58,31 +67,88 @@ def mean_kl(start: list[torch.Tensor], policy: list[torch.Tensor]) -> float:
     return sum(sums) / len(sums)
 
 
+def kls(runs: list[Run], start: Path, env: str) -> list[float]:
+    """Return the mean KL of each run's last checkpoint, on replies that are the same for all."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    beginning = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    prompts = prompts_of(runs[0].dir, env, tokenizer)
+    pairs = list(zip(prompts, replies_of(beginning, prompts), strict=True))
+    before = [logprobs_of(beginning, *pair) for pair in pairs]
+    found = []
+    for run in runs:
+        last = checkpoint_path(run.dir, steps_of(run.dir)[-1])
+        policy = AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32)
+        found.append(mean_kl(before, [logprobs_of(policy, *pair) for pair in pairs]))
+    return found
+
+
+def rewards_of(run: Run) -> pd.DataFrame:
+    """Return the held-out rewards of a run: a row an evaluation, a column an env."""
+    columns = [name for name in run.metrics if name.startswith("eval/") and name.endswith("/avg@1")]
+    return run.metrics[columns].dropna().rename(columns=lambda name: name.split("/")[1])
+
+
+def others_at(rewards: pd.DataFrame, env: str, level: float) -> float:
+    """Return the mean reward of the other envs where that of `env` first passed `level`; NaN if it did not."""
+    others = rewards.drop(columns=env).mean(axis=1)
+    return float(np.interp(level, rewards[env].cummax(), others, right=np.nan))
+
+
+def table(last: pd.DataFrame) -> Table:
+    """Return the means of each arm, ± half their intervals over seeds."""
+    rows = []
+    for arm, runs in last.groupby("arm", sort=False):
+        values = runs.drop(columns="arm")
+        rows.append([str(arm), *(f"{values[key].mean():.3f} ± {half_interval(values[key]):.3f}" for key in values)])
+    return Table(title="At the end", head=["arm", *last.columns[1:]], rows=rows)
+
+
+def draw(curves: dict[str, pd.DataFrame], last: pd.DataFrame, env: str, path: Path) -> None:
+    """Draw the mean reward of the other envs against that of `env`, and against the KL at the end."""
+    figure, (learned, moved) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for arm, curve in curves.items():
+        [line] = learned.plot(curve[env], curve.drop(columns=env).mean(axis=1), marker="o", markersize=3, label=arm)
+        ends = last[last["arm"] == arm]
+        moved.scatter(ends["kl"], ends[list(curve.columns.drop(env))].mean(axis=1), color=line.get_color(), s=12)
+    learned.set(xlabel=f"held-out reward of {env}", ylabel="mean held-out reward of the others")
+    moved.set(xlabel="KL(start ‖ policy), nats a reply")
+    learned.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("sweep", type=Path)
     parser.add_argument("start", type=Path, help="the checkpoint that its runs began with")
     parser.add_argument("--env", default="math")
+    parser.add_argument("--at", type=float, default=0.65)
     options = parser.parse_args()
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(options.start)
-    start = AutoModelForCausalLM.from_pretrained(options.start, dtype=torch.float32)
-    runs = find_runs([options.sweep])
-    prompts = prompts_of(runs[0], options.env, tokenizer)
-    replies = replies_of(start, prompts)
-    pairs = list(zip(prompts, replies, strict=True))
-    before = [logprobs_of(start, *pair) for pair in pairs]
-    rows = []
-    for run in runs:
-        last = checkpoint_path(run, steps_of(run)[-1])
-        policy = AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32)
-        kl = mean_kl(before, [logprobs_of(policy, *pair) for pair in pairs])
-        rows.append({"run": run.name, "checkpoint": last.name, "kl": f"{kl:.4g}"})
-        print(*rows[-1].values(), sep="  ")
-    with Path(__file__).with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["run", "checkpoint", "kl"])
-        writer.writeheader()
-        writer.writerows(rows)
+    runs = [read_run(folder) for folder in find_runs([options.sweep])]
+    arms = [overrides_of(run)["arm"].removeprefix("forgetting_") for run in runs]
+    rewards = [rewards_of(run) for run in runs]
+    last = pd.DataFrame([found.iloc[-1] for found in rewards]).reset_index(drop=True)
+    last.insert(0, "arm", arms)
+    print("at the start:", pd.DataFrame([found.iloc[0] for found in rewards]).mean().round(3).to_dict())
+    last[f"others at {options.at}"] = [others_at(found, options.env, options.at) for found in rewards]
+    last["kl"] = kls(runs, options.start, options.env)
+    curves = {
+        arm: pd.concat([found for found, of in zip(rewards, arms, strict=True) if of == arm]).groupby(level=0).mean()
+        for arm in dict.fromkeys(arms)
+    }
+    others = last[rewards[0].columns.drop(options.env)].mean(axis=1)
+    learned = last[options.env] >= options.at
+    rank = others[learned].corr(last["kl"][learned], method="spearman")
+    text = markdown(table(last))
+    text += (
+        f"\nRank correlation of kl and the others' reward, {learned.sum()} runs that end at {options.at}: {rank:.2f}\n"
+    )
+    print(text)
+    here = Path(__file__)
+    here.with_suffix(".md").write_text(text)
+    last.assign(run=[run.dir.name for run in runs]).to_csv(here.with_suffix(".csv"), index=False, float_format="%.4g")
+    draw(curves, last, options.env, here.with_suffix(".png"))
 
 
 if __name__ == "__main__":
