@@ -1,11 +1,11 @@
 """An evaluation without an engine: what is refused before anything starts, what is written, what is shown."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import hydra
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
