@@ -188,8 +188,8 @@ class SamplingConfig:
     """How replies are sampled: the options of `prl.engines.sampler.Sampler`."""
 
     temperature: Annotated[float, Ge(0), Le(2)] = 1.0
-    """The engine divides logits by it, the trainer too for sampled tokens; for all other tokens the trainer's is 1. At
-    least 0.01 where the policy trains on its own samples; 0 = greedy. vLLM takes none above 2."""
+    """Engine and trainer divide the logits of sampled tokens by this; the trainer uses 1 for all other tokens. At least
+    0.01 where the policy trains on its own samples; 0 = greedy. vLLM takes none above 2."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Nucleus sampling: sample from the most likely tokens whose probabilities add up to this. 1 = off. Not for
     training."""

@@ -61,8 +61,8 @@ class OrchestratorConfig:
     """Mix of envs in a batch. weights: an env has at most its share by weight plus 0.15 of the batch, as long as groups
     of other envs are in flight. arrival: the groups that finish first."""
     max_async_level: Annotated[int, Ge(0)] = 1
-    """Staleness k: steps that sampling runs ahead of training; 0 = synchronous and on-policy. Rollouts that start from
-    policy version v are for steps up to v+1+k."""
+    """k: steps that sampling runs ahead of training; 0 = synchronous and on-policy. Rollouts that start from policy
+    version v are for steps up to v+1+k."""
     strict_async_level: bool = False
     """Start the rollouts of step n from exactly version n-1-k (version 0 in the first steps); the limit is k."""
     max_off_policy_steps: Annotated[int, Ge(0)] = 8

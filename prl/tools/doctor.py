@@ -85,9 +85,9 @@ def chosen(overrides: list[str]) -> Iterator[str]:
     specs.placement(config)  # raises where there are not GPUs enough
     engine, trainer = config.engine, config.trainer
     dtype = resolve_model(config.model, engine.device_type).dtype
-    print(f"engine: {engine.device_type}, {dtype}, {engine._target_}, {len(engine.urls) or engine.servers} processes")
+    print(f"engine: {engine.device_type}, {dtype}, {engine._target_}, processes: {len(engine.urls) or engine.servers}")
     dtype = "bfloat16" if runs_in_half(trainer.dtype, trainer.device_type) else "float32"
-    print(f"trainer: {trainer.device_type}, {dtype}, {trainer.num_processes} processes")
+    print(f"trainer: {trainer.device_type}, {dtype}, processes: {trainer.num_processes}")
     print(f"threads: engine {threads.of_engine(config, config.model)}, trainer {threads.of_trainer(config)}")
     print(f"compile={trainer.compile}, gradient_checkpointing={trainer.gradient_checkpointing}, torch's attention")
     if engine.in_process or engine.urls:

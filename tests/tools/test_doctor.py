@@ -56,7 +56,7 @@ def test_a_machine_that_lacks_nothing(run, monkeypatch):
 def test_a_gpu_is_what_a_run_would_choose(run, gpu):
     status, lines = run("engine=transformers")
     assert status == 0 and "GPU Some GPU, 80 GiB" in lines
-    assert "trainer: cuda, bfloat16, 1 processes" in lines
+    assert "trainer: cuda, bfloat16, processes: 1" in lines
 
 
 def no_package(name):

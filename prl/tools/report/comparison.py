@@ -2,8 +2,8 @@
 
 import contextlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
@@ -29,10 +29,21 @@ class Comparison:
     """1 where more of it is better, -1 where less is."""
     values: pd.DataFrame
     """A row a seed, a column a variant (its label), best first. NaN: not completed. Runs of one seed are averaged."""
+    envs: Mapping[str, str] = field(default_factory=dict)
+    """Variant -> the names of its envs. Rewards of other envs say nothing about a variant."""
 
     @property
     def verdict(self) -> list[str]:
-        """The best variant against each other, in sentences."""
+        """The best variant against each other with the same envs, in sentences."""
+        by_envs: dict[str, list[str]] = {}
+        for label in self.values:
+            by_envs.setdefault(self.envs.get(label, ""), []).append(label)
+        if len(by_envs) < 2:
+            return self._sentences()
+        parts = {envs: replace(self, values=self.values[labels].dropna(how="all")) for envs, labels in by_envs.items()}
+        return [f"{envs}: {sentence}" for envs, part in parts.items() for sentence in part._sentences()]
+
+    def _sentences(self) -> list[str]:
         if self.values.empty:
             return ["Nothing to compare: no run has completed with this metric."]
         best, *others = self.values
@@ -78,7 +89,8 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     sign = 1 if options.direction == "maximize" else -1
     values = table.groupby(["seed", "variant"], sort=False)["value"].mean().unstack()
     ranked = (sign * values.mean()).sort_values(ascending=False, kind="stable").index
-    return Comparison(NAMES.get(key, key), sign, values[ranked])
+    envs = {label: ", ".join(run.config.get("envs", ())) for label, run in completed}
+    return Comparison(NAMES.get(key, key), sign, values[ranked], envs)
 
 
 def word(label: str) -> str:

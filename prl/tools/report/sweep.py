@@ -109,8 +109,9 @@ def scatters(summary: Summary) -> list[Panel]:
     for place, head in enumerate(summary.variants.heads if len(found) else []):
         texts = pd.Series([safe(of_label[label][place]).replace("$", r"\$") for label, _ in found.index])
         numbers = pd.to_numeric(texts, errors="coerce")
+        names = texts.str[os.path.commonprefix([*texts]).rfind("_") + 1 :]  # `sft` for `forgetting_sft` of arms
         scale: Any = "log" if numbers.max() >= LOG_FROM * numbers.min() > 0 and not numbers.hasnans else "linear"
-        points = pd.Series(found.to_numpy(), index=texts if numbers.hasnans else numbers)
+        points = pd.Series(found.to_numpy(), index=names if numbers.hasnans else numbers)
         best = found.index.get_level_values(0) == summary.comparison.values.columns[0]
         series = {"others": points[~best], "best": points[best]}
         charts.append(Panel(title=f"{summary.comparison.metric} by {head}", series=series, scatter=scale))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import hydra
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -64,6 +65,9 @@ def test_what_an_evaluation_leaves(serve, capsys):
     rows = [[cell.strip() for cell in line.split("│")] for line in printed.get().splitlines() if "│" in line]
     assert rows[0][1:-1] == ["tiny", "math", "0.000", "0.000", "0.000", "0.000", "", ""]
     assert rows[1][3] == "[0.000, 0.000]" and rows[2][7].startswith("+0.") and "3 tasks, 4 samples" in printed.get()
+    score = result.targets[0].envs[0]
+    of_two = replace(result.targets[0], envs=[score, replace(score, env="maze", tasks=2)])
+    assert command.table(replace(result, targets=[of_two])).caption.startswith("3 math, 2 maze tasks, 4 samples each.")
     capsys.readouterr()
     assert view(["outputs/x", "--eval"]) == 0 and "evaluation at step 1" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="already holds a run"):

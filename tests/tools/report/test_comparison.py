@@ -58,6 +58,16 @@ def test_what_is_said(columns, sentences):
     assert verdict(**columns) == sentences
 
 
+def test_variants_with_other_envs_are_not_compared():
+    values = pd.DataFrame({"a": [0.9, 0.8], "b": [0.5, 0.4], "c": [0.2, 0.2], "d": [None, 0.1]})
+    found = Comparison("reward", 1, values, {"a": "guess", "b": "math", "c": "math", "d": "maze, math"})
+    assert found.verdict == [
+        "guess: One variant, nothing to compare: 0.850, 2 seeds.",
+        "math: b can't be told apart from c: +0.250 ± 0.635, 2 seeds.",
+        "maze, math: One variant, nothing to compare: 0.100, 1 seed.",
+    ]
+
+
 def test_less_can_be_better():
     assert verdict(-1, a=[0.1, 0.2], b=[0.4, 0.5]) == ["a is ahead of b by 0.300 ± 0.000, 2 seeds."]
 
@@ -84,7 +94,7 @@ def runs(tmp_path, write_run):
             lines += [{"step": step, "loss/mean": loss, "reward/all/mean": reward - 0.4} for step in (1, 2, 3)]
             for step, add in ((2, -0.2), (3, 0.0)):
                 lines[step] |= dict(zip(held_out, (reward + add, reward + add + 0.1), strict=False))
-            config = f"seed: {seed}\noptim: {{lr: {lr}}}\noptimized_metric: {options}\n"
+            config = f"seed: {seed}\nenvs: {{a: {{}}, b: {{}}}}\noptim: {{lr: {lr}}}\noptimized_metric: {options}\n"
             write_run(tmp_path / f"{lr}-{seed}", lines, config, {"status": "completed"})
         return variants([read_run(folder) for folder in sorted(tmp_path.iterdir())])
 
@@ -94,6 +104,7 @@ def runs(tmp_path, write_run):
 def test_without_a_key_variants_are_compared_by_the_held_out_reward(runs):
     found = compare(runs())
     assert (found.metric, found.sign, list(found.values)) == ("held-out reward", 1, ["lr=0.2", "lr=0.1"])
+    assert found.envs == {"lr=0.1": "a, b", "lr=0.2": "a, b"}
     # the mean of both envs and of the last two evaluations: reward - 0.1 + 0.05
     assert found.values["lr=0.1"].to_dict() == pytest.approx({"0": 0.45, "1": 0.55})
 

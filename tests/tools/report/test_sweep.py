@@ -66,7 +66,7 @@ def test_chart_has_lines_of_variants_and_incomplete_runs(sweep):
 
 
 def test_what_is_compared_is_drawn_over_each_key(tmp_path, write_run):
-    for place, (lr, loss, reward) in enumerate([(1e-4, "$x^{", 0.1), (1e-2, "ipo", 0.9), (1e-3, "ipo", 0.2)]):
+    for place, (lr, loss, reward) in enumerate([(1e-4, "my_$x^{", 0.1), (1e-2, "my_ipo", 0.9), (1e-3, "my_ipo", 0.2)]):
         for seed in (0, 1):
             lines, config = [{"step": 1, "reward/all/mean": reward + seed}], f"seed: {seed}\nlr: {lr}\nloss: {loss}\n"
             write_run(
