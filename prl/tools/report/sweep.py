@@ -109,7 +109,8 @@ def scatters(summary: Summary) -> list[Panel]:
     for place, head in enumerate(summary.variants.heads if len(found) else []):
         texts = pd.Series([safe(of_label[label][place]).replace("$", r"\$") for label, _ in found.index])
         numbers = pd.to_numeric(texts, errors="coerce")
-        names = texts.str[os.path.commonprefix([*texts]).rfind("_") + 1 :]  # `sft` for `forgetting_sft` of arms
+        parts = texts.str.split("_", n=1).str
+        names = parts[-1] if parts[0].nunique() == 1 else texts  # `sft` for `forgetting_sft`, as arms have it
         scale: Any = "log" if numbers.max() >= LOG_FROM * numbers.min() > 0 and not numbers.hasnans else "linear"
         points = pd.Series(found.to_numpy(), index=names if numbers.hasnans else numbers)
         best = found.index.get_level_values(0) == summary.comparison.values.columns[0]
