@@ -21,7 +21,14 @@ from prl.config.validate import validate
 from prl.launch.components import build_components
 from prl.tools.sweep.naming import folder_of, overrides_of
 
-BASES = {"sanity_tasks", "max_rl_base", "forgetting_start", "distil_back_teacher"}
+BASES = {
+    "sanity_tasks",
+    "max_rl_base",
+    "forgetting_start",
+    "distil_back_teacher",
+    "smollm2_sums",
+    "smollm2_guess",
+}
 """Single runs that a sweep begins with; the page of the sweep has their commands."""
 RECIPES = {"dapo", "dr_grpo", "rloo", "gspo", "cispo", "tis", "gkd", "sdft", "reinforce_pp"}
 """Single runs, by the names of papers: `tests/e2e/test_recipes.py` trains them."""
@@ -31,7 +38,7 @@ AGAIN = [
     "opsd_drift sampling.max_tokens=3 run.name=exp-opsd-cut-off",
 ]
 """Sweeps that a page makes of an experiment's."""
-PENDING = {"forgetting", "lora", "max_rl", "staleness"}
+PENDING = {"lora", "staleness"}
 """Sweeps that have not all run yet, and no page."""
 SWEEPS = sorted({path.stem for path in CONF.glob("experiment/*.yaml")} - SINGLE)
 

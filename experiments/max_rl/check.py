@@ -28,7 +28,7 @@ def read(evaluation: Path) -> pd.DataFrame:
         size = varied.get("orchestrator.group_size", "")
         variant = f"{varied['algo']}, {size}" if varied else BASE
         [scores] = target["envs"]
-        rows[variant, varied.get("seed", "")] = {int(k): score["mean"] for k, score in scores["pass_at"].items()}
+        rows[variant, varied.get("seed", "")] = {int(k): score["mean"] for k, score in scores["pass@k"].items()}
     return pd.DataFrame.from_dict(rows, orient="index").sort_index(axis="columns")
 
 
