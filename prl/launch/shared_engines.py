@@ -2,7 +2,7 @@
 
 import atexit
 import secrets
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,20 @@ ENGINES = "engines"
 TOKEN = secrets.token_hex(24)
 """What every warm server of this process wants to be shown, so that each run can show it."""
 
-_warm: dict[bytes, tuple[Launcher, str]] = {}
-"""The launcher of each server, which has started nothing else, and its address, by what it serves and how."""
+
+@dataclass(frozen=True)
+class WarmEngine:
+    """A server of this process."""
+
+    key: bytes
+    """What it serves and how."""
+    launcher: Launcher
+    """Has started it and nothing else."""
+    url: str
+
+
+_warm: dict[str, WarmEngine] = {}
+"""By name of the server's process: one for each, since a second one might find neither GPU nor memory free."""
 
 
 class WarmLauncher(Launcher):
@@ -32,21 +44,23 @@ class WarmLauncher(Launcher):
         """The config of the launcher that starts the processes."""
         self.own = build(node, Launcher, "launcher")
         """Starts the trainer."""
-        self.used: dict[bytes, Launcher] = {}
+        self.used: dict[str, Launcher] = {}
 
     def key(self, spec: EngineSpec) -> bytes:
         """What two engines must have in common to stand for each other."""
         return msgspec.json.encode([plain(self.node), plain(replace(spec, seed=0, log=Path()))], enc_hook=str)
 
     def start_engine(self, spec: EngineSpec) -> str:
-        key = self.key(spec)
-        if key not in _warm:
+        key, name = self.key(spec), spec.process
+        if name in _warm and _warm[name].key != key:
+            _warm.pop(name).launcher.stop()
+        if name not in _warm:
             folder = spec.log.resolve().parents[2] / ENGINES  # beside the run's directory
             launcher = build(self.node, Launcher, "launcher")
-            log = folder / f"{spec.process}-{secrets.token_hex(4)}.log"
-            _warm[key] = launcher, launcher.start_engine(replace(spec, log=log))
-        self.used[key], url = _warm[key]
-        return url
+            url = launcher.start_engine(replace(spec, log=folder / f"{name}-{secrets.token_hex(4)}.log"))
+            _warm[name] = WarmEngine(key, launcher, url)
+        self.used[name] = _warm[name].launcher
+        return _warm[name].url
 
     def start_trainer(self, spec: TrainerSpec) -> None:
         self.own.start_trainer(spec)
@@ -68,13 +82,13 @@ class WarmLauncher(Launcher):
     def __exit__(self, *error: object) -> None:
         self.stop()
         if error[0] is not None:  # an engine may be what failed, or be in the middle of something
-            for key, launcher in self.used.items():
+            for name, launcher in self.used.items():
                 launcher.stop()
-                _warm.pop(key, None)
+                _warm.pop(name, None)
 
 
 @atexit.register
 def stop_all() -> None:
     """Stop every warm engine."""
     while _warm:
-        _warm.popitem()[1][0].stop()
+        _warm.popitem()[1].launcher.stop()
