@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from prl.config.build import build, plain
+from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec
 from prl.launch.launcher import Launcher, TrainerSpec
 
@@ -48,7 +49,11 @@ class WarmLauncher(Launcher):
 
     def key(self, spec: EngineSpec) -> bytes:
         """What two engines must have in common to stand for each other."""
-        return msgspec.json.encode([plain(self.node), plain(replace(spec, seed=0, log=Path()))], enc_hook=str)
+        model = spec.model  # but for what the trainer alone reads: its rate, LoRA
+        served = ModelConfig(model.path, model.dtype, model.max_model_len, trust_remote_code=model.trust_remote_code)
+        return msgspec.json.encode(
+            [plain(self.node), plain(replace(spec, model=served, seed=0, log=Path()))], enc_hook=str
+        )
 
     def start_engine(self, spec: EngineSpec) -> str:
         key, name = self.key(spec), spec.process
