@@ -1,0 +1,81 @@
+"""Warm engines: which runs of a process have one in common, and when it ends."""
+
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from prl.config.schema import EngineConfig, LoraConfig, PolicyModelConfig
+from prl.engines.base import EngineSpec
+from prl.launch.launcher import Launcher
+from prl.launch.shared_engines import WarmLauncher, stop_all
+
+alive: list[str] = []
+numbers = count()
+
+
+class Noted(Launcher):
+    """Starts nothing; notes what it would have started and stopped."""
+
+    def __init__(self):
+        self.started = []
+
+    def start_engine(self, spec):
+        self.started.append(f"{spec.process} {next(numbers)}")
+        alive.extend(self.started)
+        return self.started[-1]
+
+    def start_trainer(self, spec):
+        raise AssertionError("not asked for")
+
+    def ensure_alive(self):
+        pass
+
+    async def finish(self, timeout_s):
+        pass
+
+    def stop(self):
+        alive[:] = [engine for engine in alive if engine not in self.started]
+
+
+@pytest.fixture(autouse=True)
+def none_is_left():
+    yield
+    stop_all()
+    assert alive == []
+
+
+@pytest.fixture
+def spec(tmp_path):
+    model = PolicyModelConfig(path="m")
+    return EngineSpec(
+        "engine", "policy", model, EngineConfig(_target_="e"), "cpu", 0, "t", tmp_path / "s" / "job" / "logs" / "e.log"
+    )
+
+
+def run(*specs, error=None):
+    """The addresses of a run's engines."""
+    launcher = WarmLauncher({"_target_": f"{__name__}.Noted"})
+    launcher.__enter__()
+    urls = [launcher.start_engine(spec) for spec in specs]
+    launcher.__exit__(type(error) if error else None, error, None)
+    return urls
+
+
+def test_what_the_trainer_alone_reads_asks_for_no_other_engine(spec):
+    lora = replace(spec.model, lr=0.1, lora=LoraConfig(rank=4))
+    assert run(spec) == run(replace(spec, model=lora, seed=7, log=Path("/a/b/c"))) == alive
+
+
+def test_another_engine_takes_the_place_of_the_one_before(spec):
+    """A GPU, or the memory, has room for one."""
+    teacher = replace(spec, process="teacher", model=replace(spec.model, path="t"))
+    first = run(spec, teacher)
+    second = run(replace(spec, model=replace(spec.model, max_model_len=64)), teacher)
+    assert first[0] != second[0] and first[1] == second[1] and sorted(alive) == sorted(second)
+
+
+def test_a_run_that_fails_leaves_none_warm(spec):
+    failed = run(spec, error=RuntimeError())
+    assert alive == [] and run(spec) != failed
