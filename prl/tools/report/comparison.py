@@ -75,7 +75,7 @@ class Comparison:
 
 
 def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
-    """Compare variants by the first reward among `metrics`; without one by `optimized_metric`, as a run's config has it.
+    """Compare variants by the first reward among `metrics`, else by `optimized_metric` as a run's config has it.
 
     Best first, by the mean over the seeds that all variants have, if there are any. Whether more of another metric is
     better, nothing says.
