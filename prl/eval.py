@@ -71,10 +71,12 @@ def table(result: "EvaluationResult") -> Table:
     shown = Table("target", "env", f"avg@{k}", *(f"pass@{k}" for k in ks), f"avg@{k} − first", "failed")
     counts = {score.env: score.tasks for score in first.envs}
     same = len(set(counts.values())) == 1
-    tasks = str(first.envs[0].tasks) if same else ", ".join(f"{count} {safe(env)}" for env, count in counts.items())
+    tasks = (
+        str(first.envs[0].tasks) if same else ", ".join(f"{count} {escape(safe(env))}" for env, count in counts.items())
+    )
     shown.caption = (
         f"{tasks} tasks, {k} samples each. [95 % interval over tasks: Student's t]. "
-        f"Differences to {first.name} are paired by task."
+        f"Differences to {escape(safe(first.name))} are paired by task."
     )
     for target in result.targets:
         for score in target.envs:

@@ -31,6 +31,8 @@ class Comparison:
     """A row a seed, a column a variant (its label), best first. NaN: not completed. Runs of one seed are averaged."""
     envs: Mapping[str, str] = field(default_factory=dict)
     """Variant -> the names of its envs. Rewards of other envs say nothing about a variant."""
+    without: int = 0
+    """Completed runs that are left out: the metric is missing, or was not finite."""
 
     @property
     def verdict(self) -> list[str]:
@@ -38,10 +40,13 @@ class Comparison:
         by_envs: dict[str, list[str]] = {}
         for label in self.values:
             by_envs.setdefault(self.envs.get(label, ""), []).append(label)
-        if len(by_envs) < 2:
-            return self._sentences()
         parts = {envs: replace(self, values=self.values[labels].dropna(how="all")) for envs, labels in by_envs.items()}
-        return [f"{envs}: {sentence}" for envs, part in parts.items() for sentence in part._sentences()]
+        if len(parts) < 2:
+            found = self._sentences()
+        else:
+            found = [f"{envs}: {sentence}" for envs, part in parts.items() for sentence in part._sentences()]
+        left_out = f"{self.without} of the completed runs have no finite value of it: they are left out."
+        return [*found, left_out] if self.without else found
 
     def _sentences(self) -> list[str]:
         if self.values.empty:
@@ -54,7 +59,8 @@ class Comparison:
             return [f"{word(best)} is best: {level}. One seed shows no spread: run each with seed=0,1,2."]
         first = [f"{word(best)} has the best mean: {level}."] if len(others) > 1 else []
         subject = "It" if first else word(best)
-        return [*first, *(f"{subject} {self.related(best, other)}" for other in others[:LISTED])]
+        more = [f"The table has {len(others) - LISTED} more."] if len(others) > LISTED else []
+        return [*first, *(f"{subject} {self.related(best, other)}" for other in others[:LISTED]), *more]
 
     def related(self, best: str, other: str) -> str:
         """How a variant is related to another: the mean of the differences by seed, and its t interval."""
@@ -69,7 +75,10 @@ class Comparison:
 
 
 def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
-    """Compare variants by the first of `metrics`; without one by `optimized_metric` as a completed run's config has it.
+    """Compare variants by the first reward among `metrics`, else by `optimized_metric` as a run's config has it.
+
+    Best first, by the mean over the seeds that all variants have, if there are any. Whether more of another metric is
+    better, nothing says.
 
     Raises ConfigError for a config of another version of prl, whose `optimized_metric` cannot be read.
     """
@@ -77,7 +86,7 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     completed = [(label, run) for label, run in labelled if run.status == "completed"]
     given = completed[0][1].config.get("optimized_metric", {}) if completed else {}
     options = read(OptimizedMetricConfig, given, "optimized_metric")
-    asked = metrics[0] if metrics else options.key
+    asked = next((name for name in metrics if name.startswith(("eval/", "reward/"))), options.key)
     for key in [asked] if asked else REWARDS:
         rows = []
         for label, run in completed:
@@ -88,14 +97,16 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     table = pd.DataFrame(rows, columns=["seed", "variant", "value"])
     sign = 1 if options.direction == "maximize" else -1
     values = table.groupby(["seed", "variant"], sort=False)["value"].mean().unstack()
-    ranked = (sign * values.mean()).sort_values(ascending=False, kind="stable").index
+    of_all = values.dropna()
+    means = sign * (values if of_all.empty else of_all).mean()
+    ranked = means.sort_values(ascending=False, kind="stable").index
     envs = {label: ", ".join(run.config.get("envs", ())) for label, run in completed}
-    return Comparison(NAMES.get(key, key), sign, values[ranked], envs)
+    return Comparison(NAMES.get(key, key), sign, values[ranked], envs, len(completed) - len(rows))
 
 
 def word(label: str) -> str:
     """A variant in a sentence: `grpo` for `algo=grpo`; `lr=0.1 loss=aipo` where a value alone does not say enough."""
-    match = re.fullmatch(r"[^=,]+=([A-Za-z][\w.-]*)", label)
+    match = re.fullmatch(r"[^=,]+=(?!(?:true|false|null|none)$)([A-Za-z][\w.-]*)", label)
     return match[1] if match else label.replace(", ", " ")
 
 

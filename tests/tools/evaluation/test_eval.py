@@ -66,8 +66,10 @@ def test_what_an_evaluation_leaves(serve, capsys):
     assert rows[0][1:-1] == ["tiny", "math", "0.000", "0.000", "0.000", "0.000", "", ""]
     assert rows[1][3] == "[0.000, 0.000]" and rows[2][7].startswith("+0.") and "3 tasks, 4 samples" in printed.get()
     score = result.targets[0].envs[0]
-    of_two = replace(result.targets[0], envs=[score, replace(score, env="maze", tasks=2)])
-    assert command.table(replace(result, targets=[of_two])).caption.startswith("3 math, 2 maze tasks, 4 samples each.")
+    of_two = replace(result.targets[0], name="m[/x]", envs=[score, replace(score, env="maze", tasks=2)])
+    with (console := Console(width=200)).capture() as printed:
+        console.print(command.table(replace(result, targets=[of_two])))
+    assert "3 math, 2 maze tasks, 4 samples each." in printed.get() and "m[/x] are paired by task" in printed.get()
     capsys.readouterr()
     assert view(["outputs/x", "--eval"]) == 0 and "evaluation at step 1" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="already holds a run"):

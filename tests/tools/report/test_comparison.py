@@ -74,6 +74,7 @@ def test_less_can_be_better():
 
 def test_variants_are_named_as_they_were_typed():
     names = {"algo=max_rl": [2, 2], "lr=0.1": [1, 1], "algo=grpo, lr=0.1": [0, 0]}
+    assert verdict(**{"lora=null": [2, 2], "strict=true": [1, 1]})[0].startswith("lora=null is ahead of strict=true by")
     first, second, third = verdict(**names)
     assert first.startswith("max_rl has the best mean")
     assert second.startswith("It is ahead of lr=0.1 by") and third.startswith("It is ahead of algo=grpo lr=0.1 by")
@@ -81,7 +82,8 @@ def test_variants_are_named_as_they_were_typed():
 
 def test_of_many_variants_the_nearest_are_named():
     found = verdict(**{f"a{place}": [-place, -place] for place in range(20)})
-    assert len(found) == 1 + LISTED and found[-1].startswith(f"It is ahead of a{LISTED} by")
+    assert len(found) == 2 + LISTED and found[-2].startswith(f"It is ahead of a{LISTED} by")
+    assert found[-1] == f"The table has {19 - LISTED} more."
 
 
 @pytest.fixture
@@ -120,7 +122,28 @@ def test_the_metric_is_the_one_that_was_optimised_or_asked_for(runs):
     assert (found.metric, found.sign, list(found.values)) == ("loss/mean", -1, ["lr=0.1", "lr=0.2"])
     assert found.values["lr=0.1"].to_dict() == {"0": 2, "1": 2.5}
     assert compare(runs(), ["eval/b/*"]).values["lr=0.1"].to_dict() == pytest.approx({"0": 0.5, "1": 0.6})
+    assert compare(runs(), ["loss/mean"]).metric == "held-out reward", "nothing says whether more loss is better"
     assert compare(runs("{key: nothing}")).values.empty
+
+
+def test_a_run_without_the_metric_is_not_left_out_in_silence(tmp_path, write_run):
+    for place, (seed, reward) in enumerate([(0, 0.2), (1, 0.4), (2, None)]):
+        lines = [{"step": 1, "reward/all/mean": reward}]
+        write_run(tmp_path / str(place), lines, f"seed: {seed}\n", {"status": "completed"})
+    found = compare(variants([read_run(tmp_path / str(place)) for place in range(3)]))
+    assert found.verdict == [
+        "One variant, nothing to compare: 0.300, 2 seeds.",
+        "1 of the completed runs have no finite value of it: they are left out.",
+    ]
+
+
+def test_the_order_is_that_of_the_seeds_that_all_have(tmp_path, write_run):
+    """One lucky seed is not ahead of a variant that beats it there."""
+    for place, (lr, seed, reward) in enumerate([(1, 0, 0.9), (2, 0, 0.95), (2, 1, 0.5), (2, 2, 0.4)]):
+        lines = [{"step": 1, "reward/all/mean": reward}]
+        write_run(tmp_path / str(place), lines, f"seed: {seed}\nlr: {lr}\n", {"status": "completed"})
+    found = compare(variants([read_run(tmp_path / str(place)) for place in range(4)]))
+    assert list(found.values) == ["lr=2", "lr=1"]
 
 
 def test_runs_of_one_seed_are_one_of_the_seeds(tmp_path, write_run):
