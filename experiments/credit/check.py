@@ -29,9 +29,11 @@ def by_tokens(run: Run, env: str) -> Curve:
 
 
 def curves(sweep: Path) -> dict[tuple[str, str, str], Curve]:
-    """Return the curve of each run of a sweep, by env, arm and seed."""
+    """Return the curve of each completed run of a sweep, by env, arm and seed."""
     found = {}
     for run in map(read_run, find_runs([sweep])):
+        if run.status != "completed":
+            continue
         varied = overrides_of(run)
         found[varied["env"], varied["arm"], seed_of(run)] = by_tokens(run, varied["env"])
     return found

@@ -2,6 +2,8 @@
 
     python experiments/max_rl/gradient.py
 
+The table goes to `gradient.md` beside this file.
+
 For a task with rewards 0 and 1 and success probability p. Given its reward, the expected score (the gradient of the
 log-probability) of a rollout is grad(p) / p after a success and -grad(p) / (1 - p) after a failure. So the expected
 gradient is a multiple of grad(p): a sum over the number of successes in the group. That of log p is grad(p) / p.
@@ -9,8 +11,10 @@ gradient is a multiple of grad(p): a sum over the number of successes in the gro
 
 from collections.abc import Callable, Sequence
 from math import comb
+from pathlib import Path
 
 from prl.algorithms.advantage import centred, mean_normalized
+from prl.tools.report.tables import Table, markdown
 
 Advantages = Callable[[Sequence[float]], Sequence[float]]
 
@@ -27,12 +31,16 @@ def share_of_log_likelihood(advantages: Advantages, p: float, group_size: int) -
 
 
 def main() -> None:
-    print("| p | " + " | ".join(f"max_rl, {n}" for n in (4, 16, 64, 256)) + " | grpo, 256 |")
-    print("| ---: " * 6 + "|")
+    sizes = (4, 16, 64, 256)
+    rows = []
     for p in (0.01, 0.05, 0.2, 0.5):
-        shares = [share_of_log_likelihood(mean_normalized, p, n) for n in (4, 16, 64, 256)]
-        shares.append(share_of_log_likelihood(centred, p, 256))
-        print(f"| {p:g} | " + " | ".join(f"{share:.3f}" for share in shares) + " |")
+        shares = [share_of_log_likelihood(mean_normalized, p, size) for size in sizes]
+        shares.append(share_of_log_likelihood(centred, p, sizes[-1]))
+        rows.append([f"{p:g}", *(f"{share:.3f}" for share in shares)])
+    head = ["p", *(f"max_rl, {size}" for size in sizes), f"grpo, {sizes[-1]}"]
+    text = markdown(Table(title="Share of the gradient of log p", head=head, rows=rows))
+    print(text)
+    Path(__file__).with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":
