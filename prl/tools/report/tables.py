@@ -22,6 +22,8 @@ PAGE = "report.html"
 """A run's own page, in its directory."""
 SHOWN = 2
 """Metrics of which the table of jobs has the final value."""
+OWN = str(Path(__file__).parents[3]) + os.sep
+"""Where prl is installed: a table has paths of its models from there."""
 METHOD = (TEMPLATES / "method.txt").read_text(encoding="utf-8").strip()
 """How to read a summary."""
 
@@ -43,10 +45,11 @@ def tables(summary: Summary) -> list[Table]:
     """What is compared, each metric, what differs, and the jobs, with their variants where names do not say them."""
     measured = [_measured(summary, metric) for metric in summary.metrics]
     labels = [summary.variants.label(values) for values in summary.variants.members]
-    rows = [[key, *values] for key, values in summary.variants.differences.items() if len(labels) <= LISTED]
+    compared = summary.variants.differences.items() if len(labels) <= LISTED else ()
+    rows = [[key, *(value.removeprefix(OWN) for value in values)] for key, values in compared]
     differs = [Table(title="What differs", head=["config key", *labels], rows=rows)] if rows else []
-    compared = [] if summary.comparison.values.empty else [_compared(summary)]
-    return [*compared, *measured, *differs, _jobs(summary)]
+    ranked = [] if summary.comparison.values.empty else [_compared(summary)]
+    return [*ranked, *measured, *differs, _jobs(summary)]
 
 
 def names(runs: list[Run]) -> list[str]:

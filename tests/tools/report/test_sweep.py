@@ -2,16 +2,19 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+import prl
 from prl.runs.owner import owned
 from prl.tools.report.__main__ import main
 from prl.tools.report.runs import find_runs, read_run
 from prl.tools.report.summary import summarise
 from prl.tools.report.sweep import panels, scatters, write_summary
+from prl.tools.report.tables import markdown, tables
 
 EVAL = "eval/m/avg@1"
 
@@ -83,6 +86,14 @@ def test_what_is_compared_is_drawn_over_each_key(tmp_path, write_run):
         chart.draw(axes)
         assert chart.source().startswith("data:image/svg"), "names are no formulas"
         assert axes.get_xscale() == chart.scatter and [line.get_linestyle() for line in axes.lines] == ["None"] * 2
+
+
+def test_a_table_does_not_say_where_prl_is_installed(tmp_path, write_run):
+    for name in ("tiny", "tiny-teacher"):
+        config = f"model: {{path: {Path(prl.__file__).parent}/models/{name}}}\n"
+        write_run(tmp_path / name, [{"step": 1, "reward/all/mean": 0.5}], config)
+    text = "".join(map(markdown, tables(summarise([read_run(folder) for folder in find_runs([tmp_path])]))))
+    assert "| model.path | prl/models/tiny | prl/models/tiny-teacher |" in text
 
 
 def test_nothing_to_draw_is_a_summary_without_curves(tmp_path, write_run, refuse_pages):
