@@ -5,18 +5,17 @@
 KL(start ‖ policy) of whole replies, in nats: replies are sampled from the start, and at each of their tokens the KL of
 the two next-token distributions is summed over the whole vocabulary (arXiv 2509.04259 measures the same on the new
 task). The mean over held-out prompts of `--env` goes to `kl.csv` beside this file, a line a run, with the last held-out
-rewards and the mean reward of the other envs where that of `--env` passed `--at` (straight lines between evaluations).
-`kl.md` has their means over seeds, ± half their 95 % interval, and the rank correlation (Spearman) of KL and the other
-envs' reward over the runs that ended at `--at` or above. `kl.png` draws the other envs' reward against that of
-`--env` at each evaluation, means over seeds, and against the KL at the end, a point a run.
+rewards; those of the start come first. `kl.md` has their means over seeds, ± half their 95 % interval, and the rank
+correlation of KL and the other envs' reward. `kl.png` draws that reward against that of `--env` at each evaluation,
+means over seeds, and against the KL at the end, a point a run.
 """
 
 import argparse
 import json
+from itertools import takewhile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from prl.tools.report.runs import Run, find_runs, read_run
 from prl.tools.report.statistics import half_interval
 from prl.tools.report.tables import Table, markdown
-from prl.tools.report.variants import overrides_of
+from prl.tools.report.variants import overrides_of, seed_of
 from prl.transport.checkpoint_folders import checkpoint_path, steps_of
 
 REPLY_TOKENS = 64
@@ -33,7 +32,8 @@ REPLY_TOKENS = 64
 def prompts_of(run: Path, env: str, tokenizer) -> list[list[int]]:
     """Return the prompts of a run's first evaluation on an env, as tokens."""
     lines = (run / "rollouts" / f"eval_{env}_step_000000.jsonl").read_text().splitlines()
-    asked = [json.loads(line)["messages"][:1] for line in lines]
+    messages = [json.loads(line)["messages"] for line in lines]
+    asked = [list(takewhile(lambda message: message["role"] != "assistant", of_rollout)) for of_rollout in messages]
     return [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in asked]
 
 
@@ -89,28 +89,32 @@ def rewards_of(run: Run) -> pd.DataFrame:
     return run.metrics[columns].dropna().rename(columns=lambda name: name.split("/")[1])
 
 
-def others_at(rewards: pd.DataFrame, env: str, level: float) -> float:
-    """Return the mean reward of the other envs where that of `env` first passed `level`; NaN if it did not."""
-    others = rewards.drop(columns=env).mean(axis=1)
-    return float(np.interp(level, rewards[env].cummax(), others, right=np.nan))
+def correlation(last: pd.DataFrame, others: list[str]) -> float:
+    """Return the rank correlation of KL and the other envs' reward over the arms, the mean over seeds."""
+    of_seeds = [
+        runs[others].mean(axis=1).corr(runs["kl"], method="spearman") for _, runs in last.groupby("seed", sort=False)
+    ]
+    return sum(of_seeds) / len(of_seeds)
 
 
-def table(last: pd.DataFrame) -> Table:
+def table(rows: pd.DataFrame) -> Table:
     """Return the means of each arm, ± half their intervals over seeds."""
-    rows = []
-    for arm, runs in last.groupby("arm", sort=False):
-        values = runs.drop(columns="arm")
-        rows.append([str(arm), *(f"{values[key].mean():.3f} ± {half_interval(values[key]):.3f}" for key in values)])
-    return Table(title="At the end", head=["arm", *last.columns[1:]], rows=rows)
+    keys = rows.columns.drop(["arm", "seed", "run"])
+    cells = [
+        [str(arm), *(f"{runs[key].mean():.3f} ± {half_interval(runs[key]):.3f}" for key in keys)]
+        for arm, runs in rows.groupby("arm", sort=False)
+    ]
+    return Table(title="Held-out reward, and KL to the start", head=["arm", *keys], rows=cells)
 
 
 def draw(curves: dict[str, pd.DataFrame], last: pd.DataFrame, env: str, path: Path) -> None:
     """Draw the mean reward of the other envs against that of `env`, and against the KL at the end."""
     figure, (learned, moved) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for arm, curve in curves.items():
-        [line] = learned.plot(curve[env], curve.drop(columns=env).mean(axis=1), marker="o", markersize=3, label=arm)
+        others = list(curve.columns.drop(env))
+        [line] = learned.plot(curve[env], curve[others].mean(axis=1), marker="o", markersize=3, label=arm)
         ends = last[last["arm"] == arm]
-        moved.scatter(ends["kl"], ends[list(curve.columns.drop(env))].mean(axis=1), color=line.get_color(), s=12)
+        moved.scatter(ends["kl"], ends[others].mean(axis=1), color=line.get_color(), s=12)
     learned.set(xlabel=f"held-out reward of {env}", ylabel="mean held-out reward of the others")
     moved.set(xlabel="KL(start ‖ policy), nats a reply")
     learned.legend()
@@ -123,31 +127,32 @@ def main() -> None:
     parser.add_argument("sweep", type=Path)
     parser.add_argument("start", type=Path, help="the checkpoint that its runs began with")
     parser.add_argument("--env", default="math")
-    parser.add_argument("--at", type=float, default=0.65)
     options = parser.parse_args()
-    runs = [read_run(folder) for folder in find_runs([options.sweep])]
-    arms = [overrides_of(run)["arm"].removeprefix("forgetting_") for run in runs]
+    runs = [run for run in map(read_run, find_runs([options.sweep])) if run.status == "completed"]
+    names = pd.DataFrame({
+        "arm": [overrides_of(run)["arm"].removeprefix("forgetting_") for run in runs],
+        "seed": [seed_of(run) for run in runs],
+        "run": [run.dir.name for run in runs],
+    })  # fmt: skip
     rewards = [rewards_of(run) for run in runs]
-    last = pd.DataFrame([found.iloc[-1] for found in rewards]).reset_index(drop=True)
-    last.insert(0, "arm", arms)
-    print("at the start:", pd.DataFrame([found.iloc[0] for found in rewards]).mean().round(3).to_dict())
-    last[f"others at {options.at}"] = [others_at(found, options.env, options.at) for found in rewards]
+    first, last = (names.join(pd.DataFrame([found.iloc[at] for found in rewards], index=names.index)) for at in (0, -1))
     last["kl"] = kls(runs, options.start, options.env)
-    curves = {
-        arm: pd.concat([found for found, of in zip(rewards, arms, strict=True) if of == arm]).groupby(level=0).mean()
-        for arm in dict.fromkeys(arms)
-    }
-    others = last[rewards[0].columns.drop(options.env)].mean(axis=1)
-    learned = last[options.env] >= options.at
-    rank = others[learned].corr(last["kl"][learned], method="spearman")
-    text = markdown(table(last))
+    start = first.drop_duplicates("seed").assign(arm="start", run="", kl=0.0)
+    learned = last[last[options.env] > start[options.env].max()]
+    others = list(rewards[0].columns.drop(options.env))
+    text = markdown(table(pd.concat([start, last])))
     text += (
-        f"\nRank correlation of kl and the others' reward, {learned.sum()} runs that end at {options.at}: {rank:.2f}\n"
+        f"\nRank correlation of KL and the others' reward over the arms that learned {options.env}, mean over seeds: "
     )
+    text += f"{correlation(learned, others):.2f}\n"
     print(text)
     here = Path(__file__)
     here.with_suffix(".md").write_text(text)
-    last.assign(run=[run.dir.name for run in runs]).to_csv(here.with_suffix(".csv"), index=False, float_format="%.4g")
+    pd.concat([start, last]).to_csv(here.with_suffix(".csv"), index=False, float_format="%.4g")
+    curves = {
+        str(arm): pd.concat([rewards[place] for place in of_arm]).groupby(level=0).mean()
+        for arm, of_arm in names.groupby("arm", sort=False).groups.items()
+    }
     draw(curves, last, options.env, here.with_suffix(".png"))
 
 
