@@ -38,7 +38,7 @@ AGAIN = [
     "opsd_drift sampling.max_tokens=3 run.name=exp-opsd-cut-off",
 ]
 """Sweeps that a page makes of an experiment's."""
-PENDING = {"lora", "staleness"}
+PENDING = {"staleness"}
 """Sweeps that have not all run yet, and no page."""
 SWEEPS = sorted({path.stem for path in CONF.glob("experiment/*.yaml")} - SINGLE)
 
