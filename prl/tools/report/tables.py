@@ -23,7 +23,8 @@ PAGE = "report.html"
 SHOWN = 2
 """Metrics of which the table of jobs has the final value."""
 OWN = str(Path(__file__).parents[3]) + os.sep
-"""Where prl is installed: a table has paths of its models from there."""
+HOME = str(Path.home()) + os.sep
+"""A table does not say whose home it is, nor where prl is installed (`OWN`)."""
 METHOD = (TEMPLATES / "method.txt").read_text(encoding="utf-8").strip()
 """How to read a summary."""
 
@@ -46,7 +47,7 @@ def tables(summary: Summary) -> list[Table]:
     measured = [_measured(summary, metric) for metric in summary.metrics]
     labels = [summary.variants.label(values) for values in summary.variants.members]
     compared = summary.variants.differences.items() if len(labels) <= LISTED else ()
-    rows = [[key, *(value.removeprefix(OWN) for value in values)] for key, values in compared]
+    rows = [[key, *(value.removeprefix(OWN).replace(HOME, "~/") for value in values)] for key, values in compared]
     differs = [Table(title="What differs", head=["config key", *labels], rows=rows)] if rows else []
     ranked = [] if summary.comparison.values.empty else [_compared(summary)]
     return [*ranked, *measured, *differs, _jobs(summary)]
