@@ -77,8 +77,8 @@ class Comparison:
 def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     """Compare variants by the first reward among `metrics`, else by `optimized_metric` as a run's config has it.
 
-    Best first, by the mean over the seeds that all variants have, if there are any. Whether more of another metric is
-    better, nothing says.
+    Best first; variants that lack seeds come after those that have more. Whether more of another metric is better,
+    nothing says.
 
     Raises ConfigError for a config of another version of prl, whose `optimized_metric` cannot be read.
     """
@@ -97,9 +97,8 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     table = pd.DataFrame(rows, columns=["seed", "variant", "value"])
     sign = 1 if options.direction == "maximize" else -1
     values = table.groupby(["seed", "variant"], sort=False)["value"].mean().unstack()
-    of_all = values.dropna()
-    means = sign * (values if of_all.empty else of_all).mean()
-    ranked = means.sort_values(ascending=False, kind="stable").index
+    order = pd.DataFrame({"seeds": values.count(), "mean": sign * values.mean()})
+    ranked = order.sort_values(["seeds", "mean"], ascending=False, kind="stable").index
     envs = {label: ", ".join(run.config.get("envs", ())) for label, run in completed}
     return Comparison(NAMES.get(key, key), sign, values[ranked], envs, len(completed) - len(rows))
 
