@@ -143,6 +143,7 @@ def test_credit_is_compared_at_the_tokens_of_the_run_that_sampled_fewest(tmp_pat
             (run / ".hydra").mkdir()
             (run / ".hydra" / "overrides.yaml").write_text(f"[arm={arm}, env=guess, seed={seed}]")
             (run / "config.yaml").write_text(f"seed: {seed}")
+            (run / "result.json").write_text('{"status": "completed"}')
             lines = [{"step": 0, "eval/guess/avg@1": rewards[0]}]
             lines += [
                 {"step": step, "tokens/generated": more, "eval/guess/avg@1": rewards[step] + seed / 10}
