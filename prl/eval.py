@@ -69,11 +69,9 @@ def table(result: "EvaluationResult") -> Table:
     first = result.targets[0]
     k, ks = first.envs[0].k, list(first.envs[0].pass_at)
     shown = Table("target", "env", f"avg@{k}", *(f"pass@{k}" for k in ks), f"avg@{k} − first", "failed")
-    counts = {score.env: score.tasks for score in first.envs}
-    same = len(set(counts.values())) == 1
-    tasks = (
-        str(first.envs[0].tasks) if same else ", ".join(f"{count} {escape(safe(env))}" for env, count in counts.items())
-    )
+    tasks = str(first.envs[0].tasks)
+    if any(score.tasks != first.envs[0].tasks for score in first.envs):
+        tasks = ", ".join(f"{score.tasks} {escape(safe(score.env))}" for score in first.envs)
     shown.caption = (
         f"{tasks} tasks, {k} samples each. [95 % interval over tasks: Student's t]. "
         f"Differences to {escape(safe(first.name))} are paired by task."

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from prl.tools.report.runs import Run, find_runs, read_run
-from prl.tools.report.statistics import curve, half_interval
+from prl.tools.report.statistics import curve, plus_minus
 from prl.tools.report.tables import Table, markdown
 from prl.tools.report.variants import overrides_of, seed_of
 
@@ -49,8 +49,8 @@ def table(sweep: Path) -> pd.DataFrame:
         rewards = pd.Series(at).unstack()  # an arm a row, a seed a column
         for arm in rewards.index:
             lead = rewards.loc[arm] - rewards.loc[BASELINE]
-            own = f"{rewards.loc[arm].mean():.3f} ± {half_interval(rewards.loc[arm]):.3f}"
-            ahead = "" if arm == BASELINE else f"{lead.mean():+.3f} ± {half_interval(lead):.3f}"
+            own = plus_minus(rewards.loc[arm])
+            ahead = "" if arm == BASELINE else plus_minus(lead, "+")
             rows.append({"env": env, "arm": arm, "tokens": f"{budget:,.0f}", "held-out": own, "against grpo": ahead})
     return pd.DataFrame(rows)
 

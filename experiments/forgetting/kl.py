@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prl.tools.report.runs import Run, find_runs, read_run
-from prl.tools.report.statistics import half_interval
+from prl.tools.report.statistics import plus_minus
 from prl.tools.report.tables import Table, markdown
 from prl.tools.report.variants import overrides_of, seed_of
 from prl.transport.checkpoint_folders import checkpoint_path, steps_of
@@ -100,10 +100,7 @@ def correlation(last: pd.DataFrame, others: list[str]) -> float:
 def table(rows: pd.DataFrame) -> Table:
     """Return the means of each arm, ± half their intervals over seeds."""
     keys = rows.columns.drop(["arm", "seed", "run"])
-    cells = [
-        [str(arm), *(f"{runs[key].mean():.3f} ± {half_interval(runs[key]):.3f}" for key in keys)]
-        for arm, runs in rows.groupby("arm", sort=False)
-    ]
+    cells = [[str(arm), *(plus_minus(runs[key]) for key in keys)] for arm, runs in rows.groupby("arm", sort=False)]
     return Table(title="Held-out reward, and KL to the start", head=["arm", *keys], rows=cells)
 
 
@@ -141,10 +138,8 @@ def main() -> None:
     learned = last[last[options.env] > start[options.env].max()]
     others = list(rewards[0].columns.drop(options.env))
     text = markdown(table(pd.concat([start, last])))
-    text += (
-        f"\nRank correlation of KL and the others' reward over the arms that learned {options.env}, mean over seeds: "
-    )
-    text += f"{correlation(learned, others):.2f}\n"
+    of_what = f"KL and the others' reward over the arms that learned {options.env}, mean over seeds"
+    text += f"\nRank correlation of {of_what}: {correlation(learned, others):.2f}\n"
     print(text)
     here = Path(__file__)
     here.with_suffix(".md").write_text(text)

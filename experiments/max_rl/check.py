@@ -13,7 +13,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from prl.tools.report.statistics import half_interval
+from prl.tools.report.statistics import plus_minus
 from prl.tools.report.tables import Table, markdown
 
 BASE = "base"
@@ -37,12 +37,10 @@ def table(found: pd.DataFrame) -> list[list[str]]:
     rows = [[BASE, *(f"{value:.3f}" for value in found.loc[BASE].iloc[0])]]
     by_variant = {variant: found.loc[variant] for variant in found.index.unique(0) if variant != BASE}
     for variant, scores in by_variant.items():
-        rows.append([variant, *(f"{scores[k].mean():.3f} ± {half_interval(scores[k]):.3f}" for k in found)])
+        rows.append([variant, *(plus_minus(scores[k]) for k in found)])
     for size in sorted({variant.split(", ")[1] for variant in by_variant}, key=int):
         lead = by_variant[f"max_rl, {size}"] - by_variant[f"grpo, {size}"]
-        rows.append(
-            [f"max_rl − grpo, {size}", *(f"{lead[k].mean():+.3f} ± {half_interval(lead[k]):.3f}" for k in found)]
-        )
+        rows.append([f"max_rl − grpo, {size}", *(plus_minus(lead[k], "+") for k in found)])
     return rows
 
 

@@ -40,17 +40,16 @@ class Comparison:
         by_envs: dict[str, list[str]] = {}
         for label in self.values:
             by_envs.setdefault(self.envs.get(label, ""), []).append(label)
-        parts = {envs: replace(self, values=self.values[labels].dropna(how="all")) for envs, labels in by_envs.items()}
-        if len(parts) < 2:
-            found = self._sentences()
-        else:
-            found = [f"{envs}: {sentence}" for envs, part in parts.items() for sentence in part._sentences()]
-        left_out = f"{self.without} of the completed runs have no finite value of it: they are left out."
-        return [*found, left_out] if self.without else found
+        found = [] if by_envs else ["Nothing to compare: no run has completed with this metric."]
+        for envs, labels in by_envs.items():
+            part = replace(self, values=self.values[labels].dropna(how="all"))
+            start = f"{envs}: " if len(by_envs) > 1 else ""
+            found += [start + sentence for sentence in part._sentences()]
+        if self.without:
+            found.append(f"{self.without} of the completed runs have no finite value of it: they are left out.")
+        return found
 
     def _sentences(self) -> list[str]:
-        if self.values.empty:
-            return ["Nothing to compare: no run has completed with this metric."]
         best, *others = self.values
         level = f"{number(self.values[best].mean())}, {seeds(self.values[best].count())}"
         if not others:

@@ -49,6 +49,11 @@ def half_interval(values: pd.Series | pd.DataFrame, axis: int = 0) -> Any:
     return values.sem(axis=axis) * t.ppf((1 + LEVEL) / 2, values.notna().sum(axis=axis) - 1)
 
 
+def plus_minus(values: pd.Series, sign: str = "") -> str:
+    """`0.650 ± 0.012`: the mean and half its interval, of as few as two values; `sign="+"` for a difference."""
+    return f"{values.mean():{sign}.3f} ± {half_interval(values):.3f}"
+
+
 def band(curves: pd.DataFrame) -> pd.DataFrame:
     """Mean over the columns (seeds) and the interval around it, a row a step: mean, low, high.
 
