@@ -127,10 +127,11 @@ def test_ctrl_c_reaches_no_child(tmp_path, pids, sleeper):
         assert os.getpgid(pid) == os.getpgid(os.getpgid(pid))  # the supervisor leads
 
 
-async def test_the_engines_end_while_the_trainer_writes(tmp_path):
+async def test_the_engines_end_while_the_trainer_writes(tmp_path, pids, sleeper):
     """Nobody asks them any more. What is finished twice is stopped all the same."""
     with LocalLauncher() as processes:
-        engine = processes.start("engine", sh("sleep 60"), env={}, log=tmp_path / "a.log")
+        engine = processes.start("engine", sh(sleeper("engine")), env={}, log=tmp_path / "a.log")
+        pids.wait("engine")  # what is asked before it runs has not heard it
         ended = f"grep -q 'State:.Z' /proc/{engine.pid}/status"
         trainer = processes.start("trainer", sh(f"until {ended}; do sleep 0.02; done"), env={}, log=tmp_path / "b.log")
         trainer.may_finish = True
