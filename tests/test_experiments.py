@@ -35,6 +35,7 @@ RECIPES = {"dapo", "dr_grpo", "rloo", "gspo", "cispo", "tis", "gkd", "sdft", "re
 SINGLE = {"mixed_grpo_opd", "on_policy", *BASES, *RECIPES}
 AGAIN = [
     "staleness loss=ppo loss.proximal=true loss.correction=tis run.name=exp-staleness-decoupled",
+    "distil_back model.lr=5e-4 run.name=exp-distil-back-5e-4",
     "opsd_drift sampling.max_tokens=3 run.name=exp-opsd-cut-off",
 ]
 """Sweeps that a page makes of an experiment's."""
