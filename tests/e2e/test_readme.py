@@ -137,8 +137,8 @@ def test_another_command_parses(words, tmp_path, monkeypatch):
     if program in NOT_OURS:
         return
     if program in ("eval", "chat"):
-        # What changes an env of a run is left out: the run is not here.
-        arguments = [each for each in arguments if not each.startswith("envs.")]
+        if not any(each.startswith("env=") for each in arguments):  # its envs are those of a run, which is not here
+            arguments = [each for each in arguments if not each.startswith("envs.")]
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             to_config(EvaluationConfig, hydra.compose("eval", to_overrides(arguments)), arguments)
     elif program == "serve":  # its name follows what Hydra chose when it runs
