@@ -23,6 +23,11 @@ from prl.errors import DeadlinePassed, EngineError, PrlError
 Read = TypeVar("Read")
 
 
+def scoring(top_k: int) -> dict[str, Any]:
+    """Sampling parameters that ask prl's server for a prompt's own logprobs and the `top_k` best in each place."""
+    return {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k, "detokenize": False}
+
+
 class ModelPool(ABC):
     """A model that samples and scores."""
 
@@ -180,15 +185,10 @@ class InferencePool(PolicyPool):
         return await self._ask(prompt_ids, sampling, read, n, prefix, priority)
 
     async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
-        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k, "detokenize": False}
-
         def read(reply: dict[str, Any], version: int) -> Scored:
-            own = replies.read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
-            if not top_k:
-                return Scored(own, [], [])
-            return Scored(own, *replies.read_top(reply.get("prompt_top"), len(token_ids), top_k))
+            return replies.read_scored(reply, token_ids, top_k)
 
-        return await self._ask(token_ids, sampling, read)
+        return await self._ask(token_ids, scoring(top_k), read)
 
     async def _ask(
         self,

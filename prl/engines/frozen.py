@@ -15,17 +15,22 @@ import tenacity
 
 from prl.config.model_reference import FrozenModelConfig
 from prl.engines import replies
-from prl.engines.client import ModelPool, Read, servers_at
+from prl.engines.client import ModelPool, Read, scoring, servers_at
 from prl.engines.http import PROBE_S, Endpoints, is_away
 from prl.engines.replies import Completion, Scored, reading
 from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
+from prl.engines.vllm.protocol import GENERATE
 from prl.errors import ConfigError, DeadlinePassed, EngineError, PrlError
 
 log = logging.getLogger(__name__)
 
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sent unless asked for otherwise: vLLM takes what a request leaves out from the model's own generation config."""
+
+
+NO_SUCH_ROUTE = (401, 403, 404, 405)
+"""What a server or a gateway answers to a path that it does not have."""
 
 
 def asks_to_wait(error: BaseException) -> bool:
@@ -77,6 +82,9 @@ class FrozenPool(ReferencePool):
         self.timeout_s = reference.timeout_s
         self._credentials = f"the key of model {self.model!r}, that of api_key_var={reference.api_key_var}"
         self._search: asyncio.Task | None = None
+        self._by_prl = True
+        """Whether its servers have prl's route, as far as is known. It makes no text of each logprob's token, which is
+        most of the time that vLLM's own takes."""
         self._failing: tuple[float, float] | None = None
         """When requests began to fail and when one last failed; None once a request has been answered."""
 
@@ -102,6 +110,13 @@ class FrozenPool(ReferencePool):
         return await self._ask("/v1/completions", body, read, n=n, prefix=prefix)
 
     async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
+        if self._by_prl:
+            try:
+                return await self._score_by_prl(token_ids, top_k)
+            except EngineError as error:
+                if error.status not in NO_SUCH_ROUTE:
+                    raise
+                self._by_prl = False
         body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
 
         def read(reply: dict[str, Any]) -> Scored:
@@ -113,6 +128,13 @@ class FrozenPool(ReferencePool):
             return Scored(own, *replies.read_top(top, len(token_ids), top_k))
 
         return await self._ask("/v1/completions", body, read, timeout_s=self.timeout_s)
+
+    async def _score_by_prl(self, token_ids: list[int], top_k: int) -> Scored:
+        def read(reply: dict[str, Any]) -> Scored:
+            return replies.read_scored(reply, token_ids, top_k)
+
+        body = {"token_ids": token_ids, "sampling": scoring(top_k)}
+        return await self._ask(GENERATE, body, read, timeout_s=self.timeout_s)
 
     async def chat(self, body: dict[str, Any], read: Callable[[dict[str, Any]], Read], *, waits: bool = False) -> Read:
         """Return what `read` makes of the reply of `/v1/chat/completions` to `body`.

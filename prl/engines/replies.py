@@ -91,6 +91,17 @@ def read_prompt_logprobs(values: Any, token_ids: list[int]) -> list[float]:
     return logprobs
 
 
+def read_scored(reply: dict[str, Any], token_ids: list[int], top_k: int) -> Scored:
+    """What a reply of prl's server says of a prompt and of the `top_k` most likely tokens in each place.
+
+    Raises what `read_prompt_logprobs` and `read_top` raise.
+    """
+    own = read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
+    if not top_k:
+        return Scored(own, [], [])
+    return Scored(own, *read_top(reply.get("prompt_top"), len(token_ids), top_k))
+
+
 def read_top(rows: Any, tokens: int, top_k: int) -> tuple[list[list[int]], list[list[float]]]:
     """Ids and logprobs of the `top_k` most likely tokens in each place of a prompt, from pairs of these for each token.
 

@@ -16,6 +16,7 @@ from prl.engines.replies import Scored
 from prl.errors import DeadlinePassed, EngineError, PrlError
 
 COMPLETIONS = "/v1/completions"
+GENERATE = "/prl/generate"
 CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
 SERVED = {"object": "list", "data": [{"id": "teacher", "object": "model"}]}
@@ -158,12 +159,36 @@ async def test_prompt_logprobs_look_each_token_up_by_its_id(server, pool):
     assert body == {"model": "teacher", "prompt": [5, 7, 8], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
 
+async def test_prls_own_server_is_asked_by_the_route_that_makes_no_text(server, pool):
+    top = [[], [[7, -9.0], [9, -0.5], [3, -1.5]]]
+    server.replies[GENERATE] = {"choices": [choice([1])], "prompt_logprobs": [None, -9.0], "prompt_top": top}
+    assert await pool.top_logprobs([5, 7], 2) == Scored([0.0, -9.0], [[], [9, 3]], [[], [-0.5, -1.5]])
+    (body,) = server.bodies[GENERATE]
+    assert (body["model"], body["token_ids"], server.calls) == ("teacher", [5, 7], [GENERATE])
+    assert body["sampling"] == {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 2, "detokenize": False}
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+async def test_a_server_without_that_route_is_asked_for_it_once(server, pool, status):
+    server.replies |= {GENERATE: (status, "no such path"), COMPLETIONS: rows(None, row(_7=-1.25))}
+    for _ in range(2):
+        assert await pool.prompt_logprobs([5, 7]) == [0.0, -1.25]
+    assert server.calls == [GENERATE, COMPLETIONS, COMPLETIONS]
+
+
+async def test_what_the_route_refuses_is_not_asked_again_by_another(server, pool):
+    server.replies[GENERATE] = (400, "too long")
+    with pytest.raises(EngineError, match="too long"):
+        await pool.prompt_logprobs([5, 7])
+    assert server.calls == [GENERATE]
+
+
 @pytest.mark.parametrize("bad", [row(_9=-0.1), row(_7=None), row(_7="-1"), row(_7=-9999.0), {"7": -1.0}, None])
 async def test_a_missing_prompt_logprob_is_an_error(server, pool, bad):
     server.replies[COMPLETIONS] = rows(None, row(_6=-0.5), bad)
     with pytest.raises(EngineError, match="no logprob for token 7 at position 2"):
         await pool.prompt_logprobs([5, 6, 7])
-    assert server.calls == [COMPLETIONS]
+    assert server.calls.count(COMPLETIONS) == 1
 
 
 async def test_logprob_above_0_is_an_error(server, pool):

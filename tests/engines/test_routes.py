@@ -1,6 +1,7 @@
 """prl's routes, against an engine that only takes notes."""
 
 import asyncio
+import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -9,9 +10,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
+from vllm.logprobs import FlatLogprobs
 
 from prl.engines.vllm.protocol import GENERATE, LOAD, measured
-from prl.engines.vllm.routes import PolicyRoutes, prompt_logprobs
+from prl.engines.vllm.routes import PolicyRoutes, generated
 from prl.engines.vllm.server import TokenAuth
 from prl.models import model_path
 
@@ -129,11 +131,14 @@ def test_logprobs_are_numbers_of_json():
 
 
 def test_prompt_logprobs_are_of_their_own_ids():
-    def row(**logprobs):
-        return {int(name[1:]): SimpleNamespace(logprob=value) for name, value in logprobs.items()}
-
-    rows = [None, row(_9=-0.1, _7=-1.25), row(_8=-2.5, _4=-0.2), row(_6=-0.5)]
-    assert prompt_logprobs(rows, [5, 7, 8, 7]) == [None, -1.25, -2.5, None]
+    """vLLM lists a token that is its own place's likeliest twice."""
+    flat = FlatLogprobs()
+    flat.append(None)
+    for ids, logprobs in (([7, 9, 7], [-1.25, -0.1, -1.25]), ([4, 8, 5], [-math.inf, -2.5, -3.5]), ([6], [-0.5])):
+        flat.append_fast(ids, logprobs, itertools.repeat(1), itertools.repeat(None))
+    reply = generated(SimpleNamespace(outputs=[], prompt_logprobs=flat), [5, 7, 8, 7])
+    assert reply.prompt_logprobs == [None, -1.25, -2.5, None]
+    assert reply.prompt_top == [[], [(7, -1.25), (9, -0.1)], [(4, -9999.0), (8, -2.5), (5, -3.5)], [(6, -0.5)]]
 
 
 # --- new weights ------------------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ import os
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from fastapi import Body, FastAPI, Request
@@ -26,6 +25,7 @@ from prl.engines.vllm.weights import WeightsError, folder_of, refuse_other_polic
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
+    from vllm.logprobs import FlatLogprobs
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -128,17 +128,21 @@ def generated(reply: "RequestOutput", prompt: list[int]) -> Generated:
             raise GenerationError("the engine failed while it sampled")
         logprobs = [measured(logprob) for logprob in output.logprobs.logprobs]
         choices.append(Sampled(output.index, token_ids, logprobs, output.finish_reason or "stop"))
-    rows = reply.prompt_logprobs
-    if rows is None:
+    if reply.prompt_logprobs is None:
         return Generated(prompt, choices)
-    top = [[(token_id, measured(entry.logprob)) for token_id, entry in (row or {}).items()] for row in rows]
-    return Generated(prompt, choices, prompt_logprobs(rows, prompt), top)
+    rows = rows_of(reply.prompt_logprobs)
+    own = [row.get(token_id) for token_id, row in zip(prompt, rows, strict=True)]
+    return Generated(prompt, choices, own, [list(row.items()) for row in rows])
 
 
-def prompt_logprobs(rows: "Sequence[dict[int, Any] | None]", prompt: list[int]) -> list[float | None]:
-    """The logprob of each token of a prompt, looked up by its id; None for the first, and where there is none."""
-    entries = [(row or {}).get(token_id) for token_id, row in zip(prompt, rows, strict=True)]
-    return [None if entry is None else measured(entry.logprob) for entry in entries]
+def rows_of(flat: "FlatLogprobs") -> list[dict[int, float | None]]:
+    """The logprob of each token id in each place of a prompt; of none in the first.
+
+    vLLM lists the prompt's own token and then the most likely ones, often with that token again. Its iterator would
+    make an object of each.
+    """
+    pairs = list(zip(flat.token_ids, map(measured, flat.logprobs), strict=True))
+    return [dict(pairs[start:end]) for start, end in zip(flat.start_indices, flat.end_indices, strict=True)]
 
 
 # --- new weights ------------------------------------------------------------------------------------------------------
