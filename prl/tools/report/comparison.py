@@ -28,22 +28,28 @@ class Comparison:
     sign: int
     """1 where more of it is better, -1 where less is."""
     values: pd.DataFrame
-    """A row a seed, a column a variant (its label), best first. NaN: not completed. Runs of one seed are averaged."""
+    """A row a seed, a column a variant (its label), best first among those with the same envs. NaN: not completed.
+    Runs of one seed are averaged."""
     envs: Mapping[str, str] = field(default_factory=dict)
     """Variant -> the names of its envs. Rewards of other envs say nothing about a variant."""
     without: int = 0
     """Completed runs that are left out: the metric is missing, or was not finite."""
 
     @property
+    def by_envs(self) -> dict[str, list[str]]:
+        """Names of envs -> the variants that have these, best first."""
+        found: dict[str, list[str]] = {}
+        for label in self.values:
+            found.setdefault(self.envs.get(label, ""), []).append(label)
+        return found
+
+    @property
     def verdict(self) -> list[str]:
         """The best variant against each other with the same envs, in sentences."""
-        by_envs: dict[str, list[str]] = {}
-        for label in self.values:
-            by_envs.setdefault(self.envs.get(label, ""), []).append(label)
-        found = [] if by_envs else ["Nothing to compare: no run has completed with this metric."]
-        for envs, labels in by_envs.items():
+        found = [] if self.by_envs else ["Nothing to compare: no run has completed with this metric."]
+        for envs, labels in self.by_envs.items():
             part = replace(self, values=self.values[labels].dropna(how="all"))
-            start = f"{envs}: " if len(by_envs) > 1 else ""
+            start = f"{envs}: " if len(self.by_envs) > 1 else ""
             found += [start + sentence for sentence in part._sentences()]
         if self.without:
             found.append(f"{self.without} of the completed runs have no finite value of it: they are left out.")
@@ -76,8 +82,8 @@ class Comparison:
 def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     """Compare variants by the first reward among `metrics`, else by `optimized_metric` as a run's config has it.
 
-    Best first; variants that lack seeds come after those that have more. Whether more of another metric is better,
-    nothing says.
+    Best first among those with the same envs; variants that lack seeds come after those that have more. Whether more of
+    another metric is better, nothing says.
 
     Raises ConfigError for a config of another version of prl, whose `optimized_metric` cannot be read.
     """
@@ -96,9 +102,11 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     table = pd.DataFrame(rows, columns=["seed", "variant", "value"])
     sign = 1 if options.direction == "maximize" else -1
     values = table.groupby(["seed", "variant"], sort=False)["value"].mean().unstack()
-    order = pd.DataFrame({"seeds": values.count(), "mean": sign * values.mean()})
-    ranked = order.sort_values(["seeds", "mean"], ascending=False, kind="stable").index
     envs = {label: ", ".join(run.config.get("envs", ())) for label, run in completed}
+    place = {names: number for number, names in enumerate(dict.fromkeys(envs.values()))}
+    places = [place[envs[label]] for label in values]
+    order = pd.DataFrame({"envs": places, "seeds": values.count(), "mean": sign * values.mean()})
+    ranked = order.sort_values(["envs", "seeds", "mean"], ascending=[True, False, False], kind="stable").index
     return Comparison(NAMES.get(key, key), sign, values[ranked], envs, len(completed) - len(rows))
 
 

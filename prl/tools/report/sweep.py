@@ -113,7 +113,7 @@ def scatters(summary: Summary) -> list[Panel]:
         names = parts[-1] if parts[0].nunique() == 1 else texts  # `sft` for `forgetting_sft`, as arms have it
         scale: Any = "log" if numbers.max() >= LOG_FROM * numbers.min() > 0 and not numbers.hasnans else "linear"
         points = pd.Series(found.to_numpy(), index=names if numbers.hasnans else numbers)
-        best = found.index.get_level_values(0) == summary.comparison.values.columns[0]
+        best = found.index.get_level_values(0).isin([labels[0] for labels in summary.comparison.by_envs.values()])
         series = {"others": points[~best], "best": points[best]}
         charts.append(Panel(title=f"{summary.comparison.metric} by {head}", series=series, scatter=scale))
     return charts

@@ -74,12 +74,13 @@ def markdown(table: Table) -> str:
 
 
 def _compared(summary: Summary) -> Table:
-    """The variants by what they are compared by, best first."""
+    """The variants by what they are compared by, best first among those with the same envs."""
     of_label = {summary.variants.label(values): values for values in summary.variants.members}
     found = summary.comparison
     rows = [[*of_label[label], str(column.count()), spread(column)] for label, column in found.values.items()]
     head = [*summary.variants.heads, "seeds", found.metric]
-    return Table(title="Best first", head=head, rows=rows, numbers=frozenset(head[-2:]))
+    title = "Best first, envs by envs" if len(found.by_envs) > 1 else "Best first"
+    return Table(title=title, head=head, rows=rows, numbers=frozenset(head[-2:]))
 
 
 def _measured(summary: Summary, metric: str) -> Table:

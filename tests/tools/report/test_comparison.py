@@ -8,6 +8,9 @@ from scipy.stats import ttest_rel
 
 from prl.tools.report.comparison import LISTED, Comparison, compare
 from prl.tools.report.runs import read_run
+from prl.tools.report.summary import summarise
+from prl.tools.report.sweep import scatters
+from prl.tools.report.tables import tables
 from prl.tools.report.variants import variants
 
 GRPO, MAX_RL = "algo=grpo", "algo=max_rl"
@@ -66,6 +69,18 @@ def test_variants_with_other_envs_are_not_compared():
         "math: b can't be told apart from c: +0.250 ± 0.635, 2 seeds.",
         "maze, math: One variant, nothing to compare: 0.100, 1 seed.",
     ]
+
+
+def test_variants_are_ranked_among_those_with_the_same_envs(tmp_path, write_run):
+    results = {("guess", 0.1): 0.2, ("math", 0.1): 0.9, ("guess", 0.2): 0.4, ("math", 0.2): 0.8}
+    for (env, lr), reward in results.items():
+        config = f"seed: 0\nenvs: {{{env}: {{}}}}\nlr: {lr}\nenv: {env}\n"
+        write_run(tmp_path / f"{env}-{lr}", [{"step": 1, "reward/all/mean": reward}], config, {"status": "completed"})
+    summary = summarise([read_run(folder) for folder in sorted(tmp_path.iterdir())])
+    table = tables(summary)[0]
+    assert table.title == "Best first, envs by envs"
+    assert [row[-1] for row in table.rows] == ["0.400", "0.200", "0.900", "0.800"]
+    assert all(sorted(chart.series["best"]) == [0.4, 0.9] for chart in scatters(summary))
 
 
 def test_less_can_be_better():
