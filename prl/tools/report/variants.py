@@ -115,9 +115,11 @@ def _telling(
     def parts(keys: list[str]) -> int:
         return len(set(zip(*(candidates[key] for key in keys), strict=True))) or 1
 
-    chosen = list(searched)
+    def parts_the_same(key: str) -> bool:
+        return len(set(zip(same, candidates[key], strict=True))) > len(set(same))
+
+    chosen = [key for key in searched if not parts_the_same(key)]
     for key in sorted(candidates, key=lambda key: -len(set(candidates[key]))):
-        parts_the_same = len(set(zip(same, candidates[key], strict=True))) > len(set(same))
-        if parts([*chosen, key]) > parts(chosen) and not parts_the_same:
+        if parts([*chosen, key]) > parts(chosen) and not parts_the_same(key):
             chosen.append(key)
     return {key: values for key, values in candidates.items() if key in chosen}

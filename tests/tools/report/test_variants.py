@@ -35,6 +35,12 @@ def test_variants_are_called_by_what_was_typed():
     assert found.differences == {"algo._target_": ["prl.GRPO", "prl.MaxRL"], "algo.length_penalty": ["null", "–"]}
 
 
+def test_what_one_job_of_a_sweep_typed_and_another_has_by_default_is_no_difference():
+    """A sweep that was continued by another command."""
+    first = run("0", grpo(0), ["algo=grpo", "seed=0"], searched=["algo"])
+    assert names(variants([first, run("1", grpo(1), ["seed=1"])])) == {"all runs": ["0", "1"]}
+
+
 def test_config_that_differs_untyped_is_a_variant():
     found = variants([run("0", grpo(0)), run("1", grpo(0, lr=0.01)), run("2", grpo(1, lr=0.01))])
     assert names(found) == {"lr=0.001": ["0"], "lr=0.01": ["1", "2"]}
