@@ -4,6 +4,8 @@ import difflib
 import re
 from collections.abc import Mapping
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 INSTEAD = {
@@ -41,6 +43,8 @@ def hint(argument: str, config: DictConfig, groups: Mapping[str, list[str]]) -> 
     `config` is what the other overrides compose to, `groups` are the options of each group.
     """
     key, value = override_key(argument), argument.partition("=")[2]
+    if "=" in value and not parses(argument):  # the directory of a sweep's job, say
+        return f"a value with = in it is written in quotes within quotes: '{key}=\"{value}\"'"
     nodes = [key.rsplit(".", up)[0] for up in range(key.count(".") + 1)]  # from the key itself outwards
     nodes.append(key.rpartition(".")[2])
     node = next((node for node in nodes if node in INSTEAD), None)
@@ -56,6 +60,15 @@ def hint(argument: str, config: DictConfig, groups: Mapping[str, list[str]]) -> 
     same_name = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
     near = difflib.get_close_matches(key, [*keys, *groups], n=1, cutoff=0.7) or same_name[:1]
     return f"{key}: did you mean {near[0]}?" if near and key not in keys else None
+
+
+def parses(argument: str) -> bool:
+    """Whether Hydra can read an override."""
+    try:
+        OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return False
+    return True
 
 
 def keys_of(config: DictConfig, prefix: str = "") -> list[str]:

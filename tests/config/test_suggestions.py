@@ -25,13 +25,16 @@ def config():
         ("renderer=glm5", "renderer=glm-5"),
         ("algo=gpro", "algo=grpo"),
         ("+algo@envs.math.algo=opdd", "=opd?"),
+        ("model.path=s/lr=1,seed=0/x", """'model.path="s/lr=1,seed=0/x"'"""),
     ],
 )
 def test_a_hint_names_what_may_have_been_meant(config, argument, meant):
     assert meant in hint(argument, config, options())
 
 
-@pytest.mark.parametrize("argument", ["max_steps=3", "algo=opd", "+algo@envs.b.algo=opd", "qqq.zzz=1", "loss=zzzzz"])
+@pytest.mark.parametrize(
+    "argument", ["max_steps=3", "algo=opd", "+algo@envs.b.algo=opd", "qqq.zzz=1", "loss=zzzzz", 'model.path="a=b"']
+)
 def test_what_is_there_or_like_nothing_has_no_hint(config, argument):
     assert hint(argument, config, options()) is None
 
