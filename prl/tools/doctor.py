@@ -100,6 +100,9 @@ def chosen(overrides: list[str]) -> Iterator[str]:
 
 def main() -> None:
     """Print it all, what is missing last; exit with status 1 where something is."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__.strip())
+        return
     problems: list[str] = []
     for look in (packages, machine, lambda: chosen(sys.argv[1:])):
         try:

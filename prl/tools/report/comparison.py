@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +35,8 @@ class Comparison:
     """Variant -> the names of its envs. Rewards of other envs say nothing about a variant."""
     without: int = 0
     """Completed runs that are left out: the metric is missing, or was not finite."""
+    unfinished: Mapping[str, int] = field(default_factory=dict)
+    """Variant -> its runs that have not completed, where there are any."""
 
     @property
     def by_envs(self) -> dict[str, list[str]]:
@@ -53,6 +56,9 @@ class Comparison:
             found += [start + sentence for sentence in part._sentences()]
         if self.without:
             found.append(f"{self.without} of the completed runs have no finite value of it: they are left out.")
+        if self.unfinished:
+            counts = ", ".join(f"{word(label)} {count}" for label, count in self.unfinished.items())
+            found.append(f"Runs that have not completed are left out: {counts}.")
         return found
 
     def _sentences(self) -> list[str]:
@@ -62,7 +68,9 @@ class Comparison:
             return [f"One variant, nothing to compare: {level}."]
         if len(self.values) == 1:
             return [f"{word(best)} is best: {level}. One seed shows no spread: run each with seed=0,1,2."]
-        first = [f"{word(best)} has the best mean: {level}."] if len(others) > 1 else []
+        highest = (self.sign * self.values.mean()).idxmax()
+        among = "the best mean" if highest == best else "the best mean of those with most seeds"
+        first = [f"{word(best)} has {among}: {level}."] if len(others) > 1 else []
         subject = "It" if first else word(best)
         more = [f"The table has {len(others) - LISTED} more."] if len(others) > LISTED else []
         return [*first, *(f"{subject} {self.related(best, other)}" for other in others[:LISTED]), *more]
@@ -89,6 +97,7 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     """
     labelled = [(variants.label(values), run) for values, runs in variants.members.items() for run in runs]
     completed = [(label, run) for label, run in labelled if run.status == "completed"]
+    unfinished = Counter(label for label, run in labelled if run.status != "completed")
     given = completed[0][1].config.get("optimized_metric", {}) if completed else {}
     options = read(OptimizedMetricConfig, given, "optimized_metric")
     asked = next((name for name in metrics if name.startswith(("eval/", "reward/"))), options.key)
@@ -107,7 +116,7 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     places = [place[envs[label]] for label in values]
     order = pd.DataFrame({"envs": places, "seeds": values.count(), "mean": sign * values.mean()})
     ranked = order.sort_values(["envs", "seeds", "mean"], ascending=[True, False, False], kind="stable").index
-    return Comparison(NAMES.get(key, key), sign, values[ranked], envs, len(completed) - len(rows))
+    return Comparison(NAMES.get(key, key), sign, values[ranked], envs, len(completed) - len(rows), unfinished)
 
 
 def word(label: str) -> str:

@@ -63,7 +63,8 @@ def read_run(folder: str | Path) -> Run:
         result = RunResult(status="running" if is_owned(folder) else "crashed", steps=last)
     overrides = _yaml(folder / ".hydra" / "overrides.yaml", list[str], problems) or []
     sweep = json_of(folder.parent / "sweep.json", dict[str, Any], problems)
-    fixed = {key.lstrip("~") for key in sweep["fixed"]} if sweep else set(map(override_key, overrides))
+    of_all = (sweep or {}).get("fixed")
+    fixed = {key.lstrip("~") for key in of_all} if of_all is not None else set(map(override_key, overrides))
     return Run(
         dir=folder,
         config=_yaml(folder / "config.yaml", dict[str, Any], problems) or {},

@@ -83,6 +83,21 @@ def test_variants_are_ranked_among_those_with_the_same_envs(tmp_path, write_run)
     assert all(sorted(chart.series["best"]) == [0.4, 0.9] for chart in scatters(summary))
 
 
+def test_a_variant_that_lacks_seeds_may_have_a_better_mean():
+    first, *rest = verdict(a=[0.5, 0.51, 0.52], c=[0.41, 0.42, 0.43], b=[0.9, 0.91, None])
+    assert first == "a has the best mean of those with most seeds: 0.510, 3 seeds."
+    assert rest[-1] == "It is behind b by 0.400 ± 0.000, 2 seeds."
+
+
+def test_runs_that_have_not_completed_are_named(tmp_path, write_run):
+    ended = {("a", 0): "completed", ("a", 1): "completed", ("b", 0): "completed", ("b", 1): "crashed"}
+    for (name, seed), status in (ended | {("c", 0): "failed", ("c", 1): "stopped"}).items():
+        lines = [{"step": 1, "reward/all/mean": 0.5}]
+        write_run(tmp_path / f"{name}{seed}", lines, f"seed: {seed}\nname: {name}\n", {"status": status})
+    found = compare(variants([read_run(folder) for folder in sorted(tmp_path.iterdir())]))
+    assert found.verdict[-1] == "Runs that have not completed are left out: b 1, c 2."
+
+
 def test_less_can_be_better():
     assert verdict(-1, a=[0.1, 0.2], b=[0.4, 0.5]) == ["a is ahead of b by 0.300 ± 0.000, 2 seeds."]
 
