@@ -5,9 +5,9 @@
 KL(start ‖ policy) of whole replies, in nats: replies are sampled from the start, and at each of their tokens the KL of
 the two next-token distributions is summed over the whole vocabulary (arXiv 2509.04259 measures the same on the new
 task). The mean over held-out prompts of `--env` goes to `kl.csv` beside this file, a line a run, with the last held-out
-rewards; those of the start come first. `kl.md` has their means over seeds, ± half their 95 % interval, and the rank
-correlation of KL and the other envs' reward. `kl.png` draws that reward against that of `--env` at each evaluation,
-means over seeds, and against the KL at the end, a point a run.
+rewards; those of the start come first. `kl.md` has their means over seeds, ± half their 95 % interval, what each arm
+has gained since the start, by seed, and the rank correlation of KL and the other envs' reward. `kl.png` draws that
+reward against that of `--env` at each evaluation, means over seeds, and against the KL at the end, a point a run.
 """
 
 import argparse
@@ -89,19 +89,38 @@ def rewards_of(run: Run) -> pd.DataFrame:
     return run.metrics[columns].dropna().rename(columns=lambda name: name.split("/")[1])
 
 
-def correlation(last: pd.DataFrame, others: list[str]) -> float:
-    """Return the rank correlation of KL and the other envs' reward over the arms, the mean over seeds."""
-    of_seeds = [
-        runs[others].mean(axis=1).corr(runs["kl"], method="spearman") for _, runs in last.groupby("seed", sort=False)
-    ]
-    return sum(of_seeds) / len(of_seeds)
+def correlation(last: pd.DataFrame, others: list[str]) -> pd.Series:
+    """Return the rank correlation of KL and the other envs' reward over the arms, a value a seed."""
+    of_seeds = {
+        seed: runs[others].mean(axis=1).corr(runs["kl"], method="spearman")
+        for seed, runs in last.groupby("seed", sort=False)
+    }
+    return pd.Series(of_seeds)
 
 
-def table(rows: pd.DataFrame) -> Table:
+def table(title: str, rows: pd.DataFrame, sign: str = "") -> Table:
     """Return the means of each arm, ± half their intervals over seeds."""
     keys = rows.columns.drop(["arm", "seed", "run"])
-    cells = [[str(arm), *(plus_minus(runs[key]) for key in keys)] for arm, runs in rows.groupby("arm", sort=False)]
-    return Table(title="Held-out reward, and KL to the start", head=["arm", *keys], rows=cells)
+    cells = [
+        [str(arm), *(plus_minus(of_arm[key], sign) for key in keys)] for arm, of_arm in rows.groupby("arm", sort=False)
+    ]
+    return Table(title=title, head=["arm", *keys], rows=cells)
+
+
+def text_of(start: pd.DataFrame, last: pd.DataFrame, env: str) -> str:
+    """Return the tables: what each arm ends with, what it has gained on each env by seed; and the correlation."""
+    envs = list(start.columns.drop(["arm", "seed", "run", "kl"]))
+    before = start.set_index("seed")[envs]
+    gained = last.drop(columns="kl")
+    gained[envs] -= before.loc[last["seed"]].to_numpy()
+    learned = last[last[env] > before[env].max()]
+    found = correlation(learned, [each for each in envs if each != env])
+    parts = [
+        markdown(table("Held-out reward, and KL to the start", pd.concat([start, last]))),
+        markdown(table("Reward gained since the start, by seed", gained, sign="+")),
+        f"Rank correlation of KL and the others' reward over the arms that learned {env}: {plus_minus(found, '+')}\n",
+    ]
+    return "\n".join(parts)
 
 
 def draw(curves: dict[str, pd.DataFrame], last: pd.DataFrame, env: str, path: Path) -> None:
@@ -135,11 +154,7 @@ def main() -> None:
     first, last = (names.join(pd.DataFrame([found.iloc[at] for found in rewards], index=names.index)) for at in (0, -1))
     last["kl"] = kls(runs, options.start, options.env)
     start = first.drop_duplicates("seed").assign(arm="start", run="", kl=0.0)
-    learned = last[last[options.env] > start[options.env].max()]
-    others = list(rewards[0].columns.drop(options.env))
-    text = markdown(table(pd.concat([start, last])))
-    of_what = f"KL and the others' reward over the arms that learned {options.env}, mean over seeds"
-    text += f"\nRank correlation of {of_what}: {correlation(learned, others):.2f}\n"
+    text = text_of(start, last, options.env)
     print(text)
     here = Path(__file__)
     here.with_suffix(".md").write_text(text)
