@@ -29,8 +29,8 @@ PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sent unless asked for otherwise: vLLM takes what a request leaves out from the model's own generation config."""
 
 
-NO_SUCH_ROUTE = (401, 403, 404, 405)
-"""What a server or a gateway answers to a path that it does not have."""
+ROUTE_S = 30.0
+"""Deadline of the question whether a server has prl's route, seconds."""
 
 
 def asks_to_wait(error: BaseException) -> bool:
@@ -82,9 +82,8 @@ class FrozenPool(ReferencePool):
         self.timeout_s = reference.timeout_s
         self._credentials = f"the key of model {self.model!r}, that of api_key_var={reference.api_key_var}"
         self._search: asyncio.Task | None = None
-        self._by_prl = True
-        """Whether its servers have prl's route, as far as is known. It makes no text of each logprob's token, which is
-        most of the time that vLLM's own takes."""
+        self._by_prl: asyncio.Task[bool] | None = None
+        """Finds out whether its servers have prl's route; None = nobody has asked for logprobs."""
         self._failing: tuple[float, float] | None = None
         """When requests began to fail and when one last failed; None once a request has been answered."""
 
@@ -110,13 +109,10 @@ class FrozenPool(ReferencePool):
         return await self._ask("/v1/completions", body, read, n=n, prefix=prefix)
 
     async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
-        if self._by_prl:
-            try:
-                return await self._score_by_prl(token_ids, top_k)
-            except EngineError as error:
-                if error.status not in NO_SUCH_ROUTE:
-                    raise
-                self._by_prl = False
+        if self._by_prl is None:
+            self._by_prl = asyncio.create_task(self._has_prls_route())
+        if await asyncio.shield(self._by_prl):
+            return await self._score_by_prl(token_ids, top_k)
         body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
 
         def read(reply: dict[str, Any]) -> Scored:
@@ -128,6 +124,13 @@ class FrozenPool(ReferencePool):
             return Scored(own, *replies.read_top(top, len(token_ids), top_k))
 
         return await self._ask("/v1/completions", body, read, timeout_s=self.timeout_s)
+
+    async def _has_prls_route(self) -> bool:
+        """Whether each server has it. It makes no text of a logprob's token, which is most of what vLLM's own does."""
+        body = {"model": self.model, "token_ids": [0], "sampling": scoring(0)}
+        asked = [self.http.request("POST", url, GENERATE, body, timeout_s=ROUTE_S) for url in self.urls]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return all(isinstance(answer, dict) and "prompt_logprobs" in answer for answer in answers)
 
     async def _score_by_prl(self, token_ids: list[int], top_k: int) -> Scored:
         def read(reply: dict[str, Any]) -> Scored:
@@ -188,8 +191,9 @@ class FrozenPool(ReferencePool):
         await self.http.wait_ready(self._probe, self._credentials, timeout_s, still_alive, again=again)
 
     async def close(self) -> None:
-        if self._search is not None:
-            self._search.cancel()
+        for task in (self._search, self._by_prl):
+            if task is not None:
+                task.cancel()
         await super().close()
 
     async def _ask(

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig, VLLMConfig
 from prl.engines.frozen import FrozenPool
+from prl.engines.vllm.protocol import GENERATE
 from prl.models import model_path
 from prl.tools.dry_run.memory import engine_memory, kv_tokens
 from prl.tools.dry_run.shape import shape_of
@@ -67,22 +68,22 @@ async def test_sampled_and_scored_logprobs_are_those_of_the_model(pool, prompt_i
 
 
 async def test_a_frozen_model_is_scored_alike_by_prls_route_and_by_vllms(pool, prompt_ids, monkeypatch):
-    frozen = FrozenPool(FrozenModelConfig(pool.model, f"{pool.urls[0]}/v1"), pool.http.token)
-    try:
-        scored = await frozen.top_logprobs(prompt_ids, 5)
-        asked = []
+    reference, found = FrozenModelConfig(pool.model, f"{pool.urls[0]}/v1"), []
+    for route in (GENERATE, "/prl/unknown"):
+        monkeypatch.setattr("prl.engines.frozen.GENERATE", route)
+        frozen, asked = FrozenPool(reference, pool.http.token), []
         request = frozen.http.request
 
-        async def noted(method, url, route, *rest, **options):
+        async def noted(method, url, route, *rest, asked=asked, request=request, **options):
             asked.append(route)
             return await request(method, url, route, *rest, **options)
 
         monkeypatch.setattr(frozen.http, "request", noted)
-        monkeypatch.setattr("prl.engines.frozen.GENERATE", "/prl/unknown")
-        assert await frozen.top_logprobs(prompt_ids, 5) == scored
-        assert asked == ["/prl/unknown", "/v1/completions"]
-    finally:
+        found.append((await frozen.top_logprobs(prompt_ids, 5), asked))
         await frozen.close()
+    (scored, by_prl), (other, by_vllm) = found
+    assert other == scored
+    assert (by_prl, by_vllm) == ([GENERATE, GENERATE], ["/prl/unknown", "/v1/completions"])
     expected = reference_logprobs(model_path("tiny"), prompt_ids)
     assert worst(scored.own[1:], expected) < 1e-4 and {len(ids) for ids in scored.ids[1:]} == {5}
 

@@ -162,25 +162,33 @@ async def test_prompt_logprobs_look_each_token_up_by_its_id(server, pool):
 async def test_prls_own_server_is_asked_by_the_route_that_makes_no_text(server, pool):
     top = [[], [[7, -9.0], [9, -0.5], [3, -1.5]]]
     server.replies[GENERATE] = {"choices": [choice([1])], "prompt_logprobs": [None, -9.0], "prompt_top": top}
+    await asyncio.gather(*(pool.top_logprobs([5, 7], 2) for _ in range(3)))
+    server.bodies[GENERATE].clear()
+    server.calls.clear()
     assert await pool.top_logprobs([5, 7], 2) == Scored([0.0, -9.0], [[], [9, 3]], [[], [-0.5, -1.5]])
     (body,) = server.bodies[GENERATE]
     assert (body["model"], body["token_ids"], server.calls) == ("teacher", [5, 7], [GENERATE])
     assert body["sampling"] == {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 2, "detokenize": False}
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 405])
-async def test_a_server_without_that_route_is_asked_for_it_once(server, pool, status):
-    server.replies |= {GENERATE: (status, "no such path"), COMPLETIONS: rows(None, row(_7=-1.25))}
+@pytest.mark.parametrize(
+    "reply", [(302, ""), (400, "?"), (401, "?"), (404, "?"), (405, "?"), (503, "?"), {}, [], "<p>"]
+)
+async def test_a_server_without_that_route_is_asked_for_it_once(server, pool, reply):
+    """Gateways say of an unknown path whatever they like."""
+    server.replies |= {GENERATE: reply, COMPLETIONS: rows(None, row(_7=-1.25))}
     for _ in range(2):
         assert await pool.prompt_logprobs([5, 7]) == [0.0, -1.25]
-    assert server.calls == [GENERATE, COMPLETIONS, COMPLETIONS]
+    assert server.calls == [GENERATE, COMPLETIONS, COMPLETIONS] and not pool.ailing
 
 
 async def test_what_the_route_refuses_is_not_asked_again_by_another(server, pool):
+    server.replies[GENERATE] = {"choices": [choice([1])], "prompt_logprobs": [None, -9.0]}
+    await pool.prompt_logprobs([5, 7])
     server.replies[GENERATE] = (400, "too long")
     with pytest.raises(EngineError, match="too long"):
         await pool.prompt_logprobs([5, 7])
-    assert server.calls == [GENERATE]
+    assert COMPLETIONS not in server.calls
 
 
 @pytest.mark.parametrize("bad", [row(_9=-0.1), row(_7=None), row(_7="-1"), row(_7=-9999.0), {"7": -1.0}, None])

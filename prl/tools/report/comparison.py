@@ -33,8 +33,8 @@ class Comparison:
     Runs of one seed are averaged."""
     envs: Mapping[str, str] = field(default_factory=dict)
     """Variant -> the names of its envs. Rewards of other envs say nothing about a variant."""
-    without: int = 0
-    """Completed runs that are left out: the metric is missing, or was not finite."""
+    without: Mapping[str, int] = field(default_factory=dict)
+    """Variant -> its completed runs that are left out: the metric is missing, or was not finite."""
     unfinished: Mapping[str, int] = field(default_factory=dict)
     """Variant -> its runs that have not completed, where there are any."""
 
@@ -55,10 +55,9 @@ class Comparison:
             start = f"{envs}: " if len(self.by_envs) > 1 else ""
             found += [start + sentence for sentence in part._sentences()]
         if self.without:
-            found.append(f"{self.without} of the completed runs have no finite value of it: they are left out.")
+            found.append(f"Completed runs without a finite value of it are left out: {counted(self.without)}.")
         if self.unfinished:
-            counts = ", ".join(f"{word(label)} {count}" for label, count in self.unfinished.items())
-            found.append(f"Runs that have not completed are left out: {counts}.")
+            found.append(f"Runs that have not completed are left out: {counted(self.unfinished)}.")
         return found
 
     def _sentences(self) -> list[str]:
@@ -70,7 +69,7 @@ class Comparison:
             return [f"{word(best)} is best: {level}. One seed shows no spread: run each with seed=0,1,2."]
         highest = (self.sign * self.values.mean()).idxmax()
         among = "the best mean" if highest == best else "the best mean of those with most seeds"
-        first = [f"{word(best)} has {among}: {level}."] if len(others) > 1 else []
+        first = [f"{word(best)} has {among}: {level}."] if len(others) > 1 or highest != best else []
         subject = "It" if first else word(best)
         more = [f"The table has {len(others) - LISTED} more."] if len(others) > LISTED else []
         return [*first, *(f"{subject} {self.related(best, other)}" for other in others[:LISTED]), *more]
@@ -88,7 +87,7 @@ class Comparison:
 
 
 def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
-    """Compare variants by the first reward among `metrics`, else by `optimized_metric` as a run's config has it.
+    """Compare variants by the first reward among `metrics`, else by `optimized_metric` of the first run's config.
 
     Best first among those with the same envs; variants that lack seeds come after those that have more. Whether more of
     another metric is better, nothing says.
@@ -100,7 +99,7 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     unfinished = Counter(label for label, run in labelled if run.status != "completed")
     given = completed[0][1].config.get("optimized_metric", {}) if completed else {}
     options = read(OptimizedMetricConfig, given, "optimized_metric")
-    asked = next((name for name in metrics if name.startswith(("eval/", "reward/"))), options.key)
+    asked = next((name for name in metrics if re.match(r"eval/.*(avg|pass)@|reward/", name)), options.key)
     for key in [asked] if asked else REWARDS:
         rows = []
         for label, run in completed:
@@ -108,15 +107,21 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
                 rows.append((seed_of(run), label, optimized(run.dir, replace(options, key=key))))
         if rows:
             break
+    without = Counter(label for label, _ in completed) - Counter(label for _, label, _ in rows)
     table = pd.DataFrame(rows, columns=["seed", "variant", "value"])
-    sign = 1 if options.direction == "maximize" else -1
+    sign = -1 if key == options.key and options.direction == "minimize" else 1
     values = table.groupby(["seed", "variant"], sort=False)["value"].mean().unstack()
     envs = {label: ", ".join(run.config.get("envs", ())) for label, run in completed}
     place = {names: number for number, names in enumerate(dict.fromkeys(envs.values()))}
     places = [place[envs[label]] for label in values]
     order = pd.DataFrame({"envs": places, "seeds": values.count(), "mean": sign * values.mean()})
     ranked = order.sort_values(["envs", "seeds", "mean"], ascending=[True, False, False], kind="stable").index
-    return Comparison(NAMES.get(key, key), sign, values[ranked], envs, len(completed) - len(rows), unfinished)
+    return Comparison(NAMES.get(key, key), sign, values[ranked], envs, without, unfinished)
+
+
+def counted(runs: Mapping[str, int]) -> str:
+    """`grpo 1, max_rl 2`."""
+    return ", ".join(f"{word(label)} {count}" for label, count in runs.items())
 
 
 def word(label: str) -> str:

@@ -87,6 +87,7 @@ def test_a_variant_that_lacks_seeds_may_have_a_better_mean():
     first, *rest = verdict(a=[0.5, 0.51, 0.52], c=[0.41, 0.42, 0.43], b=[0.9, 0.91, None])
     assert first == "a has the best mean of those with most seeds: 0.510, 3 seeds."
     assert rest[-1] == "It is behind b by 0.400 ± 0.000, 2 seeds."
+    assert verdict(a=[0.5, 0.51], b=[0.9, None])[0] == "a has the best mean of those with most seeds: 0.505, 2 seeds."
 
 
 def test_runs_that_have_not_completed_are_named(tmp_path, write_run):
@@ -151,9 +152,11 @@ def test_the_metric_is_the_one_that_was_optimised_or_asked_for(runs):
     found = compare(runs("{key: loss/mean, direction: minimize, last: 1}"))
     assert (found.metric, found.sign, list(found.values)) == ("loss/mean", -1, ["lr=0.1", "lr=0.2"])
     assert found.values["lr=0.1"].to_dict() == {"0": 2, "1": 2.5}
-    assert compare(runs(), ["eval/b/*"]).values["lr=0.1"].to_dict() == pytest.approx({"0": 0.5, "1": 0.6})
+    assert compare(runs(), ["eval/b/avg@*"]).values["lr=0.1"].to_dict() == pytest.approx({"0": 0.5, "1": 0.6})
     assert compare(runs(), ["loss/mean"]).metric == "held-out reward", "nothing says whether more loss is better"
     assert compare(runs("{key: nothing}")).values.empty
+    found = compare(runs("{key: loss/mean, direction: minimize}"), ["reward/all/mean"])
+    assert (found.metric, found.sign) == ("training reward", 1), "the direction is that of its own key"
 
 
 def test_a_run_without_the_metric_is_not_left_out_in_silence(tmp_path, write_run):
@@ -163,7 +166,7 @@ def test_a_run_without_the_metric_is_not_left_out_in_silence(tmp_path, write_run
     found = compare(variants([read_run(tmp_path / str(place)) for place in range(3)]))
     assert found.verdict == [
         "One variant, nothing to compare: 0.300, 2 seeds.",
-        "1 of the completed runs have no finite value of it: they are left out.",
+        "Completed runs without a finite value of it are left out: all runs 1.",
     ]
 
 
