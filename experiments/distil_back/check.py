@@ -39,8 +39,6 @@ def ratio(baseline: pd.Series, arm: pd.Series) -> str:
     logs = np.log(baseline.reindex(arm.index) / arm)
     if logs.isna().any():
         return "not reached by all"
-    if len(logs) == 1:
-        return f"{np.exp(logs.iloc[0]):.1f} (one seed)"
     middle, half = logs.mean(), half_interval(logs)
     low, mean, high = np.exp([middle - half, middle, middle + half])
     return f"{mean:.1f} ({low:.1f} to {high:.1f})"

@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sent unless asked for otherwise: vLLM takes what a request leaves out from the model's own generation config."""
-
-
 ROUTE_S = 30.0
 """Deadline of the question whether a server has prl's route, seconds."""
 

@@ -49,10 +49,11 @@ class Comparison:
     @property
     def verdict(self) -> list[str]:
         """The best variant against each other with the same envs, in sentences."""
-        found = [] if self.by_envs else ["Nothing to compare: no run has completed with this metric."]
-        for envs, labels in self.by_envs.items():
+        by_envs = self.by_envs
+        found = [] if by_envs else ["Nothing to compare: no run has completed with this metric."]
+        for envs, labels in by_envs.items():
             part = replace(self, values=self.values[labels].dropna(how="all"))
-            start = f"{envs}: " if len(self.by_envs) > 1 else ""
+            start = f"{envs}: " if len(by_envs) > 1 else ""
             found += [start + sentence for sentence in part._sentences()]
         if self.without:
             found.append(f"Completed runs without a finite value of it are left out: {counted(self.without)}.")
