@@ -18,6 +18,7 @@ from annotated_types import Ge, Le
 from omegaconf import MISSING, OmegaConf
 from typing_extensions import TypedDict
 
+from prl.config.counterparts import counterpart
 from prl.config.user_code import contained, hook
 from prl.errors import ConfigError
 from prl.monitors.text import in_one_line
@@ -140,26 +141,28 @@ def options_of(node: Any, target: Any, where: str, live: Collection[str] = ()) -
     given = {name: value for name, value in settings_of(node).items() if value != MISSING}
     unknown = [name for name in given if name not in known and not taken.any_other]
     if unknown and inspect.isclass(target):
-        raise no_such_option(f"{where}.{unknown[0]}", target, known)
+        raise no_such_option(f"{where}.{unknown[0]}", given[unknown[0]], target, known)
     made = {name: instantiated(value, f"{where}.{name}") for name, value in given.items()}
     return converted(made, target, where)
 
 
-def no_such_option(key: str, owner: Any, known: Iterable[str]) -> ConfigError:
+def no_such_option(key: str, value: Any, owner: Any, known: Iterable[str]) -> ConfigError:
     """The error for an option that a class does not take, with the nearest of those that it takes."""
     name = key.rpartition(".")[2]
     bases = [base.__name__ for base in getattr(owner, "__mro__", ()) if name in options_taken(base).annotations]
     if bases and owner.__name__ not in bases:  # else it is no option, but a live object that it is given
         hint = f"{bases[0]} has: let __init__ take **options, and pass them to super().__init__"
     else:
-        hint = nearest(key, known, "its options")
+        hint = nearest(key, value, known, "its options")
         if not owner.__module__.startswith("prl."):
             hint += "; the option `custom` of its group has no fields but those that you give"
     return ConfigError(f"{key}: {owner.__name__} has no such option; {hint}")
 
 
-def nearest(key: str, known: Iterable[str], all_of_them: str) -> str:
-    """What may have been meant by the last part of a key: the `known` name that is like it, else a list of them all."""
+def nearest(key: str, value: Any, known: Iterable[str], all_of_them: str) -> str:
+    """What may have been meant by a key: another project's, or the `known` name like its last part, or any of them."""
+    if text := counterpart(key, value):
+        return text
     node, dot, name = key.rpartition(".")
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {node}{dot}{near[0]}?" if near else f"{all_of_them}: {', '.join(sorted(known)) or 'none'}"
@@ -192,7 +195,7 @@ def converted(given: Mapping[str, Any], target: Any, where: str) -> dict[str, An
     key = ".".join(parts)
     if problem["type"] in UNKNOWN:
         known = fields_at(target, problem["loc"][:-1])
-        raise ConfigError(f"{key}: there is no such key; {nearest(key, known, 'keys there')}")
+        raise ConfigError(f"{key}: there is no such key; {nearest(key, problem['input'], known, 'keys there')}")
     if problem["type"] in MISSED and isinstance(problem["loc"][-1], str):
         raise ConfigError(f"{'.'.join([where, *map(str, problem['loc'])]).lstrip('.')} has no value: give one")
     raise ConfigError(f"{key}={str(problem['input'])[:80]}: {problem['msg']}")
@@ -257,7 +260,7 @@ def read(kind: type[T], given: Mapping[str, Any], where: str = "") -> T:
     known = options_taken(cast(Any, kind)).annotations
     if unknown := [name for name in given if name not in known]:
         key = f"{where}.{unknown[0]}".lstrip(".")
-        raise ConfigError(f"{key}: there is no such key; {nearest(key, known, 'keys there')}")
+        raise ConfigError(f"{key}: there is no such key; {nearest(key, given[unknown[0]], known, 'keys there')}")
     values = converted(given, kind, where)
     if missing := sorted(options_taken(cast(Any, kind)).required - given.keys()):
         key = f"{where}.{missing[0]}".lstrip(".")

@@ -15,15 +15,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
 from prl.config.build import check_node, located, plain, read, read_node
+from prl.config.groups import CONF as CONF
+from prl.config.groups import options as options
 from prl.config.run_yaml import quoted
 from prl.config.schema import TrainConfig, TransformersConfig, VLLMConfig
 from prl.errors import ConfigError
 from prl.models import model_path
 from prl.orchestrator.config import OrchestratorConfig
 from prl.trainer.config import TrainerConfig
-
-# In a wheel it lies beside this file, in a checkout one folder up.
-CONF = next(folder / "conf" for folder in Path(__file__).parents if (folder / "conf").is_dir())
 
 OF_TRAINER = ("optim", "schedule")
 """Groups whose nodes stand in `trainer`."""
@@ -38,14 +37,6 @@ T = TypeVar("T")
 
 for name, resolver in (("model", model_path), ("choice", lambda group, *, _root_: choice(group, _root_))):
     OmegaConf.register_new_resolver(f"prl.{name}", resolver, replace=True)
-
-
-def options() -> dict[str, list[str]]:
-    """The options of every config group: the files under `conf/`."""
-    result: dict[str, list[str]] = {}
-    for path in sorted(CONF.glob("*/*.yaml")):
-        result.setdefault(path.parent.name, []).append(path.stem)
-    return result
 
 
 def choice(group: str, root: Any) -> str:

@@ -2,34 +2,23 @@
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-INSTEAD = {
-    "training_mode": "algo=grpo, algo=opd, …",
-    "advantage": "algo, the credit's own group",
-    "orchestrator.filters": "filters=default|monitor|enforce|enforce_post|none, filters.post_batch.<name>…",
-    "orchestrator.teacher": "algo.teacher, which teacher=local|endpoint fills",
-    "client": "engine.urls",
-    "kl_coef": "algo.kl.coef",
-    "beta": "algo.kl.coef",
-    "num_generations": "orchestrator.group_size",
-    "clip_ratio": "loss=ppo loss.clip_low=… loss.clip_high=…",
-    "epsilon": "loss=ppo loss.clip_low=… loss.clip_high=…",
-    "epsilon_high": "loss=ppo loss.clip_high=…",
-    "clip_low": "loss=ppo loss.clip_low=…",
-    "clip_high": "loss=ppo loss.clip_high=…",
-    "num_iterations": "trainer.epochs",
-    "max_completion_length": "sampling.max_tokens",
-    "gradient_accumulation_steps": "trainer.seq_len and trainer.tokens_per_forward: a step is orchestrator.batch_size",
-    "lr": "trainer.optim.lr",
-    "save_every": "checkpoint.every",
-    "wandb": "monitor=wandb, monitor.wandb.…",
-}
-"""Keys of other projects that are like none of prl's in a word."""
+from prl.config.counterparts import counterpart, tails
+from prl.config.groups import CONF
+
+ADDED = re.compile(r"(teacher\.)?engine\.args\.|launcher\.args\.|trainer\.optim\.parts\.|envs\.[\w-]+\.models\.")
+"""Beginnings of keys that are added with a `+`."""
+REMOVED = ("envs.", "filters.", "monitor.")
+"""Beginnings of keys that a `~` may remove."""
+NODES = {"env": "envs", "optim": "trainer", "schedule": "trainer"}
+"""Where the options of a group are in a config, if not under its name."""
+ROOT = re.compile(r"(?:^|\s)[+~]?([\w-]+)[^\s=]*=")
+"""An override in a hint; the first part of its key."""
 
 
 def override_key(argument: str) -> str:
@@ -45,21 +34,73 @@ def hint(argument: str, config: DictConfig, groups: Mapping[str, list[str]]) -> 
     key, value = override_key(argument), argument.partition("=")[2]
     if "=" in value and not parses(argument):  # the directory of a sweep's job, say
         return f"a value with = in it is written in quotes within quotes: '{key}=\"{value}\"'"
-    nodes = [key.rsplit(".", up)[0] for up in range(key.count(".") + 1)]  # from the key itself outwards
-    nodes.append(key.rpartition(".")[2])
-    node = next((node for node in nodes if node in INSTEAD), None)
-    if node is not None:
-        return f"there is no {node!r} here: {INSTEAD[node]}"
-    group = re.split("[@/]", key)[0]
-    if group in groups:
-        names = {re.sub(r"[-_.]", "", name): name for name in groups[group]}
-        near = difflib.get_close_matches(re.sub(r"[-_.]", "", value), names, n=1)
-        known = value in groups[group] or not near
-        return None if known else f"{group}={value}: did you mean {group}={names[near[0]]}?"
+    if re.split("[@/]", key)[0] in groups:
+        return option_hint(argument, groups)
     keys = keys_of(config)
-    same_name = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = difflib.get_close_matches(key, [*keys, *groups], n=1, cutoff=0.7) or same_name[:1]
-    return f"{key}: did you mean {near[0]}?" if near and key not in keys else None
+    if key in keys or argument.startswith("+"):  # Hydra adds any key, and the class that gets it says what it takes
+        return None
+    if argument.startswith("~"):
+        near = nearest_key(key, [known for known in keys if known.startswith(REMOVED)])
+        return f"{key}: did you mean ~{near}?" if near else None
+    leaves = sorted(set(keys) - {known.rpartition(".")[0] for known in keys})
+    text = counterpart(key, value) or likeness(key, value, leaves, groups)
+    fits = all(NODES.get(root, root) in config for root in ROOT.findall(text or ""))  # `prl eval` has fewer keys
+    return text if fits else None
+
+
+def option_hint(argument: str, groups: Mapping[str, list[str]]) -> str | None:
+    """The override with the options of its group that are spelt like those that were typed."""
+    key, _, value = argument.partition("=")
+    options = groups[re.split("[@/]", override_key(argument))[0]]
+    names = {re.sub(r"[-_.]", "", name): name for name in options}
+
+    def known(typed: re.Match[str]) -> str:
+        near = difflib.get_close_matches(re.sub(r"[-_.]", "", typed[0]), names, n=1)
+        return typed[0] if typed[0] in options or not near else names[near[0]]
+
+    meant = re.sub(r"[\w.-]+", known, value)
+    return None if meant == value else f"{argument}: did you mean {key}={meant}?"
+
+
+def likeness(key: str, value: str, leaves: Collection[str], groups: Mapping[str, list[str]]) -> str | None:
+    """What to write for a part of a longer key, for a key of another option, or for a misspelt one."""
+    for tail in tails(key):
+        longer = [each for each in leaves if "." in tail and each.endswith(f".{tail}")]
+        if tail in leaves or len(longer) == 1:
+            return f"{key}: write {tail if tail in leaves else longer[0]}={value}"
+        if chosen := option_with(tail, groups):
+            return f"{key}: write {chosen} {tail}={value}"
+    near_groups = difflib.get_close_matches(key, groups, cutoff=0.8)
+    near = nearest_key(key, leaves) or next((name for name in near_groups if value in groups[name]), None)
+    if near:
+        return f"{key}: did you mean {near}? Write {near}={value}"
+    return f"{key}: write +{key}={value}" if ADDED.match(key) else None
+
+
+def option_with(key: str, groups: Mapping[str, list[str]]) -> str | None:
+    """The override that chooses the first option with a key, and gives it what else it wants; None without one."""
+    for group, name in ((group, name) for group, names in groups.items() for name in names):
+        text = (CONF / group / f"{name}.yaml").read_text(encoding="utf-8")
+        package = re.match(r"# @package (\S+)", text)
+        where = f"{package[1] if package else group}."
+        node = OmegaConf.create(text) if key.startswith(where) and not name.startswith("custom") else None
+        keys = [f"{where}{each}" for each in keys_of(node)] if isinstance(node, DictConfig) else []
+        if key in keys:
+            empty = re.findall(r"(\w+): \?\?\?", text)
+            wanted = [each for each in keys if each.rpartition(".")[2] in empty and each != key]
+            return " ".join([f"{group}={name}", *(f"{each}=my_{each.rpartition('.')[2]}" for each in wanted)])
+    return None
+
+
+def nearest_key(key: str, known: Collection[str]) -> str | None:
+    """The known key that is spelt most like another one, as a whole and in its last part."""
+    plain = {re.sub(r"[\W_]", "", name).lower(): name for name in known if "._" not in name}
+    typed = re.sub(r"[\W_]", "", key).lower()
+    for name in difflib.get_close_matches(typed, plain, cutoff=0.85):
+        end, known_end = key.rpartition(".")[2], plain[name].rpartition(".")[2]
+        if name == typed or difflib.SequenceMatcher(None, end, known_end).ratio() > 0.6:
+            return plain[name]
+    return None
 
 
 def parses(argument: str) -> bool:

@@ -27,6 +27,9 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 LINE = 400
 """Longest line of somebody else's that is shown as it is, characters."""
 
+LEFT_OUT = ("full_key:", "object_type=", "reference_type=", "To append to your config use +")
+"""Beginnings of lines that help nobody: most keys that Hydra would append are refused then."""
+
 _traces = FULL_ERROR in os.environ
 """Whether the user wants to see tracebacks."""
 _started = False
@@ -70,7 +73,7 @@ def one_line(error: BaseException) -> str:
     cause = None if isinstance(error, ConfigError) else error.__cause__  # prl's own words say it all
     texts = [str(each).strip() for each in (error, cause) if each is not None]
     lines = [line.strip() for text in texts for line in text.splitlines()]
-    kept = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
+    kept = [line for line in lines if line and not line.startswith(LEFT_OUT)]
     kept = [line if len(line) <= LINE else f"{line[: LINE // 2]} … {line[-LINE // 2 :]}" for line in kept]
     return ": ".join(dict.fromkeys(line.rstrip(".:") for line in kept)) or type(error).__name__
 
@@ -110,7 +113,8 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
             raise
         print(f"error: {as_message(about(given, one_line(error)))}", file=sys.stderr)
         config = composed(given, groups, root)
-        for hint in filter(None, (suggestions.hint(argument, config, groups) for argument in given)):
+        removed = [arg for arg in arguments if arg.startswith("~")]
+        for hint in filter(None, (suggestions.hint(argument, config, groups) for argument in given + removed)):
             print(as_message(hint), file=sys.stderr)
         raise SystemExit(REFUSED) from None
 
