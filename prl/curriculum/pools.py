@@ -53,21 +53,28 @@ class TaskCurriculum(Curriculum):
     verifiers' `task.key`: all fields."""
     easy_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
     """Share of the easy tasks of `load_from` to sample again, drawn at random (seeded). With `run.resume`: of the run's
-    own pool, once."""
+    own pool, once. With `refresh_every`: of the pool at that time."""
     hard_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
     """The same for the hard tasks."""
+    refresh_every: Annotated[int, Ge(1)] | None = None
+    """Steps after which `easy_fraction` and `hard_fraction` of the pools are sampled again, over and over; null =
+    never."""
 
     def check(self, where: str) -> None:
         super().check(where)
         easy, hard = self.easy_threshold, self.hard_threshold
         if easy is not None and hard is not None and not easy > hard:
             raise ConfigError(f"{where}.easy_threshold={easy} must be above {where}.hard_threshold={hard}")
+        if self.refresh_every is not None and not self.easy_fraction and not self.hard_fraction:
+            raise ConfigError(f"{where}.refresh_every={self.refresh_every}: set {where}.easy_fraction or hard_fraction")
 
     def load(self, tasks: "Sequence[Task]", *, seed: int, env_name: str) -> None:
         self.tasks = tasks
         self.env_name = env_name
         self.random = random.Random(seed)
         self.passes = 0
+        self._refreshed = 1
+        """The step at which the last tasks came back by `refresh_every`, or the first."""
         self._evicted: Counter[str] = Counter()
         self._order: list[int] = []
         """Indices of the tasks left in this pass, the next one last."""
@@ -78,8 +85,12 @@ class TaskCurriculum(Curriculum):
         self._index = {task: index for index, task in enumerate(tasks)}  # verifiers' tasks compare by identity
         if self.hash_keys is not None:
             known = type(tasks[0].data).model_fields
-            if not self.hash_keys or not set(self.hash_keys) <= set(known):
-                raise ConfigError(f"{self.where}.hash_keys: name fields of the tasks, of {', '.join(known)}")
+            unknown = ", ".join(key for key in self.hash_keys if key not in known)
+            if not self.hash_keys or unknown:
+                raise ConfigError(
+                    f"{self.where}.hash_keys: tasks of env {env_name!r} have no field {unknown or 'of no name'!r}: "
+                    f"name some of {', '.join(known)}"
+                )
         if self.load_from is not None:
             self._load_pools(self.load_from)
 
@@ -99,6 +110,9 @@ class TaskCurriculum(Curriculum):
     def next(self, context: Context | None = None) -> "Task":
         if self.ended:
             raise PrlError(f"env {self.env_name!r} has no task left: {self.describe()}")
+        if context is not None and self.refresh_every and context.step - self._refreshed >= self.refresh_every:
+            self._refreshed = context.step
+            self._release([self.easy_fraction, self.hard_fraction])
         if len(self._retired) == len(self.tasks):
             log.info("env %s: no normal task left (%s); all are sampled again", self.env_name, self.describe())
             self._retired, self._order = {}, []
@@ -160,6 +174,7 @@ class TaskCurriculum(Curriculum):
             "hash_keys": self.hash_keys,
             "fractions": [self.easy_fraction, self.hard_fraction],
             "evicted": dict(self._evicted),
+            "refreshed": self._refreshed,
             "random": self.random.getstate(),
         }
 
@@ -167,6 +182,7 @@ class TaskCurriculum(Curriculum):
         if state["tasks"] != len(self.tasks):
             raise ValueError(f"it is of {state['tasks']} tasks, and there are {len(self.tasks)}")
         self.passes, self._order = state["passes"], list(state["order"])
+        self._refreshed = state["refreshed"]
         version, internal, gauss = state["random"]
         self.random.setstate((version, tuple(internal), gauss))
         if self.pooled and state["pooled"]:  # else they are off now, or `load_from` is new
@@ -174,6 +190,14 @@ class TaskCurriculum(Curriculum):
             drawn = fractions == state["fractions"]  # for `load_from`, or as the run went on before
             self._retire(state["retired"], state["hash_keys"], [0.0, 0.0] if drawn else fractions, "the checkpoint")
             self._evicted = Counter(state["evicted"])
+
+    def _release(self, shares: Sequence[float]) -> None:
+        """Sample these shares of the easy and of the hard tasks again, drawn at random."""
+        for pool, share in zip(RETIRED, shares, strict=True):
+            indices = [index for index, retired_to in self._retired.items() if retired_to == pool]
+            released = self.random.sample(indices, round(share * len(indices)))
+            self._retired = {index: pool for index, pool in self._retired.items() if index not in set(released)}
+            log.info("env %s: %d of %d %s tasks are sampled again", self.env_name, len(released), len(indices), pool)
 
     def _judge(self, rewards: Sequence[float]) -> str | None:
         """The pool to which a group's rewards retire its task, if any."""
@@ -192,15 +216,16 @@ class TaskCurriculum(Curriculum):
 
     def _load_pools(self, folder: str) -> None:
         """Retire the tasks that the pools in `folder` hold, less the shares that are sampled again."""
+        certain = [key for key in self.hash_keys or () if all(getattr(t.data, key) is not None for t in self.tasks)]
         try:
-            entries = [(entry, pool) for pool in RETIRED for entry in read_pool(folder, pool)]
-            own = [(entry, pool) for entry, pool in entries if entry["env"] == self.env_name]
-            saved = [[fingerprint(entry, self.hash_keys), pool] for entry, pool in own]
-        except (OSError, TypeError, KeyError, *UNREADABLE) as error:
+            entries = [(entry, pool) for pool in RETIRED for entry in read_pool(folder, pool, certain)]
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{self.where}.load_from={folder!r} is no folder checkpoints/step_<n> of a run with difficulty pools: "
-                f"{error!r}"
+                f"{error}"
             ) from error
+        own = [(entry, pool) for entry, pool in entries if entry["env"] == self.env_name]
+        saved = [[fingerprint(entry, self.hash_keys), pool] for entry, pool in own]
         if entries and not saved:
             log.warning(
                 "env %s: no task in %s.load_from=%s is of an env of that name", self.env_name, self.where, folder
@@ -213,15 +238,15 @@ class TaskCurriculum(Curriculum):
         for index, task in enumerate(self.tasks):
             own.setdefault(fingerprint(entry_of(self.env_name, task), hash_keys), []).append(index)
         self._retired = {}
-        for pool, share in zip(RETIRED, shares, strict=True):
+        for pool in RETIRED:
             hashes = [task_hash for task_hash, retired_to in saved if retired_to == pool]
             candidates = [own.get(task_hash) for task_hash in hashes]
             indices = [equal.pop(0) for equal in candidates if equal]  # of equal tasks, as many as were saved
-            released = set(self.random.sample(indices, round(share * len(indices))))
-            self._retired |= {index: pool for index in indices if index not in released}
+            self._retired |= dict.fromkeys(indices, pool)
             level = logging.WARNING if hashes and not indices else logging.INFO
             counts = f"{len(indices)} of the {len(hashes)} {pool} tasks in {source} are among its own"
-            log.log(level, "env %s: %s; %d of them are sampled again", self.env_name, counts, len(released))
+            log.log(level, "env %s: %s", self.env_name, counts)
+        self._release(shares)
         self._warn_if_ended()
 
 
@@ -251,7 +276,16 @@ def write_pools(folder: Path, entries: dict[str, list[dict[str, Any]]]) -> None:
         write_atomically(pool_path(folder, pool), "".join(lines).encode())
 
 
-def read_pool(folder: str, pool: str) -> list[dict[str, Any]]:
-    """The lines of a pool."""
-    lines = pool_path(folder, pool).read_bytes().splitlines()  # text would also break at U+2028
-    return [json.loads(line) for line in lines]
+def read_pool(folder: str, pool: str, fields: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the lines of a pool; raise ValueError naming file, line and field of one that lacks `fields` of a task."""
+    file, entries = pool_path(folder, pool), []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):  # text would also break at U+2028
+        try:
+            entry = json.loads(line)
+            for field in fields:
+                entry["task"][field]
+            entries.append({field: entry[field] for field in ("env", "key", "task")})
+        except (TypeError, KeyError, *UNREADABLE) as error:
+            lacking = f"has no field {error}" if isinstance(error, KeyError) else f"is no task of a pool: {error}"
+            raise ValueError(f"{file}, line {number} {lacking}") from error
+    return entries

@@ -211,6 +211,42 @@ def test_shares_given_at_resume_are_drawn_once(saved, seed):
     assert retired(same) == retired(begun), "what a run began with is not drawn again where it goes on"
 
 
+def played(curriculum, steps, reward=1.0):
+    """The tasks in each pool after each of `steps`, in which a task is played that then retires."""
+    counts = []
+    for step in steps:
+        curriculum.update(curriculum.next(Context(step=step)), reward)
+        counts.append(tuple(curriculum.counts().values()))
+    return counts
+
+
+def test_shares_come_back_every_few_steps():
+    """easy, normal, hard: at step 4 half of three easy tasks (two) return, at step 7 half of four."""
+    curriculum = pooled(10, refresh_every=3, easy_fraction=0.5)
+    easy = [count[0] for count in played(curriculum, range(1, 8))]
+    assert easy == [1, 2, 3, 2, 3, 4, 3]
+    curriculum = pooled(10, refresh_every=2, hard_fraction=1.0, easy_fraction=0.0)
+    assert played(curriculum, [1], 1.0) + played(curriculum, [2, 3, 4, 5], 0.0) == [
+        (1, 9, 0),
+        (1, 8, 1),
+        (1, 8, 1),
+        (1, 7, 2),
+        (1, 8, 1),
+    ]
+
+
+def test_tasks_that_come_back_are_those_of_the_seed_and_outlast_a_resume():
+    options = {"refresh_every": 2, "easy_fraction": 0.5}
+    whole, again, other = (pooled(12, seed=seed, **options) for seed in (0, 0, 1))
+    played(whole, range(1, 10))
+    played(again, range(1, 6))
+    resumed = pooled(12, seed=7, **options)
+    resumed.load_state_dict(json.loads(json.dumps(again.state_dict())))
+    played(resumed, range(6, 10))
+    played(other, range(1, 10))
+    assert retired(resumed) == retired(whole) != retired(other)
+
+
 def test_share_of_each_pool_comes_back_by_the_seed(saved):
     def load(seed):
         return retired(pooled(10, seed=seed, load_from=saved, easy_fraction=0.5, hard_fraction=1 / 3))

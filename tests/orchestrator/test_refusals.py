@@ -1,6 +1,7 @@
 """Refusals and warnings before anything starts: algorithms, filters, buffers and the orchestrator's options."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import verifiers.v1 as vf
@@ -95,6 +96,8 @@ REFUSED = [  # overrides, key that the error names
     (f"+filter@{SLOT}.again=repetition", f"{SLOT}.again and {SLOT}.repetition"),
     (f"+filters@envs.math.filters=default {ENV_SLOT}.repetition.n=0", f"{ENV_SLOT}.repetition.n"),
     ("curriculum.easy_threshold=0.5 curriculum.hard_threshold=0.5", "curriculum.hard_threshold"),
+    ("curriculum.refresh_every=5", "curriculum.refresh_every=5: set curriculum.easy_fraction"),
+    ("curriculum.refresh_every=0 curriculum.easy_fraction=1", "curriculum.refresh_every"),
     (
         "+curriculum@envs.math.curriculum=pools envs.math.curriculum.hard_threshold=2",
         "envs.math.curriculum.easy_threshold",
@@ -247,10 +250,34 @@ def load(**options):
     curriculum.load([vf.Task(vf.TaskData(idx=0, prompt="1+1="))], seed=0, env_name="math")
 
 
-@pytest.mark.parametrize("keys", [["prompt", "promt"], []])
-def test_hash_keys_must_be_fields_of_the_task(keys):
-    with pytest.raises(ConfigError, match=r"^envs\.math\.curriculum\.hash_keys"):
+@pytest.mark.parametrize(("keys", "named"), [(["prompt", "promt"], "'promt'"), ([], "")])
+def test_hash_keys_must_be_fields_of_the_task(keys, named):
+    with pytest.raises(ConfigError, match=rf"^envs\.math\.curriculum\.hash_keys.*{named}"):
         load(hash_keys=keys)
+
+
+FINE = '{"env": "math", "key": "k", "task": {"prompt": "p"}}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "keys", "says"),
+    [
+        ('{"env": "math", "task": {}}', None, "no field 'key'"),
+        ('{"env": "math", "key": "k", "task": {"idx": 0}}', ["prompt"], "no field 'prompt'"),
+        ('{"env": "math", "key": "k", "task": 3}', ["prompt"], "is no task of a pool"),
+        ('{"env": "math"', None, "is no task of a pool"),
+        ("3", None, "is no task of a pool"),
+    ],
+)
+@pytest.mark.parametrize("pool", ["easy", "hard"])
+def test_bad_line_of_a_pool_is_named_with_file_and_field(pools, pool, line, keys, says):
+    folder = pools("math")
+    for name in ("easy", "hard"):
+        (Path(folder) / f"{name}_examples.jsonl").write_text(FINE + (line if name == pool else ""))
+    with pytest.raises(
+        ConfigError, match=rf"^envs\.math\.curriculum\.load_from.*{pool}_examples\.jsonl, line 2 .*{says}"
+    ):
+        load(load_from=folder, hash_keys=keys)
 
 
 def test_pools_of_other_envs_warn(pools, caplog):
