@@ -20,6 +20,7 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_lengt
 """Keys of a model's config that tell how many positions it has."""
 SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Rope types whose number of positions has the scaling factor in it."""
+INDEX = "model.safetensors.index.json"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "tok_embeddings.weight")
 
 
@@ -87,6 +88,22 @@ def instead(folder: Path) -> str:
     return f": give a checkpoint, {checkpoint_path(folder, steps[-1])}" if steps else ""
 
 
+def indexed_files(folder: Path) -> set[str]:
+    """Return the names of the files that a folder's index of weights has; none where it has no index.
+
+    Raises ValueError for an index that cannot be read, or that names what is no file of the folder.
+    """
+    index = folder / INDEX
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else set()
+        bad = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    except (AttributeError, KeyError, TypeError, *UNREADABLE) as error:
+        raise ValueError(f"{INDEX} is broken: {error!r}") from error
+    if bad:
+        raise ValueError(f"{INDEX} names {min(bad)!r}, which is no file of this folder")
+    return names
+
+
 def has_weights(folder: Path) -> bool:
     """Whether a model folder has files of weights that prl would load."""
     return any(folder.glob("*.safetensors"))
@@ -100,6 +117,10 @@ def tensors_of(folder: Path, where: str) -> Iterator[tuple[str, list[int]]]:
     from safetensors import SafetensorError, safe_open  # composing a config needs none
 
     files = sorted(folder.glob("*.safetensors"))
+    try:
+        indexed_files(folder)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
     if not files:
         pickled = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
         why = f" ({pickled[0]} is a pickle, which prl does not load; save it as safetensors)" if pickled else ""

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from prl.config.model_folder import check_length, check_model, embedding_rows, positions
 from prl.config.schema import ModelConfig
+from prl.engines.vllm.weights import WeightsError, files_of
 from prl.errors import ConfigError
 from prl.launch.checks import check_loadable
 from prl.models import model_path
@@ -62,6 +63,37 @@ def test_a_folder_without_weights_or_with_pickles(folder):
     assert refused(folder).endswith("has no weights: *.safetensors files are missing")
     (folder / "pytorch_model.bin").write_bytes(b"\x80")
     assert refused(folder).endswith("(pytorch_model.bin is a pickle, which prl does not load; save it as safetensors)")
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        '{"weight_map": {"a": "../other.safetensors"}}',
+        '{"weight_map": {"a": "model.safetensors", "b": "%s/other.safetensors"}}',
+        '{"weight_map": {"a": "sub/other.safetensors"}}',
+        '{"weight_map": {"a": ".."}}',
+        '{"weight_map": {"a": "model-00002-of-00002.safetensors"}}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": []}',
+        "{}",
+        "[]",
+        "{",
+    ],
+)
+def test_index_of_weights_stays_in_its_folder_and_names_files_that_are_there(folder, index):
+    for other in (folder.parent, folder / "sub"):
+        other.mkdir(exist_ok=True)
+        shutil.copy(folder / "model.safetensors", other / "other.safetensors")
+    (folder / "model.safetensors.index.json").write_text(index.replace("%s", str(folder.parent)))
+    assert "model.safetensors.index.json" in refused(folder)
+    with pytest.raises(WeightsError, match=r"model\.safetensors\.index\.json"):
+        files_of(folder)
+
+
+def test_index_of_the_folders_own_files_passes(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors"}}')
+    check_model(str(folder), "model.path")
+    assert files_of(folder) == [folder / "model.safetensors"]
 
 
 @pytest.mark.parametrize("size", [0, 3, 8, 100, -1])

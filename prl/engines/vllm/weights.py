@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from prl.config.model_folder import indexed_files
 from prl.errors import PrlError
 from prl.monitors.text import in_one_line
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 """Files of peft's folder of an adapter."""
 OF_ADAPTER = "base_model.model."
@@ -46,10 +46,10 @@ def folder_of(path: str) -> Path:
 
 def files_of(folder: Path) -> list[Path]:
     """The safetensors files of a folder: those that its index names, where it has one."""
-    names = {file.name for file in folder.glob("*.safetensors")}
-    index = folder / INDEX
-    if index.is_file():
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    try:
+        names = indexed_files(folder) or {file.name for file in folder.glob("*.safetensors")}
+    except ValueError as error:
+        raise WeightsError(f"{folder}: {error}") from error
     if not names:
         raise WeightsError(f"{folder} holds no *.safetensors file")
     return [folder / name for name in sorted(names)]
