@@ -84,10 +84,12 @@ def main(config: TrainConfig) -> RunResult:
             if isinstance(prepared, RunResult):
                 return prepared
             if config.dry_run:
+                from prl.launch.prompts import as_read
                 from prl.tools.dry_run.plan import dry_run  # torch and transformers, once the config has passed
                 from prl.tools.dry_run.rehearsal import rehearse
 
                 rehearse(prepared)
+                print("\n".join(map(as_read, prepared.environments.values())))
                 dry_run(config)
                 return RunResult("dry run")
             return own(prepared, Path(config.run.dir), memory)

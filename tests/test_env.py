@@ -1,5 +1,7 @@
 """`prl env check`: an env of every kind is loaded and played as in a run; what is wrong is told with its line."""
 
+import json
+import re
 import sys
 
 import pytest
@@ -60,6 +62,20 @@ def test_a_single_turn_is_played_with_the_tasks_answer(prl_env):
     assert "no model" in out and "frozen" not in out
     status, out, _ = prl_env("check", "math", "args.num_tasks=7", "--reply", "x")
     assert status == 0 and "reward 0 (answer 0)" in out and "assistant  x" in out
+
+
+def test_first_row_is_shown_as_it_was_read(prl_env, tmp_path):
+    talk = [
+        {"role": "system", "content": "Be\x1b[31m brief."},
+        {"role": "user", "content": "q" * 1000},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
+    _, out, _ = prl_env("check", "jsonl", f"args.path={tmp_path / 'a.jsonl'}", "eval_args=null")
+    (rows,) = re.findall("as it was read:\n((?:  .*\n)*)", out)
+    lines = [line.strip() for line in rows.splitlines()]
+    assert lines[0] == r"system: Be\x1b[31m brief." and lines[1].startswith("user: qqq") and len(lines[1]) < 450
+    assert lines[2:] == ["demonstration: Yes.", "answer: none", "tools: none"]
 
 
 def test_conversation_is_played_reply_by_reply(prl_env):

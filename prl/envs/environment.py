@@ -116,7 +116,10 @@ class Environment:
             self.verifiers_env = self._bind_in_process(self.taskset)
         if config.eval_args is not None and eval_tasks > 0:
             held_out = load_taskset(config.taskset, {**config.args, **config.eval_args}, f"{where}.eval_args")
-            self.eval_tasks = take_tasks(held_out, eval_tasks, f"{where}.eval_args")
+            nothing_graded = all(map(reason_ungraded, self.tasks))
+            self.eval_tasks = take_tasks(held_out, eval_tasks, f"{where}.eval_args", least=not nothing_graded)
+            if not self.eval_tasks:
+                log.info("env %s is not evaluated: %s", name, reason_ungraded(self.tasks[0]))
             if not self.uses_harness:
                 self.eval_verifiers_env = self._bind_in_process(held_out)
 
@@ -286,8 +289,13 @@ def _exported(taskset: str, base: type[T]) -> list[type[T]]:
     return [cls for cls in exports if isinstance(cls, type) and issubclass(cls, base) and cls is not base]
 
 
-def take_tasks(taskset: vf.Taskset, limit: int, where: str) -> list[vf.Task]:
-    """Return the first `limit` tasks, at least one; `where` is the config key of the taskset's settings."""
+def reason_ungraded(task: vf.Task) -> str | None:
+    """Return why no reply to a task can be graded, which a task of prl's own may say; None if one can."""
+    return getattr(task, "ungraded", None)
+
+
+def take_tasks(taskset: vf.Taskset, limit: int, where: str, least: int = 1) -> list[vf.Task]:
+    """Return the first `limit` tasks, at least `least`; `where` is the config key of the taskset's settings."""
     try:
         loaded = iter(taskset)
         tasks = list(itertools.islice(loaded, limit))
@@ -297,6 +305,6 @@ def take_tasks(taskset: vf.Taskset, limit: int, where: str) -> list[vf.Task]:
         raise ConfigError(f"{where}: {error}") from error
     except BaseException as error:  # `load` is user code
         raise failed(error, where, f"loading the tasks of {type(taskset).__name__}") from error
-    if not tasks:
+    if len(tasks) < least:
         raise ConfigError(f"{where}: taskset {taskset.config.id!r} has no task with these settings")
     return tasks

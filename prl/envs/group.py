@@ -21,7 +21,7 @@ from prl.envs._verifiers_internals import BUILD
 from prl.envs.grading import grade
 from prl.envs.isolation import as_failure, run_all
 from prl.envs.multi_turn import InProcessContext
-from prl.envs.turn import AGENT, commit, commit_sibling, opening_messages, trace_task
+from prl.envs.turn import AGENT, commit, commit_sibling, declared_tools, opening_messages, trace_task
 from prl.errors import EngineError
 from prl.rollouts.rollout import TURN_REWARDS, Rollout
 from prl.transport import events
@@ -102,15 +102,15 @@ async def play_group(request: GroupRequest) -> list[Rollout]:
     A rollout goes to `request.arrived` as soon as it is graded; that takes none of the time of `request.timeout_s`.
     """
     sampler, task = request.sampler, trace_task(request.task)
-    messages = opening_messages(request.task.data)
+    messages, tools = opening_messages(request.task.data), declared_tools(request.task.data)
     traces = [vf.Trace(task=task, agent=AGENT, verifiers=BUILD) for _ in range(request.n)]
     rollouts = [request.new_rollout(trace, index, sampler.version) for index, trace in enumerate(traces)]
     deadline = asyncio.get_running_loop().time() + request.timeout_s
     started = events.now()
     try:
-        rendered = render_prompt(sampler.renderer, [message_to_wire(message) for message in messages])
+        rendered = render_prompt(sampler.renderer, [message_to_wire(message) for message in messages], tools)
         async with asyncio.timeout_at(deadline):
-            dialogue = Dialogue(messages, task=request.task.data)
+            dialogue = Dialogue(messages, tools, request.task.data)
             completions = await sampler.complete(rendered.token_ids, n=request.n, key=request.key, dialogue=dialogue)
     except (EngineError, OverlongPrompt, TimeoutError, UnrenderablePrompt) as error:
         if isinstance(error, UnrenderablePrompt):
@@ -124,9 +124,9 @@ async def play_group(request: GroupRequest) -> list[Rollout]:
     first = rollouts[0].trace
     for rollout, completion in zip(rollouts, completions, strict=True):
         if rollout.trace is first:
-            commit(graph.prepare_turn(first, messages), rendered, completion, sampler, span)
+            commit(graph.prepare_turn(first, messages), rendered, completion, sampler, span, tools=tools)
         else:
-            commit_sibling(rollout.trace, first, rendered, completion, sampler, span)
+            commit_sibling(rollout.trace, first, rendered, completion, sampler, span, tools)
         rollout.read_versions()
     await run_all(_grade(request, rollout, deadline) for rollout in rollouts)
     return rollouts

@@ -36,6 +36,11 @@ def opening_messages(data: vf.TaskData) -> list[vf.Message]:
     return messages if system is None else [vf.SystemMessage(content=system), *messages]
 
 
+def declared_tools(data: vf.TaskData) -> list[WireTool] | None:
+    """Return the tools that a task's data declares to the model, without code to carry out their calls."""
+    return getattr(data, "tools", None)
+
+
 def commit(
     turn: graph.PendingTurn,
     rendered: RenderedTokens,
@@ -79,6 +84,7 @@ def commit_sibling(
     completion: Completion,
     sampler: Sampler,
     span: vf.TimeSpan,
+    tools: list[WireTool] | None = None,
 ) -> None:
     """Add to an empty trace another reply to the prompt of `first`, which holds that prompt, its reply, nothing else.
 
@@ -90,7 +96,7 @@ def commit_sibling(
     token_ids = scaffold + completion.token_ids
     node = graph.MessageNode(
         parent=reply.parent,
-        message=read(completion, sampler.renderer, rendered),
+        message=read(completion, sampler.renderer, rendered, tools),
         sampled=True,
         token_ids=token_ids,
         renderer_token_ids=token_ids,

@@ -29,7 +29,7 @@ from prl.launch import specs
 from prl.launch.checks import check_engines, check_loadable
 from prl.launch.components import RunComponents, check_vocabulary, make_renderers, show_tasks
 from prl.launch.local import resolve_model
-from prl.launch.prompts import check_demonstrations, check_lengths, rendered_prompts
+from prl.launch.prompts import check_demonstrations, check_graded, check_lengths, rendered_prompts
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
@@ -112,6 +112,7 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
         prompts = rendered_prompts(environment, renderers[name], config.node_of(name, "renderer")[0])
         check_lengths(config, name, prompts)
         if environment.config.weight > 0:
+            check_graded(components.envs[name].algorithm, environment)
             check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
     return PreparedRun(
         config=config,

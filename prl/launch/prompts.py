@@ -1,5 +1,6 @@
 """Refusals of tasks and warnings before a start: their prompts and demonstrations, once rendered."""
 
+import json
 import warnings
 from typing import Any
 
@@ -13,9 +14,10 @@ from prl.config.schema import TrainConfig
 from prl.engines.chat import Answer, Dialogue, UnusableReply, as_completion, check_template, replies_in
 from prl.engines.renderer import UnrenderablePrompt, render_prompt
 from prl.engines.template_check import call_and_answer, losses_of_prompt
-from prl.envs.environment import Environment
-from prl.envs.turn import opening_messages
+from prl.envs.environment import Environment, reason_ungraded
+from prl.envs.turn import declared_tools, opening_messages
 from prl.errors import ConfigError
+from prl.monitors.text import as_message, in_one_line
 
 CHECKED = 16
 """First tasks of an env that are rendered; behind them the first of each other sequence of roles, as many at most."""
@@ -35,7 +37,8 @@ def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -
         messages = [message_to_wire(message) for message in opening_messages(task.data)]
         if not messages:
             continue
-        tools = environment.tools.joined(task.toolsets(task.config)).wire
+        callable_tools = environment.tools.joined(task.toolsets(task.config)).wire
+        tools = callable_tools or declared_tools(task.data)
         of_task = f"task {task.key} of env {environment.name!r}"
         try:
             losses = list(losses_of_prompt(renderer, messages, tools))
@@ -44,9 +47,9 @@ def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -
             if environment.verifiers_env is None:  # else the env may add the messages that are missing
                 refused.append(f"{of_task}: {error}")
             continue
-        if tools and not called:
+        if callable_tools and not called:
             called = True
-            changed += [f"{of_task}: {what}" for what in lost_after_a_call(renderer, messages, tools)]
+            changed += [f"{of_task}: {what}" for what in lost_after_a_call(renderer, messages, callable_tools)]
         for loss in losses:
             if loss.left_out:
                 raise ConfigError(
@@ -124,12 +127,41 @@ def check_demonstrations(
         )
 
 
+def check_graded(algorithm: Algorithm, environment: Environment) -> None:
+    """Refuse tasks that nothing can grade to an algorithm that trains on rewards."""
+    reason = next(filter(None, map(reason_ungraded, environment.tasks)), None)
+    if reason is not None and algorithm.reads_reward:
+        raise ConfigError(
+            f"envs.{environment.name}.args: {reason}: name the key of the answer (args.answer_key), give a function as "
+            "args.grader, choose env=judge, or imitate demonstrations (algo=sft algo.sampling.source=demonstrations)"
+        )
+
+
+def as_read(environment: Environment) -> str:
+    """Return the first task of an env as it was read: a line each for messages, demonstration, answer and tools."""
+    data = environment.tasks[0].data
+    messages = [message_to_wire(message) for message in opening_messages(data)]
+    parts = [(message["role"], _text_of(message)) for message in messages]
+    replies = replies_in(data, "demonstration") if getattr(data, "demonstration", None) else []
+    parts += [("demonstration", _text_of(reply)) for reply in replies] or [("demonstration", "none")]
+    tools = ", ".join(tool["function"]["name"] for tool in declared_tools(data) or [])
+    parts += [("answer", getattr(data, "answer", None) or "none"), ("tools", tools or "none")]
+    lines = [f"  {name}: {as_message(in_one_line(str(value)))}" for name, value in parts]
+    return "\n".join([f"env {environment.name}, its first task as it was read:", *lines])
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    """Return what a message says and calls."""
+    calls = message.get("tool_calls")
+    return " ".join([str(message["content"] or ""), *([json.dumps(calls, ensure_ascii=False)] if calls else [])])
+
+
 def check_replies(renderer: Renderer, task: vf.Task, replies: list[dict[str, Any]], where: str) -> None:
     """Raise ConfigError if a reply of a task's demonstration would not be trained whole."""
     opening, question = opening_messages(task.data), [{"role": "user", "content": "?"}]
     try:
         for number, reply in enumerate(replies):  # what comes between two of them, the env knows alone
-            dialogue = Dialogue(question if number or not opening else opening, task=task.data)
+            dialogue = Dialogue(question if number or not opening else opening, declared_tools(task.data), task.data)
             as_completion(renderer, dialogue, Answer(reply), max_tokens=1 << 30)
     except (UnusableReply, UnrenderablePrompt) as error:
         raise ConfigError(f"{where}: {error}") from error

@@ -96,7 +96,7 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     from prl.engines.tokenizers import load_tokenizer
     from prl.envs.environment import Environment  # verifiers, once the config has composed
     from prl.launch.components import make_renderers
-    from prl.launch.prompts import rendered_prompts
+    from prl.launch.prompts import as_read, rendered_prompts
     from prl.rollouts.records import record
     from prl.tools.rollouts.render import rollout as shown
 
@@ -107,6 +107,7 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     rendered_prompts(environment, renderer, config.node_of(name, "renderer")[0])
     held_out = f"{len(environment.eval_tasks)} held-out tasks" if environment.eval_tasks else "no held-out tasks"
     say(console, f"env {name}: {len(environment.tasks)} tasks, {held_out}")
+    say(console, as_read(environment))
     if environment.uses_harness:
         return "its episodes are played by verifiers' harness, which needs a model server: only its tasks were checked"
     task = environment.tasks[0]

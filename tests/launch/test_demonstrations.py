@@ -1,6 +1,8 @@
 """The tasks' demonstrations as the source of an env's rollouts: refused before anything starts, or played; and what a
 frozen source is asked with."""
 
+import json
+
 import pytest
 from prepared_run import prepared_run
 
@@ -38,6 +40,39 @@ def test_a_conversation_for_a_single_turn_is_refused(tmp_path):
     args = [f"envs.jsonl.args.{each}" for each in (f"path={path}", "demonstration_key=talk")]
     with pytest.raises(ConfigError, match="has 2 replies, and the env asks for one"):
         demonstrated(*DEMONSTRATED, "env=jsonl", *args, "envs.jsonl.eval_args=null")
+
+
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+
+
+async def test_conversation_with_tools_is_imitated_whole_and_not_evaluated(tmp_path, tokenizer):
+    """The prompt declares the row's tools; the call and the reply after it are trained; nothing is held out."""
+    path = tmp_path / "chat.jsonl"
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 7}}}
+    talk = [
+        {"role": "user", "content": "7+1="},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "8"},
+        {"role": "assistant", "content": "It is 8."},
+    ]
+    path.write_text(json.dumps({"messages": talk, "tools": [ADD]}) + "\n")
+    options = ["env=jsonl", f"envs.jsonl.args.path={path}", "envs.jsonl.args.train_turns=all"]
+    run = prepared_run(compose([*SMALL[:-1], *DEMONSTRATED, *options]))
+    env = assemble(run, Services(None, {}, []), FileTransport(tmp_path), tmp_path).envs[0]
+    assert env.environment.eval_tasks == [] and len(env.environment.tasks) == 2
+    await env.setup()
+    trained = {}
+    for task in sorted(env.environment.tasks, key=lambda task: len(task.data.prompt)):
+        (rollout,) = await env.environment.play(task, 1, env.sampler, group_id=0)
+        assert rollout.error is None and rollout.reward == 0.0
+        await env.algorithm.finalize_rollout(rollout)
+        await env.algorithm.finalize_group([rollout])
+        (sample,) = rollout.samples
+        assert '"description": "Adds."' in tokenizer.decode(sample.token_ids)
+        weights = zip(sample.token_ids, sample.ce_weights, strict=True)
+        trained[len(task.data.prompt)] = tokenizer.decode([token for token, weight in weights if weight])
+    assert '{"name": "add", "arguments": {"a": 7}}' in trained[1] and trained[1].endswith("<|im_end|>")
+    assert trained[3].endswith("It is 8.<|im_end|>")
 
 
 def test_the_key_of_demonstrations_is_refused_without_them():

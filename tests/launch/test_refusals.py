@@ -44,6 +44,7 @@ class Algo(Algorithm):
             raise ValueError("unlucky")
 """
 ROWS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(8)]
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 FEW = ["envs.math.args.num_tasks=8", "envs.math.eval_args=null"]
 JSONL = ["env=jsonl", "envs.jsonl.args.eval_fraction=0", "envs.jsonl.eval_args=null"]
 CALCULATOR = ["env=calculator", "envs.calculator.args.num_tasks=8", "envs.calculator.eval_args=null"]
@@ -57,6 +58,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "refused_mine.py").write_text(MINE)
     (tmp_path / "broken_mine.py").write_text("import no_such_module_xyz\n")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT, "tools": [{"name": "add", "parameters": {}}]}))
     for name, file in (("a_run", "config.yaml"), ("theirs", "thesis.txt")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text("envs: {}\n")
@@ -144,6 +146,8 @@ TABLE = [
     (["sampling.top_p=0.5"], "sampling.top_p=0.5"),
     # engines
     (["engine.urls=[http://127.0.0.1:9]"], "engine.urls names servers that already run: set PRL_TOKEN"),
+    # data
+    ([*JSONL, "envs.jsonl.args.path=chat.jsonl"], "envs.jsonl.args: chat.jsonl, line 1 has no answer, which grader=ex"),
     # workers
     (["envs.math.workers={count: 4, where: ray}"], "envs.math.workers.where=ray: choose launcher=ray as well"),
     (["launcher=ray", "envs.math.in_process=true", "envs.math.workers.where=ray"], "envs.math.workers.where=ray: its"),

@@ -109,7 +109,7 @@ def _test(test: ast.expr) -> tuple[str, Any]:
 class CodeConfig(JsonlConfig):
     path: str = str(OWN)
     """As of `jsonl`; those of prl if it is left out."""
-    answer_key: str = "tests"
+    answer_key: str | None = "tests"
     grader: Literal["tests"] = "tests"
     seconds: float = Field(5.0, gt=0, le=3600)
     """[s] Time that the code and its tests have."""

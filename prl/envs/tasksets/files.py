@@ -2,7 +2,9 @@
 
 import csv
 import json
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ HUB_WAIT = 5.0
 LONGEST_FIELD = 2**31 - 1
 """The most characters of a CSV field that Python's reader takes on every platform."""
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+SHARD = re.compile(r"(?:(?P<split>.+?)[-_.])??(?:(?P<number>\d+)[-_]of[-_](?P<count>\d+)(?:[-_.]\w+)?|\d+)")
+"""The stem of a file that is a part of a split: `train-2`, `train-00002-of-00003`, or that with a hash behind it."""
 
 
 def rows_of(file: Path) -> Iterator[tuple[str, Any]]:
@@ -70,7 +74,9 @@ def _csv(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         with file.open(encoding="utf-8-sig", newline="") as opened:
             reader = csv.DictReader(opened)
-            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"{file}, line 1: two columns are named {twice[0]!r}: rename one")
             for row in reader:
                 if None in row:  # what DictReader calls the values behind the last column
                     raise ValueError(
@@ -86,15 +92,33 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet  # heavy, and used only here
 
     table = pyarrow.parquet.read_table(file)
-    # As text, numbers have the digits that they were written with: Python's floats of 32 bits have others.
-    fields = [
-        field.with_type(pyarrow.string())
-        if pyarrow.types.is_floating(field.type) or pyarrow.types.is_decimal(field.type)
-        else field
-        for field in table.schema
-    ]
-    rows = table.cast(pyarrow.schema(fields)).to_pylist()
-    yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+    for number, row in enumerate(table.to_pylist(), start=1):
+        yield f"row {number}", {key: _as_written(value, table.field(key).type) for key, value in row.items()}
+
+
+def _as_written(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type with its floats, at any depth, as the text that they were written as.
+
+    Python's floats of 32 and 16 bits have other digits. Fields of a struct without a value are left out: a file has
+    them where its rows have different keys.
+    """
+    import numpy
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_floating(kind):
+        return numpy.format_float_positional(kind.to_pandas_dtype()(value), trim="-")
+    if types.is_decimal(kind):
+        return str(value)
+    if types.is_struct(kind):
+        fields = {field.name: _as_written(value[field.name], field.type) for field in kind}
+        return {name: inner for name, inner in fields.items() if inner is not None}
+    if types.is_map(kind):
+        return {key: _as_written(inner, kind.item_type) for key, inner in value}
+    if types.is_nested(kind):  # lists of every kind
+        return [_as_written(inner, kind.value_type) for inner in value]
+    return _as_written(value, kind.value_type) if types.is_dictionary(kind) else value
 
 
 READERS = dict(zip(SUFFIXES, (_json_lines, _json, _csv, _parquet), strict=True))
@@ -105,41 +129,71 @@ def hub_files(name: str, split: str) -> list[Path]:
 
     Args:
         name: `owner/name`, or `owner/name/folder` where a folder holds the configuration wanted.
-        split: The files of a split begin with its name, e.g. `train-00000-of-00001.parquet`, or lie in a folder of it.
+        split: Its files are named `<split>`, `<split>-<number>` or `<split>-00000-of-00001`, or lie in a folder of it.
 
     Raises:
-        ValueError: The hub does not deliver it, or it has no such files.
+        ValueError: The hub does not deliver it, it has no such files, or some of them are missing.
     """
     from huggingface_hub import HfApi, snapshot_download
 
     repo, folder = "/".join(name.split("/")[:2]), "/".join(name.split("/")[2:])
     wanted: dict[str, Any] = {"repo_id": repo, "repo_type": "dataset"}
-    wanted["allow_patterns"] = [f"{folder + '/' if folder else ''}*{split}*{suffix}" for suffix in SUFFIXES]
+    forms = [f"*{split}{form}{suffix}" for form in ("", "[-_.][0-9]*", "/*") for suffix in SUFFIXES]
+    wanted["allow_patterns"] = [f"{folder}/{form}" if folder else form for form in forms]
     try:
-        cached = _of_split(Path(snapshot_download(**wanted, local_files_only=True)) / folder, split)
-        if cached:
-            return cached
-    except OSError:  # not in the cache
-        pass
+        root = Path(snapshot_download(**wanted, local_files_only=True)) / folder
+        return of_split(root, root.rglob("*"), split)
+    except (MissingFiles, OSError) as error:  # OSError: it is not in the cache, or not as the hub's list there says
+        in_cache = in_one_line(error)
     try:
-        HfApi().dataset_info(repo, timeout=HUB_WAIT)  # the download itself would retry for half a minute
+        listed = HfApi().dataset_info(repo, timeout=HUB_WAIT)  # the download itself would retry for half a minute
+        of_split(Path(folder), [Path(file.rfilename) for file in listed.siblings or ()], split)
         root = Path(snapshot_download(**wanted)) / folder
     except Exception as error:  # exceptions of httpx, the hub's client and the system have no common base
         raise ValueError(
-            f"{repo} is not in the hub's cache on this machine, and the hub fails ({in_one_line(error)}): "
-            f"set path to a {' or '.join(SUFFIXES)} file of its rows"
+            f"{repo} is not in the hub's cache on this machine ({in_cache}), and the hub fails "
+            f"({in_one_line(error)}): set path to a {' or '.join(SUFFIXES)} file of its rows"
         ) from error
-    downloaded = _of_split(root, split)
-    if not downloaded:
-        raise ValueError(f"{name} has no {split}*{', '.join(SUFFIXES)} on the hub")
-    return downloaded
+    return of_split(root, root.rglob("*"), split)
 
 
-def _of_split(root: Path, split: str) -> list[Path]:
-    """Return the readable files under `root` that belong to a split; raise ValueError if several folders have some."""
-    readable = [path for path in sorted(root.rglob("*")) if path.suffix.lower() in SUFFIXES]
-    files = [path for path in readable if path.name.startswith(split) or path.parent.name == split]
+class MissingFiles(ValueError):
+    """A folder has not all files of a split."""
+
+
+def of_split(root: Path, paths: Iterable[Path], split: str) -> list[Path]:
+    """Return those of `paths` under `root` that can be read and belong to a split.
+
+    Raises ValueError if several folders have some, MissingFiles if there are none, or fewer than their names say.
+    """
+    readable = [path for path in sorted(paths) if path.suffix.lower() in SUFFIXES and path.is_relative_to(root)]
+    files = [path for path in readable if split in (path.stem, path.parent.name, _split_name(path))]
     folders = sorted({path.parent.relative_to(root).as_posix() for path in files})
     if len(folders) > 1:
         raise ValueError(f"several folders hold a {split} split ({', '.join(folders)}): name one, owner/name/folder")
+    if not files:
+        there = ", ".join(sorted(set(map(_split_name, readable)))) or "none"
+        raise MissingFiles(f"there is no split {split!r}; its splits: {there}")
+    files = [path for path in files if path.stem == split] or files  # train.jsonl rather than train-2.jsonl
+    if missing := missing_parts(files):
+        raise MissingFiles(missing)
     return files
+
+
+def _split_name(file: Path) -> str:
+    """Return the name of the split that a file is a part of, by its own name or its folder's."""
+    shard = SHARD.fullmatch(file.stem)
+    return file.stem if shard is None else shard["split"] or file.parent.name
+
+
+def missing_parts(files: Iterable[Path]) -> str | None:
+    """Return what is missing of files that are named as parts of a whole, 00002 of 00003; None if nothing is."""
+    parts: dict[tuple[Path, int], set[int]] = defaultdict(set)
+    for file in files:
+        shard = SHARD.fullmatch(file.stem)
+        if shard and shard["count"]:
+            parts[file.parent / str(shard["split"]), int(shard["count"])].add(int(shard["number"]))
+    for (path, count), numbers in parts.items():
+        if len(numbers) < count:
+            return f"{path}: {len(numbers)} of {count} files are there, as their names say"
+    return None

@@ -26,7 +26,8 @@ class GSM8KConfig(JsonlConfig):
     path: str | None = None  # type: ignore[assignment]
     """As of `jsonl`, with the columns `question` and `answer` (a worked solution, the number after `####`); null = the
     hub's `openai/gsm8k`."""
-    prompt_key: str = "question"
+    prompt_key: str | None = "question"
+    answer_key: str | None = "answer"
     demonstration_key: str | None = "answer"
     grader: Literal["numeric", "math_verify"] = "numeric"
     """Whether the number that a reply gives is compared, or what the library math-verify makes of the reply."""

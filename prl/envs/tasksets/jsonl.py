@@ -2,40 +2,48 @@
 
     {"prompt": "Capital of France?", "answer": "Paris"}
 
-A prompt is a text or a list of chat messages, in OpenAI's format or verifiers'; an answer is a text or a number. The
-reward of a reply is what `grader` says: `exact`, `numeric` or `math_verify` (`prl.envs.tasksets.graders`), or your
-function grade(reply, answer); {_target_: my.grade, tolerance: 0.1} for arguments.
+Prompt, answer and a reply to imitate are found by the keys of each row (`prl.envs.tasksets.layouts`), or named. A
+prompt is a text or a list of chat messages, an answer a text or a number. The reward of a reply is what `grader` says:
+`exact`, `numeric` or `math_verify` (`prl.envs.tasksets.graders`), or your function grade(reply, answer); {_target_:
+my.grade, tolerance: 0.1} for arguments. A row needs an answer only where prl's graders are to grade replies to it.
 
-Held-out tasks are the rows of `eval_path`, else `eval_fraction` of the prompts, chosen by a hash of their content. No
-prompt is in both splits. Equal rows count once.
+Held-out tasks are the rows of `eval_path`, else `eval_fraction` of the prompts, chosen by a hash of their content; rows
+that cannot be graded always train. No prompt is in both splits. Equal rows count once.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
 import math
 import random
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import verifiers.v1 as vf
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
+from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.config.build import function
 from prl.envs.tasksets.base import AnswerTask
-from prl.envs.tasksets.files import hub_files, rows_of
+from prl.envs.tasksets.files import hub_files, missing_parts, rows_of
 from prl.envs.tasksets.graders import GRADERS, QUICK, fault_of
-from prl.errors import UNREADABLE, ConfigError
+from prl.envs.tasksets.layouts import (
+    ANSWERS,
+    decoded,
+    divided,
+    layout_of,
+    messages_of,
+    tools_of,
+)
+from prl.errors import ConfigError
 from prl.monitors.text import in_one_line
 
 __all__ = ["JsonlTaskset"]
 
 Grade = Callable[[str, str], float]
-CHAT = re.compile(r'\s*\[\s*\{\s*"(?:role|content)"\s*:')
-"""How a list of chat messages begins that is written as JSON."""
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 """What JSON can spell, but no UTF-8."""
 
@@ -53,10 +61,16 @@ def grader_of(value: str | dict[str, Any]) -> Grade:
 
 
 class JsonlData(vf.TaskData):
-    answer: str
-    """What a reply is graded against."""
+    answer: str = ""
+    """What a reply is graded against; empty where the row has no answer."""
     demonstration: Any = None
     """A reply to imitate: a text, or a list of messages. Not part of the prompt."""
+    tools: list[dict[str, Any]] | None = None
+    """Tools that the prompt declares to the model, in OpenAI's format; nothing carries out their calls."""
+    _place: str = PrivateAttr("")
+    """File and line."""
+    _conversation: str = PrivateAttr("")
+    """A hash of the first prompt of its conversation."""
 
 
 class JsonlConfig(vf.TasksetConfig):
@@ -73,12 +87,15 @@ class JsonlConfig(vf.TasksetConfig):
     """Held-out lines, like `path`; null = a share of the lines of `path`."""
     eval_fraction: float = Field(0.1, ge=0, lt=1)
     """Share of held-out prompts, at least one prompt; 0 = none. Not with `eval_path`."""
-    prompt_key: str = "prompt"
-    """The key of a line's prompt."""
-    answer_key: str = "answer"
-    """The key of a line's answer."""
+    prompt_key: str | None = None
+    """The key of a line's prompt; null = by the line's own keys."""
+    answer_key: str | None = None
+    """The key of a line's answer; null = by the line's own keys, and a line may have none."""
     demonstration_key: str | None = None
-    """The key of a reply to imitate (`algo.sampling.source=demonstrations`, `algo=opsd`); null = none."""
+    """The key of a reply to imitate (`algo.sampling.source=demonstrations`, `algo=opsd`), in a conversation that of the
+    prompt; null = by the line's own keys, or none if `prompt_key` is given."""
+    train_turns: Literal["last", "all"] = "last"
+    """The assistant's messages in a conversation that are replies to imitate; `all`: each is a task of its own."""
     system: str | None = None
     """A system message before every prompt; `system_prompt`, which every taskset has, is a file."""
     grader: str | dict[str, Any] = "exact"
@@ -92,6 +109,11 @@ class JsonlConfig(vf.TasksetConfig):
 
     answer_types: ClassVar[tuple[type, ...]] = (str, int, float)
     """What a row's answer may be."""
+
+    @property
+    def reads_answer(self) -> bool:
+        """Whether replies are graded against the answer for certain."""
+        return isinstance(self.grader, str) and self.grader in GRADERS
 
     @functools.cached_property
     def grade(self) -> Grade:
@@ -112,8 +134,15 @@ class JsonlTask(AnswerTask[JsonlData]):
 
     settings: JsonlConfig
 
+    @property
+    def ungraded(self) -> str | None:
+        """Why no reply can be graded; None if it can."""
+        if _gradable(self.settings, self.data):
+            return None
+        return f"{self.data._place} has no answer, which grader={self.settings.grader} reads"
+
     def grade(self, reply: str) -> float:
-        return float(self.settings.grade(reply, self.data.answer))
+        return 0.0 if self.ungraded else float(self.settings.grade(reply, self.data.answer))
 
 
 class JsonlTaskset(vf.Taskset[JsonlTask, JsonlConfig]):
@@ -135,21 +164,26 @@ class JsonlTaskset(vf.Taskset[JsonlTask, JsonlConfig]):
 
 def split_of(config: JsonlConfig) -> Iterator[JsonlData]:
     """Yield the rows of the chosen split; raise ValueError naming what cannot be read."""
-    rows = [(_digest(row.prompt), row) for row in read(config, config.path)]
+    rows = [(row._conversation, row) for row in read(config, config.path)]
+    prompts = sorted({prompt for prompt, row in rows if _gradable(config, row)})
     if config.eval_path is not None:
         held_out = read(config, config.eval_path)
-        chosen = {_digest(row.prompt) for row in held_out}
+        chosen = {row._conversation for row in held_out}
     else:
-        prompts = sorted({prompt for prompt, _ in rows})
         count = max(1, round(config.eval_fraction * len(prompts))) if config.eval_fraction and len(prompts) > 1 else 0
         chosen = set(prompts[:count])
         held_out = [row for prompt, row in rows if prompt in chosen]
     if config.split == "eval":
-        if not held_out:
+        if not held_out and prompts:
             raise ValueError("no prompt is held out: set eval_path or eval_fraction, or the env's eval_args to null")
-        yield from held_out
+        yield from (row for row in held_out if _gradable(config, row))
         return
     yield from (row for prompt, row in rows if prompt not in chosen)
+
+
+def _gradable(config: JsonlConfig, row: JsonlData) -> bool:
+    """Return whether replies to a row can be graded."""
+    return bool(row.answer) or not config.reads_answer
 
 
 def read(config: JsonlConfig, path: str) -> list[JsonlData]:
@@ -161,73 +195,107 @@ def read(config: JsonlConfig, path: str) -> list[JsonlData]:
         if not colon or name.count("/") < 1 or not split:
             raise ValueError(f"{path!r}: write hub:owner/name:split")
         files = hub_files(name, split)
+    elif missing := missing_parts(files):
+        warnings.warn(missing, stacklevel=2)
     distinct: dict[str, JsonlData] = {}
+    notes: dict[str, str] = {}
     for file in files:
         for place, row in rows_of(file):
-            data = task_of(config, row, f"{file}, {place}")
-            distinct.setdefault(str(data.id), data)
+            for data in tasks_of(config, row, f"{file}, {place}", notes):
+                distinct.setdefault(str(data.id), data)
     if not distinct:
         raise ValueError(f"{path} has no rows")
+    for note, place in notes.items():
+        warnings.warn(f"{place}, and maybe others: {note}", stacklevel=2)
     return list(distinct.values())
 
 
-def task_of(config: JsonlConfig, row: Any, place: str) -> JsonlData:
-    """Return the task of a row; raise ValueError, with its `place`, for a key that is missing or of a wrong type."""
+def tasks_of(config: JsonlConfig, row: Any, place: str, notes: dict[str, str]) -> Iterator[JsonlData]:
+    """Yield the tasks of a row; raise ValueError, with its `place`, for a key that is missing or of a wrong type.
+
+    `notes` gets what is left out of it, with the place of the first such row.
+    """
     if not isinstance(row, dict):
         raise ValueError(f"{place}: a row is a mapping of keys to values, got {type(row).__name__}")
-    value = functools.partial(_value, row, place)
-    prompt = value(config.prompt_key, str, list)
-    answer = value(config.answer_key, *config.answer_types)
+    prompt, reply, is_conversation = _prompt_and_reply(config, row, place, notes)
+    answer, graded = _answer(config, row, place)
+    tools = _listed(tools_of, _value(row, place, "tools", list), place, "tools") if row.get("tools") else []
+    pairs, every = [(prompt, reply)], config.train_turns == "all"
+    if is_conversation:
+        pairs, behind = divided(prompt, reply, every=every)
+        if not pairs or (behind and graded and not every):  # then a reply to what is behind is graded
+            pairs = [(prompt, None)]
+        elif behind:
+            notes.setdefault("the messages behind the assistant's last one are left out", place)
+    for number, (opening, demonstration) in enumerate(pairs, start=1):
+        last = number == len(pairs)
+        data = JsonlData(
+            id=_digest([prompt, answer, reply, *tools, *([] if last else [number])]),
+            prompt=opening,
+            system_prompt=config.system,
+            answer=graded if last else "",
+            demonstration=[*map(message_to_wire, demonstration)] if isinstance(demonstration, list) else demonstration,
+            tools=tools or None,
+        )
+        data._place, data._conversation = place, _digest(pairs[0][0])
+        yield data
+
+
+def _prompt_and_reply(
+    config: JsonlConfig, row: dict[str, Any], place: str, notes: dict[str, str]
+) -> tuple[Any, Any, bool]:
+    """Return a row's prompt, the reply to imitate or None, and whether these are a conversation that is to be divided.
+
+    Both are a text or messages.
+    """
+    prompt_key, reply_key = config.prompt_key, config.demonstration_key
+    if prompt_key is None:
+        found = layout_of(row)
+        if found is None:
+            keys = ", ".join(map(repr, row)) or "none"
+            raise ValueError(f"{place}: no layout of rows fits its keys ({keys}): name its prompt with prompt_key")
+        prompt_key, reply_key = found[0], reply_key or found[1]
+    if reply_key == "chosen" and row.get("rejected") is not None:
+        notes.setdefault("`chosen` is imitated, and `rejected` is left out: prl trains on no pairs", place)
+    if prompt_key == reply_key:
+        return _listed(messages_of, _value(row, place, prompt_key, list), place, prompt_key), None, True
+    prompt = _listed(messages_of, _value(row, place, prompt_key, str, list), place, prompt_key)
+    if config.prompt_key is None and prompt_key == "instruction" and row.get("input"):
+        prompt = f"{prompt}\n\n{_value(row, place, 'input', str)}"
+    if reply_key is None:
+        return prompt, None, False
+    reply = _listed(messages_of, _value(row, place, reply_key, str, list, int, float), place, reply_key)
+    named = config.demonstration_key is not None
+    return prompt, reply, not named and (isinstance(prompt, list) or isinstance(reply, list))
+
+
+def _listed(read_list: Callable[[Any], list[Any]], value: Any, place: str, key: str) -> Any:
+    """Return what is read in a list, and any other value as text; raise ValueError, with place and key, if it fails."""
+    try:
+        return read_list(value) if isinstance(value, list) else str(value)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        wanted = "chat messages" if read_list is messages_of else "tools in OpenAI's format"
+        raise ValueError(f"{place}: key {key!r} is no list of {wanted}: {in_one_line(error)}") from error
+
+
+def _answer(config: JsonlConfig, row: dict[str, Any], place: str) -> tuple[Any, str]:
+    """Return a row's answer as it is, and what of it replies are graded against; None and nothing where it has none."""
+    key = config.answer_key or next((known for known in ANSWERS if _lookup(row, known) is not None), None)
+    if key is None:
+        return None, ""
+    answer = _value(row, place, key, *config.answer_types)
     graded = config.graded_answer(answer)
     if (fault := config.fault_of(graded)) is not None:
-        raise ValueError(f"{place}: key {config.answer_key!r} {fault}, got {answer!r:.80}")
-    demonstration = value(config.demonstration_key, str, list) if config.demonstration_key else None
-    if isinstance(prompt, str) and CHAT.match(prompt):  # a column of a CSV file has texts alone
-        with contextlib.suppress(*UNREADABLE):
-            prompt = json.loads(prompt)
-    try:
-        if isinstance(demonstration, list):
-            demonstration = [with_text(message) for message in demonstration]
-        return JsonlData(
-            id=_digest([prompt, answer, demonstration]),
-            prompt=prompt if isinstance(prompt, str) else [as_verifiers(message) for message in prompt],
-            system_prompt=config.system,
-            answer=graded,
-            demonstration=demonstration,
-        )
-    except (AttributeError, TypeError, ValueError) as error:
-        key = config.prompt_key
-        raise ValueError(f"{place}: key {key!r} is no list of chat messages: {in_one_line(error)}") from error
+        raise ValueError(f"{place}: key {key!r} {fault}, got {answer!r:.80}")
+    return answer, graded
 
 
-def as_verifiers(message: Any) -> Any:
-    """Return a chat message with its tool calls as verifiers has them, which OpenAI's format nests in `function`."""
-    message = with_text(message)
-    if message.get("function_call"):
-        raise ValueError("function_call: write it as tool_calls, which have taken its place")
-    if not message.get("tool_calls"):
-        return message
-    calls = [call | (call.get("function") or {}) for call in message["tool_calls"]]
-    return message | {"tool_calls": [call | {"arguments": arguments_of(call)} for call in calls]}
-
-
-def arguments_of(call: dict[str, Any]) -> str:
-    """Return the arguments of a tool call as text; raise ValueError if they are no JSON object."""
-    arguments = call.get("arguments") or "{}"  # a tool without parameters may have none
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    if not isinstance(json.loads(text), dict):
-        raise ValueError(f"the arguments of a tool call must be a JSON object, got {text:.80}")
-    return text
-
-
-def with_text(message: Any) -> Any:
-    """Return a message with the text parts of its content as one text; raise ValueError for another kind of part."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    if any(part.get("type") != "text" for part in content):
-        raise ValueError(f"a part of a message's content must be {{type: text, text: <text>}}, got {content!r:.200}")
-    return message | {"content": "".join(part["text"] for part in content)}
+def _lookup(row: Any, key: str) -> Any:
+    """Return the value of a key, which may be nested (`reward_model.ground_truth`); None where there is none."""
+    outer, _, inner = key.partition(".")
+    if isinstance(row, dict) and key not in row and inner:
+        return _lookup(row.get(outer), inner)
+    return row.get(key) if isinstance(row, dict) else None
 
 
 def _value(row: dict[str, Any], place: str, key: str, *types: type) -> Any:
@@ -237,7 +305,7 @@ def _value(row: dict[str, Any], place: str, key: str, *types: type) -> Any:
     if key not in row:
         keys = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"{place}: there is no {key!r} (its keys: {keys})")
-    value = row[key]
+    value = decoded(row[key], whole=types == (list,)) if list in types else row[key]
     if value is None:
         raise ValueError(f"{place}: key {key!r} has no value")
     odd = isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value))  # numbers to Python

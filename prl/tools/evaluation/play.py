@@ -16,7 +16,7 @@ from prl.config.validate import check_device, check_env_models, check_env_name, 
 from prl.engines.client import ModelPool
 from prl.engines.sampler import Sampler
 from prl.engines.tokenizers import load_tokenizer
-from prl.envs.environment import Environment
+from prl.envs.environment import Environment, reason_ungraded
 from prl.errors import ConfigError, PrlError
 from prl.launch.checks import check_loadable
 from prl.launch.components import renderer_of
@@ -162,4 +162,7 @@ def _eval_env(config: EvaluationConfig, name: str) -> EvalEnv:
     check_env_models(name, node, lambda _: False)
     where, sampling = sampling_of(config, name)
     sampler = build(sampling, Sampler, where)
-    return EvalEnv(environment=Environment(name, node, eval_tasks=config.num_tasks), eval_sampler=sampler)
+    environment = Environment(name, node, eval_tasks=config.num_tasks)
+    if not environment.eval_tasks:
+        raise ConfigError(f"envs.{name}.args: {reason_ungraded(environment.tasks[0])}")
+    return EvalEnv(environment=environment, eval_sampler=sampler)

@@ -2,16 +2,20 @@
 
 import csv
 import json
+import warnings
 from decimal import Decimal
 
 import huggingface_hub.constants
+import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
+from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.config.schema import EnvConfig
 from prl.envs.environment import Environment, load_taskset, take_tasks
+from prl.envs.tasksets.files import rows_of
 from prl.errors import ConfigError
 
 PARTS = [{"type": "text", "text": "How "}, {"type": "text", "text": "warm?"}]
@@ -145,10 +149,83 @@ def test_data_set_in_the_cache_needs_no_hub(tmp_path, monkeypatch):
     jsonl(stored / "snapshots" / "abc" / "b" / "train.jsonl", ROWS)
     with pytest.raises(ConfigError, match=r"several folders hold a train split \(a, b\): name one, owner/name/folder"):
         tasks("hub:me/sums:train")
+    jsonl(stored / "snapshots" / "abc" / "b" / "train_sft-00000-of-00002.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"no split 'train_gen'; its splits: test, train, train_sft"):
+        tasks("hub:me/sums:train_gen")
     with pytest.raises(ConfigError, match=r"me/other is not in the hub's cache .* set path to a \.jsonl"):
         tasks("hub:me/other:train")
     with pytest.raises(ConfigError, match=r"'hub:sums:train': write hub:owner/name:split"):
         tasks("hub:sums:train")
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """`cached(names, tree)`: the data set me/sums in the hub's cache, with these files; `tree` is the hub's list."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+
+    def make(names, tree=()):
+        stored, commit = tmp_path / "datasets--me--sums", "a" * 40
+        for number, name in enumerate(names):
+            file = stored / "snapshots" / commit / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            jsonl(file, [ROWS[number] | {"answer": name}])
+        (stored / "refs").mkdir()
+        (stored / "refs" / "main").write_text(commit)
+        if tree:
+            entries = {name: TreeCacheEntry(1, "b", None, None, None) for name in tree}
+            write_tree_cache(str(stored), commit, entries)
+        return stored / "snapshots" / commit
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("split", "own", "others"),
+    [
+        ("dev", ["dev.jsonl"], ["devtest.jsonl"]),
+        ("test", ["test-00000-of-00001.jsonl"], ["testmini-00000-of-00001.jsonl", "test_hard.jsonl"]),
+        ("train", ["train-00000-of-00002-ab12.jsonl", "train-00001-of-00002-cd34.jsonl"], ["train_sft.jsonl"]),
+        ("train", ["train.jsonl"], ["train_2.jsonl", "train-en.jsonl"]),
+        ("train_2", ["train_2.jsonl"], ["train.jsonl", "train_3.jsonl"]),
+        ("train", ["part/train/0000.jsonl", "part/train/0001.jsonl"], ["part/train_gen/0000.jsonl"]),
+        ("validation", ["validation.0.jsonl", "validation.1.jsonl"], ["validation_mismatched.0.jsonl"]),
+    ],
+)
+def test_split_is_its_whole_name(cached, split, own, others):
+    cached([*own, *others])
+    assert {task.data.answer for task in tasks(f"hub:me/sums:{split}", eval_fraction=0)} == set(own)
+
+
+@pytest.mark.parametrize(
+    ("names", "tree"),
+    [
+        (["train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl"], []),
+        (["train-00001-of-00002-ab12.jsonl"], []),
+        (["train/00000-of-00002.jsonl"], []),
+        (["train-1-of-2.jsonl"], []),
+        (["train_0_of_2.jsonl"], []),
+        (["train.0.jsonl"], ["train.0.jsonl", "train.1.jsonl"]),
+    ],
+)
+def test_split_of_which_files_are_missing_is_refused_or_warned_of(cached, names, tree):
+    folder = cached(names, tree)
+    with pytest.raises(ConfigError, match="me/sums is not in the hub's cache"):
+        tasks("hub:me/sums:train", eval_fraction=0)
+    if not tree:  # which is the hub's
+        for path in (folder / names[0], (folder / names[0]).parent / "*.jsonl"):
+            with pytest.warns(UserWarning, match=rf"{len(names)} of \d files are there|1 of \d files are there"):
+                assert tasks(path, eval_fraction=0)
+
+
+def test_whole_split_is_taken_whatever_else_is_missing(cached):
+    folder = cached(
+        ["train-1-of-2.jsonl", "train-2-of-2.jsonl"], ["train-1-of-2.jsonl", "train-2-of-2.jsonl", "dev.csv"]
+    )
+    assert len(tasks("hub:me/sums:train", eval_fraction=0)) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(tasks(folder / "train-*", eval_fraction=0)) == 2
 
 
 NESTED = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
@@ -188,7 +265,7 @@ BAD_MESSAGES = [
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}],
     [{"role": "bob", "content": "x"}],
     [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}],
-    [{"role": "tool", "content": "7"}],
+    [{"role": "tool", "tool_call_id": "c1"}],
     ["hi"],
     asking("weather"),
     asking({"id": "c1", "function": "weather"}),
@@ -221,6 +298,31 @@ def test_parquet_numbers_are_written_as_people_write_them(tmp_path, kind, value,
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     (task,) = tasks(tmp_path / "a.parquet")
     assert task.data.answer == answer
+
+
+HALF, SINGLE = pyarrow.float16(), pyarrow.float32()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "row"),
+    [
+        (HALF, 0.1, "0.1"),
+        (pyarrow.struct([("a", pyarrow.struct([("b", SINGLE)]))]), {"a": {"b": 0.1}}, {"a": {"b": "0.1"}}),
+        (pyarrow.struct([("a", HALF), ("b", pyarrow.int8())]), {"a": 0.2, "b": None}, {"a": "0.2"}),
+        (pyarrow.list_(pyarrow.struct([("a", SINGLE)])), [{"a": 0.3}, {"a": None}], [{"a": "0.3"}, {}]),
+        (pyarrow.large_list(HALF), [0.7, None], ["0.7", None]),
+        (pyarrow.list_(SINGLE, 2), [0.1, 2.0], ["0.1", "2"]),
+        (pyarrow.map_(pyarrow.string(), SINGLE), {"k": 0.1}, {"k": "0.1"}),
+        (pyarrow.struct([("a", pyarrow.decimal128(5, 2))]), {"a": Decimal("1.50")}, {"a": "1.50"}),
+    ],
+    ids=str,
+)
+def test_numbers_below_the_top_of_a_parquet_file_are_what_was_written(tmp_path, kind, value, row):
+    values = [list(value.items()) if pyarrow.types.is_map(kind) else numpy.float16(value) if kind == HALF else value]
+    if kind == pyarrow.large_list(HALF):
+        values = [[each if each is None else numpy.float16(each) for each in value]]
+    pyarrow.parquet.write_table(pyarrow.table({"x": pyarrow.array(values, kind)}), tmp_path / "a.parquet")
+    assert [read for _, read in rows_of(tmp_path / "a.parquet")] == [{"x": row}]
 
 
 def test_names_may_have_capitals_and_blanks(tmp_path):
@@ -303,7 +405,20 @@ def test_a_function_of_the_users_grades(path):
         ("a.txt", "x", {}, r"a\.txt: read are \.jsonl, \.json, \.csv, \.parquet"),
         ("a.jsonl", '{"prompt": "p", "answer": "a"}\n\n{"prompt"', {}, "a.jsonl, line 3 is not JSON"),
         ("a.jsonl", '"p"', {}, "a.jsonl, line 1: a row is a mapping"),
-        ("a.jsonl", '\n{"prompt": "p", "gold": 1}', {}, r"line 2: there is no 'answer' \(its keys: 'prompt', 'gold'\)"),
+        (
+            "a.jsonl",
+            '\n{"prompt": "p", "gold": 1}',
+            {"answer_key": "answer"},
+            r"line 2: there is no 'answer' \(its keys: 'prompt', 'gold'\)",
+        ),
+        ("a.jsonl", '{"text": "p"}', {}, "line 1: no layout of rows fits its keys .'text'.: name .* prompt_key"),
+        ("a.jsonl", '{"messages": "p"}', {}, "line 1: key 'messages' must be list and not empty, got 'p'"),
+        ("a.jsonl", '{"messages": [{"role": "bob", "content": ""}]}', {}, "line 1: key 'messages' is no list of chat"),
+        ("a.jsonl", '{"prompt": "p", "completion": [3]}', {}, "line 1: key 'completion' is no list of chat messages"),
+        ("a.jsonl", '{"chosen": "Human: q", "rejected": "r"}', {}, "line 1: key 'chosen' must be list"),
+        ("a.jsonl", '{"prompt": "p", "tools": ["add"]}', {}, "line 1: key 'tools' is no list of tools in OpenAI's"),
+        ("a.jsonl", '{"prompt": "p", "tools": [{"function": {}}]}', {}, "line 1: key 'tools' is no list of tools"),
+        ("a.jsonl", '{"problem": "p", "solution": "."}', {}, "line 1: key 'solution' must not be empty"),
         (
             "a.jsonl",
             '{"prompt": 3, "answer": "a"}',
@@ -315,9 +430,10 @@ def test_a_function_of_the_users_grades(path):
         ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"grader": "numeric"}, "key 'answer' must be a single number"),
         ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"split": "eval"}, "no prompt is held out: set eval_path"),
         ("a.json", '{"prompt": "p"}', {}, "a.json must hold a list of rows"),
-        ("a.csv", "prompt,answer\np,a\nq\n", {}, "a.csv, line 3: key 'answer' has no value"),
+        ("a.csv", "prompt,answer\np,a\nq\n", {"answer_key": "answer"}, "a.csv, line 3: key 'answer' has no value"),
+        ("a.csv", "prompt,answer, answer\np,a,b\n", {}, "a.csv, line 1: two columns are named 'answer'"),
         ("a.csv", "prompt,answer\np,a\nq,a,b,c\n", {}, "a.csv, line 3: 4 values for 2 columns"),
-        ("a.jsonl", '{"prompt": "p", "answer": null}', {}, "line 1: key 'answer' has no value"),
+        ("a.jsonl", '{"prompt": "p", "answer": null}', {"answer_key": "answer"}, "line 1: key 'answer' has no value"),
         ("a.jsonl", '{"prompt": "p", "answer": NaN}', {}, "line 1: key 'answer' must be .*, got nan"),
         ("a.jsonl", r'{"prompt": "a\ud800", "answer": "1"}', {}, r"line 1: key 'prompt' has a character"),
         ("a.jsonl", r'{"prompt": [{"content": "\udc00"}], "answer": "1"}', {}, r"line 1: key 'prompt' has a character"),

@@ -68,6 +68,7 @@ def test_the_default_run_fits_and_leaves_nothing(dry, tmp_path, capsys):
     assert printed.splitlines()[-1] == "fits" and not list(tmp_path.iterdir())
     assert "524,288" in printed and "of 16.00" in printed
     assert max(map(len, printed.splitlines())) <= 160 and "\x1b" not in printed
+    assert "env math, its first task as it was read:\n  user: " in printed
 
 
 def test_memory_is_that_of_all_processes(dry):

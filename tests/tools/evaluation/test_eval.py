@@ -105,6 +105,13 @@ def test_what_is_refused_before_anything_starts(arguments, says, monkeypatch, se
     assert not Path("outputs").exists()
 
 
+def test_rows_without_an_answer_are_not_evaluated(tmp_path, serve):
+    serve()
+    (tmp_path / "chat.jsonl").write_text('{"prompt": "p", "completion": "c"}')
+    with pytest.raises(ConfigError, match=r"^envs\.jsonl\.args: .*line 1 has no answer, which grader=exact reads"):
+        command.main(compose("tiny", "env=[math,jsonl]", f"envs.jsonl.args.path={tmp_path / 'chat.jsonl'}"))
+
+
 def test_a_running_engine_cannot_load_two_shapes(make_model, monkeypatch):
     monkeypatch.setenv("PRL_TOKEN", "t")
     folder = make_model("wide", intermediate_size=999)
