@@ -15,6 +15,7 @@ from prl.rollouts.rollout import MessageKey, Rollout, keyed_nodes
 
 if TYPE_CHECKING:
     from verifiers.v1.trace import Branch
+    from verifiers.v1.types import Message
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +33,9 @@ class EchoAlgorithm(GRPOAlgorithm):
     the `rl` mask and its count. Source: ECHO, whose lambda is `alpha` here.
     """
 
-    roles: dict[str, dict[str, float]] | None = None
+    roles: dict[str, dict[str, Any]] | None = None
     """Weight `alpha` of the messages of each role, as +algo.roles.user.alpha=0.05. Setting any role replaces the whole
-    table; null = {tool: {alpha: 0.1}}."""
+    table; null = {tool: {alpha: 0.1}}. Role `tool` may have `tool_names`, a list: of other tools no message trains."""
     filter: Callable[[Any], Iterable[Sequence[bool]]] | None = None
     """`filter(rollout)` returns a keep-mask for each trainable branch, as long as its token ids; further keys are its
     keyword arguments. null = keep all observations."""
@@ -44,9 +45,15 @@ class EchoAlgorithm(GRPOAlgorithm):
     """Steps in a row without an observation that trains; -1 once the warning is out."""
 
     @property
-    def alphas(self) -> dict[str, float]:
-        """The weight of each role that trains."""
-        return {role: settings["alpha"] for role, settings in (self.roles or {"tool": {"alpha": 0.1}}).items()}
+    def chosen(self) -> dict[str, dict[str, Any]]:
+        """The roles that train, each with its weight `alpha`, and perhaps `tool_names`."""
+        return self.roles or {"tool": {"alpha": 0.1}}
+
+    def alpha(self, message: "Message", called: dict[str, str]) -> float:
+        """Return the weight of a message; `called` are the names of the tools that were called, by the call's id."""
+        settings = self.chosen.get(message.role, {"alpha": 0.0})
+        names = settings.get("tool_names")
+        return settings["alpha"] if names is None or tool_of(message, called) in names else 0.0
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -58,8 +65,19 @@ class EchoAlgorithm(GRPOAlgorithm):
         for role, settings in (self.roles or {}).items():
             if role not in ROLES:
                 raise ConfigError(f"{where}.roles.{role}: no message has that role; choose from {', '.join(ROLES)}")
-            if set(settings) != {"alpha"} or not 0 < settings["alpha"] < math.inf:
+            alpha, names = settings.get("alpha"), settings.get("tool_names", [""])
+            if (
+                set(settings) - {"alpha", "tool_names"}
+                or not isinstance(alpha, int | float)
+                or not 0 < alpha < math.inf
+            ):
                 raise ConfigError(f"{where}.roles.{role} must be {{alpha: <a number above 0>}}, got {dict(settings)}")
+            if "tool_names" in settings and role != "tool":
+                raise ConfigError(f"{where}.roles.{role}.tool_names: only messages of the role `tool` are of tools")
+            if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+                raise ConfigError(
+                    f"{where}.roles.tool.tool_names must be a list of tools, e.g. [search], got {names!r}"
+                )
         if self.filter is not None and not callable(self.filter):
             raise ConfigError(f"{where}.filter={self.filter!r}: name a function, {where}.filter._target_=my.function")
 
@@ -67,7 +85,7 @@ class EchoAlgorithm(GRPOAlgorithm):
         keep = self._keep_masks(rollout)
         done = {key for branch in rollout.branches for key, node in keyed_nodes(branch) if node.sampled}
         for branch, sample in zip(rollout.sample_branches, rollout.samples, strict=True):
-            weights = self._weights(branch, self.alphas, keep.get(branch.index), done)
+            weights = self._weights(branch, keep.get(branch.index), done)
             if any(weights):
                 sample.ce_weights = weights
 
@@ -79,31 +97,32 @@ class EchoAlgorithm(GRPOAlgorithm):
         self._silent = 0 if trains else self._silent + 1
         if self._silent == SILENT_STEPS:
             self._silent = -1
-            chosen = ", ".join(self.alphas) + ("" if self.filter is None else ", narrowed by algo.filter")
+            roles = [labelled(role, settings.get("tool_names", ())) for role, settings in self.chosen.items()]
+            chosen = ", ".join(roles) + ("" if self.filter is None else ", narrowed by algo.filter")
             there = ", ".join(sorted(set().union(*map(observed_roles, rollouts)))) or "none"
             log.warning(
                 f"env {rollouts[0].env_name}: echo has trained no observation in {SILENT_STEPS} steps: algo.roles has "
                 f"{chosen}; after the model's first turn the env has messages of the roles: {there}"
             )
 
-    def _weights(
-        self, branch: "Branch", alphas: dict[str, float], keep: Sequence[bool] | None, done: set[MessageKey]
-    ) -> list[float]:
+    def _weights(self, branch: "Branch", keep: Sequence[bool] | None, done: set[MessageKey]) -> list[float]:
         """The cross-entropy weight of each token of a branch, `[tokens]`.
 
         Args:
             branch: the branch of the trace, whose messages lie end to end.
-            alphas: weight by role.
             keep: the user's keep-mask, `[tokens]`; None keeps everything.
             done: keys of messages that the model sampled or that train on an earlier branch. A message on several
                 branches trains on the first of them, also where it was rendered again. Those chosen here are added.
         """
         weights: list[float] = []
+        called: dict[str, str] = {}
         sampled = frozenset(done)
         answered = False
         for key, node in keyed_nodes(branch):
             own = [0.0] * len(node.token_ids)
-            if answered and node.message.role in alphas and key not in done:
+            called |= calls_of(node.message)
+            alpha = self.alpha(node.message, called)
+            if answered and alpha and key not in done:
                 if not node.is_content and node.token_ids and not self._warned:
                     self._warned = True
                     log.warning(
@@ -112,7 +131,7 @@ class EchoAlgorithm(GRPOAlgorithm):
                     )
                 body = node.is_content or [True] * len(node.token_ids)
                 kept = body if keep is None else [all(pair) for pair in zip(body, keep[len(weights) :], strict=False)]
-                own = [alphas[node.message.role] * bool(chosen) for chosen in kept]
+                own = [alpha * bool(chosen) for chosen in kept]
             if any(own):
                 done.add(key)
             weights += own
@@ -136,12 +155,33 @@ class EchoAlgorithm(GRPOAlgorithm):
         return {branch.index: mask for branch, mask in zip(branches, masks, strict=True)}
 
 
+def calls_of(message: "Message") -> dict[str, str]:
+    """The names of the tools that a message calls, by the id of the call."""
+    return {call.id: call.name for call in getattr(message, "tool_calls", None) or ()}
+
+
+def tool_of(message: "Message", called: dict[str, str]) -> str | None:
+    """The tool that a message is of, which verifiers' harness leaves to the call; None of other messages."""
+    return (message.name or called.get(message.tool_call_id)) if message.role == "tool" else None
+
+
+def labelled(role: str, tools: Iterable[str]) -> str:
+    """The name of a role, with tools."""
+    return f"{role} ({', '.join(sorted(tools))})" if tools else role
+
+
 def observed_roles(rollout: Rollout) -> set[str]:
-    """The roles of messages that the model did not sample and that follow a turn of its own."""
+    """The roles, and the tools, of messages that the model did not sample and that follow a turn of its own."""
     roles: set[str] = set()
-    for branch in rollout.branches:
-        later = dropwhile(lambda node: not node.sampled, branch.nodes)
-        roles |= {node.message.role for node in later if not node.sampled}
+    branches = [list(keyed_nodes(branch)) for branch in rollout.branches]
+    sampled = {key for branch in branches for key, node in branch if node.sampled}
+    for branch in branches:
+        called: dict[str, str] = {}
+        for key, node in dropwhile(lambda keyed: keyed[0] not in sampled, branch):
+            called |= calls_of(node.message)
+            if key not in sampled:
+                tool = tool_of(node.message, called)
+                roles.add(labelled(node.message.role, [tool] if tool else []))
     return roles
 
 

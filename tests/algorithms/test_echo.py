@@ -227,5 +227,49 @@ async def test_without_attribution_whole_messages_train_with_one_warning(long_ta
 
 
 def test_default_trains_tools_at_a_tenth():
-    assert EchoAlgorithm().alphas == {"tool": 0.1}
-    assert EchoAlgorithm(roles={"user": {"alpha": 0.05}}).alphas == {"user": 0.05}
+    assert EchoAlgorithm().chosen == {"tool": {"alpha": 0.1}}
+    assert EchoAlgorithm(roles={"user": {"alpha": 0.05}}).chosen == {"user": {"alpha": 0.05}}
+
+
+def calls(*names):
+    return "".join(f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in names)
+
+
+def only(*names):
+    return EchoAlgorithm(roles={"tool": {"alpha": 0.1, "tool_names": list(names)}, "user": {"alpha": 0.2}})
+
+
+@pytest.fixture
+def two_tools(talk, user):
+    """A conversation with answers of `look`, by the call's id or by the answer's own name, and one of `take`."""
+    import verifiers.v1 as vf
+
+    def answer(text, call, name=None):
+        return vf.ToolMessage(tool_call_id=call, content=text, name=name)
+
+    messages = talk.turn([user("What is there?")], calls("look", "take"))
+    first, second = (call.id for call in messages[-1].tool_calls)
+    messages = talk.turn([*messages, answer("a lamp", first), answer("taken", second)], calls("take"))
+    (again,) = (call.id for call in messages[-1].tool_calls)  # may be an id of the first turn's
+    talk.turn([*messages, answer("no more", again), answer("a shoe", "unknown", "look"), user("So?")], "A shoe.")
+    return talk
+
+
+@pytest.mark.parametrize(
+    ("names", "trained"),
+    [
+        (["look"], [(0.1, "a lamp"), (0.1, "a shoe"), (0.2, "So?")]),
+        (["take"], [(0.1, "taken"), (0.1, "no more"), (0.2, "So?")]),
+        (["look", "take"], [(0.1, "a lamp"), (0.1, "taken"), (0.1, "no more"), (0.1, "a shoe"), (0.2, "So?")]),
+        (["open"], [(0.2, "So?")]),
+    ],
+)
+async def test_only_the_answers_of_named_tools_train(two_tools, play, names, trained):
+    (rollout,) = await play(only(*names), [two_tools.rollout()])
+    assert [span for sample in rollout.samples for span in two_tools.spans(sample)] == trained
+
+
+async def test_the_warning_names_the_tools_that_there_are(steps, two_tools):
+    algorithm = EchoAlgorithm(roles={"tool": {"alpha": 0.1, "tool_names": ["lok"]}})
+    (message,) = await steps(algorithm, [[two_tools]] * 3)
+    assert "algo.roles has tool (lok)" in message and message.endswith("tool (look), tool (take), user")

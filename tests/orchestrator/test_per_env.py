@@ -46,4 +46,4 @@ def test_env_algorithm_inherits_nothing_from_the_runs(option):
     where, node = config.node_of("math", "algo")
     assert where == "envs.math.algo" and node == alone.algo
     assert vars(build(node, Algorithm, where)) == vars(build(alone.algo, Algorithm, "algo"))
-    assert build(config.algo, Algorithm, "algo").alphas == {"user": 0.5}, "and the run's stays what it was"
+    assert build(config.algo, Algorithm, "algo").chosen == {"user": {"alpha": 0.5}}, "and the run's stays what it was"
