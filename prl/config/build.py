@@ -389,5 +389,11 @@ def not_null(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def sampling_of(config: Any, env: str) -> tuple[str, dict[str, Any]]:
     """The key and the node of the sampling settings of an env; a class of the user's own may have further ones."""
-    own = not_null(config.envs[env].sampling)
-    return (f"envs.{env}.sampling" if own else "sampling"), config.sampling | own
+    own = config.envs[env].sampling
+    return (f"envs.{env}.sampling" if not_null(own) else "sampling"), overridden(config.sampling, own)
+
+
+def overridden(inherited: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling settings with others over them. Those that name their class, as the option `default` does, are whole."""
+    given = not_null(own)
+    return given if "_target_" in given else inherited | given

@@ -175,7 +175,11 @@ def validate_for_training(sampler: Sampler, where: str, *, live: bool, max_model
         max_model_len: Longest sequence of the model, prompt and completion together, tokens.
     """
     if live and sampler.temperature < MIN_TEMPERATURE:
-        raise ConfigError(f"{where}.temperature must be at least {MIN_TEMPERATURE}, got {sampler.temperature}")
+        raise ConfigError(
+            f"{where}.temperature must be at least {MIN_TEMPERATURE}, got {sampler.temperature}: the policy trains on "
+            "its own samples here. Greedy is for evaluation, +sampling@orchestrator.eval.sampling=greedy, and for the "
+            "envs that a frozen model plays, +sampling@envs.<name>.sampling=greedy"
+        )
     if sampler.max_tokens is not None and not sampler.max_tokens < max_model_len:
         raise ConfigError(f"{where}.max_tokens={sampler.max_tokens} must be below model.max_model_len={max_model_len}")
     for name, neutral in NEUTRAL.items() if live else ():

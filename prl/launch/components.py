@@ -2,14 +2,14 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from renderers.base import Renderer
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.compatibility import hosted_references, validate_algorithm
-from prl.config.build import build, factory, function, not_null, read, sampling_of, settings_of
+from prl.config.build import build, factory, function, overridden, read, sampling_of, settings_of
 from prl.config.model_reference import POLICY, FrozenModelConfig, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.user_code import contained, hook
@@ -54,13 +54,15 @@ class RunComponents:
 def build_components(config: TrainConfig, launcher: Launcher | None = None) -> RunComponents:
     """Build and check every component, the launcher too unless it is given. Raises ConfigError with its config key."""
     envs = {name: _env_components(config, name) for name in config.envs}
+    # The settings of evaluations are the envs' samplers', built above, which may name a class of their own.
+    orchestrator = replace(config.orchestrator, eval=replace(config.orchestrator.eval, sampling={}))
     check_loss("loss", config.loss, config.trainer)
     build(config.trainer.schedule, Schedule, "trainer.schedule")
     check_optimizers(config.trainer.optim)
     check_trainer(config.trainer)
     return RunComponents(
         envs=envs,
-        orchestrator=factory(config.orchestrator, Orchestrator, "orchestrator"),
+        orchestrator=factory(orchestrator, Orchestrator, "orchestrator"),
         transport=factory(config.weights, FileTransport, "weights"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         launcher=launcher or launcher_of(config),
@@ -77,7 +79,6 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
     algorithm = build(node, Algorithm, where)
     sampling_key, sampling = sampling_of(config, name)
     sampler = build(sampling, Sampler, sampling_key)
-    evaluating = not_null(config.orchestrator.eval.sampling)
     curriculum_key, curriculum_node = config.node_of(name, "curriculum")
     curriculum = build(curriculum_node, Curriculum, curriculum_key)
     validate_algorithm(
@@ -96,7 +97,9 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
     return EnvComponents(
         algorithm=algorithm,
         sampler=sampler,
-        eval_sampler=build(sampling | evaluating, Sampler, "orchestrator.eval.sampling"),
+        eval_sampler=build(
+            overridden(sampling, config.orchestrator.eval.sampling), Sampler, "orchestrator.eval.sampling"
+        ),
         curriculum=curriculum,
         filters={slot: build_filters(getattr(filters, slot), f"{filters_key}.{slot}") for slot in get_args(SlotName)},
         group_size=config.group_size_of(name)[1],

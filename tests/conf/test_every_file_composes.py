@@ -167,10 +167,10 @@ def test_own_node_takes_nothing_from_the_runs():
 
 def test_env_chooses_its_sampling_by_group():
     given = ["env=[math,reverse_text]", "algo=sft", "sampling.max_tokens=9", "sampling.temperature=0.7"]
-    for own, temperatures in (("greedy", (0.0, 0.7)), ("default", (0.7, 0.7))):
+    for own, settings in (("greedy", (0.0, 9)), ("default", (1.0, None))):
         envs = build_components(composed(*given, f"+sampling@envs.math.sampling={own}")).envs
-        assert (envs["math"].sampler.temperature, envs["reverse_text"].sampler.temperature) == temperatures
-        assert envs["math"].sampler.max_tokens == envs["reverse_text"].sampler.max_tokens == 9
+        assert (envs["math"].sampler.temperature, envs["math"].sampler.max_tokens) == settings
+        assert (envs["reverse_text"].sampler.temperature, envs["reverse_text"].sampler.max_tokens) == (0.7, 9)
     config = composed(*given, "+sampling@envs.math.sampling=greedy", "envs.math.sampling.temperature=0.2")
     assert build_components(config).envs["math"].sampler.temperature == 0.2
 
@@ -178,6 +178,10 @@ def test_env_chooses_its_sampling_by_group():
 def test_evaluation_chooses_its_sampling_by_group():
     env = build_components(composed("+sampling@orchestrator.eval.sampling=greedy")).envs["math"]
     assert (env.sampler.temperature, env.eval_sampler.temperature) == (1.0, 0.0)
+    given = ["sampling.max_tokens=9", "envs.math.sampling.temperature=0.7"]
+    env = build_components(composed(*given, "+sampling@orchestrator.eval.sampling=default")).envs["math"]
+    assert (env.sampler.temperature, env.sampler.max_tokens) == (0.7, 9)
+    assert (env.eval_sampler.temperature, env.eval_sampler.max_tokens) == (1.0, None)
 
 
 def test_sampling_is_inherited_option_by_option():

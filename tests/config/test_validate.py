@@ -206,6 +206,8 @@ def test_a_run_needs_an_env(config):
         (["+algo@envs.math.algo=grpo", "envs.math.algo.completion_weight=-1"], "envs.math.algo.completion_weight"),
         (["envs.math.sampling.temperature=0.001"], "envs.math.sampling.temperature must be at least 0.01"),
         (["sampling.temperature=0.001"], "sampling.temperature must be at least 0.01"),
+        (["sampling=greedy"], "sampling.temperature must be at least 0.01"),
+        (["+sampling@envs.math.sampling=greedy"], "envs.math.sampling.temperature must be at least 0.01"),
         (["sampling.top_k=-1"], "sampling.top_k="),
         (["+loss@envs.math.loss=aipo", "envs.math.loss.delta=-1"], "envs.math.loss.delta="),
         (

@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from prl.config.build import not_null
+from prl.config.build import overridden
 from prl.config.model_reference import is_url
 from prl.config.suggestions import override_key
 from prl.errors import ConfigError
@@ -62,15 +62,16 @@ def from_run(run: Path, overrides: Sequence[str]) -> list[str]:
 
 def sampling_and_envs(config: dict[str, Any]) -> dict[str, Any]:
     """How a run samples its evaluations, and its envs that have held-out tasks."""
-    evaluation = not_null(config["orchestrator"]["eval"]["sampling"])
-    sampling = config["sampling"] | evaluation
+    evaluation = config["orchestrator"]["eval"]["sampling"]
+    sampling = overridden(config["sampling"], evaluation)
     envs = {}
     for name, env in config["envs"].items():
         if env["eval_args"] is None:
             continue
-        own = env["sampling"] | evaluation
+        own = overridden(env["sampling"], evaluation)
+        as_run = {} if "_target_" in own else sampling
         envs[name] = {key: env[key] for key in OF_AN_ENV}
-        envs[name]["sampling"] = {key: None if value == sampling.get(key) else value for key, value in own.items()}
+        envs[name]["sampling"] = {key: None if value == as_run.get(key) else value for key, value in own.items()}
         if env["renderer"] is not None:
             envs[name]["renderer"] = env["renderer"]
     if not envs:
