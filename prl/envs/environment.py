@@ -1,10 +1,12 @@
 """An environment of a run: the taskset by its name, its tasks, and how they are played."""
 
 import contextlib
-import importlib
+import importlib.util
 import itertools
 import logging
+import re
 from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import verifiers.v1 as vf
@@ -14,7 +16,7 @@ from verifiers.v1.utils.generic import concrete_type
 
 from prl.config.model_reference import POLICY
 from prl.config.schema import EnvConfig
-from prl.config.user_code import failed
+from prl.config.user_code import contained, failed
 from prl.engines.base import Connect
 from prl.engines.sampler import Sampler
 from prl.envs._verifiers_internals import agents_after_setup
@@ -25,6 +27,7 @@ from prl.envs.isolation import run_all
 from prl.envs.models import MODELS, EnvModel, connect_models
 from prl.envs.multi_turn import InProcessContext, bind_in_process
 from prl.envs.tools import Tools, set_up
+from prl.envs.turn import opening_messages
 from prl.envs.workers import LocalWorkers, Place, Workers
 from prl.errors import ConfigError
 from prl.rollouts.rollout import Rollout
@@ -32,6 +35,11 @@ from prl.rollouts.rollout import Rollout
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+V0 = re.compile(
+    r"\bload_environment\b|^\s*import verifiers as|^\s*from verifiers(\.(?!v1\b)\w+)* import (?!v1\b)", re.M
+)
+"""In the source of an environment of verifiers v0, which v1 has no more."""
 
 MAX_TASKS = 100_000
 """Tasks that are taken from a taskset that never ends."""
@@ -107,7 +115,9 @@ class Environment:
         self.eval_verifiers_env: vf.Env | None = None
         """Plays the held-out tasks: an in-process env reads the settings of the taskset that it is bound to."""
         self._in_process: list[tuple[vf.Env, Tools]] = []
-        reason = reason_for_harness(self.taskset, self.tasks[0])
+        exports = [*_exported(config.taskset, vf.Env), *_exported(config.taskset, vf.Harness)]
+        with contained(f"{where}.taskset={config.taskset!r}", "reading its hooks"):
+            reason = reason_for_harness(self.taskset, self.tasks[0], exports)
         self.uses_harness = reason is not None
         if reason is not None:
             log.info("env %s is played by verifiers' harness: %s", name, reason)
@@ -268,18 +278,39 @@ def load_taskset(taskset: str, args: dict[str, Any], where: str) -> vf.Taskset:
 
 def find_taskset(taskset: str, where: str) -> type[vf.Taskset]:
     """Return the taskset class of a dotted module path or an installed id; `where` is the env's config key."""
+    key, exported, problem = f"{where}.taskset={taskset!r}", [], None
     try:
         exported = _exported(taskset, vf.Taskset)
     except ModuleNotFoundError as error:
-        hint = "; is the package installed?" if "." in taskset else ""  # verifiers gives a hint of its own
-        raise ConfigError(f"{where}.taskset={taskset!r}: {error}{hint}") from error
+        first = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error  # verifiers has its own
+        if f"{_module_of(taskset)}.".startswith(f"{first.name}."):
+            hint = "; is the package installed?" if "." in taskset else ""  # verifiers gives a hint of its own
+            raise ConfigError(f"{key}: {error}{hint}") from error
+        problem = failed(first, key, "importing it")
     except BaseException as error:  # the module is user code
-        raise failed(error, f"{where}.taskset={taskset!r}", "importing it") from error
-    if len(exported) != 1:
+        problem = failed(error, key, "importing it")
+    if len(exported) == 1:
+        return exported[0]
+    if _is_v0(taskset):
         raise ConfigError(
-            f"{where}.taskset={taskset!r} must export exactly one Taskset in __all__, has {len(exported)}"
+            f"{key} is an environment of verifiers v0 (load_environment, SingleTurnEnv, Rubric), and prl plays those "
+            "of v1: take a later release of its package, or make its data and rewards a Taskset (prl/EXTENDING.md, Env)"
         )
-    return exported[0]
+    raise problem or ConfigError(f"{key} must export exactly one Taskset in __all__, has {len(exported)}")
+
+
+def _module_of(taskset: str) -> str:
+    """Return the module of a dotted path or an installed id, which may be a hub's `owner/name@version`."""
+    return taskset if "." in taskset else taskset.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+
+
+def _is_v0(taskset: str) -> bool:
+    """Return whether the source of a taskset's module, which may fail to import, is written for verifiers v0."""
+    with contextlib.suppress(Exception):  # of a package above it, which is user code
+        spec = importlib.util.find_spec(_module_of(taskset))
+        source = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
+        return V0.search(source) is not None
+    return False
 
 
 def _exported(taskset: str, base: type[T]) -> list[type[T]]:
@@ -297,8 +328,10 @@ def reason_ungraded(task: vf.Task) -> str | None:
 def take_tasks(taskset: vf.Taskset, limit: int, where: str, least: int = 1) -> list[vf.Task]:
     """Return the first `limit` tasks, at least `least`; `where` is the config key of the taskset's settings."""
     try:
-        loaded = iter(taskset)
-        tasks = list(itertools.islice(loaded, limit))
+        loaded, tasks = iter(taskset), []
+        for task in itertools.islice(loaded, limit):
+            opening_messages(task.data)  # one with a picture is refused at once
+            tasks.append(task)
         if limit == MAX_TASKS and next(loaded, None) is not None:
             log.warning("%s: the first %s tasks are taken, and there are more", where, f"{limit:,}")
     except (ValueError, OSError) as error:

@@ -10,6 +10,7 @@ The programs that come with verifiers start an interpreter per rollout, which do
 
 import inspect
 import json
+from collections.abc import Collection
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -20,6 +21,8 @@ from pydantic import SecretStr
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.session import hook_boundary
+from verifiers.v1.utils.decorators import discover_decorated
 
 from prl.engines.chat import MessageSource
 from prl.engines.sampler import Sampler
@@ -29,11 +32,18 @@ from prl.envs.turn import opening_messages
 from prl.errors import UNREADABLE, ConfigError
 
 
-def reason_for_harness(taskset: vf.Taskset, task: vf.Task) -> str | None:
-    """Return why a task of this taskset needs verifiers' harness; None if it can be played in this process."""
+def reason_for_harness(taskset: vf.Taskset, task: vf.Task, exports: Collection[type] = ()) -> str | None:
+    """Return why a task of this taskset needs verifiers' harness; None if it can be played in this process.
+
+    `exports` are the classes that its module exports.
+    """
     toolsets = [*taskset.toolsets(taskset.config), *task.toolsets(task.config)]
     readers = runtime_readers(task)
     changed = [hook for hook in ("setup", "finalize") if getattr(type(task), hook) is not getattr(vf.Task, hook)]
+    guards = [hook.__name__ for hook in discover_decorated(task, "intercept")]
+    guards += [stop.__name__ for stop in task.hooks("stop") if hook_boundary(stop, allow_trace=True) is not vf.Trace]
+    own = [cls.__name__ for cls in exports if issubclass(cls, vf.Harness)]
+    led = any(issubclass(cls, vf.Env) for cls in exports)
     spawned = [toolset for toolset in toolsets if not getattr(toolset, "IN_PROCESS", False)]
     reasons = [
         (spawned, "its tasks call tools that run in processes of their own"),
@@ -41,7 +51,9 @@ def reason_for_harness(taskset: vf.Taskset, task: vf.Task) -> str | None:
         (changed, f"its tasks have a {' and a '.join(changed)} hook that works on a runtime"),
         (readers, f"{', '.join(readers)} reads a runtime"),
         (task.plugged_judges(), "it has judges"),
-        (task.data.prompt is None, "its tasks have no prompt: a simulated user opens the conversation"),
+        (guards, f"{', '.join(guards)} reads requests or replies on their way"),
+        (own, f"its module has a harness of its own, {', '.join(own)}"),
+        (task.data.prompt is None and not led, "its tasks have no prompt: a simulated user opens the conversation"),
     ]
     return next((reason for holds, reason in reasons if holds), None)
 

@@ -7,13 +7,15 @@ in processes of their own, runtimes, steering, retries.
 """
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import verifiers.v1 as vf
 from renderers.base import RenderedTokens
 from verifiers.v1 import graph
 from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.session import call_hook
 
 from prl.engines.chat import Dialogue
 from prl.engines.renderer import render_prompt
@@ -21,7 +23,7 @@ from prl.engines.sampler import OverlongPrompt, Sampler
 from prl.envs._verifiers_internals import BUILD, env_with_agents
 from prl.envs.grading import grade
 from prl.envs.tools import Tools, set_up
-from prl.envs.turn import AGENT, commit, opening_messages, trace_task
+from prl.envs.turn import AGENT, commit, messages_of, opening_messages, trace_task
 from prl.transport import events
 
 
@@ -83,6 +85,7 @@ class InProcessAgent:
             sampler,
             f"{self.context.key}/{self.name}/{len(traces)}",
             tools=self.tools.joined(toolsets),
+            stops=task.hooks("stop"),
             max_turns=self.spec.max_turns,
             group=f"{self.context.key.rpartition('/')[0]}/{self.name}",
         )
@@ -99,7 +102,7 @@ class InProcessAgent:
 
 
 class Conversation:
-    """A conversation, in place of verifiers' `Interaction`: `turn` sends a message and returns the model's reply."""
+    """A conversation, in place of verifiers' `Interaction`: `turn` sends messages and returns the model's reply."""
 
     def __init__(
         self,
@@ -109,12 +112,17 @@ class Conversation:
         key: str,
         *,
         tools: Tools,
+        stops: Sequence[Callable[..., Any]] = (),
         max_turns: int | None = None,
         group: str = "",
     ):
-        """`key` names the conversation among those of a run, `group` those that begin with the same prompt."""
+        """`key` names the conversation among those of a run, `group` those that begin with the same prompt.
+
+        `stops` are the task's `@vf.stop` methods that read the trace: before each model call they may end it.
+        """
         self.trace = vf.Trace(task=trace_task(task), agent=agent, state=tools.new_state(task), verifiers=BUILD)
         self.tools = tools
+        self.stops = stops
         self.max_turns = max_turns
         self._sampler = sampler
         self._key = key
@@ -122,15 +130,17 @@ class Conversation:
         self._messages: list[vf.Message] = opening_messages(task.data)
         self._prompt_pending = task.data.prompt is not None
 
-    async def turn(self, message: str | None = None) -> vf.Segment:
-        """Send a user message and return the model's reply, with the tool calls on the way.
+    async def turn(self, message: str | Sequence[vf.Message | dict[str, Any]] | None = None) -> vf.Segment:
+        """Send what is said in a turn and return the model's reply, with the tool calls on the way.
 
         Args:
-            message: What the user says. None takes the first reply of a task that has a prompt.
+            message: What the user says, or messages of any role, also in OpenAI's format. None takes the first reply of
+                a task that has a prompt.
 
         Returns:
-            The messages since the user's. A reply that was cut off by its length calls no tool. The segment is
-            terminated and empty if the context has no room, or the conversation no turn left, for another reply.
+            The messages since those. A reply that was cut off by its length calls no tool. The segment is
+            terminated and empty if the context has no room, or the conversation no turn left, for another reply, or a
+            `@vf.stop` of the task holds.
 
         Raises:
             ValueError: The task's prompt and `message` both open the conversation, or neither does.
@@ -138,7 +148,7 @@ class Conversation:
         if message is not None:
             if self._prompt_pending:
                 raise ValueError("the task's prompt opens this conversation: take its reply with a bare turn() first")
-            self._messages = [*self._messages, vf.UserMessage(content=message)]
+            self._messages = [*self._messages, *messages_of(message)]
         elif not self._prompt_pending:
             raise ValueError("nothing to answer: a bare turn() takes a prompted task's opening reply")
         self._prompt_pending = False
@@ -152,10 +162,14 @@ class Conversation:
         return vf.Segment(messages=[], terminated=True)
 
     async def _ask(self) -> vf.AssistantMessage | None:
-        """Make one model call; return None if there is no room or no turn left for it."""
+        """Make one model call; return None if there is no room or no turn left for it, or the task stops here."""
         if self.max_turns is not None and len(self.trace.calls) >= self.max_turns:
             self.trace.stop("max_turns")
             return None
+        for stop in self.stops:
+            if await call_hook(stop, {vf.Trace: self.trace}):
+                self.trace.stop(stop.__name__)
+                return None
         turn = graph.prepare_turn(self.trace, self._messages, self.tools.declared)
         rendered, bridged = self._render(turn)
         started = events.now()

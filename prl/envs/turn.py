@@ -1,12 +1,14 @@
 """One turn of a conversation: its opening messages, the parsed reply, and its tokens in verifiers' message graph."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import verifiers.v1 as vf
 from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens, Renderer, ToolCallParseStatus
 from verifiers.v1 import graph
 from verifiers.v1.configs.agent import WireAgentConfig
+from verifiers.v1.dialects import parse_message
 
 from prl.engines.renderer import tokenizer_of
 from prl.engines.replies import Completion
@@ -30,10 +32,33 @@ def trace_task(task: vf.Task) -> vf.TraceTask:
 
 
 def opening_messages(data: vf.TaskData) -> list[vf.Message]:
-    """Return the messages that a task's conversation starts with."""
-    prompt, system = data.prompt, data.system_prompt
-    messages: list[vf.Message] = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
-    return messages if system is None else [vf.SystemMessage(content=system), *messages]
+    """Return the messages that a task's conversation starts with. Raises ValueError for a picture."""
+    messages = messages_of([] if data.prompt is None else data.prompt)
+    return messages if data.system_prompt is None else [vf.SystemMessage(content=data.system_prompt), *messages]
+
+
+def messages_of(turn: str | Sequence[vf.Message | dict[str, Any]]) -> list[vf.Message]:
+    """Return what is said in a turn as messages: a text is the user's; messages may be in OpenAI's format.
+
+    The parts of a content become one text, as chat templates join them. Raises ValueError for a picture.
+    """
+    if isinstance(turn, str):
+        return [vf.UserMessage(content=turn)]
+    return [_as_text(message, number) for number, message in enumerate(turn, start=1)]
+
+
+def _as_text(message: vf.Message | dict[str, Any], number: int) -> vf.Message:
+    content = message.get("content") if isinstance(message, dict) else message.content
+    if isinstance(content, list):
+        parts = [part if isinstance(part, dict) else part.model_dump() for part in content]
+        for part in parts:
+            if not isinstance(part.get("text"), str):
+                raise ValueError(
+                    f"message {number} is no text: prl shows a model no pictures or sounds ({str(part)[:80]}…)"
+                )
+        update = {"content": "".join(part["text"] for part in parts)}
+        message = message | update if isinstance(message, dict) else message.model_copy(update=update)
+    return parse_message(message) if isinstance(message, dict) else message
 
 
 def declared_tools(data: vf.TaskData) -> list[WireTool] | None:

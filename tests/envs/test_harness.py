@@ -8,7 +8,7 @@ import verifiers.v1 as vf
 
 from prl.engines.sampler import Sampler
 from prl.envs.group import GroupRequest, play_episodes
-from prl.envs.harness import harness_context, reason_for_harness
+from prl.envs.harness import ChatHarness, harness_context, reason_for_harness
 
 
 class Program:
@@ -203,6 +203,24 @@ async def hook(self, trace, runtime):
     pass
 
 
+class Intercepts(vf.Task):
+    @vf.intercept
+    def guard(self, response: vf.Response) -> vf.Response | None:
+        return None
+
+
+class StopsAtReplies(vf.Task):
+    @vf.stop
+    def forbidden(self, response: vf.Response) -> bool:
+        return "STOP" in (response.message.content or "")
+
+
+class StopsByTrace(vf.Task):
+    @vf.stop
+    async def done(self, trace: vf.Trace) -> bool:
+        return trace.num_turns >= 1
+
+
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
@@ -214,9 +232,25 @@ async def hook(self, trace, runtime):
         (ReadsRuntime, "tests_pass reads a runtime"),
         (type("CallsTools", (Graded,), {"toolsets": lambda self, config: ["a tool server"]}), "call tools"),
         (type("NeedsUser", (Graded,), {}), "no prompt"),
+        (Intercepts, "guard reads requests or replies"),
+        (StopsAtReplies, "forbidden reads requests or replies"),
+        (StopsByTrace, None),
     ],
 )
 def test_tasks_that_need_a_harness(task, reason):
     data = vf.TaskData(prompt=None if reason == "no prompt" else "1+1=")
     found = reason_for_harness(Taskset(vf.TasksetConfig(id="x")), task(data))
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(
+    ("prompt", "exports", "reason"),
+    [
+        (None, [], "no prompt"),
+        (None, [vf.SingleAgentEnv], None),
+        ("1+1=", [vf.SingleAgentEnv, ChatHarness], "a harness of its own, ChatHarness"),
+    ],
+)
+def test_what_a_module_exports_says_who_leads(prompt, exports, reason):
+    found = reason_for_harness(Taskset(vf.TasksetConfig(id="x")), Graded(vf.TaskData(prompt=prompt)), exports)
     assert found is None if reason is None else reason in found

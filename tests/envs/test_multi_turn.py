@@ -111,6 +111,79 @@ async def test_the_task_says_who_speaks_first(play, prompt, message, fits):
     assert rollout.trace.messages[0].content == "hello" if fits else "bare turn()" in rollout.error
 
 
+TURNS = [
+    ("a text", ["user"], "a text"),
+    ([vf.UserMessage(content="typed")], ["user"], "typed"),
+    ([{"role": "user", "content": "of OpenAI's format"}], ["user"], "of OpenAI's format"),
+    ([{"content": "of nobody"}], ["user"], "of nobody"),
+    ([vf.UserMessage(content=[vf.TextContentPart(text=part) for part in ("in ", "parts")])], ["user"], "in parts"),
+    ([{"role": "user", "content": [{"type": "text", "text": part} for part in ("on ", "wire")]}], ["user"], "on wire"),
+    ([vf.SystemMessage(content="Be brief."), vf.UserMessage(content="Now.")], ["system", "user"], "Now."),
+    ([vf.ToolMessage(tool_call_id="c", content="42"), {"role": "user", "content": "And?"}], ["tool", "user"], "And?"),
+    ([{"role": "tool", "tool_call_id": "c", "content": "42"}], ["tool"], "42"),
+    ((vf.UserMessage(content="one"), vf.UserMessage(content="two")), ["user", "user"], "two"),
+    ([vf.AssistantMessage(content="I was told."), vf.UserMessage(content="What?")], ["assistant", "user"], "What?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "roles", "last"), TURNS)
+@pytest.mark.parametrize("prompt", [None, "1+1="])
+async def test_a_turn_takes_what_verifiers_takes(play, tokenizer, said, roles, last, prompt):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            if prompt is not None:
+                await talk.turn()
+            await talk.turn(said)
+
+    (rollout,), sampler = await play(run, prompt=prompt)
+    assert rollout.error is None
+    opening = [] if prompt is None else ["user", "assistant"]
+    messages = rollout.trace.messages
+    assert [message.role for message in messages] == [*opening, *roles, "assistant"]
+    assert messages[-2].content == last and last in tokenizer.decode(sampler.requests[-1].prompt)
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [vf.UserMessage(content=[vf.ImageUrlContentPart(**PICTURE), vf.TextContentPart(text="What is it?")])],
+        [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, PICTURE]}],
+        [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA"}}]}],
+        [vf.ToolMessage(tool_call_id="c", content=[vf.ImageUrlContentPart(**PICTURE)])],
+    ],
+)
+async def test_a_turn_that_is_no_text_fails_the_episode_by_name(play, said):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn()
+            await talk.turn(said)
+
+    (rollout,), _ = await play(run)
+    kind = "input_audio" if "input_audio" in str(said) else "data:image/png"
+    assert kind in rollout.error and len(rollout.error.splitlines()) == 1 and not rollout.samples
+
+
+class Stopped(Riddle):
+    @vf.stop
+    async def enough(self, trace: vf.Trace) -> bool:
+        return trace.num_turns >= 2
+
+
+async def test_a_stop_of_the_task_ends_its_conversation(play):
+    ended = []
+
+    async def run(self, task, agents):
+        async with agents.agent.interaction(Stopped(task.data)) as talk:
+            ended.append((await talk.turn()).terminated)
+            ended.extend([(await talk.turn(word)).terminated for word in ("again", "once more")])
+
+    (rollout,), _ = await play(run)
+    assert ended == [False, False, True] and rollout.trace.stop_condition == "enough" and rollout.reward == 2.0
+
+
 class Panic(BaseException):
     """What pyo3 has a panic of a Rust extension raise."""
 

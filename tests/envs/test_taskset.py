@@ -40,6 +40,54 @@ def test_module_that_fails_to_import_is_refused(module, source, message, refused
 
 
 @pytest.mark.parametrize(
+    ("source", "imports", "missing"),
+    [
+        ("import numpy_x\n", None, "numpy_x"),
+        ("import numpy_x.linalg as la\n", None, "numpy_x"),
+        ("from package_of_tests.helper import f\n", "import pandas_y\n", "pandas_y"),
+        ("import package_of_tests.nothing\n", None, "package_of_tests.nothing"),
+        (ONE.format(body="import numpy_x") + "__all__ = ['One']\n", None, "numpy_x"),
+    ],
+)
+def test_a_module_that_an_env_lacks_is_named_and_not_the_env(module, source, imports, missing, refused, tmp_path):
+    name, asks = module(source), "tasks.py"
+    if imports is not None:
+        asks = "helper.py"
+        (tmp_path / "package_of_tests" / asks).write_text(imports)
+    message = refused(name)
+    assert f"No module named {missing!r}" in message and f"pip install {missing.partition('.')[0]}" in message
+    assert asks in message and "is the package installed?" not in message
+
+
+def test_a_module_that_an_installed_env_lacks_is_named(tmp_path, monkeypatch, refused):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "an_installed_env.py").write_text("import numpy_x\n")
+    assert "No module named 'numpy_x'" in refused("an-installed-env")
+    assert "taskset 'no-such-env' not found" in refused("no-such-env")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import verifiers as vf\ndef load_environment(**kwargs):\n    return vf.SingleTurnEnv(rubric=vf.Rubric())\n",
+        "import verifiers as vf\nclass Mine(vf.MultiTurnEnv):\n    pass\n",
+        "from verifiers import SingleTurnEnv, Rubric\n",
+        "from verifiers.envs.multiturn_env import MultiTurnEnv\n",
+        "import numpy_x\nimport verifiers as vf\ndef load_environment():\n    return vf.ToolEnv()\n",
+        "from package_of_tests.env import load_environment\n",
+    ],
+)
+def test_an_environment_of_v0_is_named_as_that(module, source, refused):
+    message = refused(module(source))
+    assert message.startswith("envs.mine.taskset='package_of_tests.tasks' is an environment of verifiers v0")
+    assert "EXTENDING.md" in message
+
+
+def test_a_taskset_of_v1_that_says_from_verifiers_import_v1_is_none_of_v0(module, refused):
+    assert "ZeroDivisionError" in refused(module("from verifiers import v1\n1 / 0\n"))
+
+
+@pytest.mark.parametrize(
     ("args", "says"),
     [
         ({"max_operandd": 3}, "envs.mine.args.max_operandd:"),
@@ -65,6 +113,11 @@ def test_refusal_by_a_taskset_names_its_key(refused):
         ("raise ValueError('no data for these settings')", "envs.mine.args: no data for these settings"),
         ("yield vf.Task(vf.TaskData(prompt=None))", "no prompt"),
         ("import sys; sys.exit(3)", "envs.mine.args: loading the tasks of One failed: SystemExit: 3 ("),
+        (
+            "part = vf.ImageUrlContentPart(image_url=vf.ImageUrlSource(url='data:image/png;base64,AA'))\n"
+            "        yield vf.Task(vf.TaskData(prompt=[vf.UserMessage(content=[part])]))",
+            "envs.mine.args: message 1 is no text: prl shows a model no pictures or sounds ({'type': 'image_url'",
+        ),
         ("raise KeyError('question')", "envs.mine.args: loading the tasks of One failed: KeyError: 'question' ("),
     ],
 )
