@@ -1,6 +1,7 @@
 """`prl env check`: an env of every kind is loaded and played as in a run; what is wrong is told with its line."""
 
 import json
+import os
 import re
 import sys
 
@@ -105,6 +106,73 @@ def test_a_taskset_of_the_users_own_and_its_settings(prl_env, taskset):
     status, out, _ = prl_env("check", name, "args.words=[cd, ef]")
     assert status == 0 and "env check: 2 tasks, no held-out tasks" in out and "c?" in out and "reward 1" in out
     assert "\nenv check printed: graded cd\n" in out, "what the grader says, which runs elsewhere"
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    return f"args.path={path}"
+
+
+@pytest.mark.parametrize(
+    ("model", "verdicts", "reward"),
+    [
+        ("{name: teacher}", [], "reward 1 "),
+        ("{name: teacher}", ["No.\nScore: 3"], "reward 0.3 "),
+        ("policy", ["Score: 4"], "reward 0.4 "),
+        ("{name: large, base_url: 'http://127.0.0.1:9/v1'}", ["Score: 5"], "reward 0.5 "),
+    ],
+)
+def test_a_judge_says_what_is_given_for_it(prl_env, rows, model, verdicts, reward):
+    given = [part for verdict in verdicts for part in ("--judge", verdict)]
+    status, out, err = prl_env("check", "judge", rows, "eval_args=null", f"models.judge={model}", *given)
+    assert status == 0, err
+    assert reward in out and "assistant  4" in out
+
+
+def test_a_judge_with_an_address_is_asked_there(prl_env, rows):
+    model = "{name: large, base_url: 'http://127.0.0.1:9/v1', timeout_s: 0.2}"
+    status, _, err = prl_env("check", "judge", rows, "eval_args=null", f"models.judge={model}")
+    assert status == 2 and "127.0.0.1:9" in err
+
+
+SERVED = """
+import verifiers.v1 as vf
+__all__ = ["T"]
+class Shelf(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = "shelf"
+    @vf.tool
+    def look(self, at: int) -> str:
+        "Look at a place."
+        return f"a lamp at {at}"
+class Config(vf.TaskConfig):
+    judge: vf.JudgeConfig = vf.JudgeConfig()
+class Task(vf.Task[vf.TaskData, vf.State, Config]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Shelf(vf.ToolsetConfig())]
+    @vf.reward
+    async def judged(self, trace: vf.Trace) -> float:
+        verdict = await vf.Judge(self.config.judge).complete(trace.last_reply, trace=trace)
+        return float(verdict.text == "FINE")
+class T(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        yield Task(vf.TaskData(prompt="What is at 1?"), Config())
+if __name__ == "__main__":
+    Shelf.run()
+"""
+
+
+def test_tools_in_processes_and_judges_of_verifiers_are_played(prl_env, tmp_path, monkeypatch):
+    (tmp_path / "env_check_served.py").write_text(SERVED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    call = '<tool_call>\n{"name": "shelf_look", "arguments": {"at": 1}}\n</tool_call>'
+    status, out, err = prl_env("check", "env_check_served", "--reply", call, "--reply", "A lamp.", "--judge", "FINE")
+    assert status == 0, err
+    assert "reward 1 (judged 1)" in out and "a lamp at 1" in out and "assistant  A lamp." in out
+    assert out.index("shelf_look(at=1)") < out.index("a lamp at 1") < out.index("assistant  A lamp.")
 
 
 @pytest.mark.parametrize(

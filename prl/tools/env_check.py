@@ -14,7 +14,9 @@ import logging
 import os
 import re
 import sys
-from dataclasses import fields
+from collections.abc import AsyncIterator
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 from hydra.errors import HydraException
@@ -22,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from prl.config.compose import compose, options
 from prl.config.model_folder import check_model
+from prl.config.model_reference import POLICY
 from prl.config.run_yaml import quoted
 from prl.config.schema import EnvConfig, TrainConfig
 from prl.engines.replies import Completion
@@ -36,6 +39,8 @@ ROOM = 1 << 20
 """Tokens of an episode: more than any has, since no model has to read them."""
 NAME = "check"
 """Of the run, and of an env that is a taskset without a conf file."""
+VERDICT = "Score: 10"
+"""Of a judge that nothing else is given for."""
 HELD_OUT = 100_000
 """Held-out tasks that are counted."""
 
@@ -47,14 +52,47 @@ class Script:
 
     def __init__(self, replies: list[str], tokenizer: Any, end: int):
         """`end` is the token that ends a turn."""
+        self.texts, self.asked = replies, 0
         self.replies = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in replies]
         self.prompts: list[list[int]] = []
+
+    def next(self) -> int:
+        """Return the number of the next reply."""
+        self.asked += 1
+        return min(self.asked, len(self.replies)) - 1
 
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, **_: Any
     ) -> list[Completion]:
         self.prompts.append(prompt_ids)
-        return [Completion(self.replies[min(len(self.prompts), len(self.replies)) - 1], [], "stop")] * n
+        return [Completion(self.replies[self.next()], [], "stop")] * n
+
+
+@contextlib.asynccontextmanager
+async def served(player: Script, judge: Script) -> AsyncIterator[str]:
+    """Serve the scripts, of the policy to verifiers' harness and of a judge to verifiers' judges; yields the URL."""
+    from aiohttp import web
+
+    async def generate(request: web.Request) -> web.Response:
+        [reply] = await player.generate((await request.json())["token_ids"], {})
+        content = [{"token": f"token_id:{token}", "logprob": 0.0} for token in reply.token_ids]
+        choice = {"token_ids": reply.token_ids, "logprobs": {"content": content}, "finish_reason": "stop"}
+        return web.json_response({"choices": [choice]})
+
+    async def chat(_: web.Request) -> web.Response:
+        message = {"role": "assistant", "content": judge.texts[judge.next()]}
+        about = {"id": "", "object": "chat.completion", "created": 0, "model": judge.model}
+        return web.json_response(about | {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+
+    app = web.Application(client_max_size=1 << 30)
+    app.add_routes([web.post("/inference/v1/generate", generate), web.post("/v1/chat/completions", chat)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 def replies_for(task: Any, given: list[str] | None) -> tuple[str, list[str]]:
@@ -85,10 +123,13 @@ def config_of(env: str, overrides: list[str]) -> tuple[str, TrainConfig]:
     return name, compose([*runs, *chosen, *(f"++envs.{name}.{override}" for override in own)])
 
 
-def check(env: str, overrides: list[str], replies: list[str] | None, console: Console) -> str | None:
+def check(
+    env: str, overrides: list[str], replies: list[str] | None, verdicts: list[str] | None, console: Console
+) -> str | None:
     """Load an env and play an episode of it; return what was wrong with the episode, None if nothing was.
 
-    Raises ConfigError where it cannot be loaded.
+    The env's models and judges say `verdicts`, except a model with an address, which is asked where there are none.
+    Raises ConfigError where the env cannot be loaded.
     """
     name, config = config_of(env, overrides)
     check_model(config.model.path, "model.path")
@@ -100,7 +141,11 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     from prl.rollouts.records import record
     from prl.tools.rollouts.render import rollout as shown
 
-    environment = Environment(name, config.envs[name], eval_tasks=HELD_OUT)
+    asked = config.envs[name].references
+    scripted = {role: POLICY for role, model in asked.items() if verdicts or not getattr(model, "base_url", None)}
+    environment = Environment(
+        name, replace(config.envs[name], models=config.envs[name].models | scripted), eval_tasks=HELD_OUT
+    )
     tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
     renderer = make_renderers(config, tokenizer)[name]
     environment.check_renderer(renderer)
@@ -108,19 +153,19 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     held_out = f"{len(environment.eval_tasks)} held-out tasks" if environment.eval_tasks else "no held-out tasks"
     say(console, f"env {name}: {len(environment.tasks)} tasks, {held_out}")
     say(console, as_read(environment))
-    if environment.uses_harness:
-        return "its episodes are played by verifiers' harness, which needs a model server: only its tasks were checked"
-    task = environment.tasks[0]
+    task, end = environment.tasks[0], renderer.get_stop_token_ids()[0]
     whose, texts = replies_for(task, replies)
-    script, sampler = Script(texts, tokenizer, renderer.get_stop_token_ids()[0]), Sampler()
-    sampler.attach(pool=script, renderer=renderer, max_model_len=ROOM, seed=config.seed)  # type: ignore[arg-type]
+    script, judge, sampler = Script(texts, tokenizer, end), Script(verdicts or [VERDICT], tokenizer, end), Sampler()
+    sampler.attach(  # type: ignore[arg-type]
+        pool=script, renderer=renderer, max_model_len=ROOM, seed=config.seed, tokenizer_path=config.model.path
+    )
     printed = logging.getLogger("prl.envs.workers")  # by graders, which run in processes of their own
     printed.setLevel(logging.INFO)
     handler = logging.StreamHandler(console.file)
     handler.setFormatter(Harmless())
     printed.addHandler(handler)
     try:
-        rollouts = asyncio.run(play(environment, task, sampler))
+        rollouts = asyncio.run(play(environment, task, sampler, judge))
     finally:
         printed.removeHandler(handler)
     for prompt in script.prompts[:1]:
@@ -135,10 +180,18 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     return "\n".join([f"the episode failed: {failed.error}", *(e.traceback or "" for e in failed.trace.errors[:1])])
 
 
-async def play(environment: Any, task: Any, sampler: Any) -> list[Any]:
+async def play(environment: Any, task: Any, sampler: Any, judge: Script) -> list[Any]:
     """Return the rollouts of one episode."""
-    async with environment.serving():
-        return list(await environment.play(task, 1, sampler, group_id=0))
+    from verifiers.v1 import JudgeConfig
+
+    environment.connect(sampler.changed({"pool": judge}), {})
+    async with served(sampler.pool, judge) as url:
+        sampler.pool.http = SimpleNamespace(token=None, address=lambda _: url)
+        for config in (*task.config.judges, *vars(task.config).values()):
+            if isinstance(config, JudgeConfig):
+                config.base_url, config.api_key_var = f"{url}/v1", "PRL_NO_KEY"
+        async with environment.serving():
+            return list(await environment.play(task, 1, sampler, group_id=0))
 
 
 def say(console: Console, text: str) -> None:
@@ -154,9 +207,12 @@ def main() -> None:
     checking.add_argument("env", help="an option of the group env, or a taskset: a module, or an installed id")
     checking.add_argument("overrides", nargs="*", metavar="key=value", help="of the env, as args.path=…, or the run's")
     checking.add_argument("--reply", action="append", metavar="TEXT", help="what the model says; again for later turns")
+    checking.add_argument(
+        "--judge", action="append", metavar="TEXT", help=f"what a judge says, and any model of the env's ({VERDICT!r})"
+    )
     given = parser.parse_args()
     try:
-        problem = check(given.env, given.overrides, given.reply, Console())
+        problem = check(given.env, given.overrides, given.reply, given.judge, Console())
     except KeyboardInterrupt as end:
         raise stopped(end) from None
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
