@@ -164,6 +164,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_tools_in_processes_and_judges_of_verifiers_are_played(prl_env, tmp_path, monkeypatch):
     (tmp_path / "env_check_served.py").write_text(SERVED)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -159,15 +159,8 @@ def check(
     sampler.attach(  # type: ignore[arg-type]
         pool=script, renderer=renderer, max_model_len=ROOM, seed=config.seed, tokenizer_path=config.model.path
     )
-    printed = logging.getLogger("prl.envs.workers")  # by graders, which run in processes of their own
-    printed.setLevel(logging.INFO)
-    handler = logging.StreamHandler(console.file)
-    handler.setFormatter(Harmless())
-    printed.addHandler(handler)
-    try:
+    with showing_prints(console):
         rollouts = asyncio.run(play(environment, task, sampler, judge))
-    finally:
-        printed.removeHandler(handler)
     for prompt in script.prompts[:1]:
         text = tokenizer.decode(prompt)
         say(console, f"\nfirst prompt, {len(prompt)} tokens, in the template of {config.model.path}:\n{text}")
@@ -178,6 +171,20 @@ def check(
     if failed is None:
         return None
     return "\n".join([f"the episode failed: {failed.error}", *(e.traceback or "" for e in failed.trace.errors[:1])])
+
+
+@contextlib.contextmanager
+def showing_prints(console: Console) -> Iterator[None]:
+    """Show what graders print, which run in processes of their own, while the block lasts."""
+    printed = logging.getLogger("prl.envs.workers")
+    printed.setLevel(logging.INFO)
+    handler = logging.StreamHandler(console.file)
+    handler.setFormatter(Harmless())
+    printed.addHandler(handler)
+    try:
+        yield
+    finally:
+        printed.removeHandler(handler)
 
 
 async def play(environment: Any, task: Any, sampler: Any, judge: Script) -> list[Any]:

@@ -1,11 +1,13 @@
 """An env of a run: its tasks, its tools and seats, its held-out settings, and how it is played."""
 
+import sys
+
 import pytest
 from verifiers.v1.envs.single_agent import SingleAgentEnv
 
 from prl.config.schema import EnvConfig
 from prl.engines.renderer import make_renderer
-from prl.envs.environment import Environment, find_taskset
+from prl.envs.environment import Environment
 from prl.errors import ConfigError
 
 
@@ -121,9 +123,7 @@ def test_slow_tools_are_served_by_verifiers(module, monkeypatch, made, refused):
     name = module(TOOLS.format(made=made))
     assert "tools that run in processes of their own, which needs verifiers' own Env" in refused(name)
     monkeypatch.setattr("prl.envs.environment.load_harness_env", lambda taskset, args, *_: (taskset, args))
-    monkeypatch.setattr(
-        "prl.envs.environment.find_taskset", lambda taskset, where, found=find_taskset: found(name, where)
-    )
+    monkeypatch.setitem(sys.modules, "installed", sys.modules[name])
     env = Environment("mine", EnvConfig(taskset="installed", args={}), eval_tasks=0)
     assert env.verifiers_env == env.eval_verifiers_env == ("installed", {}) and env.uses_harness
 
