@@ -156,9 +156,8 @@ def check(
     task, end = environment.tasks[0], renderer.get_stop_token_ids()[0]
     whose, texts = replies_for(task, replies)
     script, judge, sampler = Script(texts, tokenizer, end), Script(verdicts or [VERDICT], tokenizer, end), Sampler()
-    sampler.attach(  # type: ignore[arg-type]
-        pool=script, renderer=renderer, max_model_len=ROOM, seed=config.seed, tokenizer_path=config.model.path
-    )
+    live = {"pool": script, "renderer": renderer, "tokenizer_path": config.model.path}
+    sampler.attach(**live, max_model_len=ROOM, seed=config.seed)
     with showing_prints(console):
         rollouts = asyncio.run(play(environment, task, sampler, judge))
     for prompt in script.prompts[:1]:
