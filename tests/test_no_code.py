@@ -39,6 +39,7 @@ ARGUED = {
     ("tests/e2e/test_readme.py", "compile"): "the blocks of the README, as a reader would run them",
     ("tests/e2e/test_readme.py", "exec"): "the same",
     ("tests/e2e/test_sources.py", "eval"): "the arithmetic of tasks that the env draws, to answer them",
+    ("tests/trainer/test_model.py", "trust_remote_code=True"): "a model whose code the test has written",
     ("tests/envs/tasksets/test_math.py", "eval"): "the arithmetic of a task that the test has drawn",
 }
 """What there is all the same, and why."""

@@ -5,6 +5,7 @@ A folder that cannot be loaded is refused here, in a moment, rather than by the 
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +22,8 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_lengt
 SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Rope types whose number of positions has the scaling factor in it."""
 INDEX = "model.safetensors.index.json"
+PROCESSORS = tuple(f"{kind}_config.json" for kind in ("preprocessor", "processor", "video_preprocessor"))
+"""Files of what makes tokens of pictures and sounds."""
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "tok_embeddings.weight")
 
 
@@ -176,6 +179,30 @@ def tokenizer_files(path: str, *, trust_remote_code: bool) -> dict[str, bytes]:
         tokenizer.save_pretrained(folder)
         files = (file for file in Path(folder).rglob("*") if file.is_file())
         return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def file_of(path: str, name: str) -> Path | None:
+    """A file of a model, in its folder or in the hub's cache; None where it has none."""
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return None if found is None else Path(found)
+
+
+def companion_files(path: str) -> dict[str, bytes]:
+    """What loading a model takes beside weights and tokenizer, by path: config, its processors' files, and its code.
+
+    Code of another repository (`repo--module.Class` in an `auto_map`) stays there.
+    """
+    names = ("config.json", *PROCESSORS, "chat_template.json")
+    files = {name: file for name in names if (file := file_of(path, name)) is not None}
+    for file in list(files.values()):
+        classes = json.dumps(json.loads(file.read_bytes()).get("auto_map"))
+        for folder in set(re.findall(r'"((?:\w+/)*)\w+\.\w+"', classes)):  # code imports from its own folder alone
+            files |= {folder + source.name: source for source in (file.parent / folder).glob("*.py")}
+    return {name: file.read_bytes() for name, file in files.items()}
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The policy as a torch model: load it, run packed rows through it, write it out for the engine."""
 
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +13,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
+from prl.config.model_folder import companion_files, write_files
 from prl.config.tensor_names import check_names
+from prl.engines.tokenizers import load_tokenizer
+from prl.errors import ConfigError
 from prl.rollouts.messages import MicroBatch
 from prl.trainer.architecture import check_architecture, has_sinks
 from prl.trainer.batch import Stack, stacks
@@ -23,10 +27,13 @@ from prl.trainer.tree.attention import NAME, use_tree_attention, without
 from prl.trainer.weights import on_writer, whole_tensors
 
 
-def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_model(
+    path: str, *, device: torch.device, trust_remote_code: bool = False, ends: Iterable[int] | None = None
+) -> PreTrainedModel:
     """The causal language model at `path` with float32 master weights, in training mode.
 
-    On the meta device it has shapes alone, for a rank that gets its weights from another.
+    On the meta device it has shapes alone, for a rank that gets its weights from another. `ends` are the tokens that
+    end its turns; None = as its chat template and files say.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     check_architecture(config, path)
@@ -63,7 +70,28 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
         raise ValueError(f"{path} has weights of {layer}, a layer beyond those of its config.json")
     check_names(model)
     use_tree_attention(model)
+    vars(model)["companions"] = companion_files(path)  # now: the folder may be gone when a checkpoint is written
+    name_ends(model, ends_of(path, trust_remote_code) if ends is None else ends)
     return model.to(device).train()
+
+
+def ends_of(path: str, trust_remote_code: bool) -> list[int]:
+    """The tokens that end a turn by a model's chat template and files; none of a model without a tokenizer."""
+    from prl.engines.renderer import make_renderer  # it takes seconds
+
+    with contextlib.suppress(ConfigError):  # there is none, or the template needs the renderer of its family
+        return make_renderer(load_tokenizer(path, "path", trust_remote_code), name="default").get_stop_token_ids()
+    return []
+
+
+def name_ends(model: PreTrainedModel, ends: Iterable[int]) -> None:
+    """Have a model's generation config name these ends of turns, beside its own: other servers stop there as well."""
+    own = model.generation_config.eos_token_id
+    named = own if isinstance(own, list) else [] if own is None else [own]
+    rows = len(model.get_input_embeddings().weight)
+    more = [token for token in dict.fromkeys(ends) if token not in named and token < rows]
+    if more:
+        model.generation_config.eos_token_id = [*named, *more]
 
 
 def further_layers(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
@@ -254,6 +282,7 @@ def write_model(folder: Path, model: PreTrainedModel, tensors: dict[str, torch.T
     """Write a Hugging Face model folder without a tokenizer: the configs of `model`, and these weights."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    write_files(vars(model).get("companions", {}), folder)
     model.config.save_pretrained(folder)
     # The tokens that end a turn, among others. Its own `save_pretrained` would check temperatures.
     (folder / "generation_config.json").write_text(model.generation_config.to_json_string(), encoding="utf-8")

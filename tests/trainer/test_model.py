@@ -1,5 +1,6 @@
 """The policy as a torch model, on real weights."""
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,11 @@ import rounding
 import torch
 from architectures import write_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prl.models import model_path
 from prl.trainer.batch import stacks
-from prl.trainer.model import check_layout, load_model, stack_logprobs
+from prl.trainer.model import check_layout, load_model, save_weights, stack_logprobs
 from prl.trainer.worker import HALF_TOLERANCE
 
 LENGTHS = [9, 1, 14, 6]
@@ -126,6 +128,51 @@ def test_a_model_that_scales_its_logits_is_noticed(tiny):
     tiny.forward = scaled
     with pytest.raises(ValueError, match="changes its logits after the head"):
         check_layout(tiny, stacks)
+
+
+CONFIGURATION = "from transformers import {base}Config\nclass MineConfig({base}Config):\n    model_type = 'mine'\n"
+MODELING = (
+    "from transformers import {base}ForCausalLM\nfrom .configuration_mine import MineConfig\nfrom .parts import WIDTH\n"
+    "class MineForCausalLM({base}ForCausalLM):\n    config_class = MineConfig\n"
+)
+
+
+@pytest.mark.parametrize("folder", ["", "code/"])
+def test_a_written_model_has_its_code_processors_and_ends(tmp_path, folder):
+    source, out = Path(shutil.copytree(model_path("tiny"), tmp_path / "own")), tmp_path / "out"
+    config = json.loads((source / "config.json").read_text())
+    base = config["architectures"][0].removesuffix("ForCausalLM")
+    (source / folder).mkdir(exist_ok=True)
+    files = {"configuration_mine": CONFIGURATION, "modeling_mine": MODELING, "parts": "WIDTH = 1\n"}
+    for name, text in files.items():
+        (source / folder / f"{name}.py").write_text(text.format(base=base))
+    (source / "preprocessor_config.json").write_text('{"size": 3}')
+    auto_map = {"AutoConfig": f"{folder}configuration_mine.MineConfig"}
+    auto_map["AutoModelForCausalLM"] = f"{folder}modeling_mine.MineForCausalLM"
+    config |= {"model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": auto_map}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "generation_config.json").write_text('{"eos_token_id": 258}')
+    model = load_model(str(source), device=torch.device("cpu"), trust_remote_code=True, ends=[7, 10**6])
+    shutil.rmtree(source)
+    save_weights(model, out, torch.float32)
+    again = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+    assert type(again).__name__ == "MineForCausalLM"
+    assert torch.equal(again.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    assert again.generation_config.eos_token_id == [258, 7], "those of tokens that the model has"
+    assert (out / "preprocessor_config.json").read_text() == '{"size": 3}'
+
+
+@pytest.mark.parametrize("declared", [None, {}, {"eos_token_id": []}, {"eos_token_id": 5}])
+def test_a_model_names_the_ends_of_its_chat_template(tmp_path, declared):
+    source = Path(shutil.copytree(model_path("tiny"), tmp_path / "own"))
+    (source / "generation_config.json").unlink(missing_ok=True)
+    if declared is not None:
+        (source / "generation_config.json").write_text(json.dumps(declared))
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(source)
+    named = load_model(str(source), device=torch.device("cpu")).generation_config.eos_token_id
+    assert set(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])) <= set(named)
 
 
 @pytest.fixture
