@@ -41,7 +41,7 @@ def main(config: ServeConfig) -> None:
         raise ConfigError(f"engine.servers={config.engine.servers}: this command serves one: start it once for each")
     from prl.launch.checks import check_loadable  # transformers, once the config has passed
 
-    check_loadable(config.model, "model.", trained=False)
+    check_loadable(config.model, "model.", config.engine, trained=False)
     run_to_end(serve(config))
 
 

@@ -26,7 +26,7 @@ from prl.engines.tokenizers import TokenizerProbe, load_tokenizer
 from prl.envs.environment import Environment
 from prl.errors import ConfigError
 from prl.launch import specs
-from prl.launch.checks import check_engines, check_loadable
+from prl.launch.checks import check_engines, check_loadable, check_rows
 from prl.launch.components import RunComponents, check_vocabulary, make_renderers, show_tasks
 from prl.launch.local import resolve_model
 from prl.launch.prompts import check_demonstrations, check_graded, check_lengths, rendered_prompts
@@ -89,11 +89,11 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
     `token` is the one that engines were started with; None = a new one.
     """
     check_engines(config, components.launcher, hosted=bool(components.hosted))
-    check_loadable(config.model, "model.", trained=True)
+    rows = check_loadable(config.model, "model.", config.engine, trained=True)
     tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
     hosted = config.teacher.model
     if components.hosted and hosted is not None:
-        check_loadable(hosted, "teacher.model.", trained=False)
+        check_loadable(hosted, "teacher.model.", config.teacher.engine, trained=False)
         teacher = load_tokenizer(hosted.path, "teacher.model.path", hosted.trust_remote_code)
         check_vocabulary(tokenizer, teacher, config, components)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
@@ -105,15 +105,18 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
     }
     show_tasks(config, components, environments, vocab_size=len(tokenizer))  # without padding rows of the embedding
     renderers = make_renderers(config, tokenizer)
+    rendered: list[list[int]] = []
     for name, environment in environments.items():
         environment.check_renderer(renderers[name])
         if environment.uses_harness and config.engine.in_process:
             raise ConfigError(f"env {name!r} is played by verifiers' harness, over HTTP: it needs engine=default")
         prompts = rendered_prompts(environment, renderers[name], config.node_of(name, "renderer")[0])
         check_lengths(config, name, prompts)
+        rendered += prompts
         if environment.config.weight > 0:
             check_graded(components.envs[name].algorithm, environment)
             check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
+    check_rows(config.model.path, rows, tokenizer, rendered)
     return PreparedRun(
         config=config,
         components=components,
@@ -166,6 +169,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Fi
     async def load_trainer() -> None:
         payload = specs.trainer_payload(config, run.model, references=run.components.references)
         payload |= {"resume": None if run.resume is None else run.resume.payload}
+        payload["ends"] = [token for renderer in run.renderers.values() for token in renderer.get_stop_token_ids()]
         launcher.start_trainer(specs.trainer(config, run_dir, payload))
         with supervisor.awaiting("the trainer to load the model", [TRAINER]):
             await launcher.wait_until(loaded, config.trainer.ready_timeout_s, f"the trainer loaded no {run.model.path}")

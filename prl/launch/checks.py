@@ -3,8 +3,12 @@
 What engine and trainer say themselves when they start and load a model is left to them.
 """
 
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 from prl.config.model_folder import check_length, positions
-from prl.config.schema import ModelConfig, TrainConfig
+from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
 from prl.errors import ConfigError
 from prl.launch import specs
 from prl.launch.inline import InlineLauncher
@@ -12,6 +16,13 @@ from prl.launch.launcher import Launcher
 from prl.monitors.text import in_one_line
 from prl.trainer import architecture
 from prl.trainer.config import RayTransportConfig
+
+LATENT = "computes logprobs that are 0.3 off (latent attention)"
+SIGMOID = "fails at the first request (it cannot choose experts by a sigmoid without groups)"
+FAULTS_ON_CPU = {"laguna": SIGMOID, "minimax_m2": SIGMOID} | dict.fromkeys(
+    ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), LATENT
+)
+"""Kinds of models that vLLM gets wrong without a GPU, and how: prl/engines/README.md has the table."""
 
 
 def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> None:
@@ -35,12 +46,15 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
         raise ConfigError("launcher=inline starts no server: choose teacher=inline, or launcher=local")
 
 
-def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> None:
+def check_loadable(model: ModelConfig, prefix: str, engine: VLLMConfig, *, trained: bool) -> int | None:
     """Refuse a config that transformers cannot read, and a model that would silently be taken for another one.
+
+    Returns the rows of its embedding, as its config has them.
 
     Args:
         model: The model's node.
         prefix: Of its keys, for messages.
+        engine: What is to run it.
         trained: Whether the trainer is to load it.
     """
     from transformers import AutoConfig
@@ -52,3 +66,25 @@ def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> None:
     except Exception as error:  # transformers has no common class of errors
         raise ConfigError(f"{prefix}path={model.path!r}: {in_one_line(error)}") from error
     check_length(model.max_model_len, positions(config.to_dict()), prefix, model.path)
+    text = config.get_text_config()
+    fault = FAULTS_ON_CPU.get(text.model_type)
+    if fault and engine.device_type == "cpu" and not (engine.in_process or engine.urls):
+        remedy = "engine=transformers" if prefix == "model." else "teacher=inline"
+        raise ConfigError(f"{prefix}path={model.path!r}: vLLM on a CPU {fault}: choose {remedy}, or a GPU")
+    return getattr(text, "vocab_size", None)
+
+
+def check_rows(path: str, rows: int | None, tokenizer: Any, prompts: Iterable[Sequence[int]]) -> None:
+    """Refuse a model whose embedding has no row for a token that may come up, or that one of the prompts has.
+
+    Tokens for pads, pictures and sounds come up in no text: models without these may lack them.
+    """
+    spared = {getattr(tokenizer, f"{kind}_token", None) for kind in ("pad", "image", "audio", "video")}
+    known = [number for token, number in tokenizer.get_vocab().items() if token not in spared]
+    largest = max(itertools.chain(known, *prompts))
+    if rows is not None and largest >= rows:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ConfigError(
+            f"model.path={path!r}: its tokenizer has {token!r} as token {largest}, its embedding has {rows} rows: give "
+            "the model rows for all tokens (transformers' resize_token_embeddings), or the tokenizer no more tokens"
+        )

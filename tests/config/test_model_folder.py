@@ -1,17 +1,19 @@
 """Model folders that cannot be loaded are refused by what they lack, from their headers alone."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from prl.config.model_folder import check_length, check_model, embedding_rows, positions
-from prl.config.schema import ModelConfig
+from prl.config.schema import ModelConfig, TransformersConfig, VLLMConfig
 from prl.engines.vllm.weights import WeightsError, files_of
 from prl.errors import ConfigError
-from prl.launch.checks import check_loadable
+from prl.launch.checks import check_loadable, check_rows
 from prl.models import model_path
 
 
@@ -166,11 +168,41 @@ def test_how_many_positions_a_model_has(config, limit):
             check_length(limit + 1, positions(config), "model.", "m")
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "laguna", "minimax_m2"])
+def test_what_vllm_gets_wrong_on_a_cpu_is_refused_there_alone(folder, kind):
+    (folder / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    model = ModelConfig(path=str(folder), max_model_len=64)
+    with pytest.raises(ConfigError, match="^model.path=.*: vLLM on a CPU .*: choose engine=transformers, or a GPU"):
+        check_loadable(model, "model.", VLLMConfig(device="cpu"), trained=True)
+    for engine in (VLLMConfig(device="cuda"), VLLMConfig(urls=["http://a:1"]), TransformersConfig(device="cpu")):
+        assert check_loadable(model, "model.", engine, trained=True) > 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompts", "named"),
+    [
+        (12, [], None),
+        (99, [[98]], None),  # padded
+        (9, [], None),  # the tokens 9 to 11 are of pads and pictures
+        (9, [[1, 10]], "<image>"),  # where one has been written
+        (8, [], "<call>"),
+        (None, [[98]], None),
+    ],
+)
+def test_tokens_without_a_row_are_refused(rows, prompts, named):
+    vocabulary = {f"t{number}": number for number in range(8)} | {"<call>": 8, "<pad>": 9, "<image>": 10, "<audio>": 11}
+    tokenizer = Mock(pad_token="<pad>", image_token="<image>", audio_token="<audio>", video_token=None)
+    tokenizer.get_vocab.return_value = vocabulary
+    tokenizer.convert_ids_to_tokens.side_effect = {number: token for token, number in vocabulary.items()}.get
+    with pytest.raises(ConfigError, match=f"^model.path='m': its tokenizer has '{named}'") if named else nullcontext():
+        check_rows("m", rows, tokenizer, prompts)
+
+
 @pytest.mark.parametrize("prefix", ["model.", "teacher.model."])
 def test_a_length_above_the_models_positions_is_refused_before_a_run(prefix):
     model = ModelConfig(path=model_path("tiny"), max_model_len=1025)
     with pytest.raises(ConfigError, match=rf"^{prefix}max_model_len=1025 is above the 1024 positions of "):
-        check_loadable(model, prefix, trained=False)
+        check_loadable(model, prefix, VLLMConfig(), trained=False)
 
 
 def test_the_rows_of_the_embedding(folder):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 
@@ -10,6 +11,7 @@ from prl.config.hardware import assuming
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch import specs
+from prl.models import model_path
 from prl.runs.owner import owned
 from prl.train import main, prepare
 
@@ -49,6 +51,7 @@ FEW = ["envs.math.args.num_tasks=8", "envs.math.eval_args=null"]
 JSONL = ["env=jsonl", "envs.jsonl.args.eval_fraction=0", "envs.jsonl.eval_args=null"]
 CALCULATOR = ["env=calculator", "envs.calculator.args.num_tasks=8", "envs.calculator.eval_args=null"]
 OWN = ["algo=custom_class", "algo._target_=refused_mine.Algo"]
+LATENT = ["model=hf", "model.path=latent", "model.max_model_len=256"]
 SFT = ["algo=sft", "algo.sampling.source=demonstrations", "orchestrator.group_size=1"]
 
 
@@ -59,6 +62,10 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "broken_mine.py").write_text("import no_such_module_xyz\n")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT, "tools": [{"name": "add", "parameters": {}}]}))
+    for name, changes in (("few_rows", {"vocab_size": 100}), ("latent", {"model_type": "deepseek_v3"})):
+        shutil.copytree(model_path("tiny"), tmp_path / name)
+        config = tmp_path / name / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     for name, file in (("a_run", "config.yaml"), ("theirs", "thesis.txt")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text("envs: {}\n")
@@ -153,6 +160,9 @@ TABLE = [
     (["launcher=ray", "envs.math.in_process=true", "envs.math.workers.where=ray"], "envs.math.workers.where=ray: its"),
     # models and checkpoints
     (["model=hf", "model.path=./none"], "model.path='./none': there is no such folder"),
+    (["model=hf", "model.path=few_rows", "model.max_model_len=256"], "model.path='few_rows': its tokenizer has '"),
+    ([*LATENT, "engine.device=cpu"], "model.path='latent': vLLM on a CPU computes logprobs that are 0.3 off"),
+    (["teacher=local", "teacher.model.path=latent", "teacher.engine.device=cpu", "algo=opd"], "teacher.model.path='l"),
     (["run.resume=none"], "run.resume='none' is neither a run directory nor a checkpoint"),
     (["run.resume=a_run"], "run.resume='a_run' is not of the run in run.dir"),
     # run directories
@@ -174,7 +184,7 @@ def test_a_run_is_refused_and_nothing_is_written(tmp_path, overrides, key):
     assert files_below(tmp_path) == before
 
 
-@pytest.mark.parametrize("overrides", [["renderer=gpt-oss"], ["run.dir=theirs"], ["run.resume=a_run"]])
+@pytest.mark.parametrize("overrides", [["renderer=gpt-oss"], ["run.dir=theirs"], ["run.resume=a_run"], LATENT])
 def test_a_dry_run_refuses_the_same(tmp_path, overrides):
     assert refusal(overrides, tmp_path, dry="true") == refusal(overrides, tmp_path)
 

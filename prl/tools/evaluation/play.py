@@ -144,7 +144,7 @@ def prepare_targets(config: EvaluationConfig) -> list[list[Target]]:
     for target in targets:
         if target.endpoint is None:
             validate_server(target.model, config.engine)
-            check_loadable(target.model, "model.", trained=False)
+            check_loadable(target.model, "model.", config.engine, trained=False)
     engines = by_engine(targets)
     loaded = [group[0].name for group in engines if group[0].endpoint is None]
     if config.engine.urls and len(loaded) > 1:
