@@ -79,7 +79,12 @@ class OPSDAlgorithm(ReferenceOptions, Algorithm):
             )
 
     def reserve(self, tasks: Sequence[Any]) -> int:
-        longest = sorted((str(getattr(task.data, self.demo_key, "")) for task in tasks), key=len)[-LONGEST:]
+        demonstrations = [getattr(task.data, self.demo_key, None) for task in tasks]
+        try:
+            texts = [self._words(demonstration) for demonstration in demonstrations if demonstration]
+        except ValueError as error:
+            raise ConfigError(f"algo.demo_key={self.demo_key}: {error}") from error
+        longest = sorted(texts, key=len)[-LONGEST:]
         return max((len(self._hint(demonstration)) for demonstration in longest), default=0)
 
     def trainer_references(self) -> set[str]:
@@ -88,17 +93,24 @@ class OPSDAlgorithm(ReferenceOptions, Algorithm):
     async def score_rollout(self, rollout: Rollout) -> None:
         task = rollout.task.data
         demonstration = rollout.info.get(self.demo_key) or getattr(task, self.demo_key, None)
-        if not demonstration:
+        try:
+            hint = self._hint(self._words(demonstration))
+        except ValueError as error:
             missing = (
-                f"no {self.demo_key!r} to show: neither info nor a field of task {task.id or task.idx} of env "
-                f"{rollout.env_name!r} holds one (algo.demo_key names the field)"
+                f"no {self.demo_key!r} to show, in info or as a field of task {task.id or task.idx} of env "
+                f"{rollout.env_name!r}: {error} (algo.demo_key names the field)"
             )
             rollout.fail(ValueError(missing), "env")
             return
-        hint = self._hint(str(demonstration))
         self.name_reference(rollout.samples, self.reference, prefix=hint)
         if self.reference not in IN_TRAINER:
             await self.policy_scorer.compute(rollout, context=hint)
+
+    def _words(self, demonstration: Any) -> str:
+        """The replies of the demonstration as a text. Raises ValueError where it has none."""
+        from prl.engines.chat import replies_of, words_of  # it imports verifiers
+
+        return words_of(replies_of(demonstration, self.demo_key))
 
     def _hint(self, demonstration: str) -> list[int]:
         """The tokens of the system message that shows the demonstration."""

@@ -4,6 +4,8 @@ The policy's renderer turns a message into the tokens that the policy would have
 """
 
 import asyncio
+import contextlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.v1.dialects.chat import message_to_wire
 
-from prl.engines.renderer import UnrenderablePrompt, render, render_prompt, tokenizer_of
+from prl.engines.renderer import UnrenderablePrompt, call_id, render, render_prompt, tokenizer_of
 from prl.engines.replies import Completion, reading
 from prl.engines.template_check import EXCERPT, first_lost
 from prl.errors import ConfigError, EngineError
@@ -134,19 +136,43 @@ def _spoken(messages: list[dict[str, Any]]) -> int:
 
 
 def replies_in(task: Any, key: str) -> list[dict[str, Any]]:
-    """Return the assistant messages of a task's demonstration: of a list of messages, else the text itself.
+    """Return the assistant messages of a task's demonstration, its field `key`. Raises as `replies_of` does."""
+    return replies_of(getattr(task, key, None), key)
 
-    Raises ValueError if the field `key` holds neither.
+
+def replies_of(value: Any, key: str) -> list[dict[str, Any]]:
+    """Return the assistant messages of a demonstration: of a list of messages, else the text itself.
+
+    Raises ValueError, with the demonstration's `key`, if it is neither.
     """
-    value = getattr(task, key, None)
     if isinstance(value, list | tuple):
-        whole = [message for message in Dialogue(value).messages if _spoken([message])]
-        replies = [message | {"content": message.get("content") or ""} for message in whole]
-        if replies:
-            return replies
+        with contextlib.suppress(AttributeError, KeyError):  # of what is no message
+            whole = [message for message in Dialogue(value).messages if _spoken([message])]
+            replies = [message | {"content": message.get("content") or ""} for message in whole]
+            if replies:
+                return replies
     elif value is not None and not isinstance(value, dict) and str(value):
         return [{"role": "assistant", "content": str(value)}]
     raise ValueError(f"{key} holds no reply (a text, or a list of messages with an assistant's among them)")
+
+
+def words_of(messages: Sequence[dict[str, Any]]) -> str:
+    """Return messages as one text: what they say and the calls that they make; of several roles, who says it.
+
+    Raises ValueError for a part that is no text, such as a picture.
+    """
+    roles = [message["role"] for message in messages]
+    texts = []
+    for message, role in zip(messages, roles, strict=True):
+        content = message.get("content") or ""
+        is_text = isinstance(content, str)
+        lines = [content] if is_text else [part.get("text") if isinstance(part, dict) else None for part in content]
+        if None in lines:
+            raise ValueError(f"a message of the {role} has a part that is no text")
+        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+        text = "\n".join([*filter(None, lines), *(json.dumps(call, ensure_ascii=False) for call in calls)])
+        texts.append(text if len(set(roles)) == 1 else f"{role}: {text}")
+    return "\n\n".join(texts)
 
 
 def as_completion(renderer: "Renderer", dialogue: Dialogue, answer: Answer, max_tokens: int) -> Completion:
@@ -156,7 +182,7 @@ def as_completion(renderer: "Renderer", dialogue: Dialogue, answer: Answer, max_
     """
     tools, messages = dialogue.tools, dialogue.messages
     prompt = list(render_prompt(renderer, messages, tools).token_ids)
-    whole = list(render(renderer, [*messages, answer.message], tools).token_ids)
+    whole = list(render(renderer, [*messages, with_call_ids(answer.message, prompt)], tools).token_ids)
     stops, reply = set(renderer.get_stop_token_ids()), whole[len(prompt) :]
     end = next((place for place, token in enumerate(reply, start=1) if token in stops), None)
     if whole[: len(prompt)] != prompt or end is None:
@@ -178,6 +204,15 @@ def as_completion(renderer: "Renderer", dialogue: Dialogue, answer: Answer, max_
             "sampling.max_tokens)"
         )
     return Completion(token_ids[:max_tokens], [], "length")
+
+
+def with_call_ids(message: dict[str, Any], prompt_ids: list[int]) -> dict[str, Any]:
+    """Return a message whose tool calls have the ids that they get once it is read; those of Kimi's form stay."""
+    calls = [dict(call) for call in message.get("tool_calls") or []]
+    for number, call in enumerate(calls):
+        if not str(call.get("id")).startswith(f"functions.{call.get('function', call).get('name')}:"):
+            call["id"] = call_id(prompt_ids, number)
+    return message | {"tool_calls": calls} if calls else message
 
 
 def check_template(renderer: "Renderer", where: str) -> None:

@@ -5,8 +5,10 @@ The only place that touches what that package keeps private. Written for rendere
 
 import base64
 import contextlib
+import hashlib
 import os
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -114,6 +116,16 @@ def harmony_vocabulary(tokenizer: "PreTrainedTokenizerBase") -> Iterator[None]:
         finally:
             del os.environ[HARMONY_FOLDER]
             os.environ.update(before)
+
+
+def call_id(prompt_ids: Sequence[int], number: int) -> str:
+    """The id of a tool call: nine letters and digits, as Mistral's templates want, of which no conversation has two.
+
+    Args:
+        prompt_ids: The prompt of the reply that makes the call; it is longer in each later turn.
+        number: The call's place in the reply.
+    """
+    return hashlib.blake2b(array("I", [number, *prompt_ids]).tobytes()).hexdigest()[:9]
 
 
 class UnrenderablePrompt(ValueError):

@@ -1,18 +1,24 @@
 """The renderer over a model's own chat template, for models that have no renderer of their family.
 
 The `renderers` package has one, which this extends: it renders a conversation whole, knows every token that ends a
-turn, and reads a reply whose thought was opened by the prompt.
+turn, and reads a reply whose thought was opened by the prompt, with all special tokens in it but the turn's end.
 """
 
 import contextlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from renderers import default
 from renderers.base import ParsedResponse, RenderedTokens, Renderer, extract_message_tool_names
 from renderers.configs import CustomRendererConfig, DefaultRendererConfig
 from renderers.default import DefaultRenderer
+
+from prl.config.model_folder import file_of
+from prl.engines.renderer import call_id
+
+# A model may have been taught special tokens as marks, such as `<answer>`. Until the package keeps them in its text.
+default._strip_special_tokens = lambda tokenizer, text: text
 
 THOUGHT = "<think>"
 """What opens a thought."""
@@ -81,6 +87,8 @@ class TemplateRenderer(DefaultRenderer):
         if end_of_prompt.rstrip().endswith(THOUGHT):
             token_ids = [*self.tokenizer.encode(THOUGHT, add_special_tokens=False), *token_ids]
         parsed = super().parse_response(token_ids, tools=tools)
+        for number, call in enumerate(parsed.tool_calls):
+            call.id = call_id(prompt_ids or token_ids, number)
         if parsed.reasoning_content is not None:  # the lines between are the template's, which writes them again
             parsed.content = parsed.content.lstrip("\n")
         return parsed
@@ -153,17 +161,10 @@ def declared_ends(tokenizer: Any) -> list[int]:
     An id that is no added token of the tokenizer is left out: configs carry the defaults of their class, under which
     another tokenizer has a piece of text.
     """
-    from transformers.utils import cached_file
-
     for name in ENDS_IN if tokenizer.name_or_path else ():
-        file = cached_file(
-            tokenizer.name_or_path,
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        file = file_of(tokenizer.name_or_path, name)
         if file is not None:
-            content = json.loads(Path(file).read_bytes())
+            content = json.loads(file.read_bytes())
             named = content.get("eos_token_id") if isinstance(content, dict) else None
             if named is not None:
                 return [each for each in (named if isinstance(named, list) else [named]) if is_added(tokenizer, each)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prl.engines.renderer import UnrenderablePrompt, render_prompt, tokenizer_of
+from prl.engines.renderer import UnrenderablePrompt, call_id, render_prompt, tokenizer_of
 
 if TYPE_CHECKING:
     from renderers import Renderer
@@ -121,12 +121,12 @@ def probe_of(message: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return probe, words
 
 
-def call_and_answer(tool: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a model that calls a tool, and of the tool."""
+def calls_and_answers(tool: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the messages of a model that calls a tool so many times in a reply, with a run's ids, and of the tool."""
     function = {"name": tool["function"]["name"], "arguments": "{}"}
-    call = {"id": "call00000", "type": "function", "function": function}  # Mistral's ids have nine characters
-    answer = {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": "1"}
-    return [{"role": "assistant", "content": "", "tool_calls": [call]}, answer]
+    calls = [{"id": call_id((), number), "type": "function", "function": function} for number in range(count)]
+    answers = [{"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": "1"} for call in calls]
+    return [{"role": "assistant", "content": None, "tool_calls": calls}, *answers]
 
 
 def without_thought(message: dict[str, Any]) -> dict[str, Any]:

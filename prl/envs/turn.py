@@ -1,5 +1,6 @@
 """One turn of a conversation: its opening messages, the parsed reply, and its tokens in verifiers' message graph."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from verifiers.v1 import graph
 from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.dialects import parse_message
 
-from prl.engines.renderer import tokenizer_of
+from prl.engines.renderer import call_id, tokenizer_of
 from prl.engines.replies import Completion
 from prl.engines.sampler import Sampler
 from prl.rollouts.rollout import encodable
@@ -177,17 +178,25 @@ def parse(
     """Parse sampled tokens as a message; `prompt_ids` are those before them, which may have opened the reply's thought.
 
     A tool call that cannot be read has no name, and its arguments are what the model wrote: `Tools.answer` says what is
-    wrong. It is left out where no `tools` were offered or the reply was cut off.
+    wrong. It is left out of a reply that was cut off. Where no `tools` were offered, what looks like a call is text.
     """
+
+    def whole() -> str:
+        tokenizer, ends = tokenizer_of(renderer), renderer.get_stop_token_ids()
+        words = itertools.takewhile(lambda token: token not in ends, token_ids)
+        return "" if tokenizer is None else encodable(tokenizer.decode(list(words)))
+
     try:
         parsed = renderer.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
     except (ValueError, RecursionError) as error:  # Python's JSON parser: a number too long, nesting too deep
-        tokenizer = tokenizer_of(renderer)
-        text = "" if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=True)
         unread = ParsedToolCall(raw=str(error), status=ToolCallParseStatus.MALFORMED_STRUCTURE)
-        parsed = ParsedResponse(content=encodable(text), tool_calls=[unread])
+        parsed = ParsedResponse(content=whole(), tool_calls=[unread])
+    attempts = parsed.tool_calls or []
+    if not tools and any(call.token_span for call in attempts):
+        parsed.content = whole().rpartition("</think>")[2]
+        attempts = []
     calls = []
-    for index, call in enumerate(parsed.tool_calls or []):
+    for index, call in enumerate(attempts):
         name, arguments = call.name, call.arguments
         if call.status not in READABLE or not name or not isinstance(name, str):
             if cut_off or not tools:
@@ -195,7 +204,8 @@ def parse(
             name, arguments = "", call.raw
         # Text that is not JSON stays as the model wrote it.
         text = encodable(arguments) if isinstance(arguments, str) else json.dumps(arguments or {})
-        calls.append(vf.ToolCall(id=call.id or f"call_{index}", name=encodable(name), arguments=text))
+        identity = call.id or call_id(prompt_ids or token_ids, index)
+        calls.append(vf.ToolCall(id=identity, name=encodable(name), arguments=text))
     return vf.AssistantMessage(
         content=parsed.content or None, reasoning_content=parsed.reasoning_content, tool_calls=calls or None
     )

@@ -13,7 +13,7 @@ from prl.config.model_reference import DEMONSTRATIONS
 from prl.config.schema import TrainConfig
 from prl.engines.chat import Answer, Dialogue, UnusableReply, as_completion, check_template, replies_in
 from prl.engines.renderer import UnrenderablePrompt, render_prompt
-from prl.engines.template_check import call_and_answer, losses_of_prompt
+from prl.engines.template_check import calls_and_answers, losses_of_prompt
 from prl.envs.environment import Environment, reason_ungraded
 from prl.envs.turn import declared_tools, opening_messages
 from prl.errors import ConfigError
@@ -67,12 +67,16 @@ def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -
 
 def lost_after_a_call(renderer: Renderer, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[str]:
     """Return what a prompt loses of the model's own call of a tool and of its answer, a sentence each."""
-    called = call_and_answer(tools[0])
-    try:
-        losses = list(losses_of_prompt(renderer, [*messages, *called], tools, first=len(messages)))
-    except UnrenderablePrompt as error:
-        return [f"the chat template takes no call of a tool: {error}"]
-    return [f"once a tool has been called, {loss.what}" for loss in losses]
+    refusals = []
+    for count, what in ((2, "two calls in a reply"), (1, "call of a tool")):  # some templates take one alone
+        called = calls_and_answers(tools[0], count)
+        try:
+            losses = list(losses_of_prompt(renderer, [*messages, *called], tools, first=len(messages)))
+        except UnrenderablePrompt as error:
+            refusals.append(f"the chat template takes no {what}: {error}")
+        else:
+            return [*refusals, *(f"once a tool has been called, {loss.what}" for loss in losses)]
+    return refusals[1:]
 
 
 def tasks_to_check(tasks: list[vf.Task]) -> list[vf.Task]:

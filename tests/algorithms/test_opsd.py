@@ -12,6 +12,8 @@ from prl.algorithms.opsd import OPSDAlgorithm
 from prl.errors import ConfigError
 from prl.rollouts.messages import Reference
 
+ANSWER = {"role": "assistant", "content": [{"type": "text", "text": "It's 4."}]}
+
 
 class Shown(vf.TaskData):
     """A task with a demonstration of its own."""
@@ -64,6 +66,7 @@ async def test_hint_is_a_system_message_before_every_sample(opsd, shown, referen
         ({}, "demonstration", "from the task"),
         ({"solution": "better", "demonstration": "x"}, "solution", "better"),
         ({"demonstration": ""}, "demonstration", "from the task"),
+        ({"demonstration": [{"role": "user", "content": "q"}, ANSWER, ANSWER]}, "demonstration", "It's 4.\n\nIt's 4."),
         ({"demonstration": "{x} {demonstration} %s"}, "demonstration", "{x} {demonstration} %s"),
     ],
 )
@@ -117,10 +120,16 @@ def test_renderer_unfit_for_the_tokenizer_is_refused(attached):
 
 def test_room_is_kept_for_the_longest_hint(opsd, hint_ids):
     shown = ["short", "a much longer demonstration of the answer", "middling"]
-    tasks = [SimpleNamespace(data=SimpleNamespace(demonstration=text)) for text in shown]
+    values = ["short", [{"role": "assistant", "content": shown[1]}], "middling", None]
+    tasks = [SimpleNamespace(data=SimpleNamespace(demonstration=value)) for value in values]
     assert opsd(template="See: {demonstration}").reserve(tasks) == max(len(hint_ids(f"See: {text}")) for text in shown)
     assert opsd().reserve([]) == 0
     assert Algorithm().reserve(tasks) == 0
+
+
+def test_a_demonstration_without_a_reply_is_refused(opsd):
+    with pytest.raises(ConfigError, match=r"^algo\.demo_key=demonstration: .* no reply"):
+        opsd().reserve([SimpleNamespace(data=SimpleNamespace(demonstration=[{"role": "user", "content": "q"}]))])
 
 
 @pytest.mark.parametrize("tokens", [[], ValueError("no user message")])

@@ -4,7 +4,16 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.config.model_reference import FrozenModelConfig
-from prl.engines.chat import Answer, ChatSource, Demonstrations, Dialogue, UnusableReply, as_completion, replies_in
+from prl.engines.chat import (
+    Answer,
+    ChatSource,
+    Demonstrations,
+    Dialogue,
+    UnusableReply,
+    as_completion,
+    replies_of,
+    words_of,
+)
 from prl.engines.frozen import FrozenPool
 from prl.engines.renderer import make_renderer
 from prl.engines.sampler import Sampler
@@ -192,13 +201,42 @@ class Data(vf.TaskData):
     ],
 )
 def test_the_replies_of_a_demonstration(value, contents):
-    assert [each["content"] for each in replies_in(Data(answer=value), "answer")] == contents
+    assert [each["content"] for each in replies_of(value, "answer")] == contents
 
 
-@pytest.mark.parametrize("value", [None, "", [], {}, [{"role": "user", "content": "q"}]])
+@pytest.mark.parametrize("value", [None, "", [], {}, ["a"], [{"from": "gpt"}], [{"role": "user", "content": "q"}]])
 def test_a_field_without_a_reply_is_refused(value):
     with pytest.raises(ValueError, match="answer holds no reply"):
-        replies_in(Data(answer=value), "answer")
+        replies_of(value, "answer")
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([{"role": "assistant", "content": "a\nb"}], "a\nb"),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], "a\nb"),
+        (
+            [
+                {"role": "user", "content": "1+1?"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}],
+                },
+                {"role": "tool", "content": "2"},
+            ],
+            'user: 1+1?\n\nassistant: {"name": "add", "arguments": "{}"}\n\ntool: 2',
+        ),
+    ],
+)
+def test_the_words_of_messages(messages, text):
+    assert words_of(messages) == text
+
+
+@pytest.mark.parametrize("content", [[{"type": "image_url", "image_url": {"url": "x"}}], ["a"], {"a": 1}])
+def test_a_message_that_is_no_text_has_no_words(content):
+    with pytest.raises(ValueError, match="a part that is no text"):
+        words_of([{"role": "user", "content": content}])
 
 
 async def test_demonstration_is_played_reply_by_reply():

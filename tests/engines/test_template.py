@@ -121,6 +121,27 @@ def test_a_turn_ends_where_tokenizer_files_and_template_end_it(make, template, g
         assert parsed(tokenizer, f"4{end}", name=name).content == "4"
 
 
+@pytest.mark.parametrize("name", ["default", "qwen3"])
+@pytest.mark.parametrize(
+    ("marks", "reply"),
+    [
+        (("<answer>", "</answer>"), "<answer>4</answer>"),
+        (("<step>",), "one<step>two<step>"),
+        (("<|box_start|>", "<|box_end|>"), "It is <|box_start|>4<|box_end|>."),
+        (("<|begin_of_thought|>", "<|end_of_thought|>"), "<|begin_of_thought|>two<|end_of_thought|>4"),
+        ((), f"4{START}user"),
+    ],
+)
+def test_only_the_end_of_a_turn_leaves_the_text(make, name, marks, reply):
+    tokenizer = make(eos=END)
+    tokenizer.add_special_tokens({"extra_special_tokens": list(marks)})
+    assert parsed(tokenizer, f"{reply}{END}", name=name).content == reply
+    assert parsed(tokenizer, reply, name=name).content == reply, "cut by its length"
+    sent = rendered(tokenizer, [user("U1")], name=name)
+    again = rendered(tokenizer, [user("U1"), assistant(reply), user("U2")], name=name)
+    assert again.startswith(f"{sent}{reply}{END}\n"), "the second turn goes on with the tokens of the first"
+
+
 def test_unended_turn_is_rendered_again(make):
     tokenizer = make(eos=END, generation_config={"eos_token_id": [make().convert_tokens_to_ids(BOS)]})
     renderer = make_renderer(tokenizer, name="qwen3", thinking_retention="all")

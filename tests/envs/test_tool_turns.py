@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import types
 
 import pytest
@@ -165,6 +166,16 @@ async def test_calls_of_one_reply_are_answered_in_order(play, tokenizer):
     assert bodies(rollout, "tool", tokenizer) == [answer.content for answer in answers]
 
 
+async def test_ids_of_calls_have_nine_characters_and_differ_over_a_conversation(play):
+    script = [call(a=1, b=2) + call(a=1, b=2), call(a=1, b=2), "3"]
+    ids = []
+    for _ in range(2):
+        (rollout,), _ = await play(script)
+        ids.append([made.id for message in rollout.trace.messages for made in getattr(message, "tool_calls", 0) or []])
+    assert len(set(ids[0])) == 3 and all(re.fullmatch("[a-zA-Z0-9]{9}", each) for each in ids[0])
+    assert ids[0] == ids[1], "the same in another run"
+
+
 # --- calls that cannot be read ----------------------------------------------------------------------------------------
 
 
@@ -185,6 +196,7 @@ async def test_model_reads_that_its_call_was_unreadable(play, tokenizer, reply_t
 @pytest.mark.parametrize("reply_text", UNREADABLE)
 async def test_without_tools_it_is_a_reply_like_any_other(play, scripted, reply_text):
     (rollout,), _ = await play([reply_text], toolsets=())
+    assert rollout.trace.last_reply == reply_text
     assert rollout.error is None and rollout.reward == 1.0 and len(rollout.samples) == 1
     task = Replies(vf.TaskData(idx=0, prompt="1+2="))
     request = GroupRequest(env_name="toy", task=task, n=2, sampler=scripted([reply_text]), group_id=1, timeout_s=5.0)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from prl.config.compose import compose
 from prl.engines.renderer import make_renderer
 from prl.envs.tools import Tools
 from prl.errors import ConfigError
-from prl.launch.prompts import CHECKED, rendered_prompts
+from prl.launch.prompts import CHECKED, lost_after_a_call, rendered_prompts
 
 FIRST_SYSTEM_ALONE = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
@@ -55,6 +56,26 @@ def test_prompt_refused_by_the_template_is_named(look, place):
 def test_prompts_of_which_none_can_be_rendered_are_refused(look):
     with pytest.raises(ConfigError, match="^renderer: .*late"):
         look([LATE] * 3)
+
+
+CALLS = (
+    "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > LIMIT %}{{ raise_exception('too many') }}"
+    "{% endif %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+    "{{ c.function | tojson }}{% endfor %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endfor %}"
+    "{{ tools | tojson }}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [("2", []), ("1", ["takes no two calls in a reply: .*too many"]), ("0", ["takes no call of a tool: .*too many"])],
+)
+def test_calls_that_a_template_takes_are_tried_as_a_run_makes_them(tokenizer, limit, said):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = CALLS.replace("LIMIT", limit)
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+    lost = lost_after_a_call(make_renderer(own, name="default"), [{"role": "user", "content": FINE}], [tool])
+    assert len(lost) == len(said) and all(map(re.search, said, lost))
 
 
 @pytest.mark.parametrize("place", [0, 3 * CHECKED])

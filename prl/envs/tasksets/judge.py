@@ -16,6 +16,7 @@ from typing import Literal
 import verifiers.v1 as vf
 from pydantic import Field
 
+from prl.engines.chat import Dialogue, words_of
 from prl.envs.models import model_of
 from prl.envs.tasksets.base import IdTask
 from prl.envs.tasksets.jsonl import JsonlConfig, JsonlData, JsonlTaskset
@@ -63,7 +64,7 @@ class JudgeTask(IdTask[JsonlData]):
     async def judged(self, trace: vf.Trace) -> float:
         """Return the judge's score as a share of the best one."""
         settings, prompt = self.settings, self.data.prompt
-        asked = prompt if isinstance(prompt, str) else "\n\n".join(str(message.content) for message in prompt or ())
+        asked = prompt if isinstance(prompt, str) else words_of(Dialogue(prompt or ()).messages)
         parts = {"question": asked, "answer": self.data.answer, "reply": TAG.sub("&lt;", trace.last_reply)}
         question = TEMPLATE.format(**parts, rubric=settings.rubric, best=f"{settings.best:g}")
         verdict = await model_of(self, "judge").ask(question, max_tokens=settings.max_tokens)
