@@ -79,6 +79,14 @@ def test_first_row_is_shown_as_it_was_read(prl_env, tmp_path):
     assert lines[2:] == ["demonstration: Yes.", "answer: none", "tools: none"]
 
 
+def test_fields_of_a_taskset_of_the_users_own_keep_their_meaning(prl_env, tmp_path, monkeypatch):
+    fields = "answer: str\n    tools: list[str] = ['hammer']\n    demonstration: dict = {'by': 'hand'}"
+    (tmp_path / "own_fields.py").write_text(TASKSET.format(divisor="1", index="0").replace("answer: str", fields))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    status, out, _ = prl_env("check", "own_fields")
+    assert status == 0 and "demonstration: none\n  answer: ab\n  tools: none\n" in out and "# Tools" not in out
+
+
 def test_conversation_is_played_reply_by_reply(prl_env):
     status, out, _ = prl_env("check", "guess", "args.num_tasks=5", "eval_args=null", "--reply", "what", "--reply", "0")
     assert status == 0 and "no held-out tasks" in out

@@ -63,8 +63,10 @@ def _as_text(message: vf.Message | dict[str, Any], number: int) -> vf.Message:
 
 
 def declared_tools(data: vf.TaskData) -> list[WireTool] | None:
-    """Return the tools that a task's data declares to the model, without code to carry out their calls."""
-    return getattr(data, "tools", None)
+    """Return the tools that a task's data declares in its field `tools`, without code to carry out their calls."""
+    tools = getattr(data, "tools", None)
+    in_format = isinstance(tools, list) and all(isinstance(tool, dict) and "function" in tool for tool in tools)
+    return tools if in_format else None  # else a field of the user's own
 
 
 def commit(

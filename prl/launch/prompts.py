@@ -146,8 +146,10 @@ def as_read(environment: Environment) -> str:
     data = environment.tasks[0].data
     messages = [message_to_wire(message) for message in opening_messages(data)]
     parts = [(message["role"], _text_of(message)) for message in messages]
-    replies = replies_in(data, "demonstration") if getattr(data, "demonstration", None) else []
-    parts += [("demonstration", _text_of(reply)) for reply in replies] or [("demonstration", "none")]
+    try:
+        parts += [("demonstration", _text_of(reply)) for reply in replies_in(data, "demonstration")]
+    except ValueError:
+        parts.append(("demonstration", "none"))
     tools = ", ".join(tool["function"]["name"] for tool in declared_tools(data) or [])
     parts += [("answer", getattr(data, "answer", None) or "none"), ("tools", tools or "none")]
     lines = [f"  {name}: {as_message(in_one_line(str(value)))}" for name, value in parts]

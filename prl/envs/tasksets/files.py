@@ -4,7 +4,7 @@ import csv
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,13 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet  # heavy, and used only here
 
     table = pyarrow.parquet.read_table(file)
+    readers = {field.name: _reader_of(field.type) for field in table.schema}
     for number, row in enumerate(table.to_pylist(), start=1):
-        yield f"row {number}", {key: _as_written(value, table.field(key).type) for key, value in row.items()}
+        yield f"row {number}", {key: None if value is None else readers[key](value) for key, value in row.items()}
 
 
-def _as_written(value: Any, kind: Any) -> Any:
-    """Return a value of an Arrow type with its floats, at any depth, as the text that they were written as.
+def _reader_of(kind: Any) -> Callable[[Any], Any]:
+    """Return what turns values of an Arrow type into those of a row: floats, at any depth, are the text in the file.
 
     Python's floats of 32 and 16 bits have other digits. Fields of a struct without a value are left out: a file has
     them where its rows have different keys.
@@ -105,20 +106,21 @@ def _as_written(value: Any, kind: Any) -> Any:
     import numpy
     from pyarrow import types
 
-    if value is None:
-        return None
     if types.is_floating(kind):
-        return numpy.format_float_positional(kind.to_pandas_dtype()(value), trim="-")
+        number = kind.to_pandas_dtype()
+        return lambda value: numpy.format_float_positional(number(value), trim="-")
     if types.is_decimal(kind):
-        return str(value)
+        return str
     if types.is_struct(kind):
-        fields = {field.name: _as_written(value[field.name], field.type) for field in kind}
-        return {name: inner for name, inner in fields.items() if inner is not None}
+        fields = {field.name: _reader_of(field.type) for field in kind}
+        return lambda value: {name: read(value[name]) for name, read in fields.items() if value[name] is not None}
     if types.is_map(kind):
-        return {key: _as_written(inner, kind.item_type) for key, inner in value}
+        of_item = _reader_of(kind.item_type)
+        return lambda value: {key: of_item(item) for key, item in value if item is not None}
     if types.is_nested(kind):  # lists of every kind
-        return [_as_written(inner, kind.value_type) for inner in value]
-    return _as_written(value, kind.value_type) if types.is_dictionary(kind) else value
+        of_item = _reader_of(kind.value_type)
+        return lambda value: [None if item is None else of_item(item) for item in value]
+    return _reader_of(kind.value_type) if types.is_dictionary(kind) else lambda value: value
 
 
 READERS = dict(zip(SUFFIXES, (_json_lines, _json, _csv, _parquet), strict=True))

@@ -44,6 +44,8 @@ from prl.monitors.text import in_one_line
 __all__ = ["JsonlTaskset"]
 
 Grade = Callable[[str, str], float]
+NO_TOOLS: tuple[Any, ...] = (None, "", "[]", [])
+"""Values of `tools` in rows that declare none."""
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 """What JSON can spell, but no UTF-8."""
 
@@ -219,7 +221,9 @@ def tasks_of(config: JsonlConfig, row: Any, place: str, notes: dict[str, str]) -
         raise ValueError(f"{place}: a row is a mapping of keys to values, got {type(row).__name__}")
     prompt, reply, is_conversation = _prompt_and_reply(config, row, place, notes)
     answer, graded = _answer(config, row, place)
-    tools = _listed(tools_of, _value(row, place, "tools", list), place, "tools") if row.get("tools") else []
+    tools = (
+        _listed(tools_of, _value(row, place, "tools", list), place, "tools") if row.get("tools") not in NO_TOOLS else []
+    )
     pairs, every = [(prompt, reply)], config.train_turns == "all"
     if is_conversation:
         pairs, behind = divided(prompt, reply, every=every)
@@ -227,17 +231,19 @@ def tasks_of(config: JsonlConfig, row: Any, place: str, notes: dict[str, str]) -
             pairs = [(prompt, None)]
         elif behind:
             notes.setdefault("the messages behind the assistant's last one are left out", place)
+    first = _digest(pairs[0][0])
+    identity = first if prompt is pairs[0][0] and isinstance(prompt, list) else prompt  # to spell messages takes long
     for number, (opening, demonstration) in enumerate(pairs, start=1):
         last = number == len(pairs)
         data = JsonlData(
-            id=_digest([prompt, answer, reply, *tools, *([] if last else [number])]),
+            id=_digest([identity, answer, reply, *tools, *([] if last else [number])]),
             prompt=opening,
             system_prompt=config.system,
             answer=graded if last else "",
             demonstration=[*map(message_to_wire, demonstration)] if isinstance(demonstration, list) else demonstration,
             tools=tools or None,
         )
-        data._place, data._conversation = place, _digest(pairs[0][0])
+        data._place, data._conversation = place, first
         yield data
 
 

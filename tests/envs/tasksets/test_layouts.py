@@ -199,6 +199,13 @@ def test_tools_may_stand_beside_any_layout(tmp_path, row, tools):
     assert [task[3] for task in read(path)] == [TOOLS]
 
 
+@pytest.mark.parametrize("tools", [None, [], "", "[]"])
+def test_no_tools_are_none(tmp_path, tools):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "answer": "7", "tools": tools}) + "\n")
+    assert read(path) == [("q", None, "7", None)]
+
+
 def test_rows_of_one_file_may_differ(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "q", "completion": "a"}, {"messages": [user("long"), says("b")]}]
