@@ -20,6 +20,7 @@ from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.decoding import Continuation, Request, sample, score
 from prl.engines.frozen import ReferencePool
 from prl.engines.replies import Completion, Scored
+from prl.engines.rope import check_rope, fix_rope
 from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
 from prl.errors import ConfigError, DeadlinePassed, EngineError
@@ -96,6 +97,8 @@ class TransformersModel(ModelPool):
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, trust_remote_code=self.spec.model.trust_remote_code
             )
+            check_rope(model.config, self.spec.model.max_model_len, path)
+            fix_rope(model, self.spec.model.max_model_len)
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise EngineError(f"{path} cannot be loaded: {error}") from error
         for parameter in model.parameters():  # buffers stay as they are: of bfloat16 positions would be rounded

@@ -62,7 +62,7 @@ def check_loadable(model: ModelConfig, prefix: str, engine: VLLMConfig, *, train
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         if trained:
-            architecture.check_architecture(config, model.path)
+            architecture.check_architecture(config, model.path, model.max_model_len)
     except Exception as error:  # transformers has no common class of errors
         raise ConfigError(f"{prefix}path={model.path!r}: {in_one_line(error)}") from error
     check_length(model.max_model_len, positions(config.to_dict()), prefix, model.path)

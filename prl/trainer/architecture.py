@@ -5,17 +5,21 @@ No torch here: a run asks before it starts processes.
 
 from typing import Any
 
+from prl.engines.rope import check_rope
+
 LAYERS = {"full_attention", "sliding_attention", "moe"}
 """Kinds of layers, in transformers' words, that can attend over the sequences of a row and a prompt that they share."""
 
 
-def check_architecture(config: Any, path: str) -> None:
+def check_architecture(config: Any, path: str, longest: int) -> None:
     """Raise ValueError for a model that the trainer would get wrong.
 
     Args:
         config: the model's config, as transformers has it.
         path: where it lies, for messages.
+        longest: tokens of the longest sequence.
     """
+    check_rope(config, longest, path)
     text = config.get_text_config()
     if others := set(getattr(text, "layer_types", None) or ()) - LAYERS:
         raise ValueError(

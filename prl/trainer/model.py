@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from prl.config.model_folder import companion_files, write_files
+from prl.config.model_folder import companion_files, positions, write_files
 from prl.config.tensor_names import check_names
+from prl.engines.rope import fix_rope
 from prl.engines.tokenizers import load_tokenizer
 from prl.errors import ConfigError
 from prl.rollouts.messages import MicroBatch
@@ -26,17 +27,27 @@ from prl.trainer.sharding import as_forward
 from prl.trainer.tree.attention import NAME, use_tree_attention, without
 from prl.trainer.weights import on_writer, whole_tensors
 
+CHECKED = 24
+"""Tokens of a sequence of `check_layout`: in fewer, other frequencies change less than rounding of bfloat16 does."""
+
 
 def load_model(
-    path: str, *, device: torch.device, trust_remote_code: bool = False, ends: Iterable[int] | None = None
+    path: str,
+    *,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    ends: Iterable[int] | None = None,
+    max_model_len: int | None = None,
 ) -> PreTrainedModel:
     """The causal language model at `path` with float32 master weights, in training mode.
 
     On the meta device it has shapes alone, for a rank that gets its weights from another. `ends` are the tokens that
-    end its turns; None = as its chat template and files say.
+    end its turns; None = as its chat template and files say. Its sequences have up to `max_model_len` tokens; None = as
+    many as it has positions.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    check_architecture(config, path)
+    longest = max_model_len or positions(config.to_dict()) or 0
+    check_architecture(config, path, longest)
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "pdrop", "jitter_noise")) and value:  # noise of experts' inputs
             setattr(config, name, 0.0)  # the sampler has none: with it every batch would be off-policy
@@ -46,6 +57,7 @@ def load_model(
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
             )
+        fix_rope(model, longest)
         use_tree_attention(model)
         return model.train()
     try:
@@ -69,6 +81,7 @@ def load_model(
     for layer in further_layers(model, loaded["unexpected_keys"]):  # transformers would have left it out
         raise ValueError(f"{path} has weights of {layer}, a layer beyond those of its config.json")
     check_names(model)
+    fix_rope(model, longest)
     use_tree_attention(model)
     vars(model)["companions"] = companion_files(path)  # now: the folder may be gone when a checkpoint is written
     name_ends(model, ends_of(path, trust_remote_code) if ends is None else ends)
@@ -183,10 +196,12 @@ def check_layout(
     layout: Callable[..., Iterator[Stack]],
     device: torch.device | None = None,
     tolerance: float = 1e-2,
+    max_model_len: int | None = None,
 ) -> None:
     """Raise ValueError unless two sequences with a common prefix get the logprobs that they get alone.
 
-    In one packed row they must, since some architectures ignore positions, and so they must in `layout`.
+    In one packed row they must, since some architectures ignore positions, beside the end of a longest sequence, by
+    which some choose the frequencies of all positions, and so they must in `layout`.
 
     What is wrong is so for nearly any tokens. In bfloat16 rounding may have a mixture of experts choose others for a
     few tokens, which changes them by as much. So a model that fails is refused if it does for two draws of three.
@@ -196,11 +211,13 @@ def check_layout(
         layout: makes stacks of rows.
         device: where the model runs; None = where its weights are.
         tolerance: by which logprobs may differ.
+        max_model_len: tokens of the longest sequence; None = as many as the model has positions.
     """
+    longest = max_model_len or positions(model.config.to_dict()) or CHECKED
     device = model.device if device is None else device
     faults = list[str]()
     for seed in range(3):  # on all ranks alike: they come to the same result
-        fault = _fault_of_layout(model, layout, device, tolerance, seed)
+        fault = _fault_of_layout(model, layout, device, tolerance, seed, longest)
         if fault is not None:
             faults.append(fault)
         if len(faults) != 1:
@@ -215,31 +232,34 @@ def _fault_of_layout(
     device: torch.device,
     tolerance: float,
     seed: int,
+    longest: int,
 ) -> str | None:
     """What is wrong with the logprobs of two sequences, None if nothing."""
     vocabulary = len(model.get_output_embeddings().weight)
-    ids = torch.randint(vocabulary, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
-    one, two = ids[:8], ids[:4] + ids[8:]
+    ids = torch.randint(vocabulary, (2 * CHECKED - 4,), generator=torch.Generator().manual_seed(seed)).tolist()
+    one, two = ids[:CHECKED], ids[:4] + ids[CHECKED:]
 
     def logprobs(of: Callable[..., Iterator[Stack]], *rows: MicroBatch) -> torch.Tensor:
-        """Those of the last four tokens of each sequence, in the order of the sequences, flat."""
-        (stack,) = of(rows, 64, device)
-        by_sequence = stack_logprobs(model, stack, head_chunk=64)[0][stack.mask].unflatten(0, (-1, 4))
+        """Those of all but the first four tokens of each sequence, in the order of the sequences, flat."""
+        (stack,) = of(rows, 4 * CHECKED, device)
+        by_sequence = stack_logprobs(model, stack, head_chunk=64)[0][stack.mask].unflatten(0, (-1, CHECKED - 4))
         order = sorted(range(len(by_sequence)), key=stack.origins.__getitem__)
         return by_sequence[order].flatten()
 
     alone = torch.cat([logprobs(stacks, _row(one)), logprobs(stacks, _row(two))])
     if not alone.isfinite().all():
         return ": its logprobs are not finite, as where weights are NaN or infinite"
-    gap = (logprobs(stacks, _row(one, two)) - alone).abs().max().item()
+    beside = _row(one, two, one[:4])
+    beside.position_ids[-4:] = range(max(4, longest) - 4, max(4, longest))  # the end of a longest sequence
+    gap = (logprobs(stacks, beside) - alone).abs().max().item()
     if not gap < tolerance:
         return (
-            f": packed sequences see each other (logprobs off by {gap:.2g}); "
-            "this architecture ignores position_ids and cannot be trained on packed rows"
+            f": packed sequences see each other (logprobs off by {gap:.2g}): this architecture ignores positions, or "
+            f"chooses frequencies by the longest sequence (here {longest} tokens; try a lower model.max_model_len)"
         )
-    logits = model(input_ids=torch.tensor([one], device=device), use_cache=False).logits[0, 3:7]
+    logits = model(input_ids=torch.tensor([one], device=device), use_cache=False).logits[0, 3:-1]
     expected = logits.float().log_softmax(-1).gather(1, torch.tensor(one[4:], device=device)[:, None])
-    if not (alone[:4] - expected.squeeze(1)).abs().max().item() < tolerance:
+    if not (alone[: CHECKED - 4] - expected.squeeze(1)).abs().max().item() < tolerance:
         return " changes its logits after the head, which the trainer does not do"
     gap = (logprobs(layout, _row(one), _row(two)) - alone).abs().max().item()
     if not gap < tolerance:

@@ -271,8 +271,10 @@ def make_trainer(
         meet(0, 1, device, config["trainer"])  # bfloat16 over float32 weights is for ranks
     shared = dist.is_initialized()
     place = torch.device("meta" if dist.get_rank() else "cpu") if shared else device
+    code = config["model"]["trust_remote_code"]
+    longest = config["model"].get("max_model_len")
     load = functools.partial(
-        load_model, device=place, trust_remote_code=config["model"]["trust_remote_code"], ends=config.get("ends")
+        load_model, device=place, trust_remote_code=code, ends=config.get("ends"), max_model_len=longest
     )
     resume = config.get("resume")
     adapters = config["model"].get("lora") or {}
@@ -303,7 +305,7 @@ def make_trainer(
         track=track,
         **nodes,
     )
-    check_layout(model, trainer.layout, device, HALF_TOLERANCE if trainer.half else TOLERANCE)
+    check_layout(model, trainer.layout, device, HALF_TOLERANCE if trainer.half else TOLERANCE, longest)
     reshard(model)
     return trainer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import SERVED, write_model
+from architectures import SERVED, longrope, write_model
 from engines import policy_spec
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -32,6 +32,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("served models")]  # o
 SCRIPT = Path(__file__).parents[1] / "support" / "served_models.py"
 COPIED = "gpt-oss"
 """Copies weights into place without a loader, which vLLM's reload loses."""
+ROPES = {"short factors": 256, "long factors": 64}
+"""Lengths up to which a Phi-3 of them has short factors, in an engine with a `max_model_len` of 256."""
 HALF = {"sinks": "float16", "large logits": "bfloat16"}
 
 
@@ -76,6 +78,9 @@ def weights_of(name: str, folder: Path) -> tuple[Path, Path]:
     if name == "sinks":
         old = write_model(folder / "old", "gpt-oss", tied=False)
         return old, changed(old, folder / "new", with_sinks_lowered)
+    if name in ROPES:
+        options = {"tied": False} | longrope(ROPES[name])
+        return tuple(write_model(folder / f"{seed}", "Phi-3", seed=seed, **options) for seed in range(2))
     options = {"tied": SERVED[name] == "tied"}
     options |= {"attention_bias": True, "mlp_bias": True} if name == "Llama" else {}
     old, new = (write_model(folder / part, name, seed=seed, **options) for seed, part in enumerate(("old", "new")))
@@ -85,7 +90,7 @@ def weights_of(name: str, folder: Path) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     base = tmp_path_factory.mktemp("served")
-    return {name: weights_of(name, base / name) for name in (*SERVED, *HALF)}
+    return {name: weights_of(name, base / name) for name in (*SERVED, *ROPES, *HALF)}
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +128,14 @@ def gap_of(folder: Path, replies: list[dict]) -> float:
                 advantages=[(-1.0) ** number * each for each in on],
             )
         )
-    model = load_model(str(folder), device=torch.device("cpu"))
+    model = load_model(str(folder), device=torch.device("cpu"), max_model_len=256)
     trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=1, device="cpu")
     metrics = trainer.train_step(StepBatch(1, pack(samples, 256, 1)[0][0], 0))
     assert metrics["tokens/rl"] == sum(len(reply["tokens"]) for reply in replies) == 8 * 20
     return metrics["logprob_gap/mean"]
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [*SERVED, *ROPES])
 def test_engine_and_trainer_agree_before_and_after_an_update(folders, served, name):
     (old, new), found = folders[name], served[name]
     assert found["errors"] == [None, None]

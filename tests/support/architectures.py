@@ -62,6 +62,8 @@ ARCHITECTURES = {
     "Nemotron-H": Architecture("nemotron_h", MAMBA, "layers of kind linear_attention"),
     "GLM-5": Architecture("glm_moe_dsa", EXPERTS | {"n_routed_experts": 4}, "layers of kind deepseek_sparse_attention"),
 }
+PHI = Architecture("phi3", {"num_attention_heads": 2, "num_key_value_heads": 1})
+"""Phi 3.5 by its `longrope`; the table has none of it."""
 TRAINED = [name for name, each in ARCHITECTURES.items() if not each.refused]
 MIXTURES = [name for name in TRAINED if "MoE" in name or name == "gpt-oss"]
 SERVED = {
@@ -74,13 +76,20 @@ SERVED = {
     "gpt-oss": "untied",
 }
 """The head of those that tests/engines/test_worker.py has an engine serve; Qwen3 with a tied one is model=tiny."""
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [1.2, 30.0] * 8}
 REFUSED = [name for name, each in ARCHITECTURES.items() if each.refused]
 
 
 def config_of(name: str, *, tied: bool, **sizes: Any) -> Any:
     """The config of an architecture."""
-    own = ARCHITECTURES[name]
+    own = PHI if name == "Phi-3" else ARCHITECTURES[name]
     return AutoConfig.for_model(own.kind, **SIZES | own.sizes | sizes | {"tie_word_embeddings": tied})
+
+
+def longrope(original: int, **settings: Any) -> dict[str, Any]:
+    """Sizes of a Phi-3 with short factors for up to `original` of its 512 positions."""
+    rope = LONGROPE | {"original_max_position_embeddings": original} | settings
+    return {"rope_parameters": rope, "original_max_position_embeddings": original}
 
 
 def write_model(folder: Path, name: str, *, tied: bool, seed: int = 0, **sizes: Any) -> Path:
