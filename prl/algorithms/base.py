@@ -64,6 +64,10 @@ class Algorithm(EnvPart):
     mask_truncated: bool = False
     """If a length limit cut a rollout off, its sampled tokens have no weight in any loss. Its reward still counts in
     the group's baseline."""
+    step: int = field(default=1, init=False, repr=False)
+    """The step whose batch is being collected, from 1 to `max_steps`."""
+    max_steps: int = field(default=1, init=False, repr=False)
+    """The number of steps of the run."""
     _kl_scorer: ReferenceLogprobs | None = field(default=None, init=False, repr=False)
 
     action_loss_type: ClassVar[str] = "rl"

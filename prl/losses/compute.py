@@ -53,12 +53,15 @@ class LossCounts:
     """Tokens that a component lacks only because their sampler logprob is not measured."""
     rl_sequences: int = 1
     """Sequences with an rl member, at least 1."""
+    step: int = 1
+    """The step itself, from 1 to `max_steps`."""
+    max_steps: int = 1
 
     @classmethod
-    def from_tensor(cls, counts: Tensor) -> Self:
+    def from_tensor(cls, counts: Tensor, step: int = 1, max_steps: int = 1) -> Self:
         """Make it of `count_members`, summed over micro-batches and all-reduced."""
         rl, ce, ref_kl, invalid, rl_sequences = map(int, counts.tolist())
-        return cls(max(rl, 1), max(ce, 1), max(ref_kl, 1), invalid, max(rl_sequences, 1))
+        return cls(max(rl, 1), max(ce, 1), max(ref_kl, 1), invalid, max(rl_sequences, 1), step, max_steps)
 
 
 @dataclass
@@ -203,6 +206,7 @@ def _run_term(
             f"{component.provider}"
         )
     inputs = _inputs(row, members, component)
+    inputs.step, inputs.max_steps = counts.step, counts.max_steps
     if component.name == "rl":
         inputs.mean_length = counts.rl / counts.rl_sequences
     total, own, excluded = run_loss(function, inputs, sequence_lengths)

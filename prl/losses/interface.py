@@ -42,6 +42,7 @@ class LossInputs:
     - `rollout_share`: for each token S / (R * n), where R rollouts with S sequences have rl members in the update, n of
       them in this token's rollout. Times `mean_length * rollout_share`, a sum is a mean over rollouts. None where each
       rollout has one sequence.
+    - `step`, `max_steps`: the training step, from 1, and the run's last, for a coefficient that changes.
 
     Raises ValueError, naming the tensor, where shapes differ.
     """
@@ -59,6 +60,8 @@ class LossInputs:
     rollout_share: Tensor | None = None
     sequence_lengths: Sequence[int] | None = None
     mean_length: float = 1.0
+    step: int = 1
+    max_steps: int = 1
 
     def __post_init__(self) -> None:
         check_shapes({name: value for name, value in vars(self).items() if isinstance(value, Tensor)})

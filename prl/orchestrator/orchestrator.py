@@ -79,6 +79,7 @@ class Orchestrator:
         trainer_ranks: Ranks that a batch is split over.
         updates_per_batch: Optimiser steps that a batch is cut into.
         update_timeout_s: Deadline for an engine to load weights, seconds.
+        half: Engine or trainer computes in 16 bits.
         checkpoint: When checkpoints are written, and which are kept.
         state: Of the checkpoint that the run goes on from, its weights loaded; None = a new run.
         track: Records what the orchestrator does.
@@ -109,6 +110,7 @@ class Orchestrator:
         trainer_ranks: int,
         updates_per_batch: int = 1,
         update_timeout_s: float,
+        half: bool = True,
         checkpoint: CheckpointConfig | None = None,
         state: RunState | None = None,
         track: Track | None = None,
@@ -136,6 +138,7 @@ class Orchestrator:
             model=model,
             max_steps=max_steps,
             update_timeout_s=update_timeout_s,
+            half=half,
             track=self.track.beside(events.EVALUATION),
         )
         parts = (self.dispatcher, self.intake, self.batcher, self.weight_sync, self.staleness)
@@ -248,6 +251,8 @@ class Orchestrator:
         """Collect, cut, filter, record, pack and ship one batch after the other."""
         while self.weight_sync.shipped < self.max_steps:
             step = self.weight_sync.shipped + 1
+            for env in self.envs:
+                env.algorithm.step, env.algorithm.max_steps = step, self.max_steps
             self.before_batch = self.state_dict()
             self.batcher.size = self.replay.room(step)
             self.sums.update(await self.collector.collect(step))

@@ -138,7 +138,7 @@ class Trainer:
         for number in range(updates):
             with self.track.doing(FORWARD, batch.step):
                 parts = parts or self._parts(batch)
-                counted.append(self._accumulate(parts[number % len(parts)], totals, export))
+                counted.append(self._accumulate(parts[number % len(parts)], batch.step, totals, export))
                 if export is not None and number + 1 == updates:
                     export.write(batch)  # before the update, which raises on the very steps one wants to look at
             with self.track.doing(OPTIMISER, batch.step):
@@ -161,11 +161,11 @@ class Trainer:
             **{name: float(count) for name, count in zip(COUNTED, torch.stack(counted).sum(0).tolist(), strict=True)},
         }
 
-    def _accumulate(self, stacks: list[Stack], totals: Metrics, export: TokenExport | None) -> torch.Tensor:
+    def _accumulate(self, stacks: list[Stack], step: int, totals: Metrics, export: TokenExport | None) -> torch.Tensor:
         """Make the gradient of one update, with metrics added to `totals`. Returns its counts, as `COUNTED`."""
         asked = self._asked_references(stacks)
         counted = self._count(stacks)
-        counts = LossCounts.from_tensor(counted[: len(COMPONENTS) + 2])
+        counts = LossCounts.from_tensor(counted[: len(COMPONENTS) + 2], step, self.max_steps)
         self.optimizer.zero_grad()
         for place, (stack, names) in enumerate(zip(stacks, asked, strict=True), 1):
             reduce_over_replicas(self.model, place == len(stacks))

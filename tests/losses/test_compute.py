@@ -261,6 +261,18 @@ def test_a_custom_loss_gets_one_sequence_and_its_members():
             assert torch.equal(getattr(x, ours), torch.where(members, s[stream][rows], 0.0))
 
 
+def test_a_custom_loss_knows_the_step():
+    """A coefficient that falls to 0: at step 3 of 4 it is a quarter."""
+
+    def fading(inputs):
+        return LossOutputs(ce_loss(inputs).loss * (1 - inputs.step / inputs.max_steps), {})
+
+    s, counts = batch(ce_weights=None, ref_kl_weights=None), {"rl": 17}
+    whole = run(s, LossCounts(**counts), rl_loss=ce_loss)
+    found = run(s, LossCounts(**counts, step=3, max_steps=4), rl_loss=fading)
+    assert whole[0] != 0 and found[0] == pytest.approx(whole[0] / 4)
+
+
 @pytest.mark.parametrize("bad", [-9999.0, math.nan, -math.inf])
 def test_a_custom_loss_that_masks_too_late_is_safe(bad):
     s = batch(rl_weights=None, ce_weights=None, ref_kl_weights=None)

@@ -215,9 +215,10 @@ async def test_evaluation_is_never_filtered(train, make_env, tmp_path):
 
 async def test_algorithm_sees_each_batch_and_credits_it_before_filters(train, make_env, zero):
     class ByBatch(Algorithm):
-        scored, observed = [], []
+        scored, observed, steps = [], [], []
 
         def score_batch(self, groups):
+            self.steps.append((self.step, self.max_steps))
             self.scored.append(sum(len(group) for group in groups))
             for rollout in [rollout for group in groups for rollout in group]:
                 rollout.assign_advantages((7.0 + self.scored[-1]) * (rollout.index > 0))
@@ -226,6 +227,7 @@ async def test_algorithm_sees_each_batch_and_credits_it_before_filters(train, ma
             self.observed.append([rollout.stage for rollout in rollouts])
 
     run = await train([make_env(algorithm=ByBatch, post={"zero": zero()})], steps=2)
+    assert ByBatch.steps == [(1, 2), (2, 2)]
     assert ByBatch.scored == [8, 8] and ByBatch.observed == [["post_filtered", *["trained"] * 3] * 2] * 2
     assert {credit for rows in run.rows for row in rows for credit in row.advantages} == {0.0, 15.0}
 

@@ -296,6 +296,19 @@ def nothing(inputs):
     return LossOutputs(0.0 * inputs.trainer_logprobs.sum(), {})
 
 
+def test_a_loss_gets_the_step_of_its_batch(tiny, samples):
+    seen = set()
+
+    def watching(inputs):
+        seen.add((inputs.step, inputs.max_steps))
+        return nothing(inputs)
+
+    batch = batch_of(samples[:2])
+    batch.step = 3
+    make_trainer(tiny, rl_losses={"": watching}).train_step(batch)
+    assert seen == {(3, 4)}
+
+
 def test_the_entropy_of_one_env_is_rewarded_exactly_once(tiny, make_sample):
     """Against plain softmax in float64: mean entropy over all rl members of the step, in two of three envs' samples.
 
