@@ -29,11 +29,12 @@ from prl.launch import specs
 from prl.launch.checks import check_engines, check_loadable, check_rows
 from prl.launch.components import RunComponents, check_vocabulary, make_renderers, show_tasks
 from prl.launch.local import resolve_model
-from prl.launch.prompts import check_demonstrations, check_graded, check_lengths, rendered_prompts
+from prl.launch.prompts import check_demonstrations, check_graded, check_lengths, check_shown, rendered_prompts
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
 from prl.orchestrator.types import TrainEnv
+from prl.trainer.config import runs_in_half
 from prl.transport.events import TRAINER, Track
 from prl.transport.files import FileTransport
 
@@ -116,6 +117,7 @@ def prepare(config: TrainConfig, components: RunComponents, token: str | None = 
         if environment.config.weight > 0:
             check_graded(components.envs[name].algorithm, environment)
             check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
+            check_shown(config, components.envs[name].algorithm, environment)
     check_rows(config.model.path, rows, tokenizer, rendered)
     return PreparedRun(
         config=config,
@@ -215,6 +217,7 @@ def assemble(
     run: PreparedRun, services: Services, transport: FileTransport, run_dir: Path, track: Track | None = None
 ) -> Orchestrator:
     """The orchestrator over the run's servers."""
+    trainer = run.config.trainer
     return run.components.orchestrator(
         envs=[train_env(run, name, services.policy, services.hosted) for name in run.config.envs],
         pool=services.policy,
@@ -227,6 +230,7 @@ def assemble(
         trainer_ranks=run.config.trainer.num_processes,
         updates_per_batch=run.config.trainer.updates_per_batch,
         update_timeout_s=run.config.engine.update_timeout_s,
+        half=run.model.dtype != "float32" or runs_in_half(trainer.dtype, trainer.device_type),
         checkpoint=run.config.checkpoint,
         state=None if run.resume is None else run.resume.state,
         track=track,

@@ -1,5 +1,6 @@
 """Refusals of tasks and warnings before a start: their prompts and demonstrations, once rendered."""
 
+import inspect
 import json
 import warnings
 from typing import Any
@@ -9,6 +10,7 @@ from renderers.base import Renderer
 from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.algorithms.base import Algorithm
+from prl.algorithms.opsd import OPSDAlgorithm
 from prl.config.model_reference import DEMONSTRATIONS
 from prl.config.schema import TrainConfig
 from prl.engines.chat import Answer, Dialogue, UnusableReply, as_completion, check_template, replies_in
@@ -160,6 +162,29 @@ def _text_of(message: dict[str, Any]) -> str:
     """Return what a message says and calls."""
     calls = message.get("tool_calls")
     return " ".join([str(message["content"] or ""), *([json.dumps(calls, ensure_ascii=False)] if calls else [])])
+
+
+def check_shown(config: TrainConfig, algorithm: Algorithm, environment: Environment) -> None:
+    """Refuse `opsd` where no task has a demonstration to show, unless the env may write one while it plays."""
+    if not isinstance(algorithm, OPSDAlgorithm):
+        return
+    key, tasks = algorithm.demo_key, environment.tasks
+    without = [task for task in tasks if not getattr(task.data, key, None)]
+    if not without:
+        return
+    where = f"{config.node_of(environment.name, 'algo')[0]}.demo_key={key}"
+    what = f"{where}: {len(without)} of {len(tasks)} tasks of env {environment.name!r} have nothing in this field"
+    if len(without) == len(tasks) and environment.verifiers_env is None and not mentions_info(tasks[0]):
+        raise ConfigError(f"{what}: name the field with their demonstrations (of env=jsonl: args.demonstration_key)")
+    warnings.warn(f"{what}: their rollouts fail, unless the env writes trace.info[{key!r}]", stacklevel=2)
+
+
+def mentions_info(task: vf.Task) -> bool:
+    """Return whether the module of a task may write into `trace.info`: it mentions it, or has no source."""
+    try:
+        return ".info" in inspect.getsource(inspect.getmodule(type(task)) or type(task))
+    except (OSError, TypeError):
+        return True
 
 
 def check_replies(renderer: Renderer, task: vf.Task, replies: list[dict[str, Any]], where: str) -> None:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LARGE_GAP = 0.05  # nats per token; bfloat16 engines stay below it
+LARGE_GAP, LARGE_HALF_GAP = 1e-3, 0.05
+"""Nats per token that rounding explains, in float32 and where engine or trainer computes in 16 bits."""
 
 
 def mean(values: Iterable[float]) -> float:
@@ -157,19 +158,22 @@ def metrics_of_filters(rollouts: list[Rollout], filters: Mapping[str, Filters]) 
 
 
 def line_of_step(
-    shipped: dict[str, float], trained: dict[str, float], wall_s: float, busy_s: float
+    shipped: dict[str, float], trained: dict[str, float], wall_s: float, busy_s: float, *, half: bool
 ) -> dict[str, float]:
     """Return the line of a step: the orchestrator's metrics, the trainer's, and rates over `wall_s` seconds.
 
-    The engine was at work for `busy_s` of these.
+    The engine was at work for `busy_s` of these. `half`: engine or trainer computes in 16 bits.
     """
+    explained = LARGE_HALF_GAP if half else LARGE_GAP
     line = {**shipped, **trained} | {"time/step": wall_s, "idle/engine": max(0.0, 1.0 - busy_s / wall_s)}
-    if not line["off_policy/max"] and line.get("logprob_gap/mean", 0.0) > LARGE_GAP:
+    if not line["off_policy/max"] and line.get("logprob_gap/mean", 0.0) > explained:
         log.warning(
-            "step %d is on-policy, yet sampler and trainer differ by %.3g per token: the engine does not run the "
-            "trainer's weights",
+            "step %d is on-policy, yet sampler and trainer differ by %.3g per token, and rounding explains %g: the "
+            "engine has other weights or another max_model_len (engine.urls), or runs the model as another one; see "
+            "prl/TROUBLESHOOTING.md, Engine and trainer disagree",
             line["step"],
             line["logprob_gap/mean"],
+            explained,
         )
     return line | {f"tokens/{kind}_per_second": line[f"tokens/{kind}"] / wall_s for kind in ("generated", "trained")}
 

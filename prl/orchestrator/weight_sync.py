@@ -54,6 +54,7 @@ class WeightSync:
     model: ModelConfig
     max_steps: int
     update_timeout_s: float
+    half: bool
     track: Track = field(default_factory=lambda: Track(EVALUATION))
 
     def __post_init__(self) -> None:
@@ -267,7 +268,7 @@ class WeightSync:
             self._evaluated, self.evaluation = self._beside_of, self._beside.result()
             self._beside = None
             shipped |= self.evaluation
-        return line_of_step(shipped, trained, self._before[0] - began, self._before[1] - busy_s)
+        return line_of_step(shipped, trained, self._before[0] - began, self._before[1] - busy_s, half=self.half)
 
 
 def no_policy(step: int, version: int, timeout_s: float) -> PrlError:

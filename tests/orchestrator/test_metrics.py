@@ -167,7 +167,7 @@ def test_tokens_beyond_seq_len_train_nothing(make_sample, stream):
 
 def test_line_of_a_step_by_hand(caplog):
     shipped = {"step": 3, "off_policy/max": 0.0, "tokens/generated": 500.0}
-    line = line_of_step(shipped, {"tokens/trained": 200.0, "logprob_gap/mean": 0.06}, wall_s=2.0, busy_s=1.5)
+    line = line_of_step(shipped, {"tokens/trained": 200.0, "logprob_gap/mean": 0.06}, wall_s=2.0, busy_s=1.5, half=True)
     assert line == shipped | {
         "tokens/trained": 200.0,
         "logprob_gap/mean": 0.06,
@@ -177,11 +177,22 @@ def test_line_of_a_step_by_hand(caplog):
         "tokens/trained_per_second": 100.0,
     }
     assert "step 3 is on-policy, yet sampler and trainer differ by 0.06 per token" in caplog.text
-    caplog.clear()
-    line_of_step(
-        shipped | {"off_policy/max": 1.0}, {"tokens/trained": 0.0, "logprob_gap/mean": 0.06}, wall_s=2.0, busy_s=1.5
-    )
-    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("gap", "half", "age", "warns"),
+    [
+        (0.06, True, 0.0, True),
+        (0.04, True, 0.0, False),
+        (0.006, False, 0.0, True),  # of frequencies that follow the longest sequence of a batch
+        (2e-6, False, 0.0, False),
+        (0.06, False, 1.0, False),
+    ],
+)
+def test_a_gap_above_what_the_number_format_explains_warns_on_policy(caplog, gap, half, age, warns):
+    shipped = {"step": 1, "off_policy/max": age, "tokens/generated": 1.0}
+    line_of_step(shipped, {"tokens/trained": 1.0, "logprob_gap/mean": gap}, wall_s=1.0, busy_s=1.0, half=half)
+    assert bool(caplog.text) == warns
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=40))

@@ -35,6 +35,7 @@ def make_sync(pool, tmp_path):
             model=ModelConfig(path=model_path("tiny")),
             max_steps=steps,
             update_timeout_s=5.0,
+            half=False,
         )
         sync.lines = lines
         return sync
