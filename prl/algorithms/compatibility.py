@@ -1,5 +1,8 @@
 """Whether an algorithm fits the run that uses it, and which models the run has to serve for it."""
 
+import ast
+import inspect
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +20,13 @@ from prl.config.model_reference import (
 )
 from prl.errors import ConfigError
 from prl.rollouts.components import COMPONENTS
+
+VALUES = {"sampling", "kl", "mask_truncated", "action_loss_type", "group_relative", "reads_reward", "waits_for_group"}
+"""Names of `Algorithm` that a subclass may give another default in its body."""
+PIPELINE = {"start", "finalize_rollout", "finalize_group", "finalize_batch", "log", "take_logged"}
+"""Methods of `Algorithm` that a subclass must not define."""
+LIVE = {"policy_pool", "policy_renderer", "hosted", "probe", "pools", "step", "max_steps"}
+"""What `Algorithm` gets once the run begins."""
 
 
 def validate_algorithm(
@@ -36,6 +46,7 @@ def validate_algorithm(
     whether the env's curriculum pools tasks or drops groups by their rewards.
     """
     name = type(algorithm).__name__
+    check_names(type(algorithm), where)
     for key, kind in (("sampling.source", SourceConfig), ("kl.coef", KLConfig)):
         if not isinstance(getattr(algorithm, key.split(".")[0], None), kind):
             remedy = "let its __init__ take **options and pass them on to super().__init__"
@@ -68,6 +79,36 @@ def validate_algorithm(
             f"choose its tasks, but {name} reads no reward",
             stacklevel=2,
         )
+
+
+def check_names(kind: type[Algorithm], where: str) -> None:
+    """Raise ConfigError for a user's class that gives a name of `Algorithm` another meaning."""
+    names = {name for name in dir(Algorithm) if not name.startswith("__")} | LIVE | VALUES
+    for owner in kind.__mro__:
+        if owner is object or owner.__module__.startswith("prl."):
+            continue
+        own = inspect.get_annotations(owner) | vars(owner)
+        defined = {name for name in own.keys() & names if not may_define(name, own[name])}
+        if taken := sorted(defined | assigned_names(owner) & names):
+            raise ConfigError(
+                f"{where}: {owner.__name__} sets {taken[0]!r}, a name that prl's Algorithm has for itself: choose "
+                "another name (an option of Algorithm is set in the config)"
+            )
+
+
+def may_define(name: str, value: Any) -> bool:
+    """Whether the body of a user's class may give a name of `Algorithm` this value."""
+    return name in VALUES or (inspect.isroutine(value) and not name.startswith("_") and name not in PIPELINE | LIVE)
+
+
+def assigned_names(kind: type) -> set[str]:
+    """The attributes of `self` that the code of a class assigns; none where its source is not there."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):
+        return set()
+    stored = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    return {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
 
 
 def hosted_references(components: Iterable[Any], hosts: Callable[[FrozenModelConfig], bool]) -> list[FrozenModelConfig]:

@@ -44,6 +44,33 @@ class Algo(Algorithm):
     def check(self, where):
         if self.scorer and self.scorer.k == 13:
             raise ValueError("unlucky")
+
+class Weighted(GRPOAlgorithm):
+    def __init__(self, weight: float = 0.1, **options):
+        super().__init__(**options)
+        self.kl = weight
+
+class Connects(GRPOAlgorithm):
+    async def setup(self):
+        self.pools, self.mine = [], []
+
+class Sums(GRPOAlgorithm):
+    def score_group(self, group):
+        self.step += 1
+
+@dataclass(kw_only=True)
+class Named(GRPOAlgorithm):
+    log: str = "file"
+
+class Drives(GRPOAlgorithm):
+    async def finalize_group(self, rollouts): ...
+
+class Fine(GRPOAlgorithm):
+    group_relative = False
+    mask_truncated: bool = True
+    async def close(self):
+        self.closed, self.kl.coef = True, 0.0
+        await super().close()
 """
 ROWS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(8)]
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -109,6 +136,13 @@ TABLE = [
     (["algo=custom", "algo.fn._target_=refused_mine.later"], "algo.fn._target_='refused_mine.later' is async"),
     (["algo=custom", "algo.fn._target_=refused_mine.credit", "+algo.fn.scale=x"], "algo.fn.scale=x"),
     ([*OWN, "+algo.scorer={_target_: refused_mine.Scorer, k: 13}"], "algo: Algo.check failed: ValueError: unl"),
+    (["algo._target_=refused_mine.Weighted"], "algo: Weighted sets 'kl', a name that prl's Algorithm has"),
+    (["algo._target_=refused_mine.Connects"], "algo: Connects sets 'pools'"),
+    (["algo._target_=refused_mine.Sums"], "algo: Sums sets 'step'"),
+    (["algo._target_=refused_mine.Named"], "algo: Named sets 'log'"),
+    (["algo._target_=refused_mine.Drives"], "algo: Drives sets 'finalize_group'"),
+    (["algo=opsd", "algo.demo_key=work"], "algo.demo_key=work: 8 of 8 tasks of env 'math' have nothing in this field"),
+    (["algo=opsd", *JSONL, "envs.jsonl.args.path=rows.jsonl"], "algo.demo_key=demonstration: 8 of 8 tasks"),
     (["algo=opd", "teacher=endpoint", "teacher.name=big"], "teacher.base_url has no value"),
     (["loss=custom", "loss._target_=refused_mine.loss", "+loss.kk=3"], "loss: refused_mine.loss(inputs"),
     (["loss=custom", "loss._target_=refused_mine.loss", "+loss.k=x"], "loss.k=x"),
@@ -187,6 +221,18 @@ def test_a_run_is_refused_and_nothing_is_written(tmp_path, overrides, key):
 @pytest.mark.parametrize("overrides", [["renderer=gpt-oss"], ["run.dir=theirs"], ["run.resume=a_run"], LATENT])
 def test_a_dry_run_refuses_the_same(tmp_path, overrides):
     assert refusal(overrides, tmp_path, dry="true") == refusal(overrides, tmp_path)
+
+
+def test_an_algorithm_may_set_what_is_its_own(tmp_path):
+    config = compose([f"run.dir={tmp_path}/run", "algo._target_=refused_mine.Fine", *FEW])
+    with specs.launcher_of(config) as launcher:
+        prepare(config, launcher)
+
+
+def test_opsd_on_an_env_that_may_write_its_demonstrations_is_warned_of(tmp_path):
+    config = compose([f"run.dir={tmp_path}/run", "algo=opsd", "env=guess", "envs.guess.eval_args=null"])
+    with specs.launcher_of(config) as launcher, pytest.warns(UserWarning, match=r"algo.demo_key=demonstration: .*info"):
+        prepare(config, launcher)
 
 
 def test_a_directory_that_a_run_owns_is_refused(tmp_path):
