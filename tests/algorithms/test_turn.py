@@ -1,5 +1,9 @@
 """Credit by turn: rewards of turns, their returns and baselines, on the tokens of each turn."""
 
+import itertools
+import math
+from types import SimpleNamespace
+
 import pytest
 import verifiers.v1 as vf
 
@@ -23,6 +27,17 @@ def episode(new_talk, user):
         return rollout
 
     return make
+
+
+class Played:
+    """What credit by turn reads of a rollout, and the advantages that it gives."""
+
+    def __init__(self, rewards):
+        self.turns = [SimpleNamespace(reward=reward) for reward in rewards]
+        self.reward = sum(rewards)
+
+    def assign_turns(self, advantages):
+        self.advantages = advantages
 
 
 def credit_of_turns(rollout, tokenizer):
@@ -103,6 +118,30 @@ async def test_length_penalty_is_the_last_turns(episode, play, tokenizer):
     await play(TurnAlgorithm(length_penalty="turns", gamma=0.0), group)
     numbers = [advantage for r in group for _, advantage in credit_of_turns(r, tokenizer)]
     assert numbers == pytest.approx([1 / 6, -1 / 6, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("size", "reaching", "factors"),
+    [(4, 0.6, (0.75, 0.594)), (4, 0.3, (0.75, 0.367)), (4, 0.1, (0.75, 0.140)), (8, 0.6, (0.875, 0.792))],
+)
+def test_share_of_the_exact_gradient_by_turn_is_that_of_the_page(size, reaching, factors):
+    """By all groups of an episode that stops, with .2, or goes on to a turn that earns 1 with probability .3."""
+    episodes = {("stop",): 1 - reaching, ("go", "right"): 0.3 * reaching, ("go", "wrong"): 0.7 * reaching}
+    rewards = {("stop",): [0.2], ("go", "right"): [0.0, 1.0], ("go", "wrong"): [0.0, 0.0]}
+    # Derivatives of each action's log probability by the logit of `go`, and by that of `right`.
+    scores = {"go": 1 - reaching, "stop": -reaching, "right": 1 - 0.3, "wrong": -0.3}
+    exact = [reaching * (1 - reaching) * (0.3 - 0.2), reaching * 0.3 * (1 - 0.3) * 1.0]
+    expected = [0.0, 0.0]
+    for group in itertools.combinations_with_replacement(episodes, size):
+        played = [Played(rewards[episode]) for episode in group]
+        TurnAlgorithm().score_group(played)
+        counts = [group.count(episode) for episode in episodes]
+        orders = math.factorial(size) / math.prod(map(math.factorial, counts))
+        probability = orders * math.prod(episodes[episode] for episode in group)
+        for episode, rollout in zip(group, played, strict=True):
+            for turn, (action, advantage) in enumerate(zip(episode, rollout.advantages, strict=True)):
+                expected[turn] += probability * advantage * scores[action] / size
+    assert [found / right for found, right in zip(expected, exact, strict=True)] == pytest.approx(factors, abs=5e-4)
 
 
 def test_turns_survive_a_checkpoint(episode, make_env):
