@@ -166,8 +166,8 @@ def _text_of(message: dict[str, Any]) -> str:
 
 def check_shown(config: TrainConfig, algorithm: Algorithm, environment: Environment) -> None:
     """Refuse `opsd` where no task has a demonstration to show, unless the env may write one while it plays."""
-    if not isinstance(algorithm, OPSDAlgorithm):
-        return
+    if not isinstance(algorithm, OPSDAlgorithm) or type(algorithm).score_rollout is not OPSDAlgorithm.score_rollout:
+        return  # a subclass may show something else
     key, tasks = algorithm.demo_key, environment.tasks
     without = [task for task in tasks if not getattr(task.data, key, None)]
     if not without:

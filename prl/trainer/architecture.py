@@ -11,13 +11,13 @@ LAYERS = {"full_attention", "sliding_attention", "moe"}
 """Kinds of layers, in transformers' words, that can attend over the sequences of a row and a prompt that they share."""
 
 
-def check_architecture(config: Any, path: str, longest: int) -> None:
+def check_architecture(config: Any, path: str, longest: int = 0) -> None:
     """Raise ValueError for a model that the trainer would get wrong.
 
     Args:
         config: the model's config, as transformers has it.
         path: where it lies, for messages.
-        longest: tokens of the longest sequence.
+        longest: tokens of the longest sequence; 0 = any length is taken.
     """
     check_rope(config, longest, path)
     text = config.get_text_config()
