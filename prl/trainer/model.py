@@ -72,14 +72,7 @@ def load_model(
         )
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be loaded: {' '.join(str(error).split())[:1000]}") from error
-    for name, shape, wanted in sorted(loaded["mismatched_keys"]):
-        raise ValueError(f"{path}: {name} has shape {list(shape)} in its weights and {list(wanted)} by its config.json")
-    if missing := sorted(loaded["missing_keys"]):  # transformers would have made them up
-        raise ValueError(
-            f"{path} has no weights for {missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}"
-        )
-    for layer in further_layers(model, loaded["unexpected_keys"]):  # transformers would have left it out
-        raise ValueError(f"{path} has weights of {layer}, a layer beyond those of its config.json")
+    check_weights(path, model, loaded)
     check_names(model)
     fix_rope(model, longest)
     use_tree_attention(model)
@@ -105,6 +98,18 @@ def name_ends(model: PreTrainedModel, ends: Iterable[int]) -> None:
     more = [token for token in dict.fromkeys(ends) if token not in named and token < rows]
     if more:
         model.generation_config.eos_token_id = [*named, *more]
+
+
+def check_weights(path: str, model: PreTrainedModel, loaded: Mapping[str, Any]) -> None:
+    """Raise ValueError for weights that do not fit the model, by what transformers says of its loading."""
+    for name, shape, wanted in sorted(loaded["mismatched_keys"]):
+        raise ValueError(f"{path}: {name} has shape {list(shape)} in its weights and {list(wanted)} by its config.json")
+    if missing := sorted(loaded["missing_keys"]):  # transformers would have made them up
+        raise ValueError(
+            f"{path} has no weights for {missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}"
+        )
+    for layer in further_layers(model, loaded["unexpected_keys"]):  # transformers would have left it out
+        raise ValueError(f"{path} has weights of {layer}, a layer beyond those of its config.json")
 
 
 def further_layers(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:

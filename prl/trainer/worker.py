@@ -271,11 +271,9 @@ def make_trainer(
         meet(0, 1, device, config["trainer"])  # bfloat16 over float32 weights is for ranks
     shared = dist.is_initialized()
     place = torch.device("meta" if dist.get_rank() else "cpu") if shared else device
-    code = config["model"]["trust_remote_code"]
     longest = config["model"].get("max_model_len")
-    load = functools.partial(
-        load_model, device=place, trust_remote_code=code, ends=config.get("ends"), max_model_len=longest
-    )
+    how: dict[str, Any] = {"trust_remote_code": config["model"]["trust_remote_code"], "ends": config.get("ends")}
+    load = functools.partial(load_model, device=place, max_model_len=longest, **how)
     resume = config.get("resume")
     adapters = config["model"].get("lora") or {}
     adapted = adapters.get("rank") is not None  # beside the weights that the run began with
