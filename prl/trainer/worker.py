@@ -261,19 +261,19 @@ def make_trainer(
 ) -> Trainer:
     """Load the policy, or its checkpoint, and build its trainer, with the references that samples will name.
 
-    Each begins as the model at `model.path`, in the policy's number format, and is one more copy of the weights in
-    memory. Raises for a model that packing or shared tokens would get wrong. Of several ranks the first loads, and the
-    others get their parts from it.
+    Each begins as the model at `model.path`, in the policy's number format: one more copy of the weights in memory.
+    Raises for a model that packing or shared tokens would get wrong. Of several ranks the first loads for all.
     """
     torch.manual_seed(config["seed"])
     half = runs_in_half(config["trainer"].get("dtype", TrainerConfig.dtype), device.type)
     if half and not dist.is_initialized():
         meet(0, 1, device, config["trainer"])  # bfloat16 over float32 weights is for ranks
-    shared = dist.is_initialized()
-    place = torch.device("meta" if dist.get_rank() else "cpu") if shared else device
+    place = torch.device("meta" if dist.get_rank() else "cpu") if dist.is_initialized() else device
     longest = config["model"].get("max_model_len")
-    how: dict[str, Any] = {"trust_remote_code": config["model"]["trust_remote_code"], "ends": config.get("ends")}
-    load = functools.partial(load_model, device=place, max_model_len=longest, **how)
+    code = config["model"]["trust_remote_code"]
+    load = functools.partial(
+        load_model, device=place, trust_remote_code=code, ends=config.get("ends"), max_model_len=longest
+    )
     resume = config.get("resume")
     adapters = config["model"].get("lora") or {}
     adapted = adapters.get("rank") is not None  # beside the weights that the run began with
