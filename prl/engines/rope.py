@@ -39,12 +39,14 @@ def check_rope(config: Any, longest: int, path: str) -> None:
 
 
 def fix_rope(model: Any, longest: int) -> None:
-    """Give a model of transformers with `longrope` the frequencies of sequences of up to `longest` tokens, for all."""
+    """Give a model of transformers one set of frequencies: `longrope` those of sequences of up to `longest` tokens."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # a config is checked without torch
 
     for module in model.modules():
-        if getattr(module, "rope_type", None) == "longrope":
+        kind = getattr(module, "rope_type", None)
+        if kind == "longrope":
             choose = ROPE_INIT_FUNCTIONS["longrope"]
             frequencies, _ = choose(module.config, module.inv_freq.device, seq_len=longest)
             module.register_buffer("inv_freq", frequencies, persistent=False)
+        if kind in ("dynamic", "longrope"):
             module.rope_type = "default"  # with which its forward leaves them alone

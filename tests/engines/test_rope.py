@@ -66,6 +66,13 @@ async def test_trainer_and_engine_have_the_factors_of_max_model_len(tmp_path, or
         assert reply.logprobs == pytest.approx(after.tolist(), abs=2e-5)
 
 
+def test_dynamic_frequencies_stay_those_of_its_own_positions(tmp_path):
+    """Whatever comes by: transformers would scale them for a longer sequence."""
+    folder = write_model(tmp_path / "model", "Llama", tied=True, rope_parameters=DYNAMIC | {"factor": 1.5})
+    model = load_model(str(folder), device=CPU, max_model_len=512)
+    check_layout(model, stacks, max_model_len=700)
+
+
 @pytest.mark.parametrize(
     ("name", "rope", "longest", "limit"),
     [
