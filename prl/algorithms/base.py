@@ -21,7 +21,7 @@ from itertools import chain, compress, islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prl.algorithms.reference import KLConfig, ReferenceLogprobs, ReferenceOptions
-from prl.config.model_reference import DEMONSTRATIONS, POLICY, FrozenModelConfig, SourceConfig, check_reference
+from prl.config.model_reference import DEMONSTRATIONS, FrozenModelConfig, SourceConfig, check_reference
 from prl.errors import EngineError
 from prl.monitors.logged import EnvPart
 from prl.rollouts.components import COMPONENTS, STREAM_FILL, Component
@@ -197,7 +197,8 @@ class Algorithm(EnvPart):
             from prl.engines.chat import Demonstrations
 
             return Demonstrations(self.sampling.demo_key)
-        return self.policy_pool if self.sampling.source == POLICY else self.client_of(self.sampling.source)
+        source = self.sampling.source
+        return self.client_of(source) if isinstance(source, FrozenModelConfig) else self.policy_pool
 
     def client_of(self, frozen: FrozenModelConfig) -> "ReferencePool":
         """The client of a frozen model, as `connect` makes it, before anybody has waited for the model."""

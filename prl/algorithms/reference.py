@@ -87,7 +87,7 @@ class KLConfig(ReferenceOptions):
 
     coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Weight of the rl tokens in `ref_kl`; 0 = off."""
-    reference: Any = INITIAL
+    reference: FrozenModelConfig | str = INITIAL
     """A model in the trainer, which takes a copy of the weights on each rank: `initial` (the run's first weights),
     `ema` (a running mean of the policy, see `decay`) or `lagged` (the policy of up to `every` steps ago). Or a frozen
     model {name, base_url}, which scores rollouts by prefill."""

@@ -1,8 +1,8 @@
 """Build a component from its config node: `_target_` names a class, the other keys are its options.
 
 The signature of the class is its schema: pydantic reads types, `Annotated` bounds and `Literal`s from it and converts
-what the node has. A class whose `__init__` takes `**options` has those of its base class as well. Nodes with a
-`_target_` inside an option become objects, as by Hydra's `instantiate`, with the same checks.
+what the node has. A class whose `__init__` takes `**options` has those of its base class as well. A node with a
+`_target_` inside an option becomes an object where the option's type is a class, a `Callable` or anything at all.
 """
 
 import dataclasses
@@ -11,7 +11,8 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import pydantic
 from annotated_types import Ge, Le
@@ -87,12 +88,12 @@ def function(node: Any, where: str, *, values: int = 1) -> "functools.partial[An
         raise ConfigError(f"{where}._target_={target!r} is not a function")
     if inspect.iscoroutinefunction(result):
         raise ConfigError(f"{where}._target_={target!r} is async: nothing awaits it")
-    arguments = options_of(node, result, where)
+    given = {name: value for name, value in settings_of(node).items() if value != MISSING}
     try:
-        inspect.signature(result).bind(*[None] * values, **arguments)
+        inspect.signature(result).bind(*[None] * values, **given)
     except TypeError as error:
         raise ConfigError(f"{where}: {target}{inspect.signature(result)} cannot be called: {error}") from error
-    return functools.partial(result, **arguments)
+    return functools.partial(result, **options_of(node, result, where))
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------
@@ -142,8 +143,9 @@ def options_of(node: Any, target: Any, where: str, live: Collection[str] = ()) -
     unknown = [name for name in given if name not in known and not taken.any_other]
     if unknown and inspect.isclass(target):
         raise no_such_option(f"{where}.{unknown[0]}", given[unknown[0]], target, known)
-    made = {name: instantiated(value, f"{where}.{name}") for name, value in given.items()}
-    return converted(made, target, where)
+    made = {name: instantiated(value, f"{where}.{name}", known.get(name, Any)) for name, value in given.items()}
+    objects = {name: made[name] for name, value in given.items() if isinstance(value, dict) and "_target_" in value}
+    return converted(made, target, where) | objects  # pydantic makes the class itself of a dataclass's subclass
 
 
 def no_such_option(key: str, value: Any, owner: Any, known: Iterable[str]) -> ConfigError:
@@ -216,24 +218,65 @@ def refuse_truth(given: Any, made: Any, where: str) -> None:
             refuse_truth(one, other, f"{where}.{place}")
 
 
-def instantiated(value: Any, where: str) -> Any:
-    """`value` with the object in place of every node in it, as Hydra makes them; None where `_target_` is null."""
+def instantiated(value: Any, where: str, kind: Any) -> Any:
+    """`value`, of an option of the type `kind`, with the object in place of every node in it; None where `_target_` is
+    null.
+
+    Raises ConfigError for a node where the type wants plain data, before its class is imported, and for one whose class
+    the type does not want, before that is called.
+    """
     if isinstance(value, list):
-        return [instantiated(item, where) for item in value]
+        return [instantiated(item, where, type_at(kind)) for item in value]
     if not isinstance(value, dict):
         return value
     if "_target_" not in value:
-        return {name: instantiated(item, f"{where}.{name}") for name, item in value.items()}
+        return {name: instantiated(item, f"{where}.{name}", type_at(kind, name)) for name, item in value.items()}
     if value["_target_"] is None and not settings_of(value):
         return None
+    classes = classes_of(kind)
+    named = f"{where}._target_={str(value['_target_'])[:80]!r}"
+    if not classes:
+        raise ConfigError(f"{named}: this option takes plain values, and no object")
     target = located(value, where)
-    if inspect.isroutine(target):  # with `_partial_` or without: an option takes the function
+    if inspect.isroutine(target) and {object, Callable} & classes:  # `_partial_` or not: an option takes the function
         return function(value, where)
+    if not (inspect.isclass(target) and issubclass(target, tuple(classes))):
+        raise ConfigError(f"{named} makes no {' or '.join(sorted(cls.__name__ for cls in classes))}")
     options = options_of(value, target, where)
     if value.get("_partial_"):
         return functools.partial(target, **options)
     with contained(where, f"making {value['_target_']}"):
         return target(**options)
+
+
+def alternatives(kind: Any) -> list[Any]:
+    """The types that a type is a union of; itself alone where it is none."""
+    if get_origin(kind) is Annotated:
+        return alternatives(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return [each for part in get_args(kind) for each in alternatives(part)]
+    return [kind]
+
+
+def classes_of(kind: Any) -> set[Any]:
+    """The classes whose objects an option of the type `kind` takes: `object` for any, none where it is plain data."""
+    found = {get_origin(each) or each for each in alternatives(kind)} - {Literal}
+    unknown = {cls for cls in found if cls is Any or not inspect.isclass(cls) or getattr(cls, "_is_protocol", False)}
+    plain = {cls for cls in found - unknown if cls.__module__ in ("builtins", "collections.abc")} - {object, Callable}
+    return found - unknown - plain | ({object} if unknown else set())
+
+
+def type_at(kind: Any, name: str = "") -> Any:
+    """The type of a list's items, or of what is at `name` in a mapping, in an option of the type `kind`."""
+    types: list[Any] = [None]
+    for each in alternatives(kind):
+        if dataclasses.is_dataclass(each):
+            types.append(options_taken(cast(Any, each)).annotations.get(name))
+        elif each in (dict, list, tuple) or object in classes_of(each):
+            types.append(Any)
+        elif inspect.isclass(get_origin(each)) and get_origin(each) is not Callable:  # list[X], dict[str, X]
+            types += [part for part in get_args(each) if part is not Ellipsis] or [Any]
+    return Union[tuple(types)]  # noqa: UP007  of any number
 
 
 def fields_at(kind: Any, path: Iterable[Any]) -> Iterable[str]:

@@ -55,7 +55,7 @@ def check_model(path: str, key: str, *, weights: bool = True) -> None:
 
 def local_folder(path: str) -> Path | None:
     """The folder that a model's path names; None for a name on the hub."""
-    folder = Path(path).expanduser() if not path.startswith("~") or path.startswith(("~/", "~\\")) else Path(path)
+    folder = Path(os.path.expanduser(path) if path.startswith(("~/", "~\\")) else path)
     looks_local = folder.is_absolute() or path.startswith((".", "~")) or folder.exists()
     return folder if looks_local else None
 

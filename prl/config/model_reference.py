@@ -28,7 +28,7 @@ class FrozenModelConfig:
 
     name: str = ""
     """The name it is served under."""
-    base_url: Any = None
+    base_url: str | list[str] | None = None
     """Its OpenAI-compatible endpoint, e.g. http://127.0.0.1:8001/v1, or a list of several that serve the same."""
     api_key_var: str | None = None
     """Environment variable that holds the endpoint's key; null = no key is sent."""
@@ -40,15 +40,15 @@ class FrozenModelConfig:
     @property
     def urls(self) -> list[str]:
         """The endpoints of `base_url`; empty without one."""
-        several = self.base_url if isinstance(self.base_url, list | tuple) else [self.base_url]
-        return [] if self.base_url is None else list(several)
+        several = [self.base_url] if isinstance(self.base_url, str) else self.base_url
+        return list(several or [])
 
 
 @dataclass
 class SourceConfig:
     """The model that generates an algorithm's rollouts."""
 
-    source: Any = POLICY
+    source: FrozenModelConfig | str = POLICY
     """`policy`, the model being trained, a frozen model {name, base_url}, or the tasks' `demonstrations`."""
     demo_key: str = "demonstration"
     """The task's field with the demonstration: a text, or a list of messages."""

@@ -32,10 +32,10 @@ class TrainRunConfig(RunConfig):
 
     resume: str | None = None
     """A run directory or a checkpoint to resume, in that directory; `auto` = resume from the last checkpoint in
-    `run.dir`, or start there. null = a new run."""
+    `run.dir`, or start there. null = a new run. A directory of somebody else runs its author's code."""
     fork: str | None = None
     """A run directory or a checkpoint from which a new run starts: weights, optimiser, position among the tasks. The
-    old run does not change. null = start from step 0."""
+    old run does not change. null = start from step 0. A directory of somebody else runs its author's code."""
 
 
 @dataclass

@@ -86,6 +86,14 @@ class Scorer:
     def __call__(self, x):
         return x + self.k
 
+class Worse(Scorer):
+    pass
+
+class Leaves:  # a trace where it is made
+    made = []
+    def __init__(self, *args, **options):
+        self.made.append(options)
+
 class Scored(Base):
     def __init__(self, *, scorer: Scorer | None = None, by_name: dict[str, Any] | None = None):
         self.scorer, self.by_name = scorer, by_name
@@ -198,6 +206,50 @@ def test_a_node_inside_is_the_object_that_it_describes(made, own):
     assert made(fn={"_target_": "users_own.fn", "_partial_": True, "extra": 1}).fn(3) == 4.0
     assert made(fn={"_target_": None, "_partial_": True}).fn is None
     assert made("Open", make={**SCORER, "_partial_": True}).settings["make"](parts=5).parts == 5
+
+
+@pytest.mark.parametrize("target", ["users_own.Leaves", "not_there.Popen"])
+@pytest.mark.parametrize(
+    ("name", "key", "wrapped"),
+    [
+        ("Part", "n", lambda node: node),
+        ("Part", "mode", lambda node: node),
+        ("Part", "strict", lambda node: [node]),
+        ("Part", "mode", lambda node: {"deep": [node]}),
+        ("Part", "share", lambda node: node),
+        ("Part", "betas", lambda node: [0.9, node]),
+        ("Part", "table", lambda node: node),
+        ("Part", "table", lambda node: {"one": node}),
+        ("Part", "place", lambda node: {"city": node}),
+        ("Part", "place", lambda node: {"other": node}),
+        ("Part", "place", lambda node: node),
+        ("Part", "teacher", lambda node: node),
+        ("Part", "teacher", lambda node: {"name": "m", "base_url": [node]}),
+        ("Part", "fn", lambda node: node),
+        ("Part", "fn", lambda node: [node]),
+        ("Part", "fn", lambda node: {"_target_": "users_own.fn", "scale": node}),
+        ("Part", "fn", lambda node: {"_target_": "users_own.fn", "x": node}),
+        ("Plain", "bonus", lambda node: node),
+        ("Required", "path", lambda node: node),
+        ("Scored", "scorer", lambda node: node),
+        ("Scored", "scorer", lambda node: {**SCORER, "k": node}),
+        ("Scored", "scorer", lambda node: {"k": node}),
+        ("Scored", "by_name", lambda node: node),
+    ],
+)
+def test_no_object_is_made_that_the_options_type_does_not_want(made, own, name, key, wrapped, target):
+    with pytest.raises(ConfigError, match=rf"^algo\.{key}"):
+        made(name, **{key: wrapped({"_target_": target, "args": ["touch", "file"]})})
+    assert own.Leaves.made == []
+
+
+def test_an_object_is_made_of_a_class_that_the_options_type_names(made, own):
+    worse = {"_target_": "users_own.Worse", "k": 1}
+    assert type(made("Scored", scorer=worse).scorer) is own.Worse
+    assert type(made(fn=worse).fn) is own.Worse and made(teacher={"_target_": name_of(FrozenModelConfig), "name": "m"})
+    made("Open", any={"_target_": "users_own.Leaves", "x": 1})
+    made("Required", path="p", late={"deep": [{"_target_": "users_own.Leaves"}]})
+    assert own.Leaves.made == [{"x": 1}, {}]
 
 
 # --- functions and live objects ---------------------------------------------------------------------------------------
