@@ -55,11 +55,12 @@ class Intake:
         self._warned: set[tuple[str, str | None]] = set()
 
     def state_dict(self) -> IntakeState:
-        """Which rollouts no metrics line has counted."""
-        return IntakeState([rollout.trace.id for rollout in self.arrived])
+        """Which rollouts, and how many groups, no metrics line has counted."""
+        return IntakeState([rollout.trace.id for rollout in self.arrived], dict(self._judged))
 
     def load_state_dict(self, state: IntakeState, rollouts: Iterable[Rollout]) -> None:
         """Have the next metrics count, of an earlier part's `rollouts`, those that it had not counted."""
+        self._judged.update(state.judged)
         uncounted = set(state.arrived)
         self.arrived += [rollout for rollout in rollouts if rollout.trace.id in uncounted]
 

@@ -92,6 +92,8 @@ class IntakeState(msgspec.Struct):
 
     arrived: list[str] = []
     """Ids of the traces that no metrics line of what arrived has counted."""
+    judged: dict[str, int] = {}
+    """By env: groups that the curriculum has seen, and that no metrics line has counted."""
 
 
 class BatcherState(msgspec.Struct):

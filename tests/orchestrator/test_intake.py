@@ -8,6 +8,7 @@ from prl.errors import EngineError, NoSignal, PrlError
 from prl.filters.base import Filter
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.intake import LEAST, WINDOW, Intake
+from prl.orchestrator.state import RunState, decode, encode
 from prl.orchestrator.types import Group
 from prl.rollouts.rollout import ERROR_KINDS, Outcome, Stage
 
@@ -135,6 +136,24 @@ def test_a_steps_numbers_by_hand(arrive):
     assert line["rollouts/arrived"] == 1.0
     assert (line["evicted_examples/a/easy"], line["evicted_examples/a/hard"], line["pool/a/easy"]) == (1.0, 0.0, 0.5)
     assert "reward/b/arrived" not in line, "nothing arrived: no number is better than a wrong one"
+
+
+def test_the_rate_of_evicted_examples_counts_groups_from_before_a_resume(arrive):
+    before, after = arrive(**POOLS), arrive(**POOLS)
+    before(1.0, 1.0, task=0)
+    before(0.5, 0.0, task=1)
+    before(0.0, 0.5, of="b")
+    curriculum = before.envs["a"].curriculum.state_dict()
+    state = decode(encode(RunState(1, intake=before.intake.state_dict())), "its file").intake
+    after.intake.load_state_dict(state, before.intake.arrived)
+    after.envs["a"].curriculum.load_state_dict(curriculum)
+    after(0.5, 0.25, task=2)
+    after(0.0, 0.0, task=3)
+    line = after.intake.take()
+    rates = [line[f"evicted_examples/{name}_rate"] for name in ("a/easy", "a/hard", "b/hard")]
+    assert rates == [0.25, 0.25, 0.0], "one each of four groups"
+    after(0.0, 1.0, task=1)
+    assert after.intake.take()["evicted_examples/a/hard_rate"] == 0.0
 
 
 class EarnsNothing(Filter):
