@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import re
 import shutil
 from contextlib import nullcontext
 
@@ -322,6 +323,60 @@ def test_files_are_cut_back_to_the_checkpoint(run):
     assert (folder / "metrics.jsonl").read_text() == "".join(f'{{"step": {n}}}\n' for n in range(4))
     lines = (folder / "events" / "trainer.jsonl").read_text().splitlines()
     assert lines == [f'{{"what": "trainer", "step": {step}}}' for step in (0, 3, 4, 4)]
+
+
+LINES = [f'{{"step": {step}}}\n' for step in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("left", "missing"),
+    [
+        ("".join(LINES), []),
+        ("".join(LINES[1:]), []),  # nothing was evaluated before step 1
+        ("".join(LINES)[:-3], [6]),
+        ("".join(LINES[:3] + LINES[4:]), [3]),
+        ("".join([*LINES[:2], '{"ste\n', "[]\n", "null\n", *LINES[5:]]), [2, 3, 4]),
+        ("", [1, 2, 3, 4, 5, 6]),
+        (None, [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_steps_whose_metrics_are_lost_are_named(run, capsys, left, missing):
+    folder = run(steps=(6,))
+    if left is not None:
+        (folder / "metrics.jsonl").write_text(left)
+    resume.take_over(again(folder), config_of(folder), {})
+    (line,) = map(json.loads, (folder / "resumes.jsonl").read_text().splitlines())
+    assert line["without_metrics"] == missing
+    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(warned) == bool(missing) and all(", ".join(map(str, missing)) in line for line in warned)
+
+
+def test_a_fork_lacks_no_line_from_before_it_began(run):
+    folder = run(steps=(6,))
+    forked = {"step": 4, "checkpoint": "/elsewhere/checkpoints/step_000004"}
+    (folder / "resumes.jsonl").write_text(json.dumps(forked) + "\n")
+    (folder / "metrics.jsonl").write_text(LINES[6])
+    resume.take_over(again(folder), config_of(folder), {})
+    _, line = map(json.loads, (folder / "resumes.jsonl").read_text().splitlines())
+    assert line["without_metrics"] == [5]
+
+
+@pytest.mark.parametrize("content", ["", '{"da', "[]", "{}", "\udcff", '"x"', '{"data": 1, "step": "x", "status": 1}'])
+@pytest.mark.parametrize("name", ["result.json", "provenance.json", "checkpoints/best/best.json"])
+def test_a_damaged_record_is_refused_by_its_name(run, name, content):
+    folder = run(steps=(2, 4), evaluated=1)
+    (folder / "metrics.jsonl").write_text("".join(LINES))
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content, errors="surrogateescape")
+    config = config_of(folder, at="auto")
+    if name == "result.json" and content == "{}":  # of a run that failed, for all that it says
+        assert resume.completed(config) is None
+        return
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        resume.completed(config)
+        resume.take_over(resume.find(config), config, {"math": {"train": ["a"]}})
+    assert (folder / "metrics.jsonl").read_text() == "".join(LINES)
 
 
 def test_beginning_again_leaves_nothing_of_the_first_time(run):

@@ -75,6 +75,12 @@ def test_files_older_than_a_config_block_no_run(tmp_path):
     new_run_dir(compose(["run.name=x", f"run.dir={tmp_path}/x"]))
 
 
+def test_a_directory_that_was_removed_is_not_made_again(tmp_path):
+    with pytest.raises(PrlError, match="gone"), recorded(tmp_path / "x", RunResult()):
+        raise PrlError("gone")
+    assert not (tmp_path / "x").exists()
+
+
 def test_exit_of_user_code_is_a_failure_with_line(tmp_path):
     result = RunResult()
     printed = rf"^the run was ended from within: SystemExit: 0 \({__file__}, line \d+\)$"

@@ -12,7 +12,8 @@ from prl.transport.files import naming
 
 @dataclass(kw_only=True, eq=False)
 class JsonLines(Monitor):
-    """Appends one JSON object per step to `metrics.jsonl`; it is on disk when `step` returns."""
+    """Appends one JSON object per step to `metrics.jsonl`; it is in the file when `step` returns, and on disk before
+    the next checkpoint appears."""
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
         path = run_dir / "metrics.jsonl"

@@ -108,6 +108,9 @@ class Checkpoints:
                 write_atomically(folder / files.STATE / "run.msgpack", encode(state))
                 if pools is not None:
                     write_pools(folder, pools)
+                if (metrics := self.run_dir / "metrics.jsonl").exists():  # the checkpoint says which lines it has
+                    files.sync_file(metrics)
+                    files.sync_folder(self.run_dir)
                 files.finish(self.run_dir, step)
                 files.prune(self.run_dir, keep_last=self.config.keep_last, keep_every=self.config.keep_every)
             log.info(

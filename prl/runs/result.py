@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from prl.monitors.masking import masked_text
-from prl.transport.files import write_atomically
+from prl.transport.files import read_json, write_atomically
 
 
 class RunResult(msgspec.Struct):
@@ -31,9 +31,9 @@ class RunResult(msgspec.Struct):
 
 
 def read_result(run_dir: Path) -> RunResult | None:
-    """The run's `result.json`; None where there is none."""
+    """The run's `result.json`; None where there is none. Raises ConfigError for one that is damaged."""
     path = run_dir / "result.json"
-    return msgspec.json.decode(path.read_bytes(), type=RunResult) if path.is_file() else None
+    return read_json(path, RunResult) if path.is_file() else None
 
 
 def write_result(run_dir: Path, result: RunResult) -> None:

@@ -10,7 +10,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +30,7 @@ from prl.runs.owner import LOCK
 from prl.runs.provenance import command_line, data_hash
 from prl.runs.result import RunResult, read_result
 from prl.transport import checkpoint_folders
-from prl.transport.files import content_of, naming, write_atomically
+from prl.transport.files import content_of, lines_of, naming, read_json, write_atomically
 
 if TYPE_CHECKING:
     from prl.orchestrator.state import ResumePoint
@@ -56,6 +56,13 @@ NOW = "${now:%Y%m%d-%H%M%S-%f}"
 ABSENT = "<absent>"
 Tasks = Mapping[str, Mapping[str, Iterable[str]]]
 """The hashes of each env's tasks, by env and by `train` or `eval`."""
+
+
+class Recorded(msgspec.Struct):
+    """What is read of `provenance.json`."""
+
+    data: dict[str, dict[str, dict[str, int | str]]]
+    """The number and the hash of each env's tasks, by env and by `train` or `eval`."""
 
 
 # --- from the command line --------------------------------------------------------------------------------------------
@@ -188,8 +195,8 @@ def check_tasks(run_dir: Path, tasks: Tasks) -> None:
     path = run_dir / "provenance.json"
     if not path.exists():  # it was killed before that was written
         return
-    recorded = msgspec.json.decode(path.read_bytes())["data"]
-    before = {env: splits["train"]["sha256"] for env, splits in recorded.items()}
+    recorded = read_json(path, Recorded).data
+    before = {env: splits["train"]["sha256"] for env, splits in recorded.items() if "train" in splits}
     for env, splits in tasks.items():
         if env in before and data_hash(splits["train"])["sha256"] != before[env]:
             raise ConfigError(f"env {env!r} has other tasks than before: start a new run, model.path=<the checkpoint>")
@@ -229,8 +236,10 @@ def take_over(point: "ResumePoint", config: TrainConfig, tasks: Tasks) -> "Resum
         directory.clear(run_dir)
     else:
         assert point.state is not None
-        directory.cut_back(run_dir, point.step, first_line=point.state.first_line, evaluated=point.state.sync.evaluated)
-        _record(point, point.folder.name)
+        first, evaluated = point.state.first_line, point.state.sync.evaluated
+        kept = directory.cut_back(run_dir, point.step, first_line=first, evaluated=evaluated)
+        lost = sorted(set(range(_begun_after(run_dir) + 1, first)) - kept) if "jsonl" in config.monitor else []
+        _record(point, point.folder.name, lost)
     directory.write_config(run_dir, config)
     return point
 
@@ -251,8 +260,16 @@ def _fork(point: "ResumePoint", config: TrainConfig) -> "ResumePoint":
     return own
 
 
-def _record(point: "ResumePoint", checkpoint: str) -> None:
-    """Add the line of this time to `resumes.jsonl`, and say it."""
+def _begun_after(run_dir: Path) -> int:
+    """The step after which a run began: that of the checkpoint which it forked, else 0."""
+    for line in lines_of(run_dir / "resumes.jsonl", dict[str, Any], []):
+        if os.path.isabs(line["checkpoint"]):
+            return int(line["step"])
+    return 0
+
+
+def _record(point: "ResumePoint", checkpoint: str, lost: Sequence[int] = ()) -> None:
+    """Add the line of this time to `resumes.jsonl`, and say it; `lost` are the steps without a line of metrics."""
     assert point.state is not None
     line = {
         "step": point.step,
@@ -262,6 +279,7 @@ def _record(point: "ResumePoint", checkpoint: str) -> None:
         "waiting_groups": len(point.state.batcher.groups),
         "issued_again": len(point.state.dispatcher.in_flight),
         "changed": {key: list(values) for key, values in point.changed.items()},
+        "without_metrics": list(lost),
     }
     path = point.run_dir / "resumes.jsonl"
     before = content_of(path)
@@ -272,6 +290,9 @@ def _record(point: "ResumePoint", checkpoint: str) -> None:
         f"{line['issued_again']} tasks that were in flight are played again",
         file=sys.stderr,
     )
+    if lost:
+        steps = ", ".join(map(str, lost[:20])) + ", …" * (len(lost) > 20)
+        print(f"warning: {point.run_dir}/metrics.jsonl has lost its lines of these steps: {steps}", file=sys.stderr)
     for key, (was, now) in point.changed.items():
         print(safe(f"  {key}: {was} → {now}"), file=sys.stderr)
 

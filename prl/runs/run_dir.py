@@ -20,7 +20,7 @@ from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
 from prl.monitors.masking import masked
 from prl.runs.owner import LOCK
 from prl.runs.result import RunResult, write_result
-from prl.transport.files import content_of, naming, write_atomically
+from prl.transport.files import content_of, naming, read_json, write_atomically
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 """A directory with one of these holds a run."""
@@ -33,6 +33,12 @@ ROLLOUTS = re.compile(r"(eval_.+_)?step_(\d{6,})\.jsonl")
 NOT_OF_A_RUN = ("run.", "sweep.", "optimized_metric.", "engine.urls", "hydra")
 """How the config keys begin that change no result: a sweep whose command has others still finds its jobs, and a summary
 does not tell runs apart by them."""
+
+
+class Best(msgspec.Struct):
+    """What is read of `checkpoints/best/best.json`."""
+
+    step: int
 
 
 def absolute(path: str) -> str:
@@ -131,18 +137,23 @@ def clear(run_dir: Path) -> None:
         _remove(run_dir / name)
 
 
-def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> None:
-    """Remove what came after the checkpoint of `step`.
+def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> set[int]:
+    """Remove what came after the checkpoint of `step`. Returns the steps whose metrics lines are kept.
 
     Args:
         run_dir: The run directory.
         step: The last step that is kept.
         first_line: The first step whose metrics line is to be written again.
         evaluated: The last version whose evaluation is kept.
+
+    Raises:
+        ConfigError: The record of the best version is damaged; nothing has been removed then.
     """
+    best = run_dir / "checkpoints" / "best"
+    best_step = read_json(best / "best.json", Best).step if (best / "best.json").exists() else 0
     metrics = run_dir / "metrics.jsonl"
+    kept = dict(_lines_before(content_of(metrics), first_line))
     if metrics.exists():
-        kept = dict(_lines_before(content_of(metrics), first_line))
         write_atomically(metrics, b"".join(kept.values()), durable=True)
     for path in filter(Path.is_file, (run_dir / "events").glob("[!.]*.jsonl")):
         write_atomically(path, b"".join(line for _, line in _lines_before(content_of(path), step + 1)), durable=True)
@@ -155,11 +166,11 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
                 _remove(path)
     for path in (run_dir / "checkpoints").glob(".step_*"):  # unfinished
         _remove(path)
-    best = run_dir / "checkpoints" / "best"
-    if best.exists() and msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:
+    if best_step > evaluated:
         _remove(best)  # it is found again
     for name in ("weights", "batches/end.json", "result.json"):
         _remove(run_dir / name)
+    return set(kept)
 
 
 def last_metrics(run_dir: Path) -> dict[str, float]:
@@ -212,4 +223,5 @@ def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
         raise
     finally:
         result.seconds = round(time.monotonic() - started, 3)
-        write_result(run_dir, result)
+        if run_dir.is_dir():  # else somebody has removed it
+            write_result(run_dir, result)

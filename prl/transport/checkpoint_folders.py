@@ -156,10 +156,15 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def _synced(path: Path) -> File:
-    """A file's entry in the manifest, once it is on disk."""
+def sync_file(path: Path) -> None:
+    """Have what a file has now reach the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def _synced(path: Path) -> File:
+    """A file's entry in the manifest, once it is on disk."""
+    sync_file(path)
     return File(path.stat().st_size, _sha256(path))
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from prl.errors import UNREADABLE, PrlError, unwritable
+from prl.errors import UNREADABLE, ConfigError, PrlError, unwritable
 from prl.rollouts.messages import StepBatch
 
 T = TypeVar("T")
@@ -55,6 +55,14 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
 def content_of(path: Path) -> bytes:
     """The content of a file that may not be there yet."""
     return path.read_bytes() if path.is_file() else b""
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """The content of a JSON file. Raises ConfigError, naming it, where that is no `kind`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError(f"{path} is damaged ({error}): put back what prl wrote there, or remove it") from error
 
 
 def lines_of(path: Path, kind: type[T], problems: list[str]) -> list[T]:

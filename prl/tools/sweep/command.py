@@ -12,17 +12,17 @@ import msgspec
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from prl.errors import UNREADABLE, ConfigError
+from prl.errors import ConfigError
 from prl.launch import command
 from prl.launch.cluster import connect
 from prl.monitors.masking import masked
 from prl.monitors.text import as_message, safe
-from prl.runs.result import RunResult, read_result
+from prl.runs.result import RunResult
 from prl.runs.resume import AUTO
 from prl.runs.run_dir import refuse_existing
 from prl.tools import line_of
 from prl.tools.sweep import job, naming
-from prl.transport.files import write_atomically
+from prl.transport.files import read_json, write_atomically
 
 RECORD = "sweep.json"
 LAST_LINES_S = 1.0
@@ -42,14 +42,7 @@ class SweepRecord(msgspec.Struct):
 
 def read_record(folder: Path) -> SweepRecord | None:
     """The record of the sweep in `folder`, None where there is none."""
-    try:
-        return msgspec.json.decode((folder / RECORD).read_bytes(), type=SweepRecord)
-    except FileNotFoundError:
-        return None
-    except (OSError, *UNREADABLE) as error:
-        raise ConfigError(
-            f"{folder / RECORD} is damaged ({error}): choose another hydra.sweep.dir, or remove it"
-        ) from error
+    return read_json(folder / RECORD, SweepRecord) if (folder / RECORD).exists() else None
 
 
 def run(task: Callable[[], Any], arguments: list[str]) -> None:
@@ -164,7 +157,7 @@ def summary(folder: Path) -> list[str]:
     """A table of the sweep's jobs: status, optimised metric, seconds; then the errors, a line each."""
     rows, errors = [["job", "status", "metric", "seconds"]], []
     for path in jobs(folder):
-        result = read_result(path) or RunResult()
+        result = job.result_of(path) or RunResult()
         metric = "" if result.optimized_metric is None else f"{result.optimized_metric:.4f}"
         rows.append([path.name, job.status_of(path) or "not started", metric, f"{result.seconds:.0f}"])
         if result.error:

@@ -79,15 +79,22 @@ def attempt(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[
             write_result(folder, RunResult("refused" if isinstance(error, ConfigError) else "failed", text))
             typed_overrides = OmegaConf.to_yaml(OmegaConf.create(masked(overrides)))
             write_atomically(folder / ".hydra" / "overrides.yaml", typed_overrides.encode())
-        result = read_result(folder)
+        result = result_of(folder)
         line = str(error).strip().partition("\n")[0]
         message = line if isinstance(error, PrlError) else f"{type(error).__name__}: {line}"
         say(folder, f"{'failed' if result is None else result.status}: {message} ({folder}/result.json)")
 
 
+def result_of(folder: Path) -> RunResult | None:
+    """The job's result; None where it has left none that can be read."""
+    with contextlib.suppress(ConfigError):
+        return read_result(folder)
+    return None
+
+
 def record_metric(folder: Path, cfg: DictConfig) -> float | None:
     """The optimised metric of a completed job, which is written to its `result.json`. None where it has none."""
-    result = read_result(folder)
+    result = result_of(folder)
     assert result is not None
     try:
         value = optimized(folder, read(OptimizedMetricConfig, plain(cfg.optimized_metric), "optimized_metric"))
@@ -127,7 +134,7 @@ def status_of(folder: Path) -> str | None:
     """completed, failed, stopped, refused, running; crashed where a process left no result, None where none ran."""
     if is_owned(folder):
         return "running"
-    result = read_result(folder)
+    result = result_of(folder)
     if result is not None:
         return result.status
     return "crashed" if folder.is_dir() and any(path.name != ".hydra" for path in folder.iterdir()) else None

@@ -18,6 +18,7 @@ from prl.config.compose import CONF
 from prl.errors import ConfigError, PrlError
 from prl.monitors.log import hold_log, log_to
 from prl.runs.result import RunResult, write_result
+from prl.tools.sweep.command import summary
 from prl.tools.sweep.job import isolated, run_job, status_of
 
 
@@ -102,6 +103,13 @@ def test_a_killed_job_restarts_or_resumes(job, capsys, resume):
     job(lambda config: found.append(kept.exists()) or completes()(config), ("run.resume", resume))
     assert found == [resume == "auto"]
     assert ("crashed before: goes on from its last checkpoint" in capsys.readouterr().err) == (resume == "auto")
+
+
+def test_a_job_whose_result_cannot_be_read_is_done_again(job, capsys):
+    job(completes(0.25))
+    (job.folder / "result.json").write_text('{"status": "comp')
+    assert status_of(job.folder) == "crashed" and "crashed" in "".join(summary(job.folder.parent))
+    assert job(completes(0.5)) == 0.5 and "crashed before: done again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
