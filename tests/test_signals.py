@@ -73,6 +73,83 @@ def test_exit_status_names_the_signal(capsys):
     assert caught.value.code == 143 and capsys.readouterr().err == "stopped\n"
 
 
+UNHEARD = """
+import asyncio, os, signal, sys, weakref
+from prl.launch.signals import Stopped, run_to_end, stop
+number = int(sys.argv[1])
+signal.signal(number, stop)
+
+class Thing:
+    pass
+
+thing = Thing()
+callback = weakref.ref(thing, lambda _: os.kill(os.getpid(), number))
+del thing  # Python drops what the handler raises here
+
+async def work():
+    print("trains", flush=True)
+
+try:
+    run_to_end(work())
+except Stopped as end:
+    sys.exit(128 + end.number)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_python_drops_stops_the_run_before_it_begins(number):
+    done = subprocess.run([sys.executable, "-c", UNHEARD, str(int(number))], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (128 + number, "")
+    assert "Exception ignored" in done.stderr and "never awaited" not in done.stderr
+
+
+TAKEN = """
+import asyncio, signal, sys
+from prl.launch import signals
+signals.BEAT_S = 0.1
+number, how = int(sys.argv[1]), sys.argv[2]
+
+async def work():
+    if how == "loop":
+        asyncio.get_running_loop().add_signal_handler(number, print, "theirs")
+    else:
+        signal.signal(number, signal.SIG_IGN if how == "ignored" else lambda *_: print("theirs"))
+    await asyncio.sleep(1)
+    print("ready", flush=True)
+    await asyncio.sleep(60)
+
+try:
+    signals.run_to_end(work())
+except signals.Stopped as end:
+    sys.exit(128 + end.number)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("how", ["loop", "ignored", "handled"])
+def test_signals_that_code_of_the_run_has_taken_stop_it_all_the_same(number, how):
+    script = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n" + TAKEN  # the tests may run under nohup
+    command = [sys.executable, "-c", script, str(int(number)), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        process.wait(patient(10))
+    assert process.returncode == 128 + number
+
+
+def test_code_of_the_run_cannot_stop_its_loop():
+    ended = []
+
+    async def work():
+        with pytest.raises(RuntimeError, match="goes on"):
+            asyncio.get_running_loop().stop()
+        await asyncio.sleep(0.01)
+        ended.append(True)
+
+    run_to_end(work())
+    assert ended
+
+
 HOLDS = """
 import asyncio, re, sys
 from prl.launch import signals

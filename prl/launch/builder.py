@@ -206,8 +206,8 @@ def supervise(run: PreparedRun, track: Track) -> Supervisor:
     restarts = specs.restarts_of(config.engine)
     if run.components.hosted:
         restarts |= specs.restarts_of(config.teacher.engine, specs.TEACHER)
-    say = run.components.monitors.status
-    return Supervisor(run.components.launcher, say, restarts, config.engine.startup_timeout_s, track=track)
+    say, timeout_s = run.components.monitors.status, config.engine.startup_timeout_s
+    return Supervisor(run.components.launcher, say, restarts, timeout_s, run_dir=Path(config.run.dir), track=track)
 
 
 # --- assemble ---------------------------------------------------------------------------------------------------------

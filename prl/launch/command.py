@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from prl.config import suggestions
 from prl.config.compose import CONF, allow_new_filters, options
 from prl.errors import ConfigError, PrlError, of_disk
-from prl.launch.signals import stop, stopping
+from prl.launch.signals import noted, stop, stopping
 from prl.monitors.text import as_message, safe
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
@@ -95,6 +95,7 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
     """Run a Hydra job over `conf/<root>.yaml`; where it does not compose, say what the keys should have been."""
     global _started
     _started = False
+    noted.clear()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what this process computes itself, and an env's graders
     if any(argument.split("=")[0] in PRINTING for argument in arguments):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends any program that prints

@@ -4,17 +4,19 @@ import asyncio
 import faulthandler
 import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any, NoReturn
 
-from uvloop import new_event_loop
+import uvloop
 
 from prl.monitors.terminal import detach
 
 STILL_S = 10.0
 """[s] Code that holds the event loop up for longer is named."""
 BEAT_S = 1.0
+noted: list[int] = []
+"""Signals that `stop` has raised for: Python drops what is raised in a weak reference's callback, as imports have."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -29,7 +31,17 @@ def stop(number: int, _: FrameType | None) -> NoReturn:
     """Raise Stopped: the handler of a command that runs no event loop yet, or no longer."""
     if number == signal.SIGHUP:
         detach()
+    noted.append(number)
     raise Stopped(number)
+
+
+class Loop(uvloop.Loop):
+    """The event loop of a command: what runs in it cannot stop it."""
+
+    def stop(self) -> None:
+        if asyncio.current_task(self) is not None:
+            raise RuntimeError("loop.stop(): the event loop is the run's, and goes on")
+        super().stop()
 
 
 def stopping() -> tuple[signal.Signals, ...]:
@@ -56,7 +68,7 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio takes Ctrl-C over from no other handler
     received: list[int] = []
     try:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:  # uvloop: a tenth less of the orchestrator's time
+        with asyncio.Runner(loop_factory=Loop) as runner:  # uvloop: a tenth less of the orchestrator's time
             runner.run(cancelled_by_signals(work, received))
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise Stopped(received[0] if received else signal.SIGINT) from None
@@ -66,9 +78,13 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def cancelled_by_signals(work: Coroutine[Any, Any, None], received: list[int]) -> None:
-    """Run `work`; the first SIGTERM or SIGHUP cancels it, and is `received`. Ctrl-C is left to asyncio."""
-    task = asyncio.current_task()
+    """Run `work`; the first SIGTERM or SIGHUP cancels it, and is `received`. Ctrl-C is left to asyncio.
+
+    A signal from before that has stopped nothing cancels it at once.
+    """
+    task, loop, numbers = asyncio.current_task(), asyncio.get_running_loop(), stopping()
     assert task is not None
+    interrupt = signal.getsignal(signal.SIGINT)
 
     def cancel(number: int) -> None:
         if number == signal.SIGHUP:
@@ -77,20 +93,33 @@ async def cancelled_by_signals(work: Coroutine[Any, Any, None], received: list[i
             received.append(number)
             task.cancel()
 
-    for number in set(stopping()) - {signal.SIGINT}:
-        asyncio.get_running_loop().add_signal_handler(number, cancel, number)
-    watching = asyncio.create_task(name_what_holds_the_loop_up())
+    def handle() -> None:
+        for number in numbers:
+            if number == signal.SIGINT:
+                signal.signal(number, interrupt)
+            else:
+                loop.add_signal_handler(number, cancel, number)
+
+    handle()
+    watching = asyncio.create_task(beat(handle))
+    if noted:
+        cancel(noted.pop())
     try:
         await asyncio.sleep(0)  # that begins
         await work
     finally:
         watching.cancel()
+        work.close()  # where it never began
 
 
-async def name_what_holds_the_loop_up() -> None:
-    """Have Python's stack on the terminal whenever code holds the event loop up for `STILL_S`, until cancelled."""
+async def beat(handle: Callable[[], None]) -> None:
+    """Have Python's stack on the terminal whenever code holds the event loop up for `STILL_S`, until cancelled.
+
+    Signals are taken back with `handle` from what runs in the loop and has set handlers of its own.
+    """
     try:
         while True:
+            handle()
             faulthandler.dump_traceback_later(STILL_S, file=2)  # by a thread that needs no lock of Python's
             await asyncio.sleep(BEAT_S)
     finally:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from prl.engines.client import InferencePool, ModelPool
@@ -43,6 +44,8 @@ class Supervisor:
     """The policy's client, whose engines are `engine`, `engine 2` and so on; None before they have answered."""
     starting: list[str] = field(default_factory=list, init=False)
     """What the start waits for."""
+    run_dir: Path | None = None
+    """The run's directory; None = nobody looks whether it is still there."""
     track: Track = field(default_factory=lambda: Track(ORCHESTRATOR))
     """Beside it is recorded how long each process takes to start."""
     _restarted: dict[str, tuple[Server, float]] = field(default_factory=dict, init=False)
@@ -79,8 +82,13 @@ class Supervisor:
         self.waiting = lambda: Waiting("the run waits for the trainer to write its last checkpoint", None)
 
     async def watch(self) -> None:
-        """Run until a process ends too early that the run cannot do without, and raise ProcessDied then."""
+        """Run until a process ends too early that the run cannot do without, and raise ProcessDied then.
+
+        Raises PrlError once somebody has removed the run's directory.
+        """
         while True:
+            if self.run_dir is not None and not (self.run_dir / "config.yaml").exists():
+                raise PrlError(f"{self.run_dir} has no config.yaml any more: somebody has removed the run's directory")
             try:
                 self.launcher.ensure_alive()
             except ProcessDied as death:

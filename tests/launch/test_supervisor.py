@@ -1,6 +1,7 @@
 """Engines that die in the middle of a run and are started again, and who waits for whom."""
 
 import asyncio
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from policy_server import GENERATE, UPDATE, policy_servers, start, until
 
 from prl.engines import rotation
 from prl.engines.client import InferencePool
-from prl.errors import DeadlinePassed, EngineError
+from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.launch.launcher import ProcessDied
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.who_waits import Waiting
@@ -152,6 +153,19 @@ async def test_no_engine_is_restarted_before_the_run_begins():
     launcher.dead.add("engine")
     with pytest.raises(ProcessDied, match="'engine' ended with status 137"):
         await Supervisor(launcher, print, {"engine": 1}).guard(asyncio.sleep(20))
+
+
+async def test_a_directory_that_is_removed_ends_the_run_by_its_name(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    launcher = SimpleNamespace(ensure_alive=lambda: None)
+    supervisor = Supervisor(launcher, print, run_dir=tmp_path / "run")
+    running = asyncio.create_task(supervisor.guard(asyncio.sleep(60)))
+    await asyncio.sleep(0.3)
+    assert not running.done()
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(PrlError, match=f"^{tmp_path}/run has no config.yaml any more"):
+        await running
 
 
 async def test_waiting_is_reported_once_who_waits_for_whom(monkeypatch):
