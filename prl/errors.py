@@ -1,6 +1,8 @@
 """Errors meant for the person at the keyboard: printed as they are, without a traceback."""
 
+import contextlib
 import errno
+import signal
 import traceback
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -57,6 +59,14 @@ def of_own_code(error: BaseException) -> str:
         text += f": install its package (pip install {error.name.partition('.')[0]}, if that is its name)"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{text} ({frame.filename}, line {frame.lineno})"
+
+
+def signal_name(number: int) -> str:
+    """Describe the signal that ended a process: `killed by SIGKILL (out of memory?)`."""
+    with contextlib.suppress(ValueError):
+        name = signal.Signals(number).name
+        return f"killed by {name}{' (out of memory?)' if number == signal.SIGKILL else ''}"
+    return f"killed by signal {number}"
 
 
 def of_disk(error: BaseException) -> str | None:

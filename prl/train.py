@@ -42,7 +42,7 @@ from prl.monitors.text import safe
 from prl.runs import resume
 from prl.runs.owner import owned, refuse_owned
 from prl.runs.provenance import write_provenance
-from prl.runs.result import RunResult
+from prl.runs.result import RunResult, write_result
 from prl.runs.run_dir import (
     absolute,
     holds_run,
@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ENDED_BY_RAY = "the command ended without a word: it was killed, or Ray's head is lost; run.resume goes on"
+"""The error of a run on Ray for as long as it has not ended otherwise."""
 YOUNG = 50_000
 """Objects that a run makes between two garbage collections: those of about two steps of 256 short rollouts."""
 
@@ -158,6 +160,8 @@ def own(prepared: "PreparedRun", run_dir: Path, memory: MemoryHandler) -> RunRes
             write_provenance(run_dir, config, builder.task_keys(prepared))
         print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
         result = RunResult()
+        if specs.places_processes(config):  # Ray ends a process that has lost its head, before Python can do anything
+            write_result(run_dir, RunResult(error=ENDED_BY_RAY))
         try:
             with recorded(run_dir, result):
                 run_to_end(run(prepared, run_dir, result))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from prl.errors import signal_name
 from prl.launch import children
 from prl.transport.files import naming
 
@@ -20,8 +21,9 @@ NOISE = re.compile(
     r"(^|\) |\] )(INFO|DEBUG)\b|resource_tracker|warnings\.warn\(|destroy_process_group|\d+%( Completed \||\|)|^[\s^]*$"
 )
 """Lines that follow or precede every end."""
-CORE = re.compile(r"\(EngineCore\b.*\[core\.py:\d+\] (\w+(?:\.\w+)*(?:: .*|Error))$")
-"""How vLLM's core names the error that it ends with; its server then ends with another one."""
+CORE = re.compile(r"\(EngineCore\b.*\[core\.py:\d+\] (\w+(?:\.\w+)*(?:: .*|Error))$|^(its engine core was .*)")
+"""How vLLM's core names the error that it ends with, or prl's server the signal; the server then ends with another one,
+or with status 0."""
 
 
 class Process(subprocess.Popen[bytes]):
@@ -91,7 +93,7 @@ class Process(subprocess.Popen[bytes]):
         lines = self.last_lines()
         own_name, _, reason = lines[-1].partition(": ") if lines else ("", "", "")
         if own_name != self.name.partition(" ")[0]:  # it is not as `prl.trainer.worker` ends
-            named = [match[1] for match in map(CORE.search, lines) if match]
+            named = [match[match.lastindex or 0] for match in map(CORE.search, lines) if match]
             reason = named[-1] if named else ""
         if reason:
             return f"{how}: {reason[:LONGEST]} (its log: {self.log})"
@@ -104,11 +106,3 @@ class Process(subprocess.Popen[bytes]):
             lines = file.read().decode(errors="replace").splitlines()
             return [line for line in lines if not NOISE.search(line)]
         return []
-
-
-def signal_name(number: int) -> str:
-    """Describe the signal that ended a process: `killed by SIGKILL (out of memory?)`."""
-    with contextlib.suppress(ValueError):
-        name = signal.Signals(number).name
-        return f"killed by {name}{' (out of memory?)' if number == signal.SIGKILL else ''}"
-    return f"killed by signal {number}"

@@ -62,6 +62,7 @@ def test_grandchildren_of_a_finished_process_end_with_it(tmp_path, pids, sleeper
 
 
 VLLM_CORE = "(EngineCore pid=7) ERROR 11-25 18:21:13 [core.py:1433] NotImplementedError: No such attention."
+CORE_KILLED = "its engine core was killed by SIGSEGV"
 NOISY = r"""
 echo '(EngineCore pid=7) INFO 09-01 10:00:00 [core.py:1] Initializing'
 echo 'Loading safetensors checkpoint shards: 100% Completed | 1/1'
@@ -78,6 +79,7 @@ ENDINGS = [
     ("engine", r"printf '\377 oops'; exit 1", "status 1; its log: LOG\n� oops"),
     ("engine", "kill -9 $$", "status 137 (killed by SIGKILL (out of memory?)); its log: LOG"),
     ("engine", f"echo '{VLLM_CORE}'; exit 1", "status 1: NotImplementedError: No such attention. (its log: LOG)"),
+    ("engine", f"echo {CORE_KILLED}; echo more", f"status 0: {CORE_KILLED} (its log: LOG)"),
     ("engine", NOISY, "status 1; its log: LOG\nTraceback (most recent call last):\nMemoryError: no room"),
 ]
 

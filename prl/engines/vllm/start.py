@@ -9,6 +9,8 @@ import signal
 from argparse import Namespace
 from importlib.metadata import entry_points
 
+from prl.errors import signal_name
+
 OPEN_REQUESTS_S = 2
 """[s] How long a server that was asked to end waits for requests that are open."""
 
@@ -51,7 +53,23 @@ def serve() -> None:
     validate_parsed_serve_args(args)
     if os.environ.get(cpu.PATCHES_VARIABLE):
         cpu.install()
+    name_killers()
     uvloop.run(run_server(args))
+
+
+def name_killers() -> None:
+    """Print which signal has ended an engine core, beside what vLLM says: that it died unexpectedly."""
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
+    monitor = CoreEngineProcManager.monitor_engine_liveness
+
+    def monitor_and_name(self: CoreEngineProcManager) -> None:
+        monitor(self)
+        code = self.finished_procs().get(self.failed_proc_name or "", 0)
+        if code < 0:
+            print(f"its engine core was {signal_name(-code)}", flush=True)
+
+    CoreEngineProcManager.monitor_engine_liveness = monitor_and_name
 
 
 async def run_server(args: Namespace) -> None:

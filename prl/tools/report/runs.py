@@ -58,9 +58,11 @@ def read_run(folder: str | Path) -> Run:
     problems: list[str] = []
     metrics = _metrics(folder / "metrics.jsonl", problems)
     result = json_of(folder / "result.json", RunResult, problems)
-    if result is None:
-        last = int(metrics.index[-1]) if len(metrics) else 0
-        result = RunResult(status="running" if is_owned(folder) else "crashed", steps=last)
+    last = int(metrics.index[-1]) if len(metrics) else 0
+    if (result is None or not result.seconds) and is_owned(folder):  # one on Ray has a result from the start
+        result = RunResult(status="running")
+    result = result or RunResult(status="crashed")
+    result.steps = max(result.steps, last)
     overrides = _yaml(folder / ".hydra" / "overrides.yaml", list[str], problems) or []
     sweep = json_of(folder.parent / "sweep.json", dict[str, Any], problems)
     of_all = (sweep or {}).get("fixed")

@@ -57,6 +57,15 @@ def test_run_without_result_runs_while_its_process_lives(tmp_path, write_run):
     assert read_run(folder).status == "crashed"
 
 
+def test_run_that_has_a_result_from_its_start_runs_while_its_process_lives(tmp_path, write_run):
+    folder = write_run(tmp_path / "a", [{"step": 7}], result={"status": "failed", "error": "no word"})
+    assert (read_run(folder).status, read_run(folder).result.steps) == ("failed", 7)
+    with owned(folder):
+        assert (read_run(folder).status, read_run(folder).result.steps) == ("running", 7)
+        write_run(folder, result={"status": "completed", "steps": 9, "seconds": 0.5})
+        assert read_run(folder).status == "completed", "its page is written while it still has its directory"
+
+
 def test_runs_below_are_listed_without_those_moved_aside(tmp_path, write_run):
     for name in ("10-b", "2-a", "2-a.failed-1", "earlier/2-a.stopped-12", ".trash", "2-a/inner", "x/y"):
         write_run(tmp_path / name)
