@@ -13,8 +13,9 @@ import msgspec
 
 from prl.rollouts.record_lines import Message, Record
 from prl.rollouts.rollout import Stage
+from prl.runs.run_dir import STEP
 from prl.tools.report.html import encoded, rounded
-from prl.tools.report.tokens import Key, columns, exports, key_of, read_tokens
+from prl.tools.report.tokens import Key, exports, key_of, read_tokens, readable
 from prl.tools.rollouts.render import called, stage_and_source
 from prl.transport.files import lines_of
 
@@ -80,7 +81,7 @@ def example_steps(steps: list[int], exported: Collection[int]) -> set[int]:
 def step_files(run_dir: Path) -> dict[int, Path]:
     """Step -> its file of training rollouts, in order."""
     paths = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
-    return {int(path.stem.removeprefix("step_")): path for path in paths}
+    return {int(match[1]): path for path in paths if (match := STEP.fullmatch(path.stem))}
 
 
 def add_examples(page: Rollouts, records: list[Record], folders: dict[int, Path | None]) -> None:
@@ -93,7 +94,7 @@ def add_examples(page: Rollouts, records: list[Record], folders: dict[int, Path 
         for group in example_groups([record for record in records if record.step == step], exported):
             entries.append(entry_of(group, [places[id(record)] for record in group[:MEMBERS]]))
             for record in group[:MEMBERS]:
-                sequences = [columns(line) for line in exported.get(key_of(record), [])]
+                sequences = readable(exported.get(key_of(record), []), page.problems)
                 room -= sum(len(sequence["text"]) for sequence in sequences)
                 if sequences and room >= 0:
                     page.rows[places[id(record)]]["sequences"] = sequences

@@ -6,13 +6,14 @@ from typing import Any
 
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.record_lines import Record
+from prl.runs.run_dir import STEP
 from prl.tools.report.html import rounded
 from prl.transport.files import lines_of
 
 SEQUENCE_TOKENS = 4_000
 """Tokens of one sequence; the first ones are shown."""
 
-Key = tuple[str, int | None, int | None, str | None]
+Key = tuple[str, ...]
 Column = Sequence[float | None]
 
 
@@ -22,7 +23,8 @@ Line = dict[str, Any]
 
 def exports(run_dir: Path) -> dict[int, Path]:
     """Step -> the folder of its export."""
-    return {int(path.name.removeprefix("step_")): path for path in (run_dir / "tokens").glob("step_*")}
+    paths = (run_dir / "tokens").glob("step_*")
+    return {int(match[1]): path for path in paths if (match := STEP.fullmatch(path.name))}
 
 
 def read_tokens(folder: Path | None, problems: list[str]) -> dict[Key, list[Line]]:
@@ -30,19 +32,31 @@ def read_tokens(folder: Path | None, problems: list[str]) -> dict[Key, list[Line
     sequences: dict[Key, list[Line]] = {}
     for path in sorted(folder.glob("rank_*.jsonl")) if folder else ():
         for line in lines_of(path, Line, problems):
-            key = (line["env"], line["group"], line["rollout"], line["agent"])
+            key = tuple(str(line.get(name)) for name in ("env", "group", "rollout", "agent"))
             sequences.setdefault(key, []).append(line)
     return sequences
 
 
 def key_of(record: Record) -> Key:
     """The rollout of a record, as exports name it."""
-    return record.env, record.group, record.rollout, record.agent
+    return tuple(map(str, (record.env, record.group, record.rollout, record.agent)))
+
+
+def readable(lines: Sequence[Line], problems: list[str]) -> list[dict[str, Any]]:
+    """The columns of lines but for those that lack a list, or whose lists have unlike lengths or no numbers."""
+    found = []
+    for line in lines:
+        try:
+            found.append(columns(line))
+        except (LookupError, TypeError, ValueError) as error:
+            problems.append(f"tokens of step {line.get('step')}: a line cannot be read: {error!r}")
+    return found
 
 
 def columns(line: Line) -> dict[str, Any]:
     """A sequence as the script reads it: a list of values for each name, null where a token has none."""
     end, mask = SEQUENCE_TOKENS, line["mask"]
+    texts = line.get("text") or [f"⟨{token}⟩" for token in line["token_ids"]]
     uses = list(dict.fromkeys(line["use"][:end]))
     trained = [use not in ("context", "weight 0") for use in line["use"]]
     policy, sampler, teacher = line["trainer_logprobs"], line["inference_logprobs"], line.get("ref_logprobs")
@@ -61,8 +75,8 @@ def columns(line: Line) -> dict[str, Any]:
         weights = line.get(component.stream) or [component.absent_weight] * len(mask)
         values[f"{component.name} weight"] = where(members, weights, 0.0)
     return {
-        "text": line["text"][:end] if line["text"] else [f"⟨{token}⟩" for token in line["token_ids"][:end]],
-        "ids": line["token_ids"][:end],
+        "text": [str(text) for text, _ in zip(texts, mask, strict=True)][:end],
+        "ids": [token for token, _ in zip(line["token_ids"], mask, strict=True)][:end],
         "sampled": [int(on) for on in mask[:end]],
         "uses": uses,
         "use": [uses.index(use) for use in line["use"][:end]],

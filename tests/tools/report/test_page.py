@@ -100,6 +100,32 @@ def test_damaged_files_do_not_keep_the_page_back(run):
     assert {row["step"] for row in data["rows"] if row.get("sequences")} == {1}
 
 
+def test_files_of_other_names_are_left_out(run):
+    page.write_page(run)
+    whole = data_of(run)
+    for name in ("step_000003 copy", "step_abc", "step_3", "step_"):
+        (run / "rollouts" / f"{name}.jsonl").write_text("{}\n")
+        (run / "tokens" / name).mkdir()
+    page.write_page(run)
+    assert data_of(run) == whole
+
+
+def test_damaged_lines_of_tokens_are_left_out_and_named(run, caplog):
+    page.write_page(run)
+    whole = data_of(run)
+    path = run / "tokens" / "step_000004" / "rank_0.jsonl"
+    lines = path.read_text().splitlines()
+    line = json.loads(lines[0])
+    lists = {name: value for name, value in line.items() if isinstance(value, list)}
+    damaged = [line | {name: value[1:]} for name, value in lists.items() if name not in ("temperature", "text")]
+    damaged += [{key: line[key] for key in line if key != gone} for gone in ("use", "mask", "ratio", "token_ids")]
+    damaged += [line | {"trainer_logprobs": ["x"] * len(line["mask"])}, line | {"mask": 3}, {}, line | {"env": []}]
+    path.write_text("".join(f"{each}\n" for each in [*map(json.dumps, damaged), "[]", '"x"', *lines]))
+    page.write_page(run)
+    assert data_of(run) == whole
+    assert len([record for record in caplog.records if "tokens" in record.getMessage()]) >= len(lists)
+
+
 def test_run_that_failed_before_step_one_has_a_page(tmp_path):
     write_result(tmp_path, RunResult("failed", "a\n<b>the engine</b> did not start"))
     text = page.write_page(tmp_path).read_text()
