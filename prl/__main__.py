@@ -56,8 +56,13 @@ def main() -> None:
         raise SystemExit(2)
     sys.argv = [f"prl {name}", *rest]
     # The user's own modules lie in the working directory.
-    if not sys.flags.safe_path and sys.path[:1] != [os.getcwd()]:
-        sys.path.insert(0, os.getcwd())
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        print("error: the current folder has been removed: cd to one that is there", file=sys.stderr)
+        raise SystemExit(2) from None
+    if not sys.flags.safe_path and sys.path[:1] != [here]:
+        sys.path.insert(0, here)
     try:
         runpy.run_module(SUBCOMMANDS[name][0], run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:  # while it imports; from then on `prl.launch.command` ends it

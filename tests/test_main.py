@@ -85,6 +85,15 @@ def test_ctrl_c_during_imports_stops_the_command(tmp_path):
     assert done.returncode == -signal.SIGINT and "KeyboardInterrupt" in done.stderr
 
 
+@pytest.mark.parametrize("arguments", [["train", "dry_run=true"], ["report", "x"], ["doctor"]])
+def test_a_folder_that_is_gone_is_a_line(tmp_path, arguments):
+    (tmp_path / "gone").mkdir()
+    script = 'cd "$1"; rmdir "$1"; shift; exec "$@"'
+    command = ["sh", "-c", script, "sh", str(tmp_path / "gone"), sys.executable, "-P", "-m", "prl", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("error: the current folder") and done.stderr.count("\n") == 1
+
+
 def test_hydra_completes_options_in_the_shell():
     """As the script asks that the README has Hydra print."""
     asked = {"COMP_LINE": "python prl/train.py algo=", "COMP_POINT": "25"}

@@ -16,8 +16,13 @@ MADE = {"smollm2": smollm2}
 
 
 def cache_folder() -> Path:
-    """Return where prl keeps what outlives a run and can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "prl"
+    """Return where prl keeps what outlives a run and can be made again. Raises ConfigError where there is no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "prl"
+    except RuntimeError:
+        raise ConfigError(
+            "this user has no home directory: set HOME or XDG_CACHE_HOME to a folder of its own"
+        ) from None
 
 
 def names() -> list[str]:

@@ -8,6 +8,7 @@ Tensors and JSON alone: nothing in a checkpoint is code. The optimiser's state i
 settings are not kept: they are the config's, which may have changed when a run goes on.
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -118,7 +119,7 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
         raise ConfigError(f"{folder}: the optimiser's state is of parameters that the model lacks: {missing[0]}")
     for name, control in trainer.entropy_controls.items():
         control.coef, control.below = saved.get("entropy", {}).get(name, (control.coef, control.below))
-    with safe_open(folder / STATE / "trainer.safetensors", "pt") as tensors:
+    with _tensors_of(folder / STATE / "trainer.safetensors") as tensors:
         _load_optimizer(trainer.optimizer, parameters, saved["optimizer"], tensors.get_tensor)
         saved_names = set(tensors.keys())
         _load_references(trainer, saved_names, tensors.get_tensor)
@@ -128,6 +129,16 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
         torch.set_rng_state(generators["cpu"])
     if "cuda" in generators and trainer.device.type == "cuda":
         torch.cuda.set_rng_state(generators["cuda"], trainer.device)
+
+
+@contextlib.contextmanager
+def _tensors_of(path: Path) -> Iterator[Any]:
+    """A file of tensors, opened. Raises ConfigError, naming it, where it cannot be read or lacks one."""
+    try:
+        with safe_open(path, "pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is damaged, the trainer's state cannot be read: {error}") from error
 
 
 @torch.no_grad()

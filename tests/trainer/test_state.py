@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -190,6 +191,17 @@ def test_optimiser_state_that_is_no_plain_data_is_refused(trainer):
     trainer.optimizer.optimizers[0].state[next(trainer.model.parameters())] = {"mine": object()}
     with pytest.raises(PrlError, match=r"state of AdamW has what a checkpoint cannot hold: .*object"):
         take_part(trainer)
+
+
+@pytest.mark.parametrize("name", ["trainer.safetensors", "trainer.json"])
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-9], lambda data: b"\xff" * 99])
+def test_a_damaged_state_is_refused_by_its_file(train, trainer, name, damage):
+    folder = part_path(train("one", [1]), 1)
+    path = folder / "state" / name
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConfigError, match=rf"^{re.escape(str(path))} .*cannot be read") as refused:
+        load_state(folder, trainer)
+    assert worker.reason(refused.value) == str(refused.value)
 
 
 def test_the_state_of_another_model_is_refused(train, trainer):
