@@ -140,10 +140,10 @@ def options_of(node: Any, target: Any, where: str, live: Collection[str] = ()) -
     taken = options_taken(target)
     known = {name: annotation for name, annotation in taken.annotations.items() if name not in live}
     given = {name: value for name, value in settings_of(node).items() if value != MISSING}
-    unknown = [name for name in given if name not in known and not taken.any_other]
+    unknown = [name for name in given if name not in known and taken.other is None]
     if unknown and inspect.isclass(target):
         raise no_such_option(f"{where}.{unknown[0]}", given[unknown[0]], target, known)
-    made = {name: instantiated(value, f"{where}.{name}", known.get(name, Any)) for name, value in given.items()}
+    made = {name: instantiated(value, f"{where}.{name}", known.get(name, taken.other)) for name, value in given.items()}
     objects = {name: made[name] for name, value in given.items() if isinstance(value, dict) and "_target_" in value}
     return converted(made, target, where) | objects  # pydantic makes the class itself of a dataclass's subclass
 
@@ -356,8 +356,8 @@ class Options:
     annotations: dict[str, Any]
     defaults: dict[str, Any]
     """MISSING where one is required."""
-    any_other: bool
-    """Whether it takes any other name as well."""
+    other: Any
+    """The type of any other name that it takes as well; None where it takes none."""
 
     @property
     def required(self) -> set[str]:
@@ -372,11 +372,11 @@ def options_taken(target: Any) -> Options:
     A constructor with `**options` passes them to its base class, so the base class's options count as well. A class may
     keep its options in a dataclass, its attribute `Config`.
     """
-    config = options_taken(target.Config) if hasattr(target, "Config") else Options({"_target_": str}, {}, False)
+    config = options_taken(target.Config) if hasattr(target, "Config") else Options({"_target_": str}, {}, None)
     annotations = {name: kind for name, kind in config.annotations.items() if name != "_target_"}
     defaults = {name: default for name, default in config.defaults.items() if name != "_target_"}
     owners = [cls for cls in inspect.getmro(target) if "__init__" in vars(cls)][:-1] if inspect.isclass(target) else []
-    passes_on = False
+    other = None
     for owner in owners or (target,):
         signature = signature_of(vars(owner)["__init__"] if owners else target)
         made = {field.name: field for field in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else {}
@@ -387,10 +387,10 @@ def options_taken(target: Any) -> Options:
                 field = made.get(name)
                 factory = None if field is None else field.default_factory
                 defaults[name] = factory() if callable(factory) else default
-        passes_on = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-        if not passes_on:
+        other = next((p.annotation for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        if other is None:
             break
-    return Options(annotations, defaults, passes_on and not hasattr(target, "Config"))
+    return Options(annotations, defaults, None if hasattr(target, "Config") else other)
 
 
 def signature_of(call: Callable[..., Any]) -> inspect.Signature:

@@ -60,7 +60,7 @@ def make_renderer(
     name: str = "auto",
     where: str = "renderer",
     name_key: str | None = None,
-    **settings: Any,
+    **settings: str | int | float | None,
 ) -> "Renderer":
     """The renderer `name` over `tokenizer`.
 

@@ -98,6 +98,7 @@ class Scored(Base):
     def __init__(self, *, scorer: Scorer | None = None, by_name: dict[str, Any] | None = None):
         self.scorer, self.by_name = scorer, by_name
 
+def passes(x, **settings: str | int): return settings
 def fn(x, scale: float = 1.0, *, extra=0): return x * scale + extra
 def none(): pass
 async def later(x): return x
@@ -229,6 +230,7 @@ def test_a_node_inside_is_the_object_that_it_describes(made, own):
         ("Part", "fn", lambda node: [node]),
         ("Part", "fn", lambda node: {"_target_": "users_own.fn", "scale": node}),
         ("Part", "fn", lambda node: {"_target_": "users_own.fn", "x": node}),
+        ("Part", "fn", lambda node: {"_target_": "users_own.passes", "any": [node]}),
         ("Plain", "bonus", lambda node: node),
         ("Required", "path", lambda node: node),
         ("Scored", "scorer", lambda node: node),
