@@ -184,6 +184,132 @@ def test_tools_in_processes_and_judges_of_verifiers_are_played(prl_env, tmp_path
     assert out.index("shelf_look(at=1)") < out.index("a lamp at 1") < out.index("assistant  A lamp.")
 
 
+class Forms:
+    """Envs in the forms that published ones have, each with replies and what is shown of its episode."""
+
+    user_without_prompt = (
+        """
+class Task(vf.Task):
+    @vf.reward
+    async def by_turn(self, trace: vf.Trace) -> list[float]:
+        return [float(message.content == "yes") for message in trace.assistant_messages]
+    @vf.metric
+    async def counts(self, trace: vf.Trace) -> dict[str, float]:
+        return {"turns_played": trace.num_turns, "words": len(trace.last_reply.split())}
+class Env(vf.SingleAgentEnv):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            for words in ("Ready?", [{"role": "user", "content": [{"type": "text", "text": "Sure?"}]}]):
+                await talk.turn(words)
+class T(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        yield Task(vf.TaskData(prompt=None, system_prompt="Say yes."))
+""",
+        ["no", "yes"],
+        ["Ready?", "Sure?", "reward 1 (by_turn 1)", "turns_played 2", "words 1"],
+    )
+    task_of_the_other_agents_making = (
+        """
+class Solve(vf.Task):
+    @vf.reward
+    async def correct(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == "4")
+class Config(vf.EnvConfig):
+    proposer: vf.AgentConfig = vf.AgentConfig()
+    solver: vf.AgentConfig = vf.AgentConfig()
+class Env(vf.Env[Config]):
+    async def run(self, task, agents):
+        proposed = await agents.proposer.run(task)
+        for _ in range(2):
+            await agents.solver.run(Solve(vf.TaskData(prompt=proposed.last_reply)))
+    async def finalize(self, task, episode):
+        solved = [trace.reward for trace in episode.traces if trace.agent.name == "solver"]
+        rate = sum(solved) / len(solved)
+        for trace in episode.traces:
+            if trace.agent.name == "proposer":
+                trace.record_reward("learnability", 4 * rate * (1 - rate))
+                trace.record_metric("solve_rate", rate)
+class T(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    def load(self):
+        yield vf.Task(vf.TaskData(prompt="Invent a sum."))
+""",
+        ["2+2=", "4", "5"],
+        ["reward 1 (learnability 1)", "solve_rate 0.5", "reward 1 (correct 1)", "reward 0 (correct 0)"],
+    )
+    siblings_compared = (
+        """
+class Config(vf.EnvConfig):
+    golfer: vf.AgentConfig = vf.AgentConfig()
+class Env(vf.Env[Config]):
+    async def run(self, task, agents):
+        for _ in range(3):
+            await agents.golfer.run(task)
+    async def finalize(self, task, episode):
+        shortest = min(len(trace.last_reply) for trace in episode.traces)
+        for trace in episode.traces:
+            trace.record_reward("concise", float(len(trace.last_reply) == shortest))
+class T(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    def load(self):
+        yield vf.Task(vf.TaskData(prompt="Be brief."))
+""",
+        ["some words", "no", "several words"],
+        ["reward 0 (concise 0)", "reward 1 (concise 1)"],
+    )
+    history_compacted = (
+        """
+class Env(vf.SingleAgentEnv):
+    async def run(self, task, agents):
+        notes = task
+        for _ in range(3):
+            trace = await agents.agent.run(notes)
+            notes = task.with_data(prompt=f"Notes: {trace.last_reply}")
+class T(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    def load(self):
+        yield vf.Task(vf.TaskData(prompt="Count on."))
+""",
+        ["one", "two", "three"],
+        ["user       Count on.", "user       Notes: one", "user       Notes: two", "assistant  three"],
+    )
+
+
+@pytest.mark.parametrize("form", [name for name in vars(Forms) if not name.startswith("_")])
+def test_published_forms_of_envs_are_played(prl_env, tmp_path, monkeypatch, form):
+    source, replies, shown = getattr(Forms, form)
+    (tmp_path / f"form_{form}.py").write_text(f'import verifiers.v1 as vf\n__all__ = ["T", "Env"]\n{source}')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    status, out, err = prl_env("check", f"form_{form}", *(part for reply in replies for part in ("--reply", reply)))
+    assert status == 0, err
+    assert [part for part in shown if part not in out] == []
+
+
+INTERCEPTED = """
+import verifiers.v1 as vf
+__all__ = ["T"]
+class Task(vf.Task):
+    @vf.stop
+    def forbidden(self, response: vf.Response) -> bool:
+        return "STOP" in (response.message.content or "")
+    @vf.intercept
+    def noted(self, response: vf.Response, trace: vf.Trace) -> None:
+        trace.record_metric("noted", 1.0)
+    @vf.reward
+    async def stopped(self, trace: vf.Trace) -> float:
+        return float(trace.stop_condition == "forbidden")
+class T(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        yield Task(vf.TaskData(prompt="Say STOP."))
+"""
+
+
+@pytest.mark.parametrize(("reply", "reward"), [("STOP", 1), ("go", 0)])
+def test_hooks_on_replies_are_played(prl_env, tmp_path, monkeypatch, reply, reward):
+    (tmp_path / "env_check_intercepted.py").write_text(INTERCEPTED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    status, out, err = prl_env("check", "env_check_intercepted", "--reply", reply)
+    assert f"reward {reward} (stopped {reward})" in out, err
+    assert "noted 1" in out and status == 0
+
+
 @pytest.mark.parametrize(
     ("name", "broken", "says", "line"),
     [

@@ -51,13 +51,13 @@ def messages_of(turn: str | Sequence[vf.Message | dict[str, Any]]) -> list[vf.Me
 def _as_text(message: vf.Message | dict[str, Any], number: int) -> vf.Message:
     content = message.get("content") if isinstance(message, dict) else message.content
     if isinstance(content, list):
-        parts = [part if isinstance(part, dict) else part.model_dump() for part in content]
-        for part in parts:
-            if not isinstance(part.get("text"), str):
+        texts = [part.get("text") if isinstance(part, dict) else getattr(part, "text", None) for part in content]
+        for part, text in zip(content, texts, strict=True):
+            if not isinstance(text, str):
                 raise ValueError(
                     f"message {number} is no text: prl shows a model no pictures or sounds ({str(part)[:80]}…)"
                 )
-        update = {"content": "".join(part["text"] for part in parts)}
+        update = {"content": "".join(texts)}
         message = message | update if isinstance(message, dict) else message.model_copy(update=update)
     return parse_message(message) if isinstance(message, dict) else message
 

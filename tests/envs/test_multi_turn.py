@@ -153,6 +153,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, PICTURE]}],
         [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA"}}]}],
         [vf.ToolMessage(tool_call_id="c", content=[vf.ImageUrlContentPart(**PICTURE)])],
+        [{"role": "user", "content": ["data:image/png"]}],
     ],
 )
 async def test_a_turn_that_is_no_text_fails_the_episode_by_name(play, said):
