@@ -5,6 +5,8 @@ import importlib.util
 import itertools
 import logging
 import re
+import sys
+import traceback
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -278,7 +280,8 @@ def load_taskset(taskset: str, args: dict[str, Any], where: str) -> vf.Taskset:
 
 def find_taskset(taskset: str, where: str) -> type[vf.Taskset]:
     """Return the taskset class of a dotted module path or an installed id; `where` is the env's config key."""
-    key, exported, problem = f"{where}.taskset={taskset!r}", [], None
+    key, exported = f"{where}.taskset={taskset!r}", []
+    failure: BaseException | None = None
     try:
         exported = _exported(taskset, vf.Taskset)
     except ModuleNotFoundError as error:
@@ -286,17 +289,19 @@ def find_taskset(taskset: str, where: str) -> type[vf.Taskset]:
         if f"{_module_of(taskset)}.".startswith(f"{first.name}."):
             hint = "; is the package installed?" if "." in taskset else ""  # verifiers gives a hint of its own
             raise ConfigError(f"{key}: {error}{hint}") from error
-        problem = failed(first, key, "importing it")
+        failure = first
     except BaseException as error:  # the module is user code
-        problem = failed(error, key, "importing it")
+        failure = error
     if len(exported) == 1:
         return exported[0]
-    if _is_v0(taskset):
+    if _is_v0(taskset, failure):
         raise ConfigError(
             f"{key} is an environment of verifiers v0 (load_environment, SingleTurnEnv, Rubric), and prl plays those "
             "of v1: take a later release of its package, or make its data and rewards a Taskset (prl/EXTENDING.md, Env)"
         )
-    raise problem or ConfigError(f"{key} must export exactly one Taskset in __all__, has {len(exported)}")
+    if failure is not None:
+        raise failed(failure, key, "importing it") from failure
+    raise ConfigError(f"{key} must export exactly one Taskset in __all__, has {len(exported)}")
 
 
 def _module_of(taskset: str) -> str:
@@ -304,13 +309,18 @@ def _module_of(taskset: str) -> str:
     return taskset if "." in taskset else taskset.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
 
 
-def _is_v0(taskset: str) -> bool:
-    """Return whether the source of a taskset's module, which may fail to import, is written for verifiers v0."""
+def _is_v0(taskset: str, failure: BaseException | None) -> bool:
+    """Return whether a taskset's module, or the file whose import has failed, is written for verifiers v0."""
+    name, files = _module_of(taskset), []
+    if failure is not None:
+        files.append(traceback.extract_tb(failure.__traceback__)[-1].filename)
     with contextlib.suppress(Exception):  # of a package above it, which is user code
-        spec = importlib.util.find_spec(_module_of(taskset))
-        source = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
-        return V0.search(source) is not None
-    return False
+        spec = importlib.util.find_spec(name)
+        files.append(str(spec and spec.origin))
+    sources = [Path(file).read_text("utf-8", "replace") for file in files if Path(file).is_file()]
+    if any("verifiers.v1" in source for source in sources):
+        return False
+    return hasattr(sys.modules.get(name), "load_environment") or any(map(V0.search, sources))
 
 
 def _exported(taskset: str, base: type[T]) -> list[type[T]]:

@@ -1,5 +1,7 @@
 """Loading tasksets: found, configured, and refused with the key that is wrong."""
 
+import sys
+
 import pytest
 
 from prl.config.schema import EnvConfig
@@ -77,10 +79,30 @@ def test_a_module_that_an_installed_env_lacks_is_named(tmp_path, monkeypatch, re
         "from package_of_tests.env import load_environment\n",
     ],
 )
-def test_an_environment_of_v0_is_named_as_that(module, source, refused):
-    message = refused(module(source))
+def test_an_environment_of_v0_is_named_as_that(module, source, refused, tmp_path):
+    name = module("")
+    (tmp_path / "package_of_tests" / "tasks.py").write_text(source)
+    message = refused(name)
     assert message.startswith("envs.mine.taskset='package_of_tests.tasks' is an environment of verifiers v0")
     assert "EXTENDING.md" in message
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import verifiers as vf\nEnv = vf.SingleTurnEnv\n", "def load_environment(**kwargs):\n    pass\n"],
+)
+def test_a_package_of_v0_that_says_so_in_another_file_is_named(module, source, refused, tmp_path):
+    name = module("from package_of_tests.main import *\n").replace(".tasks", "_of_v0")
+    (tmp_path / f"{name}.py").write_text("from package_of_tests.main import *\n")
+    (tmp_path / "package_of_tests" / "main.py").write_text(source)
+    assert "is an environment of verifiers v0" in refused(name)
+    sys.modules.pop("package_of_tests.main", None)
+    sys.modules.pop(name, None)
+
+
+def test_a_failing_taskset_of_v1_with_an_old_name_in_it_is_none_of_v0(module, refused):
+    message = refused(module("import numpy_x\ndef load_environment():\n    pass\n"))
+    assert "No module named 'numpy_x'" in message and "v0" not in message
 
 
 def test_a_taskset_of_v1_that_says_from_verifiers_import_v1_is_none_of_v0(module, refused):
@@ -116,7 +138,7 @@ def test_refusal_by_a_taskset_names_its_key(refused):
         (
             "part = vf.ImageUrlContentPart(image_url=vf.ImageUrlSource(url='data:image/png;base64,AA'))\n"
             "        yield vf.Task(vf.TaskData(prompt=[vf.UserMessage(content=[part])]))",
-            "envs.mine.args: message 1 is no text: prl shows a model no pictures or sounds ({'type': 'image_url'",
+            "envs.mine.args: message 1 is no text: prl shows a model no pictures or sounds (type='image_url'",
         ),
         ("raise KeyError('question')", "envs.mine.args: loading the tasks of One failed: KeyError: 'question' ("),
     ],

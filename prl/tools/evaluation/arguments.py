@@ -55,6 +55,8 @@ def from_run(run: Path, overrides: Sequence[str]) -> list[str]:
         raise ConfigError(f"{run / 'config.yaml'} is not the config of a training run: {error!r}") from error
     ConfigStore.instance().store(group="settings", name="run", node=settings, package="_global_")
     chosen = ["settings=run", *(["env=[]"] if "env" not in typed else [])]
+    if "sampling" in settings and "sampling" not in typed:  # its option names a class, which would replace the run's
+        chosen.append(f"++sampling._target_={settings['sampling']['_target_']}")
     if "renderer" not in typed:
         chosen += [f"++renderer.{name}={json.dumps(value)}" for name, value in renderer.items()]
     return chosen

@@ -6,6 +6,7 @@ import pytest
 from prl.config.build import plain, sampling_of
 from prl.config.compose import CONF, to_config
 from prl.config.evaluation import EvaluationConfig
+from prl.engines.sampler import Sampler
 from prl.errors import ConfigError
 from prl.tools.evaluation.arguments import to_overrides
 
@@ -51,6 +52,23 @@ def test_a_run_gives_its_envs_sampling_renderer_and_seed(make_run):
     )
     _, guess = sampling_of(typed, "guess")
     assert (guess["temperature"], guess["max_tokens"], typed.seed, typed.renderer["name"]) == (0.2, 6, 3, "default")
+
+
+class Mine(Sampler):
+    """A sampler of the user's own."""
+
+
+def test_a_run_gives_its_envs_sampling_that_is_whole_or_of_another_class(make_run):
+    own = "+sampling@envs.guess.sampling=default"
+    make_run("mine", "env=guess", "sampling.temperature=0.3", "sampling.max_tokens=7", own, steps=())
+    _, guess = sampling_of(compose("mine"), "guess")
+    assert (guess.get("temperature", 1.0), guess.get("max_tokens")) == (1.0, None)
+    _, guess = sampling_of(compose("mine", "envs.guess.sampling.temperature=0.5"), "guess")
+    assert (guess["temperature"], guess.get("max_tokens")) == (0.5, None)
+    make_run("other", "env=guess", f"sampling._target_={__name__}.Mine", "sampling.max_tokens=7", steps=())
+    for typed in ([], ["sampling.temperature=0.5"]):
+        _, guess = sampling_of(compose("other", *typed), "guess")
+        assert (guess["_target_"], guess["max_tokens"]) == (f"{__name__}.Mine", 7)
 
 
 def test_what_is_chosen_by_group_goes_before_the_runs(make_run):
