@@ -317,7 +317,7 @@ def _is_v0(taskset: str, failure: BaseException | None) -> bool:
     with contextlib.suppress(Exception):  # of a package above it, which is user code
         spec = importlib.util.find_spec(name)
         files.append(str(spec and spec.origin))
-    sources = [Path(file).read_text("utf-8", "replace") for file in files if Path(file).is_file()]
+    sources = [Path(file).read_text(encoding="utf-8", errors="replace") for file in files if Path(file).is_file()]
     if any("verifiers.v1" in source for source in sources):
         return False
     return hasattr(sys.modules.get(name), "load_environment") or any(map(V0.search, sources))

@@ -51,12 +51,14 @@ def messages_of(turn: str | Sequence[vf.Message | dict[str, Any]]) -> list[vf.Me
 def _as_text(message: vf.Message | dict[str, Any], number: int) -> vf.Message:
     content = message.get("content") if isinstance(message, dict) else message.content
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else getattr(part, "text", None) for part in content]
-        for part, text in zip(content, texts, strict=True):
+        texts = []
+        for part in content:
+            text = part.get("text") if isinstance(part, dict) else getattr(part, "text", None)
             if not isinstance(text, str):
                 raise ValueError(
                     f"message {number} is no text: prl shows a model no pictures or sounds ({str(part)[:80]}…)"
                 )
+            texts.append(text)
         update = {"content": "".join(texts)}
         message = message | update if isinstance(message, dict) else message.model_copy(update=update)
     return parse_message(message) if isinstance(message, dict) else message
