@@ -247,10 +247,11 @@ def two_tools(talk, user):
     def answer(text, call, name=None):
         return vf.ToolMessage(tool_call_id=call, content=text, name=name)
 
-    messages = talk.turn([user("What is there?")], calls("look", "take"))
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("look", "take")]
+    messages = talk.turn([user("What is there?")], calls("look", "take"), tools=tools)
     first, second = (call.id for call in messages[-1].tool_calls)
-    messages = talk.turn([*messages, answer("a lamp", first), answer("taken", second)], calls("take"))
-    (again,) = (call.id for call in messages[-1].tool_calls)  # may be an id of the first turn's
+    messages = talk.turn([*messages, answer("a lamp", first), answer("taken", second)], calls("take"), tools=tools)
+    (again,) = (call.id for call in messages[-1].tool_calls)
     talk.turn([*messages, answer("no more", again), answer("a shoe", "unknown", "look"), user("So?")], "A shoe.")
     return talk
 

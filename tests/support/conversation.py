@@ -27,7 +27,7 @@ class Talk:
         self.sent = []
         """Prompt and completion of each call, as the model saw them."""
 
-    def turn(self, messages, reply, *, logprobs=None):
+    def turn(self, messages, reply, *, logprobs=None, tools=None):
         turn = graph.prepare_turn(self.trace, messages)
         previous, tail = turn.previous_renderer_token_ids(), [message_to_wire(message) for message in turn.tail]
         rendered = previous and tail and self.renderer.bridge_to_next_turn(*previous, tail)
@@ -44,7 +44,7 @@ class Talk:
             "completion_logprobs": values,
         }
         response = response_from_generate(result, "policy", bridged)
-        response.message = parse(ids, self.renderer)
+        response.message = parse(ids, self.renderer, tools, prompt_ids=rendered.token_ids)
         turn.commit(response)
         self.sent.append(SimpleNamespace(prompt=rendered.token_ids, completion=ids, logprobs=values))
         return [*messages, response.message]
