@@ -14,7 +14,7 @@ class MaxRLAlgorithm(LengthPenalty, Algorithm):
     """Maximum-likelihood RL: advantage = (reward - mean) / mean over the group; 0 where the mean is not above 0.
 
     Hard tasks weigh like 1 / p: with binary rewards the expected gradient is that of the maximum-likelihood objective
-    truncated at the group's size. Source: arXiv 2602.02710.
+    truncated at order n - 1 for groups of n. Source: arXiv 2602.02710.
     """
 
     group_relative: ClassVar[bool] = True

@@ -62,7 +62,8 @@ class LoraConfig:
     """Train low-rank adapters (LoRA, arXiv 2106.09685) in place of the weights: W + alpha / rank * B A."""
 
     rank: Annotated[int, Ge(1), Le(1024)] | None = None
-    """Rank of the adapters; null = train all weights. LoRA needs about ten times the learning rate."""
+    """Rank of the adapters; null = train all weights. LoRA takes three to seven times the learning rate of full
+    training."""
     alpha: Annotated[float, Gt(0), Le(1e6)] = 32.0
     """Adapters are scaled by this divided by the rank."""
     target_modules: list[str] | None = None
