@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from prl.config.counterparts import counterpart, tails
+from prl.config.counterparts import counterpart, table, tails
 from prl.config.groups import CONF
 
 ADDED = re.compile(r"(teacher\.)?engine\.args\.|launcher\.args\.|trainer\.optim\.parts\.|envs\.[\w-]+\.models\.")
@@ -35,15 +35,15 @@ def hint(argument: str, config: DictConfig, groups: Mapping[str, list[str]]) -> 
     if "=" in value and not parses(argument):  # the directory of a sweep's job, say
         return f"a value with = in it is written in quotes within quotes: '{key}=\"{value}\"'"
     if re.split("[@/]", key)[0] in groups:
-        return option_hint(argument, groups)
+        instead = table()["words"].get(argument)
+        return f"prl has no {argument}: write {instead}" if instead else option_hint(argument, groups)
     keys = keys_of(config)
     if key in keys or argument.startswith("+"):  # Hydra adds any key, and the class that gets it says what it takes
         return None
     if argument.startswith("~"):
         near = nearest_key(key, [known for known in keys if known.startswith(REMOVED)])
         return f"{key}: did you mean ~{near}?" if near else None
-    leaves = sorted(set(keys) - {known.rpartition(".")[0] for known in keys})
-    text = counterpart(key, value) or likeness(key, value, leaves, groups)
+    text = counterpart(key, value) or likeness(key, value, config, groups)
     fits = all(NODES.get(root, root) in config for root in ROOT.findall(text or ""))  # `prl eval` has fewer keys
     return text if fits else None
 
@@ -62,8 +62,10 @@ def option_hint(argument: str, groups: Mapping[str, list[str]]) -> str | None:
     return None if meant == value else f"{argument}: did you mean {key}={meant}?"
 
 
-def likeness(key: str, value: str, leaves: Collection[str], groups: Mapping[str, list[str]]) -> str | None:
+def likeness(key: str, value: str, config: DictConfig, groups: Mapping[str, list[str]]) -> str | None:
     """What to write for a part of a longer key, for a key of another option, or for a misspelt one."""
+    keys = keys_of(config)
+    leaves = sorted(set(keys) - {known.rpartition(".")[0] for known in keys})
     for tail in tails(key):
         longer = [each for each in leaves if "." in tail and each.endswith(f".{tail}")]
         if tail in leaves or len(longer) == 1:
@@ -73,7 +75,9 @@ def likeness(key: str, value: str, leaves: Collection[str], groups: Mapping[str,
     near_groups = difflib.get_close_matches(key, groups, cutoff=0.8)
     near = nearest_key(key, leaves) or next((name for name in near_groups if value in groups[name]), None)
     if near:
-        return f"{key}: did you mean {near}? Write {near}={value}"
+        present = OmegaConf.select(config, near, throw_on_resolution_failure=False)
+        listed = isinstance(present, ListConfig) and not value.startswith("[")
+        return f"{key}: did you mean {near}? Write {near}={f'[{value}]' if listed else value}"
     return f"{key}: write +{key}={value}" if ADDED.match(key) else None
 
 
