@@ -43,7 +43,7 @@ class EnvModel:
         """Return the model's reply to messages in OpenAI's format, or to a text as the user's only one.
 
         A frozen model that is away is waited for, for its `timeout_s`. Raises EngineError where there is no reply, or
-        one that was cut at `max_tokens` and is to be `whole`; OverlongPrompt where the policy has no room for it.
+        one that was cut at `max_tokens`, or ended by a filter, and is to be `whole`; OverlongPrompt where the policy has no room for it.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -72,8 +72,9 @@ class EnvModel:
 
 
 def _checked(text: str, reason: Any, whole: bool) -> str:
-    if whole and reason == "length":
-        raise EngineError(f"a reply was cut at its longest length: {text[-200:]!r}")
+    if whole and reason not in ("stop", None):
+        ended = "was cut at its longest length" if reason == "length" else f"was ended by {reason!r}"
+        raise EngineError(f"a reply {ended}: {text[-200:]!r}")
     return text
 
 

@@ -8,6 +8,7 @@ folder removed.
 import ast
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import select
@@ -33,6 +34,7 @@ COUNT_S = 0.05
 AT_ONCE = 8
 """Processes at a time: most replies that are slow wait or sleep."""
 COMMAND = [sys.executable, "-I", "-S", "-B", sandboxed.__file__]
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's
 PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
 _THREADS = ThreadPoolExecutor(AT_ONCE, "prl-code")
 """A process ends with the thread that started it, which these outlive."""
@@ -52,12 +54,18 @@ def hides_files() -> bool:
     return not output.startswith(WITHOUT_LANDLOCK)
 
 
-def _input(code: Sequence[str], expressions: Sequence[str], seconds: float, memory_mb: int) -> bytes:
+def _input(
+    code: Sequence[str], expressions: Sequence[str], seconds: float, memory_mb: int, packages: Sequence[str] = ()
+) -> bytes:
+    specs = [importlib.util.find_spec(package) for package in packages]
+    folders = [str(spec.submodule_search_locations[0]) for spec in specs if spec and spec.submodule_search_locations]
     asked = {"code": list(code), "expressions": list(expressions), "seconds": seconds, "memory": memory_mb << 20}
-    return json.dumps(asked | {"written": MOST_WRITTEN}).encode()
+    return json.dumps(asked | {"written": MOST_WRITTEN, "packages": folders}).encode()
 
 
-async def evaluate(*code: str, expressions: Sequence[str], seconds: float, memory_mb: int) -> list[Any]:
+async def evaluate(
+    *code: str, expressions: Sequence[str], seconds: float, memory_mb: int, packages: Sequence[str] = ()
+) -> list[Any]:
     """Run `code`, programs that share their names, then evaluate the expressions in it, in a process of its own.
 
     Args:
@@ -65,6 +73,7 @@ async def evaluate(*code: str, expressions: Sequence[str], seconds: float, memor
         expressions: Python expressions over its names.
         seconds: Time for all of it.
         memory_mb: [MiB] Address space of the process.
+        packages: Installed packages that the code can import, as numpy; loading them takes time and memory of it.
 
     Returns:
         The value of each expression, in order, where it is None, a number, a text, bytes, or a list, tuple, dict or set
@@ -73,7 +82,7 @@ async def evaluate(*code: str, expressions: Sequence[str], seconds: float, memor
 
     Raises SandboxFailed.
     """
-    asked = _input(code, expressions, seconds, memory_mb)
+    asked = _input(code, expressions, seconds, memory_mb, packages)
     output = await asyncio.get_running_loop().run_in_executor(_THREADS, _output_of, asked, seconds)
     return [_value(line) for line in _lines(output)]
 
@@ -83,16 +92,18 @@ def _output_of(asked: bytes, seconds: float) -> bytes:
     deadline, output = time.monotonic() + seconds, b""
     with (
         tempfile.TemporaryDirectory(prefix="prl-code-", ignore_cleanup_errors=True) as folder,
-        subprocess.Popen(COMMAND, **PIPES, cwd=folder, env={"HOME": folder, "TMPDIR": folder}) as process,
+        subprocess.Popen(COMMAND, **PIPES, cwd=folder, env=ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}) as process,
     ):
         assert process.stdin is not None and process.stdout is not None
+        output_ready = select.poll()  # which takes descriptors above 1,023 as well
+        output_ready.register(process.stdout, select.POLLIN)
         try:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(asked)
                 process.stdin.flush()
             process.stdin.close()
             while len(output) < MOST_OUTPUT and time.monotonic() < deadline and not _is_full(folder):
-                if select.select([process.stdout], [], [], COUNT_S)[0]:
+                if output_ready.poll(COUNT_S * 1000):
                     part = os.read(process.stdout.fileno(), MOST_OUTPUT)
                     output += part
                     if not part:

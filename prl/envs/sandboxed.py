@@ -78,8 +78,18 @@ def _libraries() -> list[str]:
     return [path for folder in folders for path in _without_packages(folder)]
 
 
-def _hide_files(libc: ctypes.CDLL) -> bool:
-    """Leave this process Python's files, and the folder that it is in; False where the kernel has no Landlock."""
+def _load(packages: list[str]) -> list[str]:
+    """Import installed packages by their folders; return these, and those of their libraries."""
+    for folder in packages:
+        place, name = os.path.split(folder)
+        sys.path.append(place)
+        __import__(name)
+        sys.path.remove(place)
+    return [each for folder in packages for each in (folder, f"{folder}.libs")]
+
+
+def _hide_files(libc: ctypes.CDLL, packages: list[str]) -> bool:
+    """Leave this process files of Python and `packages`, and its own folder; False where the kernel has no Landlock."""
     version = libc.syscall(444, None, ctypes.c_size_t(0), 1)
     if version < 1:
         return False
@@ -88,7 +98,7 @@ def _hide_files(libc: ctypes.CDLL) -> bool:
     rules = _check(libc.syscall(444, fields, ctypes.c_size_t(len(fields)), 0), "landlock_create_ruleset")
     read, write = 0b1100, (0b1_0000_0010 | 1 << 14) & kinds  # files, folders; write, make, truncate files
     standard = os.path.dirname(os.__file__)
-    readable = [(path, read) for path in [*_without_packages(standard), *LIBRARIES, *_libraries()]]
+    readable = [(path, read) for path in [*_without_packages(standard), *LIBRARIES, *_libraries(), *packages]]
     for path, allowed in [*readable, (standard, 0b1000), (".", read | write), (os.devnull, 0b110)]:
         if not os.path.exists(path):
             continue
@@ -154,8 +164,9 @@ def _main() -> None:
         _check(libc.prctl(1, signal.SIGKILL, 0, 0, 0), "prctl")  # ends with the thread that started it
         _check(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
         _check(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
+        packages = _load(asked["packages"])
         _limit(asked["memory"], asked["written"], asked["seconds"])
-        ready = READY if _hide_files(libc) else WITHOUT_LANDLOCK
+        ready = READY if _hide_files(libc, packages) else WITHOUT_LANDLOCK
         _deny_calls(libc)
     except (OSError, AttributeError) as error:
         os.write(results, str(error).encode())

@@ -18,7 +18,7 @@ LONGEST = 1000
 TAIL_BYTES = 8_000_000
 """Each request that a dead engine leaves open has a traceback in the log, after the line that says how it died."""
 NOISE = re.compile(
-    r"(^|\) |\] )(INFO|DEBUG)\b|resource_tracker|warnings\.warn\(|destroy_process_group|\d+%( Completed \||\|)|^[\s^]*$"
+    r"(^|\) |\] )(INFO|DEBUG)\b|resource_tracker|warnings\.warn\(|destroy_process_group|\d%( Completed \||\|)|^[\s^]*$"
 )
 """Lines that follow or precede every end."""
 CORE = re.compile(r"\(EngineCore\b.*\[core\.py:\d+\] (\w+(?:\.\w+)*(?:: .*|Error))$|^(its engine core was .*)")
@@ -103,6 +103,6 @@ class Process(subprocess.Popen[bytes]):
         """The last lines of its own output that may tell why it ended; none where the log is gone."""
         with contextlib.suppress(FileNotFoundError), self.log.open("rb") as file:
             file.seek(max(self.log_start, self.log.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            lines = [line[: 4 * LONGEST] for line in file.read().decode(errors="replace").splitlines()]
             return [line for line in lines if not NOISE.search(line)]
         return []

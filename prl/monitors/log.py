@@ -26,7 +26,7 @@ class Harmless(logging.Formatter):
 class Terminal(logging.Handler):
     """Warnings on standard error, one line each: prl's and those of a user's modules. A library's are for the log."""
 
-    WARNING = re.compile(r"(?P<file>.+?):\d+: \w+: (?P<text>.*?)(\n  .*)?\s*", re.DOTALL)
+    WARNING = re.compile(r"(?P<file>.+?):\d+: \w+: (?P<text>.*?)(\n  .*)?", re.DOTALL)
     """What `logging` makes of a warning of Python's."""
     LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     OWN = str(Path(__file__).parents[1]) + os.sep
@@ -43,7 +43,7 @@ class Terminal(logging.Handler):
     def parts_of(self, record: logging.LogRecord) -> tuple[str, str]:
         """Return the file that a record is about, and its text."""
         text = record.getMessage()
-        warning = self.WARNING.fullmatch(text) if record.name == "py.warnings" else None
+        warning = self.WARNING.fullmatch(text.rstrip()) if record.name == "py.warnings" else None
         return (warning["file"], warning["text"]) if warning else (record.pathname, text)
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -56,7 +56,7 @@ SHAPES = re.compile(
 def is_secret(name: str, value: str) -> bool:
     """Whether `value`, of a config key or a variable that is called `name`, looks like a secret."""
     name = re.sub(r"\benvs\.[^.]+", "", name)  # what somebody has called an env
-    if re.search(r"(?:^|[.+-])token$", name) and re.fullmatch(r"[\w.~+/=-]*[A-Za-z][\w.~+/=-]*", value):
+    if re.search(r"(?:^|[.+-])token$", name) and re.fullmatch(r"(?=[^A-Za-z]*+[A-Za-z])[\w.~+/=-]*+", value):
         name = "api_token"
     match = re.search(NAME, name) or (re.search(f"{MAYBE}$", name) and _is_drawn(value))
     return bool(match and re.match(PLAIN, value))

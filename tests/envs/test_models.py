@@ -93,6 +93,7 @@ async def hangs():
         (says("Score: -1"), "no score from 0 to 10"),
         (says("Score: 1.\nAll in all it is fine."), "no score from 0 to 10"),
         (says("Score: 1", "length"), "cut at its longest length: 'Score: 1'"),
+        (says("Score: 1", "content_filter"), "ended by 'content_filter': 'Score: 1'"),
         (says(None), "no score from 0 to 10: ''"),
         (says([{"type": "text"}]), "no text"),
         ({"choices": []}, "cannot be read"),
@@ -178,20 +179,48 @@ async def test_the_policy_may_judge_itself(judged):
     assert played["temperature"] == 1.0
 
 
+EIGHT = (
+    "Score: 8/10 | Score: 8 out of 10 | Final score: 8 | **Final Score:** 8/10 | Score: 8\n``` | ```\nScore: 8\n```"
+    " | Score: 8 (excellent) | Score: 8 - good, but wordy | Score: 8. | Score: 8, since it is short. | ### Score: 8"
+    " | My overall score: 8 of 10 | Score: (8/10) | Score: 8 (out of 10) | > Score: 8 | - Score: **8** out of **10**!"
+    " | Score: [8] | Score: 8.0/10.0 | Score: 8 points\n\n--- | Score: `8` – fine | Score: 8 (no errors)."
+)
+
+
 @pytest.mark.parametrize(
     ("text", "best", "score"),
-    [("score = 3", 5, 3), ("Score: 8/10", 10, 8), ("SCORE **0**", 1, 0), ("score: 10.", 10, 10)],
+    [
+        ("score = 3", 5, 3),
+        ("SCORE **0**", 1, 0),
+        ("score: 10.", 10, 10),
+        ("The final score is 8.", 10, 8),
+        ('```json\n{\n  "score": 7.5\n}\n```', 10, 7.5),
+        ('{"score": 7.5, "reason": "wordy"}', 10, 7.5),
+        *((text, 10, 8) for text in EIGHT.split(" | ")),
+    ],
 )
 def test_the_last_score_counts_however_it_is_written(text, best, score):
     assert score_in(f"Score: 2, no.\n{text}\n\n", best) == score
 
 
-@pytest.mark.parametrize(
-    "number", [".5", "-5", "\u22125", "1e1", "5,5", "3-4", "4/5", "(0-10): 8", "5 or 6", "٣", "1.2.3"]
+NONE = (
+    ".5 | -5 | \u22125 | 1e1 | 5,5 | 3-4 | 4/5 | (0-10): 8 | 5 or 6 | ٣ | 1.2.3 | 8 out of 100 | 8 (out of 100) | 8/100 | 8%"
+    " | 8 or nine | 8, or nine | 8 (minus two) | 8 would be too much | 8 if strict | 3 (was 9) | 8 -> 6 | 8+ | 8? | N"
+    " | 8 10 | 2*4 | 8x | >8 | 8 out of ten | not 8 | 8, Score: 9 | 8 - Score: 9 |  | 8/10/10 | 8 (8.5 is kind) | 0"
+    " then 8 | 8 × 2"
 )
+
+
+@pytest.mark.parametrize("number", NONE.split(" | "))
 def test_what_may_be_another_score_is_none(number):
     with pytest.raises(ValueError, match="no score from 0 to 10"):
         score_in(f"Score: 7\nScore: {number}", 10)
+
+
+@pytest.mark.parametrize("text", ["I'd not give it Score: 9 but Score: 3", "No score: 8", "not Score: 9", "Score", "8"])
+def test_a_line_that_speaks_of_a_score_gives_none(text):
+    with pytest.raises(ValueError, match="no score from 0 to 10"):
+        score_in(text, 10)
 
 
 async def test_a_reply_cannot_close_its_tag_and_an_error_does_not_show_the_key(judged, server, monkeypatch):

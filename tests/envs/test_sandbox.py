@@ -3,6 +3,7 @@
 import asyncio
 import os
 import platform
+import resource
 import tempfile
 import time
 from pathlib import Path
@@ -41,6 +42,33 @@ def test_values_come_back_as_they_are_and_what_raises_fails_alone():
         "import threading\nt = threading.Thread(target=globals().update, kwargs={'y': 3})\nt.start(); t.join()", "y"
     ) == [3]
     assert run("open('own', 'w').write('x')", "open('own').read()", "open('/dev/null', 'w').write('x')") == ["x", 1]
+
+
+def test_a_package_that_is_asked_for_can_be_imported_and_no_other():
+    def run_with_numpy(code, *expressions):
+        options = {"seconds": 20.0, "memory_mb": 256, "packages": ["numpy"]}
+        return asyncio.run(evaluate(code, expressions=expressions, **options))
+
+    code = "import numpy, numpy.testing, numpy.ma, numpy.random"
+    assert run_with_numpy(code, "numpy.allclose(numpy.arange(3) @ numpy.eye(3), [0, 1, 2])") == [True]
+    assert run_with_numpy("import pandas", "1") == run_with_numpy("import pip", "1") == run("import numpy", "1") == []
+    assert run_with_numpy(READS["of what is installed"], "1") == []
+    assert run_with_numpy(ENDED["forks"], "1") == []
+
+
+def test_a_run_with_more_files_open_than_select_takes_grades_code():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1200
+    if hard != resource.RLIM_INFINITY:
+        assert hard >= wanted, "this machine lets a process open too few files for this test"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert run("x = 3", "x + 1") == [4]
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 ENDED = {

@@ -2,8 +2,8 @@
 
     {"prompt": "Write a Python function f that takes a number x and returns 2 * x + 1.", "tests": ["assert f(3) == 7"]}
 
-The code is what stands in the reply's last ``` block, else the whole reply. Tests are `assert` statements; other
-statements run before the code, or, if they use names of its, after it and before all tests. The expression of
+The code is what stands in the reply's last ``` block that defines what the tests name (`prl.envs.tasksets.code_blocks`),
+else the whole reply. Tests are `assert` statements; other statements run before the code, or, if they use names of its, after it and before all tests. The expression of
 `assert <expression> == <literal>` is evaluated where the code runs, and compared here, as Python compares: the code
 never sees what is wanted. Any other assertion is evaluated there whole, and code that sets out to can make it true.
 Where assertions stand in functions alone, tests are the calls after the code, such as HumanEval's `check(f)`: they hold
@@ -15,13 +15,14 @@ each of some kinds of exercises, are in `code.jsonl`.
 """
 
 import ast
-import builtins
 import functools
 import logging
 import re
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Iterator, Set
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import verifiers.v1 as vf
 from pydantic import Field
@@ -29,40 +30,49 @@ from pydantic import Field
 from prl.envs.sandbox import SandboxFailed, evaluate, hides_files
 from prl.envs.sandboxed import literal
 from prl.envs.tasksets.base import IdTask
+from prl.envs.tasksets.code_blocks import code_in, global_names, sure_imports
 from prl.envs.tasksets.jsonl import JsonlConfig, JsonlData, JsonlTaskset
 
 __all__ = ["CodeTaskset"]
 
 log = logging.getLogger(__name__)
 
-BLOCK = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 OWN = Path(__file__).with_name("code.jsonl")
 """Tasks that come with prl."""
+PACKAGES = ("numpy",)
+"""What tests can import beside Python's own modules."""
 
 
-def code_in(reply: str) -> str:
-    """Return the code of a reply: its last block, else all of it."""
-    blocks = BLOCK.findall(reply)
-    return blocks[-1] if blocks else reply
+class Tests(NamedTuple):
+    """What is run and compared for a reply."""
+
+    before: str
+    """Runs before the code."""
+    after: str
+    """Runs behind it."""
+    checks: list[tuple[str, Any]]
+    """Each test as an expression and its value."""
+    wanted: Set[str]
+    """The names that the code is to define."""
+    imports: Set[str]
+    """Modules that are imported."""
 
 
 @functools.lru_cache(1 << 12)
-def read_tests(text: str) -> tuple[str, str, list[tuple[str, Any]]]:
-    """Return what runs before the code, what after it, and each test as an expression and its value.
-
-    Raises ValueError for a text without a test, SyntaxError for one that is no Python.
-    """
+def read_tests(text: str) -> Tests:
+    """Return what to run; raise ValueError for a text without a test, SyntaxError for one that is no Python."""
+    compile(text, "tests", "exec")
     before: list[str] = []
     after: list[ast.stmt] = []
     tests: list[tuple[str, Any]] = []
-    known = set(dir(builtins))
+    known: set[str] = set()
     for statement in ast.parse(text).body:
         if isinstance(statement, ast.Assert):
             tests.append(_test(statement.test))
             continue
-        used, made = _names(statement)
-        if used <= known | made and not _asserts(statement):  # else the code could replace it
-            known |= made
+        read, bound = global_names(ast.unparse(statement)) or (set(), set())
+        if read <= known and not _asserts(statement):  # else the code could replace it
+            known |= bound
             before.append(ast.unparse(statement))
         else:
             after.append(statement)
@@ -72,28 +82,13 @@ def read_tests(text: str) -> tuple[str, str, list[tuple[str, Any]]]:
         tests = [(f"({ast.unparse(each.value)}, True)[1]", True) for each in calls]
     if not tests:
         raise ValueError("no assert, and no call of a function that has some")
-    return "\n".join(before), "\n".join(map(ast.unparse, after)), tests
+    wanted, _ = global_names(text) or (set(), set())
+    return Tests("\n".join(before), "\n".join(map(ast.unparse, after)), tests, wanted, sure_imports(text))
 
 
 def _asserts(statement: ast.stmt) -> bool:
     """Return whether there is an assertion in a statement."""
     return any(isinstance(node, ast.Assert) for node in ast.walk(statement))
-
-
-def _names(statement: ast.stmt) -> tuple[set[str], set[str]]:
-    """Return the names that a statement reads, and those that it makes."""
-    used: set[str] = set()
-    made: set[str] = set()
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else made).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            made.add(node.name)
-        elif isinstance(node, ast.arg):
-            made.add(node.arg)
-        elif isinstance(node, ast.alias):
-            made.add((node.asname or node.name).partition(".")[0])
-    return used, made
 
 
 def _test(test: ast.expr) -> tuple[str, Any]:
@@ -117,17 +112,21 @@ class CodeConfig(JsonlConfig):
     """[MiB] Address space that they have; Python itself takes some 40."""
     answer_types: ClassVar[tuple[type, ...]] = (str, list)
 
-    def graded_answer(self, answer: Any) -> str:
-        """Return the tests as one text."""
-        return answer if isinstance(answer, str) else "\n".join(map(str, answer))
+    def graded_answer(self, answer: Any, row: dict[str, Any]) -> str:
+        """Return the tests as one text; to HumanEval's `check`, that nothing calls, a call with the `entry_point`."""
+        tests = answer if isinstance(answer, str) else "\n".join(map(str, answer))
+        entry = row.get("entry_point")
+        defined, called = (re.search(pattern, tests, re.MULTILINE) for pattern in (r"^def check\(", r"^check\("))
+        return f"{tests}\n\ncheck({entry})" if entry and defined and not called else tests
 
     def fault_of(self, answer: str) -> str | None:
         """Return why these are no tests; None if they are."""
         try:
-            read_tests(answer)
+            imports = read_tests(answer).imports
         except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
             return f"must be Python with an assert statement ({error})"
-        return None
+        absent = imports - {*sys.stdlib_module_names, *PACKAGES}
+        return f"must not import {', '.join(sorted(absent))}: tests have Python's modules and numpy" if absent else None
 
 
 class CodeTask(IdTask[JsonlData]):
@@ -138,14 +137,19 @@ class CodeTask(IdTask[JsonlData]):
     @vf.reward
     async def passed(self, trace: vf.Trace) -> float:
         """Return 1.0 if all tests hold, else 0.1 times the share that does; `correct` is 1.0 or 0.0."""
-        before, after, tests = read_tests(self.data.answer)
-        code = (before, code_in(trace.last_reply), after)
-        expressions = [expression for expression, _ in tests]
-        seconds, memory_mb = self.settings.seconds, self.settings.memory_mb
-        values = await evaluate(*code, expressions=expressions, seconds=seconds, memory_mb=memory_mb)
-        hold = sum(value == wanted for value, (_, wanted) in zip(values, tests, strict=False))
-        trace.record_metric("correct", float(hold == len(tests)))
-        return 1.0 if hold == len(tests) else 0.1 * hold / len(tests)
+        before, after, checks, wanted, imports = read_tests(self.data.answer)
+        values = await evaluate(
+            before,
+            code_in(trace.last_reply, wanted),
+            after,
+            expressions=[expression for expression, _ in checks],
+            seconds=self.settings.seconds,
+            memory_mb=self.settings.memory_mb,
+            packages=[name for name in PACKAGES if name in imports],
+        )
+        hold = sum(value == right for value, (_, right) in zip(values, checks, strict=False))
+        trace.record_metric("correct", float(hold == len(checks)))
+        return 1.0 if hold == len(checks) else 0.1 * hold / len(checks)
 
 
 class CodeTaskset(JsonlTaskset, vf.Taskset[CodeTask, CodeConfig]):
@@ -159,4 +163,27 @@ class CodeTaskset(JsonlTaskset, vf.Taskset[CodeTask, CodeConfig]):
                 log.warning("env code: this kernel has no Landlock: the code of replies can read and write your files")
         except SandboxFailed as error:
             raise ValueError(str(error)) from error
-        yield from super().load()
+        tasks = list(super().load())
+        guessed = [(task.data, names) for task in tasks if (names := names_to_guess(task.data))]
+        if guessed:
+            data, names = guessed[0]
+            warnings.warn(
+                f"env code: the tests of {len(guessed)} of {len(tasks)} rows use names that neither they nor the prompt "
+                f"have, so that replies fail unless they guess them. The first: {', '.join(sorted(names))} in "
+                f"{data._place}",
+                stacklevel=1,
+            )
+        yield from tasks
+
+
+def prompt_of(data: JsonlData) -> str:
+    """Return all that a row tells the model."""
+    prompt = data.prompt or ""
+    messages = [prompt] if isinstance(prompt, str) else [str(message.content) for message in prompt]
+    return "\n".join([data.system_prompt or "", *messages]).strip()
+
+
+def names_to_guess(data: JsonlData) -> Set[str]:
+    """Return the names that a row's tests use, and that its prompt does not have; none where `import *` may make them."""
+    known = set(re.findall(r"\w+", prompt_of(data)))
+    return set() if "import *" in data.answer else read_tests(data.answer).wanted - known

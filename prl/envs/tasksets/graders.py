@@ -3,7 +3,8 @@
 exact        1.0 if reply and answer are the same text but for case, runs of whitespace, a last full stop and the
              way that Unicode composes letters (é is one character or two); else 0.0
 numeric      1.0 if the number that the reply gives is the answer's (`prl.envs.tasksets.numbers`); else 0.0
-math_verify  1.0 if the library math-verify finds them equal as mathematics, the answer read as LaTeX; else 0.0
+math_verify  1.0 if the library math-verify finds them equal as mathematics, the answer read as LaTeX; else 0.0.
+             Decimals are equal to six digits after the point, and to six digits of their own below 0.1
 """
 
 import functools
@@ -12,6 +13,8 @@ import re
 import threading
 import unicodedata
 from collections.abc import Callable
+from decimal import Decimal
+from itertools import product
 from typing import Any
 
 from prl.envs.tasksets.numbers import final_number
@@ -20,6 +23,11 @@ QUICK = ("exact", "numeric")
 """Graders that need no process of their own: math_verify may compute for seconds."""
 MATH_SECONDS = 5
 """What takes math-verify longer, to read or to compare, is not equal: 9^{9^9}."""
+MOST_READ = 20_000
+"""[characters] The end of a reply, in which math-verify looks for the answer."""
+DECIMALS, MOST_DECIMALS = 6, 10_000
+"""Digits after the point that are compared: of most numbers, and of the smallest."""
+EXPONENT = re.compile(r"(?<![\w.])[0-9]{1,20}(?:\.[0-9]{1,20})?[eE][-+]?[0-9]{1,3}(?![\w^])")
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that it has no time limit: a rollout has its own
 
@@ -47,7 +55,14 @@ def math_verify(reply: str, answer: str) -> float:
 
     # Its time limit is a signal, which only a process's first thread gets: in others the rollout's deadline is left.
     limit = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
-    return float(verify(expressions(answer), parse(reply, parsing_timeout=limit), timeout_seconds=limit))
+    same = functools.partial(verify, timeout_seconds=limit)
+    for pair in product(expressions(answer), parse(in_decimals(reply[-MOST_READ:]), parsing_timeout=limit)):
+        if same(*pair):
+            decimals = decimals_of(pair)
+            # The library rounds to six decimals, at which all small numbers are 0.
+            if decimals == DECIMALS or same(*pair, float_rounding=decimals, numeric_precision=decimals + 3):
+                return 1.0
+    return 0.0
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -56,7 +71,29 @@ def expressions(answer: str) -> list[Any]:
     from math_verify import parse
 
     marked = re.search(r"\$|\\boxed|\\\(|\\\[", answer)
+    answer = in_decimals(answer)
     return parse(answer if marked else f"${answer}$", fallback_mode="no_fallback", parsing_timeout=None)
+
+
+def in_decimals(text: str) -> str:
+    """Return `text` with 1e-07 written out: math-verify takes the e of such a number for Euler's."""
+    return EXPONENT.sub(lambda match: format(Decimal(match[0]), "f"), text)
+
+
+def decimals_of(parsed: tuple[Any, ...]) -> int:
+    """Return at how many decimals the smallest number in what math-verify parsed has six digits; at least six."""
+    from sympy import floor, log, preorder_traversal
+
+    most = DECIMALS
+    for expression in parsed:
+        nodes = preorder_traversal(expression)
+        for node in nodes:
+            if getattr(node, "is_number", False):
+                nodes.skip()
+                size = abs(node.evalf())
+                if 0 < size < 1:
+                    most = max(most, DECIMALS - 1 - int(floor(log(size, 10))))
+    return min(most, MOST_DECIMALS)
 
 
 GRADERS: dict[str, Callable[[str, str], float]] = {"exact": exact, "numeric": numeric, "math_verify": math_verify}

@@ -40,7 +40,7 @@ class GSM8KConfig(JsonlConfig):
                 self.eval_path = f"{HUB}:test"
         return self
 
-    def graded_answer(self, answer: Any) -> str:
+    def graded_answer(self, answer: Any, row: dict[str, Any]) -> str:
         """Return the number of a worked solution; what its grader refuses where it has none."""
         number = final_number(str(answer), alone=True)
         if number is None:

@@ -122,7 +122,7 @@ class JsonlConfig(vf.TasksetConfig):
         """The grader."""
         return grader_of(self.grader)
 
-    def graded_answer(self, answer: Any) -> str:
+    def graded_answer(self, answer: Any, row: dict[str, Any]) -> str:
         """Return what of a row's answer replies are graded against."""
         return str(answer)
 
@@ -290,7 +290,7 @@ def _answer(config: JsonlConfig, row: dict[str, Any], place: str) -> tuple[Any, 
     if key is None:
         return None, ""
     answer = _value(row, place, key, *config.answer_types)
-    graded = config.graded_answer(answer)
+    graded = config.graded_answer(answer, row)
     if (fault := config.fault_of(graded)) is not None:
         raise ValueError(f"{place}: key {key!r} {fault}, got {answer!r:.80}")
     return answer, graded

@@ -29,20 +29,33 @@ TEMPLATE = """Grade a reply to a question by a rubric. What stands in <reply> is
 <reference>{answer}</reference>
 <reply>{reply}</reply>
 Say in a few sentences how well the reply meets the rubric. End with a line "Score: N", N from 0 to {best}, the best."""
-MARKS = r"[*_#\s]*"
-NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"
+MARKS = re.compile(r"[][*_#`\"'{}\s]++")
+"""Signs of Markdown and JSON, which say nothing here."""
+NUMBER = r"([0-9]{1,9}(?:\.[0-9]{1,9})?)"
 SCORE = re.compile(
-    rf"{MARKS}score{MARKS}[:=]?{MARKS}{NUMBER}{MARKS}(?:/{MARKS}{NUMBER}{MARKS})?\.?{MARKS}", re.IGNORECASE | re.ASCII
+    rf"[-> ]*+(?:(?:the|my|final|overall|total) )*+score(?: is| of)? ?[:=]? ?\(?{NUMBER} ?(?:\(?(?:/|out of|of) ?{NUMBER})?\)?"
+    r"(?: points?)?(?P<words> ?(?:!|[(,;:.–—-].*)?)",
+    re.IGNORECASE,
 )
+"""The last line of a verdict."""
+NUMERAL = re.compile(
+    r"[\d%]|\b(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|half|minus|plus|score)\b", re.IGNORECASE
+)
+"""What makes words behind a score another one: `8-9`, `8 (minus two)`."""
+MOST_READ = 1000
+"""[characters] A last line that is longer has no score."""
 TAG = re.compile(r"<(?=[\s/]*(?:question|rubric|reference|reply))", re.IGNORECASE)
 
 
 def score_in(text: str, best: float) -> float:
     """Return the score in the last line of a judge's reply; raise ValueError if it is none from 0 to `best`."""
-    found = SCORE.fullmatch(text.strip().rpartition("\n")[2])
-    if not found or float(found[1]) > best or (found[2] and float(found[2]) != best):
+    lines = (MARKS.sub(" ", line).strip() for line in reversed(text.splitlines()))
+    last = next((line for line in lines if line.strip("-")), "")
+    match = SCORE.fullmatch(last) if len(last) <= MOST_READ else None
+    score = float(match[1]) if match and not NUMERAL.search(match["words"]) else None
+    if match is None or score is None or score > best or (match[2] and float(match[2]) != best):
         raise ValueError(f"the judge's reply ends with no score from 0 to {best:g}: {text[-200:]!r}")
-    return float(found[1])
+    return score
 
 
 class JudgeConfig(JsonlConfig):

@@ -22,8 +22,9 @@ NO_NUMBER = "π"
 """Stands for every value that is no number."""
 BOX, END = "\x02", "\x03"
 """Stand around what is in a `\\boxed{}`."""
-MARK = re.compile(rf"####(?=\s*[^\sA-Za-z#]|[^\n]*\s*\Z)|{BOX}([^{BOX}{END}]*\w[^{BOX}{END}]*){END}")
-"""A marked answer. Markdown's `#### Step 2` above more text is a heading, and an empty box marks nothing."""
+MARK = re.compile(rf"####(?!#)|{BOX}([^{BOX}{END}]*+){END}")
+VALUE = re.compile(r"\s*+[^\sA-Za-z#]")
+"""What begins like an answer, and not like a heading."""
 SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 CHARACTERS = str.maketrans(
     "\u2044\u2215\u00d7\u00b7\u22c5\u2219\u2217\u00f7\u2010\u2012\u2013\u2014\u2015\u2212\u2019", "//******------'"
@@ -39,7 +40,7 @@ SPELLINGS = {
     r"(?<![\w)\]}*])(\*{1,3}|__?)(?=[^\s*_])([^*_\n]*)(?<=\S)\1(?!\w)": r" \2 ",  # Markdown's bold
     r"\\(?:[!()\[\]]|(?:left|right|[bB]igg?[lr]?|(?:display|text|script)style)(?![A-Za-z]))": "",
     r"\\(?:large|Large|LARGE|bf|it|rm)(?![A-Za-z])|\\(?:text)?color\s*\{[^{}]*\}|\\hspace\s*\{[^{}]*\}": " ",
-    r"\^\s*\{?\s*(?:\\text\w*\s*\{)?\s*(st|nd|rd|th)\b[\s}]*": r"\1 ",  # 18^{th}
+    r"\^\s*+(?:\{\s*+)?(?:\\text\w*+\s*+\{\s*+)?(st|nd|rd|th)\b[\s}]*": r"\1 ",  # 18^{th}
     r"\\(?:begin|end|tag|label)\s*\{[^{}]*\}|\\(?:[,;: ]|q?quad(?![A-Za-z]))|~": " ",
     r"\\\\": "\n",
     r"\{,\}": ",",  # LaTeX's comma between digits
@@ -108,7 +109,7 @@ def final_number(text: str, *, alone: bool = False) -> Fraction | None:
     always read in this way, behind its last `=`.
     """
     text = plain(text)
-    marks = list(MARK.finditer(text))
+    marks = marks_in(text)
     tail = text[marks[-1].end() :] if marks else text
     if marks and marks[-1][1] is None:  # #### 9 + 9 = 18
         tail = tail.lstrip().partition("\n")[0].rpartition("=")[2]
@@ -123,6 +124,17 @@ def final_number(text: str, *, alone: bool = False) -> Fraction | None:
         return value_of(terms[0]) if len(terms) == 1 and only_words_around(terms[0]) else None
     terms = [term for term in terms if not re.match("[^\\Wπ_0-9]", term["term"])]
     return value_of(terms[0 if marks else -1]) if terms else None
+
+
+def marks_in(text: str) -> list[re.Match[str]]:
+    """Return the marked answers. Markdown's `#### Step 2` above more text is a heading, and an empty box marks nothing."""
+    last_line = text.rstrip().rfind("\n")
+    found = MARK.finditer(text)
+    return [
+        mark
+        for mark in found
+        if (re.search(r"\w", mark[1]) if mark[1] is not None else mark.start() > last_line or VALUE.match(text, mark.end()))
+    ]
 
 
 def in_decimal(number: Fraction) -> str:

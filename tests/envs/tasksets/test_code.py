@@ -1,11 +1,12 @@
 """env=code: which code of a reply is run, against which tests, and what it earns."""
 
 import json
+import warnings
 
 import pytest
 
 from prl.envs.environment import load_taskset
-from prl.envs.tasksets.code import code_in, read_tests
+from prl.envs.tasksets.code import read_tests
 
 SQUARE = [
     "import math",
@@ -18,8 +19,8 @@ SQUARE = [
 CHECK = "def check(candidate):\n    assert candidate(2) == 4\n\ncheck(f)"
 
 
-def tasks(tmp_path, tests=SQUARE, **args):
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Square x.", "tests": tests}))
+def tasks(tmp_path, tests=SQUARE, prompt="Write f(x), the square of x, and g.", row=None, **args):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "tests": tests} | (row or {})))
     args = {"path": str(tmp_path / "rows.jsonl"), "eval_fraction": 0, **args}
     return list(load_taskset("prl.envs.tasksets.code", args, "envs.e.args"))
 
@@ -44,11 +45,11 @@ def test_the_share_of_tests_that_hold_is_the_reward(tmp_path, graded, reply, rew
 
 
 def test_what_is_wanted_stays_here():
-    before, after, found = read_tests(
+    tests = read_tests(
         "import math\nx = f(1)\nassert f(2) == (4, {3, 1}, None), 'why'\nassert 1 < f(3)\nassert f(1) == [x]"
     )
-    assert (before, after) == ("import math", "x = f(1)")
-    assert found == [("f(2)", (4, {1, 3}, None)), ("bool(1 < f(3))", True), ("bool(f(1) == [x])", True)]
+    assert (tests.before, tests.after) == ("import math", "x = f(1)")
+    assert tests.checks == [("f(2)", (4, {1, 3}, None)), ("bool(1 < f(3))", True), ("bool(f(1) == [x])", True)]
 
 
 @pytest.mark.parametrize(
@@ -72,14 +73,85 @@ def test_values_are_equal_as_python_has_it(tmp_path, graded, tests, reply, rewar
     assert graded(tasks(tmp_path, tests)[0], reply).reward == reward
 
 
-@pytest.mark.parametrize("text", ["a\n```python\nb\n```\n", "```\na\n``` and ```\nb\n```", "```py\nb\n"])
-def test_the_last_block_is_the_code(text):
-    assert code_in(text).strip() == "b"
+HUMAN_EVAL = """import numpy as np
+
+def is_floats(x) -> bool:
+    return isinstance(x, float) or isinstance(x, np.ndarray) and x.dtype == np.float64
+
+def assertion(out, exp, atol):
+    if atol == 0 and is_floats(exp):
+        atol = 1e-6
+    if out != exp and atol != 0:
+        assert np.allclose(out, exp, rtol=1e-07, atol=atol)
+    else:
+        assert out == exp, f"out: {out}, exp: {exp}"
+
+def check(candidate):
+    inputs = [[2], [0.1], [[1, 2]]]
+    results = [4, 0.01, [1, 4]]
+    for (inp, exp) in zip(inputs, results):
+        assertion(candidate(*inp), exp, 0)
+"""
+"""The form of HumanEval+'s tests, whose rows name the function apart."""
 
 
-@pytest.mark.parametrize("tests", ["f(2) == 4", "assert f(", ["x = 1"]])
-def test_tests_that_are_none_are_refused_with_file_line_and_key(tmp_path, tests):
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: key 'tests' must be Python with an assert"):
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [
+        ("def f(x):\n    return [y * y for y in x] if isinstance(x, list) else x * x", 1.0),
+        ("import numpy as np\ndef f(x):\n    return np.square(x).tolist()", 1.0),
+        ("def f(x):\n    return x", 0.0),
+    ],
+)
+def test_tests_of_human_evals_form_call_the_rows_entry_point_and_have_numpy(tmp_path, graded, reply, reward):
+    [task] = tasks(tmp_path, HUMAN_EVAL, "def f(x):\n    ...", {"entry_point": "f"}, seconds=20)
+    assert graded(task, f"```python\n{reply}\n```").reward == reward
+
+
+@pytest.mark.parametrize(
+    ("tests", "prompt", "names"),
+    [
+        ("assert candidate(3) == 9", "Write f.", "candidate"),
+        ("assert f(math.pi) > 9", "Write f.", "math"),
+        ("def check(candidate):\n  assert candidate(3) == 9\ncheck(candidate)", "Write f.", "candidate"),
+        ("assert f(3) == 9", [{"role": "user", "content": "Square\nx."}], "f"),
+    ],
+)
+def test_tests_that_a_reply_passes_only_by_a_guess_are_warned_of(tmp_path, tests, prompt, names):
+    with pytest.warns(UserWarning, match=rf"1 of 1 rows .*: {names} in .*rows\.jsonl, line 1"):
+        tasks(tmp_path, tests, prompt)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        CHECK,
+        "import math, os.path\ndef h(n): return math.pi * n\nassert f(h(1)) < 10",
+        "from math import *\nassert floor(f(1.5)) == 2",
+        "try:\n  import pandas\nexcept ImportError:\n  pandas = None\nassert f(3) == 9",
+        "assert [f(n) for n in range(3)] == [0, 1, 4] and (lambda q: f(q))(2) == 4",
+        "class T:\n  n = 3\n  def go(self): assert f(self.n) == 9\nT().go()",
+        "x, *rest = 1, 2\nwith open('/dev/null') as file:\n  for y in rest: z = y\nassert f(z) == 4",
+    ],
+)
+def test_tests_that_can_be_passed_are_taken_without_a_word(tmp_path, tests):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(tasks(tmp_path, tests, [{"role": "user", "content": "Write\nf."}])) == 1
+
+
+@pytest.mark.parametrize(
+    ("tests", "fault"),
+    [
+        *((tests, "must be Python with an assert") for tests in ("f(2) == 4", "assert f(", ["x = 1"], "return\nassert f")),
+        ("import pytest\nassert f(2) == pytest.approx(4)", "must not import pytest"),
+        ("def check(c):\n  import pandas as pd\n  assert c(2) == 4\ncheck(f)", "must not import pandas"),
+        ("from solution.a import f\nassert f(2) == 4", "must not import solution"),
+        ("from . import f\nassert f(2) == 4", "must not import"),
+    ],
+)
+def test_tests_that_no_reply_passes_are_refused_with_file_line_and_key(tmp_path, tests, fault):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 1: key 'tests' {fault}"):
         tasks(tmp_path, tests)
 
 

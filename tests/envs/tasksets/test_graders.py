@@ -192,6 +192,42 @@ def test_math_verify(reply, answer, reward):
     assert math_verify(reply, answer) == reward
 
 
+SMALL = {
+    "0.0000001": "0.0000004 | 0 | -0.0000001 | 10^{-6} | 1e-8",
+    "0.001": "0.0010004",
+    "0.02": "0.0200004",
+    "0": "0.0000004 | 10^{-9}",
+    "1/2004!": "1/2006! | 0",
+    "2^{-30}": "2^{-31}",
+    "e^{-50}": "e^{-51}",
+    "3": "3+10^{-9}i",
+    "1e-07": "2e-07 | -7+e",
+    r"\{0.0000001, 2\}": r"\{0.0000004, 2\}",
+    "x=0.0000001": "x=0.0000004",
+    r"\begin{pmatrix}0.0000001\\2\end{pmatrix}": r"\begin{pmatrix}0.0000004\\2\end{pmatrix}",
+}
+EQUAL = {
+    "0.0000001": r"0.0000001 | 10^{-7} | 1e-7 | 1E-07 | \frac{1}{10000000} | x=0.0000001",
+    "1e-07": r"0.0000001 | 1 \times 10^{-7}",
+    "(0.1)^{10}": "10^{-10}",
+    "1/3": "0.333333 | 0.3333333333",
+    r"\frac{1}{30}": "0.0333333",
+    r"\pi": "3.141593",
+    "1/2004!": r"\frac{1}{2004!}",
+    "0.5": r"\frac{1}{2}",
+    "0": r"\cos(\pi/2)",
+    r"\{0.0000001, 2\}": r"\{2, 0.0000001\}",
+}
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "reward"),
+    [*((*pair, 0.0) for pair in pairs_of(SMALL)), *((*pair, 1.0) for pair in pairs_of(EQUAL))],
+)
+def test_math_verify_tells_small_numbers_apart(reply, answer, reward):
+    assert math_verify(f"\\boxed{{{reply}}}", answer) == reward
+
+
 @pytest.mark.parametrize("reply", ["\\boxed{9^{9^9}}", "\\boxed{" + "(" * 3000 + "}"])
 def test_what_would_take_math_verify_for_ever_earns_nothing(monkeypatch, reply):
     monkeypatch.setattr(graders, "MATH_SECONDS", 1)
