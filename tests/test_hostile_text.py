@@ -29,7 +29,13 @@ from prl.envs.tasksets.reasoning_gym import tagged
 from prl.envs.tasksets.reverse_text import grade as reversed_grade
 
 ROOT = Path(prl.__file__).parents[1]
-READERS = ("prl/envs", "prl/engines/template_check.py", "prl/monitors", "prl/tools/report/tables.py", "prl/launch/processes.py")
+READERS = (
+    "prl/envs",
+    "prl/engines/template_check.py",
+    "prl/monitors",
+    "prl/tools/report/tables.py",
+    "prl/launch/processes.py",
+)
 """What reads text that others wrote."""
 CALLS = {"match", "fullmatch", "search", "sub", "subn", "split", "findall", "finditer"}
 SHORT, TIMES = 1000, 4
@@ -170,18 +176,57 @@ FUNCTIONS = {
     "sorted": lambda text: sorted_grade(text, "four"),
     "tagged": tagged,
 }
-RUNS = (
-    "# | #### | #### \n | 答 | ½ | $ | * | _ | \\ | { | ( | \\boxed{ | \\boxed{1 | \\frac{ | \\text{ | 1, | 1/ | 1e | 9 | ** | ^"
-    " | ``` | ```\n | ```python\n | ```python\n(\n```\n | x```y\n | ~~~\n | ''' | @a\n | lambda: | score | Score: 5"
-    " | 5/ | out of | <answer> | four | \t | \n | \r | > | - "
-).split(" | ")
+RUNS = [
+    "#",
+    "####",
+    "#### \n",
+    "答",
+    "½",
+    "$",
+    "*",
+    "_",
+    "\\",
+    "{",
+    "(",
+    "\\boxed{",
+    "\\boxed{1",
+    "\\frac{",
+    "\\text{",
+    "1,",
+    "1/",
+    "1e",
+    "9",
+    "**",
+    "^",
+    "```",
+    "```\n",
+    "```python\n",
+    "```python\n(\n```\n",
+    "x```y\n",
+    "~~~\n",
+    "'''",
+    "@a\n",
+    "lambda:",
+    "score",
+    "Score: 5",
+    "5/",
+    "out of",
+    "<answer>",
+    "four",
+    "\t",
+    "\n",
+    "\r",
+    ">",
+    "- ",
+    " ",
+]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_reader_takes_time_in_proportion_to_the_text(name):
     makers = [
         lambda length, run=run, head=head, end=end: head + run * (length // len(run)) + end
-        for run in [*RUNS, " "]
+        for run in RUNS
         for head, end in (("", ""), ("Score", "7x"), ("```", "x"), ("#### ", "\nx"), ("\\boxed{", "}"), ("^", "x"))
     ]
     assert slow(FUNCTIONS[name], makers) is None

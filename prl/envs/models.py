@@ -43,7 +43,8 @@ class EnvModel:
         """Return the model's reply to messages in OpenAI's format, or to a text as the user's only one.
 
         A frozen model that is away is waited for, for its `timeout_s`. Raises EngineError where there is no reply, or
-        one that was cut at `max_tokens`, or ended by a filter, and is to be `whole`; OverlongPrompt where the policy has no room for it.
+        one that is to be `whole` and was cut at `max_tokens` or by a filter; OverlongPrompt where the policy has no
+        room for it.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]

@@ -2,13 +2,14 @@
 
     {"prompt": "Write a Python function f that takes a number x and returns 2 * x + 1.", "tests": ["assert f(3) == 7"]}
 
-The code is what stands in the reply's last ``` block that defines what the tests name (`prl.envs.tasksets.code_blocks`),
-else the whole reply. Tests are `assert` statements; other statements run before the code, or, if they use names of its, after it and before all tests. The expression of
-`assert <expression> == <literal>` is evaluated where the code runs, and compared here, as Python compares: the code
-never sees what is wanted. Any other assertion is evaluated there whole, and code that sets out to can make it true.
-Where assertions stand in functions alone, tests are the calls after the code, such as HumanEval's `check(f)`: they hold
-if they do not raise. The reward is 1.0 if all hold, else 0.1 times the share that does. Code that does not end in
-`seconds`, or goes beyond another limit, fails the tests from there on. What it cannot do: `prl/envs/sandboxed.py`.
+The code is the last ``` block that defines what the tests name (`prl.envs.tasksets.code_blocks`), else the whole reply.
+Tests are `assert` statements; other statements run before the code, or, if they use names of its, after it and before
+all tests. The expression of `assert <expression> == <literal>` is evaluated where the code runs, and compared here, as
+Python compares: the code never sees what is wanted. Any other assertion is evaluated there whole, and code that sets
+out to can make it true. Where assertions stand in functions alone, tests are the calls after the code, such as
+HumanEval's `check(f)`: they hold if they do not raise. The reward is 1.0 if all hold, else 0.1 times the share that
+does. Code that does not end in `seconds`, or goes beyond another limit, fails the tests from there on. What it cannot
+do: `prl/envs/sandboxed.py`.
 
 The rows are those of `prl.envs.tasksets.jsonl`; `tests` is a text or a list of them. Those that come with prl, a dozen
 each of some kinds of exercises, are in `code.jsonl`.
@@ -168,9 +169,8 @@ class CodeTaskset(JsonlTaskset, vf.Taskset[CodeTask, CodeConfig]):
         if guessed:
             data, names = guessed[0]
             warnings.warn(
-                f"env code: the tests of {len(guessed)} of {len(tasks)} rows use names that neither they nor the prompt "
-                f"have, so that replies fail unless they guess them. The first: {', '.join(sorted(names))} in "
-                f"{data._place}",
+                f"env code: the tests of {len(guessed)} of {len(tasks)} rows use names that neither they nor the prompt"
+                f" have: replies fail unless they guess them. First: {', '.join(sorted(names))} in {data._place}",
                 stacklevel=1,
             )
         yield from tasks
@@ -184,6 +184,6 @@ def prompt_of(data: JsonlData) -> str:
 
 
 def names_to_guess(data: JsonlData) -> Set[str]:
-    """Return the names that a row's tests use, and that its prompt does not have; none where `import *` may make them."""
+    """Return names of a row's tests that its prompt does not have; none where `import *` may make them."""
     known = set(re.findall(r"\w+", prompt_of(data)))
     return set() if "import *" in data.answer else read_tests(data.answer).wanted - known

@@ -33,7 +33,8 @@ MARKS = re.compile(r"[][*_#`\"'{}\s]++")
 """Signs of Markdown and JSON, which say nothing here."""
 NUMBER = r"([0-9]{1,9}(?:\.[0-9]{1,9})?)"
 SCORE = re.compile(
-    rf"[-> ]*+(?:(?:the|my|final|overall|total) )*+score(?: is| of)? ?[:=]? ?\(?{NUMBER} ?(?:\(?(?:/|out of|of) ?{NUMBER})?\)?"
+    rf"[-> ]*+(?:(?:the|my|final|overall|total) )*+score(?: is| of)? ?[:=]? ?"
+    rf"\(?{NUMBER} ?(?:\(?(?:/|out of|of) ?{NUMBER})?\)?"
     r"(?: points?)?(?P<words> ?(?:!|[(,;:.–—-].*)?)",
     re.IGNORECASE,
 )

@@ -127,14 +127,17 @@ def final_number(text: str, *, alone: bool = False) -> Fraction | None:
 
 
 def marks_in(text: str) -> list[re.Match[str]]:
-    """Return the marked answers. Markdown's `#### Step 2` above more text is a heading, and an empty box marks nothing."""
+    """Return the marked answers. Markdown's `#### Step 2` above more text is a heading; an empty box marks nothing."""
     last_line = text.rstrip().rfind("\n")
-    found = MARK.finditer(text)
-    return [
-        mark
-        for mark in found
-        if (re.search(r"\w", mark[1]) if mark[1] is not None else mark.start() > last_line or VALUE.match(text, mark.end()))
-    ]
+    marks = []
+    for mark in MARK.finditer(text):
+        if mark[1] is None:
+            is_answer = mark.start() > last_line or VALUE.match(text, mark.end()) is not None
+        else:
+            is_answer = re.search(r"\w", mark[1]) is not None
+        if is_answer:
+            marks.append(mark)
+    return marks
 
 
 def in_decimal(number: Fraction) -> str:

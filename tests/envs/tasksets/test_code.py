@@ -143,7 +143,10 @@ def test_tests_that_can_be_passed_are_taken_without_a_word(tmp_path, tests):
 @pytest.mark.parametrize(
     ("tests", "fault"),
     [
-        *((tests, "must be Python with an assert") for tests in ("f(2) == 4", "assert f(", ["x = 1"], "return\nassert f")),
+        *(
+            (tests, "must be Python with an assert")
+            for tests in ("f(2) == 4", "assert f(", ["x = 1"], "return\nassert f")
+        ),
         ("import pytest\nassert f(2) == pytest.approx(4)", "must not import pytest"),
         ("def check(c):\n  import pandas as pd\n  assert c(2) == 4\ncheck(f)", "must not import pandas"),
         ("from solution.a import f\nassert f(2) == 4", "must not import solution"),

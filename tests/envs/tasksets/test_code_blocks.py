@@ -7,18 +7,36 @@ import pytest
 from prl.envs.tasksets.code_blocks import code_in
 
 F = "def f(x):\n    return 2 * x + 1\n"
+BARE = "```\n"
 BLOCK = f"```python\n{F}```"
-IN_DOCSTRING = "def f(x):\n    \"\"\"So:\n{fence}f(3)\n```\n\"\"\"\n    return 2 * x + 1\n"
+IN_DOCSTRING = 'def f(x):\n    """So:\n{fence}f(3)\n```\n"""\n    return 2 * x + 1\n'
 
 
 def indented(text, margin):
     return textwrap.indent(text, margin)
 
 
-WORDS = (
-    'python | Python | PY | py | python3 | python3.11 | python title="a.py" | python:a.py | {.python} | {.python .numbers}'
-    " | {python} | .py | src/a.py | python 3 | python{1,3} | ipython3 | python, editable | code | "
-).split(" | ")
+WORDS = [
+    "python",
+    "Python",
+    "PY",
+    "py",
+    "python3",
+    "python3.11",
+    'python title="a.py"',
+    "python:a.py",
+    "{.python}",
+    "{.python .numbers}",
+    "{python}",
+    ".py",
+    "src/a.py",
+    "python 3",
+    "python{1,3}",
+    "ipython3",
+    "python, editable",
+    "code",
+    "",
+]
 BEHIND = {
     "its output": "For 3:\n```text\n7\n```",
     "output without a language": "```\n7\n```",
@@ -37,13 +55,13 @@ FORMS = {
     "carriage returns": BLOCK.replace("\n", "\r\n"),
     "cut off": f"So:\n```python\n{F}",
     "tildes": f"~~~python\n{F}~~~\nDone.",
-    "tildes around a fence": f"~~~python\n{IN_DOCSTRING.format(fence='```' + chr(10))}~~~",
-    "four marks around a fence": f"````python\n{IN_DOCSTRING.format(fence='```' + chr(10))}````\nDone.",
+    "tildes around a fence": f"~~~python\n{IN_DOCSTRING.format(fence=BARE)}~~~",
+    "four marks around a fence": f"````python\n{IN_DOCSTRING.format(fence=BARE)}````\nDone.",
     "more marks close": f"```python\n{F}`````\nDone.",
     "blanks around the marks": f"  ```  python  \n{indented(F, '  ')}  ```  \nDone.",
-    "fence in a docstring": "```python\n" + IN_DOCSTRING.format(fence="```\n") + "```\nDone.",
+    "fence in a docstring": "```python\n" + IN_DOCSTRING.format(fence=BARE) + "```\nDone.",
     "tagged fence in a docstring": "```python\n" + IN_DOCSTRING.format(fence="```python\n") + "```\n```\n7\n```",
-    "fence in a docstring of a list": f"1. So:\n\n   ```py\n{indented(IN_DOCSTRING.format(fence='```' + chr(10)), '   ')}   ```",
+    "fence in a docstring of a list": f"1. So:\n\n   ```py\n{indented(IN_DOCSTRING.format(fence=BARE), '   ')}   ```",
     "in a list": f"1. So:\n\n   ```python\n{indented(F, '   ')}   ```\n2. Done.",
     "in a list, by a tab": f"- So:\n\n\t```python\n{indented(F, chr(9))}\t```\n",
     "behind a bullet": f"- ```python\n{indented(F, '  ')}  ```\n",
@@ -76,7 +94,10 @@ def test_the_code_that_defines_what_is_tested_is_found(form):
 @pytest.mark.parametrize(
     ("reply", "code"),
     [
-        ("```python\ndef f(x): return 1\n```\n```python\ndef f(x): return (\n```", "def f(x): return ("),  # the last word
+        (
+            "```python\ndef f(x): return 1\n```\n```python\ndef f(x): return (\n```",
+            "def f(x): return (",
+        ),  # the last word
         ("```python\ndef f(x): return 1\n```\n```python\ndef f(x): return 2\n```", "def f(x): return 2"),
         ("```python\na\n```\n```\nb\n```", "a"),
         ("```\na\n```\n```\nb\n```", "b"),
