@@ -87,6 +87,8 @@ class Tools:
             return f"error: the arguments are not JSON: {error}"
         if not isinstance(arguments, dict):
             return "error: the arguments must be a JSON object"
+        if unknown := [name for name in arguments if name not in function.parameters["properties"]]:
+            return f"error: there is no argument {unknown[0]!r}"
         try:
             result = await function.run(arguments, None)
             return result if isinstance(result, str) else to_json(result, fallback=str).decode()

@@ -35,6 +35,7 @@ REQUIRED = {  # what a user has to fill in for these options
     ("model", "hf"): ["model.path=some/model"],
     ("env", "jsonl"): ["envs.jsonl.args.path=my.jsonl"],
     ("env", "judge"): ["envs.judge.args.path=my.jsonl"],
+    ("env", "tools"): ["envs.tools.args.env=my_shop.Shop"],
     ("loss", "custom"): ["loss._target_=prl.models.model_path"],
     ("algo", "custom"): ["algo.fn._target_=prl.models.model_path"],  # any function will do
     ("algo", "custom_class"): ["algo._target_=prl.algorithms.reward.RewardAlgorithm"],

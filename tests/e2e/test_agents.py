@@ -5,6 +5,8 @@ from collections import Counter
 
 import pytest
 
+from prl.envs.tasksets.calculator import compute
+
 QUIET = "orchestrator.eval.every=null"
 
 
@@ -42,6 +44,38 @@ def test_echo_learns_a_tool_by_its_answers(train, tokenizer):
         weights = {w for w, use in zip(line["ce_weights"] or [], uses, strict=False) if use == "ce"}
         assert weights <= {0.1}
     assert chosen == answered and sum(chosen.values()) > 20
+
+
+class Till:
+    """A tool env: the last sum that was rung up must be the bill."""
+
+    @staticmethod
+    def rows():
+        for number in range(2000):
+            price, count, bag = number % 89 + 2, number % 8 + 2, number % 47
+            yield {"prompt": f"{price}*{count}+{bag}=", "bill": price * count + bag}
+
+    def reset(self, row):
+        self.bill, self.rung_up = row["bill"], None
+
+    def calculate(self, expression: str) -> int:
+        """The value of an expression."""
+        self.rung_up = compute(expression)
+        return self.rung_up
+
+    def reward(self):
+        return float(self.rung_up == self.bill)
+
+
+@pytest.mark.slow
+def test_a_class_is_learnt_by_calls_of_its_methods(inline):
+    run = inline("debug=fast", "env=tools", f"envs.tools.args.env={__name__}.Till", "orchestrator.eval.num_tasks=8")
+    assert run.status == 0, run.stderr
+    assert rise(run.column("reward/all/mean"), base=1) > 0.2
+    assert max(run.column("logprob_gap/mean")) < 1e-5
+    for record in run.rollouts(1):
+        bill = compute(record["messages"][0]["content"].removesuffix("="))
+        assert record["reward"] == (bodies(record)[-1:] == [str(bill)])
 
 
 @pytest.mark.slow

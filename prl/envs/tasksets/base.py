@@ -23,6 +23,15 @@ class IdTask(vf.Task[DataT]):
         return self.data.id
 
 
+class CallsCounted:
+    """A task whose model calls tools."""
+
+    @vf.metric
+    async def tool_calls(self, trace: vf.Trace) -> float:
+        """Count the tool calls."""
+        return float(sum(len(message.tool_calls or []) for message in trace.assistant_messages))
+
+
 class AnswerTask(IdTask[DataT]):
     """A task whose last reply is graded."""
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import verifiers.v1 as vf
 from pydantic import Field
 
-from prl.envs.tasksets.base import AnswerTask, SplitConfig, enough
+from prl.envs.tasksets.base import AnswerTask, CallsCounted, SplitConfig, enough
 from prl.envs.tasksets.integer import grade
 
 __all__ = ["CalculatorEnv", "CalculatorTaskset"]
@@ -63,16 +63,11 @@ class CalculatorData(vf.TaskData):
     """The integer that a reply must spell."""
 
 
-class CalculatorTask(AnswerTask[CalculatorData]):
+class CalculatorTask(CallsCounted, AnswerTask[CalculatorData]):
     """The problem itself is its identity."""
 
     def grade(self, reply: str) -> float:
         return grade(reply, self.data.answer)
-
-    @vf.metric
-    async def tool_calls(self, trace: vf.Trace) -> float:
-        """Count the tool calls."""
-        return float(sum(len(message.tool_calls or []) for message in trace.assistant_messages))
 
 
 class CalculatorConfig(SplitConfig):

@@ -190,6 +190,20 @@ def _gradable(config: JsonlConfig, row: JsonlData) -> bool:
 
 def read(config: JsonlConfig, path: str) -> list[JsonlData]:
     """Return the distinct rows of a file or a data set; raise ValueError naming file, line and key of a bad one."""
+    distinct: dict[str, JsonlData] = {}
+    notes: dict[str, str] = {}
+    for place, row in rows_at(path):
+        for data in tasks_of(config, row, place, notes):
+            distinct.setdefault(str(data.id), data)
+    if not distinct:
+        raise ValueError(f"{path} has no rows")
+    for note, place in notes.items():
+        warnings.warn(f"{place}, and maybe others: {note}", stacklevel=2)
+    return list(distinct.values())
+
+
+def rows_at(path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a file, of several or of a data set, each with its place; raise ValueError for a bad one."""
     local = Path(path).expanduser()
     files = sorted(local.parent.glob(local.name)) if "*" in local.name else [local]
     if path.startswith("hub:"):
@@ -199,17 +213,9 @@ def read(config: JsonlConfig, path: str) -> list[JsonlData]:
         files = hub_files(name, split)
     elif missing := missing_parts(files):
         warnings.warn(missing, stacklevel=2)
-    distinct: dict[str, JsonlData] = {}
-    notes: dict[str, str] = {}
     for file in files:
         for place, row in rows_of(file):
-            for data in tasks_of(config, row, f"{file}, {place}", notes):
-                distinct.setdefault(str(data.id), data)
-    if not distinct:
-        raise ValueError(f"{path} has no rows")
-    for note, place in notes.items():
-        warnings.warn(f"{place}, and maybe others: {note}", stacklevel=2)
-    return list(distinct.values())
+            yield f"{file}, {place}", row
 
 
 def tasks_of(config: JsonlConfig, row: Any, place: str, notes: dict[str, str]) -> Iterator[JsonlData]:
