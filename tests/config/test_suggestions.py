@@ -86,6 +86,7 @@ OF_OTHERS = {
     "vllm_tensor_parallel_size=2": "engine.tensor_parallel_size=2",
     "vllm_server_host=0.0.0.0": "engine.urls=[http://127.0.0.1:8001]",
     "vllm_importance_sampling_cap=2": "loss=reinforce loss.correction=tis loss.correction_cap=2",
+    "environment_factory=my_shop.Shop": "env=tools envs.tools.args.env=my_shop.Shop",
     "reward_funcs=[a]": f"{JSONL}=data.jsonl envs.jsonl.args.grader=my_graders.score",
     "dataset_name=me/sums": f"{JSONL}=hub:me/sums:train",
     "shuffle_dataset=false": "curriculum.shuffle=false",
@@ -310,7 +311,8 @@ def sensible(word: str, text: str, config) -> str:
     if meant is None or "=" in word:
         return word if "=" in word else f"{word}=true"
     if meant[1] in options():
-        return f"{word}={options()[meant[1]][-1]}"
+        usable = [option for option in options()[meant[1]] if option != "tools"]  # which needs a class
+        return f"{word}={usable[-1]}"
     present = OmegaConf.select(config, meant[1], throw_on_resolution_failure=False)
     wanted = "[q_proj]" if meant[1].endswith("target_modules") else 8
     value = 0.5 if meant[2] else wanted if present is None else present
