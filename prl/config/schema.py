@@ -201,7 +201,7 @@ class SamplingConfig:
     max_tokens: Annotated[int, Ge(1)] | None = None
     """Longest completion of one turn, tokens; null = the rest of `model.max_model_len`."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end a completion. Their tokens stay in it, as sampled, so graders and the next turn see the string."""
+    """Strings that end a completion. Their tokens stay in it, as sampled: graders and the next turn see the string."""
     seed: Annotated[int, Ge(0)] | None = None
     """Seed of every request, together with the request's name; null = the run's seed."""
 
