@@ -13,6 +13,7 @@ On Linux, and with the standard library alone, it has, once the code runs:
 
 import ctypes
 import errno
+import importlib
 import json
 import math
 import os
@@ -83,7 +84,7 @@ def _load(packages: list[str]) -> list[str]:
     for folder in packages:
         place, name = os.path.split(folder)
         sys.path.append(place)
-        __import__(name)
+        importlib.import_module(name)
         sys.path.remove(place)
     return [each for folder in packages for each in (folder, f"{folder}.libs")]
 
