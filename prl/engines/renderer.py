@@ -173,6 +173,7 @@ def render(
 def tokenizer_of(renderer: "Renderer") -> "PreTrainedTokenizerBase | None":
     """The tokenizer that a renderer was made with; None for a renderer of the user's own that does not keep it.
 
-    The package's protocol has no attribute for it; all of its renderers keep it under this name.
+    The package's protocol has no attribute for it; all of its renderers keep it under the second name, prl's own under
+    the first.
     """
-    return getattr(renderer, "_tokenizer", None)
+    return getattr(renderer, "tokenizer", getattr(renderer, "_tokenizer", None))

@@ -9,16 +9,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from renderers import default
 from renderers.base import ParsedResponse, RenderedTokens, Renderer, extract_message_tool_names
 from renderers.configs import CustomRendererConfig, DefaultRendererConfig
 from renderers.default import DefaultRenderer
 
 from prl.config.model_folder import file_of
 from prl.engines.renderer import call_id
-
-# A model may have been taught special tokens as marks, such as `<answer>`. Until the package keeps them in its text.
-default._strip_special_tokens = lambda tokenizer, text: text
 
 THOUGHT = "<think>"
 """What opens a thought."""
@@ -30,6 +26,22 @@ ENDS_IN = ("generation_config.json", "config.json")
 """The files of a model that name its end tokens; the first that names any counts."""
 
 
+class WithoutSpecials:
+    """A tokenizer that names no special tokens; the rest is as it was.
+
+    The package's renderer removes special tokens from replies, and a model may have been taught some as marks, such as
+    `<answer>`. Not needed once the package removes the end of a turn alone.
+    """
+
+    all_special_tokens = ()
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
 class TemplateRenderer(DefaultRenderer):
     """Renders with the tokenizer's chat template, and parses thoughts and end tokens as the template writes them."""
 
@@ -37,7 +49,7 @@ class TemplateRenderer(DefaultRenderer):
     """What the package makes a renderer's config with, where it imports the class by its path."""
 
     def __init__(self, tokenizer: Any, config: DefaultRendererConfig):
-        super().__init__(tokenizer, config)
+        super().__init__(WithoutSpecials(tokenizer), config)
         self.tokenizer = tokenizer
         ends = [*super().get_stop_token_ids(), *self._ends_of_template(), *declared_ends(tokenizer)]
         self._ends = list(dict.fromkeys(ends))
