@@ -36,10 +36,10 @@ class WithoutSpecials:
     all_special_tokens = ()
 
     def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+        self._whole = tokenizer
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
+        return getattr(self._whole, name)
 
 
 class TemplateRenderer(DefaultRenderer):
