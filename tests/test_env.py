@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from prl.launch.command import FULL_ERROR
 from prl.tools import env_check as env
 
 TASKSET = """
@@ -34,6 +35,7 @@ def prl_env(monkeypatch, capsys):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["prl env", *arguments])
+        monkeypatch.delenv(FULL_ERROR, raising=False)  # of tests that ran in this process
         status = 0
         try:
             env.main()

@@ -28,7 +28,7 @@ from prl.config.model_reference import POLICY
 from prl.config.run_yaml import quoted
 from prl.config.schema import EnvConfig, TrainConfig
 from prl.engines.replies import Completion
-from prl.errors import ConfigError, of_own_code
+from prl.errors import PrlError, of_own_code
 from prl.launch.children import leave_none
 from prl.launch.command import FULL_ERROR, REFUSED, one_line, stopped
 from prl.monitors.log import Harmless
@@ -221,7 +221,7 @@ def main() -> None:
         problem = check(given.env, given.overrides, given.reply, given.judge, Console())
     except KeyboardInterrupt as end:
         raise stopped(end) from None
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+    except (PrlError, HydraException, OmegaConfBaseException) as error:
         problem = one_line(error)
     except Exception as error:  # of a chat template, say, that takes the prompt and not the reply
         if FULL_ERROR in os.environ:

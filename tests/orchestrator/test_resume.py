@@ -245,7 +245,8 @@ async def test_failed_run_keeps_its_last_step_and_goes_on(start, make_env, froze
     lines = []
     monitors = Monitors({"mine": Mine()})
     monitors.start(tmp_path, max_steps=9, run_config={})
-    orchestrator, train, _ = start([env()], steps=9, every=None, monitors=monitors, batch_timeout_s=0.5)
+    timeout_s = 0.5 if end == "slow engine" else 20.0
+    orchestrator, train, _ = start([env()], steps=9, every=None, monitors=monitors, batch_timeout_s=timeout_s)
     original = getattr(owner, method)
 
     def breaks(*given, **options):
@@ -254,7 +255,7 @@ async def test_failed_run_keeps_its_last_step_and_goes_on(start, make_env, froze
     monkeypatch.setattr(owner, method, breaks)
     training = asyncio.create_task(train())
     with pytest.raises((PrlError, OSError), match=message):
-        await asyncio.wait_for(orchestrator.run(), 20)
+        await asyncio.wait_for(orchestrator.run(), 30)
     last = orchestrator.weight_sync.shipped
     assert last > 2 and orchestrator.unsaved
     orchestrator.end()
@@ -307,7 +308,7 @@ async def test_run_without_signal_resumes_where_it_ended(start, make_env, tmp_pa
     orchestrator, train, _ = start([env()], steps=9, every=None)
     training = asyncio.create_task(train())
     with pytest.raises(NoSignal, match="in a row .* One reply, with reward "):
-        await asyncio.wait_for(orchestrator.run(), 20)
+        await asyncio.wait_for(orchestrator.run(), 30)
     warned = [record.getMessage() for record in caplog.records if "One reply, with reward 0" in record.getMessage()]
     assert warned, "after the first batch, too"
     orchestrator.end()
