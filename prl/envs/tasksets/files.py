@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,8 @@ HUB_WAIT = 5.0
 LONGEST_FIELD = 2**31 - 1
 """The most characters of a CSV field that Python's reader takes on every platform."""
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+NO_DATA = ("readme.json", "state.json", "dataset_info.json", "dataset_dict.json")
+"""Files that lie beside those of a split and have no rows."""
 SHARD = re.compile(r"(?:(?P<split>.+?)[-_.])??(?:(?P<number>\d+)[-_]of[-_](?P<count>\d+)(?:[-_.]\w+)?|\d+)")
 """The stem of a file that is a part of a split: `train-2`, `train-00002-of-00003`, or that with a hash behind it."""
 
@@ -71,12 +74,13 @@ def _decoded(text: bytes, place: str) -> Any:
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(LONGEST_FIELD)
+    line = 1  # where the row begins that is read
     try:
         with file.open(encoding="utf-8-sig", newline="") as opened:
-            reader = csv.DictReader(opened)
+            reader = csv.DictReader(opened, strict=True)
             names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise ValueError(f"{file}, line 1: two columns are named {twice[0]!r}: rename one")
+            _refuse_twins(names, f"{file}, line 1")
+            line = reader.line_num + 1
             for row in reader:
                 if None in row:  # what DictReader calls the values behind the last column
                     raise ValueError(
@@ -84,14 +88,27 @@ def _csv(file: Path) -> Iterator[tuple[str, Any]]:
                         f"{len(row) - 1} columns; one with a comma in it needs quotes"
                     )
                 yield f"line {reader.line_num}", row
-    except (csv.Error, UnicodeDecodeError) as error:
+                line = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {line}, is not CSV: {error}; is there a quote that is not closed?") from error
+    except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not CSV in UTF-8: {error}") from error
+
+
+def _refuse_twins(names: list[str], place: str) -> None:
+    """Raise ValueError if two columns have the same name."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{place}: two columns are named {twice[0]!r}: rename one")
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet  # heavy, and used only here
 
-    table = pyarrow.parquet.read_table(file)
+    try:
+        _refuse_twins(pyarrow.parquet.read_schema(file).names, str(file))
+        table = pyarrow.parquet.read_table(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file} is not parquet: {in_one_line(error)}") from error
     readers = {field.name: _reader_of(field.type) for field in table.schema}
     for number, row in enumerate(table.to_pylist(), start=1):
         yield f"row {number}", {key: None if value is None else readers[key](value) for key, value in row.items()}
@@ -100,15 +117,14 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
 def _reader_of(kind: Any) -> Callable[[Any], Any]:
     """Return what turns values of an Arrow type into those of a row: floats, at any depth, are the text in the file.
 
-    Python's floats of 32 and 16 bits have other digits. Fields of a struct without a value are left out: a file has
-    them where its rows have different keys.
+    NaN is no value: pandas writes it where there is none. Python's floats of 32 and 16 bits have other digits. Fields
+    of a struct without a value are left out: a file has them where its rows have different keys.
     """
-    import numpy
     from pyarrow import types
 
     if types.is_floating(kind):
         number = kind.to_pandas_dtype()
-        return lambda value: numpy.format_float_positional(number(value), trim="-")
+        return lambda value: _float_as_text(number(value))
     if types.is_decimal(kind):
         return str
     if types.is_struct(kind):
@@ -121,6 +137,15 @@ def _reader_of(kind: Any) -> Callable[[Any], Any]:
         of_item = _reader_of(kind.value_type)
         return lambda value: [None if item is None else of_item(item) for item in value]
     return _reader_of(kind.value_type) if types.is_dictionary(kind) else lambda value: value
+
+
+def _float_as_text(number: Any) -> Any:
+    """Return a number of numpy's as text, None for NaN; what is infinite stays a number, which no row may have."""
+    import numpy
+
+    if not math.isfinite(number):
+        return None if math.isnan(number) else float(number)
+    return numpy.format_float_positional(number, trim="-")
 
 
 READERS = dict(zip(SUFFIXES, (_json_lines, _json, _csv, _parquet), strict=True))
@@ -166,9 +191,11 @@ class MissingFiles(ValueError):
 def of_split(root: Path, paths: Iterable[Path], split: str) -> list[Path]:
     """Return those of `paths` under `root` that can be read and belong to a split.
 
-    Raises ValueError if several folders have some, MissingFiles if there are none, or fewer than their names say.
+    Raises ValueError if several folders have some or a file is there in two formats, MissingFiles if there are none, or
+    fewer than their names say.
     """
-    readable = [path for path in sorted(paths) if path.suffix.lower() in SUFFIXES and path.is_relative_to(root)]
+    data = [path for path in sorted(paths) if path.name.lower() not in NO_DATA]
+    readable = [path for path in data if path.suffix.lower() in SUFFIXES and path.is_relative_to(root)]
     files = [path for path in readable if split in (path.stem, path.parent.name, _split_name(path))]
     folders = sorted({path.parent.relative_to(root).as_posix() for path in files})
     if len(folders) > 1:
@@ -177,6 +204,11 @@ def of_split(root: Path, paths: Iterable[Path], split: str) -> list[Path]:
         there = ", ".join(sorted(set(map(_split_name, readable)))) or "none"
         raise MissingFiles(f"there is no split {split!r}; its splits: {there}")
     files = [path for path in files if path.stem == split] or files  # train.jsonl rather than train-2.jsonl
+    by_stem: dict[Path, Path] = {}
+    for path in files:
+        other = by_stem.setdefault(path.with_suffix(""), path)
+        if other != path:
+            raise ValueError(f"{other} and {path.name} may be the same rows twice: set path to the file wanted")
     if missing := missing_parts(files):
         raise MissingFiles(missing)
     return files

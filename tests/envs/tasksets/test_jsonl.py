@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import warnings
 from decimal import Decimal
 
@@ -190,11 +191,19 @@ def cached(tmp_path, monkeypatch):
         ("train_2", ["train_2.jsonl"], ["train.jsonl", "train_3.jsonl"]),
         ("train", ["part/train/0000.jsonl", "part/train/0001.jsonl"], ["part/train_gen/0000.jsonl"]),
         ("validation", ["validation.0.jsonl", "validation.1.jsonl"], ["validation_mismatched.0.jsonl"]),
+        ("train", ["train/a.jsonl"], ["train/README.json", "train/state.json", "train/dataset_info.json"]),
     ],
 )
 def test_split_is_its_whole_name(cached, split, own, others):
     cached([*own, *others])
     assert {task.data.answer for task in tasks(f"hub:me/sums:{split}", eval_fraction=0)} == set(own)
+
+
+@pytest.mark.parametrize("names", [["train.csv", "train.json"], ["train/0.json", "train/0.b.json", "train/0.parquet"]])
+def test_file_in_two_formats_is_refused(cached, names):
+    cached(names)
+    with pytest.raises(ConfigError, match=rf"{names[0]} and {names[-1].rpartition('/')[2]} may be the same rows twice"):
+        tasks("hub:me/sums:train")
 
 
 @pytest.mark.parametrize(
@@ -291,6 +300,7 @@ def test_unreadable_messages_are_refused_with_file_line_and_key(tmp_path, messag
         (pyarrow.float64(), 0.1 + 0.2, "0.30000000000000004"),
         (pyarrow.decimal128(5, 2), Decimal("1.50"), "1.50"),
         (pyarrow.int64(), 2**53 + 1, "9007199254740993"),
+        (pyarrow.float64(), math.nan, ""),
     ],
 )
 def test_parquet_numbers_are_written_as_people_write_them(tmp_path, kind, value, answer):
@@ -298,6 +308,20 @@ def test_parquet_numbers_are_written_as_people_write_them(tmp_path, kind, value,
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     (task,) = tasks(tmp_path / "a.parquet")
     assert task.data.answer == answer
+
+
+@pytest.mark.parametrize(
+    ("columns", "names", "says"),
+    [
+        ([["p"], ["4"], ["5"]], ["prompt", "answer", "answer"], r"a\.parquet: two columns are named 'answer'"),
+        ([["p"], [math.inf]], ["prompt", "answer"], r"a\.parquet, row 1: key 'answer' must be .*, got inf"),
+    ],
+)
+def test_unusable_parquet_file_is_refused_in_a_line(tmp_path, columns, names, says):
+    pyarrow.parquet.write_table(pyarrow.table(columns, names), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=says) as caught:
+        tasks(tmp_path / "a.parquet")
+    assert "\n" not in str(caught.value)
 
 
 HALF, SINGLE = pyarrow.float16(), pyarrow.float32()
@@ -437,6 +461,8 @@ def test_a_function_of_the_users_grades(path):
         ("a.jsonl", '{"prompt": "p", "answer": NaN}', {}, "line 1: key 'answer' must be .*, got nan"),
         ("a.jsonl", r'{"prompt": "a\ud800", "answer": "1"}', {}, r"line 1: key 'prompt' has a character"),
         ("a.jsonl", r'{"prompt": [{"content": "\udc00"}], "answer": "1"}', {}, r"line 1: key 'prompt' has a character"),
+        ("a.csv", 'prompt,answer\np,a\n"Q,4\nR,5\n', {}, r"a\.csv, line 3, is not CSV: .* a quote that is not closed"),
+        ("a.csv", 'prompt,answer\n"Q,4\n"R",5\n', {}, r"a\.csv, line 2, is not CSV"),
         ("a.csv", b"prompt,answer\n\xff,a\n", {}, "a.csv is not CSV in UTF-8"),
         ("a.parquet", "PAR1", {}, "[Pp]arquet"),
     ],
