@@ -31,7 +31,7 @@ from pydantic import Field
 from prl.envs.sandbox import SandboxFailed, evaluate, hides_files
 from prl.envs.sandboxed import literal
 from prl.envs.tasksets.base import IdTask
-from prl.envs.tasksets.code_blocks import code_in, global_names, sure_imports
+from prl.envs.tasksets.code_blocks import NO_NAMES, code_in, global_names, sure_imports
 from prl.envs.tasksets.jsonl import JsonlConfig, JsonlData, JsonlTaskset
 
 __all__ = ["CodeTaskset"]
@@ -71,7 +71,7 @@ def read_tests(text: str) -> Tests:
         if isinstance(statement, ast.Assert):
             tests.append(_test(statement.test))
             continue
-        read, bound = global_names(ast.unparse(statement)) or (set(), set())
+        read, bound, _ = global_names(ast.unparse(statement)) or NO_NAMES
         if read <= known and not _asserts(statement):  # else the code could replace it
             known |= bound
             before.append(ast.unparse(statement))
@@ -83,7 +83,7 @@ def read_tests(text: str) -> Tests:
         tests = [(f"({ast.unparse(each.value)}, True)[1]", True) for each in calls]
     if not tests:
         raise ValueError("no assert, and no call of a function that has some")
-    wanted, _ = global_names(text) or (set(), set())
+    wanted = (global_names(text) or NO_NAMES).read
     return Tests("\n".join(before), "\n".join(map(ast.unparse, after)), tests, wanted, sure_imports(text))
 
 

@@ -6,8 +6,10 @@ import functools
 import itertools
 import re
 import symtable
+import sys
 import warnings
 from collections.abc import Iterator, Set
+from typing import NamedTuple
 
 MOST_READ = 1 << 15
 """[characters] The end of a reply, in which code is looked for."""
@@ -18,30 +20,72 @@ MARGIN = re.compile(r"[ \t>]*+(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]++)*+")
 """What may stand before a fence: blanks, and the signs of quotes and lists."""
 PYTHON = re.compile(r"[{.]*+(?:[\w./-]*\.)?(?:i?python|py)[0-9.]*(?![\w-])", re.IGNORECASE)
 """How the words behind a fence begin: `python title="a.py"`, `python3.11`, `{.python}`, `src/a.py`."""
-DEFINITION = re.compile(r"^(?:[ \t]*+(?:async[ \t]++)?(?:def|class)[ \t]++)?([^\W\d]\w*+)[ \t]*+[(:=]", re.MULTILINE)
+DEFINITION = re.compile(r"^[ \t]*+(?:async[ \t]++)?(?:def|class)[ \t]++([^\W\d]\w*+)[ \t]*+[(:]", re.MULTILINE)
+THOUGHT_END = re.compile(r"""</think>(?!["'\\])""")
+"""Not a text in code."""
 BUILTINS = frozenset(dir(builtins))
+INSTALLED = {*sys.stdlib_module_names, "numpy"} - {"code"}
+"""Modules whose names can be what is asked for; `from code import f` means the code above."""
+
+
+class Names(NamedTuple):
+    """The global names of a program."""
+
+    read: Set[str]
+    """Those that it reads, in any function, and does not bind."""
+    bound: Set[str]
+    made: Set[str]
+    """Those of `bound` that have a value of its own, or of an installed module: no other import, no empty function."""
+
+
+NO_NAMES = Names(frozenset(), frozenset(), frozenset())
 
 
 @functools.lru_cache(1 << 6)
-def global_names(program: str) -> tuple[Set[str], Set[str]] | None:
-    """Return the global names that a program reads, in any function, and those that it binds; None if it is no Python.
-
-    It is parsed and not run.
-    """
+def global_names(program: str) -> Names | None:
+    """Return the global names of a program; None if it is no Python. It is parsed and not run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the program: an invalid escape sequence
         try:
             tables = [symtable.symtable(program, "program", "exec")]
+            tree = ast.parse(program)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None
     read: set[str] = set()
     bound: set[str] = set()
+    made = {name for node in ast.walk(tree) for name in _installed(node)}
     for table in tables:
         tables += table.get_children()
         names = [symbol for symbol in table.get_symbols() if table is tables[0] or symbol.is_global()]
         read.update(symbol.get_name() for symbol in names if symbol.is_referenced())
         bound.update(symbol.get_name() for symbol in names if symbol.is_assigned() or symbol.is_imported())
-    return read - bound - BUILTINS, bound
+        made.update(symbol.get_name() for symbol in names if symbol.is_assigned())
+    return Names(read - bound - BUILTINS, bound, (made & bound) - _announced(tree))
+
+
+def _installed(node: ast.AST) -> list[str]:
+    """Return the names that a statement imports from installed modules."""
+    if isinstance(node, ast.ImportFrom):
+        known = node.level == 0 and (node.module or "").partition(".")[0] in INSTALLED
+        return [alias.asname or alias.name for alias in node.names if known]
+    if isinstance(node, ast.Import):
+        roots = [(alias.name.partition(".")[0], alias.asname) for alias in node.names]
+        return [name or root for root, name in roots if root in INSTALLED]
+    return []
+
+
+def _announced(tree: ast.Module) -> set[str]:
+    """Return the names of functions without a body, and those with a type and no value, at the end of a program."""
+    empty: dict[str, bool] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            values = [each.value if isinstance(each, ast.Expr) else each for each in node.body]
+            empty[node.name] = all(isinstance(each, ast.Constant | ast.Pass) for each in values)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            empty[node.target.id] = node.value is None
+        elif isinstance(node, ast.Assign):
+            empty |= {target.id: False for target in node.targets if isinstance(target, ast.Name)}
+    return {name for name, is_empty in empty.items() if is_empty}
 
 
 def sure_imports(program: str) -> set[str]:
@@ -59,23 +103,36 @@ def sure_imports(program: str) -> set[str]:
 
 
 def code_in(reply: str, wanted: Set[str] = frozenset()) -> str:
-    """Return the code of a reply: the last blocks that define the names `wanted`, and names which these read in turn.
+    """Return the code of a reply: the last blocks that make the names `wanted`, and names which these read in turn.
 
-    They are blocks in Python, or that say no language. If none defines such a name, it is the last one in Python, else
-    the last block, else the whole reply.
+    They are blocks in Python, or that say no language. If none makes such a name, it is the last one in Python, else
+    the last block, else the whole reply. What is thought before is left out.
     """
+    reply = THOUGHT_END.split(reply)[-1]
     blocks = list(blocks_in(reply))
     python = [text for language, text in blocks if PYTHON.match(language)]
-    candidates = [text for language, text in blocks if not language or PYTHON.match(language)]
+    candidates = [(language, text) for language, text in blocks if not language or PYTHON.match(language)]
     chosen: list[str] = []
     missing = set(wanted)
-    for text in reversed(candidates or [text for _, text in blocks]):
-        read, bound = global_names(text) or (set(), set(DEFINITION.findall(text)))
+    for language, text in reversed(candidates or blocks):
+        names = global_names(text) or (_broken_names(text) if language else NO_NAMES)
+        bound = names.made | (names.bound - wanted)
         if missing & bound:
             chosen.insert(0, text)
-            missing = (missing | read) - bound
-    last = [text for _, text in blocks][-1:] or [reply.rpartition("</think>")[2]]
-    return "\n".join(chosen or python[-1:] or candidates[-1:] or last)
+            missing = (missing | names.read) - bound
+    code = "\n".join(chosen or python[-1:] or [text for _, text in candidates or blocks][-1:] or [reply])
+    return _imports_of_future_first(code) if len(chosen) > 1 else code
+
+
+def _broken_names(text: str) -> Names:
+    """Return the names that a block in Python, which does not compile, was to define; a signature alone has none."""
+    found = set(DEFINITION.findall(text))
+    return global_names(text.rstrip(": \t\n") + ": ...") or Names(frozenset(), found, found)
+
+
+def _imports_of_future_first(code: str) -> str:
+    """Return code with its lines `from __future__ import …` before all others, where alone Python takes them."""
+    return "\n".join(sorted(code.split("\n"), key=lambda line: not re.match(r"from __future__ import [^(]", line)))
 
 
 def blocks_in(reply: str) -> Iterator[tuple[str, str]]:

@@ -46,6 +46,18 @@ BEHIND = {
     "a session as Python": "```python\n>>> f(3)\n7\n```",
     "usage": "```python\nresult = f(3)\nprint(result)\n```",
     "usage without a language": "```\nassert f(3) == 7\n```",
+    "usage that imports it": "```python\nfrom solution import f\nprint(f(3))\n```",
+    "usage that imports it by another name": "```python\nimport pytest\nfrom .a import g as f\nassert f(3) == 7\n```",
+    "usage that imports it from `code`": "```python\nfrom code import f\nprint(f(3))\n```",
+    "tests": "```python\nimport unittest\nfrom solution import f\nclass T(unittest.TestCase):\n"
+    "    def test(self): self.assertEqual(f(3), 7)\n```",
+    "output that names it": "```\nf(3) = 7\nf(4): 9\n```",
+    "output that names it, as Python": "```python\nf(3)  → 7\n```",
+    "output that is Python": "```\nf: fast\n```",
+    "its formula": "```\nf(x) = 2x + 1\n```",
+    "its signature": "```\ndef f(x)\n```",
+    "its signature, as Python": "```python\ndef f(x: int = len('a')) -> int\n```",
+    "its signature and no body": '```python\ndef f(x: int) -> int:\n    """2x + 1."""\n    ...\n```',
     "a difference": "```diff\n-f = 1\n+f = 2\n```",
     "an open fence": "```",
     "words": "`f` takes O(1), `f(3)` is ``7``.",
@@ -73,11 +85,19 @@ FORMS = {
     "behind a thought with code": f"<think>\n```python\ndef f(x): return 0\n```\nNo.</think>\n{BLOCK}",
     "behind a thought with an open fence": f"<think>\n```python\ndef f(x): return 0\nNo.\n</think>\n{BLOCK}",
     "behind a thought, without a fence": f"<think>Is it 2x?</think>\n{F}",
+    "behind a thought with a draft, without a fence": f"<think>\n```python\ndef f(x): return 0\n```\n</think>\n{F}",
+    "with a thought's end in a text": f"```python\nEND, OTHER = '</think>', '</think>\\n'\n{F}```",
     "better than the first": f"```python\ndef f(x):\n    return x\n```\nBetter:\n{BLOCK}",
     "better than one that is no Python": f"```python\ndef f(x): return (\n```\nBetter:\n{BLOCK}",
     "behind a block that it needs": "```python\nimport operator\ndef two(x): return 2 * x\n```\n"
     "and\n```python\ndef f(x):\n    return operator.add(two(x), 1)\n```",
     "behind an installation": f"```\npip install six\n```\n{BLOCK}",
+    "behind a block that it needs, and the future": "```python\ndef two(x): return 2 * x\n```\n"
+    "```python\n# So:\nfrom __future__ import annotations\ndef f(x: Missing): return two(x) + 1\n```",
+    "behind a function that another module has": "```python\ndef f(x): return x\n```\n"
+    "```python\nfrom functools import partial as f\ndef g(x): return 2 * x + 1\nf = f(g)\n```",
+    "with a try of another module": f"```python\ntry:\n    from solution import f\nexcept ImportError:\n"
+    f"{indented(F, '    ')}```",
     "an escape that Python warns of": f"```python\nDIGIT = '\\d'\n{F}```",
 }
 ALL = {f"words {words!r}": f"```{words}\n{F}```\nThat is all." for words in WORDS}
@@ -99,6 +119,7 @@ def test_the_code_that_defines_what_is_tested_is_found(form):
             "def f(x): return (",
         ),  # the last word
         ("```python\ndef f(x): return 1\n```\n```python\ndef f(x): return 2\n```", "def f(x): return 2"),
+        ("```python\ndef f(): return 1\n```\n```python\nfrom math import gcd as f\n```", "from math import gcd as f"),
         ("```python\na\n```\n```\nb\n```", "a"),
         ("```\na\n```\n```\nb\n```", "b"),
         ("```js\na\n```\n```c\nb", "b"),
