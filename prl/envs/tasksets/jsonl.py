@@ -18,6 +18,7 @@ import math
 import random
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -32,6 +33,10 @@ from prl.envs.tasksets.files import hub_files, missing_parts, rows_of
 from prl.envs.tasksets.graders import GRADERS, QUICK, fault_of
 from prl.envs.tasksets.layouts import (
     ANSWERS,
+    FALSE,
+    IS_GOOD,
+    SYSTEMS,
+    UNREAD,
     decoded,
     divided,
     layout_of,
@@ -44,6 +49,8 @@ from prl.monitors.text import in_one_line
 __all__ = ["JsonlTaskset"]
 
 Grade = Callable[[str, str], float]
+Notes = defaultdict[str, list[str]]
+"""What is left out of rows, and their places."""
 NO_TOOLS: tuple[Any, ...] = (None, "", "[]", [])
 """Values of `tools` in rows that declare none."""
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
@@ -191,14 +198,14 @@ def _gradable(config: JsonlConfig, row: JsonlData) -> bool:
 def read(config: JsonlConfig, path: str) -> list[JsonlData]:
     """Return the distinct rows of a file or a data set; raise ValueError naming file, line and key of a bad one."""
     distinct: dict[str, JsonlData] = {}
-    notes: dict[str, str] = {}
+    notes: Notes = defaultdict(list)
     for place, row in rows_at(path):
         for data in tasks_of(config, row, place, notes):
             distinct.setdefault(str(data.id), data)
+    for note, places in notes.items():
+        warnings.warn(f"{places[0]}, the first of {len(places)} rows: {note}", stacklevel=2)
     if not distinct:
-        raise ValueError(f"{path} has no rows")
-    for note, place in notes.items():
-        warnings.warn(f"{place}, and maybe others: {note}", stacklevel=2)
+        raise ValueError(f"{path} has no rows{' that are not left out' if notes else ''}")
     return list(distinct.values())
 
 
@@ -218,10 +225,10 @@ def rows_at(path: str) -> Iterator[tuple[str, Any]]:
             yield f"{file}, {place}", row
 
 
-def tasks_of(config: JsonlConfig, row: Any, place: str, notes: dict[str, str]) -> Iterator[JsonlData]:
+def tasks_of(config: JsonlConfig, row: Any, place: str, notes: Notes) -> Iterator[JsonlData]:
     """Yield the tasks of a row; raise ValueError, with its `place`, for a key that is missing or of a wrong type.
 
-    `notes` gets what is left out of it, with the place of the first such row.
+    `notes` gets what is left out of it.
     """
     if not isinstance(row, dict):
         raise ValueError(f"{place}: a row is a mapping of keys to values, got {type(row).__name__}")
@@ -236,26 +243,65 @@ def tasks_of(config: JsonlConfig, row: Any, place: str, notes: dict[str, str]) -
         if not pairs or (behind and graded and not every):  # then a reply to what is behind is graded
             pairs = [(prompt, None)]
         elif behind:
-            notes.setdefault("the messages behind the assistant's last one are left out", place)
+            notes["the messages behind the assistant's last one are left out"].append(place)
+    # A key that a setting names means what the setting says.
+    named = {str(key).partition(".")[0] for key in (config.prompt_key, config.answer_key, config.demonstration_key)}
+    others = {key: value for key, value in row.items() if key not in named}
+    is_bad = any(others.get(key) in FALSE for key in IS_GOOD)
+    imitated = pairs[-1][1]
+    if is_bad and imitated is not None and (answer is None or imitated != str(answer)):
+        notes["rows whose `label` is false are left out: their replies are not to be imitated"].append(place)
+        return
+    for key in UNREAD:
+        if others.get(key) not in NO_TOOLS:
+            notes[f"`{key}` is not read: {UNREAD[key]}"].append(place)
+    own_system = _own_system(config, others, pairs[0][0], place, notes)
+    if any(reply == [] for _, reply in pairs):
+        notes["messages of the assistant's with `weight` 0 or `train` false are not imitated"].append(place)
     first = _digest(pairs[0][0])
     identity = first if prompt is pairs[0][0] and isinstance(prompt, list) else prompt  # to spell messages takes long
     for number, (opening, demonstration) in enumerate(pairs, start=1):
         last = number == len(pairs)
+        if demonstration == [] and not (last and graded):
+            continue
+        if isinstance(demonstration, list) and demonstration and not any(map(_says_something, demonstration)):
+            raise ValueError(
+                f"{place}: the assistant's message to imitate is empty: neither a text nor a call of a tool"
+            )
         data = JsonlData(
-            id=_digest([identity, answer, reply, *tools, *([] if last else [number])]),
+            id=_digest([identity, answer, reply, *tools, *own_system, *([] if last else [number])]),
             prompt=opening,
-            system_prompt=config.system,
+            system_prompt=config.system or "".join(own_system) or None,
             answer=graded if last else "",
-            demonstration=[*map(message_to_wire, demonstration)] if isinstance(demonstration, list) else demonstration,
+            demonstration=[*map(message_to_wire, demonstration)] or None
+            if isinstance(demonstration, list)
+            else demonstration,
             tools=tools or None,
         )
         data._place, data._conversation = place, first
         yield data
 
 
-def _prompt_and_reply(
-    config: JsonlConfig, row: dict[str, Any], place: str, notes: dict[str, str]
-) -> tuple[Any, Any, bool]:
+def _own_system(config: JsonlConfig, row: dict[str, Any], opening: Any, place: str, notes: Notes) -> list[str]:
+    """Return the system message that stands in a row beside its prompt; nothing where another one counts."""
+    key = next((key for key in SYSTEMS if row.get(key) not in (None, "")), None)
+    if key is None:
+        return []
+    system = _value(row, place, key, str)
+    other = config.system
+    if other is None and isinstance(opening, list) and opening[0].role == "system":
+        other = opening[0].content
+    if other not in (None, system):
+        notes[f"`{key}` is left out: there is another system message"].append(place)
+    return [system] if other is None else []
+
+
+def _says_something(message: Any) -> bool:
+    """Return whether there is something in a message that can be imitated."""
+    return bool(message.content or getattr(message, "tool_calls", None) or getattr(message, "reasoning_content", None))
+
+
+def _prompt_and_reply(config: JsonlConfig, row: dict[str, Any], place: str, notes: Notes) -> tuple[Any, Any, bool]:
     """Return a row's prompt, the reply to imitate or None, and whether these are a conversation that is to be divided.
 
     Both are a text or messages.
@@ -268,7 +314,7 @@ def _prompt_and_reply(
             raise ValueError(f"{place}: no layout of rows fits its keys ({keys}): name its prompt with prompt_key")
         prompt_key, reply_key = found[0], reply_key or found[1]
     if reply_key == "chosen" and row.get("rejected") is not None:
-        notes.setdefault("`chosen` is imitated, and `rejected` is left out: prl trains on no pairs", place)
+        notes["`chosen` is imitated, and `rejected` is left out: prl trains on no pairs"].append(place)
     if prompt_key == reply_key:
         return _listed(messages_of, _value(row, place, prompt_key, list), place, prompt_key), None, True
     prompt = _listed(messages_of, _value(row, place, prompt_key, str, list), place, prompt_key)
@@ -317,7 +363,10 @@ def _value(row: dict[str, Any], place: str, key: str, *types: type) -> Any:
     if key not in row:
         keys = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"{place}: there is no {key!r} (its keys: {keys})")
-    value = decoded(row[key], whole=types == (list,)) if list in types else row[key]
+    try:
+        value = decoded(row[key], whole=types == (list,)) if list in types else row[key]
+    except ValueError as error:
+        raise ValueError(f"{place}: key {key!r}: {error}") from error
     if value is None:
         raise ValueError(f"{place}: key {key!r} has no value")
     odd = isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value))  # numbers to Python

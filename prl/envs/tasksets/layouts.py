@@ -35,9 +35,25 @@ ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation":
 """Names of roles that verifiers has under another one."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names of a message's thought."""
-CHAT = re.compile(r'\s*\[\s*\{\s*"(?:role|content|from|value)"\s*:')
-"""How a list of chat messages begins that is written as JSON."""
+CHAT = re.compile(r"""\s*\[\s*\{\s*(["'])(?:role|content|from|value)\1\s*:""")
+"""How a list of chat messages begins that is written as JSON, or with ' as Python writes it, and pandas into CSV."""
+SYSTEMS = ("system", "system_prompt")
+"""Keys of a system message that stands beside the prompt, of which the first counts."""
+UNREAD = {
+    "history": "write the turns as `messages`",
+    "context": "write it into the prompt",
+    "functions": "write them as `tools`",
+}
+"""Keys of what belongs to a prompt and is not read, and what to do."""
+IS_GOOD = ("label", "kto_tag")
+"""Keys of whether a reply is a good one, in data for KTO."""
+FALSE = (0, "0", "false", "False", "FALSE")
+"""How a file says that it is not: JSON's `false` is a zero, and a column of a CSV file has texts alone."""
 MESSAGES = TypeAdapter(vf.Messages)
+
+
+class UntrainedMessage(vf.AssistantMessage):
+    """A message of the assistant's that is part of a conversation, and no reply to imitate."""
 
 
 def layout_of(row: dict[str, Any]) -> tuple[str, str | None] | None:
@@ -51,9 +67,13 @@ def layout_of(row: dict[str, Any]) -> tuple[str, str | None] | None:
 def decoded(value: Any, *, whole: bool) -> Any:
     """Return a text that is a list in JSON as that list: a column of a CSV file has texts alone.
 
-    It has to be one of chat messages, where a text might be meant; with `whole` of anything.
+    It has to be one of chat messages, where a text might be meant; with `whole` of anything. Raises ValueError for
+    messages as Python writes them.
     """
-    if isinstance(value, str) and (whole or CHAT.match(value)):
+    chat = CHAT.match(value) if isinstance(value, str) else None
+    if chat and chat[1] == "'":
+        raise ValueError(f"messages as text must be JSON (json.dumps writes it), got {value!r:.80}")
+    if isinstance(value, str) and (whole or chat):
         with contextlib.suppress(*UNREADABLE):
             return json.loads(value)
     return value
@@ -61,6 +81,8 @@ def decoded(value: Any, *, whole: bool) -> Any:
 
 def divided(prompt: str | list[Any], reply: str | list[Any] | None, *, every: bool) -> tuple[list[Any], list[Any]]:
     """Return the prompts in a conversation, each with the assistant's message that follows it, and what is behind.
+
+    In place of a message that is not to be imitated there is none.
 
     Args:
         prompt: A text, or messages; those of the whole conversation if `reply` is None.
@@ -73,14 +95,19 @@ def divided(prompt: str | list[Any], reply: str | list[Any] | None, *, every: bo
         opening, replies = replies, []
     messages, first = [*opening, *replies], len(opening) if replies else 1
     places = [place for place, message in enumerate(messages) if place >= first and message.role == "assistant"]
-    pairs = [(messages[:place], messages[place : place + 1]) for place in places]
+    untrained = [isinstance(messages[place], UntrainedMessage) for place in places]
+    pairs = [
+        (messages[:place], [] if skipped else [messages[place]])
+        for place, skipped in zip(places, untrained, strict=True)
+    ]
     return pairs if every else pairs[-1:], messages[places[-1] + 1 :] if places else []
 
 
 def messages_of(value: list[Any]) -> list[Any]:
     """Return the messages of a conversation; raise AttributeError, KeyError, TypeError or ValueError if it is none.
 
-    Calls of tools and their results get ids, in their order, where they have none.
+    Calls of tools and their results get ids, in their order, where they have none. A message of the assistant's with
+    `weight` 0 (OpenAI) or `train` false is an `UntrainedMessage`.
     """
     messages = [as_verifiers(message) for message in value]
     calls = [call for message in messages for call in message["tool_calls"] or ()]
@@ -89,7 +116,15 @@ def messages_of(value: list[Any]) -> list[Any]:
         for key, entries in (("id", calls), ("tool_call_id", results)):
             for number, entry in enumerate(entries):
                 entry[key] = f"call{number:05d}"  # nine letters and digits, as some templates want
-    return MESSAGES.validate_python(messages)
+    return [
+        UntrainedMessage(**dict(read)) if read.role == "assistant" and is_untrained(message) else read
+        for read, message in zip(MESSAGES.validate_python(messages), messages, strict=True)
+    ]
+
+
+def is_untrained(message: dict[str, Any]) -> bool:
+    """Return whether a chat message says that it is not to be trained on."""
+    return message.get("weight") in FALSE or message.get("train") in FALSE
 
 
 def as_verifiers(message: Any) -> dict[str, Any]:

@@ -171,6 +171,9 @@ LEFT_OUT = [
     ({"prompt": "q", "chosen": [user("q"), says("a")], "rejected": "b"}, "user q", "assistant a", "rejected"),
     ({"chosen": [user("q"), says("a")], "rejected": [user("q"), says("b")]}, "user q", "assistant a", "rejected"),
     ({"messages": [user("q"), says("a"), user("r")]}, "user q", "assistant a", "behind"),
+    ({"instruction": "i", "output": "a", "history": [["q", "b"]]}, "i", "a", "`history` is not read"),
+    ({"prompt": "q", "completion": "a", "context": "c"}, "q", "a", "`context` is not read"),
+    ({"messages": [user("q"), says("a")], "functions": [ADD]}, "user q", "assistant a", "write them as `tools`"),
 ]
 
 
@@ -180,6 +183,71 @@ def test_what_is_left_out_of_a_row_is_said(tmp_path, row, prompt, reply, what):
     path.write_text((json.dumps(row) + "\n") * 2)
     with pytest.warns(UserWarning, match=rf"rows\.jsonl, line 1, .*{what}"):
         assert read(path) == [(prompt, reply, "", None)]
+
+
+@pytest.mark.parametrize("label", [False, 0, "False", "0"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "completion": "a"},
+        {"prompt": [user("q")], "completion": [says("a")]},
+        {"messages": [user("q"), says("a")]},
+        {"instruction": "q", "output": "a"},
+    ],
+)
+def test_reply_that_is_labelled_bad_is_no_demonstration(tmp_path, row, label):
+    path = tmp_path / "rows.jsonl"
+    rows = [row | {"label": True}, row | {"label": label}, row | {"label": label}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.warns(UserWarning, match=r"line 2, the first of 2 rows: .*`label` is false"):
+        assert [task[1] for task in read(path)] in (["a"], ["assistant a"])
+
+
+@pytest.mark.parametrize(
+    ("row", "args"),
+    [
+        ({"question": "q", "answer": 7, "label": 0}, {}),
+        ({"prompt": "q", "label": False}, {}),
+        ({"prompt": "q", "completion": "a", "label": 0}, {"answer_key": "label"}),
+    ],
+)
+def test_label_of_something_else_leaves_nothing_out(tmp_path, row, args):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert len(read(path, **args)) == 1
+
+
+SYSTEM = {"role": "system", "content": "S"}
+
+
+@pytest.mark.parametrize(
+    ("row", "args", "system", "note"),
+    [
+        ({"instruction": "i", "output": "a", "system": "S"}, {}, "S", None),
+        ({"question": "q", "answer": "a", "system_prompt": "S"}, {}, "S", None),
+        ({"conversations": [human("q"), gpt("a")], "system": "S"}, {}, "S", None),
+        ({"prompt": "q", "system": ""}, {}, None, None),
+        ({"prompt": "q", "system": None, "system_prompt": "S"}, {"system": "S"}, "S", None),
+        ({"prompt": "q", "system": "S"}, {"system": "T"}, "T", "`system` is left out"),
+        ({"messages": [SYSTEM, user("q"), says("a")], "system": "S"}, {}, None, None),
+        ({"messages": [SYSTEM, user("q"), says("a")], "system": "T"}, {}, None, "`system` is left out"),
+    ],
+)
+def test_system_message_beside_the_prompt_is_read(tmp_path, row, args, system, note):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    settings = {"path": str(path), "eval_fraction": 0, **args}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        [task] = take_tasks(load_taskset("prl.envs.tasksets.jsonl", settings, "envs.e.args"), 100, "envs.e.args")
+    assert task.data.system_prompt == system
+    assert [note in str(warning.message) for warning in caught] == ([] if note is None else [True])
+
+
+def test_rows_that_differ_in_their_system_message_are_two(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "q", "system": system}) + "\n" for system in "ST"))
+    assert len(read(path)) == 2
 
 
 @pytest.mark.parametrize("tools", [TOOLS, [ADD], json.dumps(TOOLS), json.dumps([ADD])])
@@ -242,6 +310,27 @@ def test_every_turn_of_a_conversation_may_be_a_task(tmp_path, row, args):
     expected = [("user q", "assistant a"), ("user q / assistant a / user r", "assistant b")]
     with pytest.warns(UserWarning, match="left out"):
         assert [task[:2] for task in read(path, train_turns="all", **args)] == expected
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+@pytest.mark.parametrize(
+    ("marked", "answer", "turns", "expected"),
+    [
+        (1, {}, "all", [("user q / assistant a / user r", "assistant b", "")]),
+        (1, {}, "last", [("user q / assistant a / user r", "assistant b", "")]),
+        (3, {}, "all", [("user q", "assistant a", "")]),
+        (3, {"answer": "7"}, "all", [("user q", "assistant a", ""), ("user q / assistant a / user r", None, "7")]),
+        (3, {"answer": "7"}, "last", [("user q / assistant a / user r", None, "7")]),
+    ],
+)
+def test_turn_that_is_not_to_be_trained_is_not_imitated(tmp_path, mark, marked, answer, turns, expected):
+    path = tmp_path / "rows.jsonl"
+    talk = [message | mark if place == marked else message for place, message in enumerate(TALK[:4])]
+    path.write_text(json.dumps({"messages": talk, **answer}) + "\n")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [task[:3] for task in read(path, train_turns=turns)] == expected
+    assert ["not imitated" in str(warning.message) for warning in caught] == [True] * ((marked, turns) != (1, "last"))
 
 
 def test_an_answer_grades_the_last_turn_alone(tmp_path):
