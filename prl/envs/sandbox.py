@@ -38,6 +38,8 @@ ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's
 PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
 _THREADS = ThreadPoolExecutor(AT_ONCE, "prl-code")
 """A process ends with the thread that started it, which these outlive."""
+Step = str | tuple[str, str]
+"""An expression, or statements and an expression."""
 FAILED = object()
 """In place of the value of an expression that raised."""
 
@@ -55,22 +57,23 @@ def hides_files() -> bool:
 
 
 def _input(
-    code: Sequence[str], expressions: Sequence[str], seconds: float, memory_mb: int, packages: Sequence[str] = ()
+    code: Sequence[str], expressions: Sequence[Step], seconds: float, memory_mb: int, packages: Sequence[str] = ()
 ) -> bytes:
     specs = [importlib.util.find_spec(package) for package in packages]
     folders = [str(spec.submodule_search_locations[0]) for spec in specs if spec and spec.submodule_search_locations]
-    asked = {"code": list(code), "expressions": list(expressions), "seconds": seconds, "memory": memory_mb << 20}
+    steps = [("", each) if isinstance(each, str) else each for each in expressions]
+    asked = {"code": list(code), "expressions": steps, "seconds": seconds, "memory": memory_mb << 20}
     return json.dumps(asked | {"written": MOST_WRITTEN, "packages": folders}).encode()
 
 
 async def evaluate(
-    *code: str, expressions: Sequence[str], seconds: float, memory_mb: int, packages: Sequence[str] = ()
+    *code: str, expressions: Sequence[Step], seconds: float, memory_mb: int, packages: Sequence[str] = ()
 ) -> list[Any]:
     """Run `code`, programs that share their names, then evaluate the expressions in it, in a process of its own.
 
     Args:
         code: Programs.
-        expressions: Python expressions over its names.
+        expressions: Python expressions over its names, each alone or with a program that runs before it.
         seconds: Time for all of it.
         memory_mb: [MiB] Address space of the process.
         packages: Installed packages that the code can import, as numpy; loading them takes time and memory of it.

@@ -138,7 +138,10 @@ def _deny_calls(libc: ctypes.CDLL) -> None:
 
 
 def literal(value: Any) -> str:
-    """Return the Python literal of a value, a subclass's as of its class. Raises TypeError where it has none."""
+    """Return the Python literal of a value, a subclass's as of its class. Raises TypeError where it has none.
+
+    That of a number of another class is of the integer or float that equals it: `numpy.int64(7)`, `Decimal(7)`.
+    """
     if value is None:
         return "None"
     for kind in (bool, int, float, complex, str, bytes):
@@ -147,6 +150,9 @@ def literal(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{literal(key)}: {literal(each)}' for key, each in value.items())}}}"
     if not isinstance(value, list | tuple | set | frozenset):
+        for number in (int(value), float(value)) if hasattr(value, "__float__") else ():
+            if value == number:
+                return repr(number)
         raise TypeError(f"{type(value).__name__} has no literal")
     parts = "".join(f"{literal(each)}, " for each in value)
     if isinstance(value, list | tuple):
@@ -176,8 +182,9 @@ def _main() -> None:
     reply = sys.modules["reply"] = types.ModuleType("reply")
     for code in asked["code"]:
         exec(compile(code, "reply.py", "exec"), vars(reply))
-    for expression in asked["expressions"]:
+    for statements, expression in asked["expressions"]:
         try:
+            exec(compile(statements, "tests.py", "exec"), vars(reply))
             value = literal(eval(expression, vars(reply)))
         except Exception:
             value = "raised"

@@ -3,13 +3,13 @@
     {"prompt": "Write a Python function f that takes a number x and returns 2 * x + 1.", "tests": ["assert f(3) == 7"]}
 
 The code is the last ``` block that defines what the tests name (`prl.envs.tasksets.code_blocks`), else the whole reply.
-Tests are `assert` statements; other statements run before the code, or, if they use names of its, after it and before
-all tests. The expression of `assert <expression> == <literal>` is evaluated where the code runs, and compared here, as
-Python compares: the code never sees what is wanted. Any other assertion is evaluated there whole, and code that sets
-out to can make it true. Where assertions stand in functions alone, tests are the calls after the code, such as
-HumanEval's `check(f)`: they hold if they do not raise. The reward is 1.0 if all hold, else 0.1 times the share that
-does. Code that does not end in `seconds`, or goes beyond another limit, fails the tests from there on. What it cannot
-do: `prl/envs/sandboxed.py`.
+Tests are `assert` statements. Other statements run before the code, or, if they use names of its or stand behind one
+that does, after it and in order: those before a test with it, those behind all tests as one more test. The expression
+of `assert <expression> == <literal>` is evaluated where the code runs, and compared here, as Python compares: the code
+never sees what is wanted. Any other assertion is evaluated there whole, and code that sets out to can make it true.
+Where assertions stand in functions alone, tests are the calls after the code, such as HumanEval's `check(f)`: they hold
+if they do not raise. The reward is 1.0 if all hold, else 0.1 times the share that does. Code that does not end in
+`seconds`, or goes beyond another limit, fails the tests from there on. What it cannot do: `prl/envs/sandboxed.py`.
 
 The rows are those of `prl.envs.tasksets.jsonl`; `tests` is a text or a list of them. Those that come with prl, a dozen
 each of some kinds of exercises, are in `code.jsonl`.
@@ -42,6 +42,11 @@ OWN = Path(__file__).with_name("code.jsonl")
 """Tasks that come with prl."""
 PACKAGES = ("numpy",)
 """What tests can import beside Python's own modules."""
+BINDING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+"""Statements that do no more than bind a name, so that it can be bound before."""
+UNABLE = re.compile(r"\b(?:asyncio\.(?:run|Runner|new_event_loop|get_event_loop)|IsolatedAsyncioTestCase)\b")
+NO_USE = {"tempfile", "subprocess", "multiprocessing"}
+"""What tests cannot do here, and modules of which they can do nothing."""
 
 
 class Tests(NamedTuple):
@@ -49,10 +54,8 @@ class Tests(NamedTuple):
 
     before: str
     """Runs before the code."""
-    after: str
-    """Runs behind it."""
-    checks: list[tuple[str, Any]]
-    """Each test as an expression and its value."""
+    checks: list[tuple[str, str, Any]]
+    """Each test as statements that run first, an expression and its value."""
     wanted: Set[str]
     """The names that the code is to define."""
     imports: Set[str]
@@ -62,34 +65,46 @@ class Tests(NamedTuple):
 @functools.lru_cache(1 << 12)
 def read_tests(text: str) -> Tests:
     """Return what to run; raise ValueError for a text without a test, SyntaxError for one that is no Python."""
+    program = ast.parse(text)
+    for node in ast.walk(program):
+        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Tuple) and node.test.elts:
+            raise ValueError(f"its line {node.lineno} asserts a tuple, which always holds")
     compile(text, "tests", "exec")
+    calls_are_tests = not any(isinstance(each, ast.Assert) for each in program.body) and _asserts(program)
     before: list[str] = []
-    after: list[ast.stmt] = []
-    tests: list[tuple[str, Any]] = []
+    waiting: list[ast.stmt] = []
+    tests: list[tuple[str, str, Any]] = []
     known: set[str] = set()
-    for statement in ast.parse(text).body:
-        if isinstance(statement, ast.Assert):
-            tests.append(_test(statement.test))
-            continue
+    untested = False  # a statement that waits uses the code
+    for statement in program.body:
         read, bound, _ = global_names(ast.unparse(statement)) or NO_NAMES
-        if read <= known and not _asserts(statement):  # else the code could replace it
+        uses_code = not read <= known or _asserts(statement)
+        in_order = (tests or waiting) and (bound & known or not isinstance(statement, BINDING))
+        if isinstance(statement, ast.Assert):
+            test = _test(statement.test)
+        elif not uses_code and not in_order:  # else the code could replace it
             known |= bound
             before.append(ast.unparse(statement))
+            continue
+        elif calls_are_tests and uses_code and isinstance(statement, ast.Expr):
+            test = f"({ast.unparse(statement.value)}, True)[1]", True
         else:
-            after.append(statement)
-    if not tests and any(map(_asserts, after)):
-        calls = [each for each in after if isinstance(each, ast.Expr)]
-        after = [each for each in after if not isinstance(each, ast.Expr)]
-        tests = [(f"({ast.unparse(each.value)}, True)[1]", True) for each in calls]
+            waiting.append(statement)
+            untested |= uses_code and not isinstance(statement, BINDING)
+            continue
+        tests.append(("\n".join(map(ast.unparse, waiting)), *test))
+        waiting, untested = [], False
     if not tests:
         raise ValueError("no assert, and no call of a function that has some")
+    if untested:
+        tests.append(("\n".join(map(ast.unparse, waiting)), "True", True))
     wanted = (global_names(text) or NO_NAMES).read
-    return Tests("\n".join(before), "\n".join(map(ast.unparse, after)), tests, wanted, sure_imports(text))
+    return Tests("\n".join(before), tests, wanted, sure_imports(text))
 
 
-def _asserts(statement: ast.stmt) -> bool:
-    """Return whether there is an assertion in a statement."""
-    return any(isinstance(node, ast.Assert) for node in ast.walk(statement))
+def _asserts(program: ast.AST) -> bool:
+    """Return whether there is an assertion in a program or a statement."""
+    return any(isinstance(node, ast.Assert) for node in ast.walk(program))
 
 
 def _test(test: ast.expr) -> tuple[str, Any]:
@@ -138,17 +153,16 @@ class CodeTask(IdTask[JsonlData]):
     @vf.reward
     async def passed(self, trace: vf.Trace) -> float:
         """Return 1.0 if all tests hold, else 0.1 times the share that does; `correct` is 1.0 or 0.0."""
-        before, after, checks, wanted, imports = read_tests(self.data.answer)
+        before, checks, wanted, imports = read_tests(self.data.answer)
         values = await evaluate(
             before,
             code_in(trace.last_reply, wanted),
-            after,
-            expressions=[expression for expression, _ in checks],
+            expressions=[(statements, expression) for statements, expression, _ in checks],
             seconds=self.settings.seconds,
             memory_mb=self.settings.memory_mb,
             packages=[name for name in PACKAGES if name in imports],
         )
-        hold = sum(value == right for value, (_, right) in zip(values, checks, strict=False))
+        hold = sum(value == right for value, (*_, right) in zip(values, checks, strict=False))
         trace.record_metric("correct", float(hold == len(checks)))
         return 1.0 if hold == len(checks) else 0.1 * hold / len(checks)
 
@@ -173,6 +187,15 @@ class CodeTaskset(JsonlTaskset, vf.Taskset[CodeTask, CodeConfig]):
                 f" have: replies fail unless they guess them. First: {', '.join(sorted(names))} in {data._place}",
                 stacklevel=1,
             )
+        unable = [(task.data, names) for task in tasks if (names := unable_in(task.data.answer))]
+        if unable:
+            data, names = unable[0]
+            warnings.warn(
+                f"env code: the tests of {len(unable)} of {len(tasks)} rows use what needs sockets, processes or"
+                f" folders of temporary files, which nothing has where code runs: replies fail. First:"
+                f" {', '.join(sorted(names))} in {data._place}",
+                stacklevel=1,
+            )
         yield from tasks
 
 
@@ -187,3 +210,8 @@ def names_to_guess(data: JsonlData) -> Set[str]:
     """Return names of a row's tests that its prompt does not have; none where `import *` may make them."""
     known = set(re.findall(r"\w+", prompt_of(data)))
     return set() if "import *" in data.answer else read_tests(data.answer).wanted - known
+
+
+def unable_in(tests: str) -> Set[str]:
+    """Return what tests use that fails whatever the code is."""
+    return {*UNABLE.findall(tests), *(NO_USE & read_tests(tests).imports)}

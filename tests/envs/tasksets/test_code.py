@@ -17,6 +17,8 @@ SQUARE = [
 ]
 
 CHECK = "def check(candidate):\n    assert candidate(2) == 4\n\ncheck(f)"
+COUNTER = "c = f()\nassert c.n == 0\nc.inc()\nassert c.n == 1"
+COUNTING = "class f:\n    n = 0\n    def inc(self): self.n += 1"
 
 
 def tasks(tmp_path, tests=SQUARE, prompt="Write f(x), the square of x, and g.", row=None, **args):
@@ -48,8 +50,12 @@ def test_what_is_wanted_stays_here():
     tests = read_tests(
         "import math\nx = f(1)\nassert f(2) == (4, {3, 1}, None), 'why'\nassert 1 < f(3)\nassert f(1) == [x]"
     )
-    assert (tests.before, tests.after) == ("import math", "x = f(1)")
-    assert tests.checks == [("f(2)", (4, {1, 3}, None)), ("bool(1 < f(3))", True), ("bool(f(1) == [x])", True)]
+    assert tests.before == "import math"
+    assert tests.checks == [
+        ("x = f(1)", "f(2)", (4, {1, 3}, None)),
+        ("", "bool(1 < f(3))", True),
+        ("", "bool(f(1) == [x])", True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -63,6 +69,21 @@ def test_what_is_wanted_stays_here():
         ("assert f() == {'1': 1}", "def f(): return {1: 1}", 0.0),
         ("assert f() == [1, 1]", "def f(): return [1.0, True]", 1.0),
         ("x = f(1)\nassert x == 2", "def f(x): return x + 1", 1.0),
+        ("x = f(1)\nassert x == 3\nx = f(2)\nassert x == 5", "def f(x): return 2 * x + 1", 1.0),
+        ("x = f(1)\nassert x == 3\nx = f(2)\nassert x == 5", "def f(x): return 3", 0.05),
+        ("x = [1]\nassert f(x) == 1\nx.append(2)\nassert f(x) == 2", "f = len", 1.0),
+        ("x = 1\ny = f(x)\nx = 2\nassert y == 2\ndel x", "def f(x): return x + 1", 1.0),
+        (COUNTER, COUNTING, 1.0),
+        (COUNTER, COUNTING.replace("1", "2"), 0.05),
+        ("assert f(1) == 1\nfor n in range(3): assert f(n) == n", "def f(x): return 1", 0.05),
+        ("assert f(1) == 1\nfor n in range(3): assert f(n) == n", "def f(x): return x", 1.0),
+        ("assert f(1) == 1\nprint('passed')\nimport math", "def f(x): return 0", 0.0),
+        ("assert f(1) == 1\nprint('passed')\nimport math", "def f(x): return math.floor(x)", 1.0),
+        (f"{CHECK}\nprint('passed')", "def f(x): return x", 0.0),
+        ("import numpy\nassert f() == [7, True]", "def f(): return [numpy.int64(7), numpy.True_]", 1.0),
+        ("assert f() == {7: 0.5}", "from decimal import Decimal as D\ndef f(): return {D(7): D('.5')}", 1.0),
+        ("assert f() == 0.1", "from decimal import Decimal\ndef f(): return Decimal('.1')", 0.0),
+        ("assert f() == 7", "from fractions import Fraction\ndef f(): return Fraction(14, 2)", 1.0),
         (CHECK, "def f(x): return 2 * x", 1.0),
         (CHECK, "def f(x): return x", 0.0),
         (CHECK, "def f(x): return x\ndef check(candidate): pass", 0.0),
@@ -123,6 +144,19 @@ def test_tests_that_a_reply_passes_only_by_a_guess_are_warned_of(tmp_path, tests
 
 
 @pytest.mark.parametrize(
+    ("tests", "what"),
+    [
+        ("import asyncio\nassert asyncio.run(f(3)) == 9", "asyncio.run"),
+        ("from tempfile import mkdtemp\nassert f(mkdtemp()) == 9", "tempfile"),
+        ("import tempfile\nwith tempfile.TemporaryDirectory() as x: assert f(x) == 9\nassert f(3) == 9", "tempfile"),
+    ],
+)
+def test_tests_of_what_no_code_can_do_here_are_warned_of(tmp_path, tests, what):
+    with pytest.warns(UserWarning, match=rf"1 of 1 rows .*: {what} in .*rows\.jsonl, line 1"):
+        tasks(tmp_path, tests)
+
+
+@pytest.mark.parametrize(
     "tests",
     [
         CHECK,
@@ -147,6 +181,8 @@ def test_tests_that_can_be_passed_are_taken_without_a_word(tmp_path, tests):
             (tests, "must be Python with an assert")
             for tests in ("f(2) == 4", "assert f(", ["x = 1"], "return\nassert f")
         ),
+        ("assert f(2) == 4\nassert (f(3) == 9, 'wrong')", r"must .* line 2 asserts a tuple"),
+        ("def check(c):\n  assert (c(2) == 4, 'wrong')\ncheck(f)", r"must .* line 2 asserts a tuple"),
         ("import pytest\nassert f(2) == pytest.approx(4)", "must not import pytest"),
         ("def check(c):\n  import pandas as pd\n  assert c(2) == 4\ncheck(f)", "must not import pandas"),
         ("from solution.a import f\nassert f(2) == 4", "must not import solution"),
