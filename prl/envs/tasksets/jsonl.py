@@ -53,6 +53,8 @@ Notes = defaultdict[str, list[str]]
 """What is left out of rows, and their places."""
 NO_TOOLS: tuple[Any, ...] = (None, "", "[]", [])
 """Values of `tools` in rows that declare none."""
+SAID = ("content", "tool_calls", "reasoning_content")
+"""What there is in a message to imitate: one of these at least."""
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 """What JSON can spell, but no UTF-8."""
 
@@ -247,58 +249,57 @@ def tasks_of(config: JsonlConfig, row: Any, place: str, notes: Notes) -> Iterato
     # A key that a setting names means what the setting says.
     named = {str(key).partition(".")[0] for key in (config.prompt_key, config.answer_key, config.demonstration_key)}
     others = {key: value for key, value in row.items() if key not in named}
-    is_bad = any(others.get(key) in FALSE for key in IS_GOOD)
-    imitated = pairs[-1][1]
-    if is_bad and imitated is not None and (answer is None or imitated != str(answer)):
+    is_answer = answer is not None and pairs[-1][1] == str(answer)
+    if pairs[-1][1] is not None and not is_answer and any(others.get(key) in FALSE for key in IS_GOOD):
         notes["rows whose `label` is false are left out: their replies are not to be imitated"].append(place)
         return
-    for key in UNREAD:
-        if others.get(key) not in NO_TOOLS:
+    for key in UNREAD.keys() & others.keys():
+        if others[key] not in NO_TOOLS:
             notes[f"`{key}` is not read: {UNREAD[key]}"].append(place)
     own_system = _own_system(config, others, pairs[0][0], place, notes)
-    if any(reply == [] for _, reply in pairs):
-        notes["messages of the assistant's with `weight` 0 or `train` false are not imitated"].append(place)
+    pairs = [(opening, _imitated(reply, place, notes)) for opening, reply in pairs]
     first = _digest(pairs[0][0])
     identity = first if prompt is pairs[0][0] and isinstance(prompt, list) else prompt  # to spell messages takes long
     for number, (opening, demonstration) in enumerate(pairs, start=1):
         last = number == len(pairs)
         if demonstration == [] and not (last and graded):
             continue
-        if isinstance(demonstration, list) and demonstration and not any(map(_says_something, demonstration)):
-            raise ValueError(
-                f"{place}: the assistant's message to imitate is empty: neither a text nor a call of a tool"
-            )
         data = JsonlData(
-            id=_digest([identity, answer, reply, *tools, *own_system, *([] if last else [number])]),
+            id=_digest([identity, answer, reply, *tools, *filter(None, [own_system]), *([] if last else [number])]),
             prompt=opening,
-            system_prompt=config.system or "".join(own_system) or None,
+            system_prompt=own_system if config.system is None else config.system,
             answer=graded if last else "",
-            demonstration=[*map(message_to_wire, demonstration)] or None
-            if isinstance(demonstration, list)
-            else demonstration,
+            demonstration=None if demonstration == [] else demonstration,
             tools=tools or None,
         )
         data._place, data._conversation = place, first
         yield data
 
 
-def _own_system(config: JsonlConfig, row: dict[str, Any], opening: Any, place: str, notes: Notes) -> list[str]:
-    """Return the system message that stands in a row beside its prompt; nothing where another one counts."""
+def _own_system(config: JsonlConfig, row: dict[str, Any], opening: Any, place: str, notes: Notes) -> str | None:
+    """Return the system message that stands in a row beside its prompt; None where there is none or another counts."""
     key = next((key for key in SYSTEMS if row.get(key) not in (None, "")), None)
     if key is None:
-        return []
+        return None
     system = _value(row, place, key, str)
     other = config.system
     if other is None and isinstance(opening, list) and opening[0].role == "system":
         other = opening[0].content
     if other not in (None, system):
         notes[f"`{key}` is left out: there is another system message"].append(place)
-    return [system] if other is None else []
+    return system if other is None else None
 
 
-def _says_something(message: Any) -> bool:
-    """Return whether there is something in a message that can be imitated."""
-    return bool(message.content or getattr(message, "tool_calls", None) or getattr(message, "reasoning_content", None))
+def _imitated(reply: Any, place: str, notes: Notes) -> Any:
+    """Return a reply to imitate as tasks have it; raise ValueError, with the place, for a message that says nothing."""
+    if not isinstance(reply, list):
+        return reply
+    messages = [message_to_wire(message) for message in reply]
+    if not messages:
+        notes["messages of the assistant's with `weight` 0 or `train` false are not imitated"].append(place)
+    elif not any(message.get(key) for message in messages for key in SAID):
+        raise ValueError(f"{place}: the assistant's message to imitate is empty: neither a text nor a call of a tool")
+    return messages
 
 
 def _prompt_and_reply(config: JsonlConfig, row: dict[str, Any], place: str, notes: Notes) -> tuple[Any, Any, bool]:
