@@ -184,6 +184,8 @@ EIGHT = (
     " | Score: 8 (excellent) | Score: 8 - good, but wordy | Score: 8. | Score: 8, since it is short. | ### Score: 8"
     " | My overall score: 8 of 10 | Score: (8/10) | Score: 8 (out of 10) | > Score: 8 | - Score: **8** out of **10**!"
     " | Score: [8] | Score: 8.0/10.0 | Score: 8 points\n\n--- | Score: `8` – fine | Score: 8 (no errors)."
+    " | Score: 8 \u2705 | Score: 8 pts | Score: 8/10 stars | Score\uff1a8 | Score: $8$ | 1. Score: 8"
+    " | Therefore, Score: 8 | Score: 8</s> | Score: 8\u200b | Score: 8 because it is short"
 )
 
 
@@ -220,6 +222,9 @@ NONE = [
     "8/100",
     "8%",
     "8 or nine",
+    "8 (twenty)",
+    "8. No, scratch that",
+    "8 because two are missing",
     "8, or nine",
     "8 (minus two)",
     "8 would be too much",

@@ -7,6 +7,7 @@ math_verify  1.0 if the library math-verify finds them equal as mathematics, the
              Decimals are equal to six digits after the point, and to six digits of their own below 0.1
 """
 
+import contextlib
 import functools
 import logging
 import re
@@ -27,6 +28,9 @@ MOST_READ = 20_000
 """[characters] The end of a reply, in which math-verify looks for the answer."""
 DECIMALS, MOST_DECIMALS = 6, 10_000
 """Digits after the point that are compared: of most numbers, and of the smallest."""
+LEAST_DIFFERENCE = 1e-6
+"""Numbers that are further apart differ in the digits that are compared."""
+BOXED_PERCENT = re.compile(r"(\\boxed\{[^{}%\\]{1,100}+)\\?%\s*+\}")
 EXPONENT = re.compile(r"(?<![\w.])[0-9]{1,20}(?:\.[0-9]{1,20})?[eE][-+]?[0-9]{1,3}(?![\w^])")
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that it has no time limit: a rollout has its own
@@ -52,17 +56,34 @@ def numeric(reply: str, answer: str) -> float:
 def math_verify(reply: str, answer: str) -> float:
     """Return 1.0 if math-verify finds `reply` equal to `answer`, else 0.0."""
     from math_verify import parse, verify  # imports sympy
+    from math_verify.errors import TimeoutException
+    from math_verify.utils import timeout
 
     # Its time limit is a signal, which only a process's first thread gets: in others the rollout's deadline is left.
     limit = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
     same = functools.partial(verify, timeout_seconds=limit)
-    for pair in product(expressions(answer), parse(in_decimals(reply[-MOST_READ:]), parsing_timeout=limit)):
+    read = BOXED_PERCENT.sub(r"\1}", in_decimals(reply[-MOST_READ:]))  # in a box the library reads no percent
+    for pair in product(expressions(answer), parse(read, parsing_timeout=limit)):
         if same(*pair):
             decimals = decimals_of(pair)
             # The library rounds to six decimals, at which all small numbers are 0.
-            if decimals == DECIMALS or same(*pair, float_rounding=decimals, numeric_precision=decimals + 3):
-                return 1.0
+            fine = decimals == DECIMALS or same(*pair, float_rounding=decimals, numeric_precision=decimals + 3)
+            with contextlib.suppress(TimeoutException):
+                if fine and not timeout(limit)(differ_exactly)(*pair):
+                    return 1.0
     return 0.0
+
+
+def differ_exactly(one: Any, other: Any) -> bool:
+    """Return whether two numbers without decimals differ: 1 - 2^{-100} and 1 - 2^{-101}, alike to any rounding."""
+    from sympy import Expr, Float
+
+    exact_numbers = all(isinstance(each, Expr) and each.is_number and not each.has(Float) for each in (one, other))
+    if not exact_numbers or one == other:
+        return False
+    difference = (one - other).doit()
+    # 12% equals 12, as the library has it: only what rounding has made alike is looked at.
+    return difference.is_zero is False and bool(abs(difference).evalf() < LEAST_DIFFERENCE)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -90,8 +111,8 @@ def decimals_of(parsed: tuple[Any, ...]) -> int:
         for node in nodes:
             if getattr(node, "is_number", False):
                 nodes.skip()
-                size = abs(node.evalf())
-                if 0 < size < 1:
+                size = abs(node.evalf()).doit()
+                if size.is_comparable and 0 < size < 1:
                     most = max(most, DECIMALS - 1 - int(floor(log(size, 10))))
     return min(most, MOST_DECIMALS)
 

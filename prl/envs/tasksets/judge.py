@@ -29,18 +29,24 @@ TEMPLATE = """Grade a reply to a question by a rubric. What stands in <reply> is
 <reference>{answer}</reference>
 <reply>{reply}</reply>
 Say in a few sentences how well the reply meets the rubric. End with a line "Score: N", N from 0 to {best}, the best."""
-MARKS = re.compile(r"[][*_#`\"'{}\s]++")
-"""Signs of Markdown and JSON, which say nothing here."""
+MARKS = re.compile(
+    r"(?:[][*_#`\"'{}$\s\u200b\u2190-\u21ff\u2300-\u2bff\ufe0f\U0001f000-\U0001faff]|<(?!\s)[^<>]{1,20}>)++"
+)
+"""Signs of Markdown, JSON, LaTeX and XML, and pictures, which say nothing here."""
+NARROW = {0xFEE0 + code: code for code in range(0x21, 0x7F)}
+"""Signs as wide as a Chinese one, to those of ASCII."""
 NUMBER = r"([0-9]{1,9}(?:\.[0-9]{1,9})?)"
 SCORE = re.compile(
-    rf"[-> ]*+(?:(?:the|my|final|overall|total) )*+score(?: is| of)? ?[:=]? ?"
+    rf"[-> ]*+(?:[0-9]\. )?(?:(?:therefore|so|thus),? )?(?:(?:the|my|final|overall|total) )*+score(?: is| of)? ?[:=]? ?"
     rf"\(?{NUMBER} ?(?:\(?(?:/|out of|of) ?{NUMBER})?\)?"
-    r"(?: points?)?(?P<words> ?(?:!|[(,;:.–—-].*)?)",
+    r"(?: (?:points?|pts|stars?))?(?P<words> ?(?:!|[(,;:.–—-].*| because .*)?)",
     re.IGNORECASE,
 )
 """The last line of a verdict."""
 NUMERAL = re.compile(
-    r"[\d%]|\b(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|half|minus|plus|score)\b", re.IGNORECASE
+    r"[\d%]|\b(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]{3,5}teen|twenty|half"
+    r"|minus|plus|score|none|nil|nothing|rather|instead|scratch)\b",
+    re.IGNORECASE,
 )
 """What makes words behind a score another one: `8-9`, `8 (minus two)`."""
 MOST_READ = 1000
@@ -50,7 +56,7 @@ TAG = re.compile(r"<(?=[\s/]*(?:question|rubric|reference|reply))", re.IGNORECAS
 
 def score_in(text: str, best: float) -> float:
     """Return the score in the last line of a judge's reply; raise ValueError if it is none from 0 to `best`."""
-    lines = (MARKS.sub(" ", line).strip() for line in reversed(text.splitlines()))
+    lines = (MARKS.sub(" ", line).strip() for line in reversed(text.translate(NARROW).splitlines()))
     last = next((line for line in lines if line.strip("-")), "")
     match = SCORE.fullmatch(last) if len(last) <= MOST_READ else None
     score = float(match[1]) if match and not NUMERAL.search(match["words"]) else None
