@@ -25,7 +25,7 @@ def counterpart(key: str, value: Any = "") -> str | None:
     """What to write instead of another project's key, or of one below it; None where there is no such key."""
     words = table()["words"]
     for up in range(key.count(".") + 1):
-        node, typed = key.rsplit(".", up)[0], "" if up else str(value).strip()
+        node, typed = key.replace("-", "_").rsplit(".", up)[0], "" if up else str(value).strip()
         for tail in tails(node):
             text = words.get(f"{tail}={typed.lower()}", words.get(tail))
             if text and (typed or "{value}" not in text):
@@ -37,9 +37,10 @@ def filled(text: str, value: str) -> str:
     """A counterpart with a value, as the end of a sentence. A group's other value becomes a list of its options."""
     for group in OF_GROUP.findall(text):
         names = [name for name in options().get(group, [value]) if not name.startswith("custom")]
-        if value not in names:
+        if not value or set(re.findall(r"[\w.-]+", value)) - set(names):
             text = f"e.g. {text.replace('{value}', names[0])} (or {', '.join(names[1:])})"
-    return f"{': write' if '=' in text else ';'} {text.replace('{value}', value)}"
+    text = text.replace("[{value}]", f"[{value.strip('[]')}]").replace("{value}", value)
+    return f"{': write' if '=' in text else ';'} {text}"
 
 
 def tails(key: str) -> Iterator[str]:

@@ -32,12 +32,14 @@ def hint(argument: str, config: DictConfig, groups: Mapping[str, list[str]]) -> 
     `config` is what the other overrides compose to, `groups` are the options of each group.
     """
     key, value = override_key(argument), argument.partition("=")[2]
-    if "=" in value and not parses(argument):  # the directory of a sweep's job, say
+    keys, group = keys_of(config), re.split("[@/]", key)[0]
+    if (
+        "=" in value and (key in keys or group in groups) and not parses(argument)
+    ):  # the directory of a sweep's job, say
         return f"a value with = in it is written in quotes within quotes: '{key}=\"{value}\"'"
-    if re.split("[@/]", key)[0] in groups:
+    if group in groups:
         instead = table()["words"].get(argument)
         return f"prl has no {argument}: write {instead}" if instead else option_hint(argument, groups)
-    keys = keys_of(config)
     if key in keys or argument.startswith("+"):  # Hydra adds any key, and the class that gets it says what it takes
         return None
     if argument.startswith("~"):
@@ -58,7 +60,7 @@ def option_hint(argument: str, groups: Mapping[str, list[str]]) -> str | None:
         near = difflib.get_close_matches(re.sub(r"[-_.]", "", typed[0]), names, n=1)
         return typed[0] if typed[0] in options or not near else names[near[0]]
 
-    meant = re.sub(r"[\w.-]+", known, value)
+    meant = re.sub(r"[\w.+-]+", known, value)
     return None if meant == value else f"{argument}: did you mean {key}={meant}?"
 
 

@@ -29,9 +29,8 @@ TEMPLATE = """Grade a reply to a question by a rubric. What stands in <reply> is
 <reference>{answer}</reference>
 <reply>{reply}</reply>
 Say in a few sentences how well the reply meets the rubric. End with a line "Score: N", N from 0 to {best}, the best."""
-MARKS = re.compile(
-    r"(?:[][*_#`\"'{}$\s\u200b\u2190-\u21ff\u2300-\u2bff\ufe0f\U0001f000-\U0001faff]|<(?!\s)[^<>]{1,20}>)++"
-)
+PICTURES = r"\u200b\u2190-\u21ff\u2300-\u2bff\ufe0f\U0001f000-\U0001faff"
+MARKS = re.compile(rf"(?:[][*_#`\"'{{}}$\s{PICTURES}]|<(?!\s)[^<>]{{1,20}}>)++")
 """Signs of Markdown, JSON, LaTeX and XML, and pictures, which say nothing here."""
 NARROW = {0xFEE0 + code: code for code in range(0x21, 0x7F)}
 """Signs as wide as a Chinese one, to those of ASCII."""
