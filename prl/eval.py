@@ -7,7 +7,6 @@ The others are compared with the first. Results are in a run directory of their 
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,19 +16,18 @@ from omegaconf import DictConfig
 from rich.markup import escape
 from rich.table import Table
 
+from prl.base.terminal import Console
+from prl.base.text import safe
 from prl.config.compose import CONF, to_config, typed
 from prl.config.evaluation import EvaluationConfig
-from prl.config.suggestions import override_key
 from prl.launch import command
 from prl.launch.children import leave_none
 from prl.launch.signals import run_to_end
 from prl.monitors.log import hold_log, log_to
-from prl.monitors.terminal import Console
-from prl.monitors.text import safe
 from prl.runs.owner import owned
 from prl.runs.run_dir import absolute, new_run_dir, recorded, refuse_existing, refuse_other_files
 from prl.tools import report
-from prl.tools.evaluation.arguments import to_overrides
+from prl.tools.evaluation.arguments import start
 
 if TYPE_CHECKING:
     from prl.tools.evaluation.play import EvaluationResult
@@ -107,21 +105,6 @@ def _job(cfg: DictConfig) -> None:
     console = Console()
     (console if console.is_terminal else Console(width=PIPED)).print(table(result))
     print(f"{result.seconds:.0f} s; look at: {config.run.dir}", file=sys.stderr, flush=True)
-
-
-def start(job: Callable[[], None], arguments: list[str], preset: Sequence[str] = ()) -> None:
-    """Run a Hydra job over `conf/eval.yaml` with the arguments of a command line.
-
-    Args:
-        job: What Hydra runs.
-        arguments: As typed.
-        preset: The command's own overrides; one gives way to what is typed for its key.
-    """
-    typed = {override_key(argument) for argument in arguments}
-    arguments = [*(each for each in preset if override_key(each) not in typed), *arguments]
-    with command.errors_as_exit_codes():
-        overrides = to_overrides(arguments)
-    command.run(job, overrides, "eval")
 
 
 if __name__ == "__main__":

@@ -15,19 +15,19 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from prl.base.errors import ConfigError
 from prl.config.compose import CONF, to_config
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ServeConfig
+from prl.config.threads import share
 from prl.config.validate import validate_server
 from prl.engines.base import EngineSpec
 from prl.engines.vllm.server import TOKEN_VARIABLE
-from prl.errors import ConfigError
 from prl.launch import command
 from prl.launch.children import leave_none
 from prl.launch.local import LocalLauncher, resolve_model
 from prl.launch.signals import run_to_end
 from prl.launch.specs import POLICY_NAME
-from prl.launch.threads import share
 
 KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model need not command a run's engine
 

@@ -24,21 +24,22 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from prl.base import checkpoint_folders
+from prl.base.errors import NoSignal, of_disk
+from prl.base.metric_names import SAMPLED, held_out
+from prl.base.text import safe
 from prl.config.build import build, name_of
 from prl.config.compose import CONF, to_config, typed
 from prl.config.hardware import assuming
 from prl.config.run_yaml import data_of
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
-from prl.errors import NoSignal, of_disk
 from prl.launch import command, specs
 from prl.launch.children import leave_none
 from prl.launch.launcher import Launcher, ProcessDied
 from prl.launch.signals import run_to_end
 from prl.launch.slurm import SlurmLauncher
 from prl.monitors.log import hold_log, log_to
-from prl.monitors.metric_names import SAMPLED, held_out
-from prl.monitors.text import safe
 from prl.runs import resume
 from prl.runs.owner import owned, refuse_owned
 from prl.runs.provenance import write_provenance
@@ -54,7 +55,7 @@ from prl.runs.run_dir import (
     remove_logs,
 )
 from prl.tools import report, sweep
-from prl.transport import checkpoint_folders, events
+from prl.transport import events
 from prl.transport.events import Track
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from prl.errors import PrlError
+from prl.base.errors import PrlError
 from prl.launch.command import errors_as_exit_codes
 from prl.monitors.log import hold_log, log_to
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from prl.errors import ConfigError
+from prl.base.errors import ConfigError
 from prl.runs.owner import is_owned, owned, refuse_owned
 
 OWNS = """

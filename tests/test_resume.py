@@ -11,10 +11,12 @@ import hydra
 import pytest
 from hydra import initialize_config_dir
 
+from prl.base.checkpoint_folders import STATE, checkpoint_path, finish, part_path, verify
+from prl.base.errors import ConfigError
+from prl.base.files import writing
 from prl.config.compose import CONF, compose
 from prl.config.run_yaml import yaml_of
 from prl.config.validate import validate
-from prl.errors import ConfigError
 from prl.launch.command import errors_as_exit_codes
 from prl.orchestrator.state import RunState, SyncState, encode
 from prl.runs import resume
@@ -22,8 +24,6 @@ from prl.runs.owner import LOCK
 from prl.runs.result import RunResult
 from prl.runs.run_dir import clear, new_run_dir, refuse_existing
 from prl.tools.sweep.job import write_result
-from prl.transport.checkpoint_folders import STATE, checkpoint_path, finish, part_path, verify
-from prl.transport.files import writing
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from threading import Barrier
 
 import pytest
 
+from prl.base.errors import ConfigError, PrlError
 from prl.config.build import plain
 from prl.config.compose import compose
-from prl.errors import ConfigError, PrlError
 from prl.runs.owner import owned
 from prl.runs.result import RunResult
 from prl.runs.run_dir import new_run_dir, recorded, refuse_existing, refuse_other_files

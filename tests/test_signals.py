@@ -11,7 +11,7 @@ import time
 import pytest
 from patience import patient
 
-from prl.errors import PrlError
+from prl.base.errors import PrlError
 from prl.launch.command import errors_as_exit_codes
 from prl.launch.signals import Stopped, run_to_end
 from prl.runs.result import read_result

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prl.errors import NoSignal, PrlError
+from prl.base.errors import NoSignal, PrlError
 from prl.launch.launcher import ProcessDied
 from prl.train import train_and_keep
 

@@ -20,11 +20,11 @@ import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prl.base.checkpoint_folders import checkpoint_path, steps_of
 from prl.tools.report.runs import Run, find_runs, read_run
 from prl.tools.report.statistics import plus_minus
 from prl.tools.report.tables import Table, markdown
 from prl.tools.report.variants import overrides_of, seed_of
-from prl.transport.checkpoint_folders import checkpoint_path, steps_of
 
 REPLY_TOKENS = 64
 

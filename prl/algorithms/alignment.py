@@ -23,11 +23,11 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.graph import MessageNode
 
 from prl.algorithms.reference import ReferenceLogprobs
+from prl.base.errors import ConfigError, EngineError
+from prl.base.text import in_one_line
 from prl.engines.client import ModelPool
 from prl.engines.renderer import render, render_prompt, tokenizer_of
 from prl.engines.template import shared_length
-from prl.errors import ConfigError, EngineError
-from prl.monitors.text import in_one_line
 from prl.rollouts.logprobs import is_measured
 from prl.rollouts.rollout import Rollout
 

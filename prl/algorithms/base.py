@@ -21,9 +21,9 @@ from itertools import chain, compress, islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prl.algorithms.reference import KLConfig, ReferenceLogprobs, ReferenceOptions
+from prl.base.errors import EngineError
+from prl.base.logged import EnvPart
 from prl.config.model_reference import DEMONSTRATIONS, FrozenModelConfig, SourceConfig, check_reference
-from prl.errors import EngineError
-from prl.monitors.logged import EnvPart
 from prl.rollouts.components import COMPONENTS, STREAM_FILL, Component
 from prl.rollouts.rollout import Rollout
 

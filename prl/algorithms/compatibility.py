@@ -9,6 +9,7 @@ from typing import Any
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.reference import KLConfig
+from prl.base.errors import ConfigError
 from prl.config.model_reference import (
     DEMONSTRATIONS,
     POLICY,
@@ -18,7 +19,6 @@ from prl.config.model_reference import (
     check_source,
     frozen_models,
 )
-from prl.errors import ConfigError
 from prl.rollouts.components import COMPONENTS
 
 VALUES = {"sampling", "kl", "mask_truncated", "action_loss_type", "group_relative", "reads_reward", "waits_for_group"}

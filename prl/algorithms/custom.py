@@ -7,8 +7,8 @@ from typing import Any
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.length_penalty import LengthPenalty
+from prl.base.errors import ConfigError
 from prl.config.build import name_of
-from prl.errors import ConfigError
 from prl.rollouts.rollout import Rollout
 
 

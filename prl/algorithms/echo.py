@@ -8,8 +8,8 @@ from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
 from prl.algorithms.grpo import GRPOAlgorithm
+from prl.base.errors import ConfigError
 from prl.config.build import name_of
-from prl.errors import ConfigError
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.rollout import MessageKey, Rollout, keyed_nodes
 

@@ -8,7 +8,7 @@ from annotated_types import Ge
 from prl.algorithms.advantage import centred, leave_one_out, overlong_penalty, std_normalized
 from prl.algorithms.base import Algorithm
 from prl.algorithms.length_penalty import LengthPenalty
-from prl.errors import ConfigError
+from prl.base.errors import ConfigError
 from prl.rollouts.rollout import Rollout
 
 

@@ -8,8 +8,8 @@ from annotated_types import Ge
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.reference import IN_TRAINER, ReferenceOptions
+from prl.base.errors import ConfigError
 from prl.config.model_reference import POLICY, FrozenModelConfig, as_reference, check_reference
-from prl.errors import ConfigError
 from prl.rollouts.rollout import Rollout
 
 

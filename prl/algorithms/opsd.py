@@ -8,9 +8,9 @@ from annotated_types import Ge
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.reference import IN_TRAINER, ReferenceOptions
+from prl.base.errors import ConfigError, PrlError
+from prl.base.text import in_one_line
 from prl.engines.renderer import make_renderer, renderer_config, tokenizer_of
-from prl.errors import ConfigError, PrlError
-from prl.monitors.text import in_one_line
 from prl.rollouts.rollout import Rollout
 
 TEMPLATE = (

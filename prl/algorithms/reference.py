@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from prl.base.errors import ConfigError
 from prl.config.model_reference import POLICY, FrozenModelConfig, as_reference
-from prl.errors import ConfigError
 from prl.rollouts.components import COMPONENTS
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from itertools import chain
 
 from prl.algorithms.advantage import centred, std_normalized
 from prl.algorithms.grpo import GRPOAlgorithm
-from prl.errors import ConfigError
+from prl.base.errors import ConfigError
 from prl.rollouts.rollout import Rollout
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from prl.algorithms.base import Algorithm
+from prl.base.errors import ConfigError
 from prl.config.model_reference import POLICY
-from prl.errors import ConfigError
 
 
 @dataclass(kw_only=True)

@@ -1,5 +1,4 @@
 """The config: from YAML to typed values, and from the nodes of components to objects.
 
-Start with `schema.py` (the typed root), `compose.py` (`to_config`) and `build.py`. Imports `errors`; `compose.py` knows
-the dataclasses of the orchestrator's and the trainer's options, `write.py` all components.
+Start with `schema.py` (the typed root), `compose.py` (`to_config`) and `build.py`.
 """

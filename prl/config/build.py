@@ -19,10 +19,10 @@ from annotated_types import Ge, Le
 from omegaconf import MISSING, OmegaConf
 from typing_extensions import TypedDict
 
+from prl.base.errors import ConfigError
+from prl.base.text import in_one_line
+from prl.base.user_code import contained, hook
 from prl.config.counterparts import counterpart
-from prl.config.user_code import contained, hook
-from prl.errors import ConfigError
-from prl.monitors.text import in_one_line
 
 T = TypeVar("T")
 

@@ -14,15 +14,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
+from prl.base.errors import ConfigError
 from prl.config.build import check_node, located, plain, read, read_node
 from prl.config.groups import CONF as CONF
 from prl.config.groups import options as options
+from prl.config.orchestrator import OrchestratorConfig
 from prl.config.run_yaml import quoted
 from prl.config.schema import TrainConfig, TransformersConfig, VLLMConfig
-from prl.errors import ConfigError
+from prl.config.trainer import TrainerConfig
 from prl.models import model_path
-from prl.orchestrator.config import OrchestratorConfig
-from prl.trainer.config import TrainerConfig
 
 OF_TRAINER = ("optim", "schedule")
 """Groups whose nodes stand in `trainer`."""

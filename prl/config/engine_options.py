@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from prl.errors import ConfigError
+from prl.base.errors import ConfigError
 
 OWN_KEYS = {
     "host": "engine.host",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
+from prl.base.errors import ConfigError
 from prl.config import hardware
-from prl.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DEVICE = re.compile(r"\d+|(GPU|MIG)-.+")

@@ -14,8 +14,8 @@ from typing import Annotated, Any, NamedTuple
 import psutil
 from annotated_types import Ge, Gt, Le
 
+from prl.base.errors import ConfigError
 from prl.config.model_folder import has_weights, local_folder, tensors_of
-from prl.errors import ConfigError
 
 MIB, GIB = 1 << 20, 1 << 30
 ANSWER_S = 20.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from prl.errors import UNREADABLE, ConfigError
+from prl.base.errors import UNREADABLE, ConfigError
 from prl.models import make
 
 TOKENIZERS = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tokenizer.py", "tokenization*.py")
@@ -83,7 +83,7 @@ def check_tokenizer_files(folder: Path, where: str) -> None:
 
 def instead(folder: Path) -> str:
     """What to give in place of a run directory, its newest checkpoint, or of an adapter, the model beside it; or ''."""
-    from prl.transport.checkpoint_folders import checkpoint_path, steps_of  # as above
+    from prl.base.checkpoint_folders import checkpoint_path, steps_of  # as above
 
     if (folder / "adapter_config.json").is_file() and (folder.parent / "config.json").is_file():
         return f": it is an adapter; the model with it merged is {folder.parent}"

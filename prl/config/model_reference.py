@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from prl.errors import ConfigError
+from prl.base.errors import ConfigError
 
 POLICY = "policy"
 DEMONSTRATIONS = "demonstrations"

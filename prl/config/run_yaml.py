@@ -9,12 +9,12 @@ from typing import Any, cast
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
+from prl.base.errors import ConfigError
+from prl.base.masking import masked
+from prl.base.text import in_one_line
 from prl.config.build import plain
 from prl.config.evaluation import EvaluationConfig
 from prl.config.schema import TrainConfig
-from prl.errors import ConfigError
-from prl.monitors.masking import masked
-from prl.monitors.text import in_one_line
 
 DEFAULTS = ["/base@_global_", "_self_"]
 """What Hydra composes it with: where a run lives and Hydra's own settings (conf/base.yaml)."""

@@ -15,6 +15,9 @@ from prl.config.gpus import device_type
 from prl.config.hardware import MachineConfig
 from prl.config.model_reference import FrozenModelConfig, as_reference, frozen_models
 
+AUTO = "auto"
+"""Of `run.resume`: the last checkpoint of the run directory, else from the start."""
+
 
 @dataclass
 class RunConfig:

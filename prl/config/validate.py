@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from prl.base.errors import ConfigError
+from prl.base.masking import HIDDEN
 from prl.config import gpus
 from prl.config.build import check_node, check_values, plain
 from prl.config.engine_options import check_options
@@ -16,8 +18,6 @@ from prl.config.hardware import MachineConfig, check_memory, check_ranks
 from prl.config.model_folder import check_model
 from prl.config.model_reference import FrozenModelConfig, check_reference, check_url
 from prl.config.schema import EnvConfig, LoraConfig, ModelConfig, TrainConfig, VLLMConfig
-from prl.errors import ConfigError
-from prl.monitors.masking import HIDDEN
 
 COMPONENTS = [field.name for field in fields(TrainConfig) if field.type is Any]
 """Keys of the nodes that name a class or a function."""

@@ -1,5 +1,4 @@
 """The source of an env's tasks: which task comes next, and which the policy has learnt enough from.
 
-Start with `base.py`; `pools.py` is the one that comes with prl. Imports `rollouts`, `monitors`, `errors`, and of
-`transport` the writing of files.
+Start with `base.py`; `pools.py` is the one that comes with prl.
 """

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from prl.base.logged import EnvPart
 from prl.curriculum.replay import ReplayConfig
-from prl.monitors.logged import EnvPart
 
 if TYPE_CHECKING:
     from verifiers.v1.task import Task

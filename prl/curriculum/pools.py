@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Le
 
+from prl.base.errors import UNREADABLE, ConfigError, PrlError
 from prl.curriculum.base import Context, Curriculum
-from prl.errors import UNREADABLE, ConfigError, PrlError
 from prl.rollouts.rewards import at_least, at_most
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ def fingerprint(entry: dict[str, Any], hash_keys: list[str] | None) -> str:
 
 def write_pools(folder: Path, entries: dict[str, list[dict[str, Any]]]) -> None:
     """Write both pools into `folder`; `entries` are their lines by pool."""
-    from prl.transport.files import write_atomically  # composing a config must not import msgspec
+    from prl.base.files import write_atomically  # composing a config must not import msgspec
 
     for pool in RETIRED:
         lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in entries[pool]]

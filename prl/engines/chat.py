@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from verifiers.v1.dialects.chat import message_to_wire
 
+from prl.base.errors import ConfigError, EngineError
 from prl.engines.renderer import UnrenderablePrompt, call_id, render, render_prompt, tokenizer_of
 from prl.engines.replies import Completion, reading
 from prl.engines.template_check import EXCERPT, first_lost
-from prl.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from renderers import Renderer

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
 
+from prl.base.errors import DeadlinePassed, EngineError, PrlError
 from prl.engines import replies
 from prl.engines.http import PROBE_S, Endpoints
 from prl.engines.replies import Completion, Scored
@@ -18,7 +19,6 @@ from prl.engines.rotation import Rotation
 from prl.engines.servers import Server, Traffic
 from prl.engines.vllm.protocol import GENERATE, LOAD
 from prl.engines.vllm.server import TOKEN_VARIABLE
-from prl.errors import DeadlinePassed, EngineError, PrlError
 
 Read = TypeVar("Read")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import tenacity
 
+from prl.base.errors import ConfigError, DeadlinePassed, EngineError, PrlError
 from prl.config.model_reference import FrozenModelConfig
 from prl.engines import replies
 from prl.engines.client import ModelPool, Read, scoring, servers_at
@@ -21,7 +22,6 @@ from prl.engines.replies import Completion, Scored, reading
 from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
 from prl.engines.vllm.protocol import GENERATE
-from prl.errors import ConfigError, DeadlinePassed, EngineError, PrlError
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from prl.errors import ConfigError
-from prl.monitors.text import in_one_line
+from prl.base.errors import ConfigError
+from prl.base.text import in_one_line
 
 if TYPE_CHECKING:
     from renderers import RenderedTokens, Renderer

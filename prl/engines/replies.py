@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from prl.errors import EngineError
+from prl.base.errors import EngineError
 from prl.rollouts.logprobs import is_measured
 
 ROUNDING = 1e-3

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from prl.base.errors import DeadlinePassed, EngineError, RequestAborted
 from prl.engines.servers import Router, Server
 from prl.engines.vllm.server import ANOTHER_INSTANCE
-from prl.errors import DeadlinePassed, EngineError, RequestAborted
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from prl.base.errors import ConfigError, EngineError
 from prl.config.schema import SamplingConfig
-from prl.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from renderers import Renderer

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from prl.errors import PrlError
+from prl.base.errors import PrlError
 from prl.transport.events import ENGINE, GENERATING, LOADING, Track
 
 AVOID_S = 5.0

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from prl.base.errors import ConfigError
+from prl.base.text import in_one_line
 from prl.config.model_folder import local_folder
-from prl.errors import ConfigError
-from prl.monitors.text import in_one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from prl.base.errors import ConfigError, DeadlinePassed, EngineError
 from prl.engines.base import Connect, Engine, EngineSpec, Serve
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.decoding import Continuation, Request, sample, score
@@ -23,7 +24,6 @@ from prl.engines.replies import Completion, Scored
 from prl.engines.rope import check_rope, fix_rope
 from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
-from prl.errors import ConfigError, DeadlinePassed, EngineError
 
 SCORED_AT_ONCE = 2048
 """Tokens whose logits over the whole vocabulary exist at one time."""

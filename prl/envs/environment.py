@@ -16,9 +16,10 @@ from pydantic import ValidationError
 from renderers.base import Renderer
 from verifiers.v1.utils.generic import concrete_type
 
+from prl.base.errors import ConfigError
+from prl.base.user_code import contained, failed
 from prl.config.model_reference import POLICY
 from prl.config.schema import EnvConfig
-from prl.config.user_code import contained, failed
 from prl.engines.base import Connect
 from prl.engines.sampler import Sampler
 from prl.envs._verifiers_internals import agents_after_setup
@@ -31,7 +32,6 @@ from prl.envs.multi_turn import InProcessContext, bind_in_process
 from prl.envs.tools import Tools, set_up
 from prl.envs.turn import opening_messages
 from prl.envs.workers import LocalWorkers, Place, Workers
-from prl.errors import ConfigError
 from prl.rollouts.rollout import Rollout
 
 log = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from verifiers.v1.errors import TaskError
 from verifiers.v1.trace import Reward
 from verifiers.v1.types import Usage
 
+from prl.base.errors import ConfigError
 from prl.envs import _verifiers_internals  # noqa: F401  patches verifiers' scoring, in workers too
 from prl.envs.turn import trace_task
 from prl.envs.workers import EnvCodeError, EnvProcessEnded, Workers
-from prl.errors import ConfigError
 
 WORKERS = "_prl_workers"
 """Attribute of the tasks of an env with workers; a copy of a task has it as well."""

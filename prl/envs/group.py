@@ -14,6 +14,7 @@ import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1.dialects.chat import message_to_wire
 
+from prl.base.errors import EngineError
 from prl.engines.chat import Dialogue
 from prl.engines.renderer import UnrenderablePrompt, render_prompt
 from prl.engines.sampler import OverlongPrompt, Sampler, whose
@@ -22,7 +23,6 @@ from prl.envs.grading import grade
 from prl.envs.isolation import as_failure, run_all
 from prl.envs.multi_turn import InProcessContext
 from prl.envs.turn import AGENT, commit, commit_sibling, declared_tools, opening_messages, trace_task
-from prl.errors import EngineError
 from prl.rollouts.rollout import TURN_REWARDS, Rollout
 from prl.transport import events
 

@@ -24,12 +24,12 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.session import hook_boundary
 from verifiers.v1.utils.decorators import discover_decorated
 
+from prl.base.errors import UNREADABLE, ConfigError
 from prl.engines.chat import MessageSource
 from prl.engines.sampler import Sampler
 from prl.engines.template import TemplateRenderer
 from prl.envs._verifiers_internals import TokenClientConfig
 from prl.envs.turn import opening_messages
-from prl.errors import UNREADABLE, ConfigError
 
 
 def reason_for_harness(taskset: vf.Taskset, task: vf.Task, exports: Collection[type] = ()) -> str | None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import verifiers.v1 as vf
 
+from prl.base.errors import DeadlinePassed, EngineError
 from prl.config.model_reference import POLICY
 from prl.engines.base import Connect
 from prl.engines.frozen import FrozenPool, ReferencePool
 from prl.engines.renderer import render_prompt
 from prl.engines.sampler import Sampler
 from prl.envs.turn import parse
-from prl.errors import DeadlinePassed, EngineError
 
 MODELS = "_prl_models"
 """Attribute of the tasks of an env with models; a copy of a task has it as well."""

@@ -16,9 +16,9 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from prl.base.errors import PrlError
+from prl.base.text import in_one_line
 from prl.envs.workers import EnvProcessEnded, LocalWorkers, Place, Workers, nothing
-from prl.errors import PrlError
-from prl.monitors.text import in_one_line
 
 ANSWER_S = 60.0
 """Deadline for an actor to end a call that was cancelled, or to be back where it was lost, seconds."""

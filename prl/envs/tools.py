@@ -15,9 +15,9 @@ from verifiers.v1.clients.train import tool_to_wire
 from verifiers.v1.state import state_cls
 from verifiers.v1.utils.decorators import discover_decorated
 
+from prl.base.errors import UNREADABLE
 from prl.envs._verifiers_internals import call_state
 from prl.envs.isolation import run_contained
-from prl.errors import UNREADABLE
 from prl.rollouts.rollout import encodable
 
 

@@ -28,7 +28,7 @@ import msgspec
 import psutil
 from pebble import ProcessExpired, ProcessPool
 
-from prl.errors import UNREADABLE
+from prl.base.errors import UNREADABLE
 
 log = logging.getLogger(__name__)
 

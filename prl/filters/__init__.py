@@ -1,4 +1,4 @@
 """Filters: rollouts that are not worth training on are dropped, or only counted. Rewards and tokens are never changed.
 
-Start with `base.py`. Imports `rollouts`, `config`, `monitors` and `errors`.
+Start with `base.py`.
 """

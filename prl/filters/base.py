@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from prl.base.errors import ConfigError
+from prl.base.logged import EnvPart
+from prl.base.user_code import called
 from prl.config.build import build
-from prl.config.user_code import called
-from prl.errors import ConfigError
-from prl.monitors.logged import EnvPart
 from prl.rollouts.rollout import Rollout, Stage
 
 ModeOptions = Mapping[str, Mapping[str, float]]

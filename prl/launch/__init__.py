@@ -1,4 +1,4 @@
 """From a config to running processes: prepare what can be refused, start engines and trainer, assemble the loop.
 
-Start with `builder.py` (the road) and `launcher.py` (the interface). Imports everything but `tools` and the commands.
+Start with `builder.py` (the road) and `launcher.py` (the interface).
 """

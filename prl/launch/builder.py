@@ -14,17 +14,18 @@ from pathlib import Path
 
 from renderers.base import Renderer
 
+from prl.base.errors import ConfigError
 from prl.config.build import class_of
 from prl.config.model_folder import embedding_rows
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig, TrainConfig
+from prl.config.trainer import runs_in_half
 from prl.engines.base import Connect, Engine
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.sampler import Sampler
 from prl.engines.servers import tracks_of
 from prl.engines.tokenizers import TokenizerProbe, load_tokenizer
 from prl.envs.environment import Environment
-from prl.errors import ConfigError
 from prl.launch import specs
 from prl.launch.checks import check_engines, check_loadable, check_rows
 from prl.launch.components import RunComponents, check_vocabulary, make_renderers, show_tasks
@@ -34,7 +35,6 @@ from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
 from prl.orchestrator.types import TrainEnv
-from prl.trainer.config import runs_in_half
 from prl.transport.events import TRAINER, Track
 from prl.transport.files import FileTransport
 

@@ -7,15 +7,15 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from prl.base.errors import ConfigError
+from prl.base.text import in_one_line
 from prl.config.model_folder import check_length, positions
 from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
-from prl.errors import ConfigError
+from prl.config.trainer import RayTransportConfig
 from prl.launch import specs
 from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Launcher
-from prl.monitors.text import in_one_line
 from prl.trainer import architecture
-from prl.trainer.config import RayTransportConfig
 
 LATENT = "computes logprobs that are 0.3 off (latent attention)"
 SIGMOID = "fails at the first request (it cannot choose experts by a sigmoid without groups)"

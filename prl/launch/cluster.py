@@ -7,8 +7,8 @@ import socket
 import threading
 from typing import Any
 
-from prl.errors import ConfigError
-from prl.monitors.text import in_one_line
+from prl.base.errors import ConfigError
+from prl.base.text import in_one_line
 
 CONNECT_S = 10.0
 """[s] Deadline for a cluster to take a connection: Ray itself would try for minutes."""

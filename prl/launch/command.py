@@ -12,11 +12,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 
+from prl.base.errors import ConfigError, PrlError, of_disk
+from prl.base.text import as_message, safe
 from prl.config import suggestions
 from prl.config.compose import CONF, allow_new_filters, options
-from prl.errors import ConfigError, PrlError, of_disk
 from prl.launch.signals import noted, stop, stopping
-from prl.monitors.text import as_message, safe
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 PRINTING = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info")

@@ -9,14 +9,15 @@ from renderers.base import Renderer
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.compatibility import hosted_references, validate_algorithm
+from prl.base.errors import ConfigError
+from prl.base.user_code import contained, hook
+from prl.config import trainer as trainer_config
 from prl.config.build import build, factory, function, overridden, read, sampling_of, settings_of
 from prl.config.model_reference import POLICY, FrozenModelConfig, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
-from prl.config.user_code import contained, hook
 from prl.curriculum.base import Curriculum
 from prl.engines.sampler import Sampler, derive_seed, validate_for_training
 from prl.envs.environment import Environment
-from prl.errors import ConfigError
 from prl.filters.base import SlotName, build_filters
 from prl.launch.launcher import Launcher
 from prl.launch.specs import launcher_of
@@ -24,7 +25,6 @@ from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.replay import check_replay
 from prl.orchestrator.types import EnvComponents
-from prl.trainer import config as trainer_config
 from prl.trainer.schedule import Schedule
 from prl.transport.files import FileTransport
 

@@ -16,11 +16,11 @@ import numpy as np
 import ray
 import ray.util
 
+from prl.base.files import write_atomically, writing
 from prl.engines.base import EngineSpec
 from prl.launch import children, local
 from prl.launch.launcher import TrainerSpec
 from prl.launch.processes import Process
-from prl.transport.files import write_atomically, writing
 from prl.transport.ray import BATCHES, LOG, WEIGHTS, copy_files
 
 MEMORY = Path("/dev/shm")

@@ -5,8 +5,8 @@ import logging
 import threading
 from dataclasses import dataclass, field
 
+from prl.base.errors import PrlError
 from prl.engines.base import EngineSpec
-from prl.errors import PrlError
 from prl.launch.launcher import Launcher, ProcessDied, TrainerSpec
 
 log = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from prl.base.errors import ConfigError, PrlError
 from prl.config.gpus import Gpus
 from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec
-from prl.errors import ConfigError, PrlError
 
 POLL_S = 0.1
 

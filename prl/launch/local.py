@@ -12,18 +12,18 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
+from prl.base.errors import PrlError
 from prl.config.engine_options import as_arguments, logits_options
 from prl.config.gpus import visible_devices
 from prl.config.schema import ModelConfig
+from prl.config.trainer import KEPT, MEETING_VARIABLE, OWN_PAGES
 from prl.engines.base import EngineSpec
 from prl.engines.vllm.cpu import PATCHES_VARIABLE
 from prl.engines.vllm.server import FROZEN_VARIABLE, TOKEN_VARIABLE
-from prl.errors import PrlError
 from prl.launch import children
 from prl.launch.launcher import Launcher, ProcessDied, TrainerSpec
 from prl.launch.processes import Process
 from prl.models import cache_folder
-from prl.trainer.config import KEPT, MEETING_VARIABLE, OWN_PAGES
 from prl.transport.events import TRAINER
 
 MIN_BATCHED_TOKENS = 4096

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from prl.errors import signal_name
+from prl.base.errors import signal_name
+from prl.base.files import naming
 from prl.launch import children
-from prl.transport.files import naming
 
 LOG_TAIL_LINES = 25
 LONGEST = 1000

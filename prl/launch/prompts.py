@@ -11,6 +11,8 @@ from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.opsd import OPSDAlgorithm
+from prl.base.errors import ConfigError
+from prl.base.text import as_message, in_one_line
 from prl.config.model_reference import DEMONSTRATIONS
 from prl.config.schema import TrainConfig
 from prl.engines.chat import Answer, Dialogue, UnusableReply, as_completion, check_template, replies_in
@@ -18,8 +20,6 @@ from prl.engines.renderer import UnrenderablePrompt, render_prompt
 from prl.engines.template_check import calls_and_answers, losses_of_prompt
 from prl.envs.environment import Environment, reason_ungraded
 from prl.envs.turn import declared_tools, opening_messages
-from prl.errors import ConfigError
-from prl.monitors.text import as_message, in_one_line
 
 CHECKED = 16
 """First tasks of an env that are rendered; behind them the first of each other sequence of roles, as many at most."""

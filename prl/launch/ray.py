@@ -18,11 +18,13 @@ import ray.util
 from annotated_types import Gt
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from prl.base.checkpoint_folders import MANIFEST
+from prl.base.errors import ConfigError, PrlError
+from prl.base.text import in_one_line
 from prl.config.build import name_of
 from prl.config.hardware import cores
 from prl.config.validate import THIS_MACHINE
 from prl.engines.base import EngineSpec
-from prl.errors import ConfigError, PrlError
 from prl.launch import children
 from prl.launch.cluster import connect
 from prl.launch.host import Host, Node
@@ -30,8 +32,6 @@ from prl.launch.launcher import Bundle, Launcher, ProcessDied, TrainerSpec, amou
 from prl.launch.local import base_url, rank_log, rank_names
 from prl.launch.relay import Relay
 from prl.launch.specs import bundle_of, bundles_of_ranks
-from prl.monitors.text import in_one_line
-from prl.transport.checkpoint_folders import MANIFEST
 from prl.transport.events import TRAINER
 from prl.transport.files import FileTransport
 from prl.transport.ray import CHUNK, RayTransport, ready

@@ -9,8 +9,8 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from prl.errors import PrlError
-from prl.transport.files import naming
+from prl.base.errors import PrlError
+from prl.base.files import naming
 from prl.transport.ray import LOG, copy_folder, pieces
 
 PULL_S = 0.5

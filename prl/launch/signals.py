@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import uvloop
 
-from prl.monitors.terminal import detach
+from prl.base.terminal import detach
 
 STILL_S = 10.0
 """[s] Code that holds the event loop up for longer is named."""

@@ -11,14 +11,13 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt
 
+from prl.base.errors import ConfigError
+from prl.base.text import in_one_line
 from prl.config.hardware import MachineConfig
 from prl.config.run_yaml import quoted
-from prl.config.schema import TrainConfig
+from prl.config.schema import AUTO, TrainConfig
 from prl.config.suggestions import override_key
 from prl.config.validate import CLUSTER
-from prl.errors import ConfigError
-from prl.monitors.text import in_one_line
-from prl.runs.resume import AUTO
 
 END_S = 30
 """Time that Ray and the job have to end in after the run's last checkpoint, seconds."""

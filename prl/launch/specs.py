@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prl.base.errors import ConfigError, PrlError
+from prl.config import threads
 from prl.config.build import build, class_of, plain
 from prl.config.evaluation import EvaluationConfig
 from prl.config.gpus import Gpus, Need, Placement, place, visible_gpus
@@ -16,8 +18,7 @@ from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
 from prl.config.validate import hosts_teacher
 from prl.engines.base import Connect, Engine, EngineSpec
 from prl.engines.vllm.server import TOKEN_VARIABLE
-from prl.errors import ConfigError, PrlError
-from prl.launch import shared_engines, threads
+from prl.launch import shared_engines
 from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Bundle, Launcher, TrainerSpec, worker_name
 from prl.launch.local import rank_names, resolve_model

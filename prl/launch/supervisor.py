@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from prl.base.errors import DeadlinePassed, EngineError, PrlError
 from prl.engines.client import InferencePool, ModelPool
 from prl.engines.http import ENGINE_DEAD
 from prl.engines.rotation import DYING_S
 from prl.engines.servers import Server
-from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.launch.launcher import POLL_S, Launcher, ProcessDied
 from prl.orchestrator.who_waits import ENGINE, Waiting, numbered
 from prl.transport.events import ORCHESTRATOR, STARTING, Track

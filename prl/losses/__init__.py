@@ -1,7 +1,6 @@
 """The loss: a sum of components (`rl`, `ce`, `ref_kl`), each a sum over its tokens divided by their number.
 
-Start with `rl.py` (formulas) and `interface.py` (what a loss of your own gets). Imports torch, `rollouts` and
-`config`.
+Start with `rl.py` (formulas) and `interface.py` (what a loss of your own gets).
 """
 
 from prl.losses.ce import ce_loss

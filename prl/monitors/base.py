@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
-from prl.errors import ConfigError, PrlError, of_disk, of_own_code
+from prl.base.errors import ConfigError, PrlError, of_disk, of_own_code
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Monitors:
             monitor.resumed_at = resumed_at
             try:
                 monitor.start(run_dir, max_steps=max_steps, run_config=run_config)
-            except BaseException as error:  # it may be the user's own class (`prl.config.user_code.called`)
+            except BaseException as error:  # it may be the user's own class (`prl.base.user_code.called`)
                 self.close()
                 raise failure(name, monitor, "start", error) from error
             self._started[name] = monitor

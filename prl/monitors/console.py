@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from prl.monitors import terminal
+from prl.base import terminal
+from prl.base.metric_names import SAMPLED, held_out
+from prl.base.text import as_message
 from prl.monitors.base import Monitor
-from prl.monitors.metric_names import SAMPLED, held_out
-from prl.monitors.text import as_message
 
 log = logging.getLogger(__name__)
 

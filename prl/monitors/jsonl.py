@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from prl.base.files import naming
 from prl.monitors.base import Monitor
-from prl.transport.files import naming
 
 
 @dataclass(kw_only=True, eq=False)

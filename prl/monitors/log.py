@@ -9,8 +9,8 @@ import sysconfig
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from prl.monitors.text import as_message
-from prl.transport.files import naming
+from prl.base.files import naming
+from prl.base.text import as_message
 
 QUIET = ("httpx", "aiohttp.access", "asyncio")
 """Loggers that say something at every request: only their warnings are logged."""

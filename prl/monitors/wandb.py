@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from prl.base.files import write_atomically
 from prl.monitors.base import Monitor
-from prl.transport.files import write_atomically
 
 
 @dataclass(kw_only=True, eq=False)

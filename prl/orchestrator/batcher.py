@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from prl.errors import NoSignal
+from prl.base.errors import NoSignal
 from prl.filters.base import apply_filters
 from prl.orchestrator.metrics import count, why_untrained
 from prl.orchestrator.no_signal import what_to_look_at

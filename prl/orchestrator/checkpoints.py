@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from prl.base import checkpoint_folders as files
+from prl.base.files import naming, write_atomically
 from prl.config.schema import CheckpointConfig
 from prl.curriculum.pools import RETIRED, write_pools
 from prl.orchestrator.state import RunState, SyncState, encode
 from prl.orchestrator.types import TrainEnv
-from prl.transport import checkpoint_folders as files
-from prl.transport.files import naming, write_atomically
 
 log = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
+from prl.config.orchestrator import OrchestratorConfig
 from prl.curriculum.base import Context
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES, Batcher
-from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.intake import Intake
 from prl.orchestrator.staleness import Staleness

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
+from prl.base.errors import PrlError
 from prl.curriculum.base import Context
 from prl.envs.isolation import task_group
-from prl.errors import PrlError
 from prl.orchestrator.state import DispatcherState, SavedTask
 from prl.orchestrator.types import Event, Group, TrainEnv, attribute_errors_to, by_seat, raise_unless_leaked
 from prl.rollouts.rollout import Rollout

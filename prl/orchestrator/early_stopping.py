@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from prl.base.checkpoint_folders import seal
+from prl.base.files import naming, writing
+from prl.base.metric_names import held_out
 from prl.config.model_folder import write_files
-from prl.monitors.metric_names import held_out
-from prl.orchestrator.config import StopConfig
+from prl.config.orchestrator import StopConfig
 from prl.orchestrator.state import StoppingState
 from prl.rollouts.rewards import at_least, at_most
-from prl.transport.checkpoint_folders import seal
-from prl.transport.files import naming, writing
 
 
 def held_out_reward(metrics: Mapping[str, float]) -> float | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from verifiers.v1.task import Task
 
-from prl.orchestrator.config import EvalConfig
+from prl.config.orchestrator import EvalConfig
 from prl.orchestrator.metrics import mean
 from prl.orchestrator.no_signal import what_to_look_at
 from prl.orchestrator.types import EvalEnv, TrainEnv

@@ -4,7 +4,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from prl.errors import NoSignal, PrlError
+from prl.base.errors import NoSignal, PrlError
 from prl.filters.base import apply_filters
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.metrics import by_env, count, mean, why_untrained

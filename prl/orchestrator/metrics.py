@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prl.base.metric_names import QUANTILES
 from prl.filters.base import STAGES, Filters, SlotName
-from prl.monitors.metric_names import QUANTILES
 from prl.rollouts.rollout import IN_BATCH, Rollout, Stage
 
 if TYPE_CHECKING:

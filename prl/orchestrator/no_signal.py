@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from prl.monitors.text import in_one_line, safe
+from prl.base.text import in_one_line, safe
 from prl.rollouts.rollout import Rollout
 
 

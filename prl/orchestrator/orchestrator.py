@@ -30,15 +30,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+from prl.base import checkpoint_folders
+from prl.base.errors import NoSignal, PrlError
+from prl.config.orchestrator import OrchestratorConfig
 from prl.config.schema import CheckpointConfig, ModelConfig
 from prl.engines.client import PolicyPool
 from prl.envs.isolation import task_group
-from prl.errors import NoSignal, PrlError
 from prl.monitors.base import Monitors
 from prl.orchestrator.batcher import Batcher, decide
 from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.collector import Collector
-from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.intake import Intake
 from prl.orchestrator.metrics import count, metrics_of_step, take_logged
@@ -51,7 +52,7 @@ from prl.rollouts.messages import MicroBatch, StepBatch
 from prl.rollouts.packing import pack
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout, Stage
-from prl.transport import checkpoint_folders, events
+from prl.transport import events
 from prl.transport.events import Track
 from prl.transport.files import FileTransport
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from prl.algorithms.base import Algorithm
+from prl.base.errors import ConfigError
+from prl.config.orchestrator import OrchestratorConfig
 from prl.curriculum.replay import ReplayConfig
-from prl.errors import ConfigError
 from prl.orchestrator.batcher import Batcher
-from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.state import SavedGroup, saved_group
 from prl.orchestrator.types import Group, TrainEnv
 from prl.rollouts.rollout import Rollout, Stage

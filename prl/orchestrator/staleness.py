@@ -18,7 +18,7 @@ Step n turns version n-1 into version n. k is `max_async_level`, the limit is `a
 import math
 from dataclasses import dataclass
 
-from prl.orchestrator.config import OrchestratorConfig
+from prl.config.orchestrator import OrchestratorConfig
 from prl.rollouts.rollout import Stage
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import verifiers.v1 as vf
 
-from prl.config.user_code import called
+from prl.base.errors import UNREADABLE, ConfigError, of_own_code
+from prl.base.user_code import called
 from prl.envs.turn import trace_task
-from prl.errors import UNREADABLE, ConfigError, of_own_code
 from prl.orchestrator.types import Group, TrainEnv
 from prl.rollouts.messages import TrainingSample
 from prl.rollouts.rollout import Outcome, Rollout

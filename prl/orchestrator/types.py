@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from verifiers.v1.task import Task
 
 from prl.algorithms.base import Algorithm
-from prl.config.user_code import called
+from prl.base.errors import PrlError, of_own_code
+from prl.base.user_code import called
 from prl.curriculum.base import Curriculum
 from prl.engines.chat import ChatSource, check_template
 from prl.engines.frozen import FrozenPool
 from prl.engines.sampler import Sampler
 from prl.envs.environment import Environment
-from prl.errors import PrlError, of_own_code
 from prl.filters.base import Filters
 from prl.rollouts.rollout import Rollout
 
@@ -173,7 +173,7 @@ def by_seat(rollouts: list[Rollout]) -> list[list[Rollout]]:
 def attribute_errors_to(env: TrainEnv) -> Iterator[None]:
     """Raise exceptions of the env's algorithm, which may be the user's own class, as PrlError naming env and class.
 
-    Includes SystemExit and KeyboardInterrupt (`prl.config.user_code.called`), and a CancelledError that the algorithm
+    Includes SystemExit and KeyboardInterrupt (`prl.base.user_code.called`), and a CancelledError that the algorithm
     leaks: asyncio would take the work for cancelled, and nobody would learn that it did not finish.
     """
     try:

@@ -6,13 +6,13 @@ import time
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
+from prl.base.errors import PrlError
 from prl.config.model_folder import tokenizer_files
+from prl.config.orchestrator import OrchestratorConfig
 from prl.config.schema import ModelConfig
 from prl.engines.client import PolicyPool
-from prl.errors import PrlError
 from prl.monitors.base import Monitors
 from prl.orchestrator.checkpoints import Checkpoints
-from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.early_stopping import EarlyStopping, held_out_reward, keep_best
 from prl.orchestrator.evaluate import evaluate
 from prl.orchestrator.metrics import line_of_step

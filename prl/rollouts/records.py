@@ -9,10 +9,10 @@ import msgspec
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import content_text
 
-from prl.errors import UNREADABLE
+from prl.base.errors import UNREADABLE
+from prl.base.files import content_of, step_name, write_atomically
 from prl.rollouts.record_lines import Message, Record, ToolCall
 from prl.rollouts.rollout import Rollout, encodable
-from prl.transport.files import content_of, step_name, write_atomically
 
 INFO = 10_000
 """Characters of JSON that a record keeps of a value which the env's code left in the trace's `info`."""

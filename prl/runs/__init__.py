@@ -1,5 +1,4 @@
 """The directory of a run: its files, its lock, its result, what it was made with, and how a run goes on.
 
-Start with `run_dir.py` and `resume.py`. Imports `config`, `transport`, `monitors`, the state of the
-`orchestrator`, and of `launch` the numbers of threads that it records.
+Start with `run_dir.py` and `resume.py`.
 """

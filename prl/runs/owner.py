@@ -9,9 +9,9 @@ from pathlib import Path
 
 import filelock
 
-from prl.errors import ConfigError
+from prl.base.errors import ConfigError
+from prl.base.files import naming
 from prl.runs.provenance import command_line
-from prl.transport.files import naming
 
 LOCK, HOLDER = "run.lock", "run.holder"
 READERS_S = 0.5

@@ -1,6 +1,6 @@
 """Where a run came from: `provenance.json` in its directory, and the uncommitted changes in `provenance.diff`.
 
-Nothing that looks like a secret is recorded (`prl/monitors/masking.py`), and nothing of the environment.
+Nothing that looks like a secret is recorded (`prl/base/masking.py`), and nothing of the environment.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import prl
+from prl.base.errors import ConfigError
+from prl.base.files import write_atomically
+from prl.base.masking import masked, masked_text
 from prl.config.hardware import listed
 from prl.config.schema import TrainConfig
-from prl.errors import ConfigError
-from prl.launch.threads import of_engine, of_trainer
-from prl.monitors.masking import masked, masked_text
-from prl.transport.files import write_atomically
+from prl.config.threads import of_engine, of_trainer
 
 MAX_DIFF = 1_000_000
 """Longest `provenance.diff`, bytes."""

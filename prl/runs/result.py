@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from prl.monitors.masking import masked_text
-from prl.transport.files import read_json, write_atomically
+from prl.base.files import read_json, write_atomically
+from prl.base.masking import masked_text
 
 
 class RunResult(msgspec.Struct):

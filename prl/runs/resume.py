@@ -19,23 +19,22 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from omegaconf import DictConfig, OmegaConf
 
+from prl.base import checkpoint_folders
+from prl.base.errors import ConfigError
+from prl.base.files import content_of, lines_of, naming, read_json, write_atomically
+from prl.base.text import safe
 from prl.config.compose import options
 from prl.config.run_yaml import data_of, has_config, load, quoted, without_run
-from prl.config.schema import TrainConfig
+from prl.config.schema import AUTO, TrainConfig
 from prl.config.suggestions import override_key
-from prl.errors import ConfigError
-from prl.monitors.text import safe
 from prl.runs import run_dir as directory
 from prl.runs.owner import LOCK
 from prl.runs.provenance import command_line, data_hash
 from prl.runs.result import RunResult, read_result
-from prl.transport import checkpoint_folders
-from prl.transport.files import content_of, lines_of, naming, read_json, write_atomically
 
 if TYPE_CHECKING:
     from prl.orchestrator.state import ResumePoint
 
-AUTO = "auto"
 FIXED = {
     "seed": "the order of tasks and the seeds of requests follow from it",
     "model.path": "the trained weights come from it",

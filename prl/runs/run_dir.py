@@ -13,14 +13,14 @@ import msgspec
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from prl.base.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
+from prl.base.files import content_of, naming, read_json, write_atomically
+from prl.base.masking import masked
 from prl.config.evaluation import EvaluationConfig
 from prl.config.run_yaml import has_config, text_of
 from prl.config.schema import TrainConfig
-from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
-from prl.monitors.masking import masked
 from prl.runs.owner import LOCK
 from prl.runs.result import RunResult, write_result
-from prl.transport.files import content_of, naming, read_json, write_atomically
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 """A directory with one of these holds a run."""

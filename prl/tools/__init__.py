@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from prl.errors import PrlError
-from prl.monitors.text import as_message
+from prl.base.errors import PrlError
+from prl.base.text import as_message
 
 OUTPUTS = Path("outputs")
 """Where runs are unless they say otherwise."""

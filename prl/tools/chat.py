@@ -15,15 +15,15 @@ import hydra
 from omegaconf import DictConfig
 from rich.text import Text
 
+from prl.base.errors import ConfigError
+from prl.base.terminal import Console
+from prl.base.text import safe
 from prl.config.compose import CONF, to_config
 from prl.config.evaluation import EvaluationConfig
-from prl.errors import ConfigError
-from prl.eval import start
 from prl.launch import command
 from prl.launch.children import leave_none
 from prl.launch.signals import run_to_end
-from prl.monitors.terminal import Console
-from prl.monitors.text import safe
+from prl.tools.evaluation.arguments import start
 
 if TYPE_CHECKING:
     from prl.engines.client import ModelPool

@@ -17,7 +17,7 @@ from ctypes.util import find_library
 from importlib import metadata, util
 from pathlib import Path
 
-from prl.monitors.text import as_message, in_one_line
+from prl.base.text import as_message, in_one_line
 
 # What needs a package is imported where it is used: without packages the command says which are missing.
 
@@ -76,10 +76,11 @@ def machine() -> Iterator[str]:
 
 def chosen(overrides: list[str]) -> Iterator[str]:
     """Print what a run with these overrides would start here; yield what it lacks."""
+    from prl.config import threads
     from prl.config.compose import compose
-    from prl.launch import specs, threads
+    from prl.config.trainer import runs_in_half
+    from prl.launch import specs
     from prl.launch.local import resolve_model
-    from prl.trainer.config import runs_in_half
 
     config = compose(["run.name=doctor", *overrides])
     specs.placement(config)  # raises where there are not GPUs enough

@@ -22,18 +22,18 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from prl.base.errors import PrlError, of_own_code
+from prl.base.terminal import Console
+from prl.base.text import as_message, safe
 from prl.config.compose import compose, options
 from prl.config.model_folder import check_model
 from prl.config.model_reference import POLICY
 from prl.config.run_yaml import quoted
 from prl.config.schema import EnvConfig, TrainConfig
 from prl.engines.replies import Completion
-from prl.errors import PrlError, of_own_code
 from prl.launch.children import leave_none
 from prl.launch.command import FULL_ERROR, REFUSED, one_line, stopped
 from prl.monitors.log import Harmless
-from prl.monitors.terminal import Console
-from prl.monitors.text import as_message, safe
 
 ROOM = 1 << 20
 """Tokens of an episode: more than any has, since no model has to read them."""

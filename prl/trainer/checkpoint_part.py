@@ -22,8 +22,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from prl.base.checkpoint_folders import STATE, checkpoint_path, part_path
+from prl.base.errors import UNREADABLE, ConfigError, PrlError
+from prl.base.files import naming, writing
 from prl.config.model_folder import write_files
-from prl.errors import UNREADABLE, ConfigError, PrlError
 from prl.trainer.lora import ADAPTER, adapters_of, write_adapters
 from prl.trainer.model import write_model
 from prl.trainer.optim import Optimizers
@@ -31,8 +33,6 @@ from prl.trainer.references import moving
 from prl.trainer.sharding import part_like, whole
 from prl.trainer.trainer import Trainer
 from prl.trainer.weights import on_writer, whole_tensors
-from prl.transport.checkpoint_folders import STATE, checkpoint_path, part_path
-from prl.transport.files import naming, writing
 
 TENSOR = "$tensor"
 """Key of what stands for a tensor in `trainer.json`."""

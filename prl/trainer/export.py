@@ -23,11 +23,11 @@ from typing import Any
 import msgspec
 import torch
 
+from prl.base.files import step_name, write_atomically
 from prl.losses import TokenTreatment
 from prl.rollouts.components import STREAM_FILL
 from prl.rollouts.messages import MicroBatch, Origin, StepBatch, sequence_slices
 from prl.trainer.batch import Stack
-from prl.transport.files import step_name, write_atomically
 
 EXAMPLES, EXAMPLE_TOKENS = 32, 16_384
 """Sequences of a rank, and their tokens, that a step of examples has at most."""

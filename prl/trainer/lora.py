@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from prl.base.errors import ConfigError
+from prl.base.text import in_one_line
 from prl.config.tensor_names import as_in_files
-from prl.errors import ConfigError
-from prl.monitors.text import in_one_line
 from prl.trainer.sharding import whole
 
 ADAPTER = "adapter"

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
+from prl.base.errors import ConfigError
 from prl.config.model_folder import companion_files, positions, write_files
 from prl.config.tensor_names import check_names
 from prl.engines.rope import fix_rope
 from prl.engines.tokenizers import load_tokenizer
-from prl.errors import ConfigError
 from prl.rollouts.messages import MicroBatch
 from prl.trainer.architecture import check_architecture, has_sinks
 from prl.trainer.batch import Stack, stacks

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from prl.base.errors import ConfigError
+from prl.base.text import in_one_line
 from prl.config.build import factory, plain
-from prl.errors import ConfigError
-from prl.monitors.text import in_one_line
 from prl.trainer.sharding import is_part
 
 FUSED_OVER_RANKS = (torch.optim.Adam, torch.optim.AdamW)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from prl.trainer.config import MEETING_VARIABLE, TrainerConfig
+from prl.config.trainer import MEETING_VARIABLE, TrainerConfig
 
 MARGIN_S = 60.0
 """By which a rank waits longer for another than that waits for anything else, whose error says more, seconds."""

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from prl.base.errors import PrlError
 from prl.config.build import build, plain
-from prl.errors import PrlError
+from prl.config.trainer import AdamWConfig, TrainerConfig
 from prl.losses import LossCounts, TokenTreatment, compute_loss, count_members, divergence_loss, ref_kl_loss
 from prl.losses.interface import LossFunction, Metrics, add_metric
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.messages import MicroBatch, StepBatch
 from prl.trainer.batch import Stack, empty_stack, stacks
-from prl.trainer.config import AdamWConfig, TrainerConfig
 from prl.trainer.entropy import controls_of
 from prl.trainer.export import TokenExport
 from prl.trainer.layers import compile_layers, recompute_activations

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from prl.base.errors import DeadlinePassed, PrlError, of_disk, of_own_code
+from prl.base.text import as_message, in_one_line
 from prl.config.build import factory, function
 from prl.config.model_folder import tokenizer_files
-from prl.errors import DeadlinePassed, PrlError, of_disk, of_own_code
-from prl.monitors.text import as_message, in_one_line
+from prl.config.trainer import TrainerConfig, runs_in_half
 from prl.rollouts.messages import StepBatch
 from prl.trainer import lora
 from prl.trainer.checkpoint_part import load_state, take_part, write_part
-from prl.trainer.config import TrainerConfig, runs_in_half
 from prl.trainer.export import TokenExport, example_steps
 from prl.trainer.model import check_layout, load_model, save_weights, token_text
 from prl.trainer.ranks import meet

@@ -1,5 +1,4 @@
-"""What passes between orchestrator, trainer and engines on disk: batches one way, weights and metrics the other.
+"""Transports carry batches to the trainer, and weights and metrics back.
 
-Start with `files.py`, which the others extend. Imports `rollouts`, `errors`, and
-of `monitors` the text of a warning.
+Start with `files.py`, which the others extend.
 """

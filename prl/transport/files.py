@@ -1,97 +1,22 @@
-"""Files of a run directory, and the transport made of them. A file or folder appears whole or not at all.
+"""The transport made of files of a run directory. A file or folder appears whole or not at all.
 
 batches/step_000001/rank_0.msgpack        orchestrator -> trainer
 batches/end.json                          orchestrator -> trainer: the last step, where a run ends early
 weights/step_000001/{model.safetensors, config.json, generation_config.json, metrics.json}    trainer -> orchestrator
 """
 
-import contextlib
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from prl.errors import UNREADABLE, ConfigError, PrlError, unwritable
+from prl.base.errors import UNREADABLE, PrlError
+from prl.base.files import naming, step_name, write_atomically, writing
 from prl.rollouts.messages import StepBatch
 
 T = TypeVar("T")
-
-
-def step_name(step: int) -> str:
-    """Name of a step's folder; names sort as the steps do."""
-    return f"step_{step:06d}"
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Raise PrlError, which names it, for an OSError that keeps `path` from being written."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:  # a library's own error says what it is about
-            raise
-        raise PrlError(unwritable(error, str(path))) from error
-
-
-def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Write `path` so that a reader sees all of it or nothing; `durable`: also after a crash of the machine."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def content_of(path: Path) -> bytes:
-    """The content of a file that may not be there yet."""
-    return path.read_bytes() if path.is_file() else b""
-
-
-def read_json(path: Path, kind: type[T]) -> T:
-    """The content of a JSON file. Raises ConfigError, naming it, where that is no `kind`."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, *UNREADABLE) as error:
-        raise ConfigError(f"{path} is damaged ({error}): put back what prl wrote there, or remove it") from error
-
-
-def lines_of(path: Path, kind: type[T], problems: list[str]) -> list[T]:
-    """The lines of a JSON Lines file but for those that cannot be read, and a last one that is still being written."""
-    decoder = msgspec.json.Decoder(kind)
-    written = content_of(path)
-    lines, damaged = [], 0
-    for line in written[: written.rfind(b"\n") + 1].splitlines():
-        try:
-            lines += [decoder.decode(line)] if line.strip() else []
-        except UNREADABLE:
-            damaged += 1
-    if damaged:
-        problems.append(f"{path}: {damaged} line{'s' * (damaged != 1)} cannot be read")
-    return lines
-
-
-@contextlib.contextmanager
-def writing(final: Path) -> Iterator[Path]:
-    """Yield an empty folder, which gets its `final` name once the block has ended, and goes where the block raises."""
-    folder = final.with_name(f"{final.name}.writing")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-        shutil.rmtree(final, ignore_errors=True)
-        folder.rename(final)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class FileTransport:

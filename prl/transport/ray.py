@@ -18,9 +18,10 @@ import ray
 import ray.exceptions
 import ray.util
 
+from prl.base.files import naming, step_name, writing
 from prl.rollouts.messages import StepBatch
 from prl.transport.events import ENGINE, TRAINER
-from prl.transport.files import FileTransport, naming, step_name, writing
+from prl.transport.files import FileTransport
 
 WEIGHTS, BATCHES = "weights", "batches"
 """Folders of a run that are carried by calls of their own."""

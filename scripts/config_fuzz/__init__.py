@@ -16,10 +16,10 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
+from prl.base.errors import ConfigError
 from prl.config.compose import CONF, allow_new_filters, options, to_config
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
-from prl.errors import ConfigError
 from prl.launch.builder import prepare
 from prl.launch.command import about, one_line, refused
 from prl.launch.components import build_components

@@ -7,8 +7,8 @@ import verifiers.v1 as vf
 from conversation import Talk
 from orchestrating import *  # noqa: F403  # a toy run and its parts
 
+from prl.base.errors import EngineError
 from prl.engines.replies import Scored
-from prl.errors import EngineError
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from prl.algorithms.alignment import around_reply, encode, end_and_before, spans
 from prl.algorithms.grpo import GRPOAlgorithm
 from prl.algorithms.opd import OPDAlgorithm
 from prl.algorithms.reference import KLConfig
+from prl.base.errors import ConfigError
 from prl.config.model_reference import FrozenModelConfig
 from prl.engines.renderer import make_renderer
-from prl.errors import ConfigError
 from prl.models import model_path
 from prl.rollouts.logprobs import SENTINEL_CEILING
 

@@ -8,8 +8,8 @@ import pytest
 from prl.algorithms.base import Algorithm
 from prl.algorithms.grpo import GRPOAlgorithm
 from prl.algorithms.reference import KLConfig
+from prl.base.errors import ConfigError, EngineError
 from prl.config.model_reference import FrozenModelConfig
-from prl.errors import ConfigError, EngineError
 from prl.rollouts.rollout import Stage
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from prl.algorithms.opd import OPDAlgorithm
 from prl.algorithms.reference import ReferenceLogprobs
+from prl.base.errors import EngineError
 from prl.config.model_reference import FrozenModelConfig
-from prl.errors import EngineError
 from prl.rollouts.messages import MicroBatch, Reference
 from prl.rollouts.packing import pack
 

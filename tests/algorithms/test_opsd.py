@@ -9,7 +9,7 @@ import verifiers.v1 as vf
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.opsd import OPSDAlgorithm
-from prl.errors import ConfigError
+from prl.base.errors import ConfigError
 from prl.rollouts.messages import Reference
 
 ANSWER = {"role": "assistant", "content": [{"type": "text", "text": "It's 4."}]}

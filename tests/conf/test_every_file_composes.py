@@ -15,12 +15,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException
 from hydra.utils import instantiate
 
+from prl.base.errors import ConfigError
 from prl.config.build import build, options_taken, plain, sampling_of
 from prl.config.compose import CONF, compose, options
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.curriculum.pools import TaskCurriculum
-from prl.errors import ConfigError
 from prl.filters.base import Filter
 from prl.filters.gibberish import Gibberish
 from prl.filters.repetition import Repetition

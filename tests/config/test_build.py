@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
+from prl.base.errors import ConfigError
 from prl.config.build import build, check_values, factory, function, name_of, plain, read, read_node
 from prl.config.compose import typed_config
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import EnvConfig, TrainConfig
-from prl.errors import ConfigError
-from prl.trainer.config import TrainerConfig
+from prl.config.trainer import TrainerConfig
 
 MODULE = """
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, Lt
 from prl.config.model_reference import FrozenModelConfig
-from prl.errors import ConfigError
+from prl.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from nowhere import Unknown

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
+from prl.base.errors import ConfigError
 from prl.config.build import options_taken
 from prl.config.compose import compose
 from prl.config.engine_options import ON_A_CPU, OWN_KEYS, REFUSED, check_options
 from prl.config.schema import VLLMConfig
 from prl.config.validate import validate
 from prl.engines.vllm.server import LIVE, REQUIRED
-from prl.errors import ConfigError
 from prl.launch import local
 from prl.launch.launcher import EngineSpec
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from prl.base.errors import ConfigError
 from prl.config import hardware
 from prl.config.gpus import Need, Placement, device_type, place, visible_devices, visible_gpus
 from prl.config.validate import check_device
-from prl.errors import ConfigError
 from prl.launch import specs
 from prl.launch.local import LocalLauncher, engine_environment
 from prl.runs import provenance

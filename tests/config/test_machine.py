@@ -5,10 +5,10 @@ import os
 import pytest
 
 from prl import serve
+from prl.base.errors import ConfigError
 from prl.config import hardware
 from prl.config.schema import ServeConfig
 from prl.config.validate import validate
-from prl.errors import ConfigError
 from prl.runs.run_dir import refuse_other_files
 
 GIB = 1 << 30

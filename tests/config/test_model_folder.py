@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from prl.base.errors import ConfigError
 from prl.config.model_folder import check_length, check_model, embedding_rows, positions
 from prl.config.schema import ModelConfig, TransformersConfig, VLLMConfig
 from prl.engines.vllm.weights import WeightsError, files_of
-from prl.errors import ConfigError
 from prl.launch.checks import check_loadable, check_rows
 from prl.models import model_path
 

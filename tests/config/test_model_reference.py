@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.config.model_reference import (
     POLICY,
@@ -18,7 +19,6 @@ from prl.config.model_reference import (
     check_reference,
     frozen_models,
 )
-from prl.errors import ConfigError
 
 URL = "http://127.0.0.1:8001/v1"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from prl.base.errors import ConfigError
 from prl.config.compose import compose, options
 from prl.config.counterparts import table
 from prl.config.suggestions import hint, keys_of, override_key
-from prl.errors import ConfigError
 from prl.launch.command import composed
 from prl.launch.components import build_components
 

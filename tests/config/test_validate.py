@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 
+from prl.base.errors import ConfigError
 from prl.config.build import plain
 from prl.config.compose import compose
+from prl.config.trainer import AIPOLossConfig
 from prl.config.validate import validate
-from prl.errors import ConfigError
 from prl.launch.components import build_components
-from prl.trainer.config import AIPOLossConfig
 
 
 def put(config, key, value):

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import verifiers.v1 as vf
 
+from prl.base.errors import PrlError
 from prl.curriculum.base import Context, Curriculum
 from prl.curriculum.pools import RETIRED, TaskCurriculum, write_pools
-from prl.errors import PrlError
 
 
 def loaded(tasks, seed=0, name="math", **options):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from prl.errors import EngineError
+from prl.base.errors import EngineError
 from prl.models import model_path
 
 pytestmark = pytest.mark.engine

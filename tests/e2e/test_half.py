@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from prl.transport.checkpoint_folders import checkpoint_path
+from prl.base.checkpoint_folders import checkpoint_path
 from prl.transport.files import FileTransport
 
 BFLOAT16 = ("model.dtype=bfloat16", "trainer.dtype=bfloat16")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from prl.base.checkpoint_folders import checkpoint_path
 from prl.models import model_path
-from prl.transport.checkpoint_folders import checkpoint_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.xdist_group("engine")]
 

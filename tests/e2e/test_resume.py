@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from prl.transport.checkpoint_folders import checkpoint_path, steps_of, verify
+from prl.base.checkpoint_folders import checkpoint_path, steps_of, verify
 
 pytestmark = pytest.mark.slow
 

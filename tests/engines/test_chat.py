@@ -3,6 +3,7 @@
 import pytest
 import verifiers.v1 as vf
 
+from prl.base.errors import ConfigError, EngineError
 from prl.config.model_reference import FrozenModelConfig
 from prl.engines.chat import (
     Answer,
@@ -18,7 +19,6 @@ from prl.engines.frozen import FrozenPool
 from prl.engines.renderer import make_renderer
 from prl.engines.sampler import Sampler
 from prl.engines.tokenizers import MAX_TOKENS, TokenizerProbe
-from prl.errors import ConfigError, EngineError
 
 CHAT = "/v1/chat/completions"
 IDS = "/v1/completions"

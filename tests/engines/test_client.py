@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
+from prl.base.errors import EngineError, PrlError
 from prl.engines.client import InferencePool
 from prl.engines.replies import Scored
-from prl.errors import EngineError, PrlError
 from prl.launch.local import free_port
 
 GENERATE = "/prl/generate"

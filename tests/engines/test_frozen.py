@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 from patience import patient
 
+from prl.base.errors import DeadlinePassed, EngineError, PrlError
 from prl.config.model_reference import FrozenModelConfig
 from prl.engines.frozen import FrozenPool
 from prl.engines.replies import Scored
-from prl.errors import DeadlinePassed, EngineError, PrlError
 
 COMPLETIONS = "/v1/completions"
 GENERATE = "/prl/generate"

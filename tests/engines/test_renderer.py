@@ -9,10 +9,10 @@ from typing import get_args
 import pytest
 from renderers import RendererConfig as PackageConfig
 
+from prl.base.errors import ConfigError
 from prl.config.build import function, plain
 from prl.config.compose import options
 from prl.engines.renderer import RendererConfig, make_renderer
-from prl.errors import ConfigError
 
 README = Path(__file__).parents[2] / "prl" / "engines" / "README.md"
 FAMILIES = sorted(variant.model_fields["name"].default for variant in get_args(get_args(PackageConfig)[0]))

@@ -6,9 +6,9 @@ import pytest
 from aiohttp import web
 from policy_server import GENERATE, UPDATE, ask, policy_servers, start, until
 
+from prl.base.errors import EngineError
 from prl.engines import rotation
 from prl.engines.client import InferencePool
-from prl.errors import EngineError
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from prl.base.errors import ConfigError, EngineError
 from prl.config.build import build
 from prl.config.schema import as_run
 from prl.engines.replies import Completion
 from prl.engines.sampler import NEUTRAL, OverlongPrompt, Sampler, derive_seed, validate_for_training
-from prl.errors import ConfigError, EngineError
 
 OTHERS = {"top_p": 0.9, "top_k": 20, "min_p": 0.05}
 """A value other than the neutral one for each setting that changes the distribution."""

@@ -9,10 +9,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from prl.base.errors import ConfigError
 from prl.engines.chat import Answer, Dialogue, UnusableReply, as_completion
 from prl.engines.renderer import UnrenderablePrompt, make_renderer, render_prompt
 from prl.engines.template_check import losses_of_prompt
-from prl.errors import ConfigError
 
 BODY = "{{ '<|im_start|>' + m.role + '\n' + %s + '<|im_end|>\n' }}"
 OPEN = "{%% if add_generation_prompt %%}{{ '<|im_start|>assistant\n%s' }}{%% endif %%}"

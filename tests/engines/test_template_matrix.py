@@ -15,6 +15,7 @@ import verifiers.v1 as vf
 from template_shapes import SHAPES, TAUGHT
 from transformers import AutoTokenizer
 
+from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.engines.chat import Answer, Dialogue, as_completion
 from prl.engines.renderer import make_renderer
@@ -24,7 +25,6 @@ from prl.envs.group import GroupRequest, play_group
 from prl.envs.multi_turn import Conversation
 from prl.envs.tools import Tools
 from prl.envs.turn import AGENT
-from prl.errors import ConfigError
 from prl.launch.components import build_components
 from prl.launch.prompts import check_demonstrations, rendered_prompts
 from prl.rollouts.rollout import Rollout

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from prl.base.errors import ConfigError, EngineError
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig, TransformersConfig
 from prl.engines.base import EngineSpec
 from prl.engines.tokenizers import TokenizerProbe
 from prl.engines.transformers import TransformersEngine
-from prl.errors import ConfigError, EngineError
 from prl.models import model_path
 
 PROMPT = list(range(30, 50))

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from prl.base.errors import ConfigError
 from prl.config.schema import EnvConfig
 from prl.envs.environment import Environment
-from prl.errors import ConfigError
 
 HEAD = "import verifiers.v1 as vf\n"
 

@@ -5,10 +5,10 @@ import sys
 import pytest
 from verifiers.v1.envs.single_agent import SingleAgentEnv
 
+from prl.base.errors import ConfigError
 from prl.config.schema import EnvConfig
 from prl.engines.renderer import make_renderer
 from prl.envs.environment import Environment
-from prl.errors import ConfigError
 
 
 def test_held_out_tasks_differ_only_by_eval_args():

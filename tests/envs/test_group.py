@@ -8,10 +8,10 @@ import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1.types import SystemMessage, UserMessage
 
+from prl.base.errors import EngineError
 from prl.engines.sampler import OverlongPrompt
 from prl.envs.group import GroupRequest, nothing_more, play_group
 from prl.envs.turn import opening_messages
-from prl.errors import EngineError
 
 
 class Graded(vf.Task):

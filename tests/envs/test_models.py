@@ -8,13 +8,13 @@ import pytest
 from aiohttp import web
 from patience import patient
 
+from prl.base.errors import DeadlinePassed
 from prl.config.schema import EnvConfig
 from prl.engines.replies import Completion
 from prl.engines.sampler import Sampler
 from prl.envs.environment import Environment
 from prl.envs.models import model_of
 from prl.envs.tasksets.judge import score_in
-from prl.errors import DeadlinePassed
 
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"
 

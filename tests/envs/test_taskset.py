@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from prl.base.errors import ConfigError
 from prl.config.schema import EnvConfig
 from prl.envs.environment import Environment
-from prl.errors import ConfigError
 
 ONE = "class One(vf.Taskset[vf.Task, vf.TasksetConfig]):\n    def load(self):\n        {body}\n"
 
@@ -22,7 +22,7 @@ def test_user_taskset_is_found_by_its_dotted_path(module):
     [
         ("no.such.module", "envs.mine.taskset='no.such.module': No module named 'no'; is the package installed?"),
         ("no_such_taskset_at_all", "envs.mine.taskset='no_such_taskset_at_all'"),
-        ("prl.errors", "must export exactly one Taskset in __all__, has 0"),
+        ("prl.base.errors", "must export exactly one Taskset in __all__, has 0"),
     ],
 )
 def test_a_taskset_that_is_not_there_is_refused(taskset, says, refused):

@@ -9,10 +9,10 @@ import pytest
 import verifiers.v1 as vf
 from verifiers.v1.configs.env import EnvConfig
 
+from prl.base.errors import EngineError
 from prl.envs.group import GroupRequest, play_episodes, play_group
 from prl.envs.multi_turn import InProcessContext, bind_in_process
 from prl.envs.tools import Tools
-from prl.errors import EngineError
 
 
 class Sums(vf.Toolset[vf.ToolsetConfig]):

@@ -15,11 +15,11 @@ import pytest
 import verifiers.v1 as vf
 from graded_tasks import graded, new_trace
 
+from prl.base.errors import ConfigError
 from prl.config.schema import EnvConfig
 from prl.envs.environment import Environment
 from prl.envs.grading import give_to_workers, grade
 from prl.envs.workers import LocalWorkers
-from prl.errors import ConfigError
 
 LIMIT_S = 60.0
 """For what takes a moment, on a busy machine."""

@@ -12,9 +12,9 @@ import pytest
 from run_processes import family, running, wait_until
 from safetensors import safe_open
 
+from prl.base.checkpoint_folders import checkpoint_path, steps_of, verify
 from prl.runs.result import read_result
 from prl.tools.report.runs import read_run
-from prl.transport.checkpoint_folders import checkpoint_path, steps_of, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kills")]  # of one run
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 from prepared_run import prepared_run
 
+from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.config.gpus import Placement
 from prl.curriculum.pools import RETIRED, write_pools
 from prl.engines.client import InferencePool
 from prl.engines.frozen import FrozenPool
-from prl.errors import ConfigError
 from prl.launch import builder as module
 from prl.launch.builder import assemble, check_vocabulary, start_services, supervise
 from prl.launch.components import build_components

@@ -6,10 +6,10 @@ import json
 import pytest
 from prepared_run import prepared_run
 
+from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.engines.chat import ChatSource, Demonstrations
 from prl.engines.frozen import FrozenPool
-from prl.errors import ConfigError
 from prl.launch.builder import Services, assemble
 from prl.transport.files import FileTransport
 

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from prl import train
+from prl.base.errors import ConfigError
 from prl.config.compose import compose
-from prl.errors import ConfigError
 from prl.launch import local, specs
 from prl.launch.local import LocalLauncher
 from prl.launch.specs import policy_pool

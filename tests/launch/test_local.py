@@ -10,7 +10,7 @@ import pytest
 from engines import policy_spec
 from patience import patient
 
-from prl.errors import PrlError
+from prl.base.errors import PrlError
 from prl.launch.launcher import ProcessDied
 from prl.launch.local import PORTS, LocalLauncher, free_port
 

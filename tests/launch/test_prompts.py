@@ -10,10 +10,10 @@ import pytest
 import verifiers.v1 as vf
 from prepared_run import prepared_run
 
+from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.engines.renderer import make_renderer
 from prl.envs.tools import Tools
-from prl.errors import ConfigError
 from prl.launch.prompts import CHECKED, lost_after_a_call, rendered_prompts
 
 FIRST_SYSTEM_ALONE = (

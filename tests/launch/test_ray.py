@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from prl.base.errors import ConfigError
 from prl.config.build import build
 from prl.config.schema import ModelConfig
-from prl.errors import ConfigError
 from prl.launch.host import Node
 from prl.launch.launcher import Bundle, Launcher
 from prl.launch.ray import RayLauncher, check_node

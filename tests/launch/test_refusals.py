@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
+from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.config.hardware import assuming
 from prl.config.validate import validate
-from prl.errors import ConfigError
 from prl.launch import specs
 from prl.models import model_path
 from prl.runs.owner import owned

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
+from prl.base.errors import ConfigError
 from prl.config.compose import compose
-from prl.errors import ConfigError
 from prl.launch.slurm import SlurmLauncher
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from policy_server import GENERATE, UPDATE, policy_servers, start, until
 
+from prl.base.errors import DeadlinePassed, EngineError, PrlError
 from prl.engines import rotation
 from prl.engines.client import InferencePool
-from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.launch.launcher import ProcessDied
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.who_waits import Waiting

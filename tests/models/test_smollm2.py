@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prl import models
+from prl.base.checkpoint_folders import verify
+from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.config.model_folder import check_model
-from prl.errors import ConfigError
 from prl.models import model_path, smollm2
-from prl.transport.checkpoint_folders import verify
 
 pytestmark = pytest.mark.xdist_group("smollm2")  # which is made once
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prl.errors import PrlError
+from prl.base.errors import PrlError
 from prl.monitors.jsonl import JsonLines
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prl.errors import PrlError
+from prl.base.errors import PrlError
 from prl.monitors.base import Monitor, Monitors
 from prl.monitors.console import Console
 from prl.monitors.jsonl import JsonLines

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from prl.errors import ConfigError
+from prl.base.errors import ConfigError
 from prl.monitors.tensorboard import TensorBoard
 from prl.monitors.trackio import Trackio
 from prl.monitors.wandb import Wandb, run_id, sweep_of

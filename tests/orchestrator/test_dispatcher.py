@@ -14,11 +14,11 @@ from prl.algorithms.base import Algorithm
 from prl.algorithms.grpo import GRPOAlgorithm
 from prl.algorithms.reward import RewardAlgorithm
 from prl.algorithms.sft import SFTDistillAlgorithm
+from prl.base.errors import DeadlinePassed, EngineError, PrlError
 from prl.config.schema import EnvConfig
 from prl.curriculum.base import Context
 from prl.curriculum.pools import TaskCurriculum
 from prl.envs.environment import Environment
-from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.state import DispatcherState, SavedTask
 from prl.orchestrator.types import TrainEnv, by_seat

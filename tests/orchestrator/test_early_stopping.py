@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from prl.config.model_folder import tokenizer_files
+from prl.config.orchestrator import StopConfig
 from prl.models import model_path
-from prl.orchestrator.config import StopConfig
 from prl.orchestrator.early_stopping import EarlyStopping, held_out_reward, keep_best
 
 

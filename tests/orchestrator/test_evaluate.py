@@ -6,7 +6,7 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.algorithms.base import Algorithm
-from prl.orchestrator.config import EvalConfig
+from prl.config.orchestrator import EvalConfig
 from prl.orchestrator.evaluate import evaluate
 
 

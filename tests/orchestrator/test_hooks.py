@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from prl.algorithms.grpo import GRPOAlgorithm
+from prl.base.errors import PrlError
 from prl.curriculum.pools import TaskCurriculum
-from prl.errors import PrlError
 from prl.filters.base import Filter
 from prl.monitors.base import Monitor, Monitors
 

@@ -4,7 +4,7 @@ Failed rollouts are counted by kind, and too many of them end the run."""
 
 import pytest
 
-from prl.errors import EngineError, NoSignal, PrlError
+from prl.base.errors import EngineError, NoSignal, PrlError
 from prl.filters.base import Filter
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.intake import LEAST, WINDOW, Intake

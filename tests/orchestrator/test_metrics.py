@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prl.base.metric_names import QUANTILES
 from prl.filters.base import Filter
-from prl.monitors.metric_names import QUANTILES
 from prl.orchestrator.batcher import trains
 from prl.orchestrator.metrics import line_of_step, mean, metrics_of_batch, metrics_of_filters, quantiles, take_logged
 from prl.rollouts.rollout import Stage

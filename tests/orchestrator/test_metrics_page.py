@@ -11,8 +11,8 @@ from metrics_page import ENTRIES, PAGE, entry_of
 import prl.losses
 import prl.trainer
 from prl.algorithms.grpo import GRPOAlgorithm
+from prl.config.orchestrator import EvalConfig
 from prl.curriculum.replay import ReplayConfig
-from prl.orchestrator.config import EvalConfig
 from prl.trainer.trainer import COUNTED
 
 

@@ -7,16 +7,16 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.algorithms.base import Algorithm
+from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.config.model_reference import FrozenModelConfig
+from prl.config.orchestrator import OrchestratorConfig
 from prl.config.validate import validate
 from prl.curriculum.pools import TaskCurriculum, write_pools
-from prl.errors import ConfigError
 from prl.filters.base import Filter
 from prl.filters.gibberish import Gibberish
 from prl.filters.repetition import Repetition
 from prl.launch.components import build_components
-from prl.orchestrator.config import OrchestratorConfig
 
 FROZEN = "{name:big,base_url:http://h/v1}"
 FN = "algo.fn._target_=prl.models.model_path"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from prl.base.checkpoint_folders import STATE, checkpoint_path
 from prl.config.schema import CheckpointConfig
 from prl.curriculum.replay import ReplayConfig
 from prl.orchestrator.batcher import Batcher
@@ -13,7 +14,6 @@ from prl.orchestrator.replay import Replay
 from prl.orchestrator.state import decode
 from prl.orchestrator.types import Group
 from prl.rollouts.rollout import Stage
-from prl.transport.checkpoint_folders import STATE, checkpoint_path
 
 
 @pytest.fixture

@@ -13,16 +13,16 @@ from orchestrating import Distils, FakeFrozen, FakePool
 
 from prl.algorithms.grpo import GRPOAlgorithm
 from prl.algorithms.reward import RewardAlgorithm
+from prl.base.checkpoint_folders import STATE, checkpoint_path, steps_of
+from prl.base.errors import ConfigError, EngineError, NoSignal, PrlError
 from prl.config.schema import CheckpointConfig
 from prl.curriculum.pools import TaskCurriculum
-from prl.errors import ConfigError, EngineError, NoSignal, PrlError
 from prl.filters.base import Filter
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import RunState, decode, encode, load_components
 from prl.runs.run_dir import cut_back
 from prl.train import try_to_finish
-from prl.transport.checkpoint_folders import STATE, checkpoint_path, steps_of
 
 
 class Talk(vf.Task):

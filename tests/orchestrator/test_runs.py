@@ -13,13 +13,13 @@ from patience import patient
 from prl.algorithms.base import Algorithm
 from prl.algorithms.grpo import GRPOAlgorithm
 from prl.algorithms.reward import RewardAlgorithm
+from prl.base.checkpoint_folders import verify
+from prl.base.errors import PrlError
+from prl.config.orchestrator import EvalConfig, StopConfig
 from prl.curriculum.pools import TaskCurriculum
-from prl.errors import PrlError
 from prl.filters.base import Filter
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
-from prl.orchestrator.config import EvalConfig, StopConfig
 from prl.tools.report.shares import read_spans, union, within
-from prl.transport.checkpoint_folders import verify
 from prl.transport.events import CUTTING, PACKING, RECORDING, SHIPPING, Track
 
 ODF = {"online_difficulty_filtering": True}

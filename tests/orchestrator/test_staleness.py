@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from prl.algorithms.base import Algorithm
-from prl.orchestrator.config import OrchestratorConfig
+from prl.config.orchestrator import OrchestratorConfig
 from prl.orchestrator.staleness import Staleness
 from prl.rollouts.rollout import Stage
 

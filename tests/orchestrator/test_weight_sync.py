@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from prl.base.errors import PrlError
+from prl.config.orchestrator import EvalConfig, OrchestratorConfig
 from prl.config.schema import CheckpointConfig, ModelConfig
-from prl.errors import PrlError
 from prl.models import model_path
 from prl.orchestrator.checkpoints import Checkpoints
-from prl.orchestrator.config import EvalConfig, OrchestratorConfig
 from prl.orchestrator.weight_sync import WeightSync
 from prl.transport.files import FileTransport
 

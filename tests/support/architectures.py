@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from prl.config.trainer import AdamWConfig
 from prl.losses import default_loss
 from prl.models import model_path
 from prl.rollouts.messages import StepBatch, TrainingSample
 from prl.rollouts.packing import pack
-from prl.trainer.config import AdamWConfig
 from prl.trainer.lora import add_adapters
 from prl.trainer.model import load_model, save_weights
 from prl.trainer.trainer import Trainer

@@ -27,8 +27,8 @@ def inline_command(tmp_path):
 @pytest.fixture
 def inline(tmp_path, monkeypatch):
     """`inline(*overrides)`: what `python -m prl.train` would do with them, in this process, to its end."""
+    from prl.base.errors import ConfigError, PrlError
     from prl.config.compose import compose
-    from prl.errors import ConfigError, PrlError
     from prl.train import main
 
     monkeypatch.syspath_prepend(tmp_path)  # where the command would be typed

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import prl
-from prl.monitors.metric_names import QUANTILES
+from prl.base.metric_names import QUANTILES
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.rollout import ERROR_KINDS
 

@@ -20,21 +20,21 @@ from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 from prl.algorithms.base import Algorithm
 from prl.algorithms.grpo import GRPOAlgorithm
 from prl.algorithms.sft import SFTDistillAlgorithm
+from prl.base.checkpoint_folders import STATE, part_path
+from prl.base.errors import DeadlinePassed, EngineError
+from prl.config.orchestrator import EvalConfig
 from prl.config.schema import CheckpointConfig, EnvConfig, ModelConfig
 from prl.curriculum.pools import TaskCurriculum
 from prl.engines.replies import Completion
 from prl.engines.sampler import Sampler
 from prl.engines.servers import Server, Traffic
 from prl.envs.environment import Environment
-from prl.errors import DeadlinePassed, EngineError
 from prl.filters.zero_advantage import ZeroAdvantage
 from prl.models import model_path
-from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import TrainEnv
 from prl.rollouts.messages import TrainingSample
 from prl.rollouts.rollout import Rollout, Stage
-from prl.transport.checkpoint_folders import STATE, part_path
 from prl.transport.files import FileTransport
 
 

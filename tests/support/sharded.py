@@ -10,17 +10,17 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from prl.base.checkpoint_folders import part_path
+from prl.config.trainer import AdamWConfig
 from prl.losses import aipo_loss, default_loss, gspo_loss
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.messages import MicroBatch, Origin, Reference, StepBatch, TrainingSample
 from prl.rollouts.packing import pack
 from prl.trainer.checkpoint_part import load_state, take_part, write_part
-from prl.trainer.config import AdamWConfig
 from prl.trainer.lora import add_adapters
 from prl.trainer.model import save_weights
 from prl.trainer.trainer import Trainer
 from prl.trainer.tree.attention import use_tree_attention
-from prl.transport.checkpoint_folders import part_path
 
 LOSSES = {
     "": functools.partial(default_loss, kl_tau=0.01),

@@ -11,9 +11,9 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from prl.base.errors import ConfigError
 from prl.config import gpus, hardware
 from prl.config.hardware import GIB, Gpu
-from prl.errors import ConfigError
 from prl.tools import doctor
 
 

@@ -28,10 +28,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter
 
+from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.config.tensor_names import check_names
 from prl.engines.vllm.weights import policy_tensors
-from prl.errors import ConfigError
 from prl.rollouts.packing import pack
 from prl.trainer.architecture import check_architecture
 from prl.trainer.batch import stacks

@@ -9,16 +9,16 @@ import pytest
 import torch
 from msgspec.structs import astuple
 
-from prl.errors import PrlError
+from prl.base import files
+from prl.base.errors import PrlError
+from prl.config.trainer import AdamWConfig
 from prl.losses import LossOutputs, default_loss
 from prl.rollouts.components import STREAM_FILL
 from prl.rollouts.messages import Origin, StepBatch
 from prl.rollouts.packing import pack
-from prl.trainer.config import AdamWConfig
 from prl.trainer.export import TokenExport, example_steps, first_groups
 from prl.trainer.trainer import Trainer
 from prl.trainer.worker import make_export
-from prl.transport import files
 
 
 @pytest.fixture

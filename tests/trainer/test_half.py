@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from prl.config.trainer import runs_in_half
 from prl.rollouts.messages import StepBatch
 from prl.rollouts.packing import pack
-from prl.trainer.config import runs_in_half
 from prl.trainer.logprobs import chunked_logprobs
 from prl.trainer.sharding import whole
 from prl.trainer.worker import make_trainer

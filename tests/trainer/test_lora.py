@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from prl.base.errors import ConfigError
 from prl.engines.vllm.weights import policy_tensors
-from prl.errors import ConfigError
 from prl.losses import default_loss
 from prl.rollouts.messages import StepBatch
 from prl.rollouts.packing import pack

@@ -6,10 +6,10 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from prl.base.errors import ConfigError
 from prl.config.build import plain
 from prl.config.compose import compose
-from prl.errors import ConfigError
-from prl.trainer.config import AdamWConfig
+from prl.config.trainer import AdamWConfig
 from prl.trainer.optim import make_optimizers
 
 

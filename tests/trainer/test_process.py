@@ -16,8 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prl.base.checkpoint_folders import part_path, parts_of
+from prl.base.errors import PrlError
 from prl.config.schema import ModelConfig
-from prl.errors import PrlError
 from prl.launch.launcher import TrainerSpec
 from prl.launch.local import LocalLauncher, ProcessDied
 from prl.losses import aipo_loss, default_loss
@@ -27,7 +28,6 @@ from prl.tools.report.shares import read_spans
 from prl.trainer import ranks, worker
 from prl.trainer.sharding import timeout_of
 from prl.trainer.trainer import Trainer
-from prl.transport.checkpoint_folders import part_path, parts_of
 from prl.transport.files import FileTransport
 
 

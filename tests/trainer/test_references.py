@@ -7,10 +7,10 @@ import pytest
 import torch
 from divergences import merged, plain
 
+from prl.config.trainer import AdamWConfig
 from prl.losses import default_loss
 from prl.rollouts.messages import Reference, StepBatch
 from prl.rollouts.packing import pack
-from prl.trainer.config import AdamWConfig
 from prl.trainer.trainer import Trainer
 
 HINT = (60, 61, 62)

@@ -12,10 +12,10 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 
+from prl.base.checkpoint_folders import part_path
 from prl.rollouts.components import COMPONENTS
 from prl.trainer.lora import save_adapters, weights_of
 from prl.trainer.sharding import gradient_norm, scale_gradients
-from prl.transport.checkpoint_folders import part_path
 
 OF_ALL = ("loss/", "grad_norm", "entropy/", "samples/", "tokens/")
 """Metrics that are sums over all tokens of a step."""

@@ -10,13 +10,13 @@ from architectures import write_model
 from run_processes import wait_until
 from safetensors.torch import load_file
 
-from prl.errors import ConfigError, PrlError
+from prl.base.checkpoint_folders import part_path, parts_of
+from prl.base.errors import ConfigError, PrlError
 from prl.rollouts.messages import Reference, StepBatch
 from prl.rollouts.packing import pack
 from prl.trainer import worker
 from prl.trainer.checkpoint_part import load_state, take_part, write_part
 from prl.trainer.trainer import Trainer
-from prl.transport.checkpoint_folders import part_path, parts_of
 from prl.transport.files import FileTransport
 
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 1e-3}

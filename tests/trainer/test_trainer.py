@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from prl.errors import PrlError
+from prl.base.errors import PrlError
+from prl.config.trainer import AdamWConfig, RefKLConfig
 from prl.losses import LossOutputs, default_loss
 from prl.rollouts.messages import Reference, StepBatch
 from prl.rollouts.packing import pack
-from prl.trainer.config import AdamWConfig, RefKLConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.trainer import Trainer
 

@@ -9,6 +9,7 @@ from ray_nodes import ray_nodes
 from run_processes import wait_until
 from safetensors.torch import load_file
 
+from prl.base.checkpoint_folders import part_path
 from prl.config.schema import ModelConfig
 from prl.launch.launcher import TrainerSpec
 from prl.launch.local import LocalLauncher
@@ -16,7 +17,6 @@ from prl.launch.ray import RayLauncher
 from prl.launch.specs import bundles_of_ranks
 from prl.rollouts.messages import StepBatch
 from prl.rollouts.packing import pack
-from prl.transport.checkpoint_folders import part_path
 from prl.transport.files import FileTransport
 from prl.transport.ray import RayTransport
 

@@ -6,12 +6,12 @@ import functools
 import pytest
 import torch
 
-from prl.errors import PrlError
+from prl.base.errors import PrlError
+from prl.config.trainer import AdamWConfig
 from prl.losses import LossCounts, compute_loss, count_members, default_loss, ppo_loss, reinforce_loss
 from prl.rollouts.messages import Origin, StepBatch
 from prl.rollouts.packing import pack
 from prl.trainer.batch import stacks
-from prl.trainer.config import AdamWConfig
 from prl.trainer.entropy import EntropyControl
 from prl.trainer.export import TokenExport
 from prl.trainer.trainer import Trainer

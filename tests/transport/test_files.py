@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from prl.errors import PrlError
+from prl.base import files
+from prl.base.errors import PrlError
 from prl.rollouts.messages import StepBatch
-from prl.transport import files
 from prl.transport.files import FileTransport
 
 

@@ -9,7 +9,7 @@ import signal
 from argparse import Namespace
 from importlib.metadata import entry_points
 
-from prl.errors import signal_name
+from prl.base.errors import signal_name
 
 OPEN_REQUESTS_S = 2
 """[s] How long a server that was asked to end waits for requests that are open."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from prl.base.errors import PrlError
+from prl.base.text import in_one_line
 from prl.config.model_folder import indexed_files
-from prl.errors import PrlError
-from prl.monitors.text import in_one_line
 
 if TYPE_CHECKING:
     import torch

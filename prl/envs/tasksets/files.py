@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from prl.monitors.text import in_one_line
+from prl.base.text import in_one_line
 
 HUB_WAIT = 5.0
 """[s] Time for the hub to answer at all."""

@@ -27,6 +27,8 @@ import verifiers.v1 as vf
 from pydantic import Field, PrivateAttr, field_validator
 from verifiers.v1.dialects.chat import message_to_wire
 
+from prl.base.errors import ConfigError
+from prl.base.text import in_one_line
 from prl.config.build import function
 from prl.envs.tasksets.base import AnswerTask
 from prl.envs.tasksets.files import hub_files, missing_parts, rows_of
@@ -43,8 +45,6 @@ from prl.envs.tasksets.layouts import (
     messages_of,
     tools_of,
 )
-from prl.errors import ConfigError
-from prl.monitors.text import in_one_line
 
 __all__ = ["JsonlTaskset"]
 

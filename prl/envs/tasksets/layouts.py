@@ -12,7 +12,7 @@ from typing import Any
 import verifiers.v1 as vf
 from pydantic import TypeAdapter
 
-from prl.errors import UNREADABLE
+from prl.base.errors import UNREADABLE
 
 LAYOUTS: tuple[tuple[str, str, str | None], ...] = (
     # the key of the prompt, one that stands beside it, and that of the reply: the prompt's own in a conversation

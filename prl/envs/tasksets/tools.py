@@ -42,13 +42,13 @@ from typing import Annotated, Any, Literal
 import verifiers.v1 as vf
 from pydantic import AfterValidator, Field, ImportString, TypeAdapter
 
+from prl.base.errors import of_own_code
+from prl.base.text import in_one_line
 from prl.config.build import NAMED
 from prl.envs.isolation import as_failure, run_contained
 from prl.envs.tasksets.base import CallsCounted, IdTask
 from prl.envs.tasksets.jsonl import rows_at
 from prl.envs.tasksets.layouts import decoded, messages_of
-from prl.errors import of_own_code
-from prl.monitors.text import in_one_line
 
 __all__ = ["ToolsEnv", "ToolsTaskset"]
 

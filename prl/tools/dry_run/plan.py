@@ -10,20 +10,20 @@ from rich import box
 from rich.table import Table
 
 from prl.algorithms.base import Algorithm
+from prl.base.errors import ConfigError
+from prl.base.terminal import Console
 from prl.config import hardware
 from prl.config.build import build
 from prl.config.gpus import visible_gpus
 from prl.config.hardware import GIB, MIB, gpu_memory_bytes
 from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
+from prl.config.trainer import runs_in_half
 from prl.config.validate import hosts_teacher
-from prl.errors import ConfigError
 from prl.launch import specs
 from prl.launch.launcher import in_words
 from prl.launch.local import resolve_model
-from prl.monitors.terminal import Console
 from prl.tools.dry_run.memory import FLOAT, Pass, engine_memory, kv_tokens, trainer_memory
 from prl.tools.dry_run.shape import ModelShape, shape_of
-from prl.trainer.config import runs_in_half
 
 RAM, GPU = "RAM", "GPU"
 """Devices: the memory of the machine, and its `GPU 0`, `GPU 1`, …"""

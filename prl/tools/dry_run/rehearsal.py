@@ -18,9 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from verifiers.v1 import graph
 from verifiers.v1.dialects.chat import message_to_wire
 
+from prl.base.errors import ConfigError, PrlError
+from prl.base.user_code import contained
 from prl.config.model_folder import embedding_rows
 from prl.config.model_reference import POLICY
-from prl.config.user_code import contained
 from prl.engines.base import Connect
 from prl.engines.client import PolicyPool
 from prl.engines.frozen import ReferencePool
@@ -30,7 +31,6 @@ from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
 from prl.envs._verifiers_internals import BUILD
 from prl.envs.turn import AGENT, commit, opening_messages, trace_task
-from prl.errors import ConfigError, PrlError
 from prl.launch import specs
 from prl.launch.builder import PreparedRun, train_env
 from prl.orchestrator.dispatcher import play_and_credit

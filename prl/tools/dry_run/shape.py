@@ -8,11 +8,11 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from prl.base.errors import ConfigError
+from prl.base.text import in_one_line
 from prl.config.build import plain
 from prl.config.hardware import parameters_of
 from prl.config.schema import ModelConfig
-from prl.errors import ConfigError
-from prl.monitors.text import in_one_line
 from prl.trainer.architecture import has_sinks
 
 

@@ -1,21 +1,37 @@
 """The command line of `prl.eval` and `prl.tools.chat`: targets, overrides, and the settings of a target's run."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
+from prl.base.errors import ConfigError
 from prl.config.build import overridden
 from prl.config.model_reference import is_url
 from prl.config.suggestions import override_key
-from prl.errors import ConfigError
+from prl.launch import command
 from prl.tools import named
 from prl.tools.evaluation.targets import read_run_config, run_of
 
 OF_AN_ENV = ("taskset", "args", "eval_args", "timeout_s", "group_timeout_s")
 """What is taken of an env of a run."""
+
+
+def start(job: Callable[[], None], arguments: list[str], preset: Sequence[str] = ()) -> None:
+    """Run a Hydra job over `conf/eval.yaml` with the arguments of a command line.
+
+    Args:
+        job: What Hydra runs.
+        arguments: As typed.
+        preset: The command's own overrides; one gives way to what is typed for its key.
+    """
+    typed = {override_key(argument) for argument in arguments}
+    arguments = [*(each for each in preset if override_key(each) not in typed), *arguments]
+    with command.errors_as_exit_codes():
+        overrides = to_overrides(arguments)
+    command.run(job, overrides, "eval")
 
 
 def to_overrides(arguments: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 from renderers.base import Renderer
 
+from prl.base.errors import ConfigError, PrlError
 from prl.config.build import build, sampling_of
 from prl.config.evaluation import EvaluationConfig
 from prl.config.run_yaml import data_of
@@ -17,7 +18,6 @@ from prl.engines.client import ModelPool
 from prl.engines.sampler import Sampler
 from prl.engines.tokenizers import load_tokenizer
 from prl.envs.environment import Environment, reason_ungraded
-from prl.errors import ConfigError, PrlError
 from prl.launch.checks import check_loadable
 from prl.launch.components import renderer_of
 from prl.launch.launcher import Launcher

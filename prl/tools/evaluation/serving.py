@@ -5,6 +5,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
+from prl.base.text import as_message
 from prl.config.build import build
 from prl.config.evaluation import EvaluationConfig
 from prl.engines.client import ModelPool, PolicyPool
@@ -14,7 +15,6 @@ from prl.launch.launcher import Launcher
 from prl.launch.local import resolve_model
 from prl.launch.specs import policy_pool, restarts_of, run_token
 from prl.launch.supervisor import Supervisor
-from prl.monitors.text import as_message
 from prl.orchestrator.who_waits import Waiting
 from prl.tools.evaluation.targets import Target
 

@@ -11,6 +11,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from prl.base.checkpoint_folders import checkpoint_path, steps_of
+from prl.base.errors import ConfigError, EngineError
+from prl.base.text import in_one_line
 from prl.config.build import plain, read
 from prl.config.compose import CONF, options
 from prl.config.evaluation import EndpointConfig, EvaluationConfig
@@ -19,10 +22,7 @@ from prl.config.model_reference import FrozenModelConfig, check_url, is_url
 from prl.config.run_yaml import load
 from prl.config.schema import ModelConfig
 from prl.engines.frozen import FrozenPool
-from prl.errors import ConfigError, EngineError
-from prl.monitors.text import in_one_line
 from prl.tools import named
-from prl.transport.checkpoint_folders import checkpoint_path, steps_of
 
 NOT_THE_SHAPE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 """Keys of a model's config that say nothing about the shape of its weights."""

@@ -7,7 +7,7 @@ makes a page safe.
 import logging
 from pathlib import Path
 
-from prl.errors import of_disk
+from prl.base.errors import of_disk
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rich.markdown import Markdown
 
-from prl.errors import ConfigError
-from prl.monitors.terminal import Console
+from prl.base.errors import ConfigError
+from prl.base.terminal import Console
 from prl.tools import named, run_command
 from prl.tools.report.runs import is_run
 

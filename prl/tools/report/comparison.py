@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
+from prl.base.errors import PrlError
+from prl.base.metric_names import HELD_OUT, REWARDS, SAMPLED
 from prl.config.build import read
 from prl.config.schema import OptimizedMetricConfig
-from prl.errors import PrlError
-from prl.monitors.metric_names import HELD_OUT, REWARDS, SAMPLED
 from prl.tools.report.statistics import half_interval
 from prl.tools.report.variants import Variants, number, seed_of
 from prl.tools.sweep.metric import optimized

@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
+from prl.base.files import lines_of
 from prl.rollouts.record_lines import Message, Record
 from prl.rollouts.rollout import Stage
 from prl.runs.run_dir import STEP
 from prl.tools.report.html import encoded, rounded
 from prl.tools.report.tokens import Key, exports, key_of, read_tokens, readable
 from prl.tools.rollouts.render import called, stage_and_source
-from prl.transport.files import lines_of
 
 ROLLOUTS = 10_000
 """Rows of the table of rollouts, from which on no further step is read."""

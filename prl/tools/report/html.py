@@ -14,7 +14,7 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
-from prl.monitors.text import safe
+from prl.base.text import safe
 
 TEMPLATES = Path(__file__).parent / "templates"
 UNSAFE = "<>&"

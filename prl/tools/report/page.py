@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from prl.base.files import write_atomically
 from prl.runs.resume import flat
 from prl.tools.report import curves
 from prl.tools.report.examples import read_rollouts
@@ -14,7 +15,6 @@ from prl.tools.report.runs import Run, json_of, read_run
 from prl.tools.report.shares import read_spans, shares
 from prl.tools.report.variants import shown
 from prl.tools.report.verdict import duration, verdict
-from prl.transport.files import write_atomically
 
 log = logging.getLogger(__name__)
 DIFF_BYTES = 200_000

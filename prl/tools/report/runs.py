@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import msgspec
 import pandas as pd
 
+from prl.base.errors import ConfigError
+from prl.base.files import lines_of
+from prl.base.text import in_one_line
 from prl.config.run_yaml import yaml_of
 from prl.config.suggestions import override_key
-from prl.errors import ConfigError
-from prl.monitors.text import in_one_line
 from prl.runs.owner import is_owned
 from prl.runs.result import RunResult
 from prl.runs.run_dir import RUN_FILES
-from prl.transport.files import lines_of
 
 T = TypeVar("T")
 COMPLETED = "completed"

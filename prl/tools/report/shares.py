@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prl.base.files import lines_of
 from prl.transport import events
 from prl.transport.events import Span
-from prl.transport.files import lines_of
 
 BALANCED = 1.25
 """The larger of generation and update bounds a run if it takes so many times as long as the other."""

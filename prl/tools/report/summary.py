@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from prl.errors import ConfigError
-from prl.monitors.metric_names import REWARDS
+from prl.base.errors import ConfigError
+from prl.base.metric_names import REWARDS
 from prl.tools.report import statistics
 from prl.tools.report.comparison import Comparison, compare
 from prl.tools.report.runs import Run

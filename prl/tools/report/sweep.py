@@ -10,7 +10,8 @@ from typing import Any
 
 import pandas as pd
 
-from prl.monitors.text import safe
+from prl.base.files import write_atomically
+from prl.base.text import safe
 from prl.tools.report import try_to_write
 from prl.tools.report.html import render
 from prl.tools.report.plots import Panel, png, with_margin
@@ -19,7 +20,6 @@ from prl.tools.report.statistics import FEW, band, curve
 from prl.tools.report.summary import Summary, summarise
 from prl.tools.report.tables import METHOD, PAGE, escaped, markdown, names, statuses, tables
 from prl.tools.report.variants import seed_of
-from prl.transport.files import write_atomically
 
 LOG_FROM = 20
 """Ratio of the largest to the smallest number of a key, from which on its axis is logarithmic."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from prl.monitors.text import safe
+from prl.base.text import safe
 from prl.tools import line_of
 from prl.tools.report.comparison import LISTED, seeds
 from prl.tools.report.html import TEMPLATES

@@ -8,11 +8,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from prl.monitors.terminal import Console
-from prl.monitors.text import safe
+from prl.base.files import write_atomically
+from prl.base.terminal import Console
+from prl.base.text import safe
 from prl.tools.report.shares import Shares, is_work, processes, read_spans, shares
 from prl.transport.events import Span
-from prl.transport.files import write_atomically
 
 
 def table(times: Shares) -> Table:

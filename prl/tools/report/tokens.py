@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from prl.base.files import lines_of
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.record_lines import Record
 from prl.runs.run_dir import STEP
 from prl.tools.report.html import rounded
-from prl.transport.files import lines_of
 
 SEQUENCE_TOKENS = 4_000
 """Tokens of one sequence; the first ones are shown."""

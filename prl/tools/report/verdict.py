@@ -9,7 +9,7 @@ from typing import Literal
 
 import pandas as pd
 
-from prl.monitors.metric_names import SAMPLED
+from prl.base.metric_names import SAMPLED
 from prl.tools import line_of
 from prl.tools.report.runs import Run
 from prl.tools.report.shares import Shares

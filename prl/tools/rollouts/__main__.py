@@ -13,11 +13,11 @@ import signal
 import sys
 from pathlib import Path
 
-from prl.errors import ConfigError, PrlError
+from prl.base.errors import ConfigError, PrlError
+from prl.base.files import lines_of
 from prl.rollouts.record_lines import Record
 from prl.tools import OUTPUTS, named, run_command
 from prl.tools.rollouts.render import step_text
-from prl.transport.files import lines_of
 
 
 def main(argv: list[str] | None = None) -> int:

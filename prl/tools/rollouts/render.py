@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from prl.errors import UNREADABLE
-from prl.monitors.text import safe
+from prl.base.errors import UNREADABLE
+from prl.base.text import safe
 from prl.rollouts.record_lines import Message, Record, ToolCall
 from prl.rollouts.rollout import Outcome, Stage
 

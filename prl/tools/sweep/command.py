@@ -12,17 +12,17 @@ import msgspec
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from prl.errors import ConfigError
+from prl.base.errors import ConfigError
+from prl.base.files import read_json, write_atomically
+from prl.base.masking import masked
+from prl.base.text import as_message, safe
+from prl.config.schema import AUTO
 from prl.launch import command
 from prl.launch.cluster import connect
-from prl.monitors.masking import masked
-from prl.monitors.text import as_message, safe
 from prl.runs.result import RunResult
-from prl.runs.resume import AUTO
 from prl.runs.run_dir import refuse_existing
 from prl.tools import line_of
 from prl.tools.sweep import job, naming
-from prl.transport.files import read_json, write_atomically
 
 RECORD = "sweep.json"
 LAST_LINES_S = 1.0

@@ -17,20 +17,19 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from prl.base import checkpoint_folders
+from prl.base.errors import ConfigError, PrlError
+from prl.base.files import write_atomically
+from prl.base.masking import masked
+from prl.base.text import as_message
 from prl.config.build import plain, read
 from prl.config.compose import to_config, typed
-from prl.config.schema import OptimizedMetricConfig, TrainConfig
-from prl.errors import ConfigError, PrlError
+from prl.config.schema import AUTO, OptimizedMetricConfig, TrainConfig
 from prl.launch.command import INTERRUPTED
-from prl.monitors.masking import masked
-from prl.monitors.text import as_message
 from prl.runs.owner import is_owned
 from prl.runs.result import RunResult, read_result, write_result
-from prl.runs.resume import AUTO
 from prl.runs.run_dir import move_aside
 from prl.tools.sweep.metric import optimized
-from prl.transport import checkpoint_folders
-from prl.transport.files import write_atomically
 
 EARLIER = "earlier"
 

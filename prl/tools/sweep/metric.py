@@ -5,10 +5,10 @@ import fnmatch
 from pathlib import Path
 from statistics import fmean
 
+from prl.base.errors import PrlError
+from prl.base.files import lines_of
+from prl.base.metric_names import REWARDS
 from prl.config.schema import OptimizedMetricConfig
-from prl.errors import PrlError
-from prl.monitors.metric_names import REWARDS
-from prl.transport.files import lines_of
 
 
 def optimized(run_dir: Path, config: OptimizedMetricConfig) -> float:

@@ -14,10 +14,10 @@ import pytest
 from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 from verifiers.v1.dialects.chat import message_to_wire
 
+from prl.base.errors import ConfigError
 from prl.config.schema import EnvConfig
 from prl.envs.environment import Environment, load_taskset, take_tasks
 from prl.envs.tasksets.files import rows_of
-from prl.errors import ConfigError
 
 PARTS = [{"type": "text", "text": "How "}, {"type": "text", "text": "warm?"}]
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "how": f"{n}+1 = {n + 1}"} for n in range(30)]

@@ -2,10 +2,10 @@
 
 import pytest
 
+from prl.base.errors import ConfigError
 from prl.config.schema import EnvConfig
 from prl.envs.environment import Environment, load_taskset
 from prl.envs.tasksets.base import held_out
-from prl.errors import ConfigError
 
 TASKSETS = {
     "math": ({"max_operand": 9}, lambda data: data.prompt.removesuffix("=")),

@@ -3,11 +3,11 @@
 import pytest
 from small_models import QWEN3_32B
 
+from prl.base.errors import ConfigError
 from prl.config import hardware
 from prl.config.compose import compose
 from prl.config.hardware import GIB, MachineConfig, assuming
 from prl.config.validate import validate
-from prl.errors import ConfigError
 from prl.tools.dry_run.plan import COMMAND, ENGINE, RAM, TRAINER, count_references, plan
 from prl.tools.dry_run.shape import shape_of
 from prl.train import main as dry_run

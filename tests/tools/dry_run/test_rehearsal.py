@@ -6,8 +6,8 @@ import pytest
 
 from prl.algorithms.base import Algorithm
 from prl.algorithms.grpo import GRPOAlgorithm
+from prl.base.errors import ConfigError
 from prl.config.compose import compose
-from prl.errors import ConfigError
 from prl.losses.interface import LossOutputs
 from prl.train import main as dry_run
 

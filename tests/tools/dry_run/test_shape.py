@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from prl.errors import ConfigError
+from prl.base.errors import ConfigError
 from prl.tools.dry_run.shape import build, setting
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from prl.base import checkpoint_folders
 from prl.config.build import plain
 from prl.config.compose import compose
 from prl.engines.replies import Completion
 from prl.models import model_path
-from prl.transport import checkpoint_folders
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,11 @@
 import hydra
 import pytest
 
+from prl.base.errors import ConfigError
 from prl.config.build import plain, sampling_of
 from prl.config.compose import CONF, to_config
 from prl.config.evaluation import EvaluationConfig
 from prl.engines.sampler import Sampler
-from prl.errors import ConfigError
 from prl.tools.evaluation.arguments import to_overrides
 
 

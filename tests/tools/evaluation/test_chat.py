@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from prl.base.errors import ConfigError
 from prl.config.evaluation import EvaluationConfig
 from prl.engines.sampler import Sampler
-from prl.errors import ConfigError
 from prl.tools.chat import Chat
 
 

@@ -10,10 +10,10 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl import eval as command
+from prl.base.errors import ConfigError, EngineError, PrlError
 from prl.config.compose import CONF, to_config
 from prl.config.evaluation import EvaluationConfig
 from prl.engines.client import InferencePool
-from prl.errors import ConfigError, EngineError, PrlError
 from prl.models import model_path
 from prl.tools.evaluation import play
 from prl.tools.evaluation.arguments import to_overrides

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
+from prl.base.errors import ConfigError
 from prl.config.evaluation import EndpointConfig, EvalModelConfig, EvaluationConfig
 from prl.config.schema import ModelConfig
-from prl.errors import ConfigError
 from prl.models import model_path
 from prl.tools.evaluation.targets import Target, by_engine, find_targets, look_up, model_of
 

@@ -7,11 +7,11 @@ import pytest
 from made_run import make_run
 from omegaconf import OmegaConf
 
+from prl.base.errors import ConfigError
+from prl.base.text import CONTROL
 from prl.config.build import plain
 from prl.config.compose import compose
 from prl.config.run_yaml import load
-from prl.errors import ConfigError
-from prl.monitors.text import CONTROL
 from prl.tools.evaluation.arguments import to_overrides
 from prl.tools.report.__main__ import main as report
 from prl.tools.report.runs import read_run

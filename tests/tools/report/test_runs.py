@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from prl.errors import ConfigError
+from prl.base.errors import ConfigError
 from prl.runs.owner import owned
 from prl.runs.resume import flat
 from prl.tools.report.runs import find_runs, read_run

@@ -9,8 +9,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from prl import train
+from prl.base.errors import ConfigError
 from prl.config.compose import CONF
-from prl.errors import ConfigError
 from prl.launch import command as launch_command
 from prl.runs.result import RunResult, write_result
 from prl.tools.sweep.command import Recorder, SweepRecord, checked, read_record, run, summary

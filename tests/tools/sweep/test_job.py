@@ -14,8 +14,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict, read_write
 
+from prl.base.errors import ConfigError, PrlError
 from prl.config.compose import CONF
-from prl.errors import ConfigError, PrlError
 from prl.monitors.log import hold_log, log_to
 from prl.runs.result import RunResult, write_result
 from prl.tools.sweep.command import summary

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from prl.base.errors import PrlError
 from prl.config.schema import OptimizedMetricConfig
-from prl.errors import PrlError
 from prl.tools.sweep.metric import optimized
 
 LINES = [

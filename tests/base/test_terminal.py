@@ -8,8 +8,8 @@ import sys
 from rich.live import Live
 from rich.text import Text
 
-from prl.monitors.terminal import Console
-from prl.monitors.text import CONTROL
+from prl.base.terminal import Console
+from prl.base.text import CONTROL
 
 HOSTILE = "\x1b]0;mine\x07 \x1b[2J \x9b31m \u202ebackwards\u2066 \x08\x7f"
 SHOWN = r"\x1b]0;mine\x07 \x1b[2J \x9b31m \u202ebackwards\u2066 \x08\x7f"

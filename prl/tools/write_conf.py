@@ -1,6 +1,6 @@
 """Write the files under `conf/`: each option shows all of its fields, with their defaults, types and a line of meaning.
 
-    python -m prl.config.write [--check]
+    python -m prl.tools.write_conf [--check]
 
 Above `MARK` a file is written by hand, and what it sets is left out below. A new option begins with a comment and its
 `_target_`. `--check` writes nothing, and fails if a file is not as it would be written.
@@ -24,16 +24,16 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
+from prl.config import orchestrator as orchestrator_config
 from prl.config import schema
+from prl.config import trainer as trainer_config
 from prl.config.build import located, options_taken
 from prl.config.compose import CONF, OF_TRAINER, options
 from prl.config.evaluation import EvaluationConfig
 from prl.engines import renderer
 from prl.engines.sampler import Sampler
-from prl.orchestrator import config as orchestrator_config
-from prl.trainer import config as trainer_config
 
-MARK = "# --- what follows is the code's, by python -m prl.config.write; other values go above this line"
+MARK = "# --- what follows is the code's, by python -m prl.tools.write_conf; other values go above this line"
 COMMANDS = {"train": schema.TrainConfig, "serve": schema.ServeConfig, "eval": EvaluationConfig}
 OWN = {"train": {"sweep"}, "serve": set[str](), "eval": {"model"}}
 """Keys of a command that are named as a group is and filled by no option of it."""
@@ -187,7 +187,7 @@ def main(arguments: list[str]) -> None:
     """Write the files that are not as they are to be, or with `--check` end with status 1 naming them."""
     stale = {path: text for path, text in pages().items() if path.read_text(encoding="utf-8") != text}
     if "--check" in arguments and stale:
-        sys.exit("\n".join(f"{path} is out of date: python -m prl.config.write" for path in stale))
+        sys.exit("\n".join(f"{path} is out of date: python -m prl.tools.write_conf" for path in stale))
     for path, text in stale.items():
         path.write_text(text, encoding="utf-8")
 

@@ -61,4 +61,5 @@ def sharing(config: TrainConfig) -> int:
     sampling = servers.count("cpu")
     if config.orchestrator.max_async_level == 0 or config.trainer.device_type != "cpu":
         return sampling
-    return sampling + config.trainer.num_processes
+    ranks: int = config.trainer.num_processes
+    return sampling + ranks

@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
+from prl.base.errors import ConfigError
 from prl.config.build import Seconds
 from prl.config.gpus import device_type
-from prl.errors import ConfigError
 
 MEETING_VARIABLE = "PRL_RANKS"
 """Environment variable of ranks on one machine: a file by which they find each other; unset: as torch's own say."""

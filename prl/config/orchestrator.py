@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+from prl.base.errors import ConfigError
 from prl.config.build import Seconds
 from prl.config.schema import as_run
-from prl.errors import ConfigError
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,7 @@
 
 import re
 
-from prl.monitors.masking import masked_text
+from prl.base.masking import masked_text
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """All but newline and tab that moves the cursor, starts a sequence, breaks a line or turns the direction of writing."""

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from prl.config import threads
 from prl.config.compose import compose
 from prl.config.model_folder import local_folder
-from prl.launch import command, specs, threads
+from prl.launch import command, specs
 from prl.launch.local import engine_environment, trainer_environment
 
 MILLION = 1_000_000

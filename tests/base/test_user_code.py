@@ -10,9 +10,9 @@ from patience import patient
 from run_processes import wait_until
 
 from prl.algorithms.base import Algorithm
+from prl.base.errors import ConfigError, PrlError
+from prl.base.user_code import called, contained
 from prl.config.build import build
-from prl.config.user_code import called, contained
-from prl.errors import ConfigError, PrlError
 
 CLASS = """
 import asyncio, os, sys

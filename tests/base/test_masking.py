@@ -3,10 +3,10 @@
 import pytest
 from omegaconf import OmegaConf
 
+from prl.base.masking import is_secret, masked, masked_text
 from prl.config.build import plain
 from prl.config.compose import compose
 from prl.config.run_yaml import without_run, yaml_of
-from prl.monitors.masking import is_secret, masked, masked_text
 from prl.runs.run_dir import new_run_dir
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJtZSJ9.c2lnbmVk"

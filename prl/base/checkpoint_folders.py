@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from prl.errors import UNREADABLE, ConfigError
-from prl.monitors.text import as_message
-from prl.transport.files import step_name, write_atomically
+from prl.base.errors import UNREADABLE, ConfigError
+from prl.base.files import step_name, write_atomically
+from prl.base.text import as_message
 
 MANIFEST, STATE = "manifest.json", "state"
 

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from prl.errors import ConfigError
-from prl.transport import checkpoint_folders
-from prl.transport.files import writing
+from prl.base import checkpoint_folders
+from prl.base.errors import ConfigError
+from prl.base.files import writing
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import rich.console
 from rich.segment import Segment
 
-from prl.monitors.text import safe
+from prl.base.text import safe
 
 
 class Console(rich.console.Console):

@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from prl.errors import ConfigError, PrlError, of_own_code
+from prl.base.errors import ConfigError, PrlError, of_own_code
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from annotated_types import Ge, Lt
 import prl.losses  # noqa: F401  # the files are the same whatever has been imported
 from prl.algorithms.base import Algorithm
 from prl.algorithms.grpo import GRPOAlgorithm
-from prl.config.write import MARK, as_yaml, classes, main, page, type_of
 from prl.filters.base import Filter
 from prl.monitors.base import Monitor
+from prl.tools.write_conf import MARK, as_yaml, classes, main, page, type_of
 
 
 def test_every_file_is_as_it_is_written():
-    """To renew them: python -m prl.config.write"""
+    """To renew them: python -m prl.tools.write_conf"""
     main(["--check"])
 
 

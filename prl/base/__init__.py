@@ -1,0 +1,1 @@
+"""The ground: what every package may use. It imports no other package of prl."""
