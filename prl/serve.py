@@ -22,7 +22,7 @@ from prl.config.schema import ServeConfig
 from prl.config.threads import share
 from prl.config.validate import validate_server
 from prl.engines.base import EngineSpec
-from prl.engines.vllm.server import TOKEN_VARIABLE
+from prl.engines.protocol import TOKEN_VARIABLE
 from prl.launch import command
 from prl.launch.children import leave_none
 from prl.launch.local import LocalLauncher, resolve_model

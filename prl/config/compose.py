@@ -20,7 +20,7 @@ from prl.config.groups import CONF as CONF
 from prl.config.groups import options as options
 from prl.config.orchestrator import OrchestratorConfig
 from prl.config.run_yaml import quoted
-from prl.config.schema import TrainConfig, TransformersConfig, VLLMConfig
+from prl.config.schema import TrainConfig
 from prl.config.trainer import TrainerConfig
 from prl.models import model_path
 
@@ -109,17 +109,13 @@ def typed_config(kind: type[T], data: dict[str, Any]) -> T:
     return read(kind, nodes)
 
 
-def engine_config(node: Any, where: str) -> VLLMConfig | TransformersConfig:
-    """The options of an engine, those of the class that it extends."""
+def engine_config(node: Any, where: str) -> Any:
+    """Return the options of an engine, as its class has them (`Config`). Raises ConfigError."""
     check_node(node, where)
-    named: dict[str, Any] = {schema._target_: schema for schema in (VLLMConfig, TransformersConfig)}
-    kind = named.get(node["_target_"])
-    if kind is None:
-        cls = located(node, where)
-        bases = [f"{base.__module__}.{base.__qualname__}" for base in getattr(cls, "__mro__", ())]
-        kind = next((named[base] for base in bases if base in named), VLLMConfig)
-    result: VLLMConfig | TransformersConfig = read_node(kind, node, where)
-    return result
+    kind = located(node, where)
+    if not hasattr(kind, "Config"):
+        raise ConfigError(f"{where}._target_={node['_target_']!r} is no engine: it has no options, Config")
+    return read_node(kind.Config, node, where)
 
 
 def replace_chosen(cfg: DictConfig, overrides: list[str]) -> None:

@@ -18,6 +18,8 @@ from prl.base.errors import ConfigError
 from prl.config.model_folder import has_weights, local_folder, tensors_of
 
 MIB, GIB = 1 << 20, 1 << 30
+CUDA_CONTEXT = 0.6 * GIB
+"""What CUDA takes of a GPU for each process, bytes. An assumption: prl has not run on one."""
 ANSWER_S = 20.0
 """Deadline for `nvidia-smi` to answer, seconds: a node's first question may wake the driver."""
 BYTES_PER_PARAMETER = 8

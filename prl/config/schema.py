@@ -3,15 +3,13 @@
 A node typed `Any` is a component: `_target_` names its class, whose signature is its schema (`prl.config.build`).
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
 from prl.config.build import Seconds
-from prl.config.gpus import device_type
 from prl.config.hardware import MachineConfig
 from prl.config.model_reference import FrozenModelConfig, as_reference, frozen_models
 
@@ -79,75 +77,6 @@ class PolicyModelConfig(ModelConfig):
     """A model that is trained."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
-
-
-@dataclass
-class EngineConfig:
-    """What every way to run a model has."""
-
-    _target_: str = MISSING
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: CUDA where `nvidia-smi` finds a GPU, else the CPU."""
-    max_num_seqs: Annotated[int, Ge(1), Le(65536)] = 256
-    """Sequences an engine runs at once."""
-    threads: Annotated[int, Ge(1)] | None = None
-    """CPU threads of one engine; null = its share of the cores, at most one for each 2.5 million parameters, and 8
-    where it has a GPU."""
-    update_timeout_s: Seconds = 300.0
-    """Deadline for one weight update of the policy, seconds. A frozen model is not updated."""
-
-    @property
-    def device_type(self) -> str:
-        """What `device` means on this machine: `cpu` or `cuda`."""
-        return device_type(self.device)
-
-
-@dataclass
-class VLLMConfig(EngineConfig):
-    """vLLM servers of one model."""
-
-    _target_: str = "prl.engines.vllm.engine.VLLMEngine"
-    in_process: ClassVar[bool] = False
-    host: str = "127.0.0.1"
-    """Address the servers bind to. Any other than loopback opens them to the network; requests still need the run's
-    token."""
-    port: Annotated[int, Ge(1), Le(65535)] | None = None
-    """TCP port of the first server; further servers take the next ones. null = free ports."""
-    servers: Annotated[int, Ge(1), Le(1024)] = 1
-    """Servers to start, each with a whole model (data parallel) and GPUs of its own."""
-    urls: list[str] = field(default_factory=list)
-    """Base URLs of prl servers that already run, with this run's token in PRL_TOKEN; empty = start `servers`."""
-    kv_cache_gb: Annotated[int, Gt(0)] = 1
-    """KV cache of a server on a CPU, GiB."""
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.5
-    """Share of a GPU's memory for a server."""
-    tensor_parallel_size: Annotated[int, Ge(1)] = 1
-    """GPUs one server spans."""
-    cpu_patches: bool = True
-    """Patches of vLLM for engines on a CPU: the same replies with less work, and a faster start."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """Further vLLM server arguments, added as +engine.args.block-size=16."""
-    startup_timeout_s: Seconds = 600.0
-    """Deadline for the servers to answer, seconds."""
-    restarts: Annotated[int, Ge(0)] = 1
-    """Number of restarts of each server that dies during a run; one more death ends the run. The server loads the
-    newest weights, and its open requests are sent again. Servers of `urls` are not restarted."""
-
-
-@dataclass
-class TransformersConfig(EngineConfig):
-    """transformers' model in the process of the run: nothing to start. For small models, debugging and tests."""
-
-    _target_: str = "prl.engines.transformers.TransformersEngine"
-    in_process: ClassVar[bool] = True
-    """Its models are in the process of the run: no launcher starts any, and no HTTP client reaches them."""
-    servers: ClassVar[int] = 0
-    urls: ClassVar[Sequence[str]] = ()
-    port: ClassVar[None] = None
-    args: ClassVar[Mapping[str, Any]] = {}
-    tensor_parallel_size: ClassVar[int] = 1
-    restarts: ClassVar[int] = 0
-    startup_timeout_s: ClassVar[float] = 600.0
 
 
 @dataclass

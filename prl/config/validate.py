@@ -12,12 +12,11 @@ from typing import Any
 from prl.base.errors import ConfigError
 from prl.base.masking import HIDDEN
 from prl.config import gpus
-from prl.config.build import check_node, check_values, plain
-from prl.config.engine_options import check_options
-from prl.config.hardware import MachineConfig, check_memory, check_ranks
+from prl.config.build import check_node, check_values, located, plain
+from prl.config.hardware import MachineConfig, check_ranks
 from prl.config.model_folder import check_model
 from prl.config.model_reference import FrozenModelConfig, check_reference, check_url
-from prl.config.schema import EnvConfig, LoraConfig, ModelConfig, TrainConfig, VLLMConfig
+from prl.config.schema import EnvConfig, LoraConfig, ModelConfig, TrainConfig
 
 COMPONENTS = [field.name for field in fields(TrainConfig) if field.type is Any]
 """Keys of the nodes that name a class or a function."""
@@ -80,7 +79,7 @@ def check_run_name(name: str) -> None:
         raise ConfigError(f"run.name={name[:80]!r} must be one directory's name; run.dir takes a whole path")
 
 
-def validate_server(model: ModelConfig, engine: VLLMConfig, prefix: str = "", *, weights: bool = True) -> None:
+def validate_server(model: ModelConfig, engine: Any, prefix: str = "", *, weights: bool = True) -> None:
     """Two nodes under `prefix` of checked bounds; `weights`: the model must have them."""
     check_device(engine.device, f"{prefix}engine.device")
     check_model(model.path, f"{prefix}model.path", weights=weights)
@@ -90,14 +89,7 @@ def validate_server(model: ModelConfig, engine: VLLMConfig, prefix: str = "", *,
         check_url(url, f"{prefix}engine.urls", "http://127.0.0.1:8000")
     if engine.urls:
         return
-    device = engine.device_type
-    check_options(engine.args, prefix, device=device)
-    if device == "cpu":
-        of_each = f" for each of {engine.servers} servers" if engine.servers > 1 else ""
-        check_memory(
-            engine.kv_cache_gb * engine.servers,
-            f"{prefix}engine.kv_cache_gb={engine.kv_cache_gb}{of_each}",
-        )
+    located(plain(engine), f"{prefix}engine").check(engine, prefix)
     if engine.host not in THIS_MACHINE:
         warnings.warn(f"{prefix}engine.host={engine.host}: the engine listens beyond this machine", stacklevel=3)
 

@@ -1,18 +1,89 @@
-"""The interface between a run and the engines of its models: a class for each option of the group `engine`."""
+"""The interface between a run and the engines of its models: a class for each option of the group `engine`.
+
+A class of `Engine` has everything that a run asks of an engine: its options (`Config`), what they are refused for,
+the process of a server and the reason of its end, the memory that it takes, and its clients. No other package knows an
+engine by name.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from prl.config.gpus import Gpus
+from annotated_types import Ge, Le
+from omegaconf import MISSING
+
+from prl.config.build import Seconds, class_of
+from prl.config.environment import model_environment
+from prl.config.gpus import Gpus, device_type, visible_devices
 from prl.config.model_reference import FrozenModelConfig
+from prl.config.model_shape import NUMBER_BYTES, ModelShape
 from prl.config.schema import ModelConfig
+from prl.engines.protocol import FROZEN_VARIABLE, TOKEN_VARIABLE
 
 if TYPE_CHECKING:  # an HTTP client, which composing a config does without
     from prl.engines.client import PolicyPool
     from prl.engines.frozen import ReferencePool
+
+
+@dataclass
+class EngineConfig:
+    """The options of every engine."""
+
+    _target_: str = MISSING
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: CUDA where `nvidia-smi` finds a GPU, else the CPU."""
+    max_num_seqs: Annotated[int, Ge(1), Le(65536)] = 256
+    """Sequences an engine runs at once."""
+    threads: Annotated[int, Ge(1)] | None = None
+    """CPU threads of one engine; null = its share of the cores, at most one for each 2.5 million parameters, and 8
+    where it has a GPU."""
+    update_timeout_s: Seconds = 300.0
+    """Deadline for one weight update of the policy, seconds. A frozen model is not updated."""
+
+    @property
+    def device_type(self) -> str:
+        """What `device` means on this machine: `cpu` or `cuda`."""
+        return device_type(self.device)
+
+    @property
+    def gpus_each(self) -> int:
+        """GPUs of one server."""
+        return int(self.device_type == "cuda")
+
+
+@dataclass
+class ServerConfig(EngineConfig):
+    """The options of every engine that is a server, asked over HTTP."""
+
+    in_process: ClassVar[bool] = False
+    host: str = "127.0.0.1"
+    """Address the servers bind to. Any other than loopback opens them to the network; requests still need the run's
+    token."""
+    port: Annotated[int, Ge(1), Le(65535)] | None = None
+    """TCP port of the first server; further servers take the next ones. null = free ports."""
+    servers: Annotated[int, Ge(1), Le(1024)] = 1
+    """Servers to start, each with a whole model (data parallel) and GPUs of its own."""
+    urls: list[str] = field(default_factory=list)
+    """Base URLs of prl servers that already run, with this run's token in PRL_TOKEN; empty = start `servers`."""
+    startup_timeout_s: Seconds = 600.0
+    """Deadline for the servers to answer, seconds."""
+    restarts: Annotated[int, Ge(0)] = 1
+    """Number of restarts of each server that dies during a run; one more death ends the run. The server loads the
+    newest weights, and its open requests are sent again. Servers of `urls` are not restarted."""
+
+
+@dataclass
+class InProcessConfig(EngineConfig):
+    """The options of an engine in the process of the run: a launcher starts none, and no HTTP client reaches it."""
+
+    in_process: ClassVar[bool] = True
+    servers: ClassVar[int] = 0
+    urls: ClassVar[Sequence[str]] = ()
+    port: ClassVar[None] = None
+    restarts: ClassVar[int] = 0
+    startup_timeout_s: ClassVar[float] = 600.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +110,23 @@ class EngineSpec:
     """Threads that it computes with on the CPU."""
     gpus: Gpus = ()
     """Those that it sees."""
+    evaluation_yields: bool = False
+    """Whether requests of a lower priority come first, so that those of an evaluation beside training come last."""
+
+    @property
+    def server(self) -> "type[ServerEngine]":
+        """The class of the engine, which is one of servers."""
+        return class_of(self.config, ServerEngine, "engine")
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """What an engine holds on each of its devices."""
+
+    parts: dict[str, float]
+    """Bytes by part."""
+    cache_tokens: int | None = None
+    """Tokens that its KV cache has room for; None where it has no cache of a fixed size."""
 
 
 Serve = Callable[[EngineSpec], list[str]]
@@ -50,8 +138,47 @@ Connect = Callable[[FrozenModelConfig], "ReferencePool"]
 class Engine(ABC):
     """A way to run models. Its clients have the interface of `prl.engines.client`."""
 
+    Config: ClassVar[type[EngineConfig]]
+    """The dataclass of its options."""
     adds_adapters: ClassVar[bool] = False
     """Whether it loads an adapter (LoRA) in peft's format, added to the weights that it began with, as a policy."""
+    has_priorities: ClassVar[bool] = False
+    """Whether its servers can be asked to answer requests by their priority (`EngineSpec.evaluation_yields`)."""
+
+    @classmethod  # noqa: B027
+    def check(cls, config: Any, prefix: str) -> None:
+        """Raise ConfigError for options that do not go together. Their types and bounds were looked at.
+
+        Args:
+            config: The options.
+            prefix: Of the keys of the engine, "" or "teacher.".
+        """
+
+    @classmethod
+    def fault_of(cls, config: Any, model_type: str) -> str | None:
+        """Return what the engine does wrong with a kind of model (`model_type` of transformers); None if nothing."""
+        return None
+
+    @classmethod
+    def lacks(cls, config: Any) -> str | None:
+        """Return what is not installed on this machine that it takes, and how to get it; None if nothing."""
+        return None
+
+    @classmethod
+    def memory(
+        cls, config: Any, shape: ModelShape, dtype: str, *, gpu_bytes: float | None, updated: bool
+    ) -> EngineMemory:
+        """Predict what it holds on each of its devices.
+
+        Args:
+            config: The options.
+            shape: The sizes of the model.
+            dtype: The number format of its weights there.
+            gpu_bytes: The memory of each GPU; None where it runs on a CPU.
+            updated: Whether it takes the weights of a policy that is trained.
+        """
+        weights = float(shape.parameters * NUMBER_BYTES[dtype])
+        return EngineMemory({"weights": weights, "update": weights * updated})
 
     @classmethod
     @abstractmethod
@@ -62,3 +189,41 @@ class Engine(ABC):
     @abstractmethod
     def frozen(cls, spec: EngineSpec, serve: Serve) -> Connect:
         """Start a frozen model; returns a function that makes its clients."""
+
+
+class ServerEngine(Engine):
+    """An engine whose servers a launcher starts, or that run already, asked over HTTP (`prl.engines.protocol`)."""
+
+    Config = ServerConfig
+
+    @classmethod
+    @abstractmethod
+    def command(cls, spec: EngineSpec, port: int) -> list[str]:
+        """Return the command line of a server that listens on `port`."""
+
+    @classmethod
+    def environment(cls, spec: EngineSpec) -> dict[str, str]:
+        """Return the environment variables of a server."""
+        return model_environment(spec.model, spec.threads) | {
+            TOKEN_VARIABLE: spec.token,
+            FROZEN_VARIABLE: "1" if spec.frozen else "",
+            **visible_devices(spec.gpus),
+        }
+
+    @classmethod
+    def explain(cls, lines: Sequence[str]) -> str:
+        """Return the reason that the last lines of a server's log give for its end; empty where they give none."""
+        return ""
+
+    @classmethod
+    def policy(cls, spec: EngineSpec, serve: Serve) -> "PolicyPool":
+        from prl.engines.client import InferencePool
+
+        return InferencePool(serve(spec), spec.served_name, spec.token, shared=bool(spec.config.urls))
+
+    @classmethod
+    def frozen(cls, spec: EngineSpec, serve: Serve) -> Connect:
+        from prl.engines.frozen import FrozenPool
+
+        urls = [f"{url}/v1" for url in serve(spec)]
+        return lambda reference: FrozenPool(replace(reference, base_url=urls, api_key_var=None), spec.token)

@@ -14,11 +14,10 @@ from filelock import FileLock, Timeout
 from prl.base.errors import DeadlinePassed, EngineError, PrlError
 from prl.engines import replies
 from prl.engines.http import PROBE_S, Endpoints
+from prl.engines.protocol import GENERATE, LOAD, TOKEN_VARIABLE
 from prl.engines.replies import Completion, Scored
 from prl.engines.rotation import Rotation
 from prl.engines.servers import Server, Traffic
-from prl.engines.vllm.protocol import GENERATE, LOAD
-from prl.engines.vllm.server import TOKEN_VARIABLE
 
 Read = TypeVar("Read")
 

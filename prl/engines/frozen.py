@@ -18,10 +18,10 @@ from prl.config.model_reference import FrozenModelConfig
 from prl.engines import replies
 from prl.engines.client import ModelPool, Read, scoring, servers_at
 from prl.engines.http import PROBE_S, Endpoints, is_away
+from prl.engines.protocol import GENERATE
 from prl.engines.replies import Completion, Scored, reading
 from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
-from prl.engines.vllm.protocol import GENERATE
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import msgspec
 import tenacity
 
 from prl.base.errors import UNREADABLE, DeadlinePassed, EngineError, RequestAborted
+from prl.engines.protocol import JSON, as_json
 from prl.engines.replies import reading
 from prl.engines.servers import Router, Server, Traffic
-from prl.engines.vllm.protocol import JSON, as_json
 
 KEEP_ALIVE_S = 2.0
 """Idle connections are closed after this long: servers close them too (vLLM after 5 s), and a request sent just then is

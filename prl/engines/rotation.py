@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from prl.base.errors import DeadlinePassed, EngineError, RequestAborted
+from prl.engines.protocol import ANOTHER_INSTANCE
 from prl.engines.servers import Router, Server
-from prl.engines.vllm.server import ANOTHER_INSTANCE
 
 log = logging.getLogger(__name__)
 

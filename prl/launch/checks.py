@@ -9,20 +9,15 @@ from typing import Any
 
 from prl.base.errors import ConfigError
 from prl.base.text import in_one_line
+from prl.config.build import class_of
 from prl.config.model_folder import check_length, positions
-from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
+from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.trainer import RayTransportConfig
+from prl.engines.base import Engine
 from prl.launch import specs
 from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Launcher
 from prl.trainer import architecture
-
-LATENT = "computes logprobs that are 0.3 off (latent attention)"
-SIGMOID = "fails at the first request (it cannot choose experts by a sigmoid without groups)"
-FAULTS_ON_CPU = {"laguna": SIGMOID, "minimax_m2": SIGMOID} | dict.fromkeys(
-    ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), LATENT
-)
-"""Kinds of models that vLLM gets wrong without a GPU, and how: prl/engines/README.md has the table."""
 
 
 def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> None:
@@ -46,7 +41,7 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
         raise ConfigError("launcher=inline starts no server: choose teacher=inline, or launcher=local")
 
 
-def check_loadable(model: ModelConfig, prefix: str, engine: VLLMConfig, *, trained: bool) -> int | None:
+def check_loadable(model: ModelConfig, prefix: str, engine: Any, *, trained: bool) -> int | None:
     """Refuse a config that transformers cannot read, and a model that would silently be taken for another one.
 
     Returns the rows of its embedding, as its config has them.
@@ -67,10 +62,10 @@ def check_loadable(model: ModelConfig, prefix: str, engine: VLLMConfig, *, train
         raise ConfigError(f"{prefix}path={model.path!r}: {in_one_line(error)}") from error
     check_length(model.max_model_len, positions(config.to_dict()), prefix, model.path)
     text = config.get_text_config()
-    fault = FAULTS_ON_CPU.get(text.model_type)
-    if fault and engine.device_type == "cpu" and not (engine.in_process or engine.urls):
+    fault = None if engine.urls else class_of(engine, Engine, "engine").fault_of(engine, text.model_type)
+    if fault:
         remedy = "engine=transformers" if prefix == "model." else "teacher=inline"
-        raise ConfigError(f"{prefix}path={model.path!r}: vLLM on a CPU {fault}: choose {remedy}, or a GPU")
+        raise ConfigError(f"{prefix}path={model.path!r}: {fault}: choose {remedy}, or a GPU")
     return getattr(text, "vocab_size", None)
 
 

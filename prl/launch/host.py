@@ -17,10 +17,11 @@ import ray
 import ray.util
 
 from prl.base.files import write_atomically, writing
+from prl.config.environment import LOOPBACK
 from prl.engines.base import EngineSpec
 from prl.launch import children, local
 from prl.launch.launcher import TrainerSpec
-from prl.launch.processes import Process
+from prl.launch.processes import Explain, Process
 from prl.transport.ray import BATCHES, LOG, WEIGHTS, copy_files
 
 MEMORY = Path("/dev/shm")
@@ -89,8 +90,9 @@ class Host:
         if self.process is not None:
             self.process.end()
         port = local.free_port(spec.config.host, spec.config.port)
-        env = local.engine_environment(spec) | environment
-        self._start(spec.process, local.engine_command(spec, port), env, self.memory)
+        server = spec.server
+        env = server.environment(spec) | environment
+        self._start(spec.process, server.command(spec, port), env, self.memory, explain=server.explain)
         return port
 
     def meeting_port(self) -> int:
@@ -114,14 +116,21 @@ class Host:
             spec = replace(spec, run_dir=self.run_dir)
         usual = local.trainer_environment(spec.model, spec.threads)
         if apart:
-            usual = {key: value for key, value in usual.items() if key not in local.LOOPBACK}
+            usual = {key: value for key, value in usual.items() if key not in LOOPBACK}
         env = usual | {"PRL_CONFIG": json.dumps(spec.payload)} | environment
         self._start(name, local.trainer_command(spec), env, Path(cwd) if self.sees(cwd) else None)
 
-    def _start(self, name: str, command: list[str], env: dict[str, str], cwd: Path | None = None) -> None:
+    def _start(
+        self,
+        name: str,
+        command: list[str],
+        env: dict[str, str],
+        cwd: Path | None = None,
+        explain: Explain | None = None,
+    ) -> None:
         scratch = self.disk / "tmp"
         scratch.mkdir(exist_ok=True)
-        self.process = Process(name, command, env, self.log, scratch, cwd)
+        self.process = Process(name, command, env, self.log, scratch, cwd, explain)
 
     async def ended(self, log: str) -> tuple[int, str]:
         """Wait for the process to end. Returns its status and why it ended; its output is copied to `log`."""

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import socket
 import sys
 import tempfile
@@ -10,30 +9,18 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import SystemRandom
-from typing import Any
 
 from prl.base.errors import PrlError
-from prl.config.engine_options import as_arguments, logits_options
+from prl.config.environment import model_environment
 from prl.config.gpus import visible_devices
 from prl.config.schema import ModelConfig
 from prl.config.trainer import KEPT, MEETING_VARIABLE, OWN_PAGES
 from prl.engines.base import EngineSpec
-from prl.engines.vllm.cpu import PATCHES_VARIABLE
-from prl.engines.vllm.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch import children
 from prl.launch.launcher import Launcher, ProcessDied, TrainerSpec
-from prl.launch.processes import Process
-from prl.models import cache_folder
+from prl.launch.processes import Explain, Process
 from prl.transport.events import TRAINER
 
-MIN_BATCHED_TOKENS = 4096
-LOOPBACK = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "TP_SOCKET_IFNAME": "lo",
-    "VLLM_HOST_IP": "127.0.0.1",
-}
-"""What keeps the ports of libraries on this machine; else they listen where its host name points."""
 PORTS = range(20000, 32768)
 """Above those of Ray's workers, below those that Linux gives to connections."""
 
@@ -54,14 +41,16 @@ class LocalLauncher(Launcher):
     def scratch(self) -> Path:
         """The folder for temporary files of the run's processes."""
         if self.folder is None:
-            # The path of a socket has 107 characters at most, 36 of which are the name that vLLM gives it.
+            # The path of a socket has 107 characters at most, 36 of which are the name that vLLM's process gives it.
             elsewhere = None if len(tempfile.gettempdir()) <= 50 else "/tmp"
             self.folder = tempfile.TemporaryDirectory(prefix="prl-", dir=elsewhere, ignore_cleanup_errors=True)
         return Path(self.folder.name)
 
-    def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path) -> Process:
-        """Start any command as a process of the run."""
-        process = Process(name, command, env, log, self.scratch)
+    def start(
+        self, name: str, command: list[str], *, env: dict[str, str], log: Path, explain: Explain | None = None
+    ) -> Process:
+        """Start any command as a process of the run. `explain` finds the reason of its end in its log."""
+        process = Process(name, command, env, log, self.scratch, explain=explain)
         self.processes.append(process)
         return process
 
@@ -86,7 +75,9 @@ class LocalLauncher(Launcher):
 
     def _serve(self, name: str) -> str:
         spec, port = self.engines[name]
-        self.start(name, engine_command(spec, port), env=engine_environment(spec), log=spec.log)
+        server = spec.server
+        env = server.environment(spec)
+        self.start(name, server.command(spec, port), env=env, log=spec.log, explain=server.explain)
         return base_url(spec.config.host, port)
 
     def start_trainer(self, spec: TrainerSpec) -> None:
@@ -186,24 +177,6 @@ def resolve_model(config: ModelConfig, device: str) -> ModelConfig:
     return replace(config, path=path, dtype=dtype)
 
 
-def model_environment(model: ModelConfig, threads: int) -> dict[str, str]:
-    """Environment variables of every process that loads the model and computes with `threads` threads."""
-    # A local folder needs nothing from the hub, and asking takes its time-outs.
-    offline = {"HF_HUB_OFFLINE": "1"} if Path(model.path).is_dir() else {}
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        # Threads that wait for each other sleep. Spinning, they keep the core from the one that they wait for once
-        # another process wants a core: on a busy machine, a step of `tiny` in two threads took ten times as long.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        **LOOPBACK,
-        # What torch compiles is kept for the next run, and not among the temporary files of this one.
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(cache_folder() / "torchinductor"),
-        **offline,
-    }
-
-
 def trainer_environment(model: ModelConfig, threads: int) -> dict[str, str]:
     """Environment variables of every rank of the trainer."""
     return model_environment(model, threads) | {
@@ -218,59 +191,3 @@ def trainer_environment(model: ModelConfig, threads: int) -> dict[str, str]:
 def trainer_command(spec: TrainerSpec) -> list[str]:
     """The command line of each rank of the trainer."""
     return [sys.executable, "-m", "prl.trainer", str(spec.run_dir.resolve())]
-
-
-def engine_command(spec: EngineSpec, port: int) -> list[str]:
-    """The command line of a model server that listens on `port`."""
-    config, model = spec.config, spec.model
-    options: dict[str, Any] = {
-        "model": model.path,
-        "served-model-name": spec.served_name,
-        "host": config.host,
-        "port": port,
-        "dtype": model.dtype,
-        "max-model-len": model.max_model_len,
-        "max-num-seqs": config.max_num_seqs,
-        "seed": spec.seed,  # the engine's own; requests carry theirs
-        "trust-remote-code": model.trust_remote_code,
-        "disable-uvicorn-access-log": True,
-        "logprobs-mode": "processed_logprobs",
-        **logits_options(model.dtype),
-    }
-    if spec.device == "cpu":
-        options |= {
-            "enforce-eager": True,
-            "disable-log-stats": True,  # a tenth of the engine's time where a step is short
-            # The worker runs within the engine core: one process and one import of torch less, and no queue between the
-            # two whose reader spins on the core that the trainer needs.
-            "distributed-executor-backend": "uni",
-            # vLLM rewinds a seeded request's random generator when its prompt is prefilled in chunks, which it cannot
-            # do on a CPU: the engine dies ("CPU Generator does not use offset"). So whole prompts must fit.
-            "enable-chunked-prefill": False,
-            "max-num-batched-tokens": max(MIN_BATCHED_TOKENS, model.max_model_len, config.max_num_seqs),
-        }
-    else:
-        options |= {
-            "gpu-memory-utilization": config.gpu_memory_utilization,
-            "tensor-parallel-size": config.tensor_parallel_size,
-        }
-    return [sys.executable, "-m", "prl.engines.vllm.server", *as_arguments(options | config.args)]
-
-
-def engine_environment(spec: EngineSpec) -> dict[str, str]:
-    """Environment variables of a model server."""
-    env = model_environment(spec.model, spec.threads) | {
-        "SPT_NOENV": "1",  # else the title that vLLM gives a process overwrites what its environment says in /proc
-        TOKEN_VARIABLE: spec.token,
-        FROZEN_VARIABLE: "1" if spec.frozen else "",
-        **visible_devices(spec.gpus),
-    }
-    if spec.device == "cpu":
-        env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        env[PATCHES_VARIABLE] = "1" if spec.config.cpu_patches else ""
-        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM gives the worker a process of its own after all
-        if "--no-enforce-eager" not in engine_command(spec, 0):
-            # vLLM compiles a comparison of its sampler all the same, and torch the headers for it in each new temporary
-            # folder: the first reply would wait seconds for both.
-            env["TORCHDYNAMO_DISABLE"] = "1"
-    return env

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prl.base.errors import signal_name
@@ -21,9 +22,10 @@ NOISE = re.compile(
     r"(^|\) |\] )(INFO|DEBUG)\b|resource_tracker|warnings\.warn\(|destroy_process_group|\d%( Completed \||\|)|^[\s^]*$"
 )
 """Lines that follow or precede every end."""
-CORE = re.compile(r"\(EngineCore\b.*\[core\.py:\d+\] (\w+(?:\.\w+)*(?:: .*|Error))$|^(its engine core was .*)")
-"""How vLLM's core names the error that it ends with, or prl's server the signal; the server then ends with another one,
-or with status 0."""
+
+
+Explain = Callable[[Sequence[str]], str]
+"""Returns the reason that the last lines of a log give for the end of its process; empty where they give none."""
 
 
 class Process(subprocess.Popen[bytes]):
@@ -40,14 +42,16 @@ class Process(subprocess.Popen[bytes]):
         log: Path,
         scratch: Path,
         cwd: Path | None = None,
+        explain: Explain | None = None,
     ):
         self.name = name
+        self.explain = explain
+        """Finds the reason of its end in the last lines of its log."""
         self.command = command
         self.log = log
         with naming(log):
             log.parent.mkdir(parents=True, exist_ok=True)
             output = log.open("ab")
-        folders = {"TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch)}
         with output:
             self.log_start = output.tell()
             """Where its own output begins in the log."""
@@ -56,7 +60,7 @@ class Process(subprocess.Popen[bytes]):
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **folders, **env},
+                env={**os.environ, "TMPDIR": str(scratch), **env},
                 cwd=cwd,
                 start_new_session=True,
             )
@@ -93,8 +97,7 @@ class Process(subprocess.Popen[bytes]):
         lines = self.last_lines()
         own_name, _, reason = lines[-1].partition(": ") if lines else ("", "", "")
         if own_name != self.name.partition(" ")[0]:  # it is not as `prl.trainer.worker` ends
-            named = [match[match.lastindex or 0] for match in map(CORE.search, lines) if match]
-            reason = named[-1] if named else ""
+            reason = self.explain(lines) if self.explain is not None else ""
         if reason:
             return f"{how}: {reason[:LONGEST]} (its log: {self.log})"
         return "\n".join([f"{how}; its log: {self.log}", *lines[-LOG_TAIL_LINES:]])

@@ -14,10 +14,10 @@ from prl.config.build import build, class_of, plain
 from prl.config.evaluation import EvaluationConfig
 from prl.config.gpus import Gpus, Need, Placement, place, visible_gpus
 from prl.config.hardware import parameters_of
-from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
+from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import hosts_teacher
-from prl.engines.base import Connect, Engine, EngineSpec
-from prl.engines.vllm.server import TOKEN_VARIABLE
+from prl.engines.base import Connect, Engine, EngineSpec, ServerEngine
+from prl.engines.protocol import TOKEN_VARIABLE
 from prl.launch import shared_engines
 from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Bundle, Launcher, TrainerSpec, worker_name
@@ -57,26 +57,25 @@ def engine_log(run_dir: Path) -> Path:
 
 def policy_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig, token: str, log: Path) -> EngineSpec:
     """An engine of a policy: of the one that a run trains, or of one that an evaluation asks."""
-    device, engine = config.engine.device_type, config.engine
-    if isinstance(config, TrainConfig) and evaluation_yields(config):
-        engine = replace(engine, args=engine.args | {"scheduling-policy": "priority"})
+    device = config.engine.device_type
     return EngineSpec(
         process=ENGINE,
         served_name=POLICY_NAME,
         model=resolve_model(model, device),
-        config=engine,
+        config=config.engine,
         device=device,
         seed=config.seed,
         token=token,
         log=log,
         threads=threads.of_engine(config, model),
+        evaluation_yields=isinstance(config, TrainConfig) and evaluation_yields(config),
     )
 
 
 def evaluation_yields(config: TrainConfig) -> bool:
     """Whether requests of evaluations come after those of training: beside it, at servers that the run starts."""
     beside = config.orchestrator.eval.mode == "beside"
-    return beside and isinstance(config.engine, VLLMConfig) and not config.engine.urls
+    return beside and class_of(config.engine, Engine, "engine").has_priorities and not config.engine.urls
 
 
 def policy_engines(
@@ -145,10 +144,10 @@ def needs_of(config: TrainConfig | EvaluationConfig) -> tuple[Need, Need, Need]:
     return engines, ranks, need_of(config.teacher.engine, "teacher.engine") if hosts_teacher(config) else Need(0, 0)
 
 
-def need_of(engine: VLLMConfig, key: str) -> Need:
+def need_of(engine: Any, key: str) -> Need:
     """The servers that are started of an engine's node at `key`."""
     count = 0 if engine.urls else engine.servers
-    size = engine.tensor_parallel_size if engine.device_type == "cuda" else 0
+    size = engine.gpus_each
     return Need(count, size, f"{key}.servers={count} of {size} GPUs")
 
 
@@ -179,9 +178,10 @@ def bundles_of_ranks(spec: TrainerSpec) -> list[Bundle]:
 
 def bundle_of(spec: EngineSpec) -> Bundle:
     """What an engine takes."""
-    gpus = spec.config.tensor_parallel_size if spec.device == "cuda" else 0
     room = 0 if spec.frozen else weights_bytes(spec.model)
-    return Bundle(spec.process, spec.model, cpus=spec.threads, gpus=gpus, room=room, host=spec.config.host)
+    return Bundle(
+        spec.process, spec.model, cpus=spec.threads, gpus=spec.config.gpus_each, room=room, host=spec.config.host
+    )
 
 
 def weights_bytes(model: ModelConfig) -> int:
@@ -189,7 +189,7 @@ def weights_bytes(model: ModelConfig) -> int:
     return 2 * (parameters_of(model) or 0) * (4 if model.dtype == "float32" else 2)
 
 
-def restarts_of(engine: VLLMConfig, name: str = ENGINE) -> dict[str, int]:
+def restarts_of(engine: Any, name: str = ENGINE) -> dict[str, int]:
     """How often each of the servers that prl starts of a model may be started again, by its process."""
     return {} if engine.urls else {numbered(name, place): engine.restarts for place in range(engine.servers)}
 
@@ -241,9 +241,7 @@ def start_early(config: TrainConfig, launcher: Launcher, token: str, run_dir: Pa
 
     What is wrong is said by `check_engines`, or where they are started later.
     """
-    from prl.engines.vllm.engine import VLLMEngine  # another engine may ask the launcher for no server
-
-    served = issubclass(class_of(config.engine, Engine, "engine"), VLLMEngine)
+    served = issubclass(class_of(config.engine, Engine, "engine"), ServerEngine)
     if not served or config.engine.urls or isinstance(launcher, InlineLauncher):
         return []
     with contextlib.suppress(OSError, PrlError, UnicodeError):

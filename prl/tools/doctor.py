@@ -13,7 +13,6 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
-from ctypes.util import find_library
 from importlib import metadata, util
 from pathlib import Path
 
@@ -77,8 +76,10 @@ def machine() -> Iterator[str]:
 def chosen(overrides: list[str]) -> Iterator[str]:
     """Print what a run with these overrides would start here; yield what it lacks."""
     from prl.config import threads
+    from prl.config.build import class_of
     from prl.config.compose import compose
     from prl.config.trainer import runs_in_half
+    from prl.engines.base import Engine
     from prl.launch import specs
     from prl.launch.local import resolve_model
 
@@ -93,10 +94,9 @@ def chosen(overrides: list[str]) -> Iterator[str]:
     print(f"compile={trainer.compile}, gradient_checkpointing={trainer.gradient_checkpointing}, torch's attention")
     if engine.in_process or engine.urls:
         return
-    if not util.find_spec("vllm"):
-        yield "vllm is not installed: run scripts/setup, or choose engine=transformers"
-    elif engine.device_type == "cpu" and not find_library("numa"):
-        yield "no libnuma, which vLLM takes on a CPU: install libnuma1, or choose engine=transformers"
+    lacking = class_of(engine, Engine, "engine").lacks(engine)
+    if lacking:
+        yield lacking
 
 
 def main() -> None:

@@ -65,6 +65,7 @@ def classes() -> dict[str, Any]:
         described = DESCRIBED.get(path) or DESCRIBED.get(path.partition("/")[0]) or SCHEMAS.get(target)
         if described is None and target.startswith("prl."):
             described = located(node, path)
+            described = getattr(described, "Config", described)
         if described is not None:
             result[path] = described
     return result

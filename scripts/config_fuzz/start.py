@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from config_fuzz import Case, Finding
-from prl.config.schema import ModelConfig, VLLMConfig
+from prl.config.schema import ModelConfig
+from prl.engines.vllm.engine import VLLMConfig
 from prl.launch.launcher import EngineSpec
 from prl.launch.local import LocalLauncher
 from prl.models import model_path

@@ -7,11 +7,10 @@ import pytest
 from prl.base.errors import ConfigError
 from prl.config.build import options_taken
 from prl.config.compose import compose
-from prl.config.engine_options import ON_A_CPU, OWN_KEYS, REFUSED, check_options
-from prl.config.schema import VLLMConfig
 from prl.config.validate import validate
+from prl.engines.vllm.engine import VLLMConfig, VLLMEngine
+from prl.engines.vllm.options import ON_A_CPU, OWN_KEYS, REFUSED, check_options
 from prl.engines.vllm.server import LIVE, REQUIRED
-from prl.launch import local
 from prl.launch.launcher import EngineSpec
 
 
@@ -65,7 +64,7 @@ def test_nothing_is_forgotten_that_prl_sets(device, config, tmp_path):
         token="",
         log=tmp_path / "log",
     )
-    words = [*local.engine_command(spec, 8000)[3:], *REQUIRED, *LIVE]
+    words = [*VLLMEngine.command(spec, 8000)[3:], *REQUIRED, *LIVE]
     for word in words:
         if word.startswith("--"):
             refused({word.partition("=")[0].removeprefix("--"): 1}, device=device)

@@ -10,8 +10,9 @@ from prl.base.errors import ConfigError
 from prl.config import hardware
 from prl.config.gpus import Need, Placement, device_type, place, visible_devices, visible_gpus
 from prl.config.validate import check_device
+from prl.engines.vllm.engine import VLLMEngine
 from prl.launch import specs
-from prl.launch.local import LocalLauncher, engine_environment
+from prl.launch.local import LocalLauncher
 from prl.runs import provenance
 
 
@@ -166,5 +167,5 @@ def test_on_a_cpu_nothing_is_set(config, tmp_path):
     config.engine.servers = 3
     engines = specs.policy_engines(config, config.model, "t", tmp_path / "engine.log")
     assert [engine.gpus for engine in engines] == [()] * 3
-    assert all("CUDA_VISIBLE_DEVICES" not in engine_environment(each) for each in engines)
+    assert all("CUDA_VISIBLE_DEVICES" not in VLLMEngine.environment(each) for each in engines)
     assert [engine.config.port for engine in engines] == [None] * 3

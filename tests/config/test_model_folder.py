@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from prl.base.errors import ConfigError
 from prl.config.model_folder import check_length, check_model, embedding_rows, positions
-from prl.config.schema import ModelConfig, TransformersConfig, VLLMConfig
+from prl.config.schema import ModelConfig
+from prl.engines.transformers import TransformersConfig
+from prl.engines.vllm.engine import VLLMConfig
 from prl.engines.vllm.weights import WeightsError, files_of
 from prl.launch.checks import check_loadable, check_rows
 from prl.models import model_path

@@ -8,8 +8,9 @@ import pytest
 from prl.config import threads
 from prl.config.compose import compose
 from prl.config.model_folder import local_folder
+from prl.engines.vllm.engine import VLLMEngine
 from prl.launch import command, specs
-from prl.launch.local import engine_environment, trainer_environment
+from prl.launch.local import trainer_environment
 
 MILLION = 1_000_000
 
@@ -70,7 +71,7 @@ def test_each_process_has_its_threads_in_its_environment(monkeypatch, tmp_path):
     monkeypatch.setattr(threads, "cores", lambda: 8)
     config = compose(["run.name=x", "engine.device=cpu", "engine.threads=3", "trainer.threads=2"])
     engine = specs.policy_engine(config, config.model, "t", tmp_path)
-    assert engine_environment(engine)["OMP_NUM_THREADS"] == "3"
+    assert VLLMEngine.environment(engine)["OMP_NUM_THREADS"] == "3"
     rank = trainer_environment(config.model, specs.trainer(config, tmp_path).threads)
     assert (rank["OMP_NUM_THREADS"], rank["OMP_WAIT_POLICY"]) == ("2", "PASSIVE")
 

@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from prl.config.model_reference import FrozenModelConfig
-from prl.config.schema import ModelConfig, VLLMConfig
+from prl.config.schema import ModelConfig
 from prl.engines.frozen import FrozenPool
-from prl.engines.vllm.protocol import GENERATE
+from prl.engines.protocol import GENERATE
+from prl.engines.vllm.engine import VLLMConfig
+from prl.engines.vllm.memory import engine_memory, kv_tokens
 from prl.models import model_path
-from prl.tools.dry_run.memory import engine_memory, kv_tokens
 from prl.tools.dry_run.shape import shape_of
 
 pytestmark = pytest.mark.engine

@@ -5,7 +5,7 @@ import json
 import aiohttp
 import pytest
 
-from prl.engines.vllm.protocol import GENERATE
+from prl.engines.protocol import GENERATE
 
 pytestmark = pytest.mark.engine
 

@@ -11,11 +11,12 @@ import pytest
 
 from prl.config.compose import compose
 from prl.config.hardware import MachineConfig, assuming
-from prl.config.schema import ModelConfig, VLLMConfig
+from prl.config.schema import ModelConfig
+from prl.engines.vllm.command import MIN_BATCHED_TOKENS
+from prl.engines.vllm.engine import VLLMConfig, VLLMEngine
 from prl.engines.vllm.server import LIVE, REQUIRED
 from prl.launch import specs
 from prl.launch.launcher import EngineSpec
-from prl.launch.local import MIN_BATCHED_TOKENS, engine_command, engine_environment
 
 MODEL = {"path": "/models/m", "dtype": "float32", "max_model_len": 1024, "trust_remote_code": False}
 
@@ -34,7 +35,7 @@ def spec(device="cpu", model=None, **config):
 
 
 def command(*given, **config):
-    return engine_command(spec(*given, **config), 8123)
+    return VLLMEngine.command(spec(*given, **config), 8123)
 
 
 def option(found, name):
@@ -90,7 +91,7 @@ def test_vllms_parser_takes_the_commands_of_engines_on_gpus(tmp_path):
     config = compose(["run.name=x", *options, *given, *more])
     with assuming(MachineConfig(gpus=5)):
         engines = specs.policy_engines(config, config.model, "t0ken", tmp_path / "engine.log")
-    words = [engine_command(engine, 8000 + number)[3:] for number, engine in enumerate(engines)]
+    words = [VLLMEngine.command(engine, 8000 + number)[3:] for number, engine in enumerate(engines)]
     words = [[*each, *REQUIRED, *LIVE] for each in words] + [[*words[0], *REQUIRED]]  # the last as of a teacher
 
     own = [*words[0], "--hf-overrides", '{"head_dtype": "model"}']
@@ -140,13 +141,13 @@ def test_further_arguments():
 
 
 def test_environment():
-    cpu = engine_environment(spec(kv_cache_gb=3))
+    cpu = VLLMEngine.environment(spec(kv_cache_gb=3))
     assert cpu["VLLM_CPU_KVCACHE_SPACE"] == "3" and cpu["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert cpu["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert cpu["TORCHDYNAMO_DISABLE"] == "1", "nothing is compiled while the first request waits"
-    assert "TORCHDYNAMO_DISABLE" not in engine_environment(spec(args={"enforce_eager": False}))
-    assert cpu["PRL_CPU_PATCHES"] and not engine_environment(spec(cpu_patches=False))["PRL_CPU_PATCHES"]
-    cuda = engine_environment(spec("cuda"))
+    assert "TORCHDYNAMO_DISABLE" not in VLLMEngine.environment(spec(args={"enforce_eager": False}))
+    assert cpu["PRL_CPU_PATCHES"] and not VLLMEngine.environment(spec(cpu_patches=False))["PRL_CPU_PATCHES"]
+    cuda = VLLMEngine.environment(spec("cuda"))
     of_cpu = {"TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE", "PRL_CPU_PATCHES"}
     assert not of_cpu & cuda.keys()
     for found in (cpu, cuda):

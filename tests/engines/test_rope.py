@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl.base.errors import ConfigError
 from prl.config.compose import compose
-from prl.config.schema import ModelConfig, TransformersConfig
+from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec
 from prl.engines.rope import check_rope
-from prl.engines.transformers import TransformersEngine
+from prl.engines.transformers import TransformersConfig, TransformersEngine
 from prl.trainer.batch import stacks
 from prl.trainer.model import _row, check_layout, load_model, stack_logprobs
 

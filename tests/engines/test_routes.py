@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from vllm.logprobs import FlatLogprobs
 
-from prl.engines.vllm.protocol import GENERATE, LOAD, measured
+from prl.engines.protocol import GENERATE, LOAD, measured
 from prl.engines.vllm.routes import PolicyRoutes, generated
 from prl.engines.vllm.server import TokenAuth
 from prl.models import model_path

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from prl.base.errors import ConfigError, EngineError
 from prl.config.model_reference import FrozenModelConfig
-from prl.config.schema import ModelConfig, TransformersConfig
+from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec
 from prl.engines.tokenizers import TokenizerProbe
-from prl.engines.transformers import TransformersEngine
+from prl.engines.transformers import TransformersConfig, TransformersEngine
 from prl.models import model_path
 
 PROMPT = list(range(30, 50))

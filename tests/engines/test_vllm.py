@@ -1,9 +1,9 @@
 """vLLM's side of the seam: which clients ask the servers of a model."""
 
 from prl.config.model_reference import FrozenModelConfig
-from prl.config.schema import ModelConfig, VLLMConfig
+from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec
-from prl.engines.vllm.engine import VLLMEngine
+from prl.engines.vllm.engine import VLLMConfig, VLLMEngine
 
 MODEL = ModelConfig(path="/m", dtype="float32")
 

@@ -18,8 +18,8 @@ from engines import policy_spec
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from prl.config.schema import ModelConfig, VLLMConfig
-from prl.launch.local import engine_command, engine_environment
+from prl.config.schema import ModelConfig
+from prl.engines.vllm.engine import VLLMConfig, VLLMEngine
 from prl.losses import default_loss
 from prl.models import model_path
 from prl.rollouts.messages import StepBatch, TrainingSample
@@ -100,12 +100,12 @@ def served(folders, tmp_path_factory):
     given, spec = {}, replace(policy_spec("", out), config=VLLMConfig(max_num_seqs=16))
     for name, (old, new) in folders.items():
         model = ModelConfig(path=str(old), dtype=HALF.get(name, "float32"), max_model_len=256)
-        command = engine_command(replace(spec, model=model), 0)[3:]
+        command = VLLMEngine.command(replace(spec, model=model), 0)[3:]
         arguments = [*command, "--worker-extension-cls=prl.engines.vllm.worker.PolicyWorker"]
         broken = changed(old, old.parent / "broken", lambda tensors: tensors | {"z.weight": torch.ones(1)})
         given[name] = {"arguments": arguments, "old": str(old), "new": str(new), "broken": str(broken)}
     jobs.write_text(json.dumps(given))
-    environment = os.environ | engine_environment(spec) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment = os.environ | VLLMEngine.environment(spec) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [sys.executable, str(SCRIPT), str(jobs), str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -181,7 +181,7 @@ class Processes:
     def __init__(self):
         self.started = {}
 
-    def start(self, name, command, *, env, log):
+    def start(self, name, command, *, env, log, explain=None):
         assert name not in self.started
         self.started[name] = SimpleNamespace(command=command, env=env, log=log)
         return SimpleNamespace(may_finish=False)

@@ -13,7 +13,7 @@ from prepared_run import prepared_run
 
 from prl.base.errors import ConfigError, PrlError
 from prl.config.compose import compose
-from prl.config.schema import VLLMConfig
+from prl.engines.vllm.engine import VLLMConfig
 from prl.launch.local import LocalLauncher
 from prl.launch.prompts import check_lengths
 from prl.models import model_path

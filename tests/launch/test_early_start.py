@@ -7,7 +7,8 @@ import pytest
 from prl import train
 from prl.base.errors import ConfigError
 from prl.config.compose import compose
-from prl.launch import local, specs
+from prl.engines.vllm.engine import VLLMEngine
+from prl.launch import specs
 from prl.launch.local import LocalLauncher
 from prl.launch.specs import policy_pool
 
@@ -18,7 +19,7 @@ FEW = ["envs.math.args.num_tasks=8", "envs.math.eval_args=null"]
 def launcher(monkeypatch):
     """A launcher whose engines only wait."""
     waiting = [sys.executable, "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr(local, "engine_command", lambda spec, port: waiting)
+    monkeypatch.setattr(VLLMEngine, "command", lambda spec, port: waiting)
     with LocalLauncher() as launcher:
         yield launcher
 

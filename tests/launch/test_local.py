@@ -11,6 +11,7 @@ from engines import policy_spec
 from patience import patient
 
 from prl.base.errors import PrlError
+from prl.engines.vllm.engine import VLLMEngine
 from prl.launch.launcher import ProcessDied
 from prl.launch.local import PORTS, LocalLauncher, free_port
 
@@ -89,7 +90,8 @@ def test_a_dead_process_is_named_with_its_last_lines(tmp_path, sleeper, name, sc
     log = tmp_path / "logs" / "a.log"  # its folder is made
     with LocalLauncher() as processes:
         processes.start("healthy", sh(sleeper("healthy")), env={}, log=tmp_path / "h.log")
-        wait_status(processes.start(name, sh(script), env={}, log=log))
+        explain = VLLMEngine.explain if name == "engine" else None
+        wait_status(processes.start(name, sh(script), env={}, log=log, explain=explain))
         with pytest.raises(ProcessDied) as raised:
             processes.ensure_alive()
     assert str(raised.value) == f"process '{name}' ended with {says.replace('LOG', str(log))}"
@@ -159,7 +161,7 @@ def test_temporary_folder_is_private_and_gone_afterwards(tmp_path):
     with LocalLauncher() as processes:
         log = tmp_path / "a.log"
         for name in ("a", "b"):
-            process = processes.start(name, sh("mktemp; echo $VLLM_RPC_BASE_PATH"), env={}, log=log)
+            process = processes.start(name, sh("mktemp; echo $TMPDIR"), env={}, log=log)
             assert wait_status(process) == 0
         folder = processes.scratch
         assert sorted(folder.iterdir()) == sorted(Path(line) for line in log.read_text().split()[::2])
@@ -168,7 +170,7 @@ def test_temporary_folder_is_private_and_gone_afterwards(tmp_path):
 
 
 def test_an_engine_is_started_again_where_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr("prl.launch.local.engine_command", lambda spec, port: sh(f"echo {port}; sleep 60"))
+    monkeypatch.setattr(VLLMEngine, "command", lambda spec, port: sh(f"echo {port}; sleep 60"))
     with LocalLauncher() as processes:
         url = processes.start_engine(policy_spec("t", tmp_path / "a.log"))
         [first] = processes.processes

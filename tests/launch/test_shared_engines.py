@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prl.config.schema import EngineConfig, LoraConfig, PolicyModelConfig
-from prl.engines.base import EngineSpec
+from prl.config.schema import LoraConfig, PolicyModelConfig
+from prl.engines.base import EngineConfig, EngineSpec
 from prl.launch.launcher import Launcher
 from prl.launch.shared_engines import WarmLauncher, stop_all
 

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from prl.config.schema import ModelConfig, VLLMConfig
+from prl.config.environment import model_environment
+from prl.config.schema import ModelConfig
 from prl.engines.client import InferencePool
+from prl.engines.vllm.engine import VLLMConfig
 from prl.launch.launcher import EngineSpec
-from prl.launch.local import LocalLauncher, model_environment
+from prl.launch.local import LocalLauncher
 from prl.models import model_path
 
 TINY = ModelConfig(path=model_path("tiny"), dtype="float32", max_model_len=512)

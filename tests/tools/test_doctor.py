@@ -14,6 +14,7 @@ from huggingface_hub import constants
 from prl.base.errors import ConfigError
 from prl.config import gpus, hardware
 from prl.config.hardware import GIB, Gpu
+from prl.engines.vllm import engine
 from prl.tools import doctor
 
 
@@ -76,7 +77,7 @@ ON_GPU = {
 ANYWHERE = {
     "no packages": (metadata, "distributions", lambda name: [], "msgspec is not installed: run scripts/setup"),
     "no prl": (metadata, "version", no_package, "No package metadata was found for prl: run scripts/setup"),
-    "no libnuma": (doctor, "find_library", lambda name: None, "install libnuma1"),
+    "no libnuma": (engine, "find_library", lambda name: None, "install libnuma1"),
     "no engine": (util, "find_spec", lambda name: None, "engine=transformers"),
     "a driver that hangs": (hardware, "listed", hangs, "nvidia-smi did not answer"),
 }

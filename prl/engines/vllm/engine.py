@@ -1,22 +1,91 @@
-"""vLLM's servers, asked over HTTP."""
+"""vLLM's servers as an engine."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from ctypes.util import find_library
+from dataclasses import dataclass, field
+from importlib import util
+from typing import Annotated, Any
 
-from prl.engines.base import Connect, Engine, EngineSpec, Serve
-from prl.engines.client import InferencePool
-from prl.engines.frozen import FrozenPool
+from annotated_types import Ge, Gt, Le
+
+from prl.config.hardware import check_memory
+from prl.config.model_shape import ModelShape
+from prl.engines.base import EngineMemory, EngineSpec, ServerConfig, ServerEngine
+from prl.engines.vllm import command, memory
+from prl.engines.vllm.options import check_options
+
+LATENT = "computes logprobs that are 0.3 off (latent attention)"
+SIGMOID = "fails at the first request (it cannot choose experts by a sigmoid without groups)"
+FAULTS_ON_CPU = {"laguna": SIGMOID, "minimax_m2": SIGMOID} | dict.fromkeys(
+    ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), LATENT
+)
+"""Kinds of models that vLLM gets wrong without a GPU, and how: prl/engines/README.md has the table."""
 
 
-class VLLMEngine(Engine):
+@dataclass
+class VLLMConfig(ServerConfig):
+    """vLLM servers of one model."""
+
+    _target_: str = "prl.engines.vllm.engine.VLLMEngine"
+    kv_cache_gb: Annotated[int, Gt(0)] = 1
+    """KV cache of a server on a CPU, GiB."""
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.5
+    """Share of a GPU's memory for a server."""
+    tensor_parallel_size: Annotated[int, Ge(1)] = 1
+    """GPUs one server spans."""
+    cpu_patches: bool = True
+    """Patches of vLLM for engines on a CPU: the same replies with less work, and a faster start."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Further vLLM server arguments, added as +engine.args.block-size=16."""
+
+    @property
+    def gpus_each(self) -> int:
+        """GPUs of one server."""
+        return self.tensor_parallel_size if self.device_type == "cuda" else 0
+
+
+class VLLMEngine(ServerEngine):
     """vLLM's servers: of the launcher, or those that run already."""
 
+    Config = VLLMConfig
     adds_adapters = True
+    has_priorities = True
 
     @classmethod
-    def policy(cls, spec: EngineSpec, serve: Serve) -> InferencePool:
-        return InferencePool(serve(spec), spec.served_name, spec.token, shared=bool(spec.config.urls))
+    def check(cls, config: VLLMConfig, prefix: str) -> None:
+        check_options(config.args, prefix, device=config.device_type)
+        if config.device_type == "cpu":
+            of_each = f" for each of {config.servers} servers" if config.servers > 1 else ""
+            key = f"{prefix}engine.kv_cache_gb={config.kv_cache_gb}{of_each}"
+            check_memory(config.kv_cache_gb * config.servers, key)
 
     @classmethod
-    def frozen(cls, spec: EngineSpec, serve: Serve) -> Connect:
-        urls = [f"{url}/v1" for url in serve(spec)]
-        return lambda reference: FrozenPool(replace(reference, base_url=urls, api_key_var=None), spec.token)
+    def fault_of(cls, config: VLLMConfig, model_type: str) -> str | None:
+        fault = FAULTS_ON_CPU.get(model_type)
+        return f"vLLM on a CPU {fault}" if fault and config.device_type == "cpu" else None
+
+    @classmethod
+    def lacks(cls, config: VLLMConfig) -> str | None:
+        if not util.find_spec("vllm"):
+            return "vllm is not installed: run scripts/setup, or choose engine=transformers"
+        if config.device_type == "cpu" and not find_library("numa"):
+            return "no libnuma, which vLLM takes on a CPU: install libnuma1, or choose engine=transformers"
+        return None
+
+    @classmethod
+    def memory(
+        cls, config: VLLMConfig, shape: ModelShape, dtype: str, *, gpu_bytes: float | None, updated: bool
+    ) -> EngineMemory:
+        return memory.predicted(config, shape, dtype, gpu_bytes=gpu_bytes, updated=updated)
+
+    @classmethod
+    def command(cls, spec: EngineSpec, port: int) -> list[str]:
+        return command.command_of(spec, port)
+
+    @classmethod
+    def environment(cls, spec: EngineSpec) -> dict[str, str]:
+        return super().environment(spec) | command.environment_of(spec)
+
+    @classmethod
+    def explain(cls, lines: Sequence[str]) -> str:
+        return command.reason_of_end(lines)

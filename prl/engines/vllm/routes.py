@@ -17,10 +17,10 @@ import msgspec
 from fastapi import Body, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from prl.engines.protocol import FROZEN_VARIABLE, GENERATE, LOAD, Generated, GenerateRequest, Sampled, measured
 from prl.engines.vllm.alive import while_alive
 from prl.engines.vllm.cpu import replies
-from prl.engines.vllm.protocol import GENERATE, LOAD, Generated, GenerateRequest, Sampled, measured
-from prl.engines.vllm.server import FROZEN_VARIABLE, INSTANCE_VARIABLE
+from prl.engines.vllm.server import INSTANCE_VARIABLE
 from prl.engines.vllm.weights import WeightsError, folder_of, refuse_other_policy, shapes_at
 
 if TYPE_CHECKING:

@@ -9,21 +9,14 @@ import secrets
 import sys
 from typing import TYPE_CHECKING
 
+from prl.engines.protocol import ANOTHER_INSTANCE, FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.engines.vllm import start
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-TOKEN_VARIABLE = "PRL_TOKEN"
-"""Environment variable of a server's token; of a run's, where its servers already run."""
-FROZEN_VARIABLE = "PRL_FROZEN"
-"""Set to anything, it makes a server that takes no weights."""
-
 INSTANCE_VARIABLE = "PRL_INSTANCE"
 """A name of its own for each start of a server, which its processes share."""
-ANOTHER_INSTANCE = 412
-"""HTTP status for a request that is for the server as it was before it was started anew (`If-Match`), and had loaded
-weights."""
 
 REQUIRED = [
     "--enable-scale-out",  # POST /inference/v1/generate: token ids in, token ids and logprobs out

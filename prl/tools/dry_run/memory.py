@@ -1,4 +1,4 @@
-"""How many bytes a trainer rank and an engine hold, as plain arithmetic over a model's sizes.
+"""How many bytes a trainer rank holds, as plain arithmetic over a model's sizes.
 
 Activations are an estimate: within a quarter of what autograd keeps of a pass of Llama, Qwen3 and Qwen3-MoE. Others
 count as the nearest of these.
@@ -7,12 +7,8 @@ count as the nearest of these.
 import math
 from dataclasses import dataclass
 
-from prl.config.hardware import GIB
-from prl.config.schema import VLLMConfig
-from prl.tools.dry_run.shape import ModelShape
+from prl.config.model_shape import ModelShape
 
-SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a number."""
 FLOAT = 4
 """Bytes of a weight in the trainer, of its gradient, and of a logit."""
 QUERIES = 128
@@ -84,51 +80,3 @@ def trainer_memory(shape: ModelShape, how: Pass, *, references: int = 0, shards:
         "activations": activations(shape, how),
         "head": (2 * min(how.tokens, chunk) + product) * shape.vocabulary * FLOAT,
     }
-
-
-# --- the engine -------------------------------------------------------------------------------------------------------
-
-BLOCKS = {"cpu": 128, "cuda": 16}
-"""Tokens of a block of vLLM's KV cache, unless `block-size` says otherwise."""
-GPU_TOKENS = 8192
-"""Tokens that vLLM runs at once on a GPU to see what it needs beside the KV cache, by default."""
-
-
-def kv_bytes_per_token(shape: ModelShape, dtype: str, tensor_parallel: int = 1) -> int:
-    """Bytes of one token in the KV cache of one device."""
-    heads = max(1, shape.kv_heads // tensor_parallel)
-    return shape.layers * 2 * heads * shape.head_dim * SIZES[dtype]
-
-
-def kv_tokens(shape: ModelShape, dtype: str, device: str, cache_bytes: float, tensor_parallel: int = 1) -> int:
-    """Tokens that a KV cache of so many bytes a device holds, in whole blocks."""
-    return int(cache_bytes // (BLOCKS[device] * kv_bytes_per_token(shape, dtype, tensor_parallel))) * BLOCKS[device]
-
-
-def engine_memory(
-    shape: ModelShape, dtype: str, engine: VLLMConfig, *, share: float | None, updated: bool
-) -> dict[str, float]:
-    """What an engine holds on each of its devices, bytes by part.
-
-    On a CPU it keeps a second, packed copy of the head, and new weights are loaded and packed beside the old ones, for
-    which the C library keeps the memory.
-
-    Args:
-        shape: of the model.
-        dtype: of its weights there.
-        engine: the engine's node.
-        share: bytes that it may take of each GPU; None = it runs on a CPU.
-        updated: whether it takes the weights of a policy that is trained.
-    """
-    size = SIZES[dtype]
-    if share is None:
-        packed = shape.parameters * size
-        head = shape.vocabulary * shape.hidden * size
-        cache_bytes = engine.kv_cache_gb * GIB
-        return {"weights": packed, "head": head, "update": 2 * packed * updated, "KV cache": cache_bytes}
-    spans = engine.tensor_parallel_size
-    weights = shape.parameters * size / spans
-    # Of the trial with which vLLM sees what is left: an MLP's two wide products, and logits in float32 with a copy.
-    wide = GPU_TOKENS * (2 * shape.hidden + 3 * shape.intermediate / spans) * size
-    trial = wide + 2 * engine.max_num_seqs * shape.vocabulary * 4
-    return {"weights": weights, "activations": trial, "KV cache": max(0.0, share - weights - trial)}

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -13,24 +14,24 @@ from prl.algorithms.base import Algorithm
 from prl.base.errors import ConfigError
 from prl.base.terminal import Console
 from prl.config import hardware
-from prl.config.build import build
+from prl.config.build import build, class_of
 from prl.config.gpus import visible_gpus
-from prl.config.hardware import GIB, MIB, gpu_memory_bytes
-from prl.config.schema import ModelConfig, TrainConfig, VLLMConfig
+from prl.config.hardware import CUDA_CONTEXT, GIB, MIB, gpu_memory_bytes
+from prl.config.model_shape import ModelShape
+from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.trainer import runs_in_half
 from prl.config.validate import hosts_teacher
+from prl.engines.base import Engine
 from prl.launch import specs
 from prl.launch.launcher import in_words
 from prl.launch.local import resolve_model
-from prl.tools.dry_run.memory import FLOAT, Pass, engine_memory, kv_tokens, trainer_memory
-from prl.tools.dry_run.shape import ModelShape, shape_of
+from prl.tools.dry_run.memory import FLOAT, Pass, trainer_memory
+from prl.tools.dry_run.shape import shape_of
 
 RAM, GPU = "RAM", "GPU"
 """Devices: the memory of the machine, and its `GPU 0`, `GPU 1`, …"""
 COMMAND, ENGINE, TRAINER = 0.3 * GIB, 0.6 * GIB, 300 * MIB
 """What a process has in memory beside its tensors: code and what it keeps of starting. Seen on a CPU."""
-CONTEXT = 0.6 * GIB
-"""What CUDA takes of a GPU for each process. An assumption: prl has not run on one."""
 STATES = ("weights", "gradients", "optimiser", "reference")
 """Parts of a rank's memory that it keeps between steps, in host memory with `trainer.cpu_offload`."""
 WIDTH = 160
@@ -58,7 +59,7 @@ class Plan:
         """Add a process with what it has in RAM, and on each of its GPUs."""
         self.processes[RAM].append((name, in_ram))
         for gpu in gpus:
-            self.processes[f"{GPU} {gpu}"].append((name, (on_gpu or {}) | {"process": CONTEXT}))
+            self.processes[f"{GPU} {gpu}"].append((name, (on_gpu or {}) | {"process": CUDA_CONTEXT}))
 
     def used(self, device: str) -> float:
         """Bytes of a device that all processes take together."""
@@ -131,7 +132,7 @@ def plan(config: TrainConfig) -> Plan:
 
 
 def add_engine(
-    planned: Plan, name: str, model: ModelConfig, engine: VLLMConfig, shape: ModelShape, places: list[tuple[int, ...]]
+    planned: Plan, name: str, model: ModelConfig, engine: Any, shape: ModelShape, places: list[tuple[int, ...]]
 ) -> None:
     """Add the servers of an engine, each with the GPUs of its place, or none. One in the run's process is left out."""
     if engine.in_process:
@@ -139,12 +140,13 @@ def add_engine(
     device = engine.device_type
     dtype = resolve_model(model, device).dtype
     least = min((value for name, value in planned.capacities.items() if name != RAM), default=0.0)
-    share = least * engine.gpu_memory_utilization - CONTEXT if device == "cuda" else None
-    parts = engine_memory(shape, dtype, engine, share=share, updated=name == "engine")
-    spans = 1 if share is None else engine.tensor_parallel_size
-    planned.caches[name] = (kv_tokens(shape, dtype, device, parts["KV cache"], spans), model.max_model_len)
+    gpu_bytes = least if device == "cuda" else None
+    kind = class_of(engine, Engine, name)
+    memory = kind.memory(engine, shape, dtype, gpu_bytes=gpu_bytes, updated=name == "engine")
+    if memory.cache_tokens is not None:
+        planned.caches[name] = (memory.cache_tokens, model.max_model_len)
     for place in places:
-        planned.add(name, {"process": ENGINE} | ({} if place else parts), parts, place)
+        planned.add(name, {"process": ENGINE} | ({} if place else memory.parts), memory.parts, place)
 
 
 def memory_of_rank(

@@ -5,56 +5,15 @@ and not computed.
 """
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 from prl.base.errors import ConfigError
 from prl.base.text import in_one_line
 from prl.config.build import plain
 from prl.config.hardware import parameters_of
+from prl.config.model_shape import ModelShape
 from prl.config.schema import ModelConfig
 from prl.trainer.architecture import has_sinks
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """Sizes of a causal language model."""
-
-    parameters: int
-    """All of them; those of a tied head once."""
-    outside: int
-    """Of them in no layer."""
-    layers: int
-    layer: int
-    """Parameters of one layer, the largest."""
-    vocabulary: int
-    """Rows of the head."""
-    hidden: int
-    """Width of what passes from layer to layer."""
-    intermediate: int
-    """Width inside the MLP; of experts, those that a token is given to."""
-    heads: int
-    kv_heads: int
-    head_dim: int
-    routed: int = 0
-    """Experts that a token is given to; 0 = it has none."""
-    adapters: int = 0
-    """Parameters of adapters (LoRA), which are trained in place of the others; 0 = it has none."""
-
-    @property
-    def trained(self) -> int:
-        """Parameters that have a gradient."""
-        return self.adapters or self.parameters
-
-    @property
-    def queries(self) -> int:
-        """Floats of a token's queries in a layer."""
-        return self.heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        """Floats of a token's keys in a layer; its values have as many."""
-        return self.kv_heads * self.head_dim
 
 
 def shape_of(model: ModelConfig, key: str, *, lora: Any = None, trained: bool) -> ModelShape:

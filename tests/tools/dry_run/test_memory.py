@@ -8,15 +8,10 @@ import torch
 from small_models import QWEN3_32B, SMALL, batch
 
 from prl.config.build import plain
-from prl.config.schema import LoraConfig, ModelConfig, VLLMConfig
-from prl.tools.dry_run.memory import (
-    Pass,
-    activations,
-    engine_memory,
-    kv_bytes_per_token,
-    kv_tokens,
-    trainer_memory,
-)
+from prl.config.schema import LoraConfig, ModelConfig
+from prl.engines.vllm.engine import VLLMConfig
+from prl.engines.vllm.memory import engine_memory, kv_bytes_per_token, kv_tokens
+from prl.tools.dry_run.memory import Pass, activations, trainer_memory
 from prl.tools.dry_run.shape import shape_of
 from prl.trainer.layers import recompute_activations
 from prl.trainer.lora import add_adapters

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from prl.engines.protocol import Generated, Sampled, measured
 from prl.engines.vllm.alive import while_alive
-from prl.engines.vllm.protocol import Generated, Sampled, measured
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

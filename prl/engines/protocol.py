@@ -1,4 +1,4 @@
-"""Requests to prl's server and its replies, as JSON. Sampling: token ids in, token ids and logprobs out."""
+"""Requests to a server of prl's and its replies, as JSON. Sampling: token ids in, token ids and logprobs out."""
 
 import json
 import math
@@ -7,6 +7,13 @@ from typing import Any
 from msgspec import Struct
 from msgspec.json import encode
 
+TOKEN_VARIABLE = "PRL_TOKEN"
+"""Environment variable of a server's token; of a run's, where its servers already run."""
+FROZEN_VARIABLE = "PRL_FROZEN"
+"""Environment variable of a server that takes no weights, set to anything."""
+ANOTHER_INSTANCE = 412
+"""HTTP status for a request that is for the server as it was before it was started anew (`If-Match`), and had loaded
+weights."""
 GENERATE = "/prl/generate"
 """Route: POST a `GenerateRequest`, get `Generated`."""
 LOAD = "/prl/load_policy"

@@ -1,0 +1,47 @@
+"""The sizes of a model, as arithmetic over the memory of engine and trainer takes them."""
+
+from dataclasses import dataclass
+
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number, by its format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a causal language model."""
+
+    parameters: int
+    """All of them; those of a tied head once."""
+    outside: int
+    """Of them in no layer."""
+    layers: int
+    layer: int
+    """Parameters of one layer, the largest."""
+    vocabulary: int
+    """Rows of the head."""
+    hidden: int
+    """Width of what passes from layer to layer."""
+    intermediate: int
+    """Width inside the MLP; of experts, those that a token is given to."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    routed: int = 0
+    """Experts that a token is given to; 0 = it has none."""
+    adapters: int = 0
+    """Parameters of adapters (LoRA), which are trained in place of the others; 0 = it has none."""
+
+    @property
+    def trained(self) -> int:
+        """Parameters that have a gradient."""
+        return self.adapters or self.parameters
+
+    @property
+    def queries(self) -> int:
+        """Floats of a token's queries in a layer."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Floats of a token's keys in a layer; its values have as many."""
+        return self.kv_heads * self.head_dim

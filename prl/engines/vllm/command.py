@@ -1,0 +1,79 @@
+"""The process of a vLLM server: its command line, its environment, and the reason of its end."""
+
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from prl.engines.base import EngineSpec
+from prl.engines.vllm.cpu import PATCHES_VARIABLE
+from prl.engines.vllm.options import as_arguments, logits_options
+
+MIN_BATCHED_TOKENS = 4096
+LOOPBACK_ADDRESS = "127.0.0.1"
+"""Where the ports of vLLM's own processes listen."""
+CORE = re.compile(r"\(EngineCore\b.*\[core\.py:\d+\] (\w+(?:\.\w+)*(?:: .*|Error))$|^(its engine core was .*)")
+"""How vLLM's core names the error that it ends with, or prl's server the signal; the server then ends with another one,
+or with status 0."""
+
+
+def command_of(spec: EngineSpec, port: int) -> list[str]:
+    """Return the command line of a server that listens on `port`."""
+    config, model = spec.config, spec.model
+    options: dict[str, Any] = {
+        "model": model.path,
+        "served-model-name": spec.served_name,
+        "host": config.host,
+        "port": port,
+        "dtype": model.dtype,
+        "max-model-len": model.max_model_len,
+        "max-num-seqs": config.max_num_seqs,
+        "seed": spec.seed,  # the engine's own; requests carry theirs
+        "trust-remote-code": model.trust_remote_code,
+        "disable-uvicorn-access-log": True,
+        "logprobs-mode": "processed_logprobs",
+        **logits_options(model.dtype),
+    }
+    if spec.device == "cpu":
+        options |= {
+            "enforce-eager": True,
+            "disable-log-stats": True,  # a tenth of the engine's time where a step is short
+            # The worker runs within the engine core: one process and one import of torch less, and no queue between the
+            # two whose reader spins on the core that the trainer needs.
+            "distributed-executor-backend": "uni",
+            # vLLM rewinds a seeded request's random generator when its prompt is prefilled in chunks, which it cannot
+            # do on a CPU: the engine dies ("CPU Generator does not use offset"). So whole prompts must fit.
+            "enable-chunked-prefill": False,
+            "max-num-batched-tokens": max(MIN_BATCHED_TOKENS, model.max_model_len, config.max_num_seqs),
+        }
+    else:
+        options |= {
+            "gpu-memory-utilization": config.gpu_memory_utilization,
+            "tensor-parallel-size": config.tensor_parallel_size,
+        }
+    if spec.evaluation_yields:
+        options["scheduling-policy"] = "priority"
+    return [sys.executable, "-m", "prl.engines.vllm.server", *as_arguments(options | config.args)]
+
+
+def environment_of(spec: EngineSpec) -> dict[str, str]:
+    """Return the environment variables that vLLM reads."""
+    env = {
+        "SPT_NOENV": "1",  # else the title that vLLM gives a process overwrites what its environment says in /proc
+        "VLLM_HOST_IP": LOOPBACK_ADDRESS,
+    }
+    if spec.device == "cpu":
+        env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        env[PATCHES_VARIABLE] = "1" if spec.config.cpu_patches else ""
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM gives the worker a process of its own after all
+        if "--no-enforce-eager" not in command_of(spec, 0):
+            # vLLM compiles a comparison of its sampler all the same, and torch the headers for it in each new temporary
+            # folder: the first reply would wait seconds for both.
+            env["TORCHDYNAMO_DISABLE"] = "1"
+    return env
+
+
+def reason_of_end(lines: Sequence[str]) -> str:
+    """Return what the lines of a log name as the reason why the engine core ended; empty where they name none."""
+    found = [match[match.lastindex or 0] for match in map(CORE.search, lines) if match]
+    return found[-1] if found else ""
