@@ -115,7 +115,7 @@ def engine_config(node: Any, where: str) -> Any:
     kind = located(node, where)
     if not hasattr(kind, "Config"):
         raise ConfigError(f"{where}._target_={node['_target_']!r} is no engine: it has no options, Config")
-    return read_node(kind.Config, node, where)
+    return read(kind.Config, node, where)
 
 
 def replace_chosen(cfg: DictConfig, overrides: list[str]) -> None:

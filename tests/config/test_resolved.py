@@ -7,6 +7,7 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
+from prl.base.errors import ConfigError
 from prl.config.build import function, plain
 from prl.config.compose import compose
 from prl.config.schema import TrainConfig
@@ -169,6 +170,31 @@ def test_an_engine_that_extends_the_in_process_one_has_its_options(tmp_path, mon
     config = compose(["debug=fast", "engine._target_=engine_mine.Mine"])
     assert config.engine.in_process and config.engine._target_ == "engine_mine.Mine"
     validate(config)
+
+
+OWN_SERVER = """
+from dataclasses import dataclass
+from prl.engines.base import ServerConfig, ServerEngine
+
+@dataclass
+class Options(ServerConfig):
+    beams: int = 2
+
+class Mine(ServerEngine):
+    Config = Options
+    command = classmethod(lambda cls, spec, port: ["serve", str(port)])
+"""
+
+
+def test_a_server_engine_of_ones_own_has_its_options_and_none_of_another(tmp_path, monkeypatch):
+    (tmp_path / "engine_mine.py").write_text(OWN_SERVER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    node = "engine={_target_: engine_mine.Mine, beams: 3, restarts: 2}"
+    config = compose(["run.name=x", "~engine", f"+{node}"])
+    validate(config)
+    assert (config.engine.beams, config.engine.servers) == (3, 1) and not hasattr(config.engine, "kv_cache_gb")
+    with pytest.raises(ConfigError, match="engine.kv_cache_gb: there is no such key"):
+        compose(["run.name=x", "~engine", "+engine={_target_: engine_mine.Mine, kv_cache_gb: 1}"])
 
 
 def test_an_option_of_ones_own_is_chosen_over_a_run(mine, tmp_path):

@@ -79,6 +79,8 @@ def choices(arguments):
 COMMANDS = commands()
 TRAIN = [arguments for program, *arguments in COMMANDS if program == "train"]
 OWN = [arguments for arguments in TRAIN if any("my_" in argument for argument in arguments)]
+INLINE = [arguments for arguments in OWN if not any(argument.startswith("engine=") for argument in arguments)]
+"""All but the example of an engine, which `test_own_engine.py` trains."""
 
 
 def together(examples):
@@ -225,7 +227,7 @@ def write_files(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", together(OWN), ids=" ".join)
+@pytest.mark.parametrize("arguments", together(INLINE), ids=" ".join)
 def test_the_examples_train(inline, tmp_path, monkeypatch, arguments):
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)

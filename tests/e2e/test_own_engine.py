@@ -1,0 +1,66 @@
+"""EXTENDING's example of an engine: a launcher starts it, it trains, is started again after a kill, and is planned."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engines import finished
+from run_processes import family, running, wait_until
+
+PAGE = Path(__file__).parents[2] / "prl" / "EXTENDING.md"
+OWN = ("engine=mine", "hydra.searchpath=[file://my_conf]", "model=tiny")
+ON_POLICY = ("filters=none", "orchestrator.batch_size=16", "orchestrator.max_async_level=0", "max_steps=100000")
+
+
+@pytest.fixture
+def command(tmp_path):
+    """`command(*overrides)`: of a training in a folder that has the example's files."""
+    for name, text in re.findall(
+        r"^```\w+\n# (my_(?:engine\.py|conf/engine/\S+))\n(.*?)^```", PAGE.read_text(), re.M | re.S
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return lambda *overrides: [sys.executable, "-m", "prl.train", *OWN, *overrides]
+
+
+@pytest.mark.slow
+def test_it_trains_and_is_started_again(command, tmp_path):
+    folder, printed, metrics = tmp_path / "run", tmp_path / "stderr", tmp_path / "run" / "metrics.jsonl"
+    plain = ("orchestrator.eval.every=null", "monitor.console.mode=plain", f"run.dir={folder}")
+    with printed.open("w") as stderr:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command(*ON_POLICY, *plain), cwd=tmp_path, env=env, stderr=stderr)
+
+    def steps():
+        assert process.poll() is None, printed.read_text()
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    try:
+        wait_until(lambda: steps() > 3, 240, "the run trains")
+        servers = [
+            pid for pid, line in family(process.pid).items() if "my_engine.py" in line and "children.py" not in line
+        ]
+        assert len(servers) == 1
+        os.kill(servers[0], signal.SIGKILL)
+        wait_until(lambda: not running(servers[0]), 10, "the engine's end")
+        before = steps()
+        wait_until(lambda: steps() > before + 3, 120, "steps with the engine that was started again")
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM, printed.read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    run = finished(folder, process.returncode, printed.read_text())
+    assert run.column("engine/restarts")[-1] == 1
+    assert all(gap < 1e-5 for gap in run.column("logprob_gap/mean")), run.column("logprob_gap/mean")
+
+
+@pytest.mark.slow
+def test_it_is_planned(command, tmp_path):
+    done = subprocess.run(command("dry_run=true"), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 x engine" in done.stdout, done.stdout + done.stderr
