@@ -187,14 +187,14 @@ class Mine(ServerEngine):
 
 
 def test_a_server_engine_of_ones_own_has_its_options_and_none_of_another(tmp_path, monkeypatch):
-    (tmp_path / "engine_mine.py").write_text(OWN_SERVER)
+    (tmp_path / "engine_served.py").write_text(OWN_SERVER)
     monkeypatch.syspath_prepend(str(tmp_path))
-    node = "engine={_target_: engine_mine.Mine, beams: 3, restarts: 2}"
+    node = "engine={_target_: engine_served.Mine, beams: 3, restarts: 2}"
     config = compose(["run.name=x", "~engine", f"+{node}"])
     validate(config)
     assert (config.engine.beams, config.engine.servers) == (3, 1) and not hasattr(config.engine, "kv_cache_gb")
     with pytest.raises(ConfigError, match="engine.kv_cache_gb: there is no such key"):
-        compose(["run.name=x", "~engine", "+engine={_target_: engine_mine.Mine, kv_cache_gb: 1}"])
+        compose(["run.name=x", "~engine", "+engine={_target_: engine_served.Mine, kv_cache_gb: 1}"])
 
 
 def test_an_option_of_ones_own_is_chosen_over_a_run(mine, tmp_path):
