@@ -13,10 +13,9 @@ import torch.distributed as dist
 import transformers
 
 from gpu_parts import NO_ROOM, Row, bench_trainer, row
-from prl.config.hardware import GIB
+from prl.config.hardware import CUDA_CONTEXT, GIB
 from prl.config.schema import ModelConfig
 from prl.tools.dry_run.memory import Pass, trainer_memory
-from prl.tools.dry_run.plan import CONTEXT
 from prl.tools.dry_run.shape import shape_of
 from prl.trainer.ranks import meet
 
@@ -35,9 +34,9 @@ def machine(*, device: str) -> Iterator[Row]:
         taken = total - free - torch.cuda.memory_reserved()
         measured, expected = (
             f"{taken / GIB:.2f} GiB",
-            f"{CONTEXT / GIB:.2f} GiB by a dry run, at most +{NEAR[device]:.0%}",
+            f"{CUDA_CONTEXT / GIB:.2f} GiB by a dry run, at most +{NEAR[device]:.0%}",
         )
-        ok = taken <= CONTEXT * (1 + NEAR[device])
+        ok = taken <= CUDA_CONTEXT * (1 + NEAR[device])
         yield row("GPU memory outside of torch, all processes", measured, expected, ok, taken=taken)
 
 
