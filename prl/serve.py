@@ -79,7 +79,7 @@ async def serve(config: ServeConfig) -> None:
 
 
 def how_to_use(config: ServeConfig, url: str, given: str | None, token: str) -> str:
-    """How a run uses what is served at `url`; its `token` is shown unless it was `given`."""
+    """Return how a run uses what is served at `url`; its `token` is shown unless it was `given`."""
     if config.policy:
         key = "" if given else f"  export {TOKEN_VARIABLE}={token}\n"
         return (

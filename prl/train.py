@@ -99,7 +99,7 @@ def main(config: TrainConfig) -> RunResult:
 
 
 def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult":
-    """What is left of a run to refuse, or its result where it is completed already. Raises ConfigError.
+    """Return what is left of a run to refuse, or its result where it is completed already. Raises ConfigError.
 
     This is what a dry run and a run have in common. Only a run starts its engines, which take as long as what follows;
     refused it leaves nothing of theirs behind.

@@ -46,7 +46,7 @@ def discounted_returns(rewards: Sequence[float], gamma: float) -> list[float]:
 
 
 def overlong_penalty(tokens: int, max_tokens: int, buffer: int) -> float:
-    """What is added to the reward of a completion: 0 up to `max_tokens - buffer` tokens, -1 above `max_tokens`.
+    """Return what is added to the reward of a completion: 0 up to `max_tokens - buffer` tokens, -1 above `max_tokens`.
 
     In between it falls in a straight line. Source: DAPO (arXiv 2503.14476, equation 13).
     """

@@ -189,8 +189,8 @@ def encode(tokenizer: Any, text: str, before: str = "") -> list[int]:
 
 
 def around_reply(renderer: Renderer) -> tuple[list[int], list[int]]:
-    """What a chat template begins a reply with in the model's stead, such as "<think>", and what it writes of `REPLY`
-    and behind it."""
+    """Return what a chat template begins a reply with in the model's stead, such as "<think>", and what it writes of
+    `REPLY` and behind it."""
     dialogue = [{"role": "user", "content": "?"}, {"role": "assistant", "content": REPLY}]
     prompt, whole = render_prompt(renderer, dialogue[:1]).token_ids, render(renderer, dialogue).token_ids
     shared = shared_length(prompt, whole)
@@ -198,8 +198,8 @@ def around_reply(renderer: Renderer) -> tuple[list[int], list[int]]:
 
 
 def end_and_before(written: list[int], stops: list[int], tokenizer: Any) -> tuple[list[int], str]:
-    """Of what a template writes for `REPLY`: the token that ends the turn, [] for none, and a text that replies are
-    encoded behind: some tokenizers put a blank in front of a text that has nothing before it."""
+    """Return of what a template writes for `REPLY`: the token that ends the turn, [] for none, and a text that replies
+    are encoded behind: some tokenizers put a blank in front of a text that has nothing before it."""
     end = next((place for place, token in enumerate(written) if token in stops), len(written))
     alone = encode(tokenizer, REPLY)
     return written[end : end + 1], "" if written[:end][-len(alone) :] == alone else "\n"

@@ -79,7 +79,7 @@ class Algorithm(EnvPart):
 
     @property
     def waits_for_group(self) -> bool:
-        """Whether the rollouts of a task enter a batch together. False: one by one, as they finish."""
+        """Return whether the rollouts of a task enter a batch together. False: one by one, as they finish."""
         return type(self).score_group is not Algorithm.score_group
 
     def attach(
@@ -192,7 +192,7 @@ class Algorithm(EnvPart):
         return AlignedLogprobs(pool, limit, self.policy_renderer, renderer, self.log)
 
     def source(self) -> "ModelPool | MessageSource":
-        """What the rollouts are sampled from, before anybody has waited for it."""
+        """Return what the rollouts are sampled from, before anybody has waited for it."""
         if self.sampling.source == DEMONSTRATIONS:
             from prl.engines.chat import Demonstrations
 

@@ -1,4 +1,4 @@
-"""Whether an algorithm fits the run that uses it, and which models the run has to serve for it."""
+"""Checks of an algorithm against the run that uses it, and the models that the run has to serve for it."""
 
 import ast
 import inspect
@@ -97,7 +97,7 @@ def check_names(kind: type[Algorithm], where: str) -> None:
 
 
 def may_define(name: str, value: Any) -> bool:
-    """Whether the body of a user's class may give a name of `Algorithm` this value."""
+    """Return whether the body of a user's class may give a name of `Algorithm` this value."""
     return name in VALUES or (inspect.isroutine(value) and not name.startswith("_") and name not in PIPELINE | LIVE)
 
 

@@ -139,7 +139,7 @@ class EchoAlgorithm(GRPOAlgorithm):
         return weights
 
     def _keep_masks(self, rollout: Rollout) -> dict[int, Sequence[bool]]:
-        """What the user's filter keeps, by branch index; empty without a filter."""
+        """Return what the user's filter keeps, by branch index; empty without a filter."""
         if self.filter is None:
             return {}
         name, branches = name_of(self.filter), [branch for branch in rollout.branches if branch.trainable]

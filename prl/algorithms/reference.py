@@ -23,7 +23,7 @@ IN_TRAINER = (INITIAL, "ema", "lagged")
 
 @dataclass(kw_only=True)
 class ReferenceOptions:
-    """How the policy is compared with a reference, and how one in the trainer follows it."""
+    """Options of the comparison with a reference, and of how one in the trainer follows the policy."""
 
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] | None = None
     """Divergence of the next-token distributions of policy and reference, as a loss; null = the policy gradient of the
@@ -47,7 +47,7 @@ class ReferenceOptions:
         return names.get(reference, "") if isinstance(reference, str) else ""
 
     def scorer(self, pool: "ModelPool", max_concurrent: int = 32) -> "ReferenceLogprobs":
-        """What scores rollouts by a reference that an engine serves."""
+        """Return what scores rollouts by a reference that an engine serves."""
         return ReferenceLogprobs(pool, max_concurrent, self.top_k if self.divergence else 0)
 
     def name_reference(self, samples: "Iterable[TrainingSample]", reference: Any, prefix: Sequence[int] = ()) -> None:

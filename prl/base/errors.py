@@ -14,7 +14,7 @@ ValueErrors, and what is nested too deep raises the other."""
 
 
 class PrlError(Exception):
-    """What was wrong, where, and what to do."""
+    """An error for the person at the keyboard: what was wrong, where, and what to do."""
 
 
 class ConfigError(PrlError):
@@ -42,7 +42,7 @@ class EngineError(PrlError):
 
     @property
     def of_server(self) -> bool:
-        """Whether the server failed, rather than refused this one request."""
+        """Return whether the server failed, rather than refused this one request."""
         return self.status == 0 or self.status >= 500
 
 
@@ -51,7 +51,7 @@ class RequestAborted(EngineError):
 
 
 def of_own_code(error: BaseException) -> str:
-    """What the user's own code raised, and where."""
+    """Return what the user's own code raised, and where."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error}"
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -70,13 +70,13 @@ def signal_name(number: int) -> str:
 
 
 def of_disk(error: BaseException) -> str | None:
-    """What to say where a file system takes no more, in a line; None of any other error."""
+    """Return what to say where a file system takes no more, in a line; None of any other error."""
     if not isinstance(error, OSError) or error.errno not in NO_MORE:
         return None
     return unwritable(error, error.filename or "a file")
 
 
 def unwritable(error: OSError, path: str) -> str:
-    """What keeps `path` from being written, in a line."""
+    """Return what keeps `path` from being written, in a line."""
     todo = ": make room there" if error.errno in FULL else " (ulimit -f)" if error.errno == errno.EFBIG else ""
     return f"{path} cannot be written: {error.strerror}{todo}"

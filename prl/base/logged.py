@@ -1,4 +1,4 @@
-"""What algorithms, filters and curricula of an env have in common: what they measure, and what they remember."""
+"""The base of an env's algorithm, filters and curriculum: what they measure, and what they remember."""
 
 import math
 from typing import Any
@@ -8,7 +8,8 @@ class EnvPart:
     """Gives a component `log` and a state. It has no constructor that a subclass would have to call."""
 
     def state_dict(self) -> Any:
-        """What the component remembers from one group to the next, as plain data for a checkpoint; None = nothing.
+        """Return what the component remembers from one group to the next, as plain data for a checkpoint; None =
+        nothing.
 
         Called at every step. `load_state_dict` gets it back when the run goes on, before the first rollout.
         """

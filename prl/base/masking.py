@@ -1,4 +1,4 @@
-"""What looks like a secret, and text without it: for whatever is written to a file, a log or a page."""
+"""Secrets are found and masked in whatever is written to a file, a log or a page."""
 
 import functools
 import os
@@ -54,7 +54,7 @@ SHAPES = re.compile(
 
 @functools.lru_cache(maxsize=1 << 10)  # each line of a log asks about the whole environment
 def is_secret(name: str, value: str) -> bool:
-    """Whether `value`, of a config key or a variable that is called `name`, looks like a secret."""
+    """Return whether `value`, of a config key or a variable that is called `name`, looks like a secret."""
     name = re.sub(r"\benvs\.[^.]+", "", name)  # what somebody has called an env
     if re.search(r"(?:^|[.+-])token$", name) and re.fullmatch(r"(?=[^A-Za-z]*+[A-Za-z])[\w.~+/=-]*+", value):
         name = "api_token"
@@ -63,7 +63,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def _is_drawn(value: str) -> bool:
-    """Whether a value looks like random characters, and is no name of words and numbers."""
+    """Return whether a value looks like random characters, and is no name of words and numbers."""
     if re.fullmatch(r"(?=.*\d)(?=.*[A-Fa-f])([\dA-Fa-f]{16,}|[\dA-Fa-f-]{36})", value):
         return True
     drawn = re.fullmatch(r"(?=.*\d)(?=.*[a-z])(?=.*[A-Z])[\w.~+/=-]{16,}", value)
@@ -110,5 +110,5 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def _is_hidden(name: str, value: str) -> bool:
-    """Whether a value of a config is a secret by its name, or the same as one of the environment."""
+    """Return whether a value of a config is a secret by its name, or the same as one of the environment."""
     return is_secret(name, value) or (_is_drawn(value) and value in _secrets_of_environment())

@@ -17,5 +17,5 @@ REWARDS = (HELD_OUT, SAMPLED)
 
 
 def held_out(metrics: Mapping[str, Value]) -> dict[str, Value]:
-    """Those of a step's metrics that are held-out rewards."""
+    """Return the held-out rewards among a step's metrics."""
     return {key: value for key, value in metrics.items() if fnmatchcase(key, HELD_OUT)}

@@ -162,7 +162,8 @@ def no_such_option(key: str, value: Any, owner: Any, known: Iterable[str]) -> Co
 
 
 def nearest(key: str, value: Any, known: Iterable[str], all_of_them: str) -> str:
-    """What may have been meant by a key: another project's, or the `known` name like its last part, or any of them."""
+    """Return what may have been meant by a key: another project's, or the `known` name like its last part, or any of
+    them."""
     if text := counterpart(key, value):
         return text
     node, dot, name = key.rpartition(".")
@@ -172,7 +173,8 @@ def nearest(key: str, value: Any, known: Iterable[str], all_of_them: str) -> str
 
 @functools.cache
 def adapter_of(target: Any, names: tuple[str, ...]) -> Any:
-    """What reads these options of a class or function by its annotations: pydantic takes milliseconds to make it."""
+    """Return what reads these options of a class or function by its annotations: pydantic takes milliseconds to make
+    it."""
     annotations = options_taken(target).annotations
     shape: Any = TypedDict("Options", {name: annotations.get(name, Any) for name in names})  # type: ignore[misc]
     return pydantic.TypeAdapter(pydantic.with_config(CHECKED)(shape))
@@ -351,7 +353,7 @@ def check_node(node: Any, key: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a class or function takes by name. Not to be changed."""
+    """The options that a class or function takes by name. Not to be changed."""
 
     annotations: dict[str, Any]
     defaults: dict[str, Any]

@@ -22,7 +22,7 @@ def table() -> dict[str, dict[str, str]]:
 
 
 def counterpart(key: str, value: Any = "") -> str | None:
-    """What to write instead of another project's key, or of one below it; None where there is no such key."""
+    """Return what to write instead of another project's key, or of one below it; None where there is no such key."""
     words = table()["words"]
     for up in range(key.count(".") + 1):
         node, typed = key.replace("-", "_").rsplit(".", up)[0], "" if up else str(value).strip()

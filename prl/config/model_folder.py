@@ -1,4 +1,4 @@
-"""What a model folder has, read without torch: its config, its tokenizer's files, the headers of its weights.
+"""A model folder, read without torch: its config, its tokenizer's files, the headers of its weights.
 
 A folder that cannot be loaded is refused here, in a moment, rather than by the engine and the trainer once they run.
 """
@@ -82,7 +82,8 @@ def check_tokenizer_files(folder: Path, where: str) -> None:
 
 
 def instead(folder: Path) -> str:
-    """What to give in place of a run directory, its newest checkpoint, or of an adapter, the model beside it; or ''."""
+    """Return what to give in place of a run directory, its newest checkpoint, or of an adapter, the model beside it; or
+    ''."""
     from prl.base.checkpoint_folders import checkpoint_path, steps_of  # as above
 
     if (folder / "adapter_config.json").is_file() and (folder.parent / "config.json").is_file():
@@ -108,7 +109,7 @@ def indexed_files(folder: Path) -> set[str]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a model folder has files of weights that prl would load."""
+    """Return whether a model folder has files of weights that prl would load."""
     return any(folder.glob("*.safetensors"))
 
 
@@ -192,7 +193,8 @@ def file_of(path: str, name: str) -> Path | None:
 
 
 def companion_files(path: str) -> dict[str, bytes]:
-    """What loading a model takes beside weights and tokenizer, by path: config, its processors' files, and its code.
+    """Return what loading a model takes beside weights and tokenizer, by path: config, its processors' files, and its
+    code.
 
     Code of another repository (`repo--module.Class` in an `auto_map`) stays there.
     """

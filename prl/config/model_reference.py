@@ -95,7 +95,7 @@ def check_url(value: Any, where: str, example: str) -> None:
 
 
 def is_url(value: Any) -> bool:
-    """Whether `value` is a URL that a request can be sent to."""
+    """Return whether `value` is a URL that a request can be sent to."""
     looks_right = isinstance(value, str) and re.fullmatch(r"https?://[^\s/]+(/\S*)?", value)
     try:
         return bool(looks_right and urlsplit(value).hostname and urlsplit(value).port != 0)

@@ -86,7 +86,7 @@ class OrchestratorConfig:
 
     @property
     def exact_age(self) -> bool:
-        """Whether all rollouts of a step are `max_async_level` versions old."""
+        """Return whether all rollouts of a step are `max_async_level` versions old."""
         return self.strict_async_level or not self.max_async_level
 
     @property

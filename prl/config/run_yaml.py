@@ -26,7 +26,7 @@ def data_of(config: TrainConfig | EvaluationConfig) -> dict[str, Any]:
 
 
 def text_of(config: TrainConfig | EvaluationConfig) -> str:
-    """What `config.yaml` says of a config. A training run itself is its directory."""
+    """Return what `config.yaml` says of a config. A training run itself is its directory."""
     data = data_of(config)
     if isinstance(config, TrainConfig):
         data = {"defaults": DEFAULTS} | without_run(data)
@@ -51,7 +51,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def has_config(run_dir: Path) -> bool:
-    """Whether a run has got as far as its config: a start that died may have left an empty one, or none."""
+    """Return whether a run has got as far as its config: a start that died may have left an empty one, or none."""
     path = run_dir / "config.yaml"
     return path.exists() and path.stat().st_size > 0
 

@@ -19,7 +19,7 @@ AUTO = "auto"
 
 @dataclass
 class RunConfig:
-    """Where a run lives."""
+    """The name and the directory of a run."""
 
     name: str = MISSING
     """Directory name under `outputs/`."""
@@ -29,7 +29,7 @@ class RunConfig:
 
 @dataclass
 class TrainRunConfig(RunConfig):
-    """Where a training run lives, and whether it goes on from where one stopped."""
+    """The directory of a training run, and the run that it goes on from."""
 
     resume: str | None = None
     """A run directory or a checkpoint to resume, in that directory; `auto` = resume from the last checkpoint in
@@ -118,7 +118,7 @@ class FiltersConfig:
 
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """How replies are sampled: the options of `prl.engines.sampler.Sampler`."""
+    """Sampling settings: the options of `prl.engines.sampler.Sampler`."""
 
     temperature: Annotated[float, Ge(0), Le(2)] = 1.0
     """Engine and trainer divide the logits of sampled tokens by this; the trainer uses 1 for all other tokens. At least
@@ -237,7 +237,7 @@ class OptimizedMetricConfig:
 
 @dataclass
 class SweepConfig:
-    """What the jobs of a sweep have in common."""
+    """Settings that the jobs of a sweep have in common."""
 
     share_engine: bool = False
     """Keep engines for the next job of the same process, if its model and engine settings are the same."""
@@ -294,5 +294,5 @@ class TrainConfig:
         return [*frozen_models(node, where), *frozen_models(self.envs[env].references, f"envs.{env}.models")]
 
     def hosts(self, reference: FrozenModelConfig) -> bool:
-        """Whether the launcher serves this frozen model for the run."""
+        """Return whether the launcher serves this frozen model for the run."""
         return self.teacher.model is not None and reference.base_url is None and reference.name == self.teacher.name

@@ -1,4 +1,4 @@
-"""What to write instead of a key or an option that there is not."""
+"""Suggestions for a key or an option that does not exist."""
 
 import difflib
 import re
@@ -27,7 +27,7 @@ def override_key(argument: str) -> str:
 
 
 def hint(argument: str, config: DictConfig, groups: Mapping[str, list[str]]) -> str | None:
-    """What may have been meant by an override that does not compose; None where nothing is like it.
+    """Return what may have been meant by an override that does not compose; None where nothing is like it.
 
     `config` is what the other overrides compose to, `groups` are the options of each group.
     """
@@ -65,7 +65,7 @@ def option_hint(argument: str, groups: Mapping[str, list[str]]) -> str | None:
 
 
 def likeness(key: str, value: str, config: DictConfig, groups: Mapping[str, list[str]]) -> str | None:
-    """What to write for a part of a longer key, for a key of another option, or for a misspelt one."""
+    """Return what to write for a part of a longer key, for a key of another option, or for a misspelt one."""
     keys = keys_of(config)
     leaves = sorted(set(keys) - {known.rpartition(".")[0] for known in keys})
     for tail in tails(key):
@@ -110,7 +110,7 @@ def nearest_key(key: str, known: Collection[str]) -> str | None:
 
 
 def parses(argument: str) -> bool:
-    """Whether Hydra can read an override."""
+    """Return whether Hydra can read an override."""
     try:
         OverridesParser.create().parse_override(argument)
     except HydraException:

@@ -1,4 +1,4 @@
-"""What the tensors of a model are called in its files, where transformers has others in memory.
+"""Names of a model's tensors in its files, where transformers has others in memory.
 
 It keeps the experts of a layer in one tensor; the files have one for each expert and matrix. What transformers keeps to
 itself of that is used here alone; written for transformers 5.17. It is imported inside the functions.
@@ -16,7 +16,7 @@ _KNOWN: "WeakKeyDictionary[Any, dict[str, str | None]]" = WeakKeyDictionary()
 
 
 def as_in_files(model: Any, name: str, tensor: "torch.Tensor") -> "dict[str, torch.Tensor]":
-    """What files have of one whole tensor of a model, by the names that `save_pretrained` writes; views of it.
+    """Return what files have of one whole tensor of a model, by the names that `save_pretrained` writes; views of it.
 
     Args:
         model: as transformers has loaded or made it; what it is called in its files depends on where it came from.
@@ -51,6 +51,6 @@ def check_names(model: Any) -> None:
 
 
 def stays_float32(model: Any, name: str) -> bool:
-    """Whether a tensor is float32 in files of any number format, such as what balances the load of experts."""
+    """Return whether a tensor is float32 in files of any number format, such as what balances the load of experts."""
     patterns = model._keep_in_fp32_modules_strict or ()
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""How many threads each process of a run computes with: from the cores, who shares them, and the model's size."""
+"""Threads that each process of a run computes with: from the cores, who shares them, and the model's size."""
 
 from prl.config.evaluation import EvaluationConfig
 from prl.config.hardware import cores, parameters_of

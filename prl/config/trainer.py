@@ -23,7 +23,7 @@ Beta = Annotated[float, Ge(0), Lt(1)]
 
 @dataclass
 class PartConfig:
-    """Which parameters an entry of `parts` has: those that match both."""
+    """The parameters of an entry of `parts`: those that match both."""
 
     match: str | None = None
     """A regular expression for a parameter's name; null = any."""
@@ -33,7 +33,7 @@ class PartConfig:
 
 @dataclass
 class OptimConfig:
-    """What every optimiser has. Further keys are settings of its class, e.g. +trainer.optim.amsgrad=true."""
+    """Options of every optimiser. Further keys are settings of its class, e.g. +trainer.optim.amsgrad=true."""
 
     _target_: str = MISSING
     _partial_: bool = True
@@ -142,12 +142,12 @@ class TrainerConfig:
 
     @property
     def device_type(self) -> str:
-        """What `device` means on this machine: `cpu` or `cuda`."""
+        """Return what `device` means on this machine: `cpu` or `cuda`."""
         return device_type(self.device)
 
 
 def runs_in_half(dtype: str, device: str) -> bool:
-    """Whether `trainer.dtype` means bfloat16 on a device of this type."""
+    """Return whether `trainer.dtype` means bfloat16 on a device of this type."""
     return dtype == "bfloat16" or (dtype == "auto" and device == "cuda")
 
 
@@ -156,7 +156,7 @@ AggMode = Literal["token_mean", "sequence_mean", "rollout_mean", "constant"]
 
 @dataclass
 class PolicyLossConfig:
-    """What all rl losses of prl have. `prl.losses.policy.PolicyTokens` has the formulas."""
+    """Options of all rl losses of prl. `prl.losses.policy.PolicyTokens` has the formulas."""
 
     has_ratio: ClassVar[bool] = True
     """Whether the loss has a ratio to the sampler of its own."""

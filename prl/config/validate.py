@@ -112,7 +112,7 @@ def validate_teacher(config: TrainConfig) -> None:
 
 
 def hosts_teacher(config: TrainConfig) -> bool:
-    """Whether the launcher serves the frozen model of `teacher` for the run: an algorithm or an env asks it."""
+    """Return whether the launcher serves the frozen model of `teacher` for the run: an algorithm or an env asks it."""
     return any(config.hosts(reference) for env in config.envs for _, reference in config.frozen_of(env))
 
 

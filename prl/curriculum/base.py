@@ -53,7 +53,7 @@ class Curriculum(EnvPart, ABC):
 
     @property
     def reads_rewards(self) -> bool:
-        """Whether the settings use rewards; with an algorithm that reads no reward the run then warns."""
+        """Return whether the settings use rewards; with an algorithm that reads no reward the run then warns."""
         return self.online_difficulty_filtering or type(self).update is not Curriculum.update
 
     @abstractmethod
@@ -85,17 +85,17 @@ class Curriculum(EnvPart, ABC):
         """Receive the rollouts of a finished group, like `Algorithm.observe`; called after `update`."""
 
     def returns(self, task: "Task") -> bool:
-        """Whether `next` may hand out `task` again."""
+        """Return whether `next` may hand out `task` again."""
         return True
 
     @property
     def ended(self) -> bool:
-        """Whether the env has no task left for the rest of the run."""
+        """Return whether the env has no task left for the rest of the run."""
         return False
 
     @property
     def pooled(self) -> bool:
-        """Whether tasks are kept in difficulty pools, to be reported and saved with each checkpoint."""
+        """Return whether tasks are kept in difficulty pools, to be reported and saved with each checkpoint."""
         return False
 
     def pool_of(self, task: "Task") -> str | None:

@@ -44,7 +44,7 @@ class EngineConfig:
 
     @property
     def device_type(self) -> str:
-        """What `device` means on this machine: `cpu` or `cuda`."""
+        """Return what `device` means on this machine: `cpu` or `cuda`."""
         return device_type(self.device)
 
     @property
@@ -121,7 +121,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What an engine holds on each of its devices."""
+    """The memory of an engine on each of its devices."""
 
     parts: dict[str, float]
     """Bytes by part."""

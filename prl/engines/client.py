@@ -95,12 +95,12 @@ class ModelPool(ABC):
 
     @property
     def urls(self) -> list[str]:
-        """Their addresses, without `/v1`."""
+        """Return the addresses of the servers, without `/v1`."""
         return [server.url for server in self.servers]
 
     @property
     def ailing(self) -> bool:
-        """Whether a server has just failed to answer."""
+        """Return whether a server has just failed to answer."""
         return any(server.avoided for server in self.servers)
 
     @property
@@ -198,7 +198,8 @@ class InferencePool(PolicyPool):
         prefix: str | None = None,
         priority: int = 0,
     ) -> Read:
-        """What `read` makes of the reply and the version that the request started from, that of its server then."""
+        """Return what `read` makes of the reply and the version that the request started from, that of its server
+        then."""
 
         async def send(server: Server) -> Read:
             version = server.version

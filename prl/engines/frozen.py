@@ -32,7 +32,7 @@ ROUTE_S = 30.0
 
 
 def asks_to_wait(error: BaseException) -> bool:
-    """Whether a server is busy, and to be asked again."""
+    """Return whether a server is busy, and to be asked again."""
     return isinstance(error, EngineError) and (error.status == 429 or error.wait_s is not None)
 
 
@@ -52,7 +52,7 @@ class ReferencePool(ModelPool):
 
     @property
     def up(self) -> bool:
-        """Whether it can be reached. Raises DeadlinePassed once it has been away for too long."""
+        """Return whether it can be reached. Raises DeadlinePassed once it has been away for too long."""
         return True
 
     @abstractmethod
@@ -124,7 +124,8 @@ class FrozenPool(ReferencePool):
         return await self._ask("/v1/completions", body, read, timeout_s=self.timeout_s)
 
     async def _has_prls_route(self) -> bool:
-        """Whether each server has it. It makes no text of a logprob's token, which is most of what vLLM's own does."""
+        """Return whether each server has it. It makes no text of a logprob's token, which is most of what vLLM's own
+        does."""
         body = {"model": self.model, "token_ids": [0], "sampling": scoring(0)}
         asked = [self.http.request("POST", url, GENERATE, body, timeout_s=ROUTE_S) for url in self.urls]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -146,7 +147,8 @@ class FrozenPool(ReferencePool):
         return await self._ask("/v1/chat/completions", body, read, timeout_s=timeout_s, waits=waits)
 
     async def shares_tokenizer(self, probe: TokenizerProbe) -> bool | None:
-        """Whether every endpoint takes and returns token ids of the policy's tokenizer; None where one does not say."""
+        """Return whether every endpoint takes and returns token ids of the policy's tokenizer; None where one does not
+        say."""
         answers = await asyncio.gather(*(self._tokens(url, probe.text) for url in self.urls))
         return None if None in answers else all(token_ids == probe.token_ids for token_ids in answers)
 
@@ -205,7 +207,7 @@ class FrozenPool(ReferencePool):
         timeout_s: float | None = None,
         waits: bool = False,
     ) -> Read:
-        """What `read` makes of a server's reply.
+        """Return what `read` makes of a server's reply.
 
         A server that is busy, or with `waits` away, is asked again for `timeout_s` of the model.
         """
@@ -250,7 +252,8 @@ class FrozenPool(ReferencePool):
             self._search = asyncio.create_task(self.wait_ready(self.timeout_s, again=True))
 
     async def served(self, url: str) -> dict[str, dict[str, Any]]:
-        """What a server says of each model that it serves, by name. Raises EngineError where it does not answer."""
+        """Return what a server says of each model that it serves, by name. Raises EngineError where it does not
+        answer."""
         reply = await self.http.request("GET", url, "/v1/models", timeout_s=PROBE_S)
         with reading(self.model):
             return {model["id"]: model for model in reply["data"]}

@@ -34,13 +34,14 @@ SHORTEST_SECRET = 8
 
 
 def closed_while_idle(error: BaseException) -> bool:
-    """Whether a request was lost with a connection that its server closed before it read the request."""
+    """Return whether a request was lost with a connection that its server closed before it read the request."""
     lost = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
     return lost and not isinstance(error, aiohttp.ClientConnectorError)  # nothing listens there
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether a server was not there, is not ready, or is ending, so that the same request may be answered later."""
+    """Return whether a server was not there, is not ready, or is ending, so that the same request may be answered
+    later."""
     lost = isinstance(error.__cause__, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError)
     ending = isinstance(error, RequestAborted) or ENGINE_DEAD in str(error)
     return isinstance(error, EngineError) and (lost or ending or error.status in (502, 503))
@@ -93,7 +94,7 @@ class Endpoints:
 
     @contextlib.contextmanager
     def reading(self, server: Server, route: str) -> Iterator[None]:
-        """What is wrong with a reply is an EngineError that names its server, which is avoided for a while."""
+        """Yield what is wrong with a reply is an EngineError that names its server, which is avoided for a while."""
         try:
             with reading(f"{server.url}{route}"):
                 yield

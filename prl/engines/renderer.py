@@ -28,7 +28,8 @@ HARMONY_FOLDER, HARMONY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
 
 @dataclass
 class RendererConfig:
-    """How messages become tokens. Further keys are the renderer's own settings: +renderer.thinking_retention=all."""
+    """A renderer, which turns messages into tokens. Further keys are the renderer's own settings:
+    +renderer.thinking_retention=all."""
 
     _target_: str = "prl.engines.renderer.make_renderer"
     _partial_: bool = True

@@ -92,7 +92,7 @@ def read_prompt_logprobs(values: Any, token_ids: list[int]) -> list[float]:
 
 
 def read_scored(reply: dict[str, Any], token_ids: list[int], top_k: int) -> Scored:
-    """What a reply of prl's server says of a prompt and of the `top_k` most likely tokens in each place.
+    """Return what a reply of prl's server says of a prompt and of the `top_k` most likely tokens in each place.
 
     Raises what `read_prompt_logprobs` and `read_top` raise.
     """

@@ -1,4 +1,4 @@
-"""Which servers of the live policy get requests: who leaves, who comes back, and what becomes of requests meanwhile."""
+"""The rotation of the live policy's servers: who leaves, who comes back, and what becomes of requests meanwhile."""
 
 import asyncio
 import logging
@@ -54,7 +54,7 @@ class Rotation:
     # --- requests ---
 
     async def send(self, send: Callable[[Server], Awaitable[Answer]], n: int = 1, prefix: str | None = None) -> Answer:
-        """What `send` returns for a server of the rotation, called again where that one is lost meanwhile."""
+        """Return what `send` returns for a server of the rotation, called again where that one is lost meanwhile."""
         give_up = None
         while True:
             server = await self.free(n, prefix)
@@ -80,7 +80,8 @@ class Rotation:
         return server
 
     async def lost(self, server: Server, lives: int, error: EngineError) -> bool:
-        """Whether what a server failed at with `error` is to be sent again. The server has left the rotation then.
+        """Return whether what a server failed at with `error` is to be sent again. The server has left the rotation
+        then.
 
         Not where it is well, so that the failure was the request's own. `lives` is that of the server when it was sent.
         """
@@ -130,7 +131,8 @@ class Rotation:
                 await asyncio.sleep(LOOK_S)
 
     async def _runs_anew(self, server: Server) -> bool:
-        """Whether a server was started anew since it loaded weights. Raises EngineError where it does not answer."""
+        """Return whether a server was started anew since it loaded weights. Raises EngineError where it does not
+        answer."""
         try:
             await self._probe(server)
         except EngineError as error:

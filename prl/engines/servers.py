@@ -49,22 +49,22 @@ class Server:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of a request that it refuses with `ANOTHER_INSTANCE` once it was started anew."""
+        """Return the headers of a request that it refuses with `ANOTHER_INSTANCE` once it was started anew."""
         return {} if self.instance is None else {"If-Match": self.instance}
 
     @property
     def open(self) -> bool:
-        """Whether it may be sent a request."""
+        """Return whether it may be sent a request."""
         return not self.away and self.loading is None
 
     @property
     def stays_away(self) -> bool:
-        """Whether requests wait for it no longer."""
+        """Return whether requests wait for it no longer."""
         return self.away and time.monotonic() - self.failed_at > self.restart_s
 
     @property
     def avoided(self) -> bool:
-        """Whether it has just failed."""
+        """Return whether it has just failed."""
         return time.monotonic() - self.failed_at < AVOID_S
 
     def failed(self) -> None:
@@ -80,7 +80,7 @@ class Server:
 
 
 class Traffic:
-    """What each server of a model is asked for, as its track records it."""
+    """Requests in flight at each server of a model, as its track records them."""
 
     def __init__(self, servers: Sequence[Server]):
         self.servers = servers

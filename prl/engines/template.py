@@ -184,7 +184,7 @@ def declared_ends(tokenizer: Any) -> list[int]:
 
 
 def is_added(tokenizer: Any, token_id: Any) -> bool:
-    """Whether an id is that of a token which was added to the vocabulary, as control tokens are."""
+    """Return whether an id is that of a token which was added to the vocabulary, as control tokens are."""
     return token_id in tokenizer.added_tokens_decoder
 
 

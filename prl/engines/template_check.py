@@ -1,4 +1,4 @@
-"""Whether what was asked to be rendered came out: the words of each message."""
+"""A check that a chat template renders what it was given: the words of each message."""
 
 import contextlib
 import json

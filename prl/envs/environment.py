@@ -84,7 +84,7 @@ class Environment:
             give_to_workers(tasks, self.workers, played_by_verifiers=self.uses_harness)
 
     def _grades_elsewhere(self) -> bool:
-        """Whether its graders run in processes of their own. Those that read a runtime or ask models do not."""
+        """Return whether its graders run in processes of their own. Those that read a runtime or ask models do not."""
         task, asked, on_ray = self.tasks[0], self.config.in_process, self.config.workers.where == "ray"
         if self.config.models:
             return False
@@ -137,7 +137,7 @@ class Environment:
 
     @property
     def tools(self) -> Tools:
-        """What the model may call in this process."""
+        """Return what the model may call in this process."""
         return self._in_process[0][1] if self._in_process else Tools()
 
     def _bind_in_process(self, taskset: vf.Taskset) -> vf.Env | None:

@@ -25,7 +25,7 @@ WORKERS = "_prl_workers"
 
 
 class Scores(BaseModel):
-    """What grading leaves on a trace."""
+    """The rewards and metrics that grading leaves on a trace."""
 
     rewards: dict[str, Reward | None]
     metrics: dict[str, float | None]

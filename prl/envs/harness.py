@@ -1,4 +1,5 @@
-"""What prl leaves to verifiers' harness: which tasks need it, its env, its way to the model, and the program it runs.
+"""Tasks that prl leaves to verifiers' harness: which tasks need it, its env, its way to the model, and the program it
+runs.
 
 With the harness, tools, hooks on a runtime and several agents work as verifiers defines them: a program plays the task,
 and reaches the model through verifiers' token-in/token-out client, so that traces carry the exact tokens. That is

@@ -29,7 +29,7 @@ from prl.transport import events
 
 @dataclass
 class InProcessContext:
-    """What the agents of an episode reach the model with, and what the episode leaves if it fails."""
+    """The way from the agents of an episode to the model, and what the episode leaves if it fails."""
 
     sampler: Sampler | None
     """None where an episode is only set up, to look at its agents."""

@@ -77,7 +77,7 @@ class Filter(EnvPart, ABC):
 
     @abstractmethod
     def matches(self, rollout: Rollout) -> bool:
-        """Whether the rollout is of the kind this filter looks for. Must not change the rollout."""
+        """Return whether the rollout is of the kind this filter looks for. Must not change the rollout."""
 
 
 Filters = Mapping[SlotName, Mapping[str, Filter]]

@@ -67,7 +67,7 @@ class PreparedRun:
 
 @dataclass
 class Services:
-    """What runs beside the orchestrator."""
+    """Clients of the models that run beside the orchestrator."""
 
     policy: PolicyPool
     """The client of the policy's engines."""
@@ -201,7 +201,7 @@ async def load_first_weights(run: PreparedRun, policy: PolicyPool, transport: Fi
 
 
 def supervise(run: PreparedRun, track: Track) -> Supervisor:
-    """What watches the run's processes, and records in `track` how long they take to start."""
+    """Return what watches the run's processes, and records in `track` how long they take to start."""
     config = run.config
     restarts = specs.restarts_of(config.engine)
     if run.components.hosted:

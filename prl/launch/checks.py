@@ -1,4 +1,4 @@
-"""What a launcher and a model are refused for before a process starts.
+"""Checks of launcher and model before a process starts.
 
 What engine and trainer say themselves when they start and load a model is left to them.
 """

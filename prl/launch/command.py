@@ -1,4 +1,4 @@
-"""What the commands have in common: suggestions for keys that do not exist, and errors as exit codes."""
+"""Parts that the commands have in common: suggestions for keys that do not exist, and errors as exit codes."""
 
 import contextlib
 import os
@@ -66,7 +66,7 @@ def stopped(end: KeyboardInterrupt) -> SystemExit:
 
 
 def one_line(error: BaseException) -> str:
-    """What Hydra, OmegaConf or the file system says of a config that does not compose, as one line."""
+    """Return what Hydra, OmegaConf or the file system says of a config that does not compose, as one line."""
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         return f"there is no {group or 'config'}={option}: choose {', '.join(error.options)}"
@@ -79,7 +79,7 @@ def one_line(error: BaseException) -> str:
 
 
 def about(overrides: list[str], message: str) -> str:
-    """What was said of a config that does not compose, with the overrides if it names the key of none."""
+    """Return what was said of a config that does not compose, with the overrides if it names the key of none."""
     parts = [part for override in overrides for part in suggestions.override_key(override).split(".")]
     named = any(part in message for part in parts if len(part) > 2)  # a letter is in every text
     return message if named or not overrides else f"{', '.join(overrides)[:LINE]}: {message}"

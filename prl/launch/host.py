@@ -1,4 +1,4 @@
-"""What a run has on a node of a Ray cluster: an actor for each process, which owns it and the folders it works in."""
+"""A run on a node of a Ray cluster: an actor for each process, which owns it and the folders it works in."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ POLL_S = 0.01
 
 @dataclass(frozen=True)
 class Node:
-    """What an actor sees of its node."""
+    """A node of a Ray cluster, as an actor on it sees it."""
 
     id: str
     address: str
@@ -76,11 +76,11 @@ class Host:
         )
 
     def sees(self, path: str) -> bool:
-        """Whether a folder is there."""
+        """Return whether a folder is there."""
         return Path(path).is_dir()
 
     def has(self, path: str, content: bytes) -> bool:
-        """Whether a file is there with this content: a folder of the same path may be another one."""
+        """Return whether a file is there with this content: a folder of the same path may be another one."""
         return Path(path).is_file() and Path(path).read_bytes() == content
 
     # --- the process --------------------------------------------------------------------------------------------------

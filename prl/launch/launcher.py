@@ -60,12 +60,12 @@ class Bundle:
 
     @property
     def resources(self) -> dict[str, int]:
-        """What it takes, by Ray's names."""
+        """Return what it takes, by Ray's names."""
         return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
 
 
 def in_words(bundles: Sequence[Bundle]) -> str:
-    """What processes take: `2 x engine of 1 CPU and 1 GPU, 1 x trainer of 1 CPU and 1 GPU`."""
+    """Return what processes take: `2 x engine of 1 CPU and 1 GPU, 1 x trainer of 1 CPU and 1 GPU`."""
     alike = Counter((bundle.process.split()[0], amounts(bundle.resources)) for bundle in bundles)
     return ", ".join(f"{count} x {process} of {size}" for (process, size), count in alike.items())
 

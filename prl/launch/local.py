@@ -88,7 +88,7 @@ class LocalLauncher(Launcher):
             ).may_finish = True
 
     def _ranks(self, spec: TrainerSpec) -> dict[str, dict[str, str]]:
-        """What each rank of the trainer has in its environment, by the name of its process."""
+        """Return what each rank of the trainer has in its environment, by the name of its process."""
         env = trainer_environment(spec.model, spec.threads)
         gpus = spec.gpus or [()] * spec.num_processes
         names = rank_names(spec.num_processes)
@@ -138,7 +138,7 @@ def rank_names(count: int) -> list[str]:
 
 
 def rank_log(run_dir: Path, rank: int) -> Path:
-    """Where the output of a rank goes."""
+    """Return where the output of a rank goes."""
     return run_dir / "logs" / (f"trainer_rank_{rank}.log" if rank else "trainer.log")
 
 

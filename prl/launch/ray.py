@@ -132,7 +132,7 @@ class RayLauncher(Launcher):
         return self._place_of(worker_name(env, number))
 
     def _place_of(self, process: str) -> PlacementGroupSchedulingStrategy | None:
-        """Where a process goes: to its bundle; None = to any node, where nothing was reserved."""
+        """Return where a process goes: to its bundle; None = to any node, where nothing was reserved."""
         if self.group is None:
             return None
         place = [each.process for each in self.bundles].index(process)
@@ -198,7 +198,8 @@ class RayLauncher(Launcher):
                 ray.get(host.fetch.remote(weights, first))
 
     def _is_lost(self, name: str) -> bool:
-        """Whether an actor is gone, once Ray is sure: of a dead node it is after some seconds without a heartbeat."""
+        """Return whether an actor is gone, once Ray is sure: of a dead node it is after some seconds without a
+        heartbeat."""
         deadline = time.monotonic() + ANSWER_S
         while True:
             try:
@@ -271,13 +272,14 @@ class RayLauncher(Launcher):
         raise max((death for death in deaths if death is not None), key=lambda pair: pair[0])[1]
 
     def _deaths(self, names: Sequence[str], wait_s: float) -> list[tuple[int, ProcessDied] | None]:
-        """What `_death_of` says of those that have ended; all of them may take `wait_s` to."""
+        """Return what `_death_of` says of those that have ended; all of them may take `wait_s` to."""
         ends = [self.ends[name] for name in names]
         ended = ray.wait(ends, num_returns=len(ends), timeout=wait_s)[0] if ends else []
         return [self._death_of(name) for name in names if self.ends[name] in ended]
 
     def _death_of(self, name: str) -> tuple[int, ProcessDied] | None:
-        """How a process ended: its status, and what is to be raised. None where a rank has ended as it should."""
+        """Return how a process ended: its status, and what is to be raised. None where a rank has ended as it
+        should."""
         try:
             status, text = ray.get(self.ends[name])
         except ray.exceptions.RayActorError as error:
@@ -345,7 +347,8 @@ def search_path() -> dict[str, str]:
 
 
 def sent(folder: str, host: Any) -> str:
-    """Where an actor's process finds a checkpoint of this machine: there, or where it is copied to on its node."""
+    """Return where an actor's process finds a checkpoint of this machine: there, or where it is copied to on its
+    node."""
     manifest = Path(folder) / MANIFEST  # it has the hashes of all other files
     if ray.get(host.has.remote(str(manifest), manifest.read_bytes())):
         return folder

@@ -48,7 +48,7 @@ class WarmLauncher(Launcher):
         self.used: dict[str, Launcher] = {}
 
     def key(self, spec: EngineSpec) -> bytes:
-        """What two engines must have in common to stand for each other."""
+        """Return what two engines must have in common to stand for each other."""
         model = spec.model  # but for what the trainer alone reads: its rate, LoRA
         served = ModelConfig(model.path, model.dtype, model.max_model_len, trust_remote_code=model.trust_remote_code)
         return msgspec.json.encode(

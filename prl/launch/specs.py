@@ -1,4 +1,4 @@
-"""What a run's processes are started as, from its config alone; with none of the imports that preparing a run takes."""
+"""Specs of a run's processes, from its config alone; with none of the imports that preparing a run takes."""
 
 import contextlib
 import os
@@ -51,7 +51,7 @@ def run_token(config: TrainConfig | EvaluationConfig) -> str:
 
 
 def engine_log(run_dir: Path) -> Path:
-    """Where the output of a run's first engine goes; that of others beside it."""
+    """Return where the output of a run's first engine goes; that of others beside it."""
     return run_dir / "logs" / "engine.log"
 
 
@@ -73,7 +73,8 @@ def policy_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig, to
 
 
 def evaluation_yields(config: TrainConfig) -> bool:
-    """Whether requests of evaluations come after those of training: beside it, at servers that the run starts."""
+    """Return whether requests of evaluations come after those of training: beside it, at servers that the run
+    starts."""
     beside = config.orchestrator.eval.mode == "beside"
     return beside and class_of(config.engine, Engine, "engine").has_priorities and not config.engine.urls
 
@@ -120,7 +121,7 @@ def several(first: EngineSpec, gpus: Sequence[Gpus]) -> list[EngineSpec]:
 
 
 def placement(config: TrainConfig | EvaluationConfig) -> Placement:
-    """Which GPUs the run's processes have. Raises ConfigError where there are not GPUs enough."""
+    """Return which GPUs the run's processes have. Raises ConfigError where there are not GPUs enough."""
     needs = needs_of(config)
     if places_processes(config) and not getattr(config, "dry_run", False):
         unknown: list[list[Gpus]] = [[()] * need.count for need in needs]
@@ -130,7 +131,7 @@ def placement(config: TrainConfig | EvaluationConfig) -> Placement:
 
 
 def places_processes(config: TrainConfig | EvaluationConfig) -> bool:
-    """Whether the launcher chooses machines and GPUs by itself."""
+    """Return whether the launcher chooses machines and GPUs by itself."""
     return class_of(config.launcher, Launcher, "launcher").places_processes
 
 
@@ -152,9 +153,8 @@ def need_of(engine: Any, key: str) -> Need:
 
 
 def bundles_of(config: TrainConfig) -> list[Bundle]:
-    """What each process of a run takes: the policy's engines, the trainer's ranks, the hosted teacher's engines, and
-    the workers of envs on Ray.
-    """
+    """Return what each process of a run takes: the policy's engines, the trainer's ranks, the hosted teacher's engines,
+    and the workers of envs on Ray."""
     log = engine_log(Path(config.run.dir))
     bundles = [bundle_of(spec) for spec in policy_engines(config, config.model, "", log)]
     bundles += bundles_of_ranks(trainer(config, Path(), trainer_payload(config, config.model, references=[])))
@@ -169,7 +169,7 @@ def bundles_of(config: TrainConfig) -> list[Bundle]:
 
 
 def bundles_of_ranks(spec: TrainerSpec) -> list[Bundle]:
-    """What each rank of the trainer takes; the first one writes the weights."""
+    """Return what each rank of the trainer takes; the first one writes the weights."""
     gpus = int(spec.payload["trainer"]["device"] == "cuda")
     names = rank_names(spec.num_processes)
     room = [weights_bytes(spec.model)] + [0] * (len(names) - 1)
@@ -177,7 +177,7 @@ def bundles_of_ranks(spec: TrainerSpec) -> list[Bundle]:
 
 
 def bundle_of(spec: EngineSpec) -> Bundle:
-    """What an engine takes."""
+    """Return what an engine takes."""
     room = 0 if spec.frozen else weights_bytes(spec.model)
     return Bundle(
         spec.process, spec.model, cpus=spec.threads, gpus=spec.config.gpus_each, room=room, host=spec.config.host
@@ -190,7 +190,7 @@ def weights_bytes(model: ModelConfig) -> int:
 
 
 def restarts_of(engine: Any, name: str = ENGINE) -> dict[str, int]:
-    """How often each of the servers that prl starts of a model may be started again, by its process."""
+    """Return how often each of the servers that prl starts of a model may be started again, by its process."""
     return {} if engine.urls else {numbered(name, place): engine.restarts for place in range(engine.servers)}
 
 
@@ -228,7 +228,8 @@ def trainer_payload(config: TrainConfig, model: ModelConfig, *, references: list
 
 
 def adapters_alone(config: TrainConfig) -> bool:
-    """Whether engines may be sent adapters without the weights: they began with those, and nobody else wants them."""
+    """Return whether engines may be sent adapters without the weights: they began with those, and nobody else wants
+    them."""
     own = class_of(config.engine, Engine, "engine").adds_adapters and not config.engine.urls
     return own and not config.orchestrator.eval.keep_best
 

@@ -66,7 +66,8 @@ class LossCounts:
 
 @dataclass
 class TokenTreatment:
-    """What the loss did with each token of a micro-batch, for `compute_loss` to fill in. Bool tensors, `[tokens]`."""
+    """The treatment of each token of a micro-batch by the loss, for `compute_loss` to fill in. Bool tensors,
+    `[tokens]`."""
 
     labels: dict[str, Tensor] = field(default_factory=dict)
     """By label: "<component> kept", "<component> dropped" and the like, "<component>" alone where the loss makes no
@@ -232,7 +233,7 @@ def _inputs(row: dict[str, Tensor], members: Tensor, component: Component) -> Lo
 
 @torch.no_grad()
 def _sampler_metrics(row: dict[str, Tensor], sampled: Tensor, count: int) -> Metrics:
-    """How far the policy is from the sampler on the `count` tokens of `sampled`."""
+    """Return how far the policy is from the sampler on the `count` tokens of `sampled`."""
     gap = select(sampled, row["trainer_logprobs"]) - select(sampled, row["inference_logprobs"])
     return {"mismatch_kl": (mismatch_kl(gap).sum(), count), "logprob_gap": (gap.abs().double().sum(), count)}
 
@@ -244,7 +245,7 @@ def weighted_tokens(component: Component, mask: Tensor, weights: Tensor | None) 
 
 
 def _find_members(row: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Which tokens of a row are members of what.
+    """Return which tokens of a row are members of what.
 
     Returns three times bool `[tokens]`: the members by component; those of any component that reads the sampler's
     logprobs; the tokens that such a component lacks only because their sampler logprob is not measured.

@@ -77,7 +77,7 @@ class LossInputs:
         return sequence_sums(values, lengths)[per_token(range(len(lengths)), lengths, values.device)]
 
     def members(self, *, sampler: bool) -> Tensor:
-        """Which tokens the loss is computed on, bool `[tokens]`: those in the mask with a weight other than 0.
+        """Return which tokens the loss is computed on, bool `[tokens]`: those in the mask with a weight other than 0.
 
         `compute_loss` has already applied this to the mask; a loss called by hand gets the same protection here.
 

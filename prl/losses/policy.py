@@ -1,4 +1,5 @@
-"""What all rl losses share: the tokens that they are computed on, corrections, the entropy bonus and the average."""
+"""Parts that all rl losses share: the tokens that they are computed on, corrections, the entropy bonus and the
+average."""
 
 from torch import Tensor
 
@@ -90,7 +91,7 @@ class PolicyTokens:
         return self.inputs.sequence_sum(values.detach()) / size
 
     def terms(self, loss: Tensor, metrics: TokenMetrics, excluded: dict[str, Tensor] | None = None) -> TokenTerms:
-        """What an rl loss returns: `loss` minus `entropy_coef` times the entropy, weighted and averaged.
+        """Return what an rl loss returns: `loss` minus `entropy_coef` times the entropy, weighted and averaged.
 
         With N member tokens in S sequences over the whole update, all envs and ranks, and n of them in one sequence,
         the rl term of L becomes, by `agg_mode`:

@@ -36,7 +36,7 @@ def model_path(name: str) -> str:
 
 
 def make(folder: Path) -> bool:
-    """Whether `folder` is that of a model in `MADE`; it is made if it is not there.
+    """Return whether `folder` is that of a model in `MADE`; it is made if it is not there.
 
     Of several commands that need it one makes it, the others wait. Raises ConfigError where it cannot be made.
     """

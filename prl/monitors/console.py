@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False)
 class Console(Monitor):
-    """What a run shows in the terminal, on standard error. Its lines go into the log, whatever the mode."""
+    """The terminal's view of a run, on standard error. Its lines go into the log, whatever the mode."""
 
     mode: Literal["plain", "quiet"] = "plain"
     """plain: one line per step; quiet: nothing."""

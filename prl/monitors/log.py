@@ -17,7 +17,8 @@ QUIET = ("httpx", "aiohttp.access", "asyncio")
 
 
 class Harmless(logging.Formatter):
-    """What a model, an env or a server said can do nothing to a terminal, and begins no line (`as_message`)."""
+    """A formatter by which text of a model, an env or a server does nothing to a terminal, and begins no line
+    (`as_message`)."""
 
     def format(self, record: logging.LogRecord) -> str:
         return as_message(super().format(record))

@@ -76,7 +76,7 @@ class Batcher:
         return max(group_size, round(self.size / self.mean_tokens)) if self.mean_tokens else group_size
 
     def full(self) -> bool:
-        """Whether what waits is enough for a batch."""
+        """Return whether what waits is enough for a batch."""
         return self._size(self.groups) >= self.size
 
     def waits_for(self, coming: set[str], last_chance: float) -> set[str]:
@@ -172,7 +172,7 @@ class Batcher:
             raise NoSignal(f"step {step}: {self.empty_in_a_row} batches in a row had nothing to train ({why}). {look}")
 
     def size_of(self, rollouts: list[Rollout]) -> int:
-        """How much of a batch these rollouts are: their number, or that of their tokens."""
+        """Return how much of a batch these rollouts are: their number, or that of their tokens."""
         if not self.counts_tokens:
             return len(rollouts)
         return sum(len(s.token_ids) for rollout in rollouts for s in rollout.samples)
@@ -215,5 +215,6 @@ def of_each_env(groups: list[Group]) -> Iterator[tuple[TrainEnv, list[Group]]]:
 
 
 def trains(rollout: Rollout, seq_len: int) -> bool:
-    """Whether a token of its samples feeds a loss component, of the first `seq_len` tokens, which are shipped."""
+    """Return whether a token of its samples feeds a loss component, of the first `seq_len` tokens, which are
+    shipped."""
     return any(sample.feeds(component, seq_len) for sample in rollout.samples for component in COMPONENTS.values())

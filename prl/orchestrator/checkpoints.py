@@ -42,7 +42,7 @@ class Checkpoints:
         self._writing = threading.Lock()
 
     def due(self, step: int) -> bool:
-        """Whether the trainer is to be asked for a checkpoint of `step`, whose batch is about to be shipped."""
+        """Return whether the trainer is to be asked for a checkpoint of `step`, whose batch is about to be shipped."""
         every, minutes = self.config.every, self.config.every_minutes
         late = minutes is not None and time.monotonic() - self._asked_at >= 60 * minutes
         if not late and not (every is not None and step % every == 0):
@@ -56,7 +56,7 @@ class Checkpoints:
         self._kept[state.step] = state
 
     def awaited(self, step: int, *, passes: bool) -> bool:
-        """Whether `sync` is to be called for `step`: its part is there, or will be though the step `passes`."""
+        """Return whether `sync` is to be called for `step`: its part is there, or will be though the step `passes`."""
         comes = (passes and step in self._asked) or files.part_path(self.run_dir, step).exists()
         return comes and step not in self._synced
 

@@ -84,7 +84,8 @@ class Collector:
                 idle_s += waiting.seconds
 
     def _is_ending(self) -> bool:
-        """Whether no further batch is to be made: by early stopping, or since no task is left and none in flight."""
+        """Return whether no further batch is to be made: by early stopping, or since no task is left and none in
+        flight."""
         if self.weight_sync.early_stopping.reason is not None:
             return True
         return not self.dispatcher.in_flight and all(env.ended for env in self.dispatcher.envs)

@@ -42,7 +42,8 @@ class Dispatcher:
         """Groups that were in flight when the run was cut off."""
 
     def state_dict(self) -> DispatcherState:
-        """What another part of the run goes on with: counts, and the tasks of groups in flight or to be played."""
+        """Return what another part of the run goes on with: counts, and the tasks of groups in flight or to be
+        played."""
         groups = (*self.in_flight, *self._again)
         tasks = [SavedTask(group.id, group.env.name, group.place, list(group.sent)) for group in groups]
         return DispatcherState(self.next_id, dict(self.started), tasks, {env.name: env.weight for env in self.envs})

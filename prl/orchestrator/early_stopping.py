@@ -36,7 +36,7 @@ class EarlyStopping:
         self._started = time.monotonic()
 
     def state_dict(self) -> StoppingState:
-        """What another part of the run goes on with."""
+        """Return what another part of the run goes on with."""
         return StoppingState(self.best, self.worse, self.seconds)
 
     def load_state_dict(self, state: StoppingState) -> None:

@@ -55,7 +55,7 @@ class Intake:
         self._warned: set[tuple[str, str | None]] = set()
 
     def state_dict(self) -> IntakeState:
-        """Which rollouts, and how many groups, no metrics line has counted."""
+        """Return which rollouts, and how many groups, no metrics line has counted."""
         return IntakeState([rollout.trace.id for rollout in self.arrived], dict(self._judged))
 
     def load_state_dict(self, state: IntakeState, rollouts: Iterable[Rollout]) -> None:

@@ -1,4 +1,4 @@
-"""What to look at where a run has nothing to train on."""
+"""Advice for a run that has nothing to train on."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,8 @@ from prl.rollouts.rollout import Rollout
 
 
 def what_to_look_at(rollouts: Iterable[Rollout]) -> str:
-    """What these rollouts earned, possible causes, and one reply in a line, with control characters written out."""
+    """Return what these rollouts earned, possible causes, and one reply in a line, with control characters written
+    out."""
     graded = [rollout for rollout in rollouts if not rollout.failed]
     if not graded:
         return "Every rollout failed"

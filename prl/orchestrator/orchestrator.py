@@ -149,7 +149,7 @@ class Orchestrator:
             self.load_state_dict(state)
 
     def state_dict(self) -> RunState:
-        """What the run goes on with from here, after the batch of the step that was shipped last."""
+        """Return what the run goes on with from here, after the batch of the step that was shipped last."""
         return RunState(
             step=self.weight_sync.shipped,
             dispatcher=self.dispatcher.state_dict(),
@@ -217,7 +217,8 @@ class Orchestrator:
 
     @property
     def unsaved(self) -> bool:
-        """Whether batches were shipped after that of the newest checkpoint; not while ranks may have parts of one."""
+        """Return whether batches were shipped after that of the newest checkpoint; not while ranks may have parts of
+        one."""
         saved = checkpoint_folders.steps_of(self.run_dir)
         return self.weight_sync.shipped > max(saved, default=0) and not self.shipping
 

@@ -51,7 +51,7 @@ class Replay:
         return [saved_group(group) for group in self.groups]
 
     def room(self, step: int) -> int:
-        """What the batch of `step` takes of new rollouts, in rollouts or tokens as the batch counts."""
+        """Return what the batch of `step` takes of new rollouts, in rollouts or tokens as the batch counts."""
         self.shares = self._shares()
         return self.batch_size - sum(self.size_of(trained(group)) for group in self._chosen(step))
 
@@ -76,7 +76,7 @@ class Replay:
         return chosen
 
     def _budget(self, env: str, step: int) -> int:
-        """What `step` may replay of an env: whole groups, of which many steps together have the env's share."""
+        """Return what `step` may replay of an env: whole groups, of which many steps together have the env's share."""
         groups = self.shares[env] * self.batch_size / self.units[env]
         return self.units[env] * (int(groups * step + 1e-9) - int(groups * (step - 1) + 1e-9))  # products are rounded
 

@@ -24,7 +24,7 @@ from prl.rollouts.rollout import Stage
 
 @dataclass(frozen=True)
 class Dropped:
-    """What becomes of groups that started from version `last_chance` or before; `{start}` in the reason is theirs."""
+    """The fate of groups that started from version `last_chance` or before; `{start}` in the reason is theirs."""
 
     last_chance: float
     stage: Stage
@@ -70,7 +70,7 @@ class Staleness:
         return -math.inf if surplus else self.last_chance(step)
 
     def left_behind(self, step: int) -> Dropped:
-        """What is dropped when `step` has been shipped: what no later step may train on."""
+        """Return what is dropped when `step` has been shipped: what no later step may train on."""
         last = math.inf if step == self.max_steps else self.last_chance(step)
         if not self.keeps_stragglers and self.oversampling > 1:
             reason = "the batch was full (orchestrator.oversampling_factor)"

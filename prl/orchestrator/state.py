@@ -76,7 +76,7 @@ class SavedTask(msgspec.Struct):
 
 
 class DispatcherState(msgspec.Struct):
-    """What `Dispatcher` goes on with."""
+    """The state that `Dispatcher` goes on with."""
 
     next_group: int = 0
     """Id of the next group."""
@@ -88,7 +88,7 @@ class DispatcherState(msgspec.Struct):
 
 
 class IntakeState(msgspec.Struct):
-    """What `Intake` goes on with."""
+    """The state that `Intake` goes on with."""
 
     arrived: list[str] = []
     """Ids of the traces that no metrics line of what arrived has counted."""
@@ -97,7 +97,7 @@ class IntakeState(msgspec.Struct):
 
 
 class BatcherState(msgspec.Struct):
-    """What `Batcher` goes on with."""
+    """The state that `Batcher` goes on with."""
 
     groups: list[SavedGroup] = []
     mean_tokens: float = 0.0
@@ -105,7 +105,7 @@ class BatcherState(msgspec.Struct):
 
 
 class StoppingState(msgspec.Struct):
-    """What `EarlyStopping` goes on with."""
+    """The state that `EarlyStopping` goes on with."""
 
     best: float | None = None
     """The highest held-out reward."""
@@ -116,7 +116,7 @@ class StoppingState(msgspec.Struct):
 
 
 class SyncState(msgspec.Struct):
-    """What `WeightSync` knew once a step was trained."""
+    """The knowledge of `WeightSync` once a step was trained."""
 
     loaded: int = 0
     """The version that the engines had."""
@@ -156,7 +156,7 @@ class RunState(msgspec.Struct):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run goes on from."""
+    """The checkpoint that a run goes on from."""
 
     run_dir: Path
     """Of the run that has the checkpoint."""

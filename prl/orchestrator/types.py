@@ -1,4 +1,4 @@
-"""What the stages of the orchestrator hand to each other: the envs of a run, groups of rollouts, and events."""
+"""Types that the stages of the orchestrator hand to each other: the envs of a run, groups of rollouts, and events."""
 
 import asyncio
 import contextlib
@@ -74,17 +74,19 @@ class TrainEnv(EnvComponents, EvalEnv):
 
     @property
     def waits_for_group(self) -> bool:
-        """Whether the rollouts of a group enter a batch together: for their credit, or the curriculum's thresholds."""
+        """Return whether the rollouts of a group enter a batch together: for their credit, or the curriculum's
+        thresholds."""
         return self.algorithm.waits_for_group or self.curriculum.reads_rewards
 
     @property
     def up(self) -> bool:
-        """Whether every model that its rollouts need can answer. Raises DeadlinePassed if one is away for too long."""
+        """Return whether every model that its rollouts need can answer. Raises DeadlinePassed if one is away for too
+        long."""
         return all(pool.up for pool in self.algorithm.pools)
 
     @property
     def ended(self) -> bool:
-        """Whether its curriculum has no task to hand out any more."""
+        """Return whether its curriculum has no task to hand out any more."""
         with self.asking():
             return self.curriculum.ended
 

@@ -89,7 +89,7 @@ class WeightSync:
         """The version that was loaded last and whose evaluation, if one was due, has ended."""
 
     def state_dict(self) -> SyncState:
-        """What is known now, for a checkpoint of the last step that the trainer has finished."""
+        """Return what is known now, for a checkpoint of the last step that the trainer has finished."""
         lines = [dict(line) for line in self._trained]
         return SyncState(self._loaded, self._evaluated, self.evaluation, lines, self.early_stopping.state_dict())
 
@@ -189,7 +189,7 @@ class WeightSync:
             del lines[0]
 
     def _may_be_last(self, step: float) -> bool:
-        """Whether the run may end early after `step`."""
+        """Return whether the run may end early after `step`."""
         ending = self.early_stopping.reason is not None or self.last_step < self.max_steps
         return ending and step == self.shipped < self.max_steps
 

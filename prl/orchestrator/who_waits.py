@@ -12,7 +12,7 @@ ENGINE = "engine"
 
 
 class Waiting(NamedTuple):
-    """What a run waits for now."""
+    """The thing that a run waits for now."""
 
     what: str
     """`the orchestrator waits for policy version 3 from the trainer`."""
@@ -26,7 +26,7 @@ def numbered(name: str, place: int) -> str:
 
 
 def waiting(run: "Orchestrator") -> Waiting:
-    """What the orchestrator waits for."""
+    """Return what the orchestrator waits for."""
     groups = list(run.dispatcher.in_flight)
     arrived = sum(len(group.rollouts) for group in groups)
     versions = (run.weight_sync.shipped, run.weight_sync.announced, run.pool.version)

@@ -1,4 +1,4 @@
-"""Which logprobs of a sampler are measurements."""
+"""Logprobs of a sampler, and which of them are measurements."""
 
 SENTINEL_CEILING = -9000.0
 """Everything this low counts as the sentinel -9999.0: bfloat16, for one, rounds that to -9984.
@@ -8,5 +8,5 @@ vLLM sends the sentinel for a logprob that it does not have: it clamps -inf, whi
 
 
 def is_measured(value: float) -> bool:
-    """Whether `value` is a logprob: not NaN, not infinite and not the sentinel."""
+    """Return whether `value` is a logprob: not NaN, not infinite and not the sentinel."""
     return SENTINEL_CEILING < value < float("inf")

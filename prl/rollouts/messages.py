@@ -20,7 +20,7 @@ class Streams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Origin(msgspec.Struct, array_like=True):
-    """Where a sample comes from, for records and the token export."""
+    """The origin of a sample, for records and the token export."""
 
     task: Any
     """The task's id in its env, as JSON has it."""
@@ -72,12 +72,12 @@ class TrainingSample(Streams, omit_defaults=True):
     """As of `LossInputs`, of each of its tokens; written as it is packed."""
 
     def members(self, component: Component) -> list[bool]:
-        """Which tokens have a weight in the component, `[tokens]`, with or without a logprob of the sampler."""
+        """Return which tokens have a weight in the component, `[tokens]`, with or without a logprob of the sampler."""
         weights = getattr(self, component.stream) or [component.absent_weight] * len(self.token_ids)
         return [weight != 0 and (on or not component.on_mask) for on, weight in zip(self.mask, weights, strict=True)]
 
     def feeds(self, component: Component, tokens: int | None = None) -> bool:
-        """Whether any of the first `tokens` tokens (None = all) has a weight in the component."""
+        """Return whether any of the first `tokens` tokens (None = all) has a weight in the component."""
         if component.absent_weight == 0 and getattr(self, component.stream) is None:
             return False
         return any(self.members(component)[:tokens])

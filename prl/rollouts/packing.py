@@ -145,7 +145,7 @@ def balance(pieces: list[list[TrainingSample]], count: int) -> list[list[Trainin
 
 
 def tokens_of(samples: list[TrainingSample]) -> int:
-    """Their tokens."""
+    """Return the tokens of all samples."""
     return sum(len(sample.token_ids) for sample in samples)
 
 

@@ -56,7 +56,7 @@ IN_BATCH = (Stage.POST_FILTERED, Stage.UNLEARNABLE, Stage.TRAINED)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a rollout ended. Written once, by `Rollout.leave` or `Rollout.fail`."""
+    """The end of a rollout. Written once, by `Rollout.leave` or `Rollout.fail`."""
 
     stage: Stage
     reason: str = ""
@@ -138,7 +138,7 @@ class Rollout:
 
     @property
     def is_active(self) -> bool:
-        """Whether it has no outcome yet."""
+        """Return whether it has no outcome yet."""
         return self.outcome is None
 
     def leave(self, stage: Stage, reason: str = "", source: str | None = None) -> None:
@@ -167,7 +167,7 @@ class Rollout:
 
     @property
     def failed(self) -> bool:
-        """Whether its outcome is `failed`."""
+        """Return whether its outcome is `failed`."""
         return self.outcome is not None and self.outcome.stage is Stage.FAILED
 
     @property
@@ -184,7 +184,7 @@ class Rollout:
 
     @property
     def live(self) -> bool:
-        """Whether the live policy generated it, rather than a frozen model."""
+        """Return whether the live policy generated it, rather than a frozen model."""
         return self.start_version is not None
 
     @property

@@ -40,7 +40,7 @@ def owned(run_dir: Path) -> Iterator[None]:
 
 
 def is_owned(run_dir: Path) -> bool:
-    """Whether the process of the run is alive, as far as the file system's locks tell."""
+    """Return whether the process of the run is alive, as far as the file system's locks tell."""
     if not (run_dir / LOCK).is_file():
         return False
     try:

@@ -1,4 +1,4 @@
-"""Where a run came from: `provenance.json` in its directory, and the uncommitted changes in `provenance.diff`.
+"""The origin of a run: `provenance.json` in its directory, and the uncommitted changes in `provenance.diff`.
 
 Nothing that looks like a secret is recorded (`prl/base/masking.py`), and nothing of the environment.
 """
@@ -94,7 +94,7 @@ def gpus() -> list[str]:
 
 
 def output_of(*command: str) -> str:
-    """What a program prints; nothing where it is missing, fails or takes longer than ten seconds."""
+    """Return what a program prints; nothing where it is missing, fails or takes longer than ten seconds."""
     try:
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=10)
     except (OSError, subprocess.TimeoutExpired):

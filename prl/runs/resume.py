@@ -58,7 +58,7 @@ Tasks = Mapping[str, Mapping[str, Iterable[str]]]
 
 
 class Recorded(msgspec.Struct):
-    """What is read of `provenance.json`."""
+    """The fields that are read of `provenance.json`."""
 
     data: dict[str, dict[str, dict[str, int | str]]]
     """The number and the hash of each env's tasks, by env and by `train` or `eval`."""
@@ -124,7 +124,7 @@ def check_named(cfg: DictConfig) -> None:
 
 
 def find(config: TrainConfig) -> "ResumePoint | None":
-    """Where the config says that its run goes on, or what it forks; None for a new run.
+    """Return where the config says that its run goes on, or what it forks; None for a new run.
 
     Raises:
         ConfigError: there is no checkpoint, it is damaged, has all the steps already or is another run's, or a key of
@@ -210,7 +210,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _matches(key: list[str], pattern: list[str]) -> bool:
-    """Whether the parts of a key begin with those of a pattern, in which `*` is any part."""
+    """Return whether the parts of a key begin with those of a pattern, in which `*` is any part."""
     return len(key) >= len(pattern) and all(p in ("*", k) for k, p in zip(key, pattern, strict=False))
 
 

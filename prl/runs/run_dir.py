@@ -36,7 +36,7 @@ does not tell runs apart by them."""
 
 
 class Best(msgspec.Struct):
-    """What is read of `checkpoints/best/best.json`."""
+    """The fields that are read of `checkpoints/best/best.json`."""
 
     step: int
 

@@ -1,4 +1,4 @@
-"""What looks at runs from outside: pages, tables, predictions, rollouts, chat, evaluation, sweeps.
+"""Tools that look at runs from outside: pages, tables, predictions, rollouts, chat, evaluation, sweeps.
 
 Start with the tool's own package or module; a command of `prl/__main__.py` has each. Nothing in prl but the commands
 imports these; they may import all.
@@ -17,7 +17,8 @@ OUTPUTS = Path("outputs")
 
 
 def named(path: Path) -> Path:
-    """What an argument of a command names: `path`, or what has that name under `outputs/` where only that is there."""
+    """Return what an argument of a command names: `path`, or what has that name under `outputs/` where only that is
+    there."""
     return OUTPUTS / path if not path.exists() and (OUTPUTS / path).exists() else path
 
 

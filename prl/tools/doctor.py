@@ -1,4 +1,4 @@
-"""What is installed, what this machine has, what a run would choose here, and what is missing: `prl doctor`.
+"""A look at what is installed, what this machine has, what a run would choose here, and what is missing: `prl doctor`.
 
     python -m prl.tools.doctor
     python -m prl.tools.doctor engine=transformers model=smollm2     for a run with these options

@@ -57,7 +57,8 @@ WIDTH = 120
 
 
 def classes() -> dict[str, Any]:
-    """What says which fields an option has, by `<group>/<name>`: the class that its file names, or a dataclass."""
+    """Return what says which fields an option has, by `<group>/<name>`: the class that its file names, or a
+    dataclass."""
     result: dict[str, Any] = {}
     for path in [f"{group}/{name}" for group, names in options().items() for name in names]:
         node = yaml.safe_load((CONF / f"{path}.yaml").read_text(encoding="utf-8")) or {}
@@ -126,7 +127,7 @@ def fields_of(described: Any, values: Mapping[str, Any], indent: str = "") -> It
 
 
 def comment(sentence: str, kind: str, indent: str) -> list[str]:
-    """What a key is, in a line or more of comments; none where nothing is said of it."""
+    """Return what a key is, in a line or more of comments; none where nothing is said of it."""
     message = f"{sentence} ({kind})" if sentence and kind else sentence or kind
     return [f"{indent}# {line}" for line in textwrap.wrap(message, WIDTH - len(indent) - 2, break_on_hyphens=False)]
 

@@ -1,4 +1,4 @@
-"""Which models the trainer can train, by their configs.
+"""Checks of the models that the trainer can train, by their configs.
 
 No torch here: a run asks before it starts processes.
 """
@@ -44,5 +44,6 @@ def check_architecture(config: Any, path: str, longest: int = 0) -> None:
 
 
 def has_sinks(config: Any) -> bool:
-    """Whether the model is gpt-oss, whose attention has sinks, as torch's has not. No other with sinks is trained."""
+    """Return whether the model is gpt-oss, whose attention has sinks, as torch's has not. No other with sinks is
+    trained."""
     return getattr(config, "model_type", None) == "gpt_oss"

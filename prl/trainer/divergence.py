@@ -21,14 +21,15 @@ LEAST_REST = 1e-6
 
 @dataclass
 class Head:
-    """What makes a model's distributions: hidden states `[tokens, dim]`, `weight` `[vocab, dim]`, `bias` `[vocab]`."""
+    """The head that makes a model's distributions: hidden states `[tokens, dim]`, `weight` `[vocab, dim]`, `bias`
+    `[vocab]`."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
 
     def part(self, tokens: Tensor) -> "Head":
-        """Of some tokens alone."""
+        """Return the same of some tokens alone."""
         return Head(self.hidden.index_select(0, tokens), self.weight, self.bias)
 
 
@@ -43,7 +44,7 @@ class Top:
     logprobs: Tensor
 
     def part(self, tokens: Tensor) -> "Top":
-        """Of some tokens alone."""
+        """Return the same of some tokens alone."""
         return Top(self.ids[tokens], self.logprobs[tokens])
 
     def to(self, device: torch.device) -> "Top":

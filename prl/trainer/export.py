@@ -60,7 +60,7 @@ class TokenExport:
         """By `Stack.origins`: the reference's logprobs, where the trainer filled them."""
 
     def wants(self, step: int) -> bool:
-        """Whether anything of the step is written."""
+        """Return whether anything of the step is written."""
         return self.examples is None or step in self.examples
 
     def add(self, stack: Stack, logprobs: torch.Tensor, treatment: TokenTreatment) -> None:

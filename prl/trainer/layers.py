@@ -1,4 +1,4 @@
-"""What is done to each layer of a model before it runs: recomputing its activations, compiling it."""
+"""Changes of each layer of a model before it runs: recomputing its activations, compiling it."""
 
 import functools
 

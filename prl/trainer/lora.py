@@ -95,7 +95,7 @@ def check_targets(model: PreTrainedModel, named: list[str] | None) -> list[str] 
 
 
 def names_of_experts(model: PreTrainedModel) -> set[str]:
-    """What files call the matrices of each expert (`up_proj`); empty where a model has no experts."""
+    """Return what files call the matrices of each expert (`up_proj`); empty where a model has no experts."""
     names = set()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 3:
@@ -104,7 +104,7 @@ def names_of_experts(model: PreTrainedModel) -> set[str]:
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
-    """Whether `add_adapters` has been there."""
+    """Return whether `add_adapters` has been there."""
     return hasattr(model, "peft_config")
 
 
@@ -134,7 +134,8 @@ def adapters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def adapters_alone(model: PreTrainedModel) -> bool:
-    """Whether who has the base model's files can add the adapters to it: each to one tensor, as it is in the files.
+    """Return whether who has the base model's files can add the adapters to it: each to one tensor, as it is in the
+    files.
 
     Of experts files have another tensor for each, and of a transposed layer not what an adapter's product is.
     """

@@ -239,13 +239,13 @@ def _fault_of_layout(
     seed: int,
     longest: int,
 ) -> str | None:
-    """What is wrong with the logprobs of two sequences, None if nothing."""
+    """Return what is wrong with the logprobs of two sequences, None if nothing."""
     vocabulary = len(model.get_output_embeddings().weight)
     ids = torch.randint(vocabulary, (2 * CHECKED - 4,), generator=torch.Generator().manual_seed(seed)).tolist()
     one, two = ids[:CHECKED], ids[:4] + ids[CHECKED:]
 
     def logprobs(of: Callable[..., Iterator[Stack]], *rows: MicroBatch) -> torch.Tensor:
-        """Those of all but the first four tokens of each sequence, in the order of the sequences, flat."""
+        """Return those of all but the first four tokens of each sequence, in the order of the sequences, flat."""
         (stack,) = of(rows, 4 * CHECKED, device)
         by_sequence = stack_logprobs(model, stack, head_chunk=64)[0][stack.mask].unflatten(0, (-1, CHECKED - 4))
         order = sorted(range(len(by_sequence)), key=stack.origins.__getitem__)

@@ -1,4 +1,4 @@
-"""How the ranks of the trainer meet, and how long they wait for each other."""
+"""The meeting of the trainer's ranks, and how long they wait for each other."""
 
 import os
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ DEADLINES = ("ready_timeout_s", "batch_timeout_s", "finish_timeout_s")
 
 
 def collective_timeout(trainer: Mapping[str, Any]) -> timedelta:
-    """How long a rank waits for another in a collective, by the trainer's node."""
+    """Return how long a rank waits for another in a collective, by the trainer's node."""
     deadlines = [trainer.get(name, getattr(TrainerConfig, name)) for name in DEADLINES]
     return timedelta(seconds=max(deadlines) + MARGIN_S)
 

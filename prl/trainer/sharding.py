@@ -46,18 +46,18 @@ def make_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta:
-    """How long a rank waits for the others in a collective of `group`, which torch 2.13 keeps to itself."""
+    """Return how long a rank waits for the others in a collective of `group`, which torch 2.13 keeps to itself."""
     timeout: timedelta = group._get_backend(torch.device(device.type)).options._timeout
     return timeout
 
 
 def is_part(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is this rank's part of one."""
+    """Return whether a tensor is this rank's part of one."""
     return isinstance(tensor, DTensor)
 
 
 def is_shared(model: object) -> TypeGuard[fsdp.FSDPModule]:
-    """Whether ranks share a model."""
+    """Return whether ranks share a model."""
     return isinstance(model, fsdp.FSDPModule)
 
 
@@ -132,7 +132,8 @@ def as_forward(
 
 
 def reduce_over_replicas(model: PreTrainedModel, wanted: bool) -> None:
-    """Whether the next backward sums gradients over the copies of the model as well; those of one are always summed.
+    """Set whether the next backward sums gradients over the copies of the model as well; those of one are always
+    summed.
 
     They could wait for the last backward too, but a rank would hold the whole gradient until then.
     """

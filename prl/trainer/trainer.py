@@ -106,7 +106,7 @@ class Trainer:
             shard(model, self.mesh, self.device, half=self.half, offload=self.config.cpu_offload)
 
     def _layout(self) -> Callable[[list[MicroBatch], int, torch.device], Iterator[Stack]]:
-        """What makes stacks of rows."""
+        """Return what makes stacks of rows."""
         share, cpu = self.config.share_prefixes, self.device.type == "cpu"
         if can_attend_over_trees(self.model) and (share or not cpu):
             return functools.partial(tree_stacks, share=share)

@@ -248,7 +248,7 @@ class Files:
 
 
 def make_export(config: Mapping[str, Any], run_dir: Path, rank: int) -> TokenExport | None:
-    """What writes the tokens of all steps (`token_export`) or of some (`example_steps`); None = of none."""
+    """Return what writes the tokens of all steps (`token_export`) or of some (`example_steps`); None = of none."""
     every = config["trainer"].get("token_export", TrainerConfig.token_export)
     some = example_steps(config["trainer"].get("example_steps", TrainerConfig.example_steps), config["max_steps"])
     if not (every or some):

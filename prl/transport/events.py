@@ -1,4 +1,5 @@
-"""What each process of a run does and waits for: spans of time, in `events/<process>.jsonl` of the run directory.
+"""Records of what each process of a run does and waits for: spans of time, in `events/<process>.jsonl` of the run
+directory.
 
 A track is one process, which does one thing at a time; a file has the tracks that one process writes. Times are seconds
 since 1970, the same clock for every process of a machine.

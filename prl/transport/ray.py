@@ -109,7 +109,7 @@ def hosts(kind: str) -> list[Any]:
 
 
 def ready(answers: list[Any]) -> bool:
-    """Whether all calls have been answered, or have failed."""
+    """Return whether all calls have been answered, or have failed."""
     return len(ray.wait(answers, num_returns=len(answers), timeout=0)[0]) == len(answers) if answers else True
 
 
@@ -157,7 +157,8 @@ def copy_files(host: Any, folder: str, sizes: dict[str, int], final: Path) -> No
 
 
 def pieces(host: Any, parts: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, memoryview]]:
-    """What files of an actor's process have from one place to another, by path; a few pieces are asked for ahead."""
+    """Yield what files of an actor's process have from one place to another, by path; a few pieces are asked for
+    ahead."""
     asked = deque[tuple[str, Any]]()
     for path, (start, end) in parts.items():
         for offset in range(start, end, CHUNK):

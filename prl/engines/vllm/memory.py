@@ -1,4 +1,4 @@
-"""How many bytes a vLLM server holds, as plain arithmetic over a model's sizes."""
+"""The memory of a vLLM server, as plain arithmetic over a model's sizes."""
 
 from typing import Any
 

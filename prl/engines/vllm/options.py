@@ -34,7 +34,7 @@ ON_A_CPU = frozenset({
 
 
 def logits_options(dtype: str) -> dict[str, str]:
-    """What has an engine compute logits in float32, as the trainer does, where its number format is narrower.
+    """Return what has an engine compute logits in float32, as the trainer does, where its number format is narrower.
 
     In bfloat16 a logit of 16 to 32 is off by up to 0.06. `hf-overrides` of the user's own take its place.
     """

@@ -118,7 +118,8 @@ async def sample(engine: "AsyncLLM", asked: GenerateRequest, params: "SamplingPa
 
 
 def generated(reply: "RequestOutput", prompt: list[int]) -> Generated:
-    """What the client is sent of the engine's output. Raises GenerationError where the engine failed half-way."""
+    """Return what the client is sent of the engine's output. Raises GenerationError where the engine failed
+    half-way."""
     from vllm.exceptions import GenerationError
 
     choices = []

@@ -107,7 +107,8 @@ def tensors_of(files: list[Path]) -> "Iterator[tuple[str, torch.Tensor]]":
 
 
 def read_each(files: list[Path], read: Callable[[Any, str], T]) -> Iterator[tuple[str, T]]:
-    """What `read` makes of each tensor in safetensors files, by name. Raises WeightsError where they cannot be read."""
+    """Yield what `read` makes of each tensor in safetensors files, by name. Raises WeightsError where they cannot be
+    read."""
     from safetensors import SafetensorError, safe_open
 
     for file in files:

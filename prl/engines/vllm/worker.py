@@ -1,4 +1,4 @@
-"""What vLLM's worker does with new policy weights. Written for vLLM 0.31.0, which is imported inside the functions."""
+"""vLLM's worker with routes for new policy weights. Written for vLLM 0.31.0, which is imported inside the functions."""
 
 import contextlib
 import functools
@@ -66,7 +66,7 @@ class PolicyWorker:
 
     @functools.cached_property
     def packed_layers(self) -> Packed | None:
-        """What `layers_to_pack` says of the model; None where vLLM's reload loads weights."""
+        """Return what `layers_to_pack` says of the model; None where vLLM's reload loads weights."""
         from vllm.platforms import current_platform
 
         worker = cast("Worker", self)
@@ -159,7 +159,7 @@ def refuse_untaken(names: set[str]) -> None:
 
 
 def are_experts(layer: "nn.Module") -> bool:
-    """Whether a layer is the experts of one, not quantised."""
+    """Return whether a layer is the experts of one, not quantised."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     return type(getattr(layer, "quant_method", None)) is UnquantizedFusedMoEMethod

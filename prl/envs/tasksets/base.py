@@ -1,4 +1,5 @@
-"""What prl's envs share: tasks that keep their identity, their grades, and a split that is held out for evaluation."""
+"""Parts that prl's envs share: tasks that keep their identity, their grades, and a split that is held out for
+evaluation."""
 
 import hashlib
 import random

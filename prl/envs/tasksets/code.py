@@ -50,7 +50,7 @@ NO_USE = {"tempfile", "subprocess", "multiprocessing"}
 
 
 class Tests(NamedTuple):
-    """What is run and compared for a reply."""
+    """Programs and values that are run and compared for a reply."""
 
     before: str
     """Runs before the code."""

@@ -123,7 +123,7 @@ class JsonlConfig(vf.TasksetConfig):
 
     @property
     def reads_answer(self) -> bool:
-        """Whether replies are graded against the answer for certain."""
+        """Return whether replies are graded against the answer for certain."""
         return isinstance(self.grader, str) and self.grader in GRADERS
 
     @functools.cached_property

@@ -56,7 +56,7 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
 
     @property
     def MAX_TOKENS(self) -> int:
-        """Where each character is a token, a worked solution has four a letter, and six."""
+        """Return where each character is a token, a worked solution has four a letter, and six."""
         return max(64, 4 * self.config.max_length + 8)
 
     def load(self) -> Iterator[ReverseTextTask]:

@@ -1,4 +1,4 @@
-"""How many bytes a trainer rank holds, as plain arithmetic over a model's sizes.
+"""The memory of a trainer rank, as plain arithmetic over a model's sizes.
 
 Activations are an estimate: within a quarter of what autograd keeps of a pass of Llama, Qwen3 and Qwen3-MoE. Others
 count as the nearest of these.
@@ -19,7 +19,7 @@ ADAM = 2 * FLOAT
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """How a rank runs a forward pass and its backward."""
+    """The sizes of a forward pass of a rank and its backward."""
 
     tokens: int
     length: int
@@ -54,7 +54,7 @@ def activations(shape: ModelShape, how: Pass) -> float:
 
 
 def trainer_memory(shape: ModelShape, how: Pass, *, references: int = 0, shards: int = 1) -> dict[str, float]:
-    """What a rank holds at the peak of a step, bytes by part.
+    """Return what a rank holds at the peak of a step, bytes by part.
 
     Args:
         shape: of the model.

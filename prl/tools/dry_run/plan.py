@@ -44,7 +44,7 @@ REMEDY = (
 
 @dataclass
 class Plan:
-    """What a run would take."""
+    """A prediction of what a run would take."""
 
     capacities: dict[str, float]
     """Bytes by device."""
@@ -66,7 +66,7 @@ class Plan:
         return sum(sum(parts.values()) for _, parts in self.processes[device])
 
     def problems(self) -> Iterator[str]:
-        """What does not fit, and what to change."""
+        """Yield what does not fit, and what to change."""
         for name, (tokens, longest) in self.caches.items():
             if tokens < longest:
                 yield (
@@ -79,7 +79,7 @@ class Plan:
                 yield f"{device} would hold {used / GIB:.1f} GiB, and it has {capacity / GIB:.1f} GiB: {REMEDY}"
 
     def table(self) -> Table:
-        """What each process has where; processes and devices that have the same are in one row."""
+        """Return what each process has where; processes and devices that have the same are in one row."""
         drawn = Table("device", "process", "GiB", "of it", box=box.SIMPLE_HEAD, pad_edge=False)
         by_content = groupby(self.capacities, lambda name: (self.capacities[name], self.processes[name]))
         for (capacity, processes), group in by_content:
@@ -152,7 +152,7 @@ def add_engine(
 def memory_of_rank(
     config: TrainConfig, policy: ModelShape, *, first: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """What a rank of the trainer has on its GPU, and in the machine's memory, bytes by part.
+    """Return what a rank of the trainer has on its GPU, and in the machine's memory, bytes by part.
 
     The latter at its peak: in a step, or before. The first of several ranks, or one with a GPU, loads all weights into
     RAM and hands each rank its part.
@@ -183,6 +183,6 @@ def pass_of(config: TrainConfig) -> Pass:
 
 
 def count_references(config: TrainConfig) -> int:
-    """How many references of the envs' algorithms the trainer keeps."""
+    """Return how many references of the envs' algorithms the trainer keeps."""
     algorithms = [build(node, Algorithm, key) for key, node in (config.node_of(env, "algo") for env in config.envs)]
     return len({name for algorithm in algorithms for name in algorithm.trainer_references()})

@@ -1,4 +1,5 @@
-"""What a dry run plays: an invented group of each env through its algorithm, and what comes of it through the trainer.
+"""The rehearsal of a dry run: an invented group of each env through its algorithm, and what comes of it through the
+trainer.
 
 The models are invented too: one that gives every token the same logprob in place of those that are asked, and in
 the trainer a random one of one layer, with the policy's vocabulary: no weights are loaded. What an algorithm, a loss or

@@ -1,4 +1,4 @@
-"""What the arithmetic of a dry run needs to know of a model, without its weights.
+"""Sizes of a model for the arithmetic of a dry run, without its weights.
 
 The model of a `config.json` is built on torch's meta device, which takes no memory, so that its parameters are counted
 and not computed.
@@ -76,7 +76,8 @@ def setting(config: Any, name: str) -> Any:
 
 
 def parameters_by_place(built: Any, in_files: int) -> dict[str, int]:
-    """How the parameters of a model are spread over it; `in_files` has how many there are where it was not built."""
+    """Return how the parameters of a model are spread over it; `in_files` has how many there are where it was not
+    built."""
     from prl.trainer.sharding import layers_of
 
     if built is None:

@@ -50,7 +50,7 @@ def to_overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def is_target(arguments: Sequence[str], place: int) -> bool:
-    """Whether an argument names a model. The jobs of a sweep have directories with `=` in their names."""
+    """Return whether an argument names a model. The jobs of a sweep have directories with `=` in their names."""
     argument = arguments[place]
     if argument.startswith(("-", "+", "~")) or (place > 0 and arguments[place - 1].startswith("-")):
         return False  # an option or its value
@@ -79,7 +79,7 @@ def from_run(run: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def sampling_and_envs(config: dict[str, Any]) -> dict[str, Any]:
-    """How a run samples its evaluations, and its envs that have held-out tasks."""
+    """Return how a run samples its evaluations, and its envs that have held-out tasks."""
     evaluation = config["orchestrator"]["eval"]["sampling"]
     sampling = overridden(config["sampling"], evaluation)
     envs = {}

@@ -34,7 +34,7 @@ from prl.tools.evaluation.targets import Target, by_engine, find_targets
 
 
 class TargetScore(msgspec.Struct, kw_only=True):
-    """What one target achieved."""
+    """The scores of one target."""
 
     name: str
     step: int

@@ -1,4 +1,4 @@
-"""What an evaluation's rewards say: avg@k and pass@k, with intervals over tasks, and differences to a base."""
+"""Statistics of an evaluation's rewards: avg@k and pass@k, with intervals over tasks, and differences to a base."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -41,7 +41,7 @@ async def serve_each(config: EvaluationConfig, engines: Iterable[list[Target]], 
 
 
 def waiting(pool: ModelPool) -> Waiting:
-    """What an evaluation, or a chat, waits for."""
+    """Return what an evaluation, or a chat, waits for."""
     asked = pool.requests_in_flight
     what = f"{asked} requests wait for the model" if asked else "nothing is asked of the model"
     done = pool.answered if asked else object()  # a person who thinks is no lack of progress

@@ -1,4 +1,4 @@
-"""What the arguments of `prl.eval` and `prl.tools.chat` name: checkpoints, runs, models, endpoints."""
+"""Targets that the arguments of `prl.eval` and `prl.tools.chat` name: checkpoints, runs, models, endpoints."""
 
 import asyncio
 import json
@@ -119,7 +119,7 @@ def checkpoint_of(run: Path) -> Path:
 
 
 def is_base(checkpoint: Path) -> bool:
-    """Whether the best checkpoint of a run is the model that it began with, of which there is no copy."""
+    """Return whether the best checkpoint of a run is the model that it began with, of which there is no copy."""
     path = checkpoint / "best.json"
     return path.is_file() and bool(json.loads(path.read_bytes())["step"] == 0)
 
@@ -158,7 +158,7 @@ async def look_up(url: str, config: EndpointConfig) -> tuple[FrozenModelConfig, 
 
 
 def shape_of(model: ModelConfig) -> str:
-    """What two models must share for one engine to load the weights of both."""
+    """Return what two models must share for one engine to load the weights of both."""
     from transformers import AutoConfig
 
     try:

@@ -1,4 +1,4 @@
-"""What runs left in their directories, as pages and tables. Nothing here starts or changes a run.
+"""Pages and tables of what runs left in their directories. Nothing here starts or changes a run.
 
 Start with `page.py` (of a run) and `sweep.py` (of several); `runs.py` reads a run directory back, `html.py`
 makes a page safe.

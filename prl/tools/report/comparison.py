@@ -1,4 +1,4 @@
-"""Which variant is ahead, in sentences: the best one against each other, seed by seed."""
+"""A verdict on the variants of a sweep, in sentences: the best one against each other, seed by seed."""
 
 import contextlib
 import re
@@ -76,7 +76,7 @@ class Comparison:
         return [*first, *(f"{subject} {self.related(best, other)}" for other in others[:LISTED]), *more]
 
     def related(self, best: str, other: str) -> str:
-        """How a variant is related to another: the mean of the differences by seed, and its t interval."""
+        """Return how a variant is related to another: the mean of the differences by seed, and its t interval."""
         ahead = self.sign * (self.values[best] - self.values[other])
         mean, half, count = ahead.mean(), half_interval(ahead), ahead.count()
         if count < 2:

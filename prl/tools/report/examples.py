@@ -37,7 +37,7 @@ Group = list[Record]
 
 @dataclass
 class Rollouts:
-    """What the script of the page gets, and what was left out, in sentences."""
+    """The data for the script of the page, and what was left out, in sentences."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     """One a rollout; those of example groups have `sequences`."""
@@ -120,7 +120,7 @@ def example_groups(records: list[Record], exported: Collection[Key]) -> list[Gro
 
 
 def merit(group: Group, exported: Collection[Key]) -> tuple[bool, float]:
-    """Whether the tokens of a group whose rewards differ are there, and how much they differ."""
+    """Return whether the tokens of a group whose rewards differ are there, and how much they differ."""
     rewards = [record.reward for record in group if record.reward is not None and record.stage is not Stage.FAILED]
     spread = round(statistics.pstdev(rewards), 6) if rewards else -1.0
     return spread > 0 and any(key_of(record) in exported for record in group), spread
@@ -137,7 +137,7 @@ def entry_of(group: Group, places: list[int]) -> dict[str, Any]:
 
 
 def row_of(record: Record) -> dict[str, Any]:
-    """What the table shows; floats in four digits. Fields without anything are left out."""
+    """Return what the table shows; floats in four digits. Fields without anything are left out."""
     outcome = record.outcome
     row = {
         "step": record.step,

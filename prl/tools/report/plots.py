@@ -54,12 +54,13 @@ class Panel:
 
     @property
     def values(self) -> np.ndarray:
-        """Of all curves."""
+        """Return the values of all curves."""
         return np.concatenate([series.dropna().to_numpy(float) for series in self.series.values()] or [np.zeros(0)])
 
     @property
     def cut(self) -> float | None:
-        """Where the axis ends if a few peaks, such as the first step's, would flatten all the rest; else None."""
+        """Return where the axis ends if a few peaks, such as the first step's, would flatten all the rest; else
+        None."""
         values = self.values
         most = float(np.quantile(values, 0.97)) if len(values) >= SMOOTH_FROM else 0.0
         return 1.3 * most if self.peaks and 0 < 4 * most < values.max() else None
@@ -126,7 +127,8 @@ class Panel:
         axes.spines["bottom"].set_color(FAINT)
 
     def data(self) -> dict[str, Any]:
-        """What the page's script shows under the pointer: the box of the axes, their limits, the curves' values."""
+        """Return what the page's script shows under the pointer: the box of the axes, their limits, the curves'
+        values."""
         left, bottom, width, height = BOX
         values = {}
         for name, whole in self.series.items():

@@ -27,7 +27,7 @@ MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run directory holds. A file that is missing or cannot be read counts as empty."""
+    """A run directory, as it was read. A file that is missing or cannot be read counts as empty."""
 
     dir: Path
     """Absolute."""
@@ -92,7 +92,7 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run directory."""
+    """Return whether a folder is a run directory."""
     return any((folder / name).is_file() for name in RUN_FILES)
 
 
@@ -128,7 +128,7 @@ def _yaml(path: Path, kind: type[T], problems: list[str]) -> T | None:
 
 
 def _decoded(path: Path, decode: Callable[[bytes], T], problems: list[str]) -> T | None:
-    """What a file says; None where it is not there, or empty, or cannot be read, which becomes a problem."""
+    """Return what a file says; None where it is not there, or empty, or cannot be read, which becomes a problem."""
     try:
         return decode(path.read_bytes()) if path.is_file() else None
     except Exception as error:  # of YAML, OmegaConf, msgspec: one file must not keep the others from being read

@@ -29,7 +29,7 @@ def read_spans(run_dir: Path, problems: list[str]) -> list[Span]:
 
 @dataclass(frozen=True)
 class Shares:
-    """What each process did while a run made its steps, as shares of that time."""
+    """Activities of each process while a run made its steps, as shares of that time."""
 
     seconds: float
     did: dict[str, dict[str, float]]
@@ -73,7 +73,7 @@ def shares(spans: Sequence[Span]) -> Shares | None:
 
 
 def bound_of(did: dict[str, dict[str, float]], nobody: float) -> str:
-    """What takes the largest share of the time; `nobody`: in which none but the orchestrator was at work."""
+    """Return what takes the largest share of the time; `nobody`: in which none but the orchestrator was at work."""
     evaluating = work_of(did.get(events.EVALUATION, {}))
     generation = max(0.0, mean_share(did, events.GENERATING) - evaluating)  # an evaluation generates, too
     update = work_of(did.get(events.TRAINER, {}))
@@ -114,7 +114,7 @@ def within(start: float, stop: float, first: float, last: float) -> float:
 
 
 def is_work(what: str) -> bool:
-    """Whether a process that does this is at work."""
+    """Return whether a process that does this is at work."""
     return not what.startswith(events.WAITING)
 
 

@@ -23,7 +23,8 @@ def final(values: pd.Series, last: int) -> float:
 
 
 def until(metrics: pd.DataFrame, values: pd.Series, threshold: float) -> dict[str, float]:
-    """What it took until the first value at or above the threshold; NaN where there is none, or it was not recorded.
+    """Return what it took until the first value at or above the threshold; NaN where there is none, or it was not
+    recorded.
 
     Returns:
         steps: the step of that value.

@@ -24,7 +24,7 @@ COLUMNS = ["metric", "variant", "run", "seed", "status"]
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What is written, as numbers."""
+    """The summary of a run, as numbers."""
 
     runs: list[Run]
     variants: Variants
@@ -72,7 +72,7 @@ def _chosen(runs: list[Run], patterns: Sequence[str]) -> list[str]:
 
 
 def _numbers(run: Run, metric: str, threshold: float | None) -> dict[str, Any]:
-    """What a run has of a metric."""
+    """Return what a run has of a metric."""
     curve = statistics.curve(run.metrics, metric)
     numbers = {
         "run": str(run.dir),

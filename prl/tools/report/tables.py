@@ -43,7 +43,8 @@ class Table:
 
 
 def tables(summary: Summary) -> list[Table]:
-    """What is compared, each metric, what differs, and the jobs, with their variants where names do not say them."""
+    """Return what is compared, each metric, what differs, and the jobs, with their variants where names do not say
+    them."""
     measured = [_measured(summary, metric) for metric in summary.metrics]
     labels = [summary.variants.label(values) for values in summary.variants.members]
     compared = summary.variants.differences.items() if len(labels) <= LISTED else ()

@@ -1,4 +1,4 @@
-"""What differs between runs, and which of them differ in nothing but their seeds."""
+"""Differences between runs, and the runs that differ in nothing but their seeds."""
 
 import math
 import re
@@ -69,7 +69,7 @@ def seed_of(run: Run) -> str:
 
 
 def overrides_of(run: Run) -> dict[str, str]:
-    """What was typed for the run: config key -> value, as text."""
+    """Return what was typed for the run: config key -> value, as text."""
     return {override_key(override): override.partition("=")[2] for override in run.overrides}
 
 
@@ -90,7 +90,7 @@ def number(value: float) -> str:
 
 
 def _compared(key: str) -> bool:
-    """Whether a key makes a difference; seeds, the env's own included, are what a variant varies in."""
+    """Return whether a key makes a difference; seeds, the env's own included, are what a variant varies in."""
     if key.split(".")[-1] == "seed" or f"{key}.".startswith(NOT_OF_A_RUN):  # with a dot: a group's own choice, `sweep`
         return False
     return not any(fnmatch(key, pattern) for pattern in NOT_COMPARED)
@@ -110,7 +110,8 @@ def _short(values: list[str]) -> list[str]:
 def _telling(
     candidates: dict[str, list[str]], same: list[tuple[str, ...]], searched: list[str]
 ) -> dict[str, list[str]]:
-    """Those that were searched, then those with most values, until they tell apart all runs that are not the same."""
+    """Return the keys that were searched, then those with most values, until they tell apart all runs that are not the
+    same."""
 
     def parts(keys: list[str]) -> int:
         return len(set(zip(*(candidates[key] for key in keys), strict=True))) or 1

@@ -1,4 +1,4 @@
-"""What a run came to, in sentences computed from its metrics; the thresholds stand at the top.
+"""The verdict on a run, in sentences computed from its metrics; the thresholds stand at the top.
 
 "First" and "last" are means over `ENDS` steps at either end (of a short run, over a third of it).
 """
@@ -63,7 +63,7 @@ def capitalised(text: str) -> str:
 
 
 def state_of(run: Run) -> Finding:
-    """How the run ended, or that it has not."""
+    """Return how the run ended, or that it has not."""
     asked, done = run.config.get("max_steps"), run.result.steps
     of = f"step {done} of {asked}" if asked is not None else f"step {done}"
     if run.status == "running":
@@ -110,7 +110,7 @@ def missing_signal(steps: pd.DataFrame) -> str:
 
 
 def warnings(steps: pd.DataFrame) -> list[str]:
-    """What is not as it should be, by the thresholds above."""
+    """Return what is not as it should be, by the thresholds above."""
     texts = []
     cut_off = first_last(curve(steps, "truncated/all"))
     if cut_off and cut_off[1] >= TRUNCATED:

@@ -1,4 +1,4 @@
-"""What a sweep and its jobs are called: names that depend on the overrides alone, so that a command finds its jobs."""
+"""Names of a sweep and its jobs: names that depend on the overrides alone, so that a command finds its jobs."""
 
 import hashlib
 import re

@@ -33,7 +33,7 @@ KEY = "trainer.share_prefixes"
 
 @dataclass(frozen=True)
 class Scores:
-    """How a layer weighs the tokens on a path."""
+    """The weighing of the tokens on a path by a layer."""
 
     window: int | None = None
     """Tokens of its path that each attends to, itself among them; None = all."""
@@ -44,7 +44,7 @@ class Scores:
 
 
 class TokenTree(ABC):
-    """How the tokens of one row attend."""
+    """The tree of the tokens of one row, by which they attend."""
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -59,7 +59,7 @@ class TokenTree(ABC):
 
 
 def walk(depths: np.ndarray, starts: Sequence[int], wanted: Sequence[int]) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """Where in the row what goes on from each token ends, int64 `[tokens]`, and the path before each wanted one.
+    """Return where in the row what goes on from each token ends, int64 `[tokens]`, and the path before each wanted one.
 
     Args:
         depths: place of each token on its path, int64 `[tokens]`.
@@ -162,7 +162,7 @@ def use_tree_attention(model: PreTrainedModel) -> None:
 
 
 def can_attend_over_trees(model: PreTrainedModel) -> bool:
-    """Whether the model attends over trees, by `use_tree_attention`."""
+    """Return whether the model attends over trees, by `use_tree_attention`."""
     return bool(model.config._attn_implementation == NAME)
 
 

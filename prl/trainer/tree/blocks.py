@@ -43,7 +43,7 @@ class Blocks:
     """Made so far, by window and dtype."""
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores, `[blocks, 1, queries, keys]`."""
+        """Return what is added to the scores, `[blocks, 1, queries, keys]`."""
         if (window, dtype) not in self.masks:
             query, key = self.queries[:, :, None], self.keys[:, None]
             hidden = (key > query) | (query >= self.ends[:, None])

@@ -82,7 +82,7 @@ class FlexTree(TokenTree):
         return out[:, :, :tokens].transpose(1, 2)
 
     def mask(self, window: int | None) -> BlockMask:
-        """What each token sees, with `window` tokens of its path at most, itself among them; None = all."""
+        """Return what each token sees, with `window` tokens of its path at most, itself among them; None = all."""
         if window not in self.masks:
             until = torch.full_like(self.depths, NEVER) if window is None else self.depths + window
             self.masks[window] = block_mask(self.depths, self.ends, until)
@@ -120,7 +120,7 @@ class LongSequences(TokenTree):
 
 
 def row_on_gpu(depths: np.ndarray, starts: Sequence[int], device: torch.device) -> TokenTree:
-    """How a row attends, by the place of each token on its path and where in the row branches start."""
+    """Return how a row attends, by the place of each token on its path and where in the row branches start."""
     tree = FlexTree.of_row(depths, starts, device)
     if len(depths) < LONG * len(starts) or depths[list(starts)].any():
         return tree

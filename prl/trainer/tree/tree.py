@@ -78,7 +78,7 @@ def cut(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[rang
 
 
 def _end_of_run(lengths: Sequence[int], shared: Sequence[int], budget: int, start: int) -> int:
-    """Where the run ends that begins with the sequence `start`: arguments as of `cut`.
+    """Return where the run ends that begins with the sequence `start`: arguments as of `cut`.
 
     Of all places that the budget reaches, the run ends at the cheapest one, the last of several: what the sequence
     there shares goes through the model again, and what is left of the budget stays unused.
@@ -146,7 +146,8 @@ def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], d
 
 
 def row_tree(depths: np.ndarray, starts: Sequence[int], device: torch.device) -> TokenTree:
-    """How a row attends on `device`, by the place of each token on its path and where in the row branches start."""
+    """Return how a row attends on `device`, by the place of each token on its path and where in the row branches
+    start."""
     if device.type == "cpu":
         return BlockTree.of_row(depths, starts, device)
     return row_on_gpu(depths, starts, device)

@@ -1,4 +1,4 @@
-"""What sequences of one forward pass have in common from their start is run once, with the same result bit by bit.
+"""Prefixes that sequences of one forward pass share are run once, with the same result bit by bit.
 
 That is a prompt, for all continuations of it that begin in the same pass, or run anew after an update of the weights.
 vLLM's prefix cache shares whole blocks only, which have 32 tokens or more on a CPU, and none between the sequences of
@@ -30,7 +30,7 @@ SAVED = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Distinct:
-    """What is left of a packed batch without tokens whose sequence, up to them, another one has as well."""
+    """A packed batch without tokens whose sequence, up to them, another one has as well."""
 
     rows: NDArray[np.int64]
     """[sequences left] Their rows in the batch. Of each the last tokens are left, those from some token on."""
@@ -121,7 +121,7 @@ def run_prefixes_once() -> None:
 
 
 def distinct_sequences(runner: "CPUModelRunner", inputs: dict[str, Any], attention: Any) -> Distinct | None:
-    """What is left of a forward pass; None where little repeats, or more than tokens goes in."""
+    """Return what is left of a forward pass; None where little repeats, or more than tokens goes in."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
     given = {name: value for name, value in inputs.items() if value is not None}

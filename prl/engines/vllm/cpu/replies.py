@@ -32,7 +32,8 @@ METHOD = "prl_sample"
 
 
 def takes(engine: "AsyncLLM", params: "SamplingParams") -> bool:
-    """Whether the core can sample this: it is patched, and nothing is searched for in text or asked of the prompt."""
+    """Return whether the core can sample this: it is patched, and nothing is searched for in text or asked of the
+    prompt."""
     from vllm.v1.engine.core import EngineCoreProc
 
     plain = not params.detokenize and params.prompt_logprobs is None and params.structured_outputs is None
@@ -142,5 +143,5 @@ def child_name(name: str, index: int) -> str:
 
 
 def has_content(message: "EngineCoreOutputs") -> bool:
-    """Whether a message to the server says anything."""
+    """Return whether a message to the server says anything."""
     return bool(message.outputs or message.finished_requests or message.scheduler_stats is not None)
