@@ -28,12 +28,12 @@ from prl.base import checkpoint_folders
 from prl.base.errors import NoSignal, of_disk
 from prl.base.metric_names import SAMPLED, held_out
 from prl.base.text import safe
-from prl.config.build import build, name_of
+from prl.config.build import build, located
 from prl.config.compose import CONF, to_config, typed
 from prl.config.hardware import assuming
 from prl.config.run_yaml import data_of
 from prl.config.schema import TrainConfig
-from prl.config.validate import validate
+from prl.config.validate import places_processes, validate
 from prl.launch import command, specs
 from prl.launch.children import leave_none
 from prl.launch.launcher import Launcher, ProcessDied
@@ -161,7 +161,7 @@ def own(prepared: "PreparedRun", run_dir: Path, memory: MemoryHandler) -> RunRes
             write_provenance(run_dir, config, builder.task_keys(prepared))
         print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
         result = RunResult()
-        if specs.places_processes(config):  # Ray ends a process that has lost its head, before Python can do anything
+        if places_processes(config):  # Ray ends a process that has lost its head, before Python can do anything
             write_result(run_dir, RunResult(error=ENDED_BY_RAY))
         try:
             with recorded(run_dir, result):
@@ -270,7 +270,7 @@ def _job(cfg: DictConfig) -> float | None:
         resume.check_named(cfg)
         config = to_config(TrainConfig, cfg, typed(job))
         config.run.dir = absolute(config.run.dir)
-        if config.launcher["_target_"] == name_of(SlurmLauncher):
+        if getattr(located(config.launcher, "launcher"), "submits", False):
             slurm = build(config.launcher, SlurmLauncher, "launcher")
             config.launcher = slurm.in_job
             if not config.dry_run:

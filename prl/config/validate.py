@@ -22,8 +22,6 @@ COMPONENTS = [field.name for field in fields(TrainConfig) if field.type is Any]
 """Keys of the nodes that name a class or a function."""
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 """Hosts that only the machine itself reaches."""
-CLUSTER = "prl.launch.ray.RayLauncher"
-"""The launcher whose processes may be on other machines than this one."""
 
 
 def validate(config: TrainConfig) -> None:
@@ -31,7 +29,7 @@ def validate(config: TrainConfig) -> None:
     check_components(config)
     check_values(config)
     refuse_masked(plain(config))
-    if config.machine != MachineConfig() and not config.dry_run and config.launcher["_target_"] != CLUSTER:
+    if config.machine != MachineConfig() and not config.dry_run and not places_processes(config):
         raise ConfigError("machine describes a cluster, or the machine of a dry run: add dry_run=true, or leave it out")
     check_run_name(config.run.name)
     if not config.run.dir.strip() or not config.run.dir.isprintable():
@@ -48,6 +46,11 @@ def validate(config: TrainConfig) -> None:
     validate_teacher(config)
     if config.trainer.device_type == "cpu":
         check_ranks(config.trainer, config.model)
+
+
+def places_processes(config: Any) -> bool:
+    """Return whether the launcher chooses machines and GPUs by itself: they may be others than this one."""
+    return bool(getattr(located(config.launcher, "launcher"), "places_processes", False))
 
 
 def check_components(config: TrainConfig) -> None:
@@ -131,7 +134,7 @@ def validate_envs(config: TrainConfig) -> None:
         key, group_size = config.group_size_of(name)
         if batch_size is not None and batch_size % group_size:
             raise ConfigError(f"orchestrator.batch_size={batch_size} must be divisible by {key}={group_size}")
-        if env.workers.where == "ray" and config.launcher["_target_"] != CLUSTER:
+        if env.workers.where == "ray" and not places_processes(config):
             raise ConfigError(f"envs.{name}.workers.where=ray: choose launcher=ray as well, or where=local")
         if env.workers.where == "ray" and env.in_process:
             raise ConfigError(f"envs.{name}.workers.where=ray: its in_process=true keeps graders in this process")

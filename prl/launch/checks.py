@@ -12,17 +12,18 @@ from prl.base.text import in_one_line
 from prl.config.build import class_of
 from prl.config.model_folder import check_length, positions
 from prl.config.schema import ModelConfig, TrainConfig
-from prl.config.trainer import RayTransportConfig
+from prl.config.validate import places_processes
 from prl.engines.base import Engine
-from prl.launch import specs
 from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Launcher
 from prl.trainer import architecture
+from prl.transport.files import FileTransport
 
 
 def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> None:
     """Refuse engines and weights that do not go with the launcher. `hosted`: a teacher is one of the engines."""
-    placed, carried = specs.places_processes(config), config.weights["_target_"] == RayTransportConfig._target_
+    placed = places_processes(config)
+    carried = not class_of(config.weights, FileTransport, "weights").needs_shared_folder
     if carried and not placed:
         raise ConfigError("weights=ray goes between the nodes of launcher=ray: choose weights=files, or that launcher")
     if carried and config.engine.urls:

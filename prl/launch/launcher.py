@@ -87,6 +87,8 @@ class Launcher(ABC):
     however that one ends.
     """
 
+    submits: ClassVar[bool] = False
+    """Whether it hands the run to a queue in place of starting it: it has `submit` and `in_job`, and starts nothing."""
     places_processes: ClassVar[bool] = False
     """Whether it chooses machines and GPUs by itself; else a process has those of this machine that its spec names."""
 

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from prl.base.checkpoint_folders import MANIFEST
 from prl.base.errors import ConfigError, PrlError
 from prl.base.text import in_one_line
-from prl.config.build import name_of
+from prl.config.build import class_of, name_of
 from prl.config.hardware import cores
 from prl.config.validate import THIS_MACHINE
 from prl.engines.base import EngineSpec
@@ -34,7 +34,7 @@ from prl.launch.relay import Relay
 from prl.launch.specs import bundle_of, bundles_of_ranks
 from prl.transport.events import TRAINER
 from prl.transport.files import FileTransport
-from prl.transport.ray import CHUNK, RayTransport, ready
+from prl.transport.ray import CHUNK, ready
 
 QUIET_S = 10.0
 """Time that the cluster may take to give what is asked for before the run says what that is, seconds."""
@@ -218,7 +218,7 @@ class RayLauncher(Launcher):
             self._have(bundle)
         names = rank_names(spec.num_processes)
         payload = dict(spec.payload)
-        carried = payload["weights"]["_target_"] == name_of(RayTransport)
+        carried = not class_of(payload["weights"], FileTransport, "weights").needs_shared_folder
         if carried:
             payload["weights"] = {"_target_": name_of(FileTransport)}
         else:

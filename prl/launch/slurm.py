@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt
 
@@ -17,7 +17,6 @@ from prl.config.hardware import MachineConfig
 from prl.config.run_yaml import quoted
 from prl.config.schema import AUTO, TrainConfig
 from prl.config.suggestions import override_key
-from prl.config.validate import CLUSTER
 
 END_S = 30
 """Time that Ray and the job have to end in after the run's last checkpoint, seconds."""
@@ -29,6 +28,7 @@ SCRIPT = Path(__file__).with_suffix(".sh")
 class SlurmLauncher:
     """Submits a job that starts Ray on its nodes and trains there, as with launcher=ray."""
 
+    submits: ClassVar[bool] = True
     wait_s: Annotated[float, Gt(0)] = 300.0
     """Deadline for Ray to start on the nodes, and again for the resources of the run, seconds."""
     nodes: Annotated[int, Ge(1)] = 1
@@ -49,7 +49,7 @@ class SlurmLauncher:
     @property
     def in_job(self) -> dict[str, Any]:
         """The launcher of the command in the job."""
-        return {"_target_": CLUSTER, "wait_s": self.wait_s}
+        return {"_target_": "prl.launch.ray.RayLauncher", "wait_s": self.wait_s}
 
     def machine(self, described: MachineConfig) -> MachineConfig:
         """Return what the job's nodes have, as far as the options say it and `described` does not."""

@@ -15,7 +15,7 @@ from prl.config.evaluation import EvaluationConfig
 from prl.config.gpus import Gpus, Need, Placement, place, visible_gpus
 from prl.config.hardware import parameters_of
 from prl.config.schema import ModelConfig, TrainConfig
-from prl.config.validate import hosts_teacher
+from prl.config.validate import hosts_teacher, places_processes
 from prl.engines.base import Connect, Engine, EngineSpec, ServerEngine
 from prl.engines.protocol import TOKEN_VARIABLE
 from prl.launch import shared_engines
@@ -128,11 +128,6 @@ def placement(config: TrainConfig | EvaluationConfig) -> Placement:
         return Placement(*unknown)
     asked = any(need.gpus for need in needs)
     return place(*needs, len(visible_gpus()) if asked else 0)
-
-
-def places_processes(config: TrainConfig | EvaluationConfig) -> bool:
-    """Return whether the launcher chooses machines and GPUs by itself."""
-    return class_of(config.launcher, Launcher, "launcher").places_processes
 
 
 def needs_of(config: TrainConfig | EvaluationConfig) -> tuple[Need, Need, Need]:

@@ -8,7 +8,7 @@ weights/step_000001/{model.safetensors, config.json, generation_config.json, met
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
@@ -27,6 +27,9 @@ class FileTransport:
     message is there as a whole, and asks for no message again that it has. Version n is the policy after step n, 0 the
     base model. A sender that raises has sent nothing.
     """
+
+    needs_shared_folder: ClassVar[bool] = True
+    """Whether weights reach engines and ranks by a folder that all machines of the run see."""
 
     def __init__(self, run_dir: Path):
         self.run_dir = Path(run_dir)

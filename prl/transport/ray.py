@@ -11,7 +11,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import ray
@@ -35,6 +35,8 @@ AHEAD = 4
 
 class RayTransport(FileTransport):
     """The orchestrator's side; a rank's side is a `FileTransport` in the folder of its node."""
+
+    needs_shared_folder: ClassVar[bool] = False
 
     def __init__(self, run_dir: Path):
         super().__init__(run_dir)

@@ -20,7 +20,7 @@ from prl.config.hardware import CUDA_CONTEXT, GIB, MIB, gpu_memory_bytes
 from prl.config.model_shape import ModelShape
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.trainer import runs_in_half
-from prl.config.validate import hosts_teacher
+from prl.config.validate import hosts_teacher, places_processes
 from prl.engines.base import Engine
 from prl.launch import specs
 from prl.launch.launcher import in_words
@@ -104,7 +104,7 @@ def dry_run(config: TrainConfig) -> None:
     Console(width=None if sys.stdout.isatty() else WIDTH).print(planned.table())
     for name, (tokens, longest) in planned.caches.items():
         print(f"KV cache of {name}: {tokens:,} tokens, {tokens / longest:,.1f} sequences of {longest:,}")
-    if specs.places_processes(config):
+    if places_processes(config):
         print(f"asks Ray for {in_words(specs.bundles_of(config))}")
     for problem in planned.problems():
         raise ConfigError(problem)
