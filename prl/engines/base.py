@@ -20,7 +20,6 @@ from prl.config.gpus import Gpus, device_type, visible_devices
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.model_shape import NUMBER_BYTES, ModelShape
 from prl.config.schema import ModelConfig
-from prl.engines.protocol import FROZEN_VARIABLE, TOKEN_VARIABLE
 
 if TYPE_CHECKING:  # an HTTP client, which composing a config does without
     from prl.engines.client import PolicyPool
@@ -204,6 +203,11 @@ class ServerEngine(Engine):
     @classmethod
     def environment(cls, spec: EngineSpec) -> dict[str, str]:
         """Return the environment variables of a server."""
+        from prl.engines.protocol import (  # msgspec, which composing a config does without
+            FROZEN_VARIABLE,
+            TOKEN_VARIABLE,
+        )
+
         return model_environment(spec.model, spec.threads) | {
             TOKEN_VARIABLE: spec.token,
             FROZEN_VARIABLE: "1" if spec.frozen else "",
