@@ -64,7 +64,8 @@ class OrchestratorConfig:
     """k: steps that sampling runs ahead of training; 0 = synchronous and on-policy. Rollouts that start from policy
     version v are for steps up to v+1+k."""
     strict_async_level: bool = False
-    """Start the rollouts of step n from exactly version n-1-k (version 0 in the first steps); the limit is k."""
+    """The rollouts of step n start from exactly version n-1-k, where k is `max_async_level` (version 0 in
+    the first steps). The staleness limit is then k."""
     max_off_policy_steps: Annotated[int, Ge(0)] = 8
     """Staleness limit: most policy versions between a rollout's start and its training; staler rollouts never train. If
     the limit is above `max_async_level`, a full batch trains at once, and slow rollouts train later. If it is equal, a

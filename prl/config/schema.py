@@ -153,7 +153,7 @@ class WorkersConfig:
     """local: on the machine of the run. ray: on the cluster of `launcher=ray`, a core for each; then all graders run
     there, with any `IN_PROCESS`."""
     memory_gb: Annotated[float, Gt(0), Le(1e6)] = 8.0
-    """Memory of each, GiB of address space in addition to that at its start."""
+    """Memory that each may take for data beside what it has at its start, GiB."""
 
 
 @dataclass
