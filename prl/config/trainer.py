@@ -91,7 +91,7 @@ class TrainerConfig:
     """Number format of the forward and backward; auto = float32 on a CPU, bfloat16 on a GPU. Weights, sums of
     gradients, the optimiser and logits are always float32."""
     num_processes: Annotated[int, Ge(1)] = 1
-    """Trainer ranks: on this machine, or where `launcher=ray` places them (torch distributed; gloo, or nccl on GPUs)."""
+    """Trainer ranks: on this machine, or where `launcher=ray` places them (torch: gloo, or nccl on a GPU)."""
     shard_size: Annotated[int, Ge(1)] | None = None
     """Ranks that share one copy of weights, gradients and optimiser (FSDP2); null = all, 1 = each rank has a copy. A
     smaller value takes more memory and less traffic. It divides num_processes."""
