@@ -80,6 +80,8 @@ class OrchestratorConfig:
     """Deadline for the trainer to deliver a policy version, seconds."""
     max_error_share: Annotated[float, Ge(0), Lt(1)] = 0.5
     """Share of an env's last 256 rollouts that may fail before the run ends with the reason."""
+    batcher: dict[str, Any] = field(default_factory=lambda: {"_target_": "prl.orchestrator.batcher.Batcher"})
+    """Holds finished groups until a batch is cut: which groups a step trains on."""
     keep_batches: bool = False
     """Keep the batches for the trainer under `batches/`, one msgpack file a step and rank."""
     eval: EvalConfig = field(default_factory=EvalConfig)

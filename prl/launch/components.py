@@ -22,6 +22,7 @@ from prl.filters.base import SlotName, build_filters
 from prl.launch.launcher import Launcher
 from prl.launch.specs import launcher_of
 from prl.monitors.base import Monitor, Monitors
+from prl.orchestrator.batcher import Batcher
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.replay import check_replay
 from prl.orchestrator.types import EnvComponents
@@ -41,6 +42,8 @@ class RunComponents:
     envs: dict[str, EnvComponents]
     orchestrator: Callable[..., Orchestrator]
     """Takes its live objects."""
+    batcher: Callable[..., Batcher]
+    """Takes the sizes of a batch and the envs that it mixes."""
     transport: Callable[..., FileTransport]
     """Takes the directory of the run."""
     monitors: Monitors
@@ -55,7 +58,7 @@ def build_components(config: TrainConfig, launcher: Launcher | None = None) -> R
     """Build and check every component, the launcher too unless it is given. Raises ConfigError with its config key."""
     envs = {name: _env_components(config, name) for name in config.envs}
     # The settings of evaluations are the envs' samplers', built above, which may name a class of their own.
-    orchestrator = replace(config.orchestrator, eval=replace(config.orchestrator.eval, sampling={}))
+    orchestrator = replace(config.orchestrator, eval=replace(config.orchestrator.eval, sampling={}), batcher={})
     check_loss("loss", config.loss, config.trainer)
     build(config.trainer.schedule, Schedule, "trainer.schedule")
     check_optimizers(config.trainer.optim)
@@ -63,6 +66,7 @@ def build_components(config: TrainConfig, launcher: Launcher | None = None) -> R
     return RunComponents(
         envs=envs,
         orchestrator=factory(orchestrator, Orchestrator, "orchestrator"),
+        batcher=factory(config.orchestrator.batcher, Batcher, "orchestrator.batcher"),
         transport=factory(config.weights, FileTransport, "weights"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         launcher=launcher or launcher_of(config),

@@ -64,6 +64,10 @@ class Batcher:
             self.groups.append(group)
         return bool(group.active)
 
+    def begin(self, size: int) -> None:
+        """Begin a batch of so many new rollouts, or tokens where `counts_tokens`; others are replayed."""
+        self.size = size
+
     @property
     def rollouts(self) -> int:
         """Rollouts waiting to be trained on."""

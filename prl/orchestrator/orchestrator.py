@@ -82,6 +82,7 @@ class Orchestrator:
         update_timeout_s: Deadline for an engine to load weights, seconds.
         half: Engine or trainer computes in 16 bits.
         checkpoint: When checkpoints are written, and which are kept.
+        make_batcher: Makes the batcher of `orchestrator.batcher`.
         state: Of the checkpoint that the run goes on from, its weights loaded; None = a new run.
         track: Records what the orchestrator does.
         **options: Fields of `OrchestratorConfig`.
@@ -112,6 +113,7 @@ class Orchestrator:
         updates_per_batch: int = 1,
         update_timeout_s: float,
         half: bool = True,
+        make_batcher: Callable[..., Batcher] = Batcher,
         checkpoint: CheckpointConfig | None = None,
         state: RunState | None = None,
         track: Track | None = None,
@@ -127,7 +129,11 @@ class Orchestrator:
         trained = [env for env in envs if env.environment.config.weight > 0]
         self.dispatcher = Dispatcher(trained, self.events)
         self.intake = Intake(envs, config.max_error_share)
-        self.batcher = Batcher(config.batch_size, config.token_batch_size, trained if config.mix == "weights" else [])
+        self.batcher = make_batcher(
+            batch_size=config.batch_size,
+            token_batch_size=config.token_batch_size,
+            mixed_envs=trained if config.mix == "weights" else [],
+        )
         self.replay = Replay(envs, self.batcher, config.age_limit)
         self.staleness = Staleness(config, max_steps)
         self.checkpoints = Checkpoints(checkpoint or CheckpointConfig(), run_dir, envs)
@@ -256,7 +262,7 @@ class Orchestrator:
             for env in self.envs:
                 env.algorithm.step, env.algorithm.max_steps = step, self.max_steps
             self.before_batch = self.state_dict()
-            self.batcher.size = self.replay.room(step)
+            self.batcher.begin(self.replay.room(step))
             self.sums.update(await self.collector.collect(step))
             if (reason := self.weight_sync.early_stopping.reason) is not None:
                 self.drop(ENDED_EARLY)
