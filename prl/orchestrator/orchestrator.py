@@ -129,11 +129,8 @@ class Orchestrator:
         trained = [env for env in envs if env.environment.config.weight > 0]
         self.dispatcher = Dispatcher(trained, self.events)
         self.intake = Intake(envs, config.max_error_share)
-        self.batcher = make_batcher(
-            batch_size=config.batch_size,
-            token_batch_size=config.token_batch_size,
-            mixed_envs=trained if config.mix == "weights" else [],
-        )
+        sizes = {"batch_size": config.batch_size, "token_batch_size": config.token_batch_size}
+        self.batcher = make_batcher(**sizes, mixed_envs=trained if config.mix == "weights" else [])
         self.replay = Replay(envs, self.batcher, config.age_limit)
         self.staleness = Staleness(config, max_steps)
         self.checkpoints = Checkpoints(checkpoint or CheckpointConfig(), run_dir, envs)
