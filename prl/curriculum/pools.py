@@ -182,7 +182,7 @@ class TaskCurriculum(Curriculum):
         if state["tasks"] != len(self.tasks):
             raise ValueError(f"it is of {state['tasks']} tasks, and there are {len(self.tasks)}")
         self.passes, self._order = state["passes"], list(state["order"])
-        self._refreshed = state["refreshed"]
+        self._refreshed = state.get("refreshed", 1)  # earlier checkpoints have none
         version, internal, gauss = state["random"]
         self.random.setstate((version, tuple(internal), gauss))
         if self.pooled and state["pooled"]:  # else they are off now, or `load_from` is new
