@@ -95,7 +95,7 @@ def test_functions_fit_a_screen():
         f"{name}, line {node.lineno}: {node.name}"
         for name, tree in trees().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 60
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 50
     ]
     assert not long
 

@@ -198,7 +198,7 @@ def around_reply(renderer: Renderer) -> tuple[list[int], list[int]]:
 
 
 def end_and_before(written: list[int], stops: list[int], tokenizer: Any) -> tuple[list[int], str]:
-    """Return of what a template writes for `REPLY`: the token that ends the turn, [] for none, and a text that replies
+    """Return the token that ends the turn in what a template writes for `REPLY`, [] for none, and a text that replies
     are encoded behind: some tokenizers put a blank in front of a text that has nothing before it."""
     end = next((place for place, token in enumerate(written) if token in stops), len(written))
     alone = encode(tokenizer, REPLY)

@@ -4,6 +4,7 @@ Conf files are plain YAML. What a key may be, the dataclasses of `prl.config.sch
 the constructor of a component for its node (`prl.config.build`).
 """
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -20,7 +21,7 @@ from prl.config.groups import CONF as CONF
 from prl.config.groups import options as options
 from prl.config.orchestrator import OrchestratorConfig
 from prl.config.run_yaml import quoted
-from prl.config.schema import TrainConfig
+from prl.config.schema import EngineConfig, TrainConfig
 from prl.config.trainer import TrainerConfig
 from prl.models import model_path
 
@@ -112,10 +113,10 @@ def typed_config(kind: type[T], data: dict[str, Any]) -> T:
 def engine_config(node: Any, where: str) -> Any:
     """Return the options of an engine, as its class has them (`Config`). Raises ConfigError."""
     check_node(node, where)
-    kind = located(node, where)
-    if not hasattr(kind, "Config"):
-        raise ConfigError(f"{where}._target_={node['_target_']!r} is no engine: it has no options, Config")
-    return read(kind.Config, node, where)
+    options = getattr(located(node, where), "Config", None)
+    if not (inspect.isclass(options) and issubclass(options, EngineConfig)):
+        raise ConfigError(f"{where}._target_={node['_target_']!r} is not a subclass of prl.engines.base.Engine")
+    return read(options, node, where)
 
 
 def replace_chosen(cfg: DictConfig, overrides: list[str]) -> None:

@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
 from prl.config.build import Seconds
+from prl.config.gpus import device_type
 from prl.config.hardware import MachineConfig
 from prl.config.model_reference import FrozenModelConfig, as_reference, frozen_models
 
@@ -77,6 +78,32 @@ class PolicyModelConfig(ModelConfig):
     """A model that is trained."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass
+class EngineConfig:
+    """The options of every engine."""
+
+    _target_: str = MISSING
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: CUDA where `nvidia-smi` finds a GPU, else the CPU."""
+    max_num_seqs: Annotated[int, Ge(1), Le(65536)] = 256
+    """Sequences an engine runs at once."""
+    threads: Annotated[int, Ge(1)] | None = None
+    """CPU threads of one engine; null = its share of the cores, at most one for each 2.5 million parameters, and 8
+    where it has a GPU."""
+    update_timeout_s: Seconds = 300.0
+    """Deadline for one weight update of the policy, seconds. A frozen model is not updated."""
+
+    @property
+    def device_type(self) -> str:
+        """Return what `device` means on this machine: `cpu` or `cuda`."""
+        return device_type(self.device)
+
+    @property
+    def gpus_each(self) -> int:
+        """GPUs of one server."""
+        return int(self.device_type == "cuda")
 
 
 @dataclass

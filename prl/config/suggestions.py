@@ -33,9 +33,8 @@ def hint(argument: str, config: DictConfig, groups: Mapping[str, list[str]]) -> 
     """
     key, value = override_key(argument), argument.partition("=")[2]
     keys, group = keys_of(config), re.split("[@/]", key)[0]
-    if (
-        "=" in value and (key in keys or group in groups) and not parses(argument)
-    ):  # the directory of a sweep's job, say
+    is_known = key in keys or group in groups
+    if is_known and "=" in value and not parses(argument):  # the directory of a sweep's job, say
         return f"a value with = in it is written in quotes within quotes: '{key}=\"{value}\"'"
     if group in groups:
         instead = table()["words"].get(argument)

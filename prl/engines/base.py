@@ -9,47 +9,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
-from omegaconf import MISSING
 
 from prl.config.build import Seconds, class_of
 from prl.config.environment import model_environment
-from prl.config.gpus import Gpus, device_type, visible_devices
+from prl.config.gpus import Gpus, visible_devices
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.model_shape import NUMBER_BYTES, ModelShape
-from prl.config.schema import ModelConfig
+from prl.config.schema import EngineConfig, ModelConfig
 
 if TYPE_CHECKING:  # an HTTP client, which composing a config does without
     from prl.engines.client import PolicyPool
     from prl.engines.frozen import ReferencePool
-
-
-@dataclass
-class EngineConfig:
-    """The options of every engine."""
-
-    _target_: str = MISSING
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: CUDA where `nvidia-smi` finds a GPU, else the CPU."""
-    max_num_seqs: Annotated[int, Ge(1), Le(65536)] = 256
-    """Sequences an engine runs at once."""
-    threads: Annotated[int, Ge(1)] | None = None
-    """CPU threads of one engine; null = its share of the cores, at most one for each 2.5 million parameters, and 8
-    where it has a GPU."""
-    update_timeout_s: Seconds = 300.0
-    """Deadline for one weight update of the policy, seconds. A frozen model is not updated."""
-
-    @property
-    def device_type(self) -> str:
-        """Return what `device` means on this machine: `cpu` or `cuda`."""
-        return device_type(self.device)
-
-    @property
-    def gpus_each(self) -> int:
-        """GPUs of one server."""
-        return int(self.device_type == "cuda")
 
 
 @dataclass
@@ -177,7 +150,7 @@ class Engine(ABC):
             updated: Whether it takes the weights of a policy that is trained.
         """
         weights = float(shape.parameters * NUMBER_BYTES[dtype])
-        return EngineMemory({"weights": weights, "update": weights * updated})
+        return EngineMemory({"weights": weights, "update": weights} if updated else {"weights": weights})
 
     @classmethod
     @abstractmethod

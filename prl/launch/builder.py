@@ -219,7 +219,7 @@ def assemble(
     """The orchestrator over the run's servers."""
     trainer = run.config.trainer
     return run.components.orchestrator(
-        make_batcher=run.components.batcher,
+        batcher=run.components.batcher,
         envs=[train_env(run, name, services.policy, services.hosted) for name in run.config.envs],
         pool=services.policy,
         transport=transport,

@@ -82,7 +82,7 @@ class Orchestrator:
         update_timeout_s: Deadline for an engine to load weights, seconds.
         half: Engine or trainer computes in 16 bits.
         checkpoint: When checkpoints are written, and which are kept.
-        make_batcher: Makes the batcher of `orchestrator.batcher`.
+        batcher: Makes the batcher of `orchestrator.batcher`.
         state: Of the checkpoint that the run goes on from, its weights loaded; None = a new run.
         track: Records what the orchestrator does.
         **options: Fields of `OrchestratorConfig`.
@@ -113,7 +113,7 @@ class Orchestrator:
         updates_per_batch: int = 1,
         update_timeout_s: float,
         half: bool = True,
-        make_batcher: Callable[..., Batcher] = Batcher,
+        batcher: Callable[..., Batcher] = Batcher,
         checkpoint: CheckpointConfig | None = None,
         state: RunState | None = None,
         track: Track | None = None,
@@ -126,11 +126,9 @@ class Orchestrator:
         self.run_dir, self.max_steps = run_dir, max_steps
         self.seq_len, self.trainer_ranks, self.updates_per_batch = seq_len, trainer_ranks, updates_per_batch
         self.events: asyncio.Queue[Event] = asyncio.Queue()
-        trained = [env for env in envs if env.environment.config.weight > 0]
-        self.dispatcher = Dispatcher(trained, self.events)
+        self.dispatcher = Dispatcher([env for env in envs if env.environment.config.weight > 0], self.events)
         self.intake = Intake(envs, config.max_error_share)
-        sizes = {"batch_size": config.batch_size, "token_batch_size": config.token_batch_size}
-        self.batcher = make_batcher(**sizes, mixed_envs=trained if config.mix == "weights" else [])
+        self.batcher = batcher(config.batch_size, config.token_batch_size, self.mixed_envs)
         self.replay = Replay(envs, self.batcher, config.age_limit)
         self.staleness = Staleness(config, max_steps)
         self.checkpoints = Checkpoints(checkpoint or CheckpointConfig(), run_dir, envs)
@@ -251,6 +249,11 @@ class Orchestrator:
             self.checkpoints.keep(self.before_batch)
             raise
         self.checkpoints.keep(self.state_dict())
+
+    @property
+    def mixed_envs(self) -> list[TrainEnv]:
+        """The envs that a batch mixes by weight; none where it takes what comes first."""
+        return self.dispatcher.envs if self.config.mix == "weights" else []
 
     async def _make_batches(self) -> None:
         """Collect, cut, filter, record, pack and ship one batch after the other."""

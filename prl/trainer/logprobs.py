@@ -76,7 +76,7 @@ class Workspace:
 
 
 def softmax_numbers(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of each row of logits `[rows, vocab]`: log-sum-exp, logprob of the target and entropy, each `[rows]`."""
+    """Return log-sum-exp, logprob of the target and entropy of each row of logits `[rows, vocab]`, each `[rows]`."""
     if on_gpu(logits):
         return fused(_softmax_numbers)(logits, targets)
     size = max(1, PART // logits.shape[1])

@@ -197,6 +197,11 @@ def test_a_server_engine_of_ones_own_has_its_options_and_none_of_another(tmp_pat
         compose(["run.name=x", "~engine", "+engine={_target_: engine_served.Mine, kv_cache_gb: 1}"])
 
 
+def test_a_class_with_options_that_is_no_engine_is_refused():
+    with pytest.raises(ConfigError, match="prl.trainer.trainer.Trainer' is not a subclass of prl.engines.base.Engine"):
+        compose(["run.name=x", "~engine", "+engine={_target_: prl.trainer.trainer.Trainer}"])
+
+
 def test_an_option_of_ones_own_is_chosen_over_a_run(mine, tmp_path):
     """As on a command line, where Hydra keeps its own overrides apart."""
     run = ["run.name=x", f"run.dir={tmp_path}/x"]

@@ -7,6 +7,7 @@ import hmac
 import os
 import secrets
 import sys
+import tempfile
 from typing import TYPE_CHECKING
 
 from prl.engines.protocol import ANOTHER_INSTANCE, FROZEN_VARIABLE, TOKEN_VARIABLE
@@ -65,6 +66,7 @@ def main() -> None:
     os.environ[INSTANCE_VARIABLE] = secrets.token_hex(8)
     os.environ["VLLM_PLUGINS"] = ",".join(start.plugin_names(os.environ.get("VLLM_PLUGINS")))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ["VLLM_RPC_BASE_PATH"] = tempfile.gettempdir()  # which goes with the run, whatever the variable was
     if not any(arg.startswith("--host") for arg in sys.argv[1:]):
         sys.argv += ["--host", "127.0.0.1"]
     sys.argv += REQUIRED if os.environ.get(FROZEN_VARIABLE) else REQUIRED + LIVE

@@ -123,8 +123,7 @@ def _reader_of(kind: Any) -> Callable[[Any], Any]:
     from pyarrow import types
 
     if types.is_floating(kind):
-        number = kind.to_pandas_dtype()
-        return lambda value: _float_as_text(number(value))
+        return _reader_of_floats(kind.to_pandas_dtype())
     if types.is_decimal(kind):
         return str
     if types.is_struct(kind):
@@ -139,13 +138,16 @@ def _reader_of(kind: Any) -> Callable[[Any], Any]:
     return _reader_of(kind.value_type) if types.is_dictionary(kind) else lambda value: value
 
 
-def _float_as_text(number: Any) -> Any:
-    """Return a number of numpy's as text, None for NaN; what is infinite stays a number, which no row may have."""
+def _reader_of_floats(number: Any) -> Callable[[Any], Any]:
+    """Return what turns floats into text, and NaN into None; what is infinite stays a number, which no row may have."""
     import numpy
 
-    if not math.isfinite(number):
-        return None if math.isnan(number) else float(number)
-    return numpy.format_float_positional(number, trim="-")
+    def read(value: float) -> Any:
+        if not math.isfinite(value):
+            return None if math.isnan(value) else value
+        return numpy.format_float_positional(number(value), trim="-")
+
+    return read
 
 
 READERS = dict(zip(SUFFIXES, (_json_lines, _json, _csv, _parquet), strict=True))
