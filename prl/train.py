@@ -180,13 +180,14 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     from prl.orchestrator.who_waits import waiting
 
     config, monitors, point = prepared.config, prepared.components.monitors, prepared.resume
-    transport = prepared.components.transport(run_dir=run_dir)
     first = point.step if point is not None else 0
     monitors.start(run_dir, max_steps=config.max_steps, run_config=data_of(config), resumed_at=first)
     if first:
         monitors.last |= last_metrics(run_dir)
     track = Track(events.ORCHESTRATOR, run_dir)
     launcher = prepared.components.launcher
+    transport = launcher.transport(run_dir, prepared.components.weights)
+    prepared.components.weights.attach(transport)
     with contextlib.closing(track), contextlib.closing(monitors), contextlib.ExitStack() as processes:
         processes.callback(transport.close)
         processes.callback(launcher.stop)  # before the monitors hear the end; entered it was by `main`

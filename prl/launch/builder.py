@@ -185,7 +185,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Fi
             await asyncio.gather(*(start() for start in starts))
         if config.engine.urls or config.sweep.share_engine or run.first_version:  # it may hold another run's weights
             with supervisor.awaiting("the engine to load the weights", tracks):
-                await load_first_weights(run, policy, transport)
+                await load_first_weights(run, policy)
     except BaseException:
         await services.close()
         raise
@@ -193,11 +193,14 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Fi
     return services
 
 
-async def load_first_weights(run: PreparedRun, policy: PolicyPool, transport: FileTransport) -> None:
+async def load_first_weights(run: PreparedRun, policy: PolicyPool) -> None:
     """Have the engine load the weights that the run begins with."""
     version = run.first_version
-    path = await transport.deliver(version) if version else run.model.path
-    await policy.update_weights(version, path, run.config.engine.update_timeout_s)
+    timeout_s = run.config.engine.update_timeout_s
+    if version:
+        await run.components.weights.load(policy, version, timeout_s)
+    else:
+        await policy.update_weights(version, run.model.path, timeout_s)
 
 
 def supervise(run: PreparedRun, track: Track) -> Supervisor:
@@ -223,6 +226,7 @@ def assemble(
         envs=[train_env(run, name, services.policy, services.hosted) for name in run.config.envs],
         pool=services.policy,
         transport=transport,
+        weights=run.components.weights,
         monitors=run.components.monitors,
         run_dir=run_dir,
         model=run.model,

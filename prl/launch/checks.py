@@ -9,7 +9,7 @@ from typing import Any
 
 from prl.base.errors import ConfigError
 from prl.base.text import in_one_line
-from prl.config.build import class_of
+from prl.config.build import build, class_of
 from prl.config.model_folder import check_length, positions
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import places_processes
@@ -17,17 +17,19 @@ from prl.engines.base import Engine
 from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Launcher
 from prl.trainer import architecture
-from prl.transport.files import FileTransport
+from prl.weights.base import Weights
 
 
 def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> None:
     """Refuse engines and weights that do not go with the launcher. `hosted`: a teacher is one of the engines."""
     placed = places_processes(config)
-    carried = not class_of(config.weights, FileTransport, "weights").needs_shared_folder
-    if carried and not placed:
+    weights = build(config.weights, Weights, "weights")
+    if weights.needs_ray and not placed:
         raise ConfigError("weights=ray goes between the nodes of launcher=ray: choose weights=files, or that launcher")
-    if carried and config.engine.urls:
-        raise ConfigError("weights=ray does not reach engine.urls, beyond launcher=ray: choose weights=files")
+    if not weights.needs_shared_folder and config.engine.urls:
+        raise ConfigError("engine.urls are servers that the run does not start: they load weights=files alone")
+    if not weights.writes_model:
+        check_receiver(config, weights)
     if placed and config.engine.in_process:
         raise ConfigError("launcher=ray places processes, and engine=transformers has none: choose engine=default")
     if placed and config.sweep.share_engine:
@@ -40,6 +42,20 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
         raise ConfigError("launcher=inline starts no server: choose engine=transformers, or launcher=local")
     if hosted and not config.teacher.engine.in_process:
         raise ConfigError("launcher=inline starts no server: choose teacher=inline, or launcher=local")
+
+
+def check_receiver(config: TrainConfig, weights: Weights) -> None:
+    """Refuse what does not go with weights that no folder holds."""
+    if not class_of(config.engine, Engine, "engine").receives_weights:
+        raise ConfigError("weights=transfer: this engine loads folders alone: choose engine=default, or weights=files")
+    if config.orchestrator.eval.keep_best:
+        raise ConfigError(
+            "orchestrator.eval.keep_best copies a folder, weights=transfer writes none: weights=files"
+        )
+    if config.sweep.share_engine:
+        raise ConfigError("sweep.share_engine has the engine load the base weights from a folder: weights=files")
+    if weights.receiver == "nccl" and "cpu" in (config.engine.device_type, config.trainer.device_type):
+        raise ConfigError("weights.backend=nccl goes between GPUs, of trainer and engine: choose weights.backend=gloo")
 
 
 def check_loadable(model: ModelConfig, prefix: str, engine: Any, *, trained: bool) -> int | None:

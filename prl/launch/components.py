@@ -27,7 +27,7 @@ from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.replay import check_replay
 from prl.orchestrator.types import EnvComponents
 from prl.trainer.schedule import Schedule
-from prl.transport.files import FileTransport
+from prl.weights.base import Weights
 
 SCHEMAS: dict[str, Any] = {
     schema._target_: schema for schema in (trainer_config.AdamWConfig, trainer_config.SGDConfig, *trainer_config.LOSSES)
@@ -44,8 +44,7 @@ class RunComponents:
     """Takes its live objects."""
     batcher: Callable[..., Batcher]
     """Takes the sizes of a batch and the envs that it mixes."""
-    transport: Callable[..., FileTransport]
-    """Takes the directory of the run."""
+    weights: Weights
     monitors: Monitors
     launcher: Launcher
     hosted: list[FrozenModelConfig]
@@ -67,7 +66,7 @@ def build_components(config: TrainConfig, launcher: Launcher | None = None) -> R
         envs=envs,
         orchestrator=factory(orchestrator, Orchestrator, "orchestrator"),
         batcher=factory(config.orchestrator.batcher, Batcher, "orchestrator.batcher"),
-        transport=factory(config.weights, FileTransport, "weights"),
+        weights=build(config.weights, Weights, "weights"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         launcher=launcher or launcher_of(config),
         hosted=hosted_references(

@@ -12,6 +12,8 @@ from prl.base.errors import ConfigError, PrlError
 from prl.config.gpus import Gpus
 from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec
+from prl.transport.files import FileTransport
+from prl.weights.base import Weights
 
 POLL_S = 0.1
 
@@ -106,6 +108,10 @@ class Launcher(ABC):
     @abstractmethod
     def ensure_alive(self) -> None:
         """Raise ProcessDied, with the process's name and last log lines, if one has ended too early."""
+
+    def transport(self, run_dir: Path, weights: Weights) -> FileTransport:
+        """Return the way from this process to the trainer, by which `weights` send their messages too."""
+        return FileTransport(run_dir)
 
     def place_of_worker(self, env: str, number: int) -> Any:
         """The reserved place where Ray starts the actor of an env's worker. Raises ConfigError."""

@@ -23,6 +23,7 @@ from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Bundle, Launcher, TrainerSpec, worker_name
 from prl.launch.local import rank_names, resolve_model
 from prl.orchestrator.who_waits import ENGINE, numbered
+from prl.weights.base import Weights
 
 if TYPE_CHECKING:
     from prl.engines.client import PolicyPool
@@ -58,6 +59,10 @@ def engine_log(run_dir: Path) -> Path:
 def policy_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig, token: str, log: Path) -> EngineSpec:
     """An engine of a policy: of the one that a run trains, or of one that an evaluation asks."""
     device = config.engine.device_type
+    further: dict[str, Any] = {}
+    if isinstance(config, TrainConfig):
+        further["evaluation_yields"] = evaluation_yields(config)
+        further["weight_transfer"] = weights_of(config).receiver
     return EngineSpec(
         process=ENGINE,
         served_name=POLICY_NAME,
@@ -68,8 +73,13 @@ def policy_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig, to
         token=token,
         log=log,
         threads=threads.of_engine(config, model),
-        evaluation_yields=isinstance(config, TrainConfig) and evaluation_yields(config),
+        **further,
     )
+
+
+def weights_of(config: TrainConfig) -> Weights:
+    """Return how weights get to the engines. Raises ConfigError."""
+    return build(config.weights, Weights, "weights")
 
 
 def evaluation_yields(config: TrainConfig) -> bool:
@@ -219,6 +229,7 @@ def trainer_payload(config: TrainConfig, model: ModelConfig, *, references: list
         "max_steps": config.max_steps,
         "references": references,
         "adapters_alone": adapters_alone(config),
+        "engine_workers": max(1, config.engine.gpus_each),
     }
 
 
@@ -226,7 +237,7 @@ def adapters_alone(config: TrainConfig) -> bool:
     """Return whether engines may be sent adapters without the weights: they began with those, and nobody else wants
     them."""
     own = class_of(config.engine, Engine, "engine").adds_adapters and not config.engine.urls
-    return own and not config.orchestrator.eval.keep_best
+    return own and weights_of(config).writes_model and not config.orchestrator.eval.keep_best
 
 
 # --- the models of a run ----------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ from prl.rollouts.rollout import Rollout, Stage
 from prl.transport import events
 from prl.transport.events import Track
 from prl.transport.files import FileTransport
+from prl.weights.base import Weights
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Orchestrator:
         envs: The envs of the run.
         pool: The live policy's engines.
         transport: The way to the trainer and back.
+        weights: The way of policy versions to the engines.
         monitors: Take one metrics line per step.
         run_dir: Where rollouts and checkpoints are written.
         model: The policy before step 1.
@@ -104,6 +106,7 @@ class Orchestrator:
         envs: list[TrainEnv],
         pool: PolicyPool,
         transport: FileTransport,
+        weights: Weights,
         monitors: Monitors,
         run_dir: Path,
         model: ModelConfig,
@@ -121,8 +124,7 @@ class Orchestrator:
     ):
         self.config = config = OrchestratorConfig(**options)
         self.track = track or Track(events.ORCHESTRATOR)
-        self.envs, self.pool = envs, pool
-        self.transport, self.monitors = transport, monitors
+        self.envs, self.pool, self.transport, self.monitors = envs, pool, transport, monitors
         self.run_dir, self.max_steps = run_dir, max_steps
         self.seq_len, self.trainer_ranks, self.updates_per_batch = seq_len, trainer_ranks, updates_per_batch
         self.events: asyncio.Queue[Event] = asyncio.Queue()
@@ -132,7 +134,7 @@ class Orchestrator:
         self.replay = Replay(envs, self.batcher, config.age_limit)
         self.staleness = Staleness(config, max_steps)
         self.checkpoints = Checkpoints(checkpoint or CheckpointConfig(), run_dir, envs)
-        shared = (config, pool, transport, monitors, envs, self.events)
+        shared = (config, pool, transport, weights, monitors, envs, self.events)
         self.weight_sync = WeightSync(
             *shared,
             checkpoints=self.checkpoints,

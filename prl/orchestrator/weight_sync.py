@@ -20,6 +20,7 @@ from prl.orchestrator.state import SyncState
 from prl.orchestrator.types import Event, TrainEnv
 from prl.transport.events import EVALUATING, EVALUATION, Track
 from prl.transport.files import FileTransport
+from prl.weights.base import Weights
 
 POLL_S = 0.004
 """Between two looks for a version that the trainer may be about to publish."""
@@ -45,6 +46,7 @@ class WeightSync:
     config: OrchestratorConfig
     pool: PolicyPool
     transport: FileTransport
+    weights: Weights
     monitors: Monitors
     envs: list[TrainEnv]
     events: asyncio.Queue[Event]
@@ -119,7 +121,9 @@ class WeightSync:
             PrlError: The trainer published no version within `policy_timeout_s`, or an engine did not load one.
         """
         try:
-            return await self._follow()
+            line = await self._follow()
+            self.weights.end()
+            return line
         finally:
             await self._drop_beside()
 
@@ -153,6 +157,7 @@ class WeightSync:
     def end(self) -> None:
         """Tell the trainer that no batch follows."""
         self.transport.send_end(self.shipped)
+        self.weights.end()
 
     async def _pause(self) -> None:
         """Wait until the trainer may have published something, or written a checkpoint."""
@@ -197,8 +202,7 @@ class WeightSync:
         """Load `version` and evaluate it if that is due; its line gets the metrics of both."""
         self.busy = True
         started, before = time.monotonic(), self.pool.version
-        path = await self.transport.deliver(version)
-        await self.pool.update_weights(version, path, self.update_timeout_s)
+        await self.weights.load(self.pool, version, self.update_timeout_s)
         self._line_of(version)["time/update_weights"] = time.monotonic() - started
         for old in range(before, version):
             self.transport.discard_weights(old)
