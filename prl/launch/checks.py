@@ -49,9 +49,7 @@ def check_receiver(config: TrainConfig, weights: Weights) -> None:
     if not class_of(config.engine, Engine, "engine").receives_weights:
         raise ConfigError("weights=transfer: this engine loads folders alone: choose engine=default, or weights=files")
     if config.orchestrator.eval.keep_best:
-        raise ConfigError(
-            "orchestrator.eval.keep_best copies a folder, weights=transfer writes none: weights=files"
-        )
+        raise ConfigError("orchestrator.eval.keep_best copies a folder, weights=transfer writes none: weights=files")
     if config.sweep.share_engine:
         raise ConfigError("sweep.share_engine has the engine load the base weights from a folder: weights=files")
     if weights.receiver == "nccl" and "cpu" in (config.engine.device_type, config.trainer.device_type):

@@ -178,10 +178,10 @@ class Publish:
     def __call__(self, version: int, metrics: dict[str, float], *, changed: bool = True) -> None:
         """Publish a version with the metrics of its step. A collective, unless it is the base model (not `changed`)."""
         if self.rank == 0:
-            write = functools.partial(self.weights.publish, self.policy) if changed else None
+            write = functools.partial(self.weights.publish, version, self.policy) if changed else None
             self.transport.publish(version, metrics, write)
         elif changed:
-            self.weights.publish(self.policy, None)
+            self.weights.publish(version, self.policy, None)
 
 
 class Files:

@@ -4,11 +4,14 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 POLL_S = 0.002
+Group = Any
+"""A `ProcessGroupGloo`, of which torch's stubs know neither options nor collectives."""
 
 
 def listening(address: str) -> socket.socket:
@@ -16,7 +19,7 @@ def listening(address: str) -> socket.socket:
     return socket.create_server((address, 0))
 
 
-def gather(listener: socket.socket, size: int, timeout_s: float, given_up: Callable[[], bool]) -> dist.ProcessGroupGloo:
+def gather(listener: socket.socket, size: int, timeout_s: float, given_up: Callable[[], bool]) -> Group:
     """Make a group, as its sender. Raises RuntimeError where not all other members have come in time.
 
     Args:
@@ -44,7 +47,7 @@ def gather(listener: socket.socket, size: int, timeout_s: float, given_up: Calla
     return _group(store, 0, size, timeout_s, address)
 
 
-def join(address: str, port: int, rank: int, size: int, timeout_s: float) -> dist.ProcessGroupGloo:
+def join(address: str, port: int, rank: int, size: int, timeout_s: float) -> Group:
     """Join the group of a sender, who listens at `address`, as its member number `rank`. The rest is as of `gather`."""
     store = dist.TCPStore(
         address,
@@ -54,24 +57,30 @@ def join(address: str, port: int, rank: int, size: int, timeout_s: float) -> dis
         wait_for_workers=False,
         use_libuv=False,
     )
-    store.set(f"member {rank}", b"")
+    store.set(f"member {rank}", "")
     with socket.create_connection((address, port)) as way:
         own = way.getsockname()[0]
     return _group(store, rank, size, timeout_s, own)
 
 
-def _group(store: dist.TCPStore, rank: int, size: int, timeout_s: float, own: str) -> dist.ProcessGroupGloo:
+def _group(store: dist.TCPStore, rank: int, size: int, timeout_s: float, own: str) -> Group:
     """Return a group whose member here listens at the address `own`.
 
     By itself gloo listens where the machine's name points, or at the loopback that a run's environment names.
     """
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    options._devices = [gloo.create_device(hostname=own)]
+    return gloo(store, rank, size, options)
 
 
-def broadcast(group: dist.ProcessGroupGloo, tensor: torch.Tensor) -> None:
+def broadcast(group: Group, tensor: torch.Tensor) -> None:
     """Send a tensor of the first member to the others, whose tensors in host memory get its numbers."""
     # As bytes: gloo knows some formats of numbers only.
     group.broadcast(tensor.reshape(-1).view(torch.uint8), 0).wait()
+
+
+def part(group: Group) -> None:
+    """Wait until all members have what was sent: with the sender's end of the group what is under way would be lost."""
+    group.barrier().wait()

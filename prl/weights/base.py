@@ -67,10 +67,11 @@ class Weights(ABC):
     # --- every rank of the trainer ---
 
     @abstractmethod
-    def publish(self, tensors: Policy, folder: Path | None) -> None:
+    def publish(self, version: int, tensors: Policy, folder: Path | None) -> None:
         """Make a new version ready. A collective.
 
         Args:
+            version: the training step that made it.
             tensors: the weights, which stay as they are until a batch is there after `hold`.
             folder: on the first rank, that of the version: what is written here appears with it; None on others.
         """

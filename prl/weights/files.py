@@ -16,7 +16,7 @@ class FileWeights(Weights):
 
     needs_shared_folder: ClassVar[bool] = True
 
-    def publish(self, tensors: Policy, folder: Path | None) -> None:
+    def publish(self, version: int, tensors: Policy, folder: Path | None) -> None:
         tensors.write(folder)
 
     async def load(self, engine: "PolicyPool", version: int, timeout_s: float) -> None:

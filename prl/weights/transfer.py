@@ -75,7 +75,7 @@ class TransferWeights(Weights):
 
     # --- every rank of the trainer ---
 
-    def publish(self, tensors: Policy, folder: Path | None) -> None:
+    def publish(self, version: int, tensors: Policy, folder: Path | None) -> None:
         self.tensors = tensors
         self.described = tensors.described  # on every rank: merging adapters, to see their shapes, is a collective
         self.served = 0
@@ -133,7 +133,7 @@ class TransferWeights(Weights):
         group = gloo.gather(listener, size, self.timeout_s, lambda: lost() is not None)
         for _, tensor in tensors:
             gloo.broadcast(group, tensor.cpu())
-        group.barrier().wait()  # else the end of the group might come before its last tensor
+        gloo.part(group)
 
     def _send_by_nccl(self, request: str, tensors: Iterator[tuple[str, "torch.Tensor"]]) -> None:
         """Send by vLLM's own sender, which asks the engine for the four phases: the server has them in one request."""

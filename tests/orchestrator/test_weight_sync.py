@@ -12,6 +12,7 @@ from prl.models import model_path
 from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.weight_sync import WeightSync
 from prl.transport.files import FileTransport
+from prl.weights.files import FileWeights
 
 SHIPPED = {"off_policy/max": 0.0, "tokens/generated": 10.0}
 TRAINED = {"tokens/trained": 5.0}
@@ -22,11 +23,13 @@ def make_sync(pool, tmp_path):
     """`make_sync(steps, envs, **options)`: its metrics lines are `sync.lines`."""
 
     def make(steps, envs=(), **options):
-        lines = []
+        lines, transport, weights = [], FileTransport(tmp_path), FileWeights()
+        weights.attach(transport)
         sync = WeightSync(
             OrchestratorConfig(**options),
             pool,
-            FileTransport(tmp_path),
+            transport,
+            weights,
             SimpleNamespace(step=lines.append),
             list(envs),
             asyncio.Queue(),

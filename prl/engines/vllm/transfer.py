@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
@@ -52,7 +51,7 @@ class PolicyTransfer(WeightTransferEngine[Meeting, NewWeights]):
 
     init_info_cls = Meeting
     update_info_cls = NewWeights
-    group: ProcessGroupGloo | None = None
+    group: gloo.Group = None
     update: Update | None = None
     halfway = False
     """Whether an update has begun and not ended: another would take what that one has left for its own."""
@@ -94,8 +93,7 @@ class PolicyTransfer(WeightTransferEngine[Meeting, NewWeights]):
         if update_info.path is not None:
             return self.update.load(policy_tensors(update_info.path, self.base))
         self.update.load(self._sent(update_info))
-        assert self.group is not None
-        self.group.barrier().wait()  # the sender's end of the group goes once all has arrived
+        gloo.part(self.group)
         self.group = None
 
     def _sent(self, info: NewWeights) -> Iterator[tuple[str, torch.Tensor]]:

@@ -45,25 +45,26 @@ class Update:
         for layer in filter(are_experts, self.model.modules()):
             if current_platform.is_cpu():
                 layer.quant_method.moe_kernel = None  # else vLLM takes what has been loaded for packed
-        if self.packed is None:
-            return initialize_layerwise_reload(self.model)
-        for layer, away in self.packed:
+        for layer, away in self.packed or ():
             for name, as_made in away.items():
                 layer._parameters[name] = restore_layer_refs(materialize_meta_tensor(as_made), layer)
+        # Before vLLM's reload, which takes a tied head apart from the embedding.
+        self.names = {name for name, _ in self.model.named_parameters()}
+        if self.packed is None:
+            initialize_layerwise_reload(self.model)
 
     def load(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
         """Load all weights, by their names in files."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        names = {name for name, _ in self.model.named_parameters()}
         taken = self.model.load_weights(tensors)
         if taken is None or not (self.checked or self.packed is not None):
             return
-        missed = names - taken
+        missed = self.names - taken
         if self.packed is None:
             # vLLM's reload only warns. A weight that a model has copied into place without its loader is lost: there is
             # no place for it during a reload.
-            for name in names & taken:
+            for name in self.names & taken:
                 info = get_layerwise_info(self.model.get_submodule(name.rpartition(".")[0]))
                 if info.can_load() and not info.load_numel:
                     missed.add(name)
