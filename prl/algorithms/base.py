@@ -220,6 +220,11 @@ class Algorithm(EnvPart):
             self._kl_scorer = await self.connect_scorer(self.kl, self.kl.reference)
         await self.setup()
 
+    def begin_step(self, step: int, max_steps: int) -> None:
+        """Learn that the batch of `step` is collected from now on, of a run of `max_steps` steps."""
+        self.step = step
+        self.max_steps = max_steps
+
     async def finalize_rollout(self, rollout: Rollout) -> None:
         """Score a finished rollout, unless it has failed. If a model fails, the rollout fails."""
         if not rollout.is_active:

@@ -1,13 +1,13 @@
 """Groups of earlier batches that a batch trains on again: `curriculum.replay` of their env."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prl.algorithms.base import Algorithm
 from prl.base.errors import ConfigError
 from prl.config.orchestrator import OrchestratorConfig
 from prl.curriculum.replay import ReplayConfig
 from prl.orchestrator.batcher import Batcher
-from prl.orchestrator.state import SavedGroup, saved_group
+from prl.orchestrator.state import SavedGroup, restored, saved_group
 from prl.orchestrator.types import Group, TrainEnv
 from prl.rollouts.rollout import Rollout, Stage
 
@@ -49,6 +49,10 @@ class Replay:
     def state_dict(self) -> list[SavedGroup]:
         """The groups that are kept, as they are now."""
         return [saved_group(group) for group in self.groups]
+
+    def load_state_dict(self, state: Sequence[SavedGroup], envs: Mapping[str, TrainEnv]) -> None:
+        """Keep the groups of an earlier part of the run."""
+        self.groups = [restored(saved, envs[saved.env]) for saved in state]
 
     def room(self, step: int) -> int:
         """Return what the batch of `step` takes of new rollouts, in rollouts or tokens as the batch counts."""

@@ -51,7 +51,7 @@ class Graded(vf.Task):
 async def test_every_step_has_its_batch_line_and_records(train, make_env, k):
     run = await train([make_env()], steps=10, max_async_level=k, max_off_policy_steps=k)
     assert [line["step"] for line in run.all_lines] == list(range(11)), "once and in order"
-    assert run.sizes == [8] * 10 and run.orchestrator.pool.version == 10
+    assert run.sizes == [8] * 10 and run.orchestrator.weight_sync.pool.version == 10
     assert {(line["rollouts/batch"], line["rollouts/trained"], line["loss/mean"]) for line in run.lines} == {
         (8, 8, 0.1)
     }
@@ -131,7 +131,7 @@ async def test_long_evaluation_counts_against_no_deadline(make_env, train, monke
         await asyncio.sleep(patient(1.6))
         return {"eval/toy/avg@1": 0.0}
 
-    monkeypatch.setattr("prl.orchestrator.weight_sync.evaluate", slow)
+    monkeypatch.setattr("prl.orchestrator.evaluate.evaluate", slow)
     deadlines = {"policy_timeout_s": patient(0.8), "batch_timeout_s": patient(0.8)}
     run = await train([make_env(held_out=2)], steps=2, eval=EvalConfig(every=1), **deadlines)
     assert [line["step"] for line in run.all_lines] == [0, 1, 2]
@@ -302,7 +302,7 @@ async def test_run_ends_in_order_when_every_env_has_ended(train, make_env, k):
     """Everything is retired at first sight."""
     envs = [make_env(name, tasks=5, curriculum={"easy_threshold": 0.0}) for name in "ab"]
     run = await train(envs, steps=50, max_async_level=k)
-    assert len(run.sizes) == run.orchestrator.weight_sync.shipped == len(run.lines) < 12
+    assert len(run.sizes) == run.orchestrator.steps.shipped == len(run.lines) < 12
     assert sum(run.sizes) == len(run.trained()) == len(run.records()) >= 40
     assert run.sizes[:-1] == [8] * (len(run.sizes) - 1)
     assert {(record["env"], record["task"]) for record in run.records()} == {(e, i) for e in "ab" for i in range(5)}
@@ -384,8 +384,8 @@ async def test_run_whose_base_model_is_good_enough_trains_nothing(train, make_en
 async def test_run_that_no_longer_improves_ends_in_order(train, make_env, k):
     env = make_env(held_out=2, curriculum=ODF)
     run = await train([env], steps=30, max_async_level=k, eval=EvalConfig(every=2), stop=StopConfig(patience=2))
-    last = run.orchestrator.weight_sync.shipped
-    assert 4 <= last == len(run.sizes) == run.orchestrator.pool.version < 30
+    last = run.orchestrator.steps.shipped
+    assert 4 <= last == len(run.sizes) == run.orchestrator.weight_sync.pool.version < 30
     assert "2 evaluations in a row had no better held-out reward" in run.ended_because
     assert [line["step"] for line in run.all_lines] == [*range(last + 1)], "a line a step"
     assert {"loss/mean", "reward/all/mean", "time/step", "eval/toy/avg@1"} <= {*run.lines[-1]}
