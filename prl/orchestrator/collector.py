@@ -105,7 +105,7 @@ class Collector:
 
     def _handle(self, event: Event) -> None:
         if event is not None and not (self.intake.admit(event) and self.batcher.add(event)):
-            self.next_step.left += event.rollouts  # it does not wait for a batch
+            self.next_step.leave(event.rollouts)  # it does not wait for a batch
 
     def drop(self, what: Dropped) -> None:
         """Drop waiting groups, and groups in flight; the next metrics line counts their rollouts and tokens."""
@@ -114,8 +114,8 @@ class Collector:
         lost += self.dispatcher.arrived(what.last_chance)
         tokens = float(sum(rollout.num_completion_tokens for rollout in lost))
         rollouts = float(self.dispatcher.drop(what.last_chance) + count(waiting, what.stage))
-        self.next_step.sums.update({what.metric: rollouts, f"{what.metric}_tokens": tokens})
-        self.next_step.left += waiting
+        self.next_step.add({what.metric: rollouts, f"{what.metric}_tokens": tokens})
+        self.next_step.leave(waiting)
 
     def fill(self) -> bool:
         """Start what is missing. Returns False if no group is in flight and none can start."""

@@ -54,7 +54,7 @@ class Dispatcher:
         self.next_id = state.next_group
         self.started |= state.started
         for name, env in envs.items():
-            env.weight = state.weights.get(name, env.weight)
+            env.weigh(state.weights.get(name, env.weight))
         for saved in state.in_flight:
             if saved.task >= 0 and saved.env in envs:
                 env = envs[saved.env]
@@ -119,11 +119,8 @@ class Dispatcher:
         for env in self.envs:
             with env.asking():
                 weight = env.environment.config.weight * env.curriculum.weight(context)
-            if not 0 < weight < math.inf:
-                raise PrlError(f"env {env.name!r}: a curriculum's weight must be a number above 0, not {weight}")
-            if weight != env.weight:
-                self.started[env.name] += behind * (weight - env.weight)
-                env.weight = weight
+            self.started[env.name] += behind * (weight - env.weight)
+            env.weigh(weight)
 
     def _start(self, group: Group) -> int:
         if group.env.sampler.version is not None:

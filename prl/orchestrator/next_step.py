@@ -37,6 +37,14 @@ class NextStep:
         if self.counted:
             write_records(self.run_dir, state.step + 1, self.counted)
 
+    def leave(self, rollouts: Sequence[Rollout]) -> None:
+        """Take rollouts of a group that no batch holds."""
+        self.left += rollouts
+
+    def add(self, sums: Mapping[str, float]) -> None:
+        """Add to sums of the next metrics line."""
+        self.sums.update(sums)
+
     def record(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Record the rollouts of a cut batch with `step`, and those that left before."""
         write_records(self.run_dir, step, [*rollouts, *self.left])

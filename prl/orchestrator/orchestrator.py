@@ -248,7 +248,7 @@ class Orchestrator:
     async def _make_batch(self, step: int) -> None:
         """Collect, cut, filter, record, pack and ship the batch of `step`, unless the run ends before it."""
         self.batcher.begin(self.replay.room(step))
-        self.next_step.sums.update(await self.collector.collect(step))
+        self.next_step.add(await self.collector.collect(step))
         reason = self.evaluator.early_stopping.reason
         if reason is not None:
             self.collector.drop(ENDED_EARLY)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from prl.algorithms.base import Algorithm
 from prl.base.errors import PrlError, of_own_code
 from prl.base.user_code import called
 from prl.curriculum.base import Curriculum
-from prl.engines.chat import ChatSource, check_template
+from prl.engines.chat import check_template
 from prl.engines.frozen import FrozenPool
 from prl.engines.sampler import Sampler
 from prl.envs.environment import Environment
@@ -61,6 +62,12 @@ class TrainEnv(EnvComponents, EvalEnv):
     def __post_init__(self) -> None:
         self.weight = self.environment.config.weight
         """Its share among the envs now: of its config, times what its curriculum says."""
+
+    def weigh(self, weight: float) -> None:
+        """Give it another share among the envs, which its curriculum has chosen. Raises PrlError for none."""
+        if not 0 < weight < math.inf:
+            raise PrlError(f"env {self.name!r}: a curriculum's weight must be a number above 0, not {weight}")
+        self.weight = weight
 
     @functools.cached_property
     def positions(self) -> dict[int, int]:
@@ -115,7 +122,7 @@ class TrainEnv(EnvComponents, EvalEnv):
                 return
             log.info("env %s samples from %r by chat messages, in the policy's template", self.name, source.model)
             check_template(self.sampler.renderer, f"env {self.name!r} samples from {source.model!r} by chat messages")
-            self.sampler.pool = ChatSource(source)
+            self.sampler.ask_by_messages(source)
 
 
 @dataclass(eq=False)
