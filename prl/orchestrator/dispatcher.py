@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from prl.base.errors import PrlError
 from prl.curriculum.base import Context
+from prl.envs.group import Arrived
 from prl.envs.isolation import task_group
 from prl.orchestrator.state import DispatcherState, SavedTask
 from prl.orchestrator.types import Event, Group, TrainEnv, attribute_errors_to, by_seat, raise_unless_leaked
@@ -148,7 +149,7 @@ class Dispatcher:
 
     async def _play(self, group: Group) -> None:
         try:
-            await play_and_credit(group, self._send)
+            await play_and_credit(group, group.play, self._send)
         except asyncio.CancelledError as error:
             raise_unless_leaked(error, group.env.name)
         except Exception:
@@ -167,7 +168,9 @@ class Dispatcher:
             self.events.put_nowait(replace(group, rollouts=[rollout], sent=[]))
 
 
-async def play_and_credit(group: Group, send: Callable[[Group, Rollout], None]) -> None:
+async def play_and_credit(
+    group: Group, play: Callable[[Arrived], Awaitable[list[Rollout]]], send: Callable[[Group, Rollout], None]
+) -> None:
     """Play, grade and credit the rollouts of a group.
 
     Each rollout is scored (`finalize_rollout`, which may call models) as soon as it is graded, while others of the
@@ -176,9 +179,14 @@ async def play_and_credit(group: Group, send: Callable[[Group, Rollout], None]) 
     scored, and goes to `send`.
 
     Invariant: every rollout comes back, in the order of its episodes, or has been sent, by an earlier part of the run
-    perhaps; and is either credited or has an outcome. Scoring
-    ends `group_timeout_s` after the start. Crediting the group has a deadline of the same length of its own: whatever
-    used up the first one has failed, and the other rollouts still get their credit.
+    perhaps; and is either credited or has an outcome. Scoring ends `group_timeout_s` after the start. Crediting the
+    group has a deadline of the same length of its own: whatever used up the first one has failed, and the other
+    rollouts still get their credit.
+
+    Args:
+        group: The group, without rollouts.
+        play: Plays the episodes and hands over each graded rollout; returns all, in the order of their episodes.
+        send: Takes each credited rollout of an env that does not wait for groups.
 
     Raises:
         PrlError: The algorithm failed; the message names the env and the class.
@@ -200,15 +208,14 @@ async def play_and_credit(group: Group, send: Callable[[Group, Rollout], None]) 
         return (rollout.index, rollout.agent.name) in group.sent
 
     async def credit(rollouts: list[Rollout]) -> None:
-        played = now()
+        scored = now()
         for seat in by_seat(rollouts):
-            await _in_time(env, env.algorithm.finalize_group(seat), seat, played)
+            await _in_time(env, env.algorithm.finalize_group(seat), seat, scored)
         for rollout in rollouts:
             for sample in rollout.samples:
                 sample.loss = env.loss
 
-    played = await env.environment.play(group.task, env.group_size, env.sampler, group_id=group.id, arrived=score)
-    group.rollouts = [rollout for rollout in played if not is_sent(rollout)]
+    group.rollouts = [rollout for rollout in await play(score) if not is_sent(rollout)]
     await credit(group.rollouts)
     group.excused = group.excused or not env.up
 

@@ -18,6 +18,7 @@ from prl.engines.chat import check_template
 from prl.engines.frozen import FrozenPool
 from prl.engines.sampler import Sampler
 from prl.envs.environment import Environment
+from prl.envs.group import Arrived
 from prl.filters.base import Filters
 from prl.rollouts.rollout import Rollout
 
@@ -143,6 +144,11 @@ class Group:
     """Times that it has been replayed."""
     sent: list[tuple[int, str]] = field(default_factory=list)
     """Index and agent of the rollouts that went on alone, in groups of their own with this one's id."""
+
+    async def play(self, arrived: Arrived) -> list[Rollout]:
+        """Have the env play and grade the episodes; each rollout goes to `arrived` at once. Returns all of them."""
+        env = self.env
+        return await env.environment.play(self.task, env.group_size, env.sampler, group_id=self.id, arrived=arrived)
 
     @property
     def coming(self) -> int:

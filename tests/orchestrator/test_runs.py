@@ -107,7 +107,7 @@ async def test_trainer_that_stops_ends_the_run_within_its_deadline(train, make_e
 
 async def test_trainer_that_stops_is_named_while_a_straggler_plays(train, make_env, pool):
     """With the rest of six groups both steps that a rollout of version 0 is meant for were shipped."""
-    pool.delay_of = lambda n: 60.0 if pool.requests == 1 else 0.002
+    pool.delay_of = lambda n: 60.0 if len(pool.requests) == 1 else 0.002
     options = {"oversampling_factor": 1.5, "policy_timeout_s": 0.2, "batch_timeout_s": 60.0}
     with pytest.raises(PrlError, match=r"step 3: no policy newer than version 0 .*policy_timeout_s"):
         await train([make_env(timeout_s=90.0)], stop_after=0, **options)
