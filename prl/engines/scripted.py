@@ -10,7 +10,6 @@ from prl.engines.replies import Completion, Scored
 from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
 
-
 LOGPROB = -1.0
 """The logprob of every token that the model says or reads."""
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +56,19 @@ class Checkpoints:
         """Take the state of the orchestrator after the batch of a step and before the next one."""
         self._kept[state.step] = state
 
-    def awaited(self, step: int, *, passes: bool) -> bool:
-        """Return whether `sync` is to be called for `step`: its part is there, or will be though the step `passes`."""
+    def sync(self, step: int, known: Callable[[], SyncState], *, passes: bool) -> None:
+        """Take what is known while `step` is the last that is trained, if it gets a checkpoint; else forget it.
+
+        Args:
+            step: The last step that has been taken in.
+            known: Returns what `WeightSync` knows.
+            passes: The trainer has published the next step. The part of `step` may come nevertheless, if it was asked
+                for: the trainer writes it while it trains on.
+        """
         comes = (passes and step in self._asked) or files.part_path(self.run_dir, step).exists()
-        return comes and step not in self._synced
-
-    def sync(self, step: int, state: SyncState) -> None:
-        """Take what `WeightSync` knew when `step` was trained and the next was not yet."""
-        self._synced[step] = state
-
-    def passed(self, step: int) -> None:
-        """The trainer has published the step after `step`: forget it, unless it gets a checkpoint."""
-        if step not in self._synced:
+        if comes and step not in self._synced:
+            self._synced[step] = known()
+        if passes and step not in self._synced:
             self._kept.pop(step, None)
 
     async def run(self) -> None:

@@ -39,22 +39,6 @@ def quantiles(values: Iterable[float | None]) -> dict[str, float]:
     return dict(zip(QUANTILES, np.quantile(numbers, list(QUANTILES.values())).tolist(), strict=True))
 
 
-def metrics_of_step(
-    rollouts: list[Rollout],
-    step: int,
-    envs: "Sequence[TrainEnv]",
-    size_of: Callable[[list[Rollout]], int],
-    replayed: Sequence[Rollout] = (),
-) -> dict[str, float]:
-    """Return the metrics of the rollouts of `step` and of those that it replays, as for `metrics_of_batch`.
-
-    `size_of` says how much of a batch rollouts are.
-    """
-    filters = {env.name: env.filters for env in envs}
-    shares = shares_of_envs(rollouts, list(filters), size_of)
-    return metrics_of_batch(rollouts, step, replayed) | metrics_of_filters(rollouts, filters) | shares
-
-
 def take_logged(envs: "Sequence[TrainEnv]") -> dict[str, float]:
     """Return the mean of the values that components have logged under each name since the last call."""
     values: dict[str, list[float]] = {}

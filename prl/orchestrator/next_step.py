@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from prl.orchestrator.metrics import metrics_of_step
+from prl.orchestrator.metrics import metrics_of_batch, metrics_of_filters, shares_of_envs
 from prl.orchestrator.staleness import NONE_DROPPED
 from prl.orchestrator.state import RunState, restored
 from prl.orchestrator.types import TrainEnv
@@ -72,7 +72,9 @@ class NextStep:
             size_of: Says how much of a batch rollouts are.
             replayed: Rollouts of earlier batches that the step trains on again.
         """
-        line = metrics_of_step(self.counted, step, envs, size_of, replayed) | NONE_DROPPED | self.sums
+        filters = {env.name: env.filters for env in envs}
+        line = metrics_of_batch(self.counted, step, replayed) | metrics_of_filters(self.counted, filters)
+        line |= shares_of_envs(self.counted, list(filters), size_of) | NONE_DROPPED | self.sums
         self.counted.clear()
         self.sums.clear()
         return line

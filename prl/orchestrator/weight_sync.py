@@ -119,11 +119,9 @@ class WeightSync:
         while True:
             step = self.steps.trained
             trained = self.transport.receive_metrics(step + 1)
-            if self.checkpoints.awaited(step, passes=trained is not None):
-                self.checkpoints.sync(step, self.state_dict())
+            self.checkpoints.sync(step, self.state_dict, passes=trained is not None)
             if trained is None:
                 return step > before
-            self.checkpoints.passed(step)
             if not self.config.keep_batches:
                 self.transport.discard_batch(step + 1)
             # An evaluation that has ended beside training counts from here on, and this line has its metrics: a run

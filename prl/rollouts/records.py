@@ -58,7 +58,7 @@ def record(rollout: Rollout, step: int) -> Record:
         stop=rollout.trace.stop_condition,
         completion_tokens=rollout.num_completion_tokens,
         samples=len(rollout.samples),
-        messages=[_message(node, position - 1) for position, node in enumerate(rollout.nodes)],
+        messages=[_message(node, position - 1) for position, node in enumerate(rollout.trace.nodes)],
     )
 
 

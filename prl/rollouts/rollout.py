@@ -1,7 +1,6 @@
 """A rollout: one attempt at a task, with its verifiers trace, its training samples and its outcome."""
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -76,35 +75,10 @@ class Turn:
 
 
 class Rollout:
-    """One attempt at a task. The attributes declared first are those of its trace.
+    """One attempt at a task, whose messages, rewards and metrics are those of its trace.
 
     `outcome` is written once: the first thing that takes a rollout out of the pipeline.
     """
-
-    task: "TraceTask"
-    """The task as the trace carries it; `task.data` are its fields."""
-    agent: "AgentInfo"
-    """The agent that played it; `agent.name` tells the sides of a game apart."""
-    reward: float
-    """The weighted sum of the env's reward functions."""
-    rewards: "dict[str, Reward | None]"
-    """The value of each reward function of the env."""
-    metrics: dict[str, float | None]
-    """The value of each metric function of the env."""
-    info: dict[str, Any]
-    """The env's notes about the episode."""
-    nodes: "list[MessageNode]"
-    """Every message once, in the order of the calls."""
-    branches: "list[Branch]"
-    """Every path through the message graph, from an opening message to a last one."""
-    num_turns: int
-    """Model calls."""
-    last_reply: str
-    """The text of the model's last message."""
-    is_truncated: bool
-    """Whether a length limit cut it off."""
-    stop_condition: str | None
-    """Why the episode stopped, in verifiers' words; None if nothing special stopped it."""
 
     def __init__(self, trace: "Trace", *, env_name: str, group_id: int, start_version: int | None, temperature: float):
         self.trace = trace
@@ -133,6 +107,43 @@ class Rollout:
         """The stage where it ended, and the reason; None while it is active."""
         self.seal: int | None = None
         """Hash of its samples' tokens when its algorithm received them; later only advantages and weights change."""
+
+    # --- its trace ------------------------------------------------------------------------------------------------
+
+    @property
+    def task(self) -> "TraceTask":
+        """The task as the trace carries it; `task.data` are its fields."""
+        return self.trace.task
+
+    @property
+    def agent(self) -> "AgentInfo":
+        """The agent that played it; `agent.name` tells the sides of a game apart."""
+        return self.trace.agent
+
+    @property
+    def reward(self) -> float:
+        """The weighted sum of the env's reward functions."""
+        return self.trace.reward
+
+    @property
+    def rewards(self) -> "dict[str, Reward | None]":
+        """The value of each reward function of the env."""
+        return self.trace.rewards
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """The value of each metric function of the env."""
+        return self.trace.metrics
+
+    @property
+    def branches(self) -> "list[Branch]":
+        """Every path through the message graph, from an opening message to a last one."""
+        return self.trace.branches
+
+    @property
+    def is_truncated(self) -> bool:
+        """Return whether a length limit cut it off."""
+        return self.trace.is_truncated
 
     # --- its outcome ----------------------------------------------------------------------------------------------
 
@@ -295,10 +306,6 @@ class Rollout:
         for turn, advantage in zip(turns, advantages, strict=True):
             credit[turn.tokens] = [float(advantage)] * (turn.tokens.stop - turn.tokens.start)
         self.assign_advantages(credit)
-
-
-for _name in Rollout.__annotations__.keys() - vars(Rollout).keys():
-    setattr(Rollout, _name, property(operator.attrgetter(f"trace.{_name}")))  # a type checker knows the declarations
 
 
 def keyed_nodes(branch: "Branch") -> Iterator[tuple[MessageKey, "MessageNode"]]:

@@ -293,7 +293,7 @@ async def test_finished_groups_come_back_as_they_were(start, finished, make_env,
             assert rollout.samples == kept.samples and rollout.advantages == kept.advantages and rollout.is_active
             assert rollout.task.data is group.task.data
             assert [branch.token_ids for branch in rollout.sample_branches] == [s.token_ids for s in rollout.samples]
-            assert rollout.reward == pytest.approx(len(rollout.last_reply) / 3)
+            assert rollout.reward == pytest.approx(len(rollout.trace.last_reply) / 3)
 
 
 @pytest.mark.parametrize(("kind", "trains"), [("post", True), ("pre", False), ("odf", True)])
