@@ -18,6 +18,7 @@ from prl.orchestrator.types import TrainEnv
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+"""Seconds between two looks for parts that the trainer has written."""
 
 
 class Checkpoints:
@@ -38,8 +39,11 @@ class Checkpoints:
         self.envs = envs
         self._asked_at = time.monotonic()
         self._asked: set[int] = set()
+        """Steps that the trainer was asked for."""
         self._kept: dict[int, RunState] = {}
+        """The orchestrator's state after the batch of a step."""
         self._synced: dict[int, SyncState] = {}
+        """The knowledge of `WeightSync` when a step was trained."""
         self._writing = threading.Lock()
 
     def due(self, step: int) -> bool:
@@ -75,11 +79,12 @@ class Checkpoints:
         """Complete checkpoints as they come, until it is cancelled."""
         while True:
             for step in self._ready():
+                # The pools are read here: a thread would read them while the loop changes them.
                 await asyncio.to_thread(self._complete, step, self._pools())
             await asyncio.sleep(POLL_S)
 
     def finish(self) -> None:
-        """Complete what the trainer has written."""
+        """Complete the checkpoints whose parts the trainer has written."""
         for step in self._ready():
             self._complete(step, self._pools())
         with self._writing:  # a thread that `run` has begun, and that is not cancelled with it
@@ -89,7 +94,7 @@ class Checkpoints:
         return [step for step in files.parts_of(self.run_dir) if step in self._kept and step in self._synced]
 
     def _pools(self) -> dict[str, list[dict[str, Any]]] | None:
-        """The difficulty pools of all envs, as plain data; None without pools."""
+        """Return the difficulty pools of all envs, as plain data; None without pools."""
         retired = dict[str, list[dict[str, Any]]]()
         for env in self.envs:
             with env.asking():

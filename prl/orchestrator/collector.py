@@ -19,7 +19,7 @@ from prl.transport import events
 from prl.transport.events import Track
 
 PAUSE_S = 0.2
-"""Between two looks for a frozen model that is away."""
+"""Seconds between two looks for a frozen model that is away."""
 
 
 @dataclass
@@ -60,6 +60,7 @@ class Collector:
         while True:
             while not self.dispatcher.events.empty():
                 self._handle(self.dispatcher.events.get_nowait())
+            # The estimate of a token batch changes with each rollout that arrives.
             batch = self.batcher.batch_rollouts(self.dispatcher.largest_group)
             self.intake.check(step, MAX_EMPTY_BATCHES * batch)
             rollout_s = time.monotonic() - started - idle_s
@@ -99,6 +100,7 @@ class Collector:
         except TimeoutError:
             if not self.weight_sync.busy:
                 return False
+            # An update ends with an event, and has a deadline of its own.
             event = await self.dispatcher.events.get()
         self._handle(event)
         return True
@@ -136,7 +138,7 @@ class Collector:
             on_time += started
 
     def missing_envs(self, step: int) -> set[str]:
-        """The envs of which the full batch of `step` waits for more: not for stragglers, nor while a model is away.
+        """Return the envs of which the full batch of `step` waits for more, stragglers and absent models left out.
 
         Groups that may start now, and are not for this batch alone, are started first: it may wait for them, too.
         """

@@ -36,7 +36,6 @@ class Dispatcher:
         """Rollouts of the largest group that may start."""
         self.in_flight: dict[Group, asyncio.Task[None]] = {}
         self.next_id = 0
-        """Id of the next group."""
         self.started = dict.fromkeys((env.name for env in envs), 0.0)
         """Rollouts started of each env, those of an absent env raised to its share."""
         self._again: deque[Group] = deque()
@@ -82,11 +81,11 @@ class Dispatcher:
         return self.rollouts_since(-math.inf)
 
     def rollouts_since(self, version: float) -> int:
-        """Rollouts in flight of groups that started from `version` or later."""
+        """Return the number of rollouts in flight of groups that started from `version` or later."""
         return sum(group.coming for group in self.in_flight if group.start_version >= version)
 
     def arrived(self, version: float) -> list[Rollout]:
-        """The rollouts that have arrived of groups in flight which started from `version` or before."""
+        """Return the rollouts that have arrived of groups in flight which started from `version` or before."""
         return [rollout for group in self.in_flight if group.start_version <= version for rollout in group.rollouts]
 
     def start_group(self, context: Context | None = None) -> int:
@@ -107,6 +106,7 @@ class Dispatcher:
         env = min(ready, key=lambda env: share[env.name])
         for other in self.envs:
             if other not in ready:
+                # As if it had kept up: it does not make up for its absence when it is back.
                 self.started[other.name] = max(share[other.name], share[env.name]) * other.weight
         self.started[env.name] += env.rollouts_per_group
         with env.asking():
@@ -115,7 +115,7 @@ class Dispatcher:
         return self._start(Group(self.next_id - 1, env, math.inf, task))
 
     def _weigh(self, context: Context) -> None:
-        """Let the curricula change the weights of their envs. So many rollouts as an env was ahead, it stays ahead."""
+        """Let the curricula change the weights of their envs. An env stays as many rollouts ahead as it was."""
         behind = min(self.started[env.name] / env.weight for env in self.envs)
         for env in self.envs:
             with env.asking():
@@ -151,10 +151,12 @@ class Dispatcher:
         try:
             await play_and_credit(group, group.play, self._send)
         except asyncio.CancelledError as error:
+            # Code of the env may have raised it by itself: the group would be missing for ever.
             raise_unless_leaked(error, group.env.name)
         except Exception:
             if group in self.in_flight:
                 raise
+            # Nobody waits for a dropped group: what its env's clean-up raises costs nothing.
             log.info("env %s: a cancelled group failed while it stopped", group.env.name, exc_info=True)
         else:
             if self.in_flight.pop(group, None) is not None:
@@ -239,7 +241,7 @@ async def _in_time(env: TrainEnv, scoring: Awaitable[None], rollouts: list[Rollo
             with attribute_errors_to(env):
                 await scoring
     except TimeoutError:
-        if not clock.expired():
+        if not clock.expired():  # the scoring's own, which is an error of the algorithm
             raise
         late = f"not scored when its group had taken {limit_s:g} s (envs.{env.name}.group_timeout_s)"
         for rollout in rollouts:

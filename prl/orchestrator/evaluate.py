@@ -172,13 +172,14 @@ async def evaluate_env(env: EvalEnv, k: int, run_dir: Path, version: int) -> tup
     }
     for key in {key: None for rollout in rollouts if not rollout.failed for key in rollout.metrics}:
         values = [0.0 if rollout.failed else rollout.metrics.get(key) or 0.0 for rollout in rollouts]
+        # A grader may have written nan, which would be the mean.
         metrics[f"eval/{env.name}/{key}"] = mean(filter(math.isfinite, values))
     write_records(run_dir, version, rollouts, f"eval_{env.name}_")
     return rollouts, metrics
 
 
 async def play_all(env: EvalEnv, k: int) -> list[Rollout]:
-    """`k` rollouts of every held-out task of an env, in the order of the tasks."""
+    """Return `k` rollouts of every held-out task of an env, in the order of the tasks."""
     slots = asyncio.Semaphore(max(1, MAX_IN_FLIGHT // k))
 
     async def play(index: int, task: Task) -> list[Rollout]:

@@ -112,7 +112,7 @@ def age_of(rollout: Rollout, step: int) -> int | None:
 
 
 def metrics_of_filters(rollouts: list[Rollout], filters: Mapping[str, Filters]) -> dict[str, float]:
-    """Return for each slot which shares of the rollouts it was asked about it dropped and its filters matched.
+    """Return the shares of rollouts that each slot of filters dropped, and that its filters matched.
 
     `pre_filters/...` are shares of all rollouts that neither failed nor were empty, `filters/...` of those that the
     batch was cut from. `is_filtered` is the share dropped, `is_matched` the share that any filter of the slot matched,
@@ -171,7 +171,7 @@ def by_env(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
 
 
 def count(rollouts: Iterable[Rollout], stage: Stage) -> int:
-    """Return how many rollouts left at `stage`."""
+    """Return the number of rollouts that left at `stage`."""
     return sum(rollout.stage is stage for rollout in rollouts)
 
 

@@ -34,7 +34,7 @@ class NextStep:
             for group in saved:
                 rollouts += restored(group, envs[group.env]).rollouts
         self.sums.update(state.sums)
-        if self.counted:
+        if self.counted:  # the records of steps after the checkpoint were removed
             write_records(self.run_dir, state.step + 1, self.counted)
 
     def leave(self, rollouts: Sequence[Rollout]) -> None:

@@ -121,6 +121,7 @@ class Orchestrator:
         self.track = track or Track(events.ORCHESTRATOR)
         self.goes_on = state is not None
         queue: asyncio.Queue[Event] = asyncio.Queue()
+        # An env without weight is evaluated and never trained on.
         self.dispatcher = Dispatcher([env for env in envs if env.environment.config.weight > 0], queue)
         self.intake = Intake(envs, config.max_error_share)
         mixed_envs = self.dispatcher.envs if config.mix == "weights" else []
@@ -179,7 +180,7 @@ class Orchestrator:
             for env in self.envs:
                 await serving.enter_async_context(env.environment.serving())
             line: dict[str, float] = {}
-            if not self.goes_on:
+            if not self.goes_on:  # else version 0 was evaluated by the part of the run that began it
                 with self.track.doing(events.EVALUATED, 0):
                     line = {"step": 0} | await self.evaluator.evaluate_if_due(0, last=False)
             if line and self.evaluator.early_stopping.reason is None:
@@ -191,7 +192,7 @@ class Orchestrator:
                 await self._make_batches()
                 with self.track.doing(events.LAST_UPDATE, self.steps.shipped):
                     await synced
-                saving.cancel()
+                saving.cancel()  # `finish` completes what the trainer writes from here on
             line |= synced.result()
             if self.ended_because is not None and (line or not self.goes_on):  # else it has the line of its last step
                 arrived = self.intake.take()  # of a run without a step all that it has
@@ -263,12 +264,13 @@ class Orchestrator:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             to_ship = decide(groups, self.shipper.seq_len)
             trained = count(to_ship, Stage.TRAINED)
-            replayed = self.replay.take(step, groups) if trained else []
+            replayed = self.replay.take(step, groups) if trained else []  # a batch that makes no step uses up nothing
             if trained:
                 self.collector.drop(self.staleness.left_behind(step))
         with self.track.doing(events.RECORDING, step):
             self.next_step.record(step, rollouts)
         with self.track.doing(events.PACKING, step):
+            # Packed even if nothing trains: a stream of the wrong length is an error, whatever else is wrong.
             rows, truncated = self.shipper.pack(step, to_ship + replayed)
             self.batcher.check_batch(step, rollouts)
         if trained:  # what trains nothing makes no step: its rollouts count with the next batch

@@ -37,6 +37,7 @@ class Shipper:
 
         With `checkpoint` the trainer writes one after the step.
         """
+        # While a rank lacks its part, those that have theirs wait for it: no last checkpoint would come.
         self.sending = True
         for rank, micro_batches in enumerate(rows):
             self.transport.send_batch(StepBatch(step, micro_batches, truncated, checkpoint), rank)

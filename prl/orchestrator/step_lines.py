@@ -53,7 +53,7 @@ class StepLines:
 
     def state_dict(self) -> list[dict[str, float]]:
         """Return the lines of trained steps that no monitor has, as they are now."""
-        return [dict(line) for line in self._trained]
+        return [dict(line) for line in self._trained]  # copies: the metrics of an update are added later
 
     def load_state_dict(self, lines: Iterable[dict[str, float]], step: int) -> None:
         """Go on from the checkpoint of `step`, with the `lines` that no monitor had then."""
@@ -87,6 +87,7 @@ class StepLines:
         before = self._mark
         self._mark = Mark(time.monotonic(), busy_s)
         line = {"step": self.trained} | self._shipped.pop(self.trained) | known
+        # The time of a step is that between two lines: steps overlap, so it has no beginning of its own.
         wall_s = self._mark.at - before.at
         self._trained.append(line_of_step(line, trained, wall_s, busy_s - before.busy_s, half=self.half))
 
@@ -103,6 +104,7 @@ class StepLines:
             loaded: The version that the engines have.
             stopping: Early stopping ends the run as soon as it can.
         """
+        # The evaluation of the last version belongs into its line, and nobody knows yet which version that is.
         ending = stopping or self.last < self.max_steps
         while self._trained and self._trained[0]["step"] <= loaded:
             if ending and self._trained[0]["step"] == self.shipped < self.max_steps:

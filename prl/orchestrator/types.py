@@ -72,12 +72,12 @@ class TrainEnv(EnvComponents, EvalEnv):
 
     @functools.cached_property
     def positions(self) -> dict[int, int]:
-        """The position of each task among the env's, by the task's identity."""
+        """The position of each task among the env's, by `id` of the task."""
         return {id(task): number for number, task in enumerate(self.environment.tasks)}
 
     @property
     def rollouts_per_group(self) -> int:
-        """Rollouts of a group: one of each episode and trained agent."""
+        """The rollouts of a group: one of each episode and trained agent."""
         return self.group_size * self.environment.seats
 
     @property
@@ -99,7 +99,7 @@ class TrainEnv(EnvComponents, EvalEnv):
             return self.curriculum.ended
 
     def describe(self) -> str:
-        """The state of its curriculum in a few words."""
+        """Return the state of its curriculum in a few words."""
         with self.asking():
             return self.curriculum.describe()
 
@@ -177,7 +177,7 @@ the evaluation that followed it if one was due, is over: groups may start again.
 
 
 def by_seat(rollouts: list[Rollout]) -> list[list[Rollout]]:
-    """A group's rollouts by the agent that played them: the sides of a game are not a baseline for each other."""
+    """Return a group's rollouts by the agent that played them: sides of a game are no baseline for each other."""
     seats: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         seats.setdefault(rollout.agent.name, []).append(rollout)

@@ -131,7 +131,7 @@ class WeightSync:
 
     async def _update(self, version: int) -> None:
         """Load `version`, unless the engines have it, and evaluate it if that is due; its line gets the metrics."""
-        self.busy = True
+        self.busy = True  # a group that starts now would mix two versions, or delay the evaluation
         started = time.monotonic()
         if version > self.pool.version:
             seconds = await self._load(version)
@@ -149,7 +149,7 @@ class WeightSync:
         path = await self.transport.deliver(version)
         await self.pool.update_weights(version, path, self.update_timeout_s)
         seconds = time.monotonic() - started
-        for old in range(before, version):
+        for old in range(before, version):  # those that were skipped, too
             self.transport.discard_weights(old)
         return seconds
 

@@ -168,6 +168,7 @@ class Rollout:
         """
         if self.is_active:
             kind = kind or ("timeout" if isinstance(error, TimeoutError) else getattr(error, "kind", "env"))
+            # The message goes into records and result.json, which are UTF-8.
             self.leave(Stage.FAILED, encodable(f"{type(error).__name__}: {error}"), kind)
             self.trace.record_error(error)
 
@@ -183,7 +184,7 @@ class Rollout:
 
     @property
     def error(self) -> str | None:
-        """Why it failed; None if it did not."""
+        """The reason of its failure; None if it did not fail."""
         return self.outcome.reason if self.outcome is not None and self.failed else None
 
     @property
@@ -228,13 +229,14 @@ class Rollout:
             stop = start
             for node in branch.nodes:
                 stop += len(node.token_ids)
+                # A reply that trains on another branch has its tokens there.
                 if node.sampled and any(node.mask) and mask[stop - 1]:
                     tokens[id(node.message)] = slice(stop - sum(node.mask), stop)
             start += len(sample.token_ids)
         messages = [node.message for node in self.trace.nodes if node.sampled]
         by_turn = self.trace.info.get(TURN_REWARDS, {})
         rewards = [math.fsum(values) for values in zip(*by_turn.values(), strict=True)] or [0.0] * len(messages)
-        if messages:
+        if messages:  # a reward for the whole episode is known with the last turn only
             rewards[-1] += math.fsum(part.value for name, part in self.rewards.items() if part and name not in by_turn)
         nowhere = slice(0, 0)
         return [Turn(m, tokens.get(id(m), nowhere), reward) for m, reward in zip(messages, rewards, strict=True)]
@@ -254,7 +256,7 @@ class Rollout:
 
     def attach_samples(self) -> None:
         """Make its samples from the trace. Its outcome is `empty` if nothing was sampled. Raises TokenMismatch."""
-        # Configs name classes that work on rollouts, without verifiers.
+        # Configs name classes that work on rollouts; composing one imports no verifiers.
         from prl.rollouts.messages import Origin
         from prl.rollouts.samples import samples_of
 
@@ -267,7 +269,7 @@ class Rollout:
             self.leave(Stage.EMPTY, "nothing was sampled")
 
     def tokens_hash(self) -> int:
-        """A hash of token ids and masks of its samples."""
+        """Return a hash of token ids and masks of its samples."""
         return hash(tuple((tuple(sample.token_ids), tuple(sample.mask)) for sample in self.samples))
 
     def assign_advantages(self, advantages: float | Sequence[float]) -> None:
