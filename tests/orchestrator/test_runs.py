@@ -97,33 +97,32 @@ async def test_spans_are_recorded_and_give_the_idle_share(train, make_env, pool,
 # --- deadlines and failures -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop_after", [2, 3])
-async def test_trainer_that_stops_ends_the_run_within_its_deadline(train, make_env, stop_after):
-    """3: after the last batch."""
-    message = rf"step {stop_after + 1}: no policy newer than version {stop_after} .* 0\.2 s \(orchestrator\.policy"
+DEADLINES = [  # seconds that the engine takes over a request, by its number; when the trainer stops; the message
+    (None, 2, {"policy_timeout_s": 0.2}, r"step 3: no policy newer than version 2 .* 0\.2 s \(orchestrator\.policy"),
+    (None, 3, {"policy_timeout_s": 0.2}, "step 4: no policy newer than version 3 "),  # after the last batch
+    # A straggler plays: with the rest of six groups both steps that a rollout of version 0 is meant for were shipped.
+    (
+        lambda request: 60.0 if request == 1 else 0.002,
+        0,
+        {"oversampling_factor": 1.5, "policy_timeout_s": 0.2},
+        "step 3: no policy newer than version 0 ",
+    ),
+    (lambda _: 1e6, 9, {"batch_timeout_s": 0.2}, r"step 1: 0 rollouts after 0\.2 s \(orchestrator\.batch.*of env toy"),
+]
+
+
+@pytest.mark.parametrize(("takes_s", "stop_after", "options", "message"), DEADLINES)
+async def test_who_is_late_ends_the_run_at_the_deadline(train, make_env, pool, takes_s, stop_after, options, message):
+    if takes_s is not None:
+        pool.delay_of = lambda n: takes_s(len(pool.requests))
     with pytest.raises(PrlError, match=message):
-        await train([make_env()], steps=4, stop_after=stop_after, policy_timeout_s=0.2)
-
-
-async def test_trainer_that_stops_is_named_while_a_straggler_plays(train, make_env, pool):
-    """With the rest of six groups both steps that a rollout of version 0 is meant for were shipped."""
-    pool.delay_of = lambda n: 60.0 if len(pool.requests) == 1 else 0.002
-    options = {"oversampling_factor": 1.5, "policy_timeout_s": 0.2, "batch_timeout_s": 60.0}
-    with pytest.raises(PrlError, match=r"step 3: no policy newer than version 0 .*policy_timeout_s"):
-        await train([make_env(timeout_s=90.0)], stop_after=0, **options)
+        await train([make_env(timeout_s=1e6)], steps=4, stop_after=stop_after, **options)
 
 
 async def test_rollouts_may_take_longer_than_the_policy_timeout(train, make_env, pool):
     pool.delay = patient(0.4)
     run = await train([make_env()], steps=2, max_async_level=0, policy_timeout_s=patient(0.3))
     assert len(run.sizes) == 2
-
-
-async def test_missing_rollouts_end_the_run_at_the_deadline(train, make_env, pool):
-    pool.delay = 1e6
-    message = r"step 1: 0 rollouts after 0\.2 s \(orchestrator\.batch_timeout_s\).*of env slow"
-    with pytest.raises(PrlError, match=message):
-        await train([make_env("slow", timeout_s=1e6)], batch_timeout_s=0.2)
 
 
 async def test_long_evaluation_counts_against_no_deadline(make_env, train, monkeypatch):

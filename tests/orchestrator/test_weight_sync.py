@@ -6,47 +6,19 @@ from types import SimpleNamespace
 import pytest
 
 from prl.base.errors import PrlError
-from prl.config.orchestrator import EvalConfig, OrchestratorConfig
-from prl.config.schema import CheckpointConfig, ModelConfig
-from prl.models import model_path
-from prl.orchestrator.checkpoints import Checkpoints
-from prl.orchestrator.early_stopping import EarlyStopping
-from prl.orchestrator.evaluate import Evaluator
-from prl.orchestrator.step_lines import StepLines
-from prl.orchestrator.weight_sync import WeightSync
-from prl.transport.events import EVALUATION, Track
-from prl.transport.files import FileTransport
+from prl.config.orchestrator import EvalConfig
 
 SHIPPED = {"off_policy/max": 0.0, "tokens/generated": 10.0}
 TRAINED = {"tokens/trained": 5.0}
 
 
 @pytest.fixture
-def make_sync(pool, tmp_path):
-    """`make_sync(steps, envs, **options)`: its metrics lines are `sync.lines`."""
+def make_sync(make_orchestrator, make_env):
+    """`make_sync(steps, envs, **options)`: that of an orchestrator; its metrics lines are `sync.lines`."""
 
-    def make(steps, envs=(), **options):
+    def make(steps, envs=None, **options):
         lines = []
-        config, transport = OrchestratorConfig(**options), FileTransport(tmp_path)
-        evaluator = Evaluator(
-            list(envs),
-            config.eval,
-            EarlyStopping(config.stop),
-            transport=transport,
-            run_dir=tmp_path,
-            model=ModelConfig(path=model_path("tiny")),
-            track=Track(EVALUATION),
-        )
-        sync = WeightSync(
-            config=config,
-            pool=pool,
-            transport=transport,
-            events=asyncio.Queue(),
-            checkpoints=Checkpoints(CheckpointConfig(), tmp_path, []),
-            steps=StepLines(SimpleNamespace(step=lines.append), steps, half=False),
-            evaluator=evaluator,
-            update_timeout_s=5.0,
-        )
+        sync = make_orchestrator(envs or [make_env()], SimpleNamespace(step=lines.append), steps, **options).weight_sync
         sync.lines = lines
         return sync
 
