@@ -177,7 +177,6 @@ def own(prepared: "PreparedRun", run_dir: Path, memory: MemoryHandler) -> RunRes
 async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None:
     """The story of a run: start the servers, train, wait for the last checkpoint."""
     from prl.launch import builder
-    from prl.orchestrator.who_waits import waiting
 
     config, monitors, point = prepared.config, prepared.components.monitors, prepared.resume
     first = point.step if point is not None else 0
@@ -203,12 +202,10 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
                 orchestrator = builder.assemble(prepared, servers, transport, run_dir, track)
                 servers.policy.traffic.record(track)
             monitors.status("training")
-            supervisor.waiting = functools.partial(waiting, orchestrator)
             ended_because = await train_and_keep(orchestrator, supervisor, config.trainer.finish_timeout_s)
             monitors.status("writing the checkpoint")
-            supervisor.finishing()
             with track.doing(events.LAST_CHECKPOINT, track.step):
-                await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
+                await supervisor.finish(config.trainer.finish_timeout_s)
             orchestrator.finish()
             result.ended_because = ended_because
         except asyncio.CancelledError:
@@ -228,8 +225,10 @@ async def train_and_keep(orchestrator: "Orchestrator", supervisor: "Supervisor",
     Not where the trainer itself has failed, where the last step has a checkpoint already, or where somebody has removed
     the run's directory. What keeps it from that is logged: the error that came first is raised.
     """
+    from prl.orchestrator.who_waits import waiting
+
     try:
-        return await supervisor.guard(orchestrator.run())
+        return await supervisor.guard(orchestrator.run(), functools.partial(waiting, orchestrator))
     except Exception as error:
         trainer_died = isinstance(error, ProcessDied) and error.process.startswith(events.TRAINER)
         worth_it = orchestrator.unsaved and holds_run(orchestrator.run_dir) and not trainer_died
