@@ -170,6 +170,8 @@ def bundles_of(config: TrainConfig) -> list[Bundle]:
         if env.workers.where == "ray":
             names = [worker_name(name, number) for number in range(env.workers.count)]
             bundles += [Bundle(each, None, cpus=1, gpus=0) for each in names]
+    if not weights_of(config).writes_model:  # no process has files of them
+        bundles = [replace(bundle, room=0) for bundle in bundles]
     return bundles
 
 

@@ -23,15 +23,12 @@ class Policy(Protocol):
     @property
     def described(self) -> list[tuple[str, "torch.dtype", list[int]]]:
         """The name, number format and shape of each tensor, which does not change while the trainer runs."""
-        raise NotImplementedError
 
     def __iter__(self) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Gather one tensor after the other, with its name."""
-        raise NotImplementedError
 
     def write(self, folder: Path | None) -> None:
         """Write a folder that engines load; with None, only take part in the gathering."""
-        raise NotImplementedError
 
 
 @dataclass(kw_only=True, eq=False)

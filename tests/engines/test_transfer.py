@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from patience import patient
+from vllm.distributed.weight_transfer import nccl_engine
 
+from prl.engines.vllm import nccl
 from prl.engines.vllm.transfer import PolicyTransfer
 from prl.models import model_path
 from prl.transport import gloo
@@ -81,7 +83,7 @@ def test_a_model_gets_what_is_sent(engine, sender):
     ("damage", "error"),
     [
         ({"shapes": []}, "shorter"),
-        ({"shapes": [[2, 4]]}, "gloo"),  # more bytes than are sent
+        ({"shapes": [[2, 4]]}, "must match"),  # the model's own loader says so
         ({"dtype_names": ["float99"]}, "float99"),
         ({"names": ["bias"]}, "the model does not take new weights for weight"),
         ({"unknown": 1}, "unknown"),
@@ -106,3 +108,21 @@ def test_an_engine_that_finds_no_sender_keeps_its_weights(engine):
     with pytest.raises(RuntimeError):
         engine.init_transfer_engine(engine.parse_init_info(info))
     assert torch.equal(engine.model.weight, before) and not engine.halfway
+
+
+def test_vllms_own_sender_is_told_and_given_the_same(monkeypatch):
+    """Without GPUs: what goes to the engine, and what would go over NCCL."""
+    group, sent, told = object(), [], []
+
+    def broadcast(iterator, *, group, post_iter_func, **_):
+        sent.extend((group, *each) for each in iterator)
+
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: group)
+    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", broadcast)
+    described = [("weight", torch.float32, [2, 3])]
+    nccl.send("127.0.0.1", 5, described, iter([("weight", WEIGHT)]), told.append)
+    assert sent == [(group, "weight", WEIGHT)]
+    (init,) = told
+    known = nccl_engine.NCCLWeightTransferEngine.init_info_cls(**init)  # as the engine's workers read it
+    assert (known.master_address, known.rank_offset, known.world_size) == ("127.0.0.1", 1, 5) and known.packed

@@ -11,7 +11,7 @@ from prl.config.compose import compose
 from prl.config.validate import validate
 from prl.launch.checks import check_engines
 from prl.launch.local import LocalLauncher
-from prl.launch.specs import policy_engine
+from prl.launch.specs import bundles_of, policy_engine
 
 MODULE = """
 from prl.engines.vllm.engine import VLLMEngine
@@ -44,6 +44,12 @@ def test_weights_that_need_ray_need_a_launcher_that_places():
     check_engines(compose([*RAY, *WEIGHTS]), LocalLauncher(), hosted=False)
     with pytest.raises(ConfigError, match="choose weights=files, or that launcher"):
         check_engines(compose(["run.name=x", *WEIGHTS]), LocalLauncher(), hosted=False)
+
+
+def test_weights_without_files_take_no_room():
+    bundles = {way: bundles_of(compose([*RAY, f"weights={way}"])) for way in ("ray", "transfer")}
+    assert {bundle.process for bundle in bundles["ray"] if bundle.room} == {"engine", "trainer"}
+    assert not any(bundle.room for bundle in bundles["transfer"])
 
 
 def test_an_engine_with_priorities_has_evaluations_come_last(tmp_path):

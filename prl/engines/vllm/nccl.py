@@ -5,6 +5,7 @@ Written for the version of vLLM in `worker.py`. Imported where it is used: it im
 
 import socket
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,22 +29,6 @@ class Source(WeightSource):
         return self.tensors
 
 
-class Client:
-    """The engine, as vLLM's sender asks it: `offer` has it told of all phases at once, with the first."""
-
-    def __init__(self, offer: Callable[[dict[str, Any]], None]):
-        self.init_weight_transfer_engine = offer
-
-    def start_weight_update(self) -> None:
-        """Nothing more to tell."""
-
-    def update_weights(self, update_info: Any) -> None:
-        """Nothing more to tell."""
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Nothing more to tell."""
-
-
 def send(
     address: str,
     size: int,
@@ -57,13 +42,20 @@ def send(
         address: of this machine, for the engine's.
         size: the processes of the engine and this one.
         described: the name, number format and shape of each tensor.
-        tensors: by name, on this process's GPU.
+        tensors: by name, on this process's GPU or in host memory.
         offer: tells the engine where it is to meet this process.
     """
     with socket.create_server((address, 0)) as free:  # vLLM opens the port itself
         port = free.getsockname()[1]
     init = NCCLTrainerInitInfo(address, port, size, rank=0)
-    source = Source(described, tensors)
-    engine = NCCLTrainerWeightTransferEngine.trainer_init(init, client=Client(offer), source=source)
+    # The engine is told of all four phases at once, with the first.
+    client: Any = SimpleNamespace(
+        init_weight_transfer_engine=offer,
+        start_weight_update=lambda: None,
+        update_weights=lambda update_info: None,
+        finish_weight_update=lambda: None,
+    )
+    source = Source(described, ((name, tensor.cuda()) for name, tensor in tensors))
+    engine = NCCLTrainerWeightTransferEngine.trainer_init(init, client=client, source=source)
     engine.send_weights()
     engine.shutdown()
