@@ -28,8 +28,14 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
         raise ConfigError("weights=ray goes between the nodes of launcher=ray: choose weights=files, or that launcher")
     if not weights.needs_shared_folder and config.engine.urls:
         raise ConfigError("engine.urls are servers that the run does not start: they load weights=files alone")
-    if not weights.writes_model:
-        check_receiver(config, weights)
+    if not (weights.writes_model or class_of(config.engine, Engine, "engine").receives_weights):
+        raise ConfigError("weights=transfer: this engine loads folders alone: choose engine=default, or weights=files")
+    if not weights.writes_model and config.orchestrator.eval.keep_best:
+        raise ConfigError("orchestrator.eval.keep_best copies a folder, weights=transfer writes none: weights=files")
+    if not weights.writes_model and config.sweep.share_engine:
+        raise ConfigError("sweep.share_engine has the engine load the base weights from a folder: weights=files")
+    if weights.receiver == "nccl" and "cpu" in (config.engine.device_type, config.trainer.device_type):
+        raise ConfigError("weights.backend=nccl goes between GPUs, of trainer and engine: choose weights.backend=gloo")
     if placed and config.engine.in_process:
         raise ConfigError("launcher=ray places processes, and engine=transformers has none: choose engine=default")
     if placed and config.sweep.share_engine:
@@ -42,18 +48,6 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
         raise ConfigError("launcher=inline starts no server: choose engine=transformers, or launcher=local")
     if hosted and not config.teacher.engine.in_process:
         raise ConfigError("launcher=inline starts no server: choose teacher=inline, or launcher=local")
-
-
-def check_receiver(config: TrainConfig, weights: Weights) -> None:
-    """Refuse what does not go with weights that no folder holds."""
-    if not class_of(config.engine, Engine, "engine").receives_weights:
-        raise ConfigError("weights=transfer: this engine loads folders alone: choose engine=default, or weights=files")
-    if config.orchestrator.eval.keep_best:
-        raise ConfigError("orchestrator.eval.keep_best copies a folder, weights=transfer writes none: weights=files")
-    if config.sweep.share_engine:
-        raise ConfigError("sweep.share_engine has the engine load the base weights from a folder: weights=files")
-    if weights.receiver == "nccl" and "cpu" in (config.engine.device_type, config.trainer.device_type):
-        raise ConfigError("weights.backend=nccl goes between GPUs, of trainer and engine: choose weights.backend=gloo")
 
 
 def check_loadable(model: ModelConfig, prefix: str, engine: Any, *, trained: bool) -> int | None:

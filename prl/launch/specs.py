@@ -62,7 +62,7 @@ def policy_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig, to
     further: dict[str, Any] = {}
     if isinstance(config, TrainConfig):
         further["evaluation_yields"] = evaluation_yields(config)
-        further["weight_transfer"] = weights_of(config).receiver
+        further["weight_transfer"] = build(config.weights, Weights, "weights").receiver
     return EngineSpec(
         process=ENGINE,
         served_name=POLICY_NAME,
@@ -75,11 +75,6 @@ def policy_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig, to
         threads=threads.of_engine(config, model),
         **further,
     )
-
-
-def weights_of(config: TrainConfig) -> Weights:
-    """Return how weights get to the engines. Raises ConfigError."""
-    return build(config.weights, Weights, "weights")
 
 
 def evaluation_yields(config: TrainConfig) -> bool:
@@ -170,7 +165,7 @@ def bundles_of(config: TrainConfig) -> list[Bundle]:
         if env.workers.where == "ray":
             names = [worker_name(name, number) for number in range(env.workers.count)]
             bundles += [Bundle(each, None, cpus=1, gpus=0) for each in names]
-    if not weights_of(config).writes_model:  # no process has files of them
+    if not build(config.weights, Weights, "weights").writes_model:  # no process has files of them
         bundles = [replace(bundle, room=0) for bundle in bundles]
     return bundles
 
@@ -239,7 +234,7 @@ def adapters_alone(config: TrainConfig) -> bool:
     """Return whether engines may be sent adapters without the weights: they began with those, and nobody else wants
     them."""
     own = class_of(config.engine, Engine, "engine").adds_adapters and not config.engine.urls
-    return own and weights_of(config).writes_model and not config.orchestrator.eval.keep_best
+    return own and build(config.weights, Weights, "weights").writes_model and not config.orchestrator.eval.keep_best
 
 
 # --- the models of a run ----------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Weights(ABC):
 
     @property
     def receiver(self) -> str:
-        """The name of vLLM's weight transfer engine that takes the weights in; prl's own takes folders and gloo."""
+        """The name of what takes them in, in a process of the engine: prl's own takes folders, and tensors by gloo."""
         return "prl"
 
     def attach(self, transport: FileTransport, *, rank: int = 0, workers: int = 1) -> None:
