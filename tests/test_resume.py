@@ -10,19 +10,19 @@ from contextlib import nullcontext
 import hydra
 import pytest
 from hydra import initialize_config_dir
+from prepared_run import run_dir_of, validated
 
 from prl.base.checkpoint_folders import STATE, checkpoint_path, finish, part_path, verify
 from prl.base.errors import ConfigError
 from prl.base.files import writing
 from prl.config.compose import CONF, compose
 from prl.config.run_yaml import yaml_of
-from prl.config.validate import validate
+from prl.launch import resume
 from prl.launch.command import errors_as_exit_codes
 from prl.orchestrator.state import RunState, SyncState, encode
-from prl.runs import resume
 from prl.runs.owner import LOCK
 from prl.runs.result import RunResult
-from prl.runs.run_dir import clear, new_run_dir, refuse_existing
+from prl.runs.run_dir import clear, refuse_existing
 from prl.tools.sweep.job import write_result
 
 
@@ -31,7 +31,7 @@ def run(tmp_path):
     """`run(*overrides, steps=…)`: a run directory with its config and checkpoints of these steps."""
 
     def make(*overrides, name="x", steps=(), lines=(), evaluated=-1):
-        folder = new_run_dir(config_of(tmp_path / name, *overrides))
+        folder = run_dir_of(config_of(tmp_path / name, *overrides))
         for step in steps:
             with writing(part_path(folder, step)) as part:
                 (part / STATE).mkdir()
@@ -253,10 +253,10 @@ def test_secret_is_never_saved_and_is_given_again(run, tmp_path, monkeypatch):
     assert again(folder, *given).step == 10
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"^envs\.math\.args\.api_key is"):
-        validate(compose(["run.name=x"], folder))
+        validated(compose(["run.name=x"], folder))
     typed = ("++envs.math.args.api_key=s3cret", "++envs.math.args.urls=['http://me:s3cret@h/v1']")
     config = compose(["run.name=x", *typed], folder)
-    validate(config)
+    validated(config)
     assert config.envs["math"].args["api_key"] == "s3cret"
 
 

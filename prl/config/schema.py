@@ -10,7 +10,6 @@ from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
 from prl.config.build import Seconds
-from prl.config.gpus import device_type
 from prl.config.hardware import MachineConfig
 from prl.config.model_reference import FrozenModelConfig, as_reference, frozen_models
 
@@ -95,15 +94,9 @@ class EngineConfig:
     update_timeout_s: Seconds = 300.0
     """Deadline for one weight update of the policy, seconds. A frozen model is not updated."""
 
-    @property
-    def device_type(self) -> str:
-        """Return what `device` means on this machine: `cpu` or `cuda`."""
-        return device_type(self.device)
-
-    @property
-    def gpus_each(self) -> int:
-        """GPUs of one server."""
-        return int(self.device_type == "cuda")
+    def gpus_on(self, device: str) -> int:
+        """GPUs of one server on a device, `cpu` or `cuda`."""
+        return int(device == "cuda")
 
 
 @dataclass

@@ -9,7 +9,6 @@ from omegaconf import MISSING
 
 from prl.base.errors import ConfigError
 from prl.config.build import Seconds
-from prl.config.gpus import device_type
 
 MEETING_VARIABLE = "PRL_RANKS"
 """Environment variable of ranks on one machine: a file by which they find each other; unset: as torch's own say."""
@@ -139,11 +138,6 @@ class TrainerConfig:
     """Deadline for the next batch to arrive, seconds."""
     finish_timeout_s: Seconds = 1800.0
     """Deadline for the trainer to write its last checkpoint and end, seconds."""
-
-    @property
-    def device_type(self) -> str:
-        """Return what `device` means on this machine: `cpu` or `cuda`."""
-        return device_type(self.device)
 
 
 def runs_in_half(dtype: str, device: str) -> bool:

@@ -9,48 +9,32 @@ from typing import Any
 
 from prl.base.errors import ConfigError
 from prl.base.text import in_one_line
-from prl.config.build import class_of
 from prl.config.model_folder import check_length, positions
-from prl.config.schema import ModelConfig, TrainConfig
-from prl.config.validate import places_processes
-from prl.engines.base import Engine
-from prl.launch.inline import InlineLauncher
-from prl.launch.launcher import Launcher
+from prl.config.schema import ModelConfig
+from prl.launch.plan import ModelPlan, RunPlan
 from prl.trainer import architecture
 from prl.transport.files import FileTransport
 
 
-def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> None:
-    """Refuse engines and weights that do not go with the launcher. `hosted`: a teacher is one of the engines."""
-    placed = places_processes(config)
-    carried = not class_of(config.weights, FileTransport, "weights").needs_shared_folder
-    if carried and not placed:
-        raise ConfigError("weights=ray goes between the nodes of launcher=ray: choose weights=files, or that launcher")
-    if carried and config.engine.urls:
-        raise ConfigError("weights=ray does not reach engine.urls, beyond launcher=ray: choose weights=files")
-    if placed and config.engine.in_process:
-        raise ConfigError("launcher=ray places processes, and engine=transformers has none: choose engine=default")
-    if placed and config.sweep.share_engine:
-        raise ConfigError("sweep.share_engine keeps engines of one process for the next run: not those of launcher=ray")
-    if not isinstance(launcher, InlineLauncher):
+def check_weights(weights: type[FileTransport], plan: RunPlan, *, placed: bool) -> None:
+    """Refuse weights that do not go with the launcher; `placed`: it chooses machines for the processes."""
+    if weights.needs_shared_folder:
         return
-    if config.trainer.num_processes > 1:
-        raise ConfigError(f"trainer.num_processes={config.trainer.num_processes}: launcher=inline has one thread")
-    if not config.engine.urls and not config.engine.in_process:
-        raise ConfigError("launcher=inline starts no server: choose engine=transformers, or launcher=local")
-    if hosted and not config.teacher.engine.in_process:
-        raise ConfigError("launcher=inline starts no server: choose teacher=inline, or launcher=local")
+    if not placed:
+        raise ConfigError("weights=ray goes between the nodes of launcher=ray: choose weights=files, or that launcher")
+    if plan.policy.urls:
+        raise ConfigError("weights=ray does not reach engine.urls, beyond launcher=ray: choose weights=files")
 
 
-def check_loadable(model: ModelConfig, prefix: str, engine: Any, *, trained: bool) -> int | None:
+def check_loadable(model: ModelConfig, plan: ModelPlan, prefix: str, *, trained: bool) -> int | None:
     """Refuse a config that transformers cannot read, and a model that would silently be taken for another one.
 
     Returns the rows of its embedding, as its config has them.
 
     Args:
-        model: The model's node.
-        prefix: Of its keys, for messages.
-        engine: What is to run it.
+        model: The model, as its config has it.
+        plan: The plan of the model and its engine.
+        prefix: The beginning of its keys, for messages.
         trained: Whether the trainer is to load it.
     """
     from transformers import AutoConfig
@@ -63,7 +47,7 @@ def check_loadable(model: ModelConfig, prefix: str, engine: Any, *, trained: boo
         raise ConfigError(f"{prefix}path={model.path!r}: {in_one_line(error)}") from error
     check_length(model.max_model_len, positions(config.to_dict()), prefix, model.path)
     text = config.get_text_config()
-    fault = None if engine.urls else class_of(engine, Engine, "engine").fault_of(engine, text.model_type)
+    fault = None if plan.urls else plan.engine.fault_of(text.model_type, plan.spec.device)
     if fault:
         remedy = "engine=transformers" if prefix == "model." else "teacher=inline"
         raise ConfigError(f"{prefix}path={model.path!r}: {fault}: choose {remedy}, or a GPU")

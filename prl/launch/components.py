@@ -19,8 +19,6 @@ from prl.curriculum.base import Curriculum
 from prl.engines.sampler import Sampler, derive_seed, validate_for_training
 from prl.envs.environment import Environment
 from prl.filters.base import SlotName, build_filters
-from prl.launch.launcher import Launcher
-from prl.launch.specs import launcher_of
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.batcher import Batcher
 from prl.orchestrator.orchestrator import Orchestrator
@@ -47,15 +45,14 @@ class RunComponents:
     transport: Callable[..., FileTransport]
     """Takes the directory of the run."""
     monitors: Monitors
-    launcher: Launcher
     hosted: list[FrozenModelConfig]
     """References to the frozen model that the launcher is to host; empty = none is hosted."""
     references: list[str]
     """The models that the trainer has to hold as references of samples (`Algorithm.trainer_references`)."""
 
 
-def build_components(config: TrainConfig, launcher: Launcher | None = None) -> RunComponents:
-    """Build and check every component, the launcher too unless it is given. Raises ConfigError with its config key."""
+def build_components(config: TrainConfig) -> RunComponents:
+    """Build and check every component but the launcher. Raises ConfigError with its config key."""
     envs = {name: _env_components(config, name) for name in config.envs}
     # The settings of evaluations are the envs' samplers', built above, which may name a class of their own.
     orchestrator = replace(config.orchestrator, eval=replace(config.orchestrator.eval, sampling={}), batcher={})
@@ -69,7 +66,6 @@ def build_components(config: TrainConfig, launcher: Launcher | None = None) -> R
         batcher=factory(config.orchestrator.batcher, Batcher, "orchestrator.batcher"),
         transport=factory(config.weights, FileTransport, "weights"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
-        launcher=launcher or launcher_of(config),
         hosted=hosted_references(
             [*(env.algorithm for env in envs.values()), *(env.references for env in config.envs.values())], config.hosts
         ),

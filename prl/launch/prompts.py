@@ -164,16 +164,17 @@ def _text_of(message: dict[str, Any]) -> str:
     return " ".join([str(message["content"] or ""), *([json.dumps(calls, ensure_ascii=False)] if calls else [])])
 
 
-def check_shown(config: TrainConfig, algorithm: Algorithm, environment: Environment) -> None:
-    """Refuse `opsd` where no task has a demonstration to show, unless the env may write one while it plays."""
+def check_shown(where: str, algorithm: Algorithm, environment: Environment) -> None:
+    """Refuse `opsd`, whose key is `where`, if no task has a demonstration to show, unless the env may write one while
+    it plays."""
     if not isinstance(algorithm, OPSDAlgorithm) or type(algorithm).score_rollout is not OPSDAlgorithm.score_rollout:
         return  # a subclass may show something else
     key, tasks = algorithm.demo_key, environment.tasks
     without = [task for task in tasks if not getattr(task.data, key, None)]
     if not without:
         return
-    where = f"{config.node_of(environment.name, 'algo')[0]}.demo_key={key}"
-    what = f"{where}: {len(without)} of {len(tasks)} tasks of env {environment.name!r} have nothing in this field"
+    of_all = f"{len(without)} of {len(tasks)} tasks of env {environment.name!r}"
+    what = f"{where}.demo_key={key}: {of_all} have nothing in this field"
     if len(without) == len(tasks) and environment.verifiers_env is None and not mentions_info(tasks[0]):
         raise ConfigError(f"{what}: name the field with their demonstrations (of env=jsonl: args.demonstration_key)")
     warnings.warn(f"{what}: their rollouts fail, unless the env writes trace.info[{key!r}]", stacklevel=2)
@@ -198,11 +199,12 @@ def check_replies(renderer: Renderer, task: vf.Task, replies: list[dict[str, Any
         raise ConfigError(f"{where}: {error}") from error
 
 
-def check_lengths(config: TrainConfig, env: str, prompts: list[list[int]]) -> None:
-    """Raise ConfigError where no prompt leaves room for a reply, in the model or in what the trainer reads of it."""
+def check_lengths(model: int, seq_len: int, env: str, prompts: list[list[int]]) -> None:
+    """Raise ConfigError where no prompt leaves room for a reply, in the `model`'s longest sequence or in the
+    `seq_len` tokens that the trainer reads of it."""
     if not prompts:
         return
-    shortest, model, seq_len = min(map(len, prompts)), config.model.max_model_len, config.trainer.seq_len
+    shortest = min(map(len, prompts))
     seen = f"the shortest of the first {len(prompts)} prompts of env {env!r} has {shortest} tokens"
     if shortest >= model - 1:
         raise ConfigError(f"model.max_model_len={model} leaves no room for a reply: {seen}. Raise it")

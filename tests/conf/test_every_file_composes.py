@@ -5,7 +5,6 @@ import itertools
 import re
 import shutil
 import warnings
-from dataclasses import replace
 
 import pytest
 import yaml
@@ -14,18 +13,17 @@ from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException
 from hydra.utils import instantiate
+from prepared_run import validated
 
 from prl.base.errors import ConfigError
 from prl.config.build import build, options_taken, plain, sampling_of
 from prl.config.compose import CONF, compose, options
 from prl.config.schema import TrainConfig
-from prl.config.validate import validate
 from prl.curriculum.pools import TaskCurriculum
 from prl.filters.base import Filter
 from prl.filters.gibberish import Gibberish
 from prl.filters.repetition import Repetition
 from prl.launch.components import build_components
-from prl.launch.slurm import SlurmLauncher
 from prl.tools.sweep.naming import LAUNCHERS, digest
 
 REQUIRED = {  # what a user has to fill in for these options
@@ -78,10 +76,7 @@ def chosen(choices):
 
 def check(config):
     """What is refused before a model or a task is looked at."""
-    if config.launcher["_target_"].endswith("SlurmLauncher"):  # in the job it is another
-        job = build(config.launcher, SlurmLauncher, "launcher")
-        config = replace(config, launcher=job.in_job)
-    validate(config)
+    validated(config)
     build_components(config)
 
 
@@ -255,7 +250,7 @@ def test_filter_is_removed_changed_or_added():
     assert config.filters.pre_batch["repetition"]["window"] == 9
     assert not config.filters.post_batch["zero_advantage"]["enforce"]
     assert config.filters.post_batch["mine"]["tokens"] == 2
-    validate(config)
+    validated(config)
 
 
 def test_a_filter_is_put_into_an_empty_slot_with_its_schema():

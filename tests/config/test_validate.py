@@ -5,12 +5,13 @@ import math
 import warnings
 
 import pytest
+from prepared_run import validated
 
 from prl.base.errors import ConfigError
+from prl.config import hardware
 from prl.config.build import plain
 from prl.config.compose import compose
 from prl.config.trainer import AIPOLossConfig
-from prl.config.validate import validate
 from prl.launch.components import build_components
 
 
@@ -26,7 +27,7 @@ def put(config, key, value):
 
 def check(config):
     """All that is refused before a model or a task is looked at."""
-    validate(config)
+    validated(config)
     build_components(config)
 
 
@@ -153,7 +154,7 @@ def test_a_value_at_its_bound_is_fine(config, key):
 def test_what_looks_at_evaluations_is_refused_where_no_env_has_any(config, option):
     node, name, value = option
     put(config, f"orchestrator.{node}.{name}", value)
-    validate(config)
+    validated(config)
     put(config, "envs.math.eval_args", None)
     assert refused(config).startswith(f"orchestrator.{node}.{name} looks at evaluations, and no env has any")
 
@@ -163,7 +164,7 @@ def test_adapters_that_are_described_have_a_rank(config, name, value):
     setattr(config.model.lora, name, value)
     assert refused(config).startswith("model.lora.rank has no value")
     config.model.lora.rank = 2
-    validate(config)
+    validated(config)
 
 
 @pytest.mark.parametrize(("rollouts", "tokens"), [(None, None), (8, 1000)])
@@ -260,9 +261,11 @@ def test_thresholds_on_rewards_warn_where_no_reward_is_read(config):
 @pytest.mark.parametrize("key", ["trainer.device", "engine.device"])
 def test_cuda_needs_a_gpu(config, monkeypatch, key):
     put(config, key, "cuda")
-    monkeypatch.setattr("prl.config.gpus.has_gpu", lambda: False)
+    monkeypatch.setattr(hardware, "listed", lambda: ())
     assert f"{key}=cuda" in refused(config)
-    monkeypatch.setattr("prl.config.gpus.has_gpu", lambda: True)
+    monkeypatch.setattr(hardware, "listed", lambda: (hardware.Gpu("Some GPU", 80 << 30),))
+    monkeypatch.setattr(hardware, "has_gpu_packages", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     check(config)
 
 

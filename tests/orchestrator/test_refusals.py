@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import verifiers.v1 as vf
+from prepared_run import validated
 
 from prl.algorithms.base import Algorithm
 from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.orchestrator import OrchestratorConfig
-from prl.config.validate import validate
 from prl.curriculum.pools import TaskCurriculum, write_pools
 from prl.filters.base import Filter
 from prl.filters.gibberish import Gibberish
@@ -26,7 +26,7 @@ SLOT, ENV_SLOT = "filters.post_batch", "envs.math.filters.pre_batch"
 def components(overrides):
     """Every component of a run, checked."""
     config = compose(["run.name=x", *overrides.split()])
-    validate(config)
+    validated(config)
     return build_components(config)
 
 
