@@ -12,7 +12,7 @@ from typing import Any
 from prl.base.errors import ConfigError
 from prl.base.masking import HIDDEN
 from prl.config import gpus
-from prl.config.build import check_node, check_values, located, plain
+from prl.config.build import check_node, located, plain
 from prl.config.hardware import MachineConfig, check_ranks
 from prl.config.model_folder import check_model
 from prl.config.model_reference import FrozenModelConfig, check_reference, check_url
@@ -27,7 +27,6 @@ THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 def validate(config: TrainConfig) -> None:
     """Raise ConfigError naming the first key that is out of range or does not fit the others."""
     check_components(config)
-    check_values(config)
     refuse_masked(plain(config))
     if config.machine != MachineConfig() and not config.dry_run and not places_processes(config):
         raise ConfigError("machine describes a cluster, or the machine of a dry run: add dry_run=true, or leave it out")

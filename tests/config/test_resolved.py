@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from omegaconf import OmegaConf
 
 from prl.base.errors import ConfigError
-from prl.config.build import function, plain
+from prl.config.build import maker, plain
 from prl.config.compose import compose
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
@@ -134,7 +135,7 @@ def test_conf_file_sets_options_of_own_class(mine, tmp_path):
         "k": 3,
         "scorer": {"_target_": "conf_mine.Scorer", "k": 4},
     }
-    assert function(node, "loss")("x") == ("x", 3, 4), "as the trainer makes it"
+    assert maker(node, Callable, "loss")("x") == ("x", 3, 4), "as the trainer makes it"
     assert payload["trainer"]["optim"]["momentum"] == 0.9
     saved = OmegaConf.load(new_run_dir(config) / "config.yaml")
     assert saved.loss.scorer == {"_target_": "conf_mine.Scorer", "k": 4} and saved.algo.n == 5

@@ -29,7 +29,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.base.errors import ConfigError
 from prl.base.text import in_one_line
-from prl.config.build import function
+from prl.config.build import maker
 from prl.envs.tasksets.base import AnswerTask
 from prl.envs.tasksets.files import hub_files, missing_parts, rows_of
 from prl.envs.tasksets.graders import GRADERS, QUICK, fault_of
@@ -66,7 +66,7 @@ def grader_of(value: str | dict[str, Any]) -> Grade:
     if isinstance(value, str) and "." not in value:
         raise ValueError(f"{value!r} is neither {' nor '.join(GRADERS)} nor the dotted path of a function")
     try:
-        return function({"_target_": value} if isinstance(value, str) else value, "grader", values=2)
+        return maker({"_target_": value} if isinstance(value, str) else value, Callable, "grader", values=2)
     except ConfigError as error:
         raise ValueError(str(error)) from error
 
