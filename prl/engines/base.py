@@ -117,6 +117,10 @@ class Engine(ABC):
     has_priorities: ClassVar[bool] = False
     """Whether its servers can be asked to answer requests by their priority (`EngineSpec.evaluation_yields`)."""
 
+    def __init__(self, **options: Any):
+        """`options` are the fields of `Config`."""
+        self.config = self.Config(**options)
+
     @classmethod  # noqa: B027
     def check(cls, config: Any, prefix: str) -> None:
         """Raise ConfigError for options that do not go together. Their types and bounds were looked at.
