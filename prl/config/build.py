@@ -81,19 +81,19 @@ def maker(node: Any, base: Any, where: str, *, values: int = 1) -> "functools.pa
         ConfigError: as `build`, and for a function that cannot be called with so many values and these options.
     """
     if base is not Callable:
-        cls = class_of(node, base, where)
+        cls: Any = class_of(node, base, where)
         return functools.partial(cls, **options_of(node, cls, where, options_taken(base).required))
     target = located(node, where)
-    named = f"{where}._target_={plain(node)['_target_']!r}"
+    path = plain(node)["_target_"]
     if not inspect.isroutine(target):
-        raise ConfigError(f"{named} is not a function")
+        raise ConfigError(f"{where}._target_={path!r} is not a function")
     if inspect.iscoroutinefunction(target):
-        raise ConfigError(f"{named} is async: nothing awaits it")
+        raise ConfigError(f"{where}._target_={path!r} is async: nothing awaits it")
     signature = inspect.signature(target)
     try:
         signature.bind(*[None] * values, **given_of(node))
     except TypeError as error:
-        raise ConfigError(f"{where}: {name_of(target)}{signature} cannot be called: {error}") from error
+        raise ConfigError(f"{where}: {path}{signature} cannot be called: {error}") from error
     return functools.partial(target, **options_of(node, target, where))
 
 
@@ -310,7 +310,7 @@ def read(kind: type[T], given: Mapping[str, Any], where: str = "") -> T:
     further = {name: value for name, value in given.items() if name not in taken.annotations}
     # Only a node with further options has its class imported here: prl's trainer takes seconds, and has none.
     owner = located(given, where) if further and "_target_" in given else None
-    known = options_taken(owner).annotations if inspect.isclass(owner) else {}
+    known = options_taken(cast(Any, owner)).annotations if inspect.isclass(owner) else {}
     if unknown := [name for name in further if name not in known]:
         key = f"{where}.{unknown[0]}".lstrip(".")
         hint = nearest(key, further[unknown[0]], taken.annotations, "keys there")

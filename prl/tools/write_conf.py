@@ -172,17 +172,12 @@ def docs_of(described: Any) -> dict[str, str]:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         except (OSError, TypeError, SyntaxError, ValueError):  # no source: made by make_dataclass, or built in
             continue
-        result |= docs_in(tree)
+        result |= {
+            ast.unparse(field.target): " ".join(str(doc.value.value).split())
+            for field, doc in itertools.pairwise(tree.body if isinstance(tree, ast.ClassDef) else [])
+            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
+        }
     return result
-
-
-def docs_in(tree: ast.AST) -> dict[str, str]:
-    """The docstrings under the fields of a class's source, by field; nothing of what is no class."""
-    return {
-        ast.unparse(field.target): " ".join(str(doc.value.value).split())
-        for field, doc in itertools.pairwise(tree.body if isinstance(tree, ast.ClassDef) else [])
-        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
-    }
 
 
 def main(arguments: list[str]) -> None:
