@@ -54,7 +54,6 @@ class InProcessConfig(EngineConfig):
     servers: ClassVar[int] = 0
     urls: ClassVar[Sequence[str]] = ()
     port: ClassVar[None] = None
-    restarts: ClassVar[int] = 0
     startup_timeout_s: ClassVar[float] = 600.0
 
 
