@@ -79,7 +79,7 @@ class EchoAlgorithm(GRPOAlgorithm):
                     f"{where}.roles.tool.tool_names must be a list of tools, e.g. [search], got {names!r}"
                 )
         if self.filter is not None and not callable(self.filter):
-            raise ConfigError(f"{where}.filter={self.filter!r}: name a function, {where}.filter._target_=my.function")
+            raise ConfigError(f"{where}.filter={self.filter!r}: name a function, +{where}.filter._target_=my.function")
 
     async def score_rollout(self, rollout: Rollout) -> None:
         keep = self._keep_masks(rollout)

@@ -84,6 +84,7 @@ class TrainerConfig:
     """Trains the policy on shipped micro-batches."""
 
     _target_: str = "prl.trainer.trainer.Trainer"
+    _partial_: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = cuda if there is a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -331,6 +332,7 @@ class FileTransportConfig:
     """Batches and weights as files of the run directory, which all processes of the run must see."""
 
     _target_: str = "prl.transport.files.FileTransport"
+    _partial_: bool = True
 
 
 @dataclass
@@ -338,3 +340,4 @@ class RayTransportConfig:
     """With launcher=ray: batches as calls, weights from node to node, into memory there. No folder in common."""
 
     _target_: str = "prl.transport.ray.RayTransport"
+    _partial_: bool = True

@@ -11,7 +11,7 @@ from typing import Any
 
 from prl.base.errors import ConfigError
 from prl.base.masking import HIDDEN
-from prl.config.build import check_node, check_values, located, plain
+from prl.config.build import check_node, located, plain
 from prl.config.hardware import BYTES_PER_PARAMETER, GIB, Machine, MachineConfig, parameters_of
 from prl.config.model_folder import check_model
 from prl.config.model_reference import FrozenModelConfig, check_reference, check_url
@@ -26,7 +26,6 @@ THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 def validate(config: TrainConfig, machine: Machine) -> None:
     """Raise ConfigError naming the first key that is out of range or does not fit the others, or the machine."""
     check_components(config)
-    check_values(config)
     refuse_masked(plain(config))
     if config.machine != MachineConfig() and not config.dry_run and not places_processes(config.launcher):
         raise ConfigError("machine describes a cluster, or the machine of a dry run: add dry_run=true, or leave it out")

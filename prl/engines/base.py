@@ -55,7 +55,6 @@ class InProcessConfig(EngineConfig):
     servers: ClassVar[int] = 0
     urls: ClassVar[Sequence[str]] = ()
     port: ClassVar[None] = None
-    restarts: ClassVar[int] = 0
     startup_timeout_s: ClassVar[float] = 600.0
 
 
@@ -117,6 +116,10 @@ class Engine(ABC):
     """Whether it loads an adapter (LoRA) in peft's format, added to the weights that it began with, as a policy."""
     has_priorities: ClassVar[bool] = False
     """Whether its servers can be asked to answer requests by their priority (`EngineSpec.evaluation_yields`)."""
+
+    def __init__(self, **options: Any):
+        """`options` are the fields of `Config`."""
+        self.config = self.Config(**options)
 
     @classmethod  # noqa: B027
     def check(cls, config: Any, prefix: str, machine: Machine) -> None:

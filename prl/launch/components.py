@@ -12,7 +12,7 @@ from prl.algorithms.compatibility import hosted_references, validate_algorithm
 from prl.base.errors import ConfigError
 from prl.base.user_code import contained, hook
 from prl.config import trainer as trainer_config
-from prl.config.build import build, factory, function, overridden, read, sampling_of, settings_of
+from prl.config.build import build, maker, overridden, read, sampling_of, settings_of
 from prl.config.model_reference import POLICY, FrozenModelConfig, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.curriculum.base import Curriculum
@@ -62,9 +62,9 @@ def build_components(config: TrainConfig) -> RunComponents:
     check_trainer(config.trainer)
     return RunComponents(
         envs=envs,
-        orchestrator=factory(orchestrator, Orchestrator, "orchestrator"),
-        batcher=factory(config.orchestrator.batcher, Batcher, "orchestrator.batcher"),
-        transport=factory(config.weights, FileTransport, "weights"),
+        orchestrator=maker(orchestrator, Orchestrator, "orchestrator"),
+        batcher=maker(config.orchestrator.batcher, Batcher, "orchestrator.batcher"),
+        transport=maker(config.weights, FileTransport, "weights"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         hosted=hosted_references(
             [*(env.algorithm for env in envs.values()), *(env.references for env in config.envs.values())], config.hosts
@@ -185,7 +185,7 @@ def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Re
     options = {**node, "where": where}
     if options.get("name") == "auto" and model.renderer is not None:
         options |= {"name": model.renderer, "name_key": "model.renderer"}
-    make = function(options, where)
+    make = maker(options, Callable, where)
     with contained(where, "making the renderer"):
         made: Renderer = make(tokenizer)
         if not made.get_stop_token_ids():
@@ -205,7 +205,7 @@ def check_loss(where: str, node: Any, trainer: trainer_config.TrainerConfig) -> 
     if known is not None:
         read(known, node, where)
         return
-    own = function(node, where)
+    own = maker(node, Callable, where)
     named = inspect.signature(own.func).parameters
     passed_on = {name: value for name, value in own.keywords.items() if name not in named}
     for schema in trainer_config.LOSSES:  # what a function takes as `**options` is that of a loss which it extends
@@ -224,7 +224,7 @@ def check_trainer(node: trainer_config.TrainerConfig) -> None:
     from prl.trainer.trainer import Trainer
 
     alone = {name: value for name, value in vars(node).items() if not (isinstance(value, dict) and "_target_" in value)}
-    factory(alone, Trainer, "trainer")
+    maker(alone, Trainer, "trainer")
 
 
 def check_optimizers(node: Any) -> None:

@@ -76,7 +76,13 @@ def checkout(folder: Path) -> tuple[dict[str, Any] | None, str]:
     """The commit that `folder` is at, and how its tracked files differ from it; None where it is no git checkout."""
 
     def git(*command: str) -> str:
-        return output_of(*GIT, "-C", str(folder), *command)
+        """Return what git prints; nothing where it is missing, fails or takes longer than ten seconds."""
+        line = [*GIT, "-C", str(folder), *command]
+        try:
+            done = subprocess.run(line, capture_output=True, encoding="utf-8", errors="replace", timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        return done.stdout if done.returncode == 0 else ""
 
     commit = git("rev-parse", "HEAD").strip() if (folder / ".git").exists() else ""
     if not commit:
@@ -93,15 +99,6 @@ def gpus() -> list[str]:
     with contextlib.suppress(ConfigError):
         return [gpu.name for gpu in listed()]
     return []
-
-
-def output_of(*command: str) -> str:
-    """Return what a program prints; nothing where it is missing, fails or takes longer than ten seconds."""
-    try:
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def packages() -> dict[str, str]:

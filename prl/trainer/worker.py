@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from prl.base.errors import DeadlinePassed, PrlError, of_disk, of_own_code
 from prl.base.text import as_message, in_one_line
-from prl.config.build import factory, function
+from prl.config.build import maker
 from prl.config.model_folder import tokenizer_files
 from prl.config.trainer import TrainerConfig, runs_in_half
 from prl.rollouts.messages import StepBatch
@@ -94,7 +94,7 @@ def run(config: Mapping[str, Any], run_dir: Path, stopping: threading.Event | No
     track = Track(TRAINER if rank == 0 else f"{TRAINER} rank {rank}", run_dir)
     with contextlib.closing(track), contextlib.ExitStack() as opened:
         with track.doing(MODEL, trained):
-            transport = factory(config["weights"], FileTransport, "weights")(run_dir=run_dir)
+            transport = maker(config["weights"], FileTransport, "weights")(run_dir=run_dir)
             opened.callback(transport.close)
             trainer = make_trainer(config, device, track=track, export=make_export(config, run_dir, rank))
             saved = None if resume is None else trained
@@ -282,7 +282,9 @@ def make_trainer(
         lora.add_adapters(model, adapters, config["model"]["path"])
         if resume is not None and place.type != "meta":
             lora.load_adapters(model, Path(resume["folder"]))
-    losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
+    losses = {
+        name: maker(node, Callable, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()
+    }
 
     def load_reference(name: str) -> PreTrainedModel:
         model = load(config["model"]["path"])
@@ -293,7 +295,7 @@ def make_trainer(
     # The trainer itself builds these two components, the optimisers with the model's parameters: they stay nodes.
     nodes = {name: config["trainer"].get(name) for name in ("optim", "schedule")}
     fields = {name: value for name, value in config["trainer"].items() if name not in nodes}
-    trainer = factory(fields, Trainer, "trainer")(
+    trainer = maker(fields, Trainer, "trainer")(
         model=model,
         rl_losses=losses,
         max_steps=config["max_steps"],

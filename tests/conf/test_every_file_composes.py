@@ -46,6 +46,8 @@ ROOTS = sorted(path.stem for path in CONF.glob("*.yaml"))
 PER_ENV = ("algo", "loss", "filters", "renderer", "curriculum")
 INDEPENDENT = ("curriculum", "filters", "launcher", "loss", "monitor", "optim", "schedule", "weights")
 """Groups of which any option goes with any of the others': one of each is composed together."""
+MADE_OF_GROUPS = ("arm", "debug", "env", "experiment", "model", "settings", "sweep")
+"""Groups whose options name no class themselves."""
 TOGETHER = [
     [(group, option) for group, option in zip(INDEPENDENT, row, strict=True) if option]
     for row in itertools.zip_longest(*(options()[group] for group in INDEPENDENT))
@@ -128,6 +130,20 @@ def test_a_filter_alone_in_a_slot():
     check(config)
     for name, node in config.filters.post_batch.items():
         assert type(build(node, Filter, "mine")).__name__.lower() == name.replace("_", "")
+
+
+@pytest.mark.parametrize("group", [group for group in options() if group not in MADE_OF_GROUPS])
+def test_plain_hydra_makes_what_each_option_names(group):
+    """`hydra.utils.instantiate` alone, without prl's reader; the options of a group stand side by side as `mine.e0`…"""
+    given = []
+    for number, option in enumerate(options()[group]):
+        given.append(f"+{group}@mine.e{number}={option}")
+        for text in REQUIRED.get((group, option), ()):
+            given += [re.sub(rf"^(trainer\.)?{group}\.", f"mine.e{number}.", text)] if group in text else []
+    mine = of_hydra("run.name=x", "model=tiny", *given).mine
+    assert len(mine) == len(options()[group])
+    for node in mine.values():
+        instantiate(node, _convert_="all")
 
 
 def test_every_root_and_every_file_is_a_mapping_that_composes():

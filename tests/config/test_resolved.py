@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from omegaconf import OmegaConf
 from prepared_run import planned, run_dir_of, validated
 
 from prl.base.errors import ConfigError
-from prl.config.build import function, plain
+from prl.config.build import maker, plain
 from prl.config.compose import compose
 from prl.config.schema import TrainConfig
 from prl.launch.command import FULL_ERROR
@@ -132,7 +133,7 @@ def test_conf_file_sets_options_of_own_class(mine, tmp_path):
         "k": 3,
         "scorer": {"_target_": "conf_mine.Scorer", "k": 4},
     }
-    assert function(node, "loss")("x") == ("x", 3, 4), "as the trainer makes it"
+    assert maker(node, Callable, "loss")("x") == ("x", 3, 4), "as the trainer makes it"
     assert payload["trainer"]["optim"]["momentum"] == 0.9
     saved = OmegaConf.load(run_dir_of(config) / "config.yaml")
     assert saved.loss.scorer == {"_target_": "conf_mine.Scorer", "k": 4} and saved.algo.n == 5

@@ -10,7 +10,8 @@ from prepared_run import validated
 from prl.base.errors import ConfigError
 from prl.config import hardware
 from prl.config.build import plain
-from prl.config.compose import compose
+from prl.config.compose import compose, typed_config
+from prl.config.schema import TrainConfig
 from prl.config.trainer import AIPOLossConfig
 from prl.launch.components import build_components
 
@@ -26,7 +27,8 @@ def put(config, key, value):
 
 
 def check(config):
-    """All that is refused before a model or a task is looked at."""
+    """All that is refused before a model or a task is looked at, of a config that was changed since it was read."""
+    config = typed_config(TrainConfig, plain(config))
     validated(config)
     build_components(config)
 
@@ -86,7 +88,7 @@ OUT_OF_RANGE = {
     "trainer.batch_timeout_s": DEADLINE,
     "trainer.optim.lr": (0, -1.0, NAN, INF),
     "trainer.optim.eps": (0, -1.0),
-    "trainer.optim.betas": ((0.9,),),
+    "trainer.optim.betas": ([0.9],),
     "trainer.optim.weight_decay": (-1.0, NAN),
     "trainer.schedule.warmup_steps": (-1,),
     "trainer.schedule.decay_fraction": (-0.1, 1.1),

@@ -1,5 +1,6 @@
 """vLLM's servers as an engine."""
 
+import re
 from collections.abc import Sequence
 from ctypes.util import find_library
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ from prl.engines.base import EngineMemory, EngineSpec, ServerConfig, ServerEngin
 from prl.engines.vllm import command, memory
 from prl.engines.vllm.options import check_options
 
+CORE = re.compile(r"\(EngineCore\b.*\[core\.py:\d+\] (\w+(?:\.\w+)*(?:: .*|Error))$|^(its engine core was .*)")
+"""How vLLM's core names the error that it ends with, or prl's server the signal; the server then ends with another one,
+or with status 0."""
 LATENT = "computes logprobs that are 0.3 off (latent attention)"
 SIGMOID = "fails at the first request (it cannot choose experts by a sigmoid without groups)"
 FAULTS_ON_CPU = {"laguna": SIGMOID, "minimax_m2": SIGMOID} | dict.fromkeys(
@@ -88,4 +92,5 @@ class VLLMEngine(ServerEngine):
 
     @classmethod
     def explain(cls, lines: Sequence[str]) -> str:
-        return command.reason_of_end(lines)
+        found = [match[match.lastindex or 0] for match in map(CORE.search, lines) if match]
+        return found[-1] if found else ""

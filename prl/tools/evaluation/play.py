@@ -30,7 +30,6 @@ from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.evaluate import evaluate_env
 from prl.orchestrator.types import EvalEnv
 from prl.orchestrator.who_waits import ENGINE
-from prl.rollouts.rollout import Rollout
 from prl.runs.result import RunResult
 from prl.tools.evaluation.scores import EnvScore, TaskScore, score_env, score_tasks
 from prl.tools.evaluation.serving import Served, serve_each
@@ -98,7 +97,10 @@ class Evaluation:
             env.environment.connect(asked, {})
             await env.environment.wait_for_models()
             rollouts, env_metrics = await evaluate_env(env, self.config.k, self.run_dir, step)
-            refuse_unanswered(target, rollouts)
+            reasons = [r.outcome.reason for r in rollouts if r.outcome is not None and r.outcome.source == "engine"]
+            if reasons:  # what the model would have earned is not known
+                asked_for = f"{len(reasons)} of {len(rollouts)} rollouts"
+                raise PrlError(f"{target.name} did not answer {asked_for}; first: {reasons[0]}")
             tasks = score_tasks(rollouts, self.config.correct_at)
             base = self.base.setdefault(env.name, tasks)
             score.envs.append(score_env(env.name, tasks, base if step else None))
@@ -113,13 +115,6 @@ def attach(sampler: Sampler, pool: ModelPool, renderer: Renderer, model: ModelCo
     sampler.attach(
         pool=pool, renderer=renderer, max_model_len=model.max_model_len, seed=seed, tokenizer_path=model.path
     )
-
-
-def refuse_unanswered(target: Target, rollouts: list[Rollout]) -> None:
-    """Raise PrlError where the model did not answer: what it would have earned is not known."""
-    reasons = [r.outcome.reason for r in rollouts if r.outcome is not None and r.outcome.source == "engine"]
-    if reasons:
-        raise PrlError(f"{target.name} did not answer {len(reasons)} of {len(rollouts)} rollouts; first: {reasons[0]}")
 
 
 def evaluation_of(config: EvaluationConfig) -> Evaluation:
