@@ -11,6 +11,8 @@ another loss function for each sequence.
 Left out: averaging over ranks. Gradients of ranks are summed (`prl.trainer.sharding`).
 """
 
+import dataclasses
+import functools
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,20 +21,24 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from prl.config.build import name_of
 from prl.losses.interface import (
     LossFunction,
     LossInputs,
+    LossOutputs,
     Metrics,
+    TokenTerms,
     add_metric,
     are_measured,
     check_shapes,
     mismatch_kl,
     per_token,
-    run_loss,
     select,
     sequence_sums,
 )
+from prl.losses.options import as_partial
 from prl.rollouts.components import COMPONENTS, STREAM_FILL, Component
+from prl.rollouts.messages import sequence_slices
 
 TAKEN = ("mismatch_kl", "logprob_gap", "loss/", "nll", "ref_kl")
 """How metrics begin that are not the rl loss's: one of a user's own has `rl/` before such a name."""
@@ -220,6 +226,82 @@ def _run_term(
     return total
 
 
+def normalised(terms: TokenTerms, inputs: LossInputs) -> Tensor:
+    """The loss of each token, `[tokens]`, so scaled that the sum over all tokens / N is the mean of its `agg_mode`.
+
+    This is the one place that knows how a loss is averaged. With N member tokens in S sequences over the whole update,
+    all envs and ranks, and n of them in one sequence, the component's term of L is, by `agg_mode`:
+
+    - `token_mean`: the sum over tokens / N. Source: DAPO (arXiv 2503.14476).
+    - `sequence_mean`: the sum over sequences of (the sum over its tokens / n), / S. Source: GRPO (arXiv 2402.03300).
+    - `rollout_mean`: the same with all sequences of a rollout as one: a history that broke counts once.
+    - `constant`: the sum over tokens / (`constant_length` * S). Source: Dr. GRPO (arXiv 2503.20783).
+
+    N and S count the tokens and sequences of all rl losses of the update, whatever their `agg_mode`. So each sequence
+    counts as if the whole update had its mode, and envs with different modes do not change each other's gradient.
+
+    Raises ValueError for another mode, and for `constant` without its length.
+    """
+    loss, mode = terms.loss, terms.agg_mode
+    if mode == "token_mean":
+        return loss
+    if mode == "rollout_mean" and inputs.rollout_share is not None:
+        return loss * (inputs.mean_length * inputs.rollout_share.to(loss.dtype))
+    if mode in ("sequence_mean", "rollout_mean"):  # without shares each rollout is one sequence
+        # Tokens that a correction left out still count in n, as they do in N.
+        members = inputs.members(sampler=True)
+        return loss * (inputs.mean_length / inputs.sequence_sum(members.to(loss.dtype)).clamp_min(1))
+    if mode == "constant" and terms.constant_length is not None:
+        return loss * (inputs.mean_length / terms.constant_length)
+    raise ValueError(f"agg_mode={mode!r} with constant_length={terms.constant_length}: only constant needs one")
+
+
+def summed(terms: TokenTerms, inputs: LossInputs) -> LossOutputs:
+    """Return what a `@tokenwise` loss returns for one sequence.
+
+    A metric of a sequence is the mean over its tokens, or, if its name ends in `/max`, the largest. Where there is none
+    to average over it is 0.0 here, so that every key is always there; `compute_loss` leaves the sequence out of the
+    mean over sequences, so that it does not dilute the others.
+    """
+    loss = normalised(terms, inputs)
+    means = _sequence_means(terms.metrics, [len(loss)])
+    metrics = {name: torch.as_tensor(total / max(count, 1)).to(loss.dtype) for name, (total, count) in means.items()}
+    return LossOutputs(loss.sum(), metrics)
+
+
+def run_loss(
+    fn: LossFunction, inputs: LossInputs, sequence_lengths: Sequence[int]
+) -> tuple[Tensor, Metrics, dict[str, Tensor] | None]:
+    """Run `fn` on a row without padding; `inputs.loss_mask` must have at least one member.
+
+    A loss that is not `@tokenwise` gets one sequence at a time, and only sequences with members.
+
+    Returns:
+        The sum over the members, a float64 scalar; the metrics as (sum, count) over sequences; and
+        `TokenTerms.excluded`, None for a loss that runs sequence by sequence.
+    """
+    bound = as_partial(fn)
+    marked: Any = bound.func
+    if hasattr(marked, "formula") and not bound.args:
+        row = dataclasses.replace(inputs, sequence_lengths=sequence_lengths)
+        terms: TokenTerms = marked.formula(row, marked.Config(**bound.keywords))
+        total = normalised(terms, row).sum(dtype=torch.float64)
+        return total, _sequence_means(terms.metrics, sequence_lengths), terms.excluded
+    losses: list[Tensor] = []
+    metrics: Metrics = {}
+    for sequence in map(inputs.part, sequence_slices(sequence_lengths)):
+        if not sequence.loss_mask.any():
+            continue
+        out = _checked(name_of(fn), fn(sequence))
+        losses.append(out.loss)
+        for name, value in out.metrics.items():
+            value = torch.as_tensor(value).detach().double()
+            if value.dim():
+                raise ValueError(f"{name_of(fn)} returned metric {name!r} of shape {list(value.shape)}, not a scalar")
+            add_metric(metrics, name, value, 1)
+    return functools.reduce(torch.add, [loss.double() for loss in losses]), metrics, None
+
+
 def _inputs(row: dict[str, Tensor], members: Tensor, component: Component) -> LossInputs:
     """The row as one component sees it: its members as the mask, and every stream 0.0 off them.
 
@@ -255,3 +337,31 @@ def _find_members(row: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Te
     wanted = torch.stack([fed[name] for name in reading]).any(0)
     measured = are_measured(row["inference_logprobs"])
     return fed | {name: fed[name] & measured for name in reading}, wanted & measured, wanted & ~measured
+
+
+@torch.no_grad()
+def _sequence_means(metrics: dict[str, tuple[Tensor, Tensor]], sequence_lengths: Sequence[int]) -> Metrics:
+    """`TokenTerms.metrics`, averaged inside each sequence that has tokens for it, then summed; or the largest."""
+    over = torch.stack([over for _, over in metrics.values()])  # [metrics, tokens]
+    values = torch.stack([values.double() for values, _ in metrics.values()])
+    segments = per_token(range(len(sequence_lengths)), sequence_lengths, over.device)
+    rows = torch.zeros(2, len(over), len(sequence_lengths), dtype=torch.float64, device=over.device)
+    # Both [metrics, sequences].
+    sums, sizes = rows.index_add_(2, segments, torch.stack([torch.where(over, values, 0.0), over.double()]))
+    means = (sums / sizes.clamp_min(1)).sum(1)
+    result: Metrics = dict(zip(metrics, zip(means, (sizes > 0).sum(1), strict=True), strict=True))
+    largest = {name: torch.where(*metrics[name][::-1], 0.0).max() for name in metrics if name.endswith("/max")}
+    return result | {name: (value, 1) for name, value in largest.items()}
+
+
+def _checked(name: str, out: object) -> LossOutputs:
+    """`out` as LossOutputs. Raises where the loss function `name` does not keep to its contract."""
+    if not isinstance(out, LossOutputs):
+        raise TypeError(f"{name} must return LossOutputs(loss, metrics), not {type(out).__name__}")
+    if not isinstance(out.loss, Tensor):
+        raise TypeError(f"{name} must return a tensor as its loss, not {type(out.loss).__name__}")
+    if out.loss.dim():
+        raise ValueError(f"{name} must return a scalar loss, a sum over the sequence, not {list(out.loss.shape)}")
+    if not out.loss.requires_grad:
+        raise ValueError(f"{name} returned a loss without gradient: compute it from inputs.trainer_logprobs")
+    return out

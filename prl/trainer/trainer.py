@@ -16,6 +16,7 @@ from prl.config.build import build, plain
 from prl.config.trainer import AdamWConfig, TrainerConfig
 from prl.losses import LossCounts, TokenTreatment, compute_loss, count_members, divergence_loss, ref_kl_loss
 from prl.losses.interface import LossFunction, Metrics, add_metric
+from prl.losses.options import options_of
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.messages import MicroBatch, StepBatch
 from prl.trainer.batch import Stack, empty_stack, stacks
@@ -72,8 +73,9 @@ class Trainer:
         self.config = TrainerConfig(**options)
         self.model = model
         self.rl_losses = dict(rl_losses)
-        self.entropy_controls = controls_of(rl_losses)
-        self.proximal = any(getattr(loss, "keywords", {}).get("proximal") for loss in rl_losses.values())
+        options_of_losses = {name: options_of(loss) for name, loss in rl_losses.items()}
+        self.entropy_controls = controls_of(options_of_losses)
+        self.proximal = any(each.proximal for each in options_of_losses.values())
         self.between_updates = False
         """Whether the weights are those of no step: of a batch with several updates, only some have been made."""
         self.max_steps = max_steps

@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 
 from prl.base.errors import DeadlinePassed, PrlError, of_disk, of_own_code
 from prl.base.text import as_message, in_one_line
-from prl.config.build import factory, function
+from prl.config.build import factory
 from prl.config.model_folder import tokenizer_files
 from prl.config.trainer import TrainerConfig, runs_in_half
+from prl.losses.options import loss_of
 from prl.rollouts.messages import StepBatch
 from prl.trainer import lora
 from prl.trainer.checkpoint_part import load_state, take_part, write_part
@@ -282,7 +283,7 @@ def make_trainer(
         lora.add_adapters(model, adapters, config["model"]["path"])
         if resume is not None and place.type != "meta":
             lora.load_adapters(model, Path(resume["folder"]))
-    losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
+    losses = {name: loss_of(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
 
     def load_reference(name: str) -> PreTrainedModel:
         model = load(config["model"]["path"])
