@@ -19,7 +19,6 @@ from prl.config.build import class_of
 from prl.config.model_folder import embedding_rows
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig, TrainConfig
-from prl.config.trainer import runs_in_half
 from prl.engines.base import Connect, Engine
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.sampler import Sampler
@@ -231,7 +230,7 @@ def assemble(
         trainer_ranks=run.config.trainer.num_processes,
         updates_per_batch=run.config.trainer.updates_per_batch,
         update_timeout_s=run.config.engine.update_timeout_s,
-        half=run.model.dtype != "float32" or runs_in_half(trainer.dtype, trainer.device_type),
+        half=run.model.dtype != "float32" or trainer.precision.is_mixed,
         checkpoint=run.config.checkpoint,
         state=None if run.resume is None else run.resume.state,
         track=track,

@@ -78,7 +78,6 @@ def chosen(overrides: list[str]) -> Iterator[str]:
     from prl.config import threads
     from prl.config.build import class_of
     from prl.config.compose import compose
-    from prl.config.trainer import runs_in_half
     from prl.engines.base import Engine
     from prl.launch import specs
     from prl.launch.local import resolve_model
@@ -88,8 +87,7 @@ def chosen(overrides: list[str]) -> Iterator[str]:
     engine, trainer = config.engine, config.trainer
     dtype = resolve_model(config.model, engine.device_type).dtype
     print(f"engine: {engine.device_type}, {dtype}, {engine._target_}, processes: {len(engine.urls) or engine.servers}")
-    dtype = "bfloat16" if runs_in_half(trainer.dtype, trainer.device_type) else "float32"
-    print(f"trainer: {trainer.device_type}, {dtype}, processes: {trainer.num_processes}")
+    print(f"trainer: {trainer.device_type}, {trainer.precision.dtype}, processes: {trainer.num_processes}")
     print(f"threads: engine {threads.of_engine(config, config.model)}, trainer {threads.of_trainer(config)}")
     print(f"compile={trainer.compile}, gradient_checkpointing={trainer.gradient_checkpointing}, torch's attention")
     if engine.in_process or engine.urls:

@@ -21,6 +21,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from prl.config.trainer import Precision
+
 P = ParamSpec("P")
 R = TypeVar("R")
 PIECE = 1 << 15
@@ -67,14 +69,16 @@ def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, device: torch.device, *, half: bool, offload: bool) -> None:
+def shard(
+    model: PreTrainedModel, mesh: DeviceMesh, device: torch.device, *, precision: Precision, offload: bool
+) -> None:
     """Leave of `model` this rank's part. A collective.
 
     Args:
         model: with the weights on rank 0; those of other ranks are not read, and may be on the meta device.
         mesh: of `make_mesh`.
         device: where the model runs.
-        half: run it in bfloat16; weights, the sum of gradients and the optimiser stay in float32.
+        precision: of forward and backward; weights, the sum of gradients and the optimiser stay in float32.
         offload: keep the parts in host memory.
     """
     how: dict[str, Any] = {"mesh": mesh, "offload_policy": fsdp.OffloadPolicy()}
@@ -82,8 +86,9 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, device: torch.device, *, hal
         how["reshard_after_forward"] = True  # else what is outside of the layers would wait for a backward
     # Inputs as they come: a cast would round temperatures too.
     how["mp_policy"] = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
-    if half:
-        how["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    if precision.is_mixed:
+        dtype = getattr(torch, precision.dtype)
+        how["mp_policy"] = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     if offload:
         how["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for module in (*layers_of(model), model):  # one at a time, so that no rank but the first holds all of it whole

@@ -19,7 +19,6 @@ from prl.config.gpus import visible_gpus
 from prl.config.hardware import CUDA_CONTEXT, GIB, MIB, gpu_memory_bytes
 from prl.config.model_shape import ModelShape
 from prl.config.schema import ModelConfig, TrainConfig
-from prl.config.trainer import runs_in_half
 from prl.config.validate import hosts_teacher, places_processes
 from prl.engines.base import Engine
 from prl.launch import specs
@@ -170,15 +169,15 @@ def memory_of_rank(
 def pass_of(config: TrainConfig) -> Pass:
     """The largest forward pass of a rank: sequences as long as they may be, which share nothing."""
     trainer, cuda = config.trainer, config.trainer.device_type == "cuda"
-    half, length = runs_in_half(trainer.dtype, trainer.device_type), min(trainer.seq_len, config.model.max_model_len)
+    length = min(trainer.seq_len, config.model.max_model_len)
     return Pass(
         tokens=max(trainer.tokens_per_forward, length),
         length=length,
-        size=FLOAT // 2 if half else FLOAT,
+        size=trainer.precision.size,
         checkpointing=trainer.gradient_checkpointing,
         head_chunk=trainer.head_chunk,
         cuda=cuda,
-        spread=cuda or half or trainer.num_processes > 1 or trainer.cpu_offload,
+        spread=cuda or trainer.precision.is_mixed or trainer.num_processes > 1 or trainer.cpu_offload,
     )
 
 
