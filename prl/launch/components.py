@@ -124,7 +124,7 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components:
     asked: list[str] = []
     for name, env in components.envs.items():
         for key, reference in frozen_models(env.algorithm, config.node_of(name, "algo")[0]):
-            options = env.algorithm.kl if key.endswith(".kl.reference") else env.algorithm
+            options = getattr(env.algorithm, "kl", None) if key.endswith(".kl.reference") else env.algorithm
             if config.hosts(reference) and getattr(options, "align", None) is None:
                 keys.append(key)
         references = frozen_models(config.envs[name].references, f"envs.{name}.models")

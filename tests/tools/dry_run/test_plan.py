@@ -1,5 +1,7 @@
 """A dry run: what it says of a config and what it refuses, on this and on other machines."""
 
+import copy
+
 import pytest
 from small_models import QWEN3_32B
 
@@ -103,7 +105,8 @@ def test_a_kl_to_the_initial_model_copies_the_weights(dry):
     dry.algo["kl"] = {"coef": 0.1, "reference": {"name": "a", "base_url": "http://127.0.0.1:9/v1"}}
     assert not count_references(dry)
     dry.algo["kl"] = {"coef": 0.1, "reference": "ema"}
-    dry.algo = {"_target_": "prl.algorithms.opsd.OPSDAlgorithm", "kl": dry.algo["kl"], "reference": "lagged"}
+    dry.envs["other"] = copy.deepcopy(dry.envs["math"])
+    dry.envs["other"].algo = {"_target_": "prl.algorithms.opsd.OPSDAlgorithm", "reference": "lagged"}
     assert count_references(dry) == 2
 
 
