@@ -68,9 +68,9 @@ class Algorithm(EnvPart):
     action_loss_type: ClassVar[str] = "rl"
     """The loss of sampled tokens, a name in `prl.rollouts.components.COMPONENTS`."""
     group_relative: ClassVar[bool] = False
-    """Whether advantages are relative to the group: a group of one then has none."""
+    """True where advantages are relative to the group: a group of one then has none."""
     reads_reward: ClassVar[bool] = True
-    """Whether the training signal depends on rewards."""
+    """True where the training signal depends on rewards."""
     RETIRED: ClassVar[dict[str, tuple[dict[str, Any], str]]] = {
         "kl": (
             vars(KLConfig()),

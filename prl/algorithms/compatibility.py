@@ -27,7 +27,7 @@ VALUES = {"sampling", "kl", "mask_truncated", "action_loss_type", "group_relativ
 PIPELINE = {"start", "finalize_rollout", "finalize_group", "finalize_batch", "log", "take_logged"}
 """Methods of `Algorithm` that a subclass must not define."""
 LIVE = {"policy_pool", "policy_renderer", "hosted", "probe", "pools", "step", "max_steps"}
-"""What `Algorithm` gets once the run begins."""
+"""Attributes that an `Algorithm` gets once the run begins."""
 
 
 def validate_algorithm(

@@ -41,9 +41,10 @@ from prl.rollouts.components import COMPONENTS, STREAM_FILL, Component
 from prl.rollouts.messages import sequence_slices
 
 TAKEN = ("mismatch_kl", "logprob_gap", "loss/", "nll", "ref_kl")
-"""How metrics begin that are not the rl loss's: one of a user's own has `rl/` before such a name."""
+"""Beginnings of the names of metrics that are not the rl loss's. A user's own metric of such a name gets `rl/` before
+it, or it would be added to prl's."""
 OF_TRAINER = ("entropy", "divergence", "proximal_logprobs", "rollout_share")
-"""Streams beside those of a message."""
+"""Streams that the trainer adds to those of a micro-batch."""
 Term = tuple[Component, LossFunction, Tensor]
 """A component, a loss function, and the tokens that it is computed on, bool `[tokens]`."""
 
@@ -76,8 +77,8 @@ class TokenTreatment:
     `[tokens]`."""
 
     labels: dict[str, Tensor] = field(default_factory=dict)
-    """By label: "<component> kept", "<component> dropped" and the like, "<component>" alone where the loss makes no
-    such difference, and "invalid logprob". A token has at most one label per component; no label, no loss."""
+    """Tokens of each label: "<component> kept", "<component> dropped" and the like, "<component>" alone where the loss
+    makes no such difference, and "invalid logprob". A token has at most one label per component; no label, no loss."""
     sampled: Tensor = field(init=False)
     """Members of components that read the sampler's logprobs."""
 
@@ -89,7 +90,7 @@ class TokenTreatment:
         self.mark(component if excluded is None else f"{component} kept", members)
 
     def mark(self, label: str, tokens: Tensor) -> None:
-        """Give `tokens` a label, beside those that have it."""
+        """Give a label to further tokens."""
         self.labels[label] = tokens | self.labels.get(label, False)
 
 
@@ -124,14 +125,14 @@ def compute_loss(
     treatment: TokenTreatment | None = None,
     **streams: Tensor | None,
 ) -> tuple[Tensor, Metrics]:
-    """Loss and metrics of one packed micro-batch. Every stream is `[tokens]`.
+    """Compute the loss and the metrics of one packed micro-batch. Every stream is `[tokens]`.
 
     Args:
         sequence_lengths: the first sum(sequence_lengths) tokens are the sequences; the rest is padding, never read.
         counts: member tokens of the whole step.
-        rl_loss: the rl loss of all sequences, or a list with that of each; None = `default_loss`.
-        ref_kl_loss: the same of ref_kl; None = that of `COMPONENTS`.
-        treatment: filled with what became of each token.
+        rl_loss: the rl loss of all sequences, or a list with one for each sequence; None = `default_loss`.
+        ref_kl_loss: the ref_kl loss, likewise; None = `ref_kl_loss`.
+        treatment: filled with the labels of each token.
         streams: the optional streams (`advantages`, `rl_weights`, ...), `entropy`, `divergence`, `proximal_logprobs`
             and `rollout_share`, None or left out where absent.
 
@@ -165,7 +166,7 @@ def compute_loss(
 
 
 def _without_padding(streams: Mapping[str, Tensor | None], sequence_lengths: Sequence[int]) -> dict[str, Tensor]:
-    """The tokens of the sequences, of each stream that is there. Raises for one that is unknown or does not align."""
+    """Cut the padding off each stream that is there. Raises for a stream that is unknown or does not align."""
     known = {"trainer_logprobs", "inference_logprobs", "loss_mask", *OF_TRAINER, *STREAM_FILL}
     unknown = streams.keys() - known
     if unknown:
@@ -184,7 +185,7 @@ def _terms(
     members: Tensor,
     sequence_lengths: Sequence[int],
 ) -> list[Term]:
-    """The terms of a component: one, or one for each function that `losses` has for its sequences."""
+    """The terms of a component: one for each different function among the losses of its sequences."""
     losses = pkgutil.resolve_name(component.loss) if losses is None else losses
     if callable(losses):
         return [(component, losses, members)]
@@ -206,17 +207,13 @@ def _run_term(
     metrics: Metrics,
     treatment: TokenTreatment | None,
 ) -> Tensor:
-    """The sum of one term over its `count` members; its metrics and treatment are added to those of the row."""
+    """Sum one term over its `count` members. Its metrics and labels are added to those of the row."""
     if component.requires is not None and component.requires not in row:
         raise ValueError(
             f"{count} tokens feed the {component.name} loss, but the micro-batch has no {component.requires}: "
             f"{component.provider}"
         )
-    inputs = _inputs(row, members, component)
-    inputs.step, inputs.max_steps = counts.step, counts.max_steps
-    if component.name == "rl":
-        inputs.mean_length = counts.rl / counts.rl_sequences
-    total, own, excluded = run_loss(function, inputs, sequence_lengths)
+    total, own, excluded = run_loss(function, _inputs(row, members, component, counts), sequence_lengths)
     add_metric(metrics, f"loss/{component.name}", total.detach(), count)
     for key, pair in own.items():
         taken = component.name == "rl" and key.startswith(TAKEN)
@@ -302,26 +299,34 @@ def run_loss(
     return functools.reduce(torch.add, [loss.double() for loss in losses]), metrics, None
 
 
-def _inputs(row: dict[str, Tensor], members: Tensor, component: Component) -> LossInputs:
-    """The row as one component sees it: its members as the mask, and every stream 0.0 off them.
+def _inputs(row: dict[str, Tensor], members: Tensor, component: Component, counts: LossCounts) -> LossInputs:
+    """Return the inputs of one component's loss: its members are the mask.
 
-    So a custom loss may exponentiate before it masks.
+    Every stream is 0.0 off the members, so that a custom loss may exponentiate before it masks.
     """
     unread = {"loss_mask", *(other.stream for other in COMPONENTS.values() if other is not component)}
     present: dict[str, Any] = {name: select(members, stream) for name, stream in row.items() if name not in unread}
     weights = present.pop(component.stream, None)
-    return LossInputs(**present, loss_mask=members, loss_weights=weights)
+    return LossInputs(
+        **present,
+        loss_mask=members,
+        loss_weights=weights,
+        mean_length=counts.rl / counts.rl_sequences if component.name == "rl" else 1.0,
+        step=counts.step,
+        max_steps=counts.max_steps,
+    )
 
 
 @torch.no_grad()
 def _sampler_metrics(row: dict[str, Tensor], sampled: Tensor, count: int) -> Metrics:
-    """Return how far the policy is from the sampler on the `count` tokens of `sampled`."""
+    """Measure the distance of the policy from the sampler on the `count` tokens of `sampled`."""
     gap = select(sampled, row["trainer_logprobs"]) - select(sampled, row["inference_logprobs"])
     return {"mismatch_kl": (mismatch_kl(gap).sum(), count), "logprob_gap": (gap.abs().double().sum(), count)}
 
 
 def weighted_tokens(component: Component, mask: Tensor, weights: Tensor | None) -> Tensor:
-    """The tokens that feed a component, bool of the shape of `mask`, whatever the sampler's logprobs are."""
+    """Return the tokens with a weight in a component, measured by the sampler or not, as bool of the shape of
+    `mask`."""
     on = torch.full_like(mask, component.absent_weight != 0) if weights is None else weights != 0
     return on & mask.bool() if component.on_mask else on.bool()
 
@@ -341,7 +346,7 @@ def _find_members(row: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Te
 
 @torch.no_grad()
 def _sequence_means(metrics: dict[str, tuple[Tensor, Tensor]], sequence_lengths: Sequence[int]) -> Metrics:
-    """`TokenTerms.metrics`, averaged inside each sequence that has tokens for it, then summed; or the largest."""
+    """Average each metric inside each sequence with tokens for it, and sum the means; of `/max` take the largest."""
     over = torch.stack([over for _, over in metrics.values()])  # [metrics, tokens]
     values = torch.stack([values.double() for values, _ in metrics.values()])
     segments = per_token(range(len(sequence_lengths)), sequence_lengths, over.device)
@@ -355,7 +360,7 @@ def _sequence_means(metrics: dict[str, tuple[Tensor, Tensor]], sequence_lengths:
 
 
 def _checked(name: str, out: object) -> LossOutputs:
-    """`out` as LossOutputs. Raises where the loss function `name` does not keep to its contract."""
+    """Return `out`. Raises where the loss function `name` does not keep to its contract."""
     if not isinstance(out, LossOutputs):
         raise TypeError(f"{name} must return LossOutputs(loss, metrics), not {type(out).__name__}")
     if not isinstance(out.loss, Tensor):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prl.losses.policy import PolicyTokens
 
 Metrics = dict[str, tuple[Tensor | float, Tensor | float]]
-"""By name: sum and count, to be added up over micro-batches and ranks."""
+"""Sum and count of each metric, by its name, to be added up over micro-batches and ranks."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class LossInputs:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def part(self, tokens: slice) -> "LossInputs":
-        """The inputs of some of the tokens alone, as of one sequence of a row."""
+        """Return the inputs of some of the tokens alone, as those of one sequence of a row."""
         cut: dict[str, Any] = {name: value[tokens] for name, value in self._tensors().items()}
         return dataclasses.replace(self, **cut, sequence_lengths=None)
 
@@ -82,7 +82,7 @@ class LossInputs:
         return PolicyTokens(self, options)
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """For each token the sum of `values` over its sequence, `[tokens]`."""
+        """Sum `values` over each sequence, and give each of its tokens the sum, `[tokens]`."""
         lengths = [len(values)] if self.sequence_lengths is None else self.sequence_lengths
         return sequence_sums(values, lengths)[per_token(range(len(lengths)), lengths, values.device)]
 
@@ -130,10 +130,10 @@ class TokenTerms:
     loss: Tensor
     """Weighted by `loss_weights`, divided by nothing, and 0 off the members."""
     metrics: dict[str, tuple[Tensor, Tensor]]
-    """By name: the values, and as bool the tokens to average them over."""
+    """Values of each metric, by its name, and as bool the tokens to average them over."""
     excluded: dict[str, Tensor] | None = None
-    """By reason ("dropped", "clipped"): the tokens without a policy gradient, bool. None where the loss has no policy
-    gradient. For the token export alone."""
+    """Tokens without a policy gradient, bool, by the reason ("dropped", "clipped"); None where the loss has no policy
+    gradient. Only the token export reads it."""
     agg_mode: AggMode | None = "token_mean"
     """The mean that `loss` is averaged by (`prl.losses.compute.normalised`)."""
     constant_length: int | None = None
@@ -141,12 +141,12 @@ class TokenTerms:
 
 
 def are_measured(logprobs: Tensor) -> Tensor:
-    """`prl.rollouts.logprobs.is_measured` of every element, as bool."""
+    """Apply `prl.rollouts.logprobs.is_measured` to every element; bool."""
     return torch.isfinite(logprobs) & (logprobs > SENTINEL_CEILING)
 
 
 def select(members: Tensor, values: Tensor) -> Tensor:
-    """`values` on members and 0 elsewhere, `[tokens]`, at least float32.
+    """Set `values` to 0 off the members, `[tokens]`, at least float32.
 
     Selecting comes before any arithmetic: NaN and infinities off the members reach neither the result nor the gradient.
     """
@@ -154,13 +154,13 @@ def select(members: Tensor, values: Tensor) -> Tensor:
 
 
 def weighted(inputs: LossInputs, members: Tensor, loss: Tensor) -> Tensor:
-    """The loss times its weight, `[tokens]`. `loss` must be finite off the members and is zeroed there."""
+    """Multiply the loss of each token by its weight, `[tokens]`. It must be finite off the members and is 0 there."""
     weights = members.to(loss.dtype) if inputs.loss_weights is None else select(members, inputs.loss_weights)
     return loss * weights
 
 
 def importance_weighted(factor: Tensor, log_ratio: Tensor, keep: Tensor, delta: float | None = None) -> Tensor:
-    """`factor * min(rho, delta)` on `keep`, 0 elsewhere, `[tokens]`; rho = exp(log_ratio), and delta None is no clip.
+    """Compute `factor * min(rho, delta)` on `keep`, else 0, `[tokens]`; rho = exp(log_ratio), delta None = no clip.
 
     rho is computed only where it is used, since 0 * inf is NaN, and so is the gradient of min(inf, delta).
     """
@@ -174,7 +174,7 @@ def importance_weighted(factor: Tensor, log_ratio: Tensor, keep: Tensor, delta: 
 
 @torch.no_grad()
 def mismatch_kl(log_ratio: Tensor) -> Tensor:
-    """rho - log rho - 1 (k3, an estimate of KL), float64 `[tokens]`. In float32 it would cancel to noise at rho = 1."""
+    """Compute rho - log rho - 1 (k3, an estimate of the KL), float64 `[tokens]`: float32 is noise at rho = 1."""
     log_ratio = log_ratio.detach().double()
     return torch.expm1(log_ratio) - log_ratio
 
@@ -189,13 +189,13 @@ def add_metric(metrics: Metrics, name: str, total: Tensor | float, count: Tensor
 
 
 def per_token(numbers: Sequence[int], sequence_lengths: Sequence[int], device: torch.device) -> Tensor:
-    """The number of its sequence for each token, int64 `[tokens]`."""
+    """Give each token the number of its sequence, int64 `[tokens]`."""
     # With a dtype, since a dummy row has no sequences and an empty list would be float.
     values, lengths = (torch.tensor(entries, dtype=torch.int64) for entries in (numbers, sequence_lengths))
     return torch.repeat_interleave(values, lengths).to(device)
 
 
 def sequence_sums(values: Tensor, sequence_lengths: Sequence[int]) -> Tensor:
-    """The sum of `values`, `[tokens]`, over each sequence, `[sequences]`."""
+    """Sum `values`, `[tokens]`, over each sequence, `[sequences]`."""
     segments = per_token(range(len(sequence_lengths)), sequence_lengths, values.device)
     return values.new_zeros(len(sequence_lengths)).index_add(0, segments, values)

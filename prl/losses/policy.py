@@ -88,7 +88,7 @@ class PolicyTokens:
         return mismatch_kl(self.log_ratio)
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """For each token the mean of `values`, 0 off the members, over the members of its sequence; no gradient."""
+        """Average `values`, 0 off the members, over the members of each token's sequence, `[tokens]`; no gradient."""
         size = self.inputs.sequence_sum(self.members.to(values.dtype)).clamp_min(1)
         return self.inputs.sequence_sum(values.detach()) / size
 

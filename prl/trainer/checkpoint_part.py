@@ -34,7 +34,7 @@ from prl.trainer.trainer import Trainer
 from prl.trainer.weights import on_writer, whole_tensors
 
 TENSOR = "$tensor"
-"""Key of what stands for a tensor in `trainer.json`."""
+"""Key, in `trainer.json`, of the name of a tensor that stands in `trainer.safetensors`."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class Part:
     """
 
     weights: dict[str, torch.Tensor]
-    """By their names in the files of a model, float32; adapters are merged."""
+    """Tensors of the model by their names in its files, float32; adapters are merged."""
     adapters: dict[str, torch.Tensor]
     state: str
-    """The content of `trainer.json`."""
+    """Content of `trainer.json`."""
     tensors: dict[str, torch.Tensor]
-    """Of `trainer.safetensors`."""
+    """Content of `trainer.safetensors`."""
 
 
 def take_part(trainer: Trainer, *, rank: int = 0) -> Part:
-    """Copy what a checkpoint has of the trainer, as it is now. A collective; rank 0 gets the tensors.
+    """Copy the state of the trainer, for a checkpoint. A collective; rank 0 gets the tensors.
 
     Raises PrlError where the optimiser's state holds what is no plain data.
     """
@@ -131,7 +131,7 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
 
 @contextlib.contextmanager
 def _tensors_of(path: Path) -> Iterator[Any]:
-    """A file of tensors, opened. Raises ConfigError, naming it, where it cannot be read or lacks one."""
+    """Open a file of tensors. Raises ConfigError, naming it, where it cannot be read or lacks a tensor."""
     try:
         with safe_open(path, "pt") as tensors:
             yield tensors

@@ -48,9 +48,8 @@ def make_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta:
-    """Return how long a rank waits for the others in a collective of `group`, which torch 2.13 keeps to itself."""
-    timeout: timedelta = group._get_backend(torch.device(device.type)).options._timeout
-    return timeout
+    """Return the time that a rank waits for the others in a collective of `group`, which torch 2.13 keeps to itself."""
+    return cast(timedelta, group._get_backend(torch.device(device.type)).options._timeout)
 
 
 def is_part(tensor: torch.Tensor) -> TypeGuard[DTensor]:
@@ -72,11 +71,11 @@ def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
 def shard(
     model: PreTrainedModel, mesh: DeviceMesh, device: torch.device, *, precision: Precision, offload: bool
 ) -> None:
-    """Leave of `model` this rank's part. A collective.
+    """Spread a model over the ranks: each keeps its part. A collective.
 
     Args:
         model: with the weights on rank 0; those of other ranks are not read, and may be on the meta device.
-        mesh: of `make_mesh`.
+        mesh: the ranks, as `make_mesh` has them.
         device: where the model runs.
         precision: of forward and backward; weights, the sum of gradients and the optimiser stay in float32.
         offload: keep the parts in host memory.
@@ -120,7 +119,7 @@ def _receive(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 def as_forward(
     function: Callable[Concatenate[PreTrainedModel, P], R],
 ) -> Callable[Concatenate[PreTrainedModel, P], R]:
-    """Have a function of a model find its parameters whole, those outside of its layers too, where it is sharded."""
+    """Make a function of a model find the parameters whole, those outside of its layers too, where it is sharded."""
 
     @functools.wraps(function)
     def call(model: PreTrainedModel, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -130,8 +129,7 @@ def as_forward(
         if name not in vars(model):
             vars(model)[name] = types.MethodType(function, model)
             fsdp.register_fsdp_forward_method(cast(torch.nn.Module, model), name)
-        result: R = getattr(model, name)(*args, **kwargs)
-        return result
+        return cast(R, getattr(model, name)(*args, **kwargs))
 
     return call
 
@@ -147,13 +145,12 @@ def reduce_over_replicas(model: PreTrainedModel, wanted: bool) -> None:
 
 
 def most(numbers: list[int], device: torch.device) -> list[int]:
-    """The largest that any rank has of each number, of which all ranks have as many."""
+    """Return the largest of each number over the ranks, all of which give as many numbers. A collective."""
     if not dist.is_initialized():
         return numbers
     reduced = torch.tensor(numbers, device=device)
     dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
-    largest: list[int] = reduced.tolist()
-    return largest
+    return cast(list[int], reduced.tolist())
 
 
 @torch.no_grad()
@@ -199,9 +196,8 @@ def reshard(model: PreTrainedModel) -> None:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, which may be spread over ranks. A collective."""
-    gathered: torch.Tensor = tensor.full_tensor() if is_part(tensor) else tensor
-    return gathered
+    """Return a whole tensor, which may be spread over ranks. A collective."""
+    return tensor.full_tensor() if is_part(tensor) else tensor
 
 
 def part_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -51,8 +51,8 @@ class Trainer:
         max_steps: steps of the run, for the schedule.
         precision: number format of the model over its float32 weights; another one is for ranks, one at least.
         references: loads each model that samples name as their reference, by that name (`prl.trainer.references`).
-        export: writes what became of each token of a step.
-        track: records what this rank does.
+        export: writes the use of each token of a step in the loss.
+        track: records the phases of this rank's work.
         options: the fields of `TrainerConfig`. A subclass takes its own by keyword and passes the rest on.
     """
 
@@ -77,7 +77,7 @@ class Trainer:
         self.entropy_controls = controls_of(options_of_losses)
         self.proximal = any(each.proximal for each in options_of_losses.values())
         self.between_updates = False
-        """Whether the weights are those of no step: of a batch with several updates, only some have been made."""
+        """True in the midst of a batch with several updates: the weights are those of no step."""
         self.max_steps = max_steps
         self.precision = precision
         device = self.config.device
@@ -108,7 +108,7 @@ class Trainer:
             shard(model, self.mesh, self.device, precision=self.precision, offload=self.config.cpu_offload)
 
     def _layout(self) -> Callable[[list[MicroBatch], int, torch.device], Iterator[Stack]]:
-        """Return what makes stacks of rows."""
+        """Return the function that makes stacks of rows."""
         share, cpu = self.config.share_prefixes, self.device.type == "cpu"
         if can_attend_over_trees(self.model) and (share or not cpu):
             return functools.partial(tree_stacks, share=share)
