@@ -32,13 +32,13 @@ from prl.rollouts.logprobs import is_measured
 from prl.rollouts.rollout import Rollout
 
 REPLY = "!"
-"""Of which is looked at what a chat template writes around it."""
+"""Content of a message that is rendered to find the text which a chat template writes around one."""
 Border = tuple[int, int]
-"""What is complete behind a token: characters, and a hash of the names of the tokens since, 0 for none."""
+"""Complete characters behind a token, and a hash of the names of the tokens since, 0 for none."""
 Spelling = tuple[str, list[Border]]
 """The text of a sequence of tokens without an incomplete character at its end, and its borders, one for each token."""
 Span = tuple[slice, slice]
-"""The policy's tokens of a piece of text, and the reference's."""
+"""Tokens of one piece of text: the policy's, and the reference's."""
 
 
 class AlignedLogprobs(ReferenceLogprobs):

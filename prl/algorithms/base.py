@@ -13,18 +13,16 @@ every batch. No later stage changes the samples.
 """
 
 import inspect
-import math
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prl.algorithms.reference import KLConfig, ReferenceLogprobs, ReferenceOptions
 from prl.base.errors import EngineError
 from prl.base.logged import EnvPart
 from prl.config.model_reference import DEMONSTRATIONS, FrozenModelConfig, SourceConfig, check_reference
-from prl.rollouts.components import COMPONENTS, STREAM_FILL, Component
 from prl.rollouts.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -59,8 +57,6 @@ class Algorithm(EnvPart):
 
     sampling: SourceConfig = field(default_factory=SourceConfig)
     """Source of rollouts: `sampling.source` is `policy`, a frozen model {name, base_url} or `demonstrations`."""
-    kl: KLConfig = field(default_factory=KLConfig)
-    """KL to a reference, added to the policy gradient with weight `kl.coef`; 0 = none."""
     mask_truncated: bool = False
     """If a length limit cut a rollout off, its sampled tokens have no weight in any loss. Its reward still counts in
     the group's baseline."""
@@ -68,14 +64,21 @@ class Algorithm(EnvPart):
     """The step whose batch is being collected, from 1 to `max_steps`."""
     max_steps: int = field(default=1, init=False, repr=False)
     """The number of steps of the run."""
-    _kl_scorer: ReferenceLogprobs | None = field(default=None, init=False, repr=False)
 
     action_loss_type: ClassVar[str] = "rl"
     """The loss of sampled tokens, a name in `prl.rollouts.components.COMPONENTS`."""
     group_relative: ClassVar[bool] = False
-    """Whether advantages are relative to the group: a group of one then has none."""
+    """True where advantages are relative to the group: a group of one then has none."""
     reads_reward: ClassVar[bool] = True
-    """Whether the training signal depends on rewards."""
+    """True where the training signal depends on rewards."""
+    RETIRED: ClassVar[dict[str, tuple[dict[str, Any], str]]] = {
+        "kl": (
+            vars(KLConfig()),
+            "it is added to tokens of the rl loss (algo=grpo, reinforce_pp, max_rl, turn, reward, echo, custom); a "
+            "class of your own that has some inherits prl.algorithms.kl.KLPenalty",
+        )
+    }
+    """Options that all algorithms once had: their defaults, which configs of older runs hold, and who has them now."""
 
     @property
     def waits_for_group(self) -> bool:
@@ -103,7 +106,7 @@ class Algorithm(EnvPart):
         self.hosted: Mapping[str, Connect] = hosted or {}
         self.probe = probe
         self.pools: list[ReferencePool] = []
-        """Clients of frozen models: of the source of the rollouts, of `kl.reference`, and those that `connect` made."""
+        """Clients of frozen models: of the source of the rollouts, and those that `connect` made."""
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
@@ -141,7 +144,7 @@ class Algorithm(EnvPart):
 
         An algorithm with a reference of its own there adds its name, and sets `sample.reference`.
         """
-        return {self.kl.model} - {""}
+        return set()
 
     def observe(self, group: list[Rollout]) -> None:
         """Get the rollouts of a finished group with their advantages, failed ones too, before `pre_batch` filters.
@@ -215,9 +218,7 @@ class Algorithm(EnvPart):
     # --- drivers, called by the pipeline and never overridden -----------------------------------------------------
 
     async def start(self) -> None:
-        """Connect the model of `kl.reference`, then what `setup` declares. Raises what `connect` raises."""
-        if isinstance(self.kl.reference, FrozenModelConfig):
-            self._kl_scorer = await self.connect_scorer(self.kl, self.kl.reference)
+        """Connect what `setup` declares. Raises what `connect` raises."""
         await self.setup()
 
     async def finalize_rollout(self, rollout: Rollout) -> None:
@@ -227,9 +228,7 @@ class Algorithm(EnvPart):
         rollout.seal = rollout.tokens_hash()
         started = time.monotonic()
         try:
-            await self.score_rollout(rollout)
-            if self._kl_scorer is not None and rollout.is_active:
-                await self._kl_scorer.compute(rollout)
+            await self._score(rollout)
         except EngineError as error:
             rollout.fail(error, "reference")
         rollout.scoring_s = time.monotonic() - started
@@ -245,64 +244,48 @@ class Algorithm(EnvPart):
             await scored
         for rollout in survivors:
             if rollout.is_active:
-                self._stamp(rollout)
+                self._write_streams(rollout)
 
     def finalize_batch(self, groups: list[list[Rollout]]) -> None:
         """Score the rollouts of a batch, and write advantages and weights again. Raises ValueError for bad ones."""
         if type(self).score_batch is not Algorithm.score_batch:
             self.score_batch(groups)
             for rollout in chain.from_iterable(groups):
-                self._stamp(rollout, again=True)
+                self._write_streams(rollout, again=True)
 
     async def close(self) -> None:
         """Close the clients of frozen models."""
         for pool in self.pools:
             await pool.close()
 
-    def _stamp(self, rollout: Rollout, *, again: bool = False) -> None:
-        """Write the advantages and the component weights onto the rollout's samples. Raises ValueError for bad ones.
+    async def _score(self, rollout: Rollout) -> None:
+        """Make the model calls that a finished rollout needs."""
+        await self.score_rollout(rollout)
 
-        `again`: its weights in `ref_kl` are already written; they depend on no advantage.
+    def _weigh(self, sample: "TrainingSample") -> None:
+        """Write weights beside those of the hooks and the defaults, once for each sample."""
+
+    def _write_streams(self, rollout: Rollout, *, again: bool = False) -> None:
+        """Write advantages and component weights onto the samples of a rollout. Raises ValueError for bad ones.
+
+        Args:
+            rollout: scored by the hooks.
+            again: `_weigh` has had its samples: its weights depend on no advantage.
         """
-        from prl.rollouts.packing import check_streams  # with it come the messages, which a config does not need
+        # With these come the messages, which composing a config does not need.
+        from prl.algorithms import credit
+        from prl.rollouts.packing import check_streams
 
         if rollout.seal not in (None, rollout.tokens_hash()):
             raise ValueError("token_ids or mask of a sample were changed: an algorithm may write its streams only")
-        credit = None if rollout.advantages is None else iter(rollout.advantages)
+        credit.write_advantages(rollout)
         for sample in rollout.samples:
-            if credit is not None:
-                sample.advantages = list(islice(credit, len(sample.token_ids)))
-            for component in COMPONENTS.values():
-                self._route(sample, component)
+            credit.default_weights(sample, self.action_loss_type)
             if not again:
-                self.kl.weigh(sample)
+                self._weigh(sample)
             check_streams(sample)
-            for name in STREAM_FILL:
-                if not all(map(math.isfinite, getattr(sample, name) or ())):
-                    raise ValueError(f"{name} of a sample holds a number that is not finite")
-            for component in COMPONENTS.values() if self.mask_truncated and rollout.is_truncated else ():
-                weights = getattr(sample, component.stream) or [component.absent_weight] * len(sample.mask)
-                if any(compress(weights, sample.mask)):
-                    pairs = zip(weights, sample.mask, strict=True)
-                    setattr(sample, component.stream, [0.0 if trains else weight for weight, trains in pairs])
-            for component in COMPONENTS.values():
-                if not rollout.live and component.reads_sampler and sample.feeds(component):
-                    raise ValueError(
-                        f"a frozen model's rollout feeds the {component.name} loss, which needs the policy's own "
-                        "rollouts"
-                    )
-
-    def _route(self, sample: "TrainingSample", component: Component) -> None:
-        """Fill in the sample's weights in one component by the rule of the class docstring.
-
-        A stream stays absent where absence means the same: weight `component.absent_weight` for every token.
-        """
-        weights, acts = getattr(sample, component.stream), component.name == self.action_loss_type
-        if weights is None:
-            if component.absent_weight != float(acts):
-                setattr(sample, component.stream, [float(acts and trains) for trains in sample.mask])
-        elif acts and len(weights) == len(sample.mask):
-            weighted = list(compress(sample.mask, weights))  # whether the model sampled each token that has weight
-            if weighted and not any(weighted):
-                pairs = zip(weights, sample.mask, strict=True)
-                setattr(sample, component.stream, [1.0 if trains else weight for weight, trains in pairs])
+            credit.check_finite(sample)
+            if self.mask_truncated and rollout.is_truncated:
+                credit.leave_out_sampled(sample)
+            if not rollout.live:
+                credit.check_source(sample)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from prl.algorithms.base import Algorithm
+from prl.algorithms.kl import KLPenalty
 from prl.algorithms.reference import KLConfig
 from prl.base.errors import ConfigError
 from prl.config.model_reference import (
@@ -26,7 +27,7 @@ VALUES = {"sampling", "kl", "mask_truncated", "action_loss_type", "group_relativ
 PIPELINE = {"start", "finalize_rollout", "finalize_group", "finalize_batch", "log", "take_logged"}
 """Methods of `Algorithm` that a subclass must not define."""
 LIVE = {"policy_pool", "policy_renderer", "hosted", "probe", "pools", "step", "max_steps"}
-"""What `Algorithm` gets once the run begins."""
+"""Attributes that an `Algorithm` gets once the run begins."""
 
 
 def validate_algorithm(
@@ -47,10 +48,10 @@ def validate_algorithm(
     """
     name = type(algorithm).__name__
     check_names(type(algorithm), where)
-    for key, kind in (("sampling.source", SourceConfig), ("kl.coef", KLConfig)):
-        if not isinstance(getattr(algorithm, key.split(".")[0], None), kind):
-            remedy = "let its __init__ take **options and pass them on to super().__init__"
-            raise ConfigError(f"{where}: {name} has no {key}: {remedy}")
+    if not isinstance(getattr(algorithm, "sampling", None), SourceConfig):
+        remedy = "let its __init__ take **options and pass them on to super().__init__"
+        raise ConfigError(f"{where}: {name} has no sampling.source: {remedy}")
+    kl = algorithm.kl if isinstance(algorithm, KLPenalty) else KLConfig()
     source, component = algorithm.sampling.source, algorithm.action_loss_type
     check_source(algorithm.sampling, f"{where}.sampling")  # its form; its URL below
     if component not in COMPONENTS:
@@ -61,10 +62,10 @@ def validate_algorithm(
             f"{where}.sampling.source is {whose}, but {name} feeds the {component} loss, which needs the policy's own "
             f"rollouts: set {where}.sampling.source=policy, or imitate {whose} with algo=sft"
         )
-    algorithm.kl.check(f"{where}.kl", name, component)
+    kl.check(f"{where}.kl", name, component)
     for key, reference in frozen_models(algorithm, where):
         check_reference(reference, key, hosted=hosts(reference))
-    by_engine = component == "ref_kl" or isinstance(algorithm.kl.reference, FrozenModelConfig)
+    by_engine = component == "ref_kl" or isinstance(kl.reference, FrozenModelConfig)
     if temperature != 1 and by_engine and not algorithm.trainer_references():
         warnings.warn(
             f"envs.{env}.sampling.temperature={temperature:g}: {name} scores the reference at temperature 1, and pulls "
@@ -83,7 +84,7 @@ def validate_algorithm(
 
 def check_names(kind: type[Algorithm], where: str) -> None:
     """Raise ConfigError for a user's class that gives a name of `Algorithm` another meaning."""
-    names = {name for name in dir(Algorithm) if not name.startswith("__")} | LIVE | VALUES
+    names = {name for name in dir(KLPenalty) if not name.startswith("__")} | LIVE | VALUES
     for owner in kind.__mro__:
         if owner is object or owner.__module__.startswith("prl."):
             continue

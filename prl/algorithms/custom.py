@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prl.algorithms.base import Algorithm
+from prl.algorithms.kl import KLPenalty
 from prl.algorithms.length_penalty import LengthPenalty
 from prl.base.errors import ConfigError
 from prl.config.build import name_of
@@ -24,7 +24,7 @@ class ShapedRollout:
 
 
 @dataclass(kw_only=True)
-class CustomAlgorithm(LengthPenalty, Algorithm):
+class CustomAlgorithm(LengthPenalty, KLPenalty):
     """Advantages of the sampled tokens by a function over the group.
 
     A whole class of your own needs no function: subclass `Algorithm` and name the class with `_target_`.

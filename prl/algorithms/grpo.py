@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge
 
 from prl.algorithms.advantage import centred, leave_one_out, overlong_penalty, std_normalized
-from prl.algorithms.base import Algorithm
+from prl.algorithms.kl import KLPenalty
 from prl.algorithms.length_penalty import LengthPenalty
 from prl.base.errors import ConfigError
 from prl.rollouts.rollout import Rollout
@@ -23,7 +23,7 @@ class OverlongPenalty:
 
 
 @dataclass(kw_only=True)
-class GRPOAlgorithm(LengthPenalty, Algorithm):
+class GRPOAlgorithm(LengthPenalty, KLPenalty):
     """Group-relative policy optimisation: advantage = reward - mean reward of the group, on every sampled token.
 
     `length_penalty` and `overlong_penalty` shape the reward before that; the rollout keeps its own.

@@ -141,6 +141,10 @@ def options_of(node: Any, target: Any, where: str, live: Collection[str] = ()) -
     taken = options_taken(target)
     known = {name: annotation for name, annotation in taken.annotations.items() if name not in live}
     given = given_of(node)
+    for name, (default, _) in getattr(target, "RETIRED", {}).items():
+        # The config of an older run holds what its class no longer takes. Where that was off, the run goes on without.
+        if name not in known and name in given and default | given[name] == default:
+            del given[name]
     unknown = [name for name in given if name not in known and taken.other is None]
     if unknown and inspect.isclass(target):
         raise no_such_option(f"{where}.{unknown[0]}", given[unknown[0]], target, known)
@@ -155,6 +159,8 @@ def no_such_option(key: str, value: Any, owner: Any, known: Iterable[str]) -> Co
     bases = [base.__name__ for base in getattr(owner, "__mro__", ()) if name in options_taken(base).annotations]
     if bases and owner.__name__ not in bases:  # else it is no option, but a live object that it is given
         hint = f"{bases[0]} has: let __init__ take **options, and pass them to super().__init__"
+    elif name in getattr(owner, "RETIRED", {}):
+        hint = owner.RETIRED[name][1]
     else:
         hint = nearest(key, value, known, "its options")
         if not owner.__module__.startswith("prl."):

@@ -19,7 +19,6 @@ from prl.base.errors import ConfigError
 from prl.config.model_folder import embedding_rows
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import TrainConfig
-from prl.config.trainer import runs_in_half
 from prl.engines.base import Connect
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.sampler import Sampler
@@ -239,7 +238,6 @@ def assemble(
     run: PreparedRun, services: Services, transport: FileTransport, track: Track | None = None
 ) -> Orchestrator:
     """The orchestrator over the run's servers."""
-    trainer = run.config.trainer
     return run.components.orchestrator(
         batcher=run.components.batcher,
         envs=[train_env(run, name, services.policy, services.hosted) for name in run.config.envs],
@@ -253,7 +251,7 @@ def assemble(
         trainer_ranks=run.config.trainer.num_processes,
         updates_per_batch=run.config.trainer.updates_per_batch,
         update_timeout_s=run.config.engine.update_timeout_s,
-        half=run.plan.trainer.model.dtype != "float32" or runs_in_half(trainer.dtype, run.plan.trainer.device),
+        half=run.plan.trainer.model.dtype != "float32" or run.plan.trainer.precision.is_mixed,
         checkpoint=run.config.checkpoint,
         state=None if run.resume is None else run.resume.state,
         track=track,

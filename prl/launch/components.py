@@ -1,6 +1,5 @@
 """Every component of a run, built from the config and checked, and what it has to be given before anything starts."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
@@ -12,13 +11,14 @@ from prl.algorithms.compatibility import hosted_references, validate_algorithm
 from prl.base.errors import ConfigError
 from prl.base.user_code import contained, hook
 from prl.config import trainer as trainer_config
-from prl.config.build import build, maker, overridden, read, sampling_of, settings_of
+from prl.config.build import build, maker, overridden, read, sampling_of
 from prl.config.model_reference import POLICY, FrozenModelConfig, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.curriculum.base import Curriculum
 from prl.engines.sampler import Sampler, derive_seed, validate_for_training
 from prl.envs.environment import Environment
 from prl.filters.base import SlotName, build_filters
+from prl.losses.options import loss_of, options_of
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.batcher import Batcher
 from prl.orchestrator.orchestrator import Orchestrator
@@ -27,10 +27,10 @@ from prl.orchestrator.types import EnvComponents
 from prl.trainer.schedule import Schedule
 from prl.transport.files import FileTransport
 
-SCHEMAS: dict[str, Any] = {
-    schema._target_: schema for schema in (trainer_config.AdamWConfig, trainer_config.SGDConfig, *trainer_config.LOSSES)
+OPTIMIZERS: dict[str, Any] = {
+    schema._target_: schema for schema in (trainer_config.AdamWConfig, trainer_config.SGDConfig)
 }
-"""Options of classes and functions that load torch, by `_target_`."""
+"""Options of optimisers, which load torch, by `_target_`."""
 
 
 @dataclass
@@ -120,7 +120,7 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components:
     asked: list[str] = []
     for name, env in components.envs.items():
         for key, reference in frozen_models(env.algorithm, config.node_of(name, "algo")[0]):
-            options = env.algorithm.kl if key.endswith(".kl.reference") else env.algorithm
+            options = getattr(env.algorithm, "kl", None) if key.endswith(".kl.reference") else env.algorithm
             if config.hosts(reference) and getattr(options, "align", None) is None:
                 keys.append(key)
         references = frozen_models(config.envs[name].references, f"envs.{name}.models")
@@ -194,24 +194,9 @@ def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Re
 
 
 def check_loss(where: str, node: Any, trainer: trainer_config.TrainerConfig) -> None:
-    """Look a loss up before anything starts. prl's own are known to fit, and would load torch here."""
-    known = SCHEMAS.get(node["_target_"])
-    trainer_config.check_policy_loss(
-        where,
-        settings_of(node),
-        several_updates=trainer.updates_per_batch * trainer.epochs > 1,
-        has_ratio=getattr(known, "has_ratio", False),
-    )
-    if known is not None:
-        read(known, node, where)
-        return
-    own = maker(node, Callable, where)
-    named = inspect.signature(own.func).parameters
-    passed_on = {name: value for name, value in own.keywords.items() if name not in named}
-    for schema in trainer_config.LOSSES:  # what a function takes as `**options` is that of a loss which it extends
-        if passed_on.keys() <= {each.name for each in fields(schema)}:
-            read(schema, {"_target_": schema._target_, **passed_on}, where)
-            return
+    """Look a loss up before anything starts, with its options. Raises ConfigError."""
+    several_updates = trainer.updates_per_batch * trainer.epochs > 1
+    options_of(loss_of(node, where)).check(where, several_updates=several_updates)
 
 
 def check_trainer(node: trainer_config.TrainerConfig) -> None:
@@ -233,7 +218,7 @@ def check_optimizers(node: Any) -> None:
     What they say of contradicting settings is known once they are made. That loads torch, so it is left out for prl's
     own AdamW with the fields of its schema.
     """
-    known = SCHEMAS.get(node["_target_"], trainer_config.OptimConfig)
+    known = OPTIMIZERS.get(node["_target_"], trainer_config.OptimConfig)
     names = {each.name for each in fields(known)}
     read(known, {name: value for name, value in node.items() if name in names}, "trainer.optim")
     settings = dict(node)

@@ -19,6 +19,7 @@ from prl.config.gpus import Gpus, Need, Placement, place
 from prl.config.hardware import Machine, parameters_of
 from prl.config.schema import EnvConfig, ModelConfig, TeacherConfig, TrainConfig
 from prl.config.threads import share
+from prl.config.trainer import FLOAT32, Precision, precision_of
 from prl.config.validate import hosts_teacher, places_processes
 from prl.engines.base import Connect, Engine, EngineSpec, ServerEngine
 from prl.engines.protocol import TOKEN_VARIABLE
@@ -50,6 +51,8 @@ class TrainerSpec:
     """Ranks."""
     device: str = "cpu"
     """`cpu` or `cuda`."""
+    precision: Precision = FLOAT32
+    """The number format of its passes."""
     threads: int = 1
     """Threads that each of them computes with on the CPU."""
     gpus: tuple[Gpus, ...] = ()
@@ -286,6 +289,7 @@ def _trainer(config: TrainConfig, policy: ModelPlan, device: str, gpus: tuple[Gp
         },
         num_processes=config.trainer.num_processes,
         device=device,
+        precision=precision_of(config.trainer.dtype, device),
         # Of a model with work for several threads an update takes longer than generation. So ranks share the cores with
         # each other alone, and engines have what is left while both are at work: `smollm2` trained in 17.5 instead of
         # 20.6 s a step on two cores.

@@ -3,11 +3,13 @@
 On-policy distillation (`opd`, `opsd`), or a pull beside a policy gradient (`algo.kl`).
 """
 
-from prl.losses.interface import LossInputs, TokenTerms, importance_weighted, mismatch_kl, select, tokenwise, weighted
+from prl.config.trainer import RefKLConfig
+from prl.losses.interface import LossInputs, TokenTerms, importance_weighted, mismatch_kl, select, weighted
+from prl.losses.options import NoOptions, tokenwise
 
 
-@tokenwise
-def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e-3) -> TokenTerms:
+@tokenwise(RefKLConfig)
+def ref_kl_loss(inputs: LossInputs, options: RefKLConfig) -> TokenTerms:
     """sum w * (-keep * stopgrad(k) * rho + kl_tau * (t - i)^2), with k = ref - t, rho = exp(t - i).
 
     The score-function (policy-gradient) estimator of reverse KL: k, minus Schulman's k1 = log policy - log reference
@@ -33,13 +35,13 @@ def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e
     t, i = select(members, inputs.trainer_logprobs), select(members, inputs.inference_logprobs)
     k = select(members, inputs.ref_logprobs) - t.detach()
     log_ratio = t - i
-    dropped = members & (t.detach().exp() - i.exp() < -mask_low)
+    dropped = members & (t.detach().exp() - i.exp() < -options.mask_low)
     keep = members & ~dropped
 
     policy = importance_weighted(k, log_ratio, keep)
     mismatch = mismatch_kl(log_ratio)
     return TokenTerms(
-        loss=weighted(inputs, members, kl_tau * log_ratio.square() - policy),
+        loss=weighted(inputs, members, options.kl_tau * log_ratio.square() - policy),
         metrics={
             "ref_kl": (k, members),
             "ref_kl/is_masked": (dropped, members),
@@ -50,8 +52,8 @@ def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e
     )
 
 
-@tokenwise
-def divergence_loss(inputs: LossInputs) -> TokenTerms:
+@tokenwise(NoOptions)
+def divergence_loss(inputs: LossInputs, _: NoOptions) -> TokenTerms:
     """sum w * D, with D = `inputs.divergence` of the policy's next-token distribution from the reference's.
 
     D is `prl.trainer.divergence.divergence`: exact where the sampled token's k is an estimate, so its gradient has no

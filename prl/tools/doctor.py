@@ -77,7 +77,6 @@ def chosen(overrides: list[str]) -> Iterator[str]:
     """Print what a run with these overrides would start here; yield what it lacks."""
     from prl.config.compose import compose
     from prl.config.hardware import Machine
-    from prl.config.trainer import runs_in_half
     from prl.launch.plan import plan
 
     config = compose(["run.name=doctor", *overrides])
@@ -85,8 +84,7 @@ def chosen(overrides: list[str]) -> Iterator[str]:
     policy, ranks, trainer = planned.policy, planned.trainer, config.trainer
     processes = len(policy.urls) or len(policy.servers)
     print(f"engine: {policy.spec.device}, {ranks.model.dtype}, {config.engine._target_}, processes: {processes}")
-    dtype = "bfloat16" if runs_in_half(trainer.dtype, ranks.device) else "float32"
-    print(f"trainer: {ranks.device}, {dtype}, processes: {ranks.num_processes}")
+    print(f"trainer: {ranks.device}, {ranks.precision.dtype}, processes: {ranks.num_processes}")
     print(f"threads: engine {policy.spec.threads}, trainer {ranks.threads}")
     print(f"compile={trainer.compile}, gradient_checkpointing={trainer.gradient_checkpointing}, torch's attention")
     lacking = policy.engine.lacks(policy.spec.device) if policy.is_started else None

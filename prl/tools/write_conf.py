@@ -40,7 +40,6 @@ OWN = {"train": {"sweep"}, "serve": set[str](), "eval": {"model"}}
 DESCRIBED: dict[str, Any] = {
     "env/_fields": schema.EnvConfig,
     "filters/none": schema.FiltersConfig,
-    "loss/custom": trainer_config.CustomLossConfig,
     "model": schema.ModelConfig,
     "sampling/default": Sampler,
     "teacher": schema.TeacherConfig,

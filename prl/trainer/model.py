@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.masking_utils import create_masks_for_generate
 
 from prl.base.errors import ConfigError
-from prl.config.model_folder import companion_files, positions, write_files
+from prl.config.model_folder import positions, write_files
 from prl.config.tensor_names import check_names
 from prl.engines.rope import fix_rope
 from prl.engines.tokenizers import load_tokenizer
@@ -76,7 +76,6 @@ def load_model(
     check_names(model)
     fix_rope(model, longest)
     use_tree_attention(model)
-    vars(model)["companions"] = companion_files(path)  # now: the folder may be gone when a checkpoint is written
     name_ends(model, ends_of(path, trust_remote_code) if ends is None else ends)
     return model.to(device).train()
 
@@ -293,21 +292,32 @@ def token_text(model_config: Mapping[str, Any]) -> Callable[[int], str]:
     return lambda token: tokenizer.decode([token]) if token < len(tokenizer) else ""
 
 
-def save_weights(model: PreTrainedModel, folder: Path | None, dtype: torch.dtype) -> None:
-    """Write a Hugging Face model folder without a tokenizer; a tied head is left out, adapters are merged.
+def save_weights(
+    model: PreTrainedModel, folder: Path | None, dtype: torch.dtype, files: Mapping[str, bytes] | None = None
+) -> None:
+    """Write a Hugging Face model folder; a tied head is left out, adapters are merged.
 
     Of a model that is spread over ranks, all must call it: those with None as their folder send what they have.
+
+    Args:
+        model: the policy.
+        folder: the folder to write; None on the ranks that do not write.
+        dtype: number format of the weights in the file.
+        files: as in `write_model`.
     """
     tensors = on_writer(whole_tensors(model, dtype), writes=folder is not None)
     if folder is not None:
-        write_model(folder, model, tensors)
+        write_model(folder, model, tensors, files or {})
 
 
-def write_model(folder: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a Hugging Face model folder without a tokenizer: the configs of `model`, and these weights."""
+def write_model(
+    folder: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor], files: Mapping[str, bytes]
+) -> None:
+    """Write a Hugging Face model folder: the configs of `model`, these weights, and by path what else it has, such as
+    `companion_files` or a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    write_files(vars(model).get("companions", {}), folder)
+    write_files(files, folder)  # before the config, of which it may have the one that the model was loaded with
     model.config.save_pretrained(folder)
     # The tokens that end a turn, among others. Its own `save_pretrained` would check temperatures.
     (folder / "generation_config.json").write_text(model.generation_config.to_json_string(), encoding="utf-8")

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from prl.base.errors import DeadlinePassed, PrlError, of_disk, of_own_code
 from prl.base.text import as_message, in_one_line
 from prl.config.build import maker
-from prl.config.model_folder import tokenizer_files
-from prl.config.trainer import TrainerConfig, runs_in_half
+from prl.config.model_folder import companion_files, tokenizer_files
+from prl.config.trainer import TrainerConfig, precision_of
+from prl.losses.options import loss_of
 from prl.rollouts.messages import StepBatch
 from prl.trainer import lora
 from prl.trainer.checkpoint_part import load_state, take_part, write_part
@@ -34,12 +35,6 @@ from prl.transport.events import BATCH, CHECKPOINT, EXPORTING, MODEL, TRAINER, T
 from prl.transport.files import FileTransport
 
 POLL_S = 0.005
-TOLERANCE, HALF_TOLERANCE = 1e-2, 0.5
-"""By which logprobs of the same tokens may differ with what runs beside them, in float32 and in bfloat16.
-
-In bfloat16 sound models differ by up to 0.2 on random tokens, mixtures of experts by 0.6 where rounding chooses other
-experts, and a model that ignores positions by 0.4 to 3.3: so `check_layout` draws again before it refuses.
-"""
 PREFIX = "trainer: "
 """The beginning of the line with the reason why this process ends."""
 
@@ -200,15 +195,18 @@ class Files:
         self.dtype: torch.dtype = getattr(torch, model["dtype"])
         self.adapters_alone = adapters_alone and lora.has_adapters(trainer.model) and lora.adapters_alone(trainer.model)
         # Read now: the model's folder may be gone when a checkpoint is written.
-        remote = model["trust_remote_code"]
-        self.tokenizer = tokenizer_files(model["path"], trust_remote_code=remote) if rank == 0 else {}
+        self.companions: dict[str, bytes] = {}
+        self.tokenizer: dict[str, bytes] = {}
+        if rank == 0:
+            self.companions = companion_files(model["path"])
+            self.tokenizer = tokenizer_files(model["path"], trust_remote_code=model["trust_remote_code"])
 
     def write_weights(self, folder: Path | None) -> None:
         """Write the weights for the engines, in their number format; with None, send them to the rank that writes."""
         if self.adapters_alone:
             lora.save_adapters(self.trainer.model, folder)
         else:
-            save_weights(self.trainer.model, folder, self.dtype)
+            save_weights(self.trainer.model, folder, self.dtype, self.companions)
 
     def write_checkpoint(self, step: int, *, last: bool = False) -> None:
         """Copy the trainer's part of the checkpoint of `step`, unless it has one, and begin to write it.
@@ -221,8 +219,8 @@ class Files:
             if self.saved != step:
                 part = take_part(self.trainer, rank=self.rank)
                 if self.rank == 0:
-                    about = self.trainer.model, self.tokenizer
-                    self.writing = self.writer.submit(write_part, self.run_dir, step, part, *about)
+                    files = self.companions | self.tokenizer
+                    self.writing = self.writer.submit(write_part, self.run_dir, step, part, self.trainer.model, files)
                 self.saved = step
             if last:
                 self.wait()
@@ -265,8 +263,8 @@ def make_trainer(
     Raises for a model that packing or shared tokens would get wrong. Of several ranks the first loads for all.
     """
     torch.manual_seed(config["seed"])
-    half = runs_in_half(config["trainer"].get("dtype", TrainerConfig.dtype), device.type)
-    if half and not dist.is_initialized():
+    precision = precision_of(config["trainer"].get("dtype", TrainerConfig.dtype), device.type)
+    if precision.is_mixed and not dist.is_initialized():
         meet(0, 1, device, config["trainer"])  # bfloat16 over float32 weights is for ranks
     place = torch.device("meta" if dist.get_rank() else "cpu") if dist.is_initialized() else device
     longest = config["model"].get("max_model_len")
@@ -282,9 +280,7 @@ def make_trainer(
         lora.add_adapters(model, adapters, config["model"]["path"])
         if resume is not None and place.type != "meta":
             lora.load_adapters(model, Path(resume["folder"]))
-    losses = {
-        name: maker(node, Callable, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()
-    }
+    losses = {name: loss_of(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
 
     def load_reference(name: str) -> PreTrainedModel:
         model = load(config["model"]["path"])
@@ -299,13 +295,13 @@ def make_trainer(
         model=model,
         rl_losses=losses,
         max_steps=config["max_steps"],
-        half=half,
+        precision=precision,
         references={name: functools.partial(load_reference, name) for name in config["references"]},
         export=export,
         track=track,
         **nodes,
     )
-    check_layout(model, trainer.layout, device, HALF_TOLERANCE if trainer.half else TOLERANCE, longest)
+    check_layout(model, trainer.layout, device, precision.tolerance, longest)
     reshard(model)
     return trainer
 

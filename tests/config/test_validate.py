@@ -12,7 +12,6 @@ from prl.config import hardware
 from prl.config.build import plain
 from prl.config.compose import compose, typed_config
 from prl.config.schema import TrainConfig
-from prl.config.trainer import AIPOLossConfig
 from prl.launch.components import build_components
 
 
@@ -129,7 +128,7 @@ def test_a_value_out_of_range_is_refused_by_name(config, key):
 
 @pytest.mark.parametrize("value", [0.0, -8.0, NAN])
 def test_bounds_of_a_chosen_loss_are_its_own(config, value):
-    config.loss = plain(AIPOLossConfig(delta=value))
+    config.loss = {"_target_": "prl.losses.aipo_loss", "_partial_": True, "delta": value}
     assert "loss.delta" in refused(config)
 
 

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import hydra
 import pytest
 from hydra import initialize_config_dir
+from omegaconf import OmegaConf
 from prepared_run import run_dir_of, validated
 
 from prl.base.checkpoint_folders import STATE, checkpoint_path, finish, part_path, verify
@@ -19,6 +20,7 @@ from prl.config.compose import CONF, compose
 from prl.config.run_yaml import yaml_of
 from prl.launch import resume
 from prl.launch.command import errors_as_exit_codes
+from prl.launch.components import build_components
 from prl.orchestrator.state import RunState, SyncState, encode
 from prl.runs.owner import LOCK
 from prl.runs.result import RunResult
@@ -424,6 +426,22 @@ def test_recomposed_config_of_a_run_is_unchanged(run):
     assert resume.find(config).changed == {}
     more = compose([f"run.dir={folder}", "run.name=x", "run.resume=auto", "max_steps=400"], folder)
     assert resume.find(more).changed == {"max_steps": (200, 400)}
+
+
+KL = {"coef": 0.0, "reference": "initial", "divergence": None, "beta": 0.5, "top_k": 32, "decay": 0.999, "every": 16}
+
+
+@pytest.mark.parametrize(("algo", "kl"), [("opd", KL | {"align": None}), ("opsd", KL), ("sft", KL)])
+def test_a_run_from_when_every_algorithm_had_a_kl_goes_on(run, algo, kl):
+    """`align` came later. One that had set it is not trained by something else."""
+    folder = run(f"algo={algo}", steps=(10,))
+    older = OmegaConf.load(folder / "config.yaml")
+    older.algo.kl = kl
+    OmegaConf.save(older, folder / "config.yaml")
+    config = compose([f"run.dir={folder}", "run.name=x", "run.resume=auto"], folder)
+    assert resume.find(config).changed == {} and build_components(config)
+    with pytest.raises(ConfigError, match="algo.kl: .* has no such option; it is added to tokens of the rl loss"):
+        build_components(compose([f"run.dir={folder}", "run.name=x", "algo.kl.coef=0.1"], folder))
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ REFUSED = [  # overrides, key that the error names
     ("algo=opd algo.teacher.base_url=localhost:8001", "algo.teacher.base_url"),
     (f"algo.sampling.source={FROZEN}", "algo.sampling.source"),
     (f"algo=custom {FN} algo.sampling.source=demonstrations", "algo.sampling.source"),
-    ("algo=opd algo.kl.coef=0.1", "algo.kl.coef"),
+    ("algo=opd +algo.kl.coef=0.1", "algo.kl: OPDAlgorithm has no such option; it is added to tokens of the rl loss"),
     ("algo.kl.coef=1 algo.kl.reference=policy", "algo.kl.reference"),
     ("algo.kl.coef=1 algo.kl.reference={name:a}", "algo.kl.reference"),
     (f"algo.kl.reference={FROZEN}", "algo.kl.coef is 0"),

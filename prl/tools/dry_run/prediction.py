@@ -15,7 +15,7 @@ from prl.base.terminal import Console
 from prl.config.gpus import Gpus
 from prl.config.hardware import CUDA_CONTEXT, GIB, MIB, Machine
 from prl.config.model_shape import ModelShape
-from prl.config.trainer import runs_in_half
+from prl.config.trainer import Precision
 from prl.config.validate import places_processes
 from prl.launch.builder import PreparedRun
 from prl.launch.plan import ModelPlan, in_words
@@ -99,7 +99,9 @@ def predict(run: PreparedRun) -> Prediction:
     if plan.teacher is not None:
         shape = shape_of(plan.teacher.spec.model, "teacher.model.path", trained=False)
         add_model(predicted, "teacher", plan.teacher, shape, plan.machine)
-    passes = pass_of(trainer, run.config.model.max_model_len, cuda=plan.trainer.device == "cuda")
+    passes = pass_of(
+        trainer, run.config.model.max_model_len, plan.trainer.precision, cuda=plan.trainer.device == "cuda"
+    )
     for number, place in enumerate(plan.trainer.gpus):
         references = len(run.components.references)
         on_gpu, in_ram = memory_of_rank(trainer, policy, passes, references=references, first=number == 0)
@@ -142,18 +144,17 @@ def memory_of_rank(
     return on_gpu, max(in_ram, loading, key=lambda parts: sum(parts.values()))
 
 
-def pass_of(trainer: Any, max_model_len: int, *, cuda: bool) -> Pass:
+def pass_of(trainer: Any, max_model_len: int, precision: Precision, *, cuda: bool) -> Pass:
     """The largest forward pass of a rank: sequences as long as they may be, which share nothing."""
-    half = runs_in_half(trainer.dtype, "cuda" if cuda else "cpu")
     length = min(trainer.seq_len, max_model_len)
     return Pass(
         tokens=max(trainer.tokens_per_forward, length),
         length=length,
-        size=FLOAT // 2 if half else FLOAT,
+        size=precision.size,
         checkpointing=trainer.gradient_checkpointing,
         head_chunk=trainer.head_chunk,
         cuda=cuda,
-        spread=cuda or half or trainer.num_processes > 1 or trainer.cpu_offload,
+        spread=cuda or precision.is_mixed or trainer.num_processes > 1 or trainer.cpu_offload,
     )
 
 

@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "prl_tree"
-"""Of this attention among those of transformers."""
+"""Name of this attention among those of transformers."""
 KEY = "trainer.share_prefixes"
 """The config key that does without it, on a CPU."""
 
@@ -38,7 +38,7 @@ class Scores:
     window: int | None = None
     """Tokens of its path that each attends to, itself among them; None = all."""
     scale: float | None = None
-    """Of the scores; None = 1 / sqrt(size)."""
+    """Factor of the scores; None = 1 / sqrt(size)."""
     sinks: Tensor | None = None
     """`[heads]`; None = the layer has none."""
 

@@ -32,7 +32,7 @@ LONG = 4096
 ROUND = 1024
 """Tokens to whose multiple such a sequence is filled up: cuDNN plans anew for each length, which takes .1 s."""
 KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Of torch's attention, the first that takes what it is given."""
+"""Kernels of torch's attention: the first that takes the tensors is used."""
 NEVER = torch.iinfo(torch.int32).max
 """A place that no path has."""
 
