@@ -14,7 +14,7 @@ every batch. No later stage changes the samples.
 
 import inspect
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from prl.algorithms.reference import KLConfig, ReferenceLogprobs, ReferenceOptions
 from prl.base.errors import EngineError
 from prl.base.logged import EnvPart
-from prl.config.model_reference import DEMONSTRATIONS, FrozenModelConfig, SourceConfig, check_reference
+from prl.config.model_reference import DEMONSTRATIONS, FrozenModelConfig, SourceConfig
 from prl.rollouts.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Algorithm(EnvPart):
         *,
         policy_pool: "ModelPool",
         renderer: "Renderer",
-        hosted: "Mapping[str, Connect] | None" = None,
+        clients: "Connect | None" = None,
         probe: "TokenizerProbe | None" = None,
     ) -> None:
         """Hand over the models of the run. Called once, before `setup`.
@@ -98,12 +98,12 @@ class Algorithm(EnvPart):
         Args:
             policy_pool: the live policy, to sample from or to score with.
             renderer: the renderer of the policy's chat template.
-            hosted: what makes clients of the frozen models that are run for this run, by name.
+            clients: what makes clients of frozen models; None = each has an address.
             probe: of the policy's tokenizer, to compare those of frozen models with; None = they are not compared.
         """
         self.policy_pool = policy_pool
         self.policy_renderer = renderer
-        self.hosted: Mapping[str, Connect] = hosted or {}
+        self.clients = clients
         self.probe = probe
         self.pools: list[ReferencePool] = []
         """Clients of frozen models: of the source of the rollouts, and those that `connect` made."""
@@ -205,13 +205,10 @@ class Algorithm(EnvPart):
 
     def client_of(self, frozen: FrozenModelConfig) -> "ReferencePool":
         """The client of a frozen model, as `connect` makes it, before anybody has waited for the model."""
-        from prl.engines.frozen import FrozenPool  # configs are composed without loading an HTTP client
+        from prl.engines.frozen import clients_of  # configs are composed without loading an HTTP client
 
-        if isinstance(frozen, FrozenModelConfig) and frozen.base_url is None and frozen.name in self.hosted:
-            pool: ReferencePool = self.hosted[frozen.name](frozen)
-        else:
-            check_reference(frozen, "the model to connect")
-            pool = FrozenPool(frozen)
+        connect = self.clients or clients_of({})
+        pool = connect(frozen)
         self.pools.append(pool)
         return pool
 
@@ -220,6 +217,11 @@ class Algorithm(EnvPart):
     async def start(self) -> None:
         """Connect what `setup` declares. Raises what `connect` raises."""
         await self.setup()
+
+    def begin_step(self, step: int, max_steps: int) -> None:
+        """Learn that the batch of `step` is collected from now on, of a run of `max_steps` steps."""
+        self.step = step
+        self.max_steps = max_steps
 
     async def finalize_rollout(self, rollout: Rollout) -> None:
         """Score a finished rollout, unless it has failed. If a model fails, the rollout fails."""

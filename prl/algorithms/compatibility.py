@@ -24,9 +24,9 @@ from prl.rollouts.components import COMPONENTS
 
 VALUES = {"sampling", "kl", "mask_truncated", "action_loss_type", "group_relative", "reads_reward", "waits_for_group"}
 """Names of `Algorithm` that a subclass may give another default in its body."""
-PIPELINE = {"start", "finalize_rollout", "finalize_group", "finalize_batch", "log", "take_logged"}
+PIPELINE = {"start", "begin_step", "finalize_rollout", "finalize_group", "finalize_batch", "log", "take_logged"}
 """Methods of `Algorithm` that a subclass must not define."""
-LIVE = {"policy_pool", "policy_renderer", "hosted", "probe", "pools", "step", "max_steps"}
+LIVE = {"policy_pool", "policy_renderer", "clients", "probe", "pools", "step", "max_steps"}
 """Attributes that an `Algorithm` gets once the run begins."""
 
 

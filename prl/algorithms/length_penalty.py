@@ -33,7 +33,7 @@ class LengthPenalty:
 
     def _cost(self, rollout: Rollout) -> float:
         if self.length_penalty == "turns":
-            return float(rollout.num_turns)
+            return float(rollout.trace.num_turns)
         return (
             self.completion_weight * rollout.num_completion_tokens
             + self.tool_response_weight * rollout.num_tool_response_tokens

@@ -92,7 +92,7 @@ class OPSDAlgorithm(ReferenceOptions, Algorithm):
 
     async def score_rollout(self, rollout: Rollout) -> None:
         task = rollout.task.data
-        demonstration = rollout.info.get(self.demo_key) or getattr(task, self.demo_key, None)
+        demonstration = rollout.trace.info.get(self.demo_key) or getattr(task, self.demo_key, None)
         try:
             hint = self._hint(self._words(demonstration))
         except ValueError as error:

@@ -203,7 +203,10 @@ class ServerEngine(Engine):
     def policy(cls, spec: EngineSpec, serve: Serve) -> "PolicyPool":
         from prl.engines.client import InferencePool
 
-        return InferencePool(serve(), spec.served_name, spec.token, shared=bool(spec.config.urls))
+        restarted = spec.config.restarts and not spec.config.urls
+        restart_s = spec.config.startup_timeout_s if restarted else 0.0
+        shared = bool(spec.config.urls)
+        return InferencePool(serve(), spec.served_name, spec.token, shared=shared, restart_s=restart_s)
 
     @classmethod
     def frozen(cls, spec: EngineSpec, serve: Serve) -> Connect:

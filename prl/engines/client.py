@@ -151,15 +151,17 @@ class InferencePool(PolicyPool):
 
     http: Endpoints
 
-    def __init__(self, urls: list[str], model: str, token: str | None, *, shared: bool = False):
+    def __init__(self, urls: list[str], model: str, token: str | None, *, shared: bool = False, restart_s: float = 0.0):
         """
         Args:
             urls: Base URLs of the servers, with or without `/v1`.
             model: The name they serve the model under.
             token: Sent as a bearer token; None = none is sent.
             shared: Whether the servers outlive this run. It has them alone meanwhile: PrlError where another one does.
+            restart_s: Seconds that requests wait for a server that is away: the time that starting it again may take; 0
+                = nobody does.
         """
-        super().__init__(model, Traffic(servers_at(urls)))
+        super().__init__(model, Traffic(servers_at(urls, restart_s)))
         self.http = Endpoints(model, token, self.traffic)
         self.rotation = Rotation(self.http.servers, self.http.router, self._probe, self._catch_up)
         self.counts = self.rotation.counts
@@ -270,9 +272,9 @@ class InferencePool(PolicyPool):
             lock.release()
 
 
-def servers_at(urls: list[str]) -> list[Server]:
-    """The servers at base URLs, with or without `/v1`."""
-    return [Server(url.rstrip("/").removesuffix("/v1")) for url in urls]
+def servers_at(urls: list[str], restart_s: float = 0.0) -> list[Server]:
+    """The servers at base URLs, with or without `/v1`; requests wait `restart_s` seconds for one that is away."""
+    return [Server(url.rstrip("/").removesuffix("/v1"), restart_s=restart_s) for url in urls]
 
 
 def lock_of(url: str) -> FileLock:

@@ -9,14 +9,15 @@ import logging
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tenacity
 
 from prl.base.errors import ConfigError, DeadlinePassed, EngineError, PrlError
-from prl.config.model_reference import FrozenModelConfig
+from prl.config.model_reference import FrozenModelConfig, check_reference
 from prl.engines import replies
+from prl.engines.base import Connect
 from prl.engines.client import ModelPool, Read, scoring, servers_at
 from prl.engines.http import PROBE_S, Endpoints, is_away
 from prl.engines.protocol import GENERATE
@@ -258,3 +259,20 @@ class FrozenPool(ReferencePool):
         served = await self.served(server.url)
         if self.model not in served:
             raise PrlError(f"{server.url} serves {', '.join(map(repr, served)) or 'nothing'}, not {self.model!r}")
+
+
+def clients_of(hosted: Mapping[str, Connect]) -> Connect:
+    """Return what makes a client of any frozen model.
+
+    Args:
+        hosted: What makes those of models that are run for this run, by name. A reference with an address of its own
+            means another model, and so does a name that is not there.
+    """
+
+    def connect(reference: FrozenModelConfig) -> ReferencePool:
+        if isinstance(reference, FrozenModelConfig) and reference.base_url is None and reference.name in hosted:
+            return hosted[reference.name](reference)
+        check_reference(reference, "the model to connect")
+        return FrozenPool(reference)
+
+    return connect

@@ -116,6 +116,12 @@ class Rotation:
         search.add_done_callback(self._searches.discard)
         self.notify()
 
+    def restarted(self, servers: Sequence[Server], url: str) -> None:
+        """Count that an engine was started again. Those of its `servers` that are in this rotation have a new `url`."""
+        self.counts["engine/restarts"] += 1
+        for server in servers:
+            server.url = url
+
     async def _search(self, server: Server) -> None:
         """Take a server back into the rotation once it answers and has the current weights, however long it takes."""
         while server.away:

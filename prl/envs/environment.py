@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -165,16 +165,16 @@ class Environment:
                 "choose the model's own with renderer=<family>"
             )
 
-    def connect(self, policy: Sampler, hosted: Mapping[str, Connect]) -> None:
+    def connect(self, policy: Sampler, clients: Connect) -> None:
         """Give the tasks clients of the env's `models`; those of frozen models that it has are kept.
 
         Args:
             policy: Asks the live policy.
-            hosted: What makes clients of the frozen models that are run for this run, by name.
+            clients: Makes clients of frozen models.
         """
         references = self.config.references.items()
         new = {role: value for role, value in references if value == POLICY or role not in self.models}
-        self.models |= connect_models(new, policy, hosted)
+        self.models |= connect_models(new, policy, clients)
         for task in (*self.tasks, *self.eval_tasks):
             vars(task)[MODELS] = self.models
 

@@ -88,22 +88,20 @@ def _content(reply: dict[str, Any]) -> tuple[str, Any]:
     return content, choice.get("finish_reason")
 
 
-def connect_models(
-    references: Mapping[str, Any], policy: Sampler, hosted: Mapping[str, Connect]
-) -> dict[str, EnvModel]:
+def connect_models(references: Mapping[str, Any], policy: Sampler, clients: Connect) -> dict[str, EnvModel]:
     """Make the client of each reference, by role.
 
     Args:
         references: `policy` or a checked `FrozenModelConfig` each.
         policy: Asks the live policy.
-        hosted: What makes clients of the frozen models that are run for this run, by name.
+        clients: Makes clients of frozen models.
     """
     models = {}
     for role, reference in references.items():
         if reference == POLICY:
             models[role] = EnvModel(policy)
             continue
-        pool = hosted[reference.name](reference) if reference.base_url is None else FrozenPool(reference)
+        pool = clients(reference)
         models[role] = EnvModel(policy.changed({"pool": pool}), pool)
     return models
 

@@ -21,6 +21,7 @@ from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import TrainConfig
 from prl.engines.base import Connect
 from prl.engines.client import ModelPool, PolicyPool
+from prl.engines.frozen import clients_of
 from prl.engines.sampler import Sampler
 from prl.engines.servers import tracks_of
 from prl.engines.tokenizers import TokenizerProbe, load_tokenizer
@@ -238,9 +239,10 @@ def assemble(
     run: PreparedRun, services: Services, transport: FileTransport, track: Track | None = None
 ) -> Orchestrator:
     """The orchestrator over the run's servers."""
+    clients = clients_of(services.hosted)
     return run.components.orchestrator(
         batcher=run.components.batcher,
-        envs=[train_env(run, name, services.policy, services.hosted) for name in run.config.envs],
+        envs=[train_env(run, name, services.policy, clients) for name in run.config.envs],
         pool=services.policy,
         transport=transport,
         monitors=run.components.monitors,
@@ -258,11 +260,11 @@ def assemble(
     )
 
 
-def train_env(run: PreparedRun, name: str, policy: PolicyPool, hosted: dict[str, Connect]) -> TrainEnv:
-    """One env with its live components; `hosted` make clients of the frozen models that are run, by name."""
+def train_env(run: PreparedRun, name: str, policy: PolicyPool, clients: Connect) -> TrainEnv:
+    """One env with its live components; `clients` makes those of frozen models."""
     parts, environment, renderer = run.components.envs[name], run.environments[name], run.renderers[name]
     algorithm = parts.algorithm
-    algorithm.attach(policy_pool=policy, renderer=renderer, hosted=hosted, probe=run.probe)
+    algorithm.attach(policy_pool=policy, renderer=renderer, clients=clients, probe=run.probe)
     after = int(run.plan.policy.spec.evaluation_yields)
     for sampler, model, priority in ((parts.sampler, algorithm.source(), 0), (parts.eval_sampler, policy, after)):
         sampler.attach(
@@ -277,5 +279,5 @@ def train_env(run: PreparedRun, name: str, policy: PolicyPool, hosted: dict[str,
         )
     asked = Sampler()
     asked.attach(pool=policy, renderer=renderer, max_model_len=run.config.model.max_model_len, seed=run.config.seed)
-    environment.connect(asked, hosted)
+    environment.connect(asked, clients)
     return TrainEnv(environment=environment, **vars(parts))

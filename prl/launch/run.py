@@ -194,12 +194,10 @@ async def run(prepared: "PreparedRun", launcher: Launcher, started: list[str], r
                 orchestrator = builder.assemble(prepared, servers, transport, track)
                 servers.policy.traffic.record(track)
             monitors.status("training")
-            supervisor.waiting = functools.partial(waiting, orchestrator)
             ended_because = await train_and_keep(orchestrator, supervisor, config.trainer.finish_timeout_s)
             monitors.status("writing the checkpoint")
-            supervisor.finishing()
             with track.doing(events.LAST_CHECKPOINT, track.step):
-                await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
+                await supervisor.finish(config.trainer.finish_timeout_s)
             orchestrator.finish()
             result.ended_because = ended_because
         except asyncio.CancelledError:
@@ -220,7 +218,7 @@ async def train_and_keep(orchestrator: "Orchestrator", supervisor: "Supervisor",
     the run's directory. What keeps it from that is logged: the error that came first is raised.
     """
     try:
-        return await supervisor.guard(orchestrator.run())
+        return await supervisor.guard(orchestrator.run(), functools.partial(waiting, orchestrator))
     except Exception as error:
         trainer_died = isinstance(error, ProcessDied) and error.process.startswith(events.TRAINER)
         worth_it = orchestrator.unsaved and holds_run(orchestrator.run_dir) and not trainer_died

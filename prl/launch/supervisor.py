@@ -38,8 +38,6 @@ class Supervisor:
     """How often each engine may still be started again, by its process."""
     startup_timeout_s: float = 600.0
     """Deadline for an engine that was started again to answer, seconds."""
-    waiting: Callable[[], Waiting] | None = None
-    """What the run waits for; None = it is starting, and waits for what is in `starting`."""
     pool: ModelPool | None = None
     """The policy's client, whose engines are `engine`, `engine 2` and so on; None before they have answered."""
     starting: list[str] = field(default_factory=list, init=False)
@@ -70,21 +68,20 @@ class Supervisor:
             self.starting.remove(what)
 
     def serve(self, pool: ModelPool) -> None:
-        """The run begins: requests of `pool` are sent again where its engine is started again."""
+        """The run begins: from now on an engine of `pool` that dies is started again."""
         self.pool = pool
-        for place, server in enumerate(pool.servers):
-            server.restart_s = self.startup_timeout_s if self.restarts.get(numbered(ENGINE, place)) else 0.0
 
-    def finishing(self) -> None:
-        """The last batch is trained: nothing is started again any more."""
+    async def finish(self, timeout_s: float) -> None:
+        """Wait for the trainer to write its last checkpoint and to end. Nothing is started again any more."""
         self.restarts = {}
         self._restarted = {}
-        self.waiting = lambda: Waiting("the run waits for the trainer to write its last checkpoint", None)
+        now = Waiting("the run waits for the trainer to write its last checkpoint", None)
+        await self.guard(self.launcher.finish(timeout_s), lambda: now)
 
-    async def watch(self) -> None:
+    async def watch(self, waiting: Callable[[], Waiting] | None = None) -> None:
         """Run until a process ends too early that the run cannot do without, and raise ProcessDied then.
 
-        Raises PrlError once somebody has removed the run's directory.
+        Raises PrlError once somebody has removed the run's directory. `waiting` is as in `guard`.
         """
         while True:
             if self.run_dir is not None and not (self.run_dir / "config.yaml").exists():
@@ -94,7 +91,7 @@ class Supervisor:
             except ProcessDied as death:
                 await self._restart(death)
             self._check_restarted()
-            self._report_who_waits()
+            self._report_who_waits(waiting or self._waiting_to_start)
             await asyncio.sleep(POLL_S)
 
     def _check_restarted(self) -> None:
@@ -107,12 +104,12 @@ class Supervisor:
                 reason = f"{server.url} was away for {self.startup_timeout_s:g} s ({server.error})"
                 raise DeadlinePassed(f"{name} does not answer after its restart: {reason}")
 
-    def _report_who_waits(self) -> None:
+    def _waiting_to_start(self) -> Waiting:
+        return Waiting(f"the start waits for {', '.join(self.starting) or 'nothing'}", tuple(self.starting))
+
+    def _report_who_waits(self, waiting: Callable[[], Waiting]) -> None:
         """Show who waits for whom, once, where nothing has happened for `QUIET_S`."""
-        if self.waiting is None:
-            now = Waiting(f"the start waits for {', '.join(self.starting) or 'nothing'}", tuple(self.starting))
-        else:
-            now = self.waiting()
+        now = waiting()
         if self._progress != now.done:
             self._progress = now.done
             self._since = time.monotonic()
@@ -141,19 +138,22 @@ class Supervisor:
             raise death
         log.info("%s", death)
         self.say(f"{death.brief}. It is started again")
-        pool.counts["engine/restarts"] += 1
+        pool.rotation.restarted(servers, url)
         for server in servers:
-            server.url = url
             self._restarted[name] = server, server.failed_at + self.startup_timeout_s
 
-    async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`, unless a process dies first for good.
+    async def guard(self, work: Coroutine[Any, Any, Result], waiting: Callable[[], Waiting] | None = None) -> Result:
+        """Return the result of `work`, unless a process dies first for good.
 
         A dying process also breaks the requests to it, and its own name and log say more than they do: where `work`
         fails, the watch gets some time to raise instead.
+
+        Args:
+            work: What the processes are needed for.
+            waiting: Says what the run waits for; None = it is starting, and waits for what is in `starting`.
         """
         working = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(self.watch())
+        watching = asyncio.ensure_future(self.watch(waiting))
         try:
             await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
             if working.done() and (error := working.exception()) is not None and not watching.done():

@@ -21,8 +21,6 @@ class Monitor(ABC):
 
     needs_package: ClassVar[str | None] = None
     """An optional package, which the extra of the same name installs."""
-    resumed_at: int = 0
-    """The step that the run goes on from, set before `start`; 0 for a new run. Lines after it may have been seen."""
 
     def check(self, where: str) -> None:
         """Raise ConfigError for settings that cannot work, or a package that is missing; `where` is its config key."""
@@ -30,13 +28,14 @@ class Monitor(ABC):
         if package is not None and importlib.util.find_spec(package) is None:
             raise ConfigError(f"{where} needs the package {package}: pip install 'prl[{package}]'")
 
-    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:  # noqa: B027
+    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any], resumed_at: int = 0) -> None:  # noqa: B027
         """Open files and connections. Called once, before everything else but `check`.
 
         Args:
             run_dir: The run's directory; what the monitor writes belongs under it.
             max_steps: Training steps of the run.
             run_config: The resolved config, as plain data.
+            resumed_at: The step that the run goes on from; 0 for a new run. Lines after it may have been seen.
         """
 
     def status(self, text: str) -> None:  # noqa: B027
@@ -66,9 +65,8 @@ class Monitors:
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any], resumed_at: int = 0) -> None:
         """Start all monitors. Raises PrlError naming one that cannot start, after closing those that did."""
         for name, monitor in self.monitors.items():
-            monitor.resumed_at = resumed_at
             try:
-                monitor.start(run_dir, max_steps=max_steps, run_config=run_config)
+                monitor.start(run_dir, max_steps=max_steps, run_config=run_config, resumed_at=resumed_at)
             except BaseException as error:  # it may be the user's own class (`prl.base.user_code.called`)
                 self.close()
                 raise failure(name, monitor, "start", error) from error

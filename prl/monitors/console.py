@@ -21,9 +21,10 @@ class Console(Monitor):
     mode: Literal["plain", "quiet"] = "plain"
     """plain: one line per step; quiet: nothing."""
 
-    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
+    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any], resumed_at: int = 0) -> None:
         self.terminal = terminal.Console(stderr=True)
         self.max_steps = max_steps
+        self.resumed_at = resumed_at
         self.started = self.first_step = time.monotonic()
         """When the run began and when step 0 was recorded."""
 

@@ -15,7 +15,7 @@ class JsonLines(Monitor):
     """Appends one JSON object per step to `metrics.jsonl`; it is in the file when `step` returns, and on disk before
     the next checkpoint appears."""
 
-    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
+    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any], resumed_at: int = 0) -> None:
         path = run_dir / "metrics.jsonl"
         with naming(path):
             self._file = path.open("ab", buffering=0)

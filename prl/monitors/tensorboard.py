@@ -13,11 +13,11 @@ class TensorBoard(Monitor):
 
     needs_package: ClassVar[str] = "tensorboard"
 
-    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
+    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any], resumed_at: int = 0) -> None:
         self.check("TensorBoard")
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = self.resumed_at + 1 if self.resumed_at else None  # what an earlier part of the run wrote after it
+        purge = resumed_at + 1 if resumed_at else None  # what an earlier part of the run wrote after it
         self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=purge)
 
     def step(self, line: dict[str, float]) -> None:

@@ -21,7 +21,7 @@ class Trackio(Monitor):
     project: str = "prl"
     """The project that the run belongs to; the jobs of a sweep are one group in it."""
 
-    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
+    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any], resumed_at: int = 0) -> None:
         self.check("Trackio")
         import trackio
 
@@ -31,7 +31,7 @@ class Trackio(Monitor):
                 name=run_dir.name,
                 group=sweep_of(run_dir),
                 config=run_config,
-                resume="allow" if self.resumed_at else "never",
+                resume="allow" if resumed_at else "never",
                 embed=False,
             )
         self._first_step = self._run._next_step  # 0.43 has no public way to ask for it

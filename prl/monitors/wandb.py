@@ -27,7 +27,7 @@ class Wandb(Monitor):
     group: str | None = None
     """The group of the run; null = its sweep, if it is a job of one."""
 
-    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
+    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any], resumed_at: int = 0) -> None:
         self.check("Weights & Biases")
         import wandb
 
@@ -37,8 +37,8 @@ class Wandb(Monitor):
             project=self.project,
             group=self.group or sweep_of(run_dir),
             name=run_dir.name,
-            id=run_id(run_dir, goes_on=self.resumed_at > 0),
-            resume="allow" if self.mode == "online" and self.resumed_at else None,  # offline it would be ignored
+            id=run_id(run_dir, goes_on=resumed_at > 0),
+            resume="allow" if self.mode == "online" and resumed_at else None,  # offline it would be ignored
             dir=run_dir,
             mode=self.mode,
             config=run_config,

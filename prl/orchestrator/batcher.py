@@ -17,6 +17,7 @@ from prl.rollouts.rollout import IN_BATCH, Rollout, Stage
 log = logging.getLogger(__name__)
 
 MAX_EMPTY_BATCHES = 10
+"""Batches in a row with nothing to train, after which a run ends."""
 MIX_MARGIN = 0.15
 """Share of a batch that an env may have above its share by weight, while groups of other envs are in flight for it."""
 
@@ -46,7 +47,7 @@ class Batcher:
         """Tokens of a rollout, lately; 0 before the first."""
 
     def state_dict(self) -> BatcherState:
-        """The groups that wait, as they are now."""
+        """Return the groups that wait, as they are now."""
         return BatcherState([saved_group(group) for group in self.groups], self.mean_tokens)
 
     def load_state_dict(self, state: BatcherState, envs: Mapping[str, TrainEnv]) -> None:
@@ -59,6 +60,7 @@ class Batcher:
         tokens = [sum(len(s.token_ids) for s in rollout.samples) for rollout in group.survivors]
         if tokens:
             mean = sum(tokens) / len(tokens)
+            # A moving mean: the length of replies changes in the course of a run.
             self.mean_tokens = mean if not self.mean_tokens else 0.9 * self.mean_tokens + 0.1 * mean
         if group.active:
             self.groups.append(group)
@@ -84,7 +86,7 @@ class Batcher:
         return self._size(self.groups) >= self.size
 
     def waits_for(self, coming: set[str], last_chance: float) -> set[str]:
-        """The envs that a full batch waits for, of those with groups in flight for it (`coming`).
+        """Return the envs that a full batch waits for, of those with groups in flight for it (`coming`).
 
         None once the batch is full with each env within its limit, or once no env that has room left is coming.
         """
@@ -100,17 +102,19 @@ class Batcher:
         """
         batch, _ = self._within_limits(last_chance)
         taken = set(batch)
+        # The sort is stable: groups of one version stay in the order of their arrival.
         self.groups = sorted((g for g in self.groups if g not in taken), key=lambda group: group.start_version)
         while self.groups and (self._size(batch) < self.size or self.groups[0].start_version <= last_chance):
             batch.append(self.groups.pop(0))
         return batch
 
     def _within_limits(self, last_chance: float) -> tuple[list[Group], set[str]]:
-        """The groups of the next batch that the limits of their envs let in, and the envs with no room for another.
+        """Return the groups of the next batch within the limits of their envs, and the envs with no room for another.
 
         Of each env one group always has room, and so has what is too old for any later batch. Without a mix none.
         """
         shares = self._shares()
+        # No limit for an env that is nearly alone: the margin would reach beyond the whole batch.
         limits = {env: (share + MIX_MARGIN) * self.size for env, share in shares.items() if share < 1 - MIX_MARGIN}
         batch: list[Group] = []
         sizes, counts, without_room = Counter[str](), Counter[str](), set[str]()
@@ -124,18 +128,19 @@ class Batcher:
                 counts[env] += 1
             else:
                 without_room.add(env)
+        # An env has no room either for a group of the mean size of those that it has in the batch.
         of_mean_size = {env for env in counts if sizes[env] * (1 + 1 / counts[env]) > limits.get(env, math.inf)}
         return batch, without_room | of_mean_size
 
     def _shares(self) -> dict[str, float]:
-        """The share of each env by weight, of those that have not ended or still wait; {} without a mix."""
+        """Return the share of each env by weight, of those that have not ended or still wait; {} without a mix."""
         waiting = {group.env.name for group in self.groups if self.mixed_envs}
         envs = [env for env in self.mixed_envs if env.name in waiting or not env.ended]
         total = sum(env.weight for env in envs)
         return {env.name: env.weight / total for env in envs if len(envs) > 1}
 
     def _in_turn(self, shares: dict[str, float]) -> list[Group]:
-        """The waiting groups, oldest policy first; of one policy the envs take turns by their shares."""
+        """Return the waiting groups, oldest policy first; of one policy the envs take turns by their shares."""
         sizes = Counter[tuple[str, float]]()
         turns = dict[Group, tuple[float, float]]()
         for group in self.groups if shares else ():
@@ -171,6 +176,7 @@ class Batcher:
         message = (
             f"step {step}: nothing to train in a batch of {len(rollouts)} rollouts ({self.empty_in_a_row} in a row)"
         )
+        # The advice has a reply in it: once is enough.
         log.warning("%s: %s%s", message, why, f". {look}" if self.empty_in_a_row == 1 else "")
         if self.empty_in_a_row >= MAX_EMPTY_BATCHES:
             raise NoSignal(f"step {step}: {self.empty_in_a_row} batches in a row had nothing to train ({why}). {look}")
@@ -206,6 +212,7 @@ def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
             rollout.leave(Stage.TRAINED)
         else:
             rollout.leave(Stage.UNLEARNABLE, "nothing of it within trainer.seq_len feeds a loss")
+    # A batch that trains nothing is not shipped: an algorithm that remembers batches must not see it.
     for env, own in of_each_env(groups) if count(shipped, Stage.TRAINED) else ():
         with attribute_errors_to(env):
             env.algorithm.observe_batch([rollout for group in own for rollout in group.survivors])

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from prl.orchestrator.types import TrainEnv
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+"""Seconds between two looks for parts that the trainer has written."""
 
 
 class Checkpoints:
@@ -37,8 +39,11 @@ class Checkpoints:
         self.envs = envs
         self._asked_at = time.monotonic()
         self._asked: set[int] = set()
+        """Steps that the trainer was asked for."""
         self._kept: dict[int, RunState] = {}
+        """The orchestrator's state after the batch of a step."""
         self._synced: dict[int, SyncState] = {}
+        """The knowledge of `WeightSync` when a step was trained."""
         self._writing = threading.Lock()
 
     def due(self, step: int) -> bool:
@@ -55,29 +60,31 @@ class Checkpoints:
         """Take the state of the orchestrator after the batch of a step and before the next one."""
         self._kept[state.step] = state
 
-    def awaited(self, step: int, *, passes: bool) -> bool:
-        """Return whether `sync` is to be called for `step`: its part is there, or will be though the step `passes`."""
+    def sync(self, step: int, known: Callable[[], SyncState], *, passes: bool) -> None:
+        """Take what is known while `step` is the last that is trained, if it gets a checkpoint; else forget it.
+
+        Args:
+            step: The last step that has been taken in.
+            known: Returns what `WeightSync` knows.
+            passes: The trainer has published the next step. The part of `step` may come nevertheless, if it was asked
+                for: the trainer writes it while it trains on.
+        """
         comes = (passes and step in self._asked) or files.part_path(self.run_dir, step).exists()
-        return comes and step not in self._synced
-
-    def sync(self, step: int, state: SyncState) -> None:
-        """Take what `WeightSync` knew when `step` was trained and the next was not yet."""
-        self._synced[step] = state
-
-    def passed(self, step: int) -> None:
-        """The trainer has published the step after `step`: forget it, unless it gets a checkpoint."""
-        if step not in self._synced:
+        if comes and step not in self._synced:
+            self._synced[step] = known()
+        if passes and step not in self._synced:
             self._kept.pop(step, None)
 
     async def run(self) -> None:
         """Complete checkpoints as they come, until it is cancelled."""
         while True:
             for step in self._ready():
+                # The pools are read here: a thread would read them while the loop changes them.
                 await asyncio.to_thread(self._complete, step, self._pools())
             await asyncio.sleep(POLL_S)
 
     def finish(self) -> None:
-        """Complete what the trainer has written."""
+        """Complete the checkpoints whose parts the trainer has written."""
         for step in self._ready():
             self._complete(step, self._pools())
         with self._writing:  # a thread that `run` has begun, and that is not cancelled with it
@@ -87,7 +94,7 @@ class Checkpoints:
         return [step for step in files.parts_of(self.run_dir) if step in self._kept and step in self._synced]
 
     def _pools(self) -> dict[str, list[dict[str, Any]]] | None:
-        """The difficulty pools of all envs, as plain data; None without pools."""
+        """Return the difficulty pools of all envs, as plain data; None without pools."""
         retired = dict[str, list[dict[str, Any]]]()
         for env in self.envs:
             with env.asking():

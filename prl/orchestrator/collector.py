@@ -2,22 +2,24 @@
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prl.config.orchestrator import OrchestratorConfig
 from prl.curriculum.base import Context
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES, Batcher
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.intake import Intake
-from prl.orchestrator.staleness import Staleness
+from prl.orchestrator.metrics import count
+from prl.orchestrator.next_step import NextStep
+from prl.orchestrator.staleness import Dropped, Staleness
+from prl.orchestrator.step_lines import StepLines
 from prl.orchestrator.types import Event
 from prl.orchestrator.weight_sync import WeightSync, no_policy
-from prl.rollouts.rollout import Rollout
 from prl.transport import events
 from prl.transport.events import Track
 
 PAUSE_S = 0.2
-"""Between two looks for a frozen model that is away."""
+"""Seconds between two looks for a frozen model that is away."""
 
 
 @dataclass
@@ -28,15 +30,14 @@ class Collector:
     """
 
     config: OrchestratorConfig
-    queue: asyncio.Queue[Event]
     dispatcher: Dispatcher
     intake: Intake
     batcher: Batcher
-    weight_sync: WeightSync
     staleness: Staleness
+    steps: StepLines
+    next_step: NextStep
+    weight_sync: WeightSync
     track: Track
-    left: list[Rollout] = field(default_factory=list)
-    """Rollouts of groups that no batch holds, to be recorded with the next one."""
 
     async def collect(self, step: int) -> dict[str, float]:
         """Start groups and take in finished ones until the batch of `step` is complete, or the run is to end.
@@ -57,8 +58,9 @@ class Collector:
         in_flight = self.dispatcher.in_flight
         awaited = self.staleness.awaited(step)
         while True:
-            while not self.queue.empty():
-                self._handle(self.queue.get_nowait())
+            while not self.dispatcher.events.empty():
+                self._handle(self.dispatcher.events.get_nowait())
+            # The estimate of a token batch changes with each rollout that arrives.
             batch = self.batcher.batch_rollouts(self.dispatcher.largest_group)
             self.intake.check(step, MAX_EMPTY_BATCHES * batch)
             rollout_s = time.monotonic() - started - idle_s
@@ -86,7 +88,7 @@ class Collector:
     def _is_ending(self) -> bool:
         """Return whether no further batch is to be made: by early stopping, or since no task is left and none in
         flight."""
-        if self.weight_sync.early_stopping.reason is not None:
+        if self.weight_sync.evaluator.early_stopping.reason is not None:
             return True
         return not self.dispatcher.in_flight and all(env.ended for env in self.dispatcher.envs)
 
@@ -94,23 +96,35 @@ class Collector:
         """Handle the next event. Returns whether one came in time; an update or an evaluation has all its time."""
         try:
             async with asyncio.timeout(timeout_s):
-                event = await self.queue.get()
+                event = await self.dispatcher.events.get()
         except TimeoutError:
             if not self.weight_sync.busy:
                 return False
-            event = await self.queue.get()
+            # An update ends with an event, and has a deadline of its own.
+            event = await self.dispatcher.events.get()
         self._handle(event)
         return True
 
     def _handle(self, event: Event) -> None:
         if event is not None and not (self.intake.admit(event) and self.batcher.add(event)):
-            self.left += event.rollouts  # it does not wait for a batch
+            self.next_step.leave(event.rollouts)  # it does not wait for a batch
+
+    def drop(self, what: Dropped) -> None:
+        """Drop waiting groups, and groups in flight; the next metrics line counts their rollouts and tokens."""
+        waiting = self.batcher.drop(what.last_chance, what.stage, what.reason)
+        lost = [rollout for rollout in waiting if rollout.stage is what.stage]
+        lost += self.dispatcher.arrived(what.last_chance)
+        tokens = float(sum(rollout.num_completion_tokens for rollout in lost))
+        rollouts = float(self.dispatcher.drop(what.last_chance) + count(waiting, what.stage))
+        self.next_step.add({what.metric: rollouts, f"{what.metric}_tokens": tokens})
+        self.next_step.leave(waiting)
 
     def fill(self) -> bool:
         """Start what is missing. Returns False if no group is in flight and none can start."""
         steps = self.steps_ahead
         batch = self.batcher.batch_rollouts(self.dispatcher.largest_group)
-        context = Context(self.weight_sync.shipped + 1, self.weight_sync.pool.version, self.weight_sync.evaluation)
+        latest = self.weight_sync.evaluator.latest
+        context = Context(self.steps.shipped + 1, self.weight_sync.pool.version, latest.metrics)
         on_time = self.rollouts_on_time  # looked up once: a step may be thousands of groups
         while True:
             under_way = on_time + self.batcher.rollouts
@@ -124,7 +138,7 @@ class Collector:
             on_time += started
 
     def missing_envs(self, step: int) -> set[str]:
-        """The envs of which the full batch of `step` waits for more: not for stragglers, nor while a model is away.
+        """Return the envs of which the full batch of `step` waits for more, stragglers and absent models left out.
 
         Groups that may start now, and are not for this batch alone, are started first: it may wait for them, too.
         """
@@ -138,9 +152,9 @@ class Collector:
     @property
     def rollouts_on_time(self) -> int:
         """Rollouts in flight that are meant for a step not shipped yet: all but those of stragglers."""
-        return self.dispatcher.rollouts_since(self.staleness.on_time(self.weight_sync.shipped))
+        return self.dispatcher.rollouts_since(self.staleness.on_time(self.steps.shipped))
 
     @property
     def steps_ahead(self) -> int:
         """Steps that a rollout which starts now is meant for, less those shipped."""
-        return self.staleness.steps_ahead(self.weight_sync.pool.version, self.weight_sync.shipped)
+        return self.staleness.steps_ahead(self.weight_sync.pool.version, self.steps.shipped)

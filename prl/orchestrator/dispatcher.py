@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from prl.base.errors import PrlError
 from prl.curriculum.base import Context
+from prl.envs.group import Arrived
 from prl.envs.isolation import task_group
 from prl.orchestrator.state import DispatcherState, SavedTask
 from prl.orchestrator.types import Event, Group, TrainEnv, attribute_errors_to, by_seat, raise_unless_leaked
@@ -35,7 +36,6 @@ class Dispatcher:
         """Rollouts of the largest group that may start."""
         self.in_flight: dict[Group, asyncio.Task[None]] = {}
         self.next_id = 0
-        """Id of the next group."""
         self.started = dict.fromkeys((env.name for env in envs), 0.0)
         """Rollouts started of each env, those of an absent env raised to its share."""
         self._again: deque[Group] = deque()
@@ -54,7 +54,7 @@ class Dispatcher:
         self.next_id = state.next_group
         self.started |= state.started
         for name, env in envs.items():
-            env.weight = state.weights.get(name, env.weight)
+            env.weigh(state.weights.get(name, env.weight))
         for saved in state.in_flight:
             if saved.task >= 0 and saved.env in envs:
                 env = envs[saved.env]
@@ -81,11 +81,11 @@ class Dispatcher:
         return self.rollouts_since(-math.inf)
 
     def rollouts_since(self, version: float) -> int:
-        """Rollouts in flight of groups that started from `version` or later."""
+        """Return the number of rollouts in flight of groups that started from `version` or later."""
         return sum(group.coming for group in self.in_flight if group.start_version >= version)
 
     def arrived(self, version: float) -> list[Rollout]:
-        """The rollouts that have arrived of groups in flight which started from `version` or before."""
+        """Return the rollouts that have arrived of groups in flight which started from `version` or before."""
         return [rollout for group in self.in_flight if group.start_version <= version for rollout in group.rollouts]
 
     def start_group(self, context: Context | None = None) -> int:
@@ -106,6 +106,7 @@ class Dispatcher:
         env = min(ready, key=lambda env: share[env.name])
         for other in self.envs:
             if other not in ready:
+                # As if it had kept up: it does not make up for its absence when it is back.
                 self.started[other.name] = max(share[other.name], share[env.name]) * other.weight
         self.started[env.name] += env.rollouts_per_group
         with env.asking():
@@ -114,16 +115,13 @@ class Dispatcher:
         return self._start(Group(self.next_id - 1, env, math.inf, task))
 
     def _weigh(self, context: Context) -> None:
-        """Let the curricula change the weights of their envs. So many rollouts as an env was ahead, it stays ahead."""
+        """Let the curricula change the weights of their envs. An env stays as many rollouts ahead as it was."""
         behind = min(self.started[env.name] / env.weight for env in self.envs)
         for env in self.envs:
             with env.asking():
                 weight = env.environment.config.weight * env.curriculum.weight(context)
-            if not 0 < weight < math.inf:
-                raise PrlError(f"env {env.name!r}: a curriculum's weight must be a number above 0, not {weight}")
-            if weight != env.weight:
-                self.started[env.name] += behind * (weight - env.weight)
-                env.weight = weight
+            self.started[env.name] += behind * (weight - env.weight)
+            env.weigh(weight)
 
     def _start(self, group: Group) -> int:
         if group.env.sampler.version is not None:
@@ -151,12 +149,14 @@ class Dispatcher:
 
     async def _play(self, group: Group) -> None:
         try:
-            await play_and_credit(group, self._send)
+            await play_and_credit(group, group.play, self._send)
         except asyncio.CancelledError as error:
+            # Code of the env may have raised it by itself: the group would be missing for ever.
             raise_unless_leaked(error, group.env.name)
         except Exception:
             if group in self.in_flight:
                 raise
+            # Nobody waits for a dropped group: what its env's clean-up raises costs nothing.
             log.info("env %s: a cancelled group failed while it stopped", group.env.name, exc_info=True)
         else:
             if self.in_flight.pop(group, None) is not None:
@@ -170,7 +170,9 @@ class Dispatcher:
             self.events.put_nowait(replace(group, rollouts=[rollout], sent=[]))
 
 
-async def play_and_credit(group: Group, send: Callable[[Group, Rollout], None]) -> None:
+async def play_and_credit(
+    group: Group, play: Callable[[Arrived], Awaitable[list[Rollout]]], send: Callable[[Group, Rollout], None]
+) -> None:
     """Play, grade and credit the rollouts of a group.
 
     Each rollout is scored (`finalize_rollout`, which may call models) as soon as it is graded, while others of the
@@ -179,9 +181,14 @@ async def play_and_credit(group: Group, send: Callable[[Group, Rollout], None]) 
     scored, and goes to `send`.
 
     Invariant: every rollout comes back, in the order of its episodes, or has been sent, by an earlier part of the run
-    perhaps; and is either credited or has an outcome. Scoring
-    ends `group_timeout_s` after the start. Crediting the group has a deadline of the same length of its own: whatever
-    used up the first one has failed, and the other rollouts still get their credit.
+    perhaps; and is either credited or has an outcome. Scoring ends `group_timeout_s` after the start. Crediting the
+    group has a deadline of the same length of its own: whatever used up the first one has failed, and the other
+    rollouts still get their credit.
+
+    Args:
+        group: The group, without rollouts.
+        play: Plays the episodes and hands over each graded rollout; returns all, in the order of their episodes.
+        send: Takes each credited rollout of an env that does not wait for groups.
 
     Raises:
         PrlError: The algorithm failed; the message names the env and the class.
@@ -203,15 +210,14 @@ async def play_and_credit(group: Group, send: Callable[[Group, Rollout], None]) 
         return (rollout.index, rollout.agent.name) in group.sent
 
     async def credit(rollouts: list[Rollout]) -> None:
-        played = now()
+        scored = now()
         for seat in by_seat(rollouts):
-            await _in_time(env, env.algorithm.finalize_group(seat), seat, played)
+            await _in_time(env, env.algorithm.finalize_group(seat), seat, scored)
         for rollout in rollouts:
             for sample in rollout.samples:
                 sample.loss = env.loss
 
-    played = await env.environment.play(group.task, env.group_size, env.sampler, group_id=group.id, arrived=score)
-    group.rollouts = [rollout for rollout in played if not is_sent(rollout)]
+    group.rollouts = [rollout for rollout in await play(score) if not is_sent(rollout)]
     await credit(group.rollouts)
     group.excused = group.excused or not env.up
 
@@ -235,7 +241,7 @@ async def _in_time(env: TrainEnv, scoring: Awaitable[None], rollouts: list[Rollo
             with attribute_errors_to(env):
                 await scoring
     except TimeoutError:
-        if not clock.expired():
+        if not clock.expired():  # the scoring's own, which is an error of the algorithm
             raise
         late = f"not scored when its group had taken {limit_s:g} s (envs.{env.name}.group_timeout_s)"
         for rollout in rollouts:

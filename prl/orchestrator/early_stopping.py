@@ -17,7 +17,7 @@ from prl.rollouts.rewards import at_least, at_most
 
 
 def held_out_reward(metrics: Mapping[str, float]) -> float | None:
-    """The mean of `eval/<env>/avg@<k>` over envs, each env counting once; None without an evaluation."""
+    """Return the mean of `eval/<env>/avg@<k>` over envs, each env counting once; None without an evaluation."""
     rewards = held_out(metrics)
     return statistics.fmean(rewards.values()) if rewards else None
 
@@ -30,9 +30,9 @@ class EarlyStopping:
         self.best: float | None = None
         """The highest held-out reward so far."""
         self.reason: str | None = None
-        """Why the run should end; None while it should not. Stays once it is set."""
+        """The reason to end the run; None while there is none. It stays once it is set."""
         self.worse = 0
-        """Evaluations since the best."""
+        """Evaluations since that of the highest reward."""
         self._started = time.monotonic()
 
     def state_dict(self) -> StoppingState:
@@ -52,6 +52,7 @@ class EarlyStopping:
 
     def evaluated(self, version: int, reward: float) -> bool:
         """Take in the held-out reward of `version`. Returns whether it is the best so far; of equals the first is."""
+        # Up to rounding: a mean over tasks in another order is no progress.
         is_best = self.best is None or not at_most(reward, self.best)
         self.best = reward if is_best else self.best
         self.worse = 0 if is_best else self.worse + 1

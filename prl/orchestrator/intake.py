@@ -16,10 +16,12 @@ from prl.rollouts.rollout import ERROR_KINDS, Outcome, Rollout, Stage
 
 log = logging.getLogger(__name__)
 
-WINDOW = 256  # latest rollouts of an env, over which the share of failed ones is taken
-LEAST = 64  # rollouts before an env is judged
+WINDOW = 256
+"""Latest rollouts of an env, over which the share of failed ones is taken."""
+LEAST = 64
+"""Rollouts of an env before its share of failed ones is looked at."""
 NO_SIGNAL = ("", None)
-"""Among the warnings: that rollouts in a row were dropped."""
+"""The key, among those of warnings that were given, of the one that rollouts in a row were dropped."""
 
 
 def extreme_of(means: list[float]) -> str | None:
@@ -45,21 +47,22 @@ class Intake:
         self.envs = envs
         self.max_error_share = max_error_share
         self.arrived: list[Rollout] = []
-        """Since the last metrics."""
+        """Rollouts that no metrics line has counted."""
         self._judged: Counter[str] = Counter()
-        """By env: groups that the curriculum has seen since the last metrics."""
+        """Groups of each env that its curriculum has seen and no metrics line has counted."""
         self._dropped_in_a_row: list[Rollout] = []
-        """Those of which no group has taken a place since the last that did; not of tasks that do not come again."""
+        """Survivors of the groups since the last one that took a place in a batch, each of a task that comes again."""
         self._recent: dict[str, deque[Outcome | None]] = {env.name: deque(maxlen=WINDOW) for env in envs}
         """The last rollouts of each env: the outcome of a failed one, else None."""
         self._warned: set[tuple[str, str | None]] = set()
+        """Env and kind of failure of the warnings that were given."""
 
     def state_dict(self) -> IntakeState:
         """Return which rollouts, and how many groups, no metrics line has counted."""
         return IntakeState([rollout.trace.id for rollout in self.arrived], dict(self._judged))
 
     def load_state_dict(self, state: IntakeState, rollouts: Iterable[Rollout]) -> None:
-        """Have the next metrics count, of an earlier part's `rollouts`, those that it had not counted."""
+        """Go on from an earlier part of the run, which had not counted some of its `rollouts`."""
         self._judged.update(state.judged)
         uncounted = set(state.arrived)
         self.arrived += [rollout for rollout in rollouts if rollout.trace.id in uncounted]
@@ -72,6 +75,7 @@ class Intake:
         """
         curriculum = group.env.curriculum
         survivors = group.survivors
+        # Each side of a game by itself: their rewards may add up to the same in every episode.
         means = [mean(rollout.reward for rollout in seat) for seat in by_seat(survivors)]
         self.arrived += group.rollouts
         self._note_failures(group)
@@ -108,6 +112,7 @@ class Intake:
             if (name, end.source) not in self._warned:
                 self._warned.add((name, end.source))
                 log.warning("env %s: a rollout failed (%s; the first of its kind): %s", name, end.source, end.reason)
+        # While a frozen model was away the failures say nothing of the env.
         if not (failed and group.excused):
             self._recent[name].extend(ends)
 
@@ -140,7 +145,7 @@ class Intake:
         log.warning("%s", message)
 
     def take(self) -> dict[str, float]:
-        """Metrics of what has arrived since the last call, trained or not, and of the pools as they are now."""
+        """Return metrics of what has arrived since the last call, trained or not, and of the pools as they are now."""
         evicted, pools = Counter[tuple[str, str]](), dict[str, dict[str, int]]()
         for env in self.envs:
             with env.asking():

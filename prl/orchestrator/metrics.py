@@ -39,22 +39,6 @@ def quantiles(values: Iterable[float | None]) -> dict[str, float]:
     return dict(zip(QUANTILES, np.quantile(numbers, list(QUANTILES.values())).tolist(), strict=True))
 
 
-def metrics_of_step(
-    rollouts: list[Rollout],
-    step: int,
-    envs: "Sequence[TrainEnv]",
-    size_of: Callable[[list[Rollout]], int],
-    replayed: Sequence[Rollout] = (),
-) -> dict[str, float]:
-    """Return the metrics of the rollouts of `step` and of those that it replays, as for `metrics_of_batch`.
-
-    `size_of` says how much of a batch rollouts are.
-    """
-    filters = {env.name: env.filters for env in envs}
-    shares = shares_of_envs(rollouts, list(filters), size_of)
-    return metrics_of_batch(rollouts, step, replayed) | metrics_of_filters(rollouts, filters) | shares
-
-
 def take_logged(envs: "Sequence[TrainEnv]") -> dict[str, float]:
     """Return the mean of the values that components have logged under each name since the last call."""
     values: dict[str, list[float]] = {}
@@ -128,7 +112,7 @@ def age_of(rollout: Rollout, step: int) -> int | None:
 
 
 def metrics_of_filters(rollouts: list[Rollout], filters: Mapping[str, Filters]) -> dict[str, float]:
-    """Return for each slot which shares of the rollouts it was asked about it dropped and its filters matched.
+    """Return the shares of rollouts that each slot of filters dropped, and that its filters matched.
 
     `pre_filters/...` are shares of all rollouts that neither failed nor were empty, `filters/...` of those that the
     batch was cut from. `is_filtered` is the share dropped, `is_matched` the share that any filter of the slot matched,
@@ -187,7 +171,7 @@ def by_env(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
 
 
 def count(rollouts: Iterable[Rollout], stage: Stage) -> int:
-    """Return how many rollouts left at `stage`."""
+    """Return the number of rollouts that left at `stage`."""
     return sum(rollout.stage is stage for rollout in rollouts)
 
 

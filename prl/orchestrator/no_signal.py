@@ -13,7 +13,7 @@ def what_to_look_at(rollouts: Iterable[Rollout]) -> str:
     if not graded:
         return "Every rollout failed"
     rewards, cut_off = [rollout.reward for rollout in graded], sum(rollout.is_truncated for rollout in graded)
-    low, high, reply = min(rewards), max(rewards), graded[0].last_reply.strip()
+    low, high, reply = min(rewards), max(rewards), graded[0].trace.last_reply.strip()
     earned = f"Every reward is {low:g}" if low == high else f"Rewards are from {low:g} to {high:g}"
     return (
         f"{earned}; a length limit cut off {cut_off} of {len(graded)} replies. Where a group's rewards are equal, look "

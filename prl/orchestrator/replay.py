@@ -1,13 +1,13 @@
 """Groups of earlier batches that a batch trains on again: `curriculum.replay` of their env."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prl.algorithms.base import Algorithm
 from prl.base.errors import ConfigError
 from prl.config.orchestrator import OrchestratorConfig
 from prl.curriculum.replay import ReplayConfig
 from prl.orchestrator.batcher import Batcher
-from prl.orchestrator.state import SavedGroup, saved_group
+from prl.orchestrator.state import SavedGroup, restored, saved_group
 from prl.orchestrator.types import Group, TrainEnv
 from prl.rollouts.rollout import Rollout, Stage
 
@@ -39,7 +39,7 @@ class Replay:
         self.shares = self._shares()
         """Share of the whole batch that is replayed of each env, by the weights that the step began with."""
         self.groups: list[Group] = []
-        """Those that are kept, the newest first."""
+        """The groups that are kept, the newest policy first."""
 
     def _shares(self) -> dict[str, float]:
         weights = {env.name: 0.0 if env.ended else env.weight for env in self.envs}
@@ -47,8 +47,12 @@ class Replay:
         return {env.name: env.curriculum.replay.share * weights[env.name] / total for env in self.envs}
 
     def state_dict(self) -> list[SavedGroup]:
-        """The groups that are kept, as they are now."""
+        """Return the groups that are kept, as they are now."""
         return [saved_group(group) for group in self.groups]
+
+    def load_state_dict(self, state: Sequence[SavedGroup], envs: Mapping[str, TrainEnv]) -> None:
+        """Keep the groups of an earlier part of the run."""
+        self.groups = [restored(saved, envs[saved.env]) for saved in state]
 
     def room(self, step: int) -> int:
         """Return what the batch of `step` takes of new rollouts, in rollouts or tokens as the batch counts."""
@@ -56,7 +60,7 @@ class Replay:
         return self.batch_size - sum(self.size_of(trained(group)) for group in self._chosen(step))
 
     def take(self, step: int, groups: Sequence[Group]) -> list[Rollout]:
-        """The rollouts that `step` replays. Keeps the new `groups` that it trains on, for later steps."""
+        """Return the rollouts that `step` replays. Keeps the new `groups` that it trains on, for later steps."""
         chosen = self._chosen(step)
         for group in chosen:
             group.uses += 1
@@ -86,7 +90,7 @@ class Replay:
         return young and group.uses < options.max_uses and any(any(r.advantages or ()) for r in trained(group))
 
     def metrics(self, replayed: list[Rollout]) -> dict[str, float]:
-        """Metrics of a step that replays these rollouts; empty where no env replays."""
+        """Return the metrics of a step that replays these rollouts; empty where no env replays."""
         if not any(env.curriculum.replay.share for env in self.envs):
             return {}
         share = self.size_of(replayed) / self.batch_size
@@ -94,5 +98,5 @@ class Replay:
 
 
 def trained(group: Group) -> list[Rollout]:
-    """The rollouts of a group that were trained on."""
+    """Return the rollouts of a group that were trained on."""
     return [rollout for rollout in group.rollouts if rollout.stage is Stage.TRAINED]

@@ -24,7 +24,7 @@ from prl.rollouts.rollout import Stage
 
 @dataclass(frozen=True)
 class Dropped:
-    """The fate of groups that started from version `last_chance` or before; `{start}` in the reason is theirs."""
+    """The end of groups that started from version `last_chance` or before; `{start}` in the reason is their version."""
 
     last_chance: float
     stage: Stage
@@ -48,29 +48,30 @@ class Staleness:
         """Whether a rollout may train after the last step that it was meant for."""
 
     def steps_ahead(self, version: int, shipped: int) -> int:
-        """Steps after `shipped` that a rollout is meant for which starts from `version`; 0 or less if there is none."""
+        """Return the steps after `shipped` that a rollout from `version` is meant for; 0 or less if there is none."""
         return min(version + 1 + self.k, self.max_steps) - shipped
 
     def on_time(self, shipped: int) -> int:
-        """The oldest version from which a rollout in flight is meant for a step after `shipped`, and no straggler."""
+        """Return the oldest version from which a rollout in flight is meant for a step after `shipped`."""
         return shipped - self.k
 
     def last_chance(self, step: int) -> int:
-        """The version up to which groups are too old for any step after `step`."""
+        """Return the version up to which groups are too old for any step after `step`."""
         return step - 1 - self.limit
 
     def awaited(self, step: int) -> float:
-        """The version up to which a full batch of `step` waits for groups in flight."""
+        """Return the version up to which a full batch of `step` waits for groups in flight."""
+        # With oversampling others take the places of what is slow.
         waits = not self.keeps_stragglers and self.oversampling == 1
         return self.last_chance(step) if waits else -math.inf
 
     def included(self, step: int) -> float:
-        """The version up to which the batch of `step` takes all finished groups, even if that makes it larger."""
+        """Return the version up to which the batch of `step` takes all finished groups, though it grows by them."""
         surplus = not self.keeps_stragglers and self.oversampling > 1
         return -math.inf if surplus else self.last_chance(step)
 
     def left_behind(self, step: int) -> Dropped:
-        """Return what is dropped when `step` has been shipped: what no later step may train on."""
+        """Return the groups that are dropped when `step` has been shipped: no later step may train on them."""
         last = math.inf if step == self.max_steps else self.last_chance(step)
         if not self.keeps_stragglers and self.oversampling > 1:
             reason = "the batch was full (orchestrator.oversampling_factor)"

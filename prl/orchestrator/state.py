@@ -58,7 +58,7 @@ class SavedGroup(msgspec.Struct):
     task: int
     """Position of the task in its env; -1 where it is not one of the env's."""
     start_version: int | None
-    """None of a frozen model."""
+    """The policy version that its rollouts started from; None of a frozen model."""
     excused: bool
     rollouts: list[SavedRollout]
     uses: int = 0
@@ -72,19 +72,18 @@ class SavedTask(msgspec.Struct):
     env: str
     task: int
     sent: list[tuple[int, str]] = []
-    """As `Group.sent`: these are not sent again."""
+    """Index and agent of rollouts that had gone on alone, and are not sent again (`Group.sent`)."""
 
 
 class DispatcherState(msgspec.Struct):
     """The state that `Dispatcher` goes on with."""
 
     next_group: int = 0
-    """Id of the next group."""
     started: dict[str, float] = {}
     """Rollouts started of each env, by which envs share what is in flight."""
     in_flight: list[SavedTask] = []
     weights: dict[str, float] = {}
-    """Of each env, as its curriculum has it."""
+    """The weight of each env, as its curriculum has it."""
 
 
 class IntakeState(msgspec.Struct):
@@ -93,7 +92,7 @@ class IntakeState(msgspec.Struct):
     arrived: list[str] = []
     """Ids of the traces that no metrics line of what arrived has counted."""
     judged: dict[str, int] = {}
-    """By env: groups that the curriculum has seen, and that no metrics line has counted."""
+    """Groups of each env that its curriculum has seen and no metrics line has counted."""
 
 
 class BatcherState(msgspec.Struct):
@@ -110,7 +109,7 @@ class StoppingState(msgspec.Struct):
     best: float | None = None
     """The highest held-out reward."""
     worse: int = 0
-    """Evaluations since."""
+    """Evaluations since that of the highest reward."""
     seconds: float = 0.0
     """Time spent on training, that of earlier parts of the run included."""
 
@@ -121,9 +120,9 @@ class SyncState(msgspec.Struct):
     loaded: int = 0
     """The version that the engines had."""
     evaluated: int = -1
-    """The version that was evaluated last."""
+    """The version that was evaluated last; -1 before the first."""
     evaluation: dict[str, float] = {}
-    """Its metrics."""
+    """The metrics of that evaluation."""
     lines: list[dict[str, int | float]] = []
     """Metrics lines of trained steps that no monitor has."""
     stopping: StoppingState = msgspec.field(default_factory=StoppingState)
@@ -137,11 +136,11 @@ class RunState(msgspec.Struct):
     intake: IntakeState = msgspec.field(default_factory=IntakeState)
     batcher: BatcherState = msgspec.field(default_factory=BatcherState)
     replay: list[SavedGroup] = []
-    """Trained on, and to be replayed."""
+    """Groups that were trained on and may be replayed."""
     left: list[SavedGroup] = []
-    """Finished, held by no batch and not recorded."""
+    """Rollouts that no batch holds and no record has."""
     counted: list[SavedGroup] = []
-    """Of the next metrics line already."""
+    """Recorded rollouts that the next metrics line counts."""
     sums: dict[str, float] = {}
     """Seconds and dropped rollouts of the next metrics line."""
     components: dict[str, bytes] = {}
@@ -159,7 +158,7 @@ class ResumePoint:
     """The checkpoint that a run goes on from."""
 
     run_dir: Path
-    """Of the run that has the checkpoint."""
+    """The directory of the run that has the checkpoint."""
     step: int
     """The step of the checkpoint; 0 where the run has none and begins again."""
     folder: Path | None
@@ -167,9 +166,9 @@ class ResumePoint:
     state: RunState | None
     """The orchestrator's side of it."""
     changed: dict[str, tuple[Any, Any]]
-    """Keys whose values are others now: before and now."""
+    """The values before and now of the config keys that have changed."""
     steps: list[int]
-    """The steps that had a checkpoint then."""
+    """The steps that had a checkpoint when this one was chosen."""
     forks: bool = False
     """Whether the checkpoint is another run's (`run.fork`), of which this one takes a copy."""
 
@@ -180,17 +179,17 @@ class ResumePoint:
 
 
 def encode(state: RunState) -> bytes:
-    """The state as bytes. It may wait: traces do not change any more."""
+    """Return the state as bytes. That may be late: traces do not change any more."""
     return msgspec.msgpack.Encoder(enc_hook=trace_json).encode(state)
 
 
 def trace_json(trace: vf.Trace) -> bytes:
-    """A trace as JSON."""
+    """Return a trace as JSON."""
     return json.dumps(trace.model_dump(mode="python", exclude=COMPUTED), default=str).encode()
 
 
 def decode(data: bytes, path: object) -> RunState:
-    """Raises ConfigError, naming `path`, for data that `encode` has not written."""
+    """Read what `encode` has written. Raises ConfigError, naming `path`, for other data."""
     try:
         return msgspec.msgpack.decode(data, type=RunState)
     except UNREADABLE as error:
@@ -201,7 +200,7 @@ def decode(data: bytes, path: object) -> RunState:
 
 
 def components_of(envs: Iterable[TrainEnv]) -> Iterator[tuple[str, Any]]:
-    """The curricula, algorithms and filters of a run, each under a name that stays the same when the run goes on."""
+    """Yield the curricula, algorithms and filters of a run, each under a name that a run which goes on has, too."""
     for env in envs:
         yield f"{env.name}.curriculum", env.curriculum
         yield f"{env.name}.algo", env.algorithm
@@ -210,7 +209,7 @@ def components_of(envs: Iterable[TrainEnv]) -> Iterator[tuple[str, Any]]:
 
 
 def save_components(envs: Iterable[TrainEnv]) -> dict[str, bytes]:
-    """The state of every component that has one. Raises PrlError naming one whose `state_dict` fails."""
+    """Return the state of every component that has one. Raises PrlError naming one whose `state_dict` fails."""
     saved = {}
     for name, component in components_of(envs):
         with called(name, component, "state_dict"):
@@ -245,20 +244,20 @@ KEPT = (
 
 
 def saved_rollout(rollout: Rollout) -> SavedRollout:
-    """A rollout as it is now."""
+    """Return a rollout as it is now."""
     kept = {name: getattr(rollout, name) for name in KEPT}
     return SavedRollout(trace=rollout.trace, matched=dict(rollout.matched), **kept)
 
 
 def saved_group(group: Group) -> SavedGroup:
-    """A group as it is now."""
+    """Return a group as it is now."""
     version = None if math.isinf(group.start_version) else int(group.start_version)
     rollouts = [saved_rollout(rollout) for rollout in group.rollouts]
     return SavedGroup(group.id, group.env.name, group.place, version, group.excused, rollouts, group.uses)
 
 
 def saved_alone(rollouts: Iterable[Rollout]) -> list[SavedGroup]:
-    """Rollouts whose groups are gone, by group."""
+    """Return rollouts whose groups are gone, by group."""
     groups: dict[tuple[str, int], list[SavedRollout]] = {}
     for rollout in rollouts:
         groups.setdefault((rollout.env_name, rollout.group_id), []).append(saved_rollout(rollout))
@@ -266,7 +265,7 @@ def saved_alone(rollouts: Iterable[Rollout]) -> list[SavedGroup]:
 
 
 def restored(saved: SavedGroup, env: TrainEnv) -> Group:
-    """A group as it was saved."""
+    """Return a group as it was saved."""
     tasks = env.environment.tasks
     task = tasks[saved.task] if saved.task >= 0 else tasks[0]
     version = math.inf if saved.start_version is None else saved.start_version
@@ -284,7 +283,7 @@ def restored(saved: SavedGroup, env: TrainEnv) -> Group:
         )
         for name in KEPT:
             setattr(rollout, name, getattr(kept, name))
-        if kept.samples:
+        if kept.samples:  # the branches of a trace are made anew: a checkpoint has their tokens only
             made = samples_of(trace, env_name=saved.env, temperature=kept.temperature, live=rollout.live)
             rollout.sample_branches = [branch for _, branch in made]
         rollout.matched = kept.matched

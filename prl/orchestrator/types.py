@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -13,10 +14,11 @@ from prl.algorithms.base import Algorithm
 from prl.base.errors import PrlError, of_own_code
 from prl.base.user_code import called
 from prl.curriculum.base import Curriculum
-from prl.engines.chat import ChatSource, check_template
+from prl.engines.chat import check_template
 from prl.engines.frozen import FrozenPool
 from prl.engines.sampler import Sampler
 from prl.envs.environment import Environment
+from prl.envs.group import Arrived
 from prl.filters.base import Filters
 from prl.rollouts.rollout import Rollout
 
@@ -62,14 +64,20 @@ class TrainEnv(EnvComponents, EvalEnv):
         self.weight = self.environment.config.weight
         """Its share among the envs now: of its config, times what its curriculum says."""
 
+    def weigh(self, weight: float) -> None:
+        """Give it another share among the envs, which its curriculum has chosen. Raises PrlError for none."""
+        if not 0 < weight < math.inf:
+            raise PrlError(f"env {self.name!r}: a curriculum's weight must be a number above 0, not {weight}")
+        self.weight = weight
+
     @functools.cached_property
     def positions(self) -> dict[int, int]:
-        """The position of each task among the env's, by the task's identity."""
+        """The position of each task among the env's, by `id` of the task."""
         return {id(task): number for number, task in enumerate(self.environment.tasks)}
 
     @property
     def rollouts_per_group(self) -> int:
-        """Rollouts of a group: one of each episode and trained agent."""
+        """The rollouts of a group: one of each episode and trained agent."""
         return self.group_size * self.environment.seats
 
     @property
@@ -91,7 +99,7 @@ class TrainEnv(EnvComponents, EvalEnv):
             return self.curriculum.ended
 
     def describe(self) -> str:
-        """The state of its curriculum in a few words."""
+        """Return the state of its curriculum in a few words."""
         with self.asking():
             return self.curriculum.describe()
 
@@ -115,7 +123,7 @@ class TrainEnv(EnvComponents, EvalEnv):
                 return
             log.info("env %s samples from %r by chat messages, in the policy's template", self.name, source.model)
             check_template(self.sampler.renderer, f"env {self.name!r} samples from {source.model!r} by chat messages")
-            self.sampler.pool = ChatSource(source)
+            self.sampler.ask_by_messages(source)
 
 
 @dataclass(eq=False)
@@ -136,6 +144,11 @@ class Group:
     """Times that it has been replayed."""
     sent: list[tuple[int, str]] = field(default_factory=list)
     """Index and agent of the rollouts that went on alone, in groups of their own with this one's id."""
+
+    async def play(self, arrived: Arrived) -> list[Rollout]:
+        """Have the env play and grade the episodes; each rollout goes to `arrived` at once. Returns all of them."""
+        env = self.env
+        return await env.environment.play(self.task, env.group_size, env.sampler, group_id=self.id, arrived=arrived)
 
     @property
     def coming(self) -> int:
@@ -164,7 +177,7 @@ the evaluation that followed it if one was due, is over: groups may start again.
 
 
 def by_seat(rollouts: list[Rollout]) -> list[list[Rollout]]:
-    """A group's rollouts by the agent that played them: the sides of a game are not a baseline for each other."""
+    """Return a group's rollouts by the agent that played them: sides of a game are no baseline for each other."""
     seats: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         seats.setdefault(rollout.agent.name, []).append(rollout)

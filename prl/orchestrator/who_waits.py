@@ -29,18 +29,16 @@ def waiting(run: "Orchestrator") -> Waiting:
     """Return what the orchestrator waits for."""
     groups = list(run.dispatcher.in_flight)
     arrived = sum(len(group.rollouts) for group in groups)
-    versions = (run.weight_sync.shipped, run.weight_sync.announced, run.pool.version)
-    done = (*versions, run.pool.answered, arrived, len(groups), run.batcher.rollouts)
-    if run.pool.loading is not None:
-        return Waiting(f"the orchestrator waits for the engine to load policy version {run.pool.loading}", done)
-    asked = run.pool.requests_in_flight
+    steps, pool = run.steps, run.weight_sync.pool
+    done = (steps.shipped, steps.trained, pool.version, pool.answered, arrived, len(groups), run.batcher.rollouts)
+    if pool.loading is not None:
+        return Waiting(f"the orchestrator waits for the engine to load policy version {pool.loading}", done)
+    asked = pool.requests_in_flight
     source = f"the engine ({asked} requests)" if asked else "other models, tools and graders"
     if run.weight_sync.busy:
-        return Waiting(f"the evaluation of policy version {run.pool.version} waits for {source}", done)
+        return Waiting(f"the evaluation of policy version {pool.version} waits for {source}", done)
     if not groups:
-        return Waiting(
-            f"the orchestrator waits for policy version {run.weight_sync.announced + 1} from the trainer", done
-        )
+        return Waiting(f"the orchestrator waits for policy version {steps.trained + 1} from the trainer", done)
     missing = Counter[str]()
     for group in groups:
         missing[group.env.name] += group.env.rollouts_per_group - len(group.rollouts)

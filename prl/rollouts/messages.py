@@ -45,7 +45,7 @@ class Reference(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def comparison(self) -> "Reference":
-        """The same for all prefixes."""
+        """Return the same for all prefixes."""
         return msgspec.structs.replace(self, prefix=())
 
 
@@ -69,7 +69,7 @@ class TrainingSample(Streams, omit_defaults=True):
     """`[tokens, k]`: the reference's logprobs of `top_ids`."""
     origin: Origin | None = None
     rollout_share: float | None = None
-    """As of `LossInputs`, of each of its tokens; written as it is packed."""
+    """`LossInputs.rollout_share` of each of its tokens; written when it is packed."""
 
     def members(self, component: Component) -> list[bool]:
         """Return which tokens have a weight in the component, `[tokens]`, with or without a logprob of the sampler."""
@@ -93,24 +93,24 @@ class MicroBatch(Streams, omit_defaults=True):
     position_ids: list[int]
     sequence_lengths: list[int]
     env_names: list[str]
-    """One per sequence."""
+    """The env of each sequence."""
     losses: list[str]
     """Name of each sequence's rl loss; "" = the run's."""
     references: list[Reference] = msgspec.field(default_factory=list)
-    """One per sequence; empty = `Reference()` for all."""
+    """The reference of each sequence; empty = `Reference()` for all."""
     top_ids: list[list[int]] | None = None
-    """As of a sample, on members of `ref_kl` alone; [] elsewhere."""
+    """`TrainingSample.top_ids` of the sequences, on members of `ref_kl` alone; [] elsewhere."""
     top_logprobs: list[list[float]] | None = None
     rollout_shares: list[float] = msgspec.field(default_factory=list)
     """`TrainingSample.rollout_share` of each sequence; empty = each rollout of the update has one sequence."""
     update: int = 0
-    """Which optimiser step on the batch it is for; every rank has as many rows for each."""
+    """The optimiser step on the batch that it is for, from 0; every rank has as many rows for each."""
     origins: list[Origin | None] = msgspec.field(default_factory=list)
-    """One per sequence, or none at all."""
+    """The origin of each sequence; empty = none is known."""
 
 
 def sequence_slices(sequence_lengths: Sequence[int]) -> list[slice]:
-    """The place of each sequence in its row."""
+    """Return the place of each sequence in its row."""
     return [slice(*ends) for ends in pairwise(accumulate(sequence_lengths, initial=0))]
 
 

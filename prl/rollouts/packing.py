@@ -10,6 +10,7 @@ from prl.rollouts.logprobs import is_measured
 from prl.rollouts.messages import MicroBatch, Reference, TrainingSample
 
 TOP = ("top_ids", "top_logprobs")
+"""The streams that have a list for each token."""
 PER_TOKEN = ("mask", "logprobs", "temperatures", "position_ids", *STREAM_FILL, *TOP)
 KL = COMPONENTS["ref_kl"]
 
@@ -34,25 +35,27 @@ def pack(
 
     Raises ValueError for a sample whose streams do not fit its tokens or the components it feeds, naming its env.
     """
-    for sample in samples:
+    for sample in samples:  # before they are cut: what is cut off may be what is wrong
         check_streams(sample)
         check_complete(sample)
     truncated = sum(len(sample.token_ids) > seq_len for sample in samples)
     cut = [truncate(sample, seq_len) for sample in samples]
     packed: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    # Whole groups: an update that had a part of one would have a baseline that does not add up to zero.
     parts = [cut] if updates == 1 else balance(by_origin(cut, "group"), updates)
     for update, part in enumerate([part for part in parts if part] or [[]]):
         share_rollouts(part)
         rows_of = [fit(share, seq_len) for share in balance([[sample] for sample in part], ranks)]
         count = max(1, max(map(len, rows_of)))
         for rank, rows in enumerate(rows_of):
+            # Ranks wait for each other in every forward pass, so each makes as many.
             dummies: list[list[TrainingSample]] = [[]] * (count - len(rows))
             packed[rank] += [pack_row(row, seq_len, update) for row in dummies + sorted(rows, key=len)]
     return packed, truncated
 
 
 def by_origin(samples: list[TrainingSample], *of: str) -> list[list[TrainingSample]]:
-    """The samples of each env that agree in these fields of their `Origin`; one without an origin is alone."""
+    """Return the samples of each env that agree in these fields of their `Origin`; one without an origin is alone."""
     alike: dict[tuple[Any, ...], list[TrainingSample]] = {}
     for sample in samples:
         key = [id(sample)] if sample.origin is None else [getattr(sample.origin, name) for name in of]
@@ -73,7 +76,7 @@ def share_rollouts(samples: list[TrainingSample]) -> None:
 
 
 def count_rl(sample: TrainingSample) -> int:
-    """The rl members of a sample, as the loss counts them."""
+    """Return the number of rl members of a sample, as the loss counts them."""
     members = sample.members(COMPONENTS["rl"])
     return sum(member and is_measured(logprob) for member, logprob in zip(members, sample.logprobs, strict=True))
 
@@ -100,7 +103,7 @@ def check_complete(sample: TrainingSample) -> None:
     """Raise ValueError where the sample lacks the stream that a component it feeds requires."""
     for component in COMPONENTS.values():
         required = component.requires
-        if required == "ref_logprobs" and sample.reference.model:
+        if required == "ref_logprobs" and sample.reference.model:  # the trainer's own model fills them
             continue
         if required is not None and getattr(sample, required) is None and sample.feeds(component):
             raise ValueError(
@@ -109,6 +112,7 @@ def check_complete(sample: TrainingSample) -> None:
             )
     if sample.reference.divergence and not sample.reference.model:
         rows = zip(top_of(sample, "top_ids"), top_of(sample, "top_logprobs"), sample.members(KL), strict=True)
+        # Nothing predicts the first token, so it has no distribution.
         if any(len(ids) != len(logprobs) or (member and not ids) for ids, logprobs, member in list(rows)[1:]):
             raise ValueError(
                 f"env {sample.env_name!r}: a sample asks for the {sample.reference.divergence} from a reference but "
@@ -123,7 +127,7 @@ def top_of(sample: TrainingSample, name: str) -> list[list[Any]]:
 
 
 def truncate(sample: TrainingSample, seq_len: int) -> TrainingSample:
-    """The sample, or a copy cut to `seq_len` tokens."""
+    """Return the sample, or a copy cut to `seq_len` tokens."""
     if len(sample.token_ids) <= seq_len:
         return sample
     lists = {name: value for name, value in msgspec.structs.asdict(sample).items() if isinstance(value, list)}
@@ -167,18 +171,18 @@ def fit(samples: list[TrainingSample], seq_len: int) -> list[list[TrainingSample
 
 
 def pack_row(samples: list[TrainingSample], seq_len: int, update: int = 0) -> MicroBatch:
-    """One row of an update: the samples one after the other, then padding, in which every stream is 0.0."""
+    """Return a row of an update: the samples one after the other, then padding, in which every stream is 0.0."""
     lengths = [len(sample.token_ids) for sample in samples]
     padding = seq_len - sum(lengths)
 
     def top(name: str) -> Any:
-        """The lists of each token; None where no sample has any."""
+        """Return the lists of each token; None where no sample has any."""
         if all(getattr(sample, name) is None for sample in samples):
             return None
         return [row for sample in samples for row in top_of(sample, name)] + [[]] * padding
 
     def joined(name: str, fill: Any = 0.0) -> Any:
-        """One value per token; None for a stream that no sample has."""
+        """Return one value per token; None for a stream that no sample has."""
         parts = [getattr(sample, name) for sample in samples]
         if name in STREAM_FILL and all(part is None for part in parts):
             return None
@@ -207,7 +211,7 @@ def pack_row(samples: list[TrainingSample], seq_len: int, update: int = 0) -> Mi
 
 
 def check_aligned(row: MicroBatch) -> None:
-    """Every per-token array is as long as `input_ids`; a misaligned one would corrupt training silently."""
+    """Check that every per-token array is as long as `input_ids`; else training would be wrong silently."""
     for name in PER_TOKEN:
         values = getattr(row, name)
         if values is not None and len(values) != len(row.input_ids):

@@ -29,7 +29,7 @@ def write_records(run_dir: Path, step: int, rollouts: Sequence[Rollout], prefix:
 
 
 def _encoded(line: Record) -> bytes:
-    """A JSON line. Names of rewards and texts may hold lone surrogates, which UTF-8 cannot encode: `?` for each."""
+    """Return a JSON line. Names and texts may hold lone surrogates, which UTF-8 cannot encode: `?` for each."""
     try:
         return msgspec.json.encode(line) + b"\n"
     except UnicodeEncodeError:
@@ -37,7 +37,7 @@ def _encoded(line: Record) -> bytes:
 
 
 def record(rollout: Rollout, step: int) -> Record:
-    """One rollout as plain data."""
+    """Return a rollout as plain data."""
     return Record(
         step=step,
         env=rollout.env_name,
@@ -58,12 +58,12 @@ def record(rollout: Rollout, step: int) -> Record:
         stop=rollout.trace.stop_condition,
         completion_tokens=rollout.num_completion_tokens,
         samples=len(rollout.samples),
-        messages=[_message(node, position - 1) for position, node in enumerate(rollout.nodes)],
+        messages=[_message(node, position - 1) for position, node in enumerate(rollout.trace.nodes)],
     )
 
 
 def _bounded(value: Any) -> Any:
-    """A value as plain data; of a long one the beginning of its JSON, of one that is no plain data its type."""
+    """Return a value as plain data; of a long one the beginning of its JSON, of one that is no plain data its type."""
     try:
         value = encodable(value) if isinstance(value, str) else value
         text = msgspec.json.encode(value).decode()

@@ -1,7 +1,6 @@
 """A rollout: one attempt at a task, with its verifiers trace, its training samples and its outcome."""
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -76,35 +75,10 @@ class Turn:
 
 
 class Rollout:
-    """One attempt at a task. The attributes declared first are those of its trace.
+    """One attempt at a task, whose messages, rewards and metrics are those of its trace.
 
     `outcome` is written once: the first thing that takes a rollout out of the pipeline.
     """
-
-    task: "TraceTask"
-    """The task as the trace carries it; `task.data` are its fields."""
-    agent: "AgentInfo"
-    """The agent that played it; `agent.name` tells the sides of a game apart."""
-    reward: float
-    """The weighted sum of the env's reward functions."""
-    rewards: "dict[str, Reward | None]"
-    """The value of each reward function of the env."""
-    metrics: dict[str, float | None]
-    """The value of each metric function of the env."""
-    info: dict[str, Any]
-    """The env's notes about the episode."""
-    nodes: "list[MessageNode]"
-    """Every message once, in the order of the calls."""
-    branches: "list[Branch]"
-    """Every path through the message graph, from an opening message to a last one."""
-    num_turns: int
-    """Model calls."""
-    last_reply: str
-    """The text of the model's last message."""
-    is_truncated: bool
-    """Whether a length limit cut it off."""
-    stop_condition: str | None
-    """Why the episode stopped, in verifiers' words; None if nothing special stopped it."""
 
     def __init__(self, trace: "Trace", *, env_name: str, group_id: int, start_version: int | None, temperature: float):
         self.trace = trace
@@ -134,6 +108,43 @@ class Rollout:
         self.seal: int | None = None
         """Hash of its samples' tokens when its algorithm received them; later only advantages and weights change."""
 
+    # --- its trace ------------------------------------------------------------------------------------------------
+
+    @property
+    def task(self) -> "TraceTask":
+        """The task as the trace carries it; `task.data` are its fields."""
+        return self.trace.task
+
+    @property
+    def agent(self) -> "AgentInfo":
+        """The agent that played it; `agent.name` tells the sides of a game apart."""
+        return self.trace.agent
+
+    @property
+    def reward(self) -> float:
+        """The weighted sum of the env's reward functions."""
+        return self.trace.reward
+
+    @property
+    def rewards(self) -> "dict[str, Reward | None]":
+        """The value of each reward function of the env."""
+        return self.trace.rewards
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """The value of each metric function of the env."""
+        return self.trace.metrics
+
+    @property
+    def branches(self) -> "list[Branch]":
+        """Every path through the message graph, from an opening message to a last one."""
+        return self.trace.branches
+
+    @property
+    def is_truncated(self) -> bool:
+        """Return whether a length limit cut it off."""
+        return self.trace.is_truncated
+
     # --- its outcome ----------------------------------------------------------------------------------------------
 
     @property
@@ -157,6 +168,7 @@ class Rollout:
         """
         if self.is_active:
             kind = kind or ("timeout" if isinstance(error, TimeoutError) else getattr(error, "kind", "env"))
+            # The message goes into records and result.json, which are UTF-8.
             self.leave(Stage.FAILED, encodable(f"{type(error).__name__}: {error}"), kind)
             self.trace.record_error(error)
 
@@ -172,7 +184,7 @@ class Rollout:
 
     @property
     def error(self) -> str | None:
-        """Why it failed; None if it did not."""
+        """The reason of its failure; None if it did not fail."""
         return self.outcome.reason if self.outcome is not None and self.failed else None
 
     @property
@@ -217,13 +229,14 @@ class Rollout:
             stop = start
             for node in branch.nodes:
                 stop += len(node.token_ids)
+                # A reply that trains on another branch has its tokens there.
                 if node.sampled and any(node.mask) and mask[stop - 1]:
                     tokens[id(node.message)] = slice(stop - sum(node.mask), stop)
             start += len(sample.token_ids)
         messages = [node.message for node in self.trace.nodes if node.sampled]
         by_turn = self.trace.info.get(TURN_REWARDS, {})
         rewards = [math.fsum(values) for values in zip(*by_turn.values(), strict=True)] or [0.0] * len(messages)
-        if messages:
+        if messages:  # a reward for the whole episode is known with the last turn only
             rewards[-1] += math.fsum(part.value for name, part in self.rewards.items() if part and name not in by_turn)
         nowhere = slice(0, 0)
         return [Turn(m, tokens.get(id(m), nowhere), reward) for m, reward in zip(messages, rewards, strict=True)]
@@ -243,7 +256,7 @@ class Rollout:
 
     def attach_samples(self) -> None:
         """Make its samples from the trace. Its outcome is `empty` if nothing was sampled. Raises TokenMismatch."""
-        # Configs name classes that work on rollouts, without verifiers.
+        # Configs name classes that work on rollouts; composing one imports no verifiers.
         from prl.rollouts.messages import Origin
         from prl.rollouts.samples import samples_of
 
@@ -256,7 +269,7 @@ class Rollout:
             self.leave(Stage.EMPTY, "nothing was sampled")
 
     def tokens_hash(self) -> int:
-        """A hash of token ids and masks of its samples."""
+        """Return a hash of token ids and masks of its samples."""
         return hash(tuple((tuple(sample.token_ids), tuple(sample.mask)) for sample in self.samples))
 
     def assign_advantages(self, advantages: float | Sequence[float]) -> None:
@@ -295,10 +308,6 @@ class Rollout:
         for turn, advantage in zip(turns, advantages, strict=True):
             credit[turn.tokens] = [float(advantage)] * (turn.tokens.stop - turn.tokens.start)
         self.assign_advantages(credit)
-
-
-for _name in Rollout.__annotations__.keys() - vars(Rollout).keys():
-    setattr(Rollout, _name, property(operator.attrgetter(f"trace.{_name}")))  # a type checker knows the declarations
 
 
 def keyed_nodes(branch: "Branch") -> Iterator[tuple[MessageKey, "MessageNode"]]:

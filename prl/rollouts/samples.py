@@ -55,7 +55,7 @@ class RecordedCall(ModelCall):
 
 
 def token_hash(*parts: Sequence[int]) -> "hashlib.blake2b":
-    """A hash of token ids, whatever the parts they come in. More can be added by its `update`, as an array of "I"."""
+    """Return a hash of token ids, whatever the parts they come in. `update` adds more, as an array of "I"."""
     return hashlib.blake2b(b"".join(array("I", part).tobytes() for part in parts), digest_size=16)
 
 
@@ -108,6 +108,7 @@ def _fill(
     for node in branch.nodes:
         sample.token_ids += node.token_ids
         digest.update(array("I", node.token_ids))
+        # A reply that several branches share would else train once for each of them.
         trains = node.sampled and id(node) not in claimed
         if trains:
             claimed.add(id(node))
@@ -118,7 +119,7 @@ def _fill(
 
 
 def sampler_logprobs(node: MessageNode) -> list[float]:
-    """Sampler logprobs `[tokens]` of a sampled message, 0.0 off its mask. Raises TokenMismatch if any is missing."""
+    """Return the sampler logprobs `[tokens]` of a sampled message, 0.0 off its mask. Raises TokenMismatch."""
     if len(node.logprobs) != sum(node.mask) or len(node.mask) != len(node.token_ids):
         raise TokenMismatch(
             f"a sampled message has {len(node.token_ids)} tokens, {sum(node.mask)} of them sampled, "
@@ -179,8 +180,10 @@ def merge_samples(samples: list[BranchSample], calls: dict[int, tuple[int, Model
     given = {
         id(span): before for before, span in pairwise(spans) if before.sample_index == span.sample_index
     }  # the parents as the samples have them
+    # In the order of the calls: a call can extend only the tokens of an earlier one.
     spans.sort(key=lambda span: calls[id(span.node)][0] if calls else 0)
     _find_parents(spans, [memoryview(array("I", sample.token_ids)) for sample, _ in samples])
+    # Nearly every trace: its branches are the longest runs already.
     if all(span.parent is given.get(id(span)) for span in spans):
         return samples
     parents = {id(span.parent) for span in spans}
@@ -204,7 +207,7 @@ def _find_parents(spans: list[SampledSpan], tokens: list[memoryview]) -> None:
         ]
         if prefixes:
             span.parent = max(prefixes, key=lambda earlier: earlier.stop)
-            free.remove(span.parent)
+            free.remove(span.parent)  # two calls after the same one sampled different tokens in the same place
         free.append(span)
 
 
@@ -245,7 +248,7 @@ def _splice(branch: Branch, chain: list[SampledSpan]) -> Branch:
 
 
 def _node_spans(branch: Branch) -> list[tuple[int, int, MessageNode]]:
-    """First and end position of each message's tokens, with its node."""
+    """Return the first and the end position of each message's tokens, with its node."""
     stops = accumulate(len(node.token_ids) for node in branch.nodes)
     return [(stop - len(node.token_ids), stop, node) for stop, node in zip(stops, branch.nodes, strict=True)]
 
@@ -253,6 +256,7 @@ def _node_spans(branch: Branch) -> list[tuple[int, int, MessageNode]]:
 def _slice_node(node: MessageNode, begin: int, end: int, scaffold: list[int]) -> MessageNode:
     """Return a copy of the node with its tokens `begin` to `end` and `scaffold` before them."""
     lead, sampled_before = [False] * len(scaffold), sum(node.mask[:begin])
+    # A renderer that marks no content leaves the list empty.
     attributed = len(node.is_content) == len(node.token_ids)
     return node.model_copy(
         update={

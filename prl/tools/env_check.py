@@ -190,7 +190,9 @@ async def play(environment: Any, task: Any, sampler: Any, judge: Script) -> list
     """Return the rollouts of one episode."""
     from verifiers.v1 import JudgeConfig
 
-    environment.connect(sampler.changed({"pool": judge}), {})
+    from prl.engines.frozen import clients_of
+
+    environment.connect(sampler.changed({"pool": judge}), clients_of({}))
     async with served(sampler.pool, judge) as url:
         sampler.pool.http = SimpleNamespace(token=None, address=lambda _: url)
         for config in (*task.config.judges, *vars(task.config).values()):

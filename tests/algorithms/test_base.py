@@ -10,6 +10,7 @@ from prl.algorithms.grpo import GRPOAlgorithm
 from prl.algorithms.reference import KLConfig
 from prl.base.errors import ConfigError, EngineError
 from prl.config.model_reference import FrozenModelConfig
+from prl.engines.frozen import clients_of
 from prl.rollouts.rollout import Stage
 
 
@@ -37,7 +38,8 @@ async def test_what_is_connected_is_waited_for_and_closed(frozen, attached):
 
 
 async def test_hosted_model_is_connected_by_its_name(frozen, reference, attached):
-    algorithm = attached(Silent(), hosted={"teacher": lambda asked: reference if asked.timeout_s == 7.0 else None})
+    hosted = {"teacher": lambda asked: reference if asked.timeout_s == 7.0 else None}
+    algorithm = attached(Silent(), clients=clients_of(hosted))
     assert await algorithm.connect(FrozenModelConfig(name="teacher", timeout_s=7.0)) is reference
     assert reference.waited == [7.0] and algorithm.pools == [reference] and frozen == []
     elsewhere = await algorithm.connect(FrozenModelConfig(name="teacher", base_url="http://h/v1"))

@@ -55,7 +55,7 @@ async def test_custom_function_gets_the_group_and_its_arguments(make_rollout, cr
 
 
 def twice_the_reward(group):
-    assert [rollout.num_turns for rollout in group] == [1, 1, 1], "all else is the rollout's own"
+    assert [rollout.trace.num_turns for rollout in group] == [1, 1, 1], "all else is the rollout's own"
     return [2 * rollout.reward for rollout in group]
 
 

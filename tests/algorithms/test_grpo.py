@@ -43,7 +43,7 @@ def test_cost_counts_sampled_tokens_and_tool_answers(asks_a_tool, talk, call):
     sampled = len(talk.encode(call)) + len("yes") + 2  # one token a byte; each turn ends with <|im_end|>
     assert rollout.num_completion_tokens == sampled == sum(map(sum, (s.mask for s in rollout.samples)))
     assert rollout.num_tool_response_tokens == len("it is four")
-    assert rollout.num_turns == 2
+    assert rollout.trace.num_turns == 2
 
 
 @pytest.mark.parametrize(("completion", "response"), [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.5, 2.0), (0.0, 0.0)])

@@ -46,9 +46,9 @@ async def test_what_a_server_gave_up_is_sent_again(server, pool):
     assert found.token_ids == [3, 4] and pool.counts["engine/requests_reissued"] == 1
 
 
-async def test_weights_are_resent_to_a_server_shutting_down(server, pool):
+async def test_weights_are_resent_to_a_server_shutting_down(server):
     """Until it has ended: then its successor loads them."""
-    pool.servers[0].restart_s = 30
+    pool = InferencePool([server.url], "policy", "t0ken", restart_s=30.0)
     replies = [(500, '{"error":"Exception: Server shutting down"}')] * 3 + [{"loaded": "/w"}]
 
     async def reply():
@@ -57,6 +57,7 @@ async def test_weights_are_resent_to_a_server_shutting_down(server, pool):
     server.replies["/prl/load_policy"], server.replies["/health"] = reply, {}
     await pool.update_weights(1, "/w")
     assert pool.version == 1
+    await pool.close()
 
 
 async def test_a_server_that_gives_everything_up_is_named(server, pool, monkeypatch):

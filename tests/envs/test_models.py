@@ -7,10 +7,11 @@ import time
 import pytest
 from aiohttp import web
 from patience import patient
+from scripted_models import saying
 
 from prl.base.errors import DeadlinePassed
 from prl.config.schema import EnvConfig
-from prl.engines.replies import Completion
+from prl.engines.frozen import clients_of
 from prl.engines.sampler import Sampler
 from prl.envs.environment import Environment
 from prl.envs.models import model_of
@@ -19,24 +20,10 @@ from prl.envs.tasksets.judge import score_in
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"
 
 
-class Policy:
-    """A model that says `reply`, and keeps what it was asked."""
-
-    model, version, cache_salt = "policy", 3, "v3"
-
-    def __init__(self, tokenizer, reply):
-        self.tokenizer, self.reply, self.asked = tokenizer, reply, []
-
-    async def generate(self, prompt_ids, sampling, *, n=1, prefix=None):
-        self.asked.append((self.tokenizer.decode(prompt_ids), sampling))
-        end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        ids = [*self.tokenizer.encode(self.reply, add_special_tokens=False), end]
-        return [Completion(ids, [-1.0] * len(ids), "stop", 3, 3)] * n
-
-
 def sampler_of(renderer, reply):
-    sampler = Sampler()
-    sampler.attach(pool=Policy(renderer._tokenizer, reply), renderer=renderer, max_model_len=4096, seed=0)
+    """A sampler of the policy at version 3, which says `reply`."""
+    sampler, policy = Sampler(), saying(renderer._tokenizer, reply, version=3)
+    sampler.attach(pool=policy, renderer=renderer, max_model_len=4096, seed=0)
     return sampler
 
 
@@ -58,7 +45,7 @@ def judged(tmp_path, server, renderer):
         config = EnvConfig("prl.envs.tasksets.judge", args, models={"judge": reference})
         environment = Environment("judge", config, eval_tasks=0)
         sampler = sampler_of(renderer, reply)
-        environment.connect(sampler, {})
+        environment.connect(sampler, clients_of({}))
         run.policy = sampler.pool
         async with environment.serving():
             task = next(task for task in environment.tasks if task.data.prompt.startswith("2+2"))
@@ -171,11 +158,14 @@ async def test_a_judge_that_stays_away_fails_a_rollout_at_its_deadline_and_a_can
     assert time.monotonic() - started < patient(2) and len(server.bodies[CHAT]) == asked
 
 
-async def test_the_policy_may_judge_itself(judged):
+async def test_the_policy_may_judge_itself(judged, renderer):
     rollout = await judged((500, "not asked"), "policy", best=4)
     assert rollout.failed and "no score from 0 to 4: '4'" in rollout.error  # it says 4 whatever it is asked
-    (_, played), (question, asked) = judged.policy.asked
-    assert "<reply>4</reply>" in question and (asked["temperature"], asked["max_tokens"]) == (0.0, 512)
+    (_, played), (question, asked) = judged.policy.requests
+    assert "<reply>4</reply>" in renderer._tokenizer.decode(question) and (
+        asked["temperature"],
+        asked["max_tokens"],
+    ) == (0.0, 512)
     assert played["temperature"] == 1.0
 
 
@@ -296,9 +286,8 @@ async def test_envs_of_short_answers_cap_a_reply_where_the_run_does_not(tmp_path
     environment = Environment("e", EnvConfig(f"prl.envs.tasksets.{taskset}", args), eval_tasks=0)
     sampler = sampler_of(renderer, "2").changed(asked)
     await environment.play(environment.tasks[0], 1, sampler, group_id=0)
-    prompt, sampling = sampler.pool.asked[0]
-    room = 4095 - len(renderer._tokenizer.encode(prompt, add_special_tokens=False))
-    assert sampling["max_tokens"] == (limit or room)
+    prompt_ids, sampling = sampler.pool.requests[0]
+    assert sampling["max_tokens"] == (limit or 4095 - len(prompt_ids))
 
 
 HELPED = """

@@ -42,7 +42,7 @@ async def run(monkeypatch):
     monkeypatch.setattr(rotation, "LOOK_S", 0.02)
     async with policy_servers(2) as (first, second):
         launcher, said = Engines(**{"engine": first, "engine 2": second}), []
-        pool = InferencePool([first.url, second.url], "policy", "t")
+        pool = InferencePool([first.url, second.url], "policy", "t", restart_s=600.0)
         await pool.update_weights(3, "/w3")
         supervisor = Supervisor(launcher, said.append, {"engine": 1, "engine 2": 1})
         supervisor.serve(pool)
@@ -136,7 +136,7 @@ async def test_dead_core_is_the_cause_of_a_failed_update():
     """vLLM answers for seconds after its core has died, before it ends."""
     launcher = Engines()
     supervisor = Supervisor(launcher, print, {"engine": 0})
-    supervisor.pool = SimpleNamespace(ailing=False, servers=[])
+    supervisor.serve(SimpleNamespace(ailing=False, servers=[]))
     asyncio.get_running_loop().call_later(1.5, launcher.dead.add, "engine")
 
     async def update():
@@ -177,7 +177,6 @@ async def test_waiting_is_reported_once_who_waits_for_whom(monkeypatch):
         await supervisor.guard(asyncio.sleep(0.7))
     assert len(lines) == 1 and "the start waits for the trainer to load the model" in lines[0]
     lines.clear()
-    supervisor.waiting = lambda: Waiting("the orchestrator waits for the trainer", len(done))
 
     async def work():
         for _ in range(10):
@@ -189,4 +188,4 @@ async def test_waiting_is_reported_once_who_waits_for_whom(monkeypatch):
             assert len(lines) == number and "the orchestrator waits for the trainer" in lines[-1]
             done.append("a step")
 
-    await supervisor.guard(work())
+    await supervisor.guard(work(), lambda: Waiting("the orchestrator waits for the trainer", len(done)))

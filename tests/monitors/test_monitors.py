@@ -19,7 +19,7 @@ class Notes(Monitor):
         if what in self.fails:
             raise RuntimeError(f"no {what} today")
 
-    def start(self, run_dir, *, max_steps, run_config):
+    def start(self, run_dir, *, max_steps, run_config, resumed_at):
         self.note("start", run_dir, max_steps, run_config)
 
     def status(self, text):

@@ -26,8 +26,7 @@ def rows(tmp_path, monkeypatch):
 
 def record(run_dir, lines, *, resumed_at=0):
     monitor = Trackio()
-    monitor.resumed_at = resumed_at
-    monitor.start(run_dir, max_steps=9, run_config={"seed": 0})
+    monitor.start(run_dir, max_steps=9, run_config={"seed": 0}, resumed_at=resumed_at)
     for line in lines:
         monitor.step(line)
     monitor.close()

@@ -42,8 +42,7 @@ def test_what_it_asks_for_when_a_run_goes_on(tmp_path, monkeypatch, mode, resume
     asked = {}
     monkeypatch.setattr("wandb.init", lambda **given: asked.update(given))
     monitor = Wandb(mode=mode)
-    monitor.resumed_at = resumed_at
-    monitor.start(tmp_path, max_steps=9, run_config={})
+    monitor.start(tmp_path, max_steps=9, run_config={}, resumed_at=resumed_at)
     assert asked["resume"] == resume and asked["id"] == run_id(tmp_path, goes_on=True)
 
 

@@ -103,6 +103,6 @@ async def test_policy_is_evaluated_whoever_generates_the_rollouts(make_imitating
     pool.version = 5
     metrics = await evaluate([env], EvalConfig(k=3), tmp_path, version=5)
     assert metrics["eval/imitating/avg@3"] == 0.5 and metrics["eval/imitating/errored"] == 0.0
-    assert pool.requests == 2 and frozen.requests == 0
+    assert len(pool.requests) == 2 and not frozen.requests
     lines = (tmp_path / "rollouts" / "eval_imitating_step_000005.jsonl").read_text().splitlines()
     assert {(entry["start_version"], entry["end_version"]) for entry in map(json.loads, lines)} == {(5, 5)}

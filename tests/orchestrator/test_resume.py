@@ -20,7 +20,7 @@ from prl.curriculum.pools import TaskCurriculum
 from prl.filters.base import Filter
 from prl.launch.run import try_to_finish
 from prl.monitors.base import Monitor, Monitors
-from prl.orchestrator.orchestrator import Orchestrator
+from prl.orchestrator.next_step import NextStep
 from prl.orchestrator.state import RunState, decode, encode, load_components
 from prl.runs.run_dir import cut_back
 
@@ -126,7 +126,7 @@ async def test_tasks_come_in_the_same_order_after_any_crash(start, make_env, tmp
         training, running = asyncio.create_task(train()), asyncio.create_task(orchestrator.run())
         goal = min(steps, (state.step if state else 0) + chance.randint(1, 4))
         async with asyncio.timeout(20):
-            while orchestrator.weight_sync.announced < goal and not running.done():
+            while orchestrator.steps.trained < goal and not running.done():
                 await asyncio.sleep(0.001)
             if goal == steps:
                 await asyncio.gather(running, training)
@@ -221,7 +221,7 @@ ENDS = {  # whose method fails, and what the run says
     "engine": (FakePool, "update_weights", "none here"),
     "slow engine": (FakePool, "generate", r"rollouts after 0\.5 s \(orchestrator\.batch_timeout_s\)"),
     "teacher": (FakeFrozen, "prompt_logprobs", "model 'teacher' at http://teacher was not ready"),
-    "disk": (Orchestrator, "_record", "none here"),
+    "disk": (NextStep, "record", "none here"),
 }
 
 
@@ -250,13 +250,13 @@ async def test_failed_run_keeps_its_last_step_and_goes_on(start, make_env, froze
     original = getattr(owner, method)
 
     def breaks(*given, **options):
-        return (fails if orchestrator.weight_sync.announced > 2 else original)(*given, **options)
+        return (fails if orchestrator.steps.trained > 2 else original)(*given, **options)
 
     monkeypatch.setattr(owner, method, breaks)
     training = asyncio.create_task(train())
     with pytest.raises((PrlError, OSError), match=message):
         await asyncio.wait_for(orchestrator.run(), 30)
-    last = orchestrator.weight_sync.shipped
+    last = orchestrator.steps.shipped
     assert last > 2 and orchestrator.unsaved
     orchestrator.end()
     await training
@@ -293,7 +293,7 @@ async def test_finished_groups_come_back_as_they_were(start, finished, make_env,
             assert rollout.samples == kept.samples and rollout.advantages == kept.advantages and rollout.is_active
             assert rollout.task.data is group.task.data
             assert [branch.token_ids for branch in rollout.sample_branches] == [s.token_ids for s in rollout.samples]
-            assert rollout.reward == pytest.approx(len(rollout.last_reply) / 3)
+            assert rollout.reward == pytest.approx(len(rollout.trace.last_reply) / 3)
 
 
 @pytest.mark.parametrize(("kind", "trains"), [("post", True), ("pre", False), ("odf", True)])
@@ -313,7 +313,7 @@ async def test_run_without_signal_resumes_where_it_ended(start, make_env, tmp_pa
     assert warned, "after the first batch, too"
     orchestrator.end()
     await training
-    first = orchestrator.weight_sync.shipped
+    first = orchestrator.steps.shipped
     assert (first > 0) == trains
     orchestrator.finish()
     assert steps_of(tmp_path) == [first]

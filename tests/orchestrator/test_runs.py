@@ -51,7 +51,7 @@ class Graded(vf.Task):
 async def test_every_step_has_its_batch_line_and_records(train, make_env, k):
     run = await train([make_env()], steps=10, max_async_level=k, max_off_policy_steps=k)
     assert [line["step"] for line in run.all_lines] == list(range(11)), "once and in order"
-    assert run.sizes == [8] * 10 and run.orchestrator.pool.version == 10
+    assert run.sizes == [8] * 10 and run.orchestrator.weight_sync.pool.version == 10
     assert {(line["rollouts/batch"], line["rollouts/trained"], line["loss/mean"]) for line in run.lines} == {
         (8, 8, 0.1)
     }
@@ -97,20 +97,26 @@ async def test_spans_are_recorded_and_give_the_idle_share(train, make_env, pool,
 # --- deadlines and failures -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop_after", [2, 3])
-async def test_trainer_that_stops_ends_the_run_within_its_deadline(train, make_env, stop_after):
-    """3: after the last batch."""
-    message = rf"step {stop_after + 1}: no policy newer than version {stop_after} .* 0\.2 s \(orchestrator\.policy"
+DEADLINES = [  # seconds that the engine takes over a request, by its number; when the trainer stops; the message
+    (None, 2, {"policy_timeout_s": 0.2}, r"step 3: no policy newer than version 2 .* 0\.2 s \(orchestrator\.policy"),
+    (None, 3, {"policy_timeout_s": 0.2}, "step 4: no policy newer than version 3 "),  # after the last batch
+    # A straggler plays: with the rest of six groups both steps that a rollout of version 0 is meant for were shipped.
+    (
+        lambda request: 60.0 if request == 1 else 0.002,
+        0,
+        {"oversampling_factor": 1.5, "policy_timeout_s": 0.2},
+        "step 3: no policy newer than version 0 ",
+    ),
+    (lambda _: 1e6, 9, {"batch_timeout_s": 0.2}, r"step 1: 0 rollouts after 0\.2 s \(orchestrator\.batch.*of env toy"),
+]
+
+
+@pytest.mark.parametrize(("takes_s", "stop_after", "options", "message"), DEADLINES)
+async def test_who_is_late_ends_the_run_at_the_deadline(train, make_env, pool, takes_s, stop_after, options, message):
+    if takes_s is not None:
+        pool.delay_of = lambda n: takes_s(len(pool.requests))
     with pytest.raises(PrlError, match=message):
-        await train([make_env()], steps=4, stop_after=stop_after, policy_timeout_s=0.2)
-
-
-async def test_trainer_that_stops_is_named_while_a_straggler_plays(train, make_env, pool):
-    """With the rest of six groups both steps that a rollout of version 0 is meant for were shipped."""
-    pool.delay_of = lambda n: 60.0 if pool.requests == 1 else 0.002
-    options = {"oversampling_factor": 1.5, "policy_timeout_s": 0.2, "batch_timeout_s": 60.0}
-    with pytest.raises(PrlError, match=r"step 3: no policy newer than version 0 .*policy_timeout_s"):
-        await train([make_env(timeout_s=90.0)], stop_after=0, **options)
+        await train([make_env(timeout_s=1e6)], steps=4, stop_after=stop_after, **options)
 
 
 async def test_rollouts_may_take_longer_than_the_policy_timeout(train, make_env, pool):
@@ -119,19 +125,12 @@ async def test_rollouts_may_take_longer_than_the_policy_timeout(train, make_env,
     assert len(run.sizes) == 2
 
 
-async def test_missing_rollouts_end_the_run_at_the_deadline(train, make_env, pool):
-    pool.delay = 1e6
-    message = r"step 1: 0 rollouts after 0\.2 s \(orchestrator\.batch_timeout_s\).*of env slow"
-    with pytest.raises(PrlError, match=message):
-        await train([make_env("slow", timeout_s=1e6)], batch_timeout_s=0.2)
-
-
 async def test_long_evaluation_counts_against_no_deadline(make_env, train, monkeypatch):
     async def slow(envs, config, run_dir, version):
         await asyncio.sleep(patient(1.6))
         return {"eval/toy/avg@1": 0.0}
 
-    monkeypatch.setattr("prl.orchestrator.weight_sync.evaluate", slow)
+    monkeypatch.setattr("prl.orchestrator.evaluate.evaluate", slow)
     deadlines = {"policy_timeout_s": patient(0.8), "batch_timeout_s": patient(0.8)}
     run = await train([make_env(held_out=2)], steps=2, eval=EvalConfig(every=1), **deadlines)
     assert [line["step"] for line in run.all_lines] == [0, 1, 2]
@@ -302,7 +301,7 @@ async def test_run_ends_in_order_when_every_env_has_ended(train, make_env, k):
     """Everything is retired at first sight."""
     envs = [make_env(name, tasks=5, curriculum={"easy_threshold": 0.0}) for name in "ab"]
     run = await train(envs, steps=50, max_async_level=k)
-    assert len(run.sizes) == run.orchestrator.weight_sync.shipped == len(run.lines) < 12
+    assert len(run.sizes) == run.orchestrator.steps.shipped == len(run.lines) < 12
     assert sum(run.sizes) == len(run.trained()) == len(run.records()) >= 40
     assert run.sizes[:-1] == [8] * (len(run.sizes) - 1)
     assert {(record["env"], record["task"]) for record in run.records()} == {(e, i) for e in "ab" for i in range(5)}
@@ -384,8 +383,8 @@ async def test_run_whose_base_model_is_good_enough_trains_nothing(train, make_en
 async def test_run_that_no_longer_improves_ends_in_order(train, make_env, k):
     env = make_env(held_out=2, curriculum=ODF)
     run = await train([env], steps=30, max_async_level=k, eval=EvalConfig(every=2), stop=StopConfig(patience=2))
-    last = run.orchestrator.weight_sync.shipped
-    assert 4 <= last == len(run.sizes) == run.orchestrator.pool.version < 30
+    last = run.orchestrator.steps.shipped
+    assert 4 <= last == len(run.sizes) == run.orchestrator.weight_sync.pool.version < 30
     assert "2 evaluations in a row had no better held-out reward" in run.ended_because
     assert [line["step"] for line in run.all_lines] == [*range(last + 1)], "a line a step"
     assert {"loss/mean", "reward/all/mean", "time/step", "eval/toy/avg@1"} <= {*run.lines[-1]}

@@ -113,8 +113,8 @@ class Run:
         limits = {"batch_timeout_s": 200, "policy_timeout_s": 200, "max_error_share": 0.9}
         monitors = SimpleNamespace(step=self.lines.append)
         self.orchestrator = make_orchestrator(envs, monitors, steps, batch_size=batch_size, **limits | options)
-        self.transport = self.orchestrator.transport
-        self.config, self.rule = self.orchestrator.config, self.orchestrator.staleness
+        self.transport = self.orchestrator.weight_sync.transport
+        self.config, self.rule = self.orchestrator.weight_sync.config, self.orchestrator.staleness
         self._watch(self.monkeypatch)
         try:
             self.loop.run_until_complete(self._run())
@@ -156,13 +156,13 @@ class Run:
     def _watch(self, monkeypatch):
         """Note every start and end of a group, every record and every shipment, with the time."""
         own, dispatcher = self.orchestrator, self.orchestrator.dispatcher
-        start, admit, drop, ship = dispatcher.start_group, own.intake.admit, dispatcher.drop, own._ship
+        start, admit, drop, ship = dispatcher.start_group, own.intake.admit, dispatcher.drop, own.steps.ship
 
         def start_group(context):
             before, under_way = set(dispatcher.in_flight), own.collector.rollouts_on_time + own.batcher.rollouts
             started = start(context)
             for group in set(dispatcher.in_flight) - before:
-                version, shipped = self.pool.version, own.weight_sync.shipped
+                version, shipped = self.pool.version, own.steps.shipped
                 assert group.start_version == version and not own.weight_sync.busy
                 steps = range(shipped + 1, min(self.steps, version + 1 + self.config.max_async_level) + 1)
                 assert steps, "no step to be meant for"
@@ -183,17 +183,17 @@ class Run:
             self.end_of |= dict.fromkeys(cancelled, self.loop.time())
             return count
 
-        def shipping(step, *shipped):
+        def shipping(step, line):
             self.shipped[step] = self.loop.time()
-            ship(step, *shipped)
+            ship(step, line)
 
         monkeypatch.setattr("prl.orchestrator.weight_sync.POLL_S", 0.1)
         monkeypatch.setattr(dispatcher, "start_group", start_group)
         monkeypatch.setattr(own.intake, "admit", admitted)
         monkeypatch.setattr(dispatcher, "drop", dropped)
-        monkeypatch.setattr(own, "_ship", shipping)
+        monkeypatch.setattr(own.steps, "ship", shipping)
         monkeypatch.setattr(
-            "prl.orchestrator.orchestrator.write_records",
+            "prl.orchestrator.next_step.write_records",
             lambda run_dir, step, rollouts: self.recorded.extend((step, rollout) for rollout in rollouts),
         )
 

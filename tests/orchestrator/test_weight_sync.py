@@ -6,37 +6,19 @@ from types import SimpleNamespace
 import pytest
 
 from prl.base.errors import PrlError
-from prl.config.orchestrator import EvalConfig, OrchestratorConfig
-from prl.config.schema import CheckpointConfig, ModelConfig
-from prl.models import model_path
-from prl.orchestrator.checkpoints import Checkpoints
-from prl.orchestrator.weight_sync import WeightSync
-from prl.transport.files import FileTransport
+from prl.config.orchestrator import EvalConfig
 
 SHIPPED = {"off_policy/max": 0.0, "tokens/generated": 10.0}
 TRAINED = {"tokens/trained": 5.0}
 
 
 @pytest.fixture
-def make_sync(pool, tmp_path):
-    """`make_sync(steps, envs, **options)`: its metrics lines are `sync.lines`."""
+def make_sync(make_orchestrator, make_env):
+    """`make_sync(steps, envs, **options)`: that of an orchestrator; its metrics lines are `sync.lines`."""
 
-    def make(steps, envs=(), **options):
+    def make(steps, envs=None, **options):
         lines = []
-        sync = WeightSync(
-            OrchestratorConfig(**options),
-            pool,
-            FileTransport(tmp_path),
-            SimpleNamespace(step=lines.append),
-            list(envs),
-            asyncio.Queue(),
-            checkpoints=Checkpoints(CheckpointConfig(), tmp_path, []),
-            run_dir=tmp_path,
-            model=ModelConfig(path=model_path("tiny")),
-            max_steps=steps,
-            update_timeout_s=5.0,
-            half=False,
-        )
+        sync = make_orchestrator(envs or [make_env()], SimpleNamespace(step=lines.append), steps, **options).weight_sync
         sync.lines = lines
         return sync
 
@@ -46,7 +28,7 @@ def make_sync(pool, tmp_path):
 async def test_versions_rise_and_every_step_has_its_line(make_sync, pool):
     sync = make_sync(steps=5)
     for step in range(1, 6):
-        sync.expect(step, SHIPPED)
+        sync.steps.ship(step, SHIPPED)
     for step in (1, 2, 3):
         sync.transport.publish(step, TRAINED)
     running = asyncio.create_task(sync.run())
@@ -69,7 +51,7 @@ async def test_sync_is_busy_until_its_event(make_sync, pool, monkeypatch):
         await update(*args)
 
     monkeypatch.setattr(pool, "update_weights", watched)
-    sync.expect(1, SHIPPED)
+    sync.steps.ship(1, SHIPPED)
     sync.transport.publish(1, TRAINED)
     await sync.run()
     assert pool.updates == [1] and not sync.events.empty() and not sync.busy
@@ -78,19 +60,16 @@ async def test_sync_is_busy_until_its_event(make_sync, pool, monkeypatch):
 @pytest.mark.parametrize(
     ("every", "loaded", "expected"),
     [
-        (2, [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4)], [0, 2, 4, 5]),
-        (2, [(3, 0), (5, 3)], [0, 3, 5]),  # an evaluation that was due for a skipped version is made of the next
-        (9, [(1, 0), (5, 1)], [0, 5]),
-        (None, [(1, 0), (5, 1)], []),
+        (2, [1, 2, 3, 4, 5], [0, 2, 4, 5]),
+        (2, [3, 5], [0, 3, 5]),  # an evaluation that was due for a skipped version is made of the next
+        (9, [1, 5], [0, 5]),
+        (None, [1, 5], []),
     ],
 )
 async def test_which_versions_are_evaluated(make_sync, make_env, every, loaded, expected):
-    sync = make_sync(5, [make_env(held_out=1)], eval=EvalConfig(every=every))
-    versions = [(0, 0), *loaded, (5, 5)]  # the last one is asked for once more when the run ends
-    due = [
-        version for version, since in versions if await sync.evaluate_if_due(version, since=since, last=version == 5)
-    ]
-    assert due == expected
+    evaluator = make_sync(5, [make_env(held_out=1)], eval=EvalConfig(every=every)).evaluator
+    versions = [0, *loaded, 5]  # the last one is asked for once more when the run ends
+    assert [version for version in versions if await evaluator.evaluate_if_due(version, last=version == 5)] == expected
 
 
 @pytest.fixture
@@ -103,7 +82,7 @@ def evaluations(monkeypatch):
         await gates.setdefault(version, asyncio.Event()).wait()
         return {"eval/x/avg@1": float(version)}
 
-    monkeypatch.setattr("prl.orchestrator.weight_sync.evaluate", evaluate)
+    monkeypatch.setattr("prl.orchestrator.evaluate.evaluate", evaluate)
     return SimpleNamespace(begun=begun, end=lambda version: gates.setdefault(version, asyncio.Event()).set())
 
 
@@ -117,7 +96,7 @@ async def trained(sync, step):
 async def test_training_goes_on_beside_an_evaluation(make_sync, evaluations):
     sync = make_sync(steps=9, eval=EvalConfig(every=2, mode="beside"))
     for step in range(1, 10):
-        sync.expect(step, SHIPPED)
+        sync.steps.ship(step, SHIPPED)
     running = asyncio.create_task(sync.run())
     for step in (1, 2, 3, 4, 5):
         await trained(sync, step)
@@ -142,10 +121,10 @@ async def test_an_evaluation_that_fails_beside_training_ends_the_run(make_sync, 
     async def evaluate(*_):
         raise PrlError("no such env")
 
-    monkeypatch.setattr("prl.orchestrator.weight_sync.evaluate", evaluate)
+    monkeypatch.setattr("prl.orchestrator.evaluate.evaluate", evaluate)
     sync = make_sync(steps=3, eval=EvalConfig(every=1, mode="beside"))
     for step in (1, 2, 3):
-        sync.expect(step, SHIPPED)
+        sync.steps.ship(step, SHIPPED)
     running = asyncio.create_task(sync.run())
     await trained(sync, 1)
     sync.transport.publish(2, TRAINED)

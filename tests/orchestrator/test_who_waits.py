@@ -39,6 +39,6 @@ async def test_run_waits_for_engine_then_trainer_then_weights(running, make_env,
     pool.loading = 1
     await until(orchestrator, "the engine to load policy version 1")
     pool.loading = None
-    orchestrator.transport.publish(1, {"tokens/trained": 60.0})
+    orchestrator.weight_sync.transport.publish(1, {"tokens/trained": 60.0})
     third = await until(orchestrator, "rollouts of env math")
     assert len({first, second, third}) == 3, "each is progress"

@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import verifiers.v1 as vf
 from patience import patient
+from scripted_models import token_ids
 from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
@@ -25,9 +26,8 @@ from prl.base.errors import DeadlinePassed, EngineError
 from prl.config.orchestrator import EvalConfig
 from prl.config.schema import CheckpointConfig, EnvConfig, ModelConfig
 from prl.curriculum.pools import TaskCurriculum
-from prl.engines.replies import Completion
 from prl.engines.sampler import Sampler
-from prl.engines.servers import Server, Traffic
+from prl.engines.scripted import Scripted
 from prl.envs.environment import Environment
 from prl.filters.zero_advantage import ZeroAdvantage
 from prl.models import model_path
@@ -90,43 +90,31 @@ class ToyTask(vf.Task):
         return len(trace.last_reply) / 3
 
 
-class FakePool:
-    """Answers like an engine would, after a while: `n` replies, seeded by the request, with made-up logprobs."""
+class FakePool(Scripted):
+    """Answers after a while, one of `REPLIES` to each request, chosen by its seed. `loading` is for tests to set."""
 
-    model = "policy"
-    up = True
-    counts = {"engine/restarts": 0, "engine/requests_reissued": 0}
     loading = None
-    answered = requests_in_flight = 0
 
-    def __init__(self, tokenizer, *, delay=0.0, seed=0):
-        self.version = 0
-        self.traffic = Traffic([Server("http://fake")])
-        self.requests = 0
+    def __init__(self, tokenizer, *, delay=0.0):
+        super().__init__([token_ids(tokenizer, text) for text in REPLIES])
         self.updates: list[int] = []
-        self.delay = delay
-        self.delay_of = None
-        self.random = random.Random(seed)
-        self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        self.replies = [[*tokenizer.encode(text, add_special_tokens=False), self.eos] for text in REPLIES]
+        self.delay, self.delay_of = delay, None
+        self.random = random.Random(0)
+
+    async def pause(self, n=1):
+        await asyncio.sleep(self.delay * self.random.random() if self.delay_of is None else self.delay_of(n))
 
     async def generate(self, prompt_ids, sampling, *, n=1, prefix=None):
-        self.requests += 1
-        self.requests_in_flight += 1
+        self.requests.append((prompt_ids, sampling))
         version = self.version
-        try:
-            with self.traffic.request(self.traffic.servers[0]):
-                await asyncio.sleep(self.delay * self.random.random() if self.delay_of is None else self.delay_of(n))
-        finally:
-            self.requests_in_flight -= 1
-        self.answered += 1
+        with self.traffic.request(self.servers[0]):
+            await self.pause(n)
         choice = random.Random(sampling["seed"])
-        picked = [choice.choice(self.replies) for _ in range(n)]
-        return [Completion(list(ids), [-0.5] * len(ids), "stop", version, self.version) for ids in picked]
+        return [self.completion(choice.choice(self.replies), version) for _ in range(n)]
 
-    async def update_weights(self, version, path, timeout_s):
+    async def update_weights(self, version, path, timeout_s=300.0):
         assert (Path(path) / "metrics.json").exists() and version > self.version
-        with self.traffic.loading(self.traffic.servers[0], version):
+        with self.traffic.loading(self.servers[0], version):
             await asyncio.sleep(0.001)
         self.updates.append(version)
         self.version = version
@@ -140,15 +128,13 @@ def pool(renderer):
 class FakeFrozen(FakePool):
     """A frozen model that can be away; `give_up_at` is when its absence becomes an error."""
 
-    model = "teacher"
     timeout_s = 7.0
     version = None
 
-    def __init__(self, tokenizer, **how):
-        super().__init__(tokenizer, **how)
-        self.version = None
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
         self.away, self.give_up_at = False, math.inf
-        self.scored, self.waited, self.closed = 0, [], 0
+        self.waited, self.closed = [], 0
 
     @property
     def up(self):
@@ -163,28 +149,23 @@ class FakeFrozen(FakePool):
         self.away = False
 
     async def generate(self, prompt_ids, sampling, *, n=1, prefix=None):
-        self.requests += 1
-        await asyncio.sleep(self.delay * self.random.random())
-        self._check()
-        choice = random.Random(sampling["seed"])
-        return [Completion(list(choice.choice(self.replies)), [], "stop") for _ in range(n)]
+        return self.there(await super().generate(prompt_ids, sampling, n=n))
 
-    async def prompt_logprobs(self, token_ids):
-        self.scored += 1
-        await asyncio.sleep(self.delay * self.random.random())
-        self._check()
-        return [0.0] + [-1.0] * (len(token_ids) - 1)
+    async def top_logprobs(self, token_ids, top_k):
+        await self.pause()
+        return self.there(await super().top_logprobs(token_ids, top_k))
 
-    async def wait_ready(self, timeout_s):
+    async def wait_ready(self, timeout_s, still_alive=lambda: None):
         self.waited.append(timeout_s)
-        self._check()
+        self.there()
 
     async def close(self):
         self.closed += 1
 
-    def _check(self):
+    def there(self, answer=None):
         if self.away:
             raise EngineError("http://teacher is gone", 503)
+        return answer
 
 
 @pytest.fixture

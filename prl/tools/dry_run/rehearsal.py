@@ -11,7 +11,6 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
 
 import torch
 import verifiers.v1 as vf
@@ -23,13 +22,9 @@ from prl.base.errors import ConfigError, PrlError
 from prl.base.user_code import contained
 from prl.config.model_folder import embedding_rows
 from prl.config.model_reference import POLICY
-from prl.engines.base import Connect
-from prl.engines.client import PolicyPool
-from prl.engines.frozen import ReferencePool
 from prl.engines.renderer import UnrenderablePrompt, render_prompt
-from prl.engines.replies import Completion, Scored
-from prl.engines.servers import Server, Traffic
-from prl.engines.tokenizers import TokenizerProbe
+from prl.engines.replies import Completion
+from prl.engines.scripted import LOGPROB, Scripted
 from prl.envs._verifiers_internals import BUILD
 from prl.envs.turn import AGENT, commit, opening_messages, trace_task
 from prl.launch.builder import PreparedRun, train_env, trainer_of
@@ -41,47 +36,14 @@ from prl.rollouts.packing import pack
 from prl.rollouts.rollout import Rollout
 from prl.trainer.worker import make_trainer
 
-LOGPROB = -1.0
-"""Of every token under an invented model."""
 WIDTH = 16
 """Of the trainer's invented model."""
-
-
-class Invented(PolicyPool, ReferencePool):
-    """A model that is not there: it knows every tokenizer, and no token better than another."""
-
-    timeout_s = 1.0
-
-    def __init__(self) -> None:
-        super().__init__("invented", Traffic([Server("invented")]))
-
-    async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
-    ) -> list[Completion]:
-        return [Completion(prompt_ids[-1:], [LOGPROB], "stop", 0, 0) for _ in range(n)]
-
-    async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
-        own = [0.0] + [LOGPROB] * (len(token_ids) - 1)
-        ids = [[token, *(other for other in range(top_k) if other != token)][:top_k] for token in token_ids[1:]]
-        return Scored(own, [[], *ids], [[], *([LOGPROB - place for place in range(top_k)] for _ in ids)])
-
-    async def wait_ready(self, timeout_s: float, still_alive: Callable[[], None] = lambda: None) -> None:
-        pass
-
-    async def require_tokenizer(self, probe: TokenizerProbe) -> None:
-        pass
-
-    async def update_weights(self, version: int, path: str, timeout_s: float = 300.0) -> None:
-        pass
 
 
 def rehearse(run: PreparedRun) -> None:
     """Play what a first step is made of. Raises ConfigError, naming the key, for what it would end with."""
     config = run.config
-    hosted: dict[str, Connect] = {reference.name: lambda _: Invented() for reference in run.components.hosted}
-    for parts in run.components.envs.values():
-        vars(parts.algorithm)["client_of"] = lambda _: Invented()
-    envs = [train_env(run, name, Invented(), hosted) for name in config.envs]
+    envs = [train_env(run, name, Scripted(), lambda _: Scripted()) for name in config.envs]
     if run.resume is not None and run.resume.state is not None:
         load_components(envs, run.resume.state.components)
     samples: list[TrainingSample] = []
@@ -109,7 +71,7 @@ async def credited(env: TrainEnv, where: str) -> list[TrainingSample]:
     """The samples of a group of the env's first task, with rewards 0 and 1, after the algorithm's hooks."""
     rollouts = invented_rollouts(env)
 
-    async def play(*_: Any, arrived: Callable[[Rollout], Awaitable[None]], **__: Any) -> list[Rollout]:
+    async def play(arrived: Callable[[Rollout], Awaitable[None]]) -> list[Rollout]:
         for rollout in rollouts:
             await arrived(rollout)
         return rollouts
@@ -117,9 +79,8 @@ async def credited(env: TrainEnv, where: str) -> list[TrainingSample]:
     def send(group: Group, rollout: Rollout) -> None:
         group.sent.append((rollout.index, rollout.agent.name))
 
-    vars(env.environment)["play"] = play
     await env.algorithm.start()
-    await play_and_credit(Group(0, env, math.inf, env.environment.tasks[0]), send)
+    await play_and_credit(Group(0, env, math.inf, env.environment.tasks[0]), play, send)
     active = [rollout for rollout in rollouts if rollout.is_active]
     if not active:
         raise ConfigError(f"{where}: an invented group failed: {rollouts[0].error}")
@@ -141,8 +102,7 @@ def invented_rollouts(env: TrainEnv) -> list[Rollout]:
     for index in range(env.group_size):
         trace = vf.Trace(task=trace_task(task), agent=AGENT, verifiers=BUILD)
         reply = rendered.token_ids[-1:] * (1 + index % 2) + renderer.get_stop_token_ids()[:1]
-        logprobs = [] if version is None else [LOGPROB] * len(reply)
-        completion = Completion(reply, logprobs, "stop", version, version)
+        completion = Completion(reply, [] if version is None else [LOGPROB] * len(reply), "stop", version, version)
         commit(graph.prepare_turn(trace, messages), rendered, completion, sampler, vf.TimeSpan(start=0.0, end=1.0))
         trace.record_reward("invented", index % 2)
         rollout = Rollout(trace, env_name=env.name, group_id=0, start_version=version, temperature=sampler.temperature)

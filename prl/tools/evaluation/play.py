@@ -18,6 +18,7 @@ from prl.config.run_yaml import data_of
 from prl.config.schema import ModelConfig
 from prl.config.validate import check_env_models, check_env_name, check_run_name, validate_server
 from prl.engines.client import ModelPool
+from prl.engines.frozen import clients_of
 from prl.engines.sampler import Sampler
 from prl.engines.tokenizers import load_tokenizer
 from prl.envs.environment import Environment, reason_ungraded
@@ -94,7 +95,7 @@ class Evaluation:
             asked = Sampler()
             for sampler in (env.eval_sampler, asked):
                 attach(sampler, pool, self.renderers[target.name, env.name], target.model, self.config.seed)
-            env.environment.connect(asked, {})
+            env.environment.connect(asked, clients_of({}))
             await env.environment.wait_for_models()
             rollouts, env_metrics = await evaluate_env(env, self.config.k, self.run_dir, step)
             reasons = [r.outcome.reason for r in rollouts if r.outcome is not None and r.outcome.source == "engine"]

@@ -38,8 +38,7 @@ async def serve_each(make_launcher: Callable[[], Launcher], engines: Iterable[Se
                 with supervisor.awaiting(f"the model to answer at {', '.join(pool.urls)}", tracks_of(len(pool.urls))):
                     await supervisor.guard(pool.wait_ready(timeout_s, launcher.ensure_alive))
                 supervisor.serve(pool)
-                supervisor.waiting = functools.partial(waiting, pool)
-                await supervisor.guard(_each(served, pool, work))
+                await supervisor.guard(_each(served, pool, work), functools.partial(waiting, pool))
             finally:
                 await pool.close()
 

@@ -49,6 +49,7 @@ def dry(tmp_path, *overrides):
         "algo=opd env=reverse_text",
         "algo=opd algo.divergence=jsd algo.top_k=4",
         "algo=opd algo.align=text env=calculator",
+        "algo=opd algo.teacher={name:big,base_url:http://127.0.0.1:9/v1}",  # nobody is asked
         "algo=opd algo.teacher=ema algo.divergence=reverse_kl",
         "algo=sft",
         "algo=sft env=math_retry",

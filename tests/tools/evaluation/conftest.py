@@ -3,14 +3,16 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from omegaconf import OmegaConf
+from scripted_models import saying
 
 from prl.base import checkpoint_folders
 from prl.config.build import plain
 from prl.config.compose import compose
-from prl.engines.replies import Completion
 from prl.models import model_path
 
 
@@ -48,23 +50,13 @@ def make_run(make_model):
     return make
 
 
-class Pool:
-    """A model that says the same to everyone, or fails."""
-
-    model = "policy"
-
-    def __init__(self, tokenizer, reply):
-        self.version, self.reply, self.prompts = 0, reply, []
-        self.tokenizer, self.end = tokenizer, tokenizer.convert_tokens_to_ids("<|im_end|>")
-
-    async def generate(self, prompt_ids, sampling, *, n=1, prefix=None):
-        self.prompts.append((self.tokenizer.decode(prompt_ids), sampling))
-        if isinstance(self.reply, Exception):
-            raise self.reply
-        ids = [*self.tokenizer.encode(self.reply, add_special_tokens=False), self.end]
-        return [Completion(list(ids), [-0.5] * len(ids), "stop", self.version, self.version) for _ in range(n)]
-
-
 @pytest.fixture
 def make_pool(tokenizer):
-    return lambda reply: Pool(tokenizer, reply)
+    """`make_pool(reply)`: a model that says the same to everyone, or fails."""
+
+    def make(reply):
+        if isinstance(reply, Exception):
+            return SimpleNamespace(model="policy", version=0, generate=AsyncMock(side_effect=reply))
+        return saying(tokenizer, reply)
+
+    return make

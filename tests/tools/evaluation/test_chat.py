@@ -13,7 +13,7 @@ from prl.tools.evaluation.serving import Served
 
 
 @pytest.fixture
-def chat(renderer, make_pool, monkeypatch, capsys):
+def chat(renderer, tokenizer, make_pool, monkeypatch, capsys):
     """`await chat(text, reply=…)`: what is printed of replies, what is said aside, and the model."""
 
     async def run(text, reply="46", room=512):
@@ -22,7 +22,7 @@ def chat(renderer, make_pool, monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
         await Chat(sampler).until_quit()
         printed = capsys.readouterr()
-        return printed.out, printed.err, pool.prompts
+        return printed.out, printed.err, [(tokenizer.decode(ids), sampling) for ids, sampling in pool.requests]
 
     return run
 
