@@ -319,7 +319,7 @@ def read(kind: type[T], given: Mapping[str, Any], where: str = "") -> T:
     known = options_taken(cast(Any, owner)).annotations if inspect.isclass(owner) else {}
     if unknown := [name for name in further if name not in known]:
         key = f"{where}.{unknown[0]}".lstrip(".")
-        hint = nearest(key, further[unknown[0]], taken.annotations, "keys there")
+        hint = nearest(key, further[unknown[0]], taken.annotations.keys() - HYDRA_KEYS, "keys there")
         raise ConfigError(f"{key}: there is no such key; {hint}")
     values = converted({name: value for name, value in given.items() if name not in further}, kind, where)
     if missing := sorted(taken.required - given.keys()):

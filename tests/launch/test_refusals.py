@@ -182,7 +182,7 @@ TABLE = [
     (["trainer._target_=rich.text.Text"], "trainer._target_='rich.text.Text' is not a subclass of prl.trainer.trainer"),
     (["trainer.optim._target_=torch.nn.Linear"], "trainer.optim._target_='torch.nn.Linear' is not a subclass of torch"),
     (["+trainer.max_steps=3"], "trainer.max_steps: there is no such key"),
-    (["+orchestrator.foo=1"], "orchestrator.foo: there is no such key; keys there: _target_, batch_size"),
+    (["+orchestrator.foo=1"], "orchestrator.foo: there is no such key; keys there: batch_size"),
     (["+weights.run_dir=/x"], "weights.run_dir: FileTransport has no such option; its options: none"),
     (["launcher._target_=prl.launch.launcher.Launcher"], "launcher: making Launcher failed: TypeError: Can't instant"),
     (["launcher._target_=rich.text.Text"], "launcher._target_='rich.text.Text' is not a subclass of prl.launch.launch"),
