@@ -282,9 +282,7 @@ def make_trainer(
         lora.add_adapters(model, adapters, config["model"]["path"])
         if resume is not None and place.type != "meta":
             lora.load_adapters(model, Path(resume["folder"]))
-    losses = {
-        name: maker(node, Callable, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()
-    }
+    rl = {env: maker(node, Callable, f"envs.{env}.loss" if env else "loss") for env, node in config["losses"].items()}
 
     def load_reference(name: str) -> PreTrainedModel:
         model = load(config["model"]["path"])
@@ -297,7 +295,7 @@ def make_trainer(
     fields = {name: value for name, value in config["trainer"].items() if name not in nodes}
     trainer = maker(fields, Trainer, "trainer")(
         model=model,
-        rl_losses=losses,
+        rl_losses=rl,
         max_steps=config["max_steps"],
         half=half,
         references={name: functools.partial(load_reference, name) for name in config["references"]},
