@@ -175,7 +175,8 @@ def nearest(key: str, value: Any, known: Iterable[str], all_of_them: str) -> str
         return text
     node, dot, name = key.rpartition(".")
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {node}{dot}{near[0]}?" if near else f"{all_of_them}: {', '.join(sorted(known)) or 'none'}"
+    written = sorted(set(known) - {"_partial_"})  # which is Hydra's, and the same in every run
+    return f"did you mean {node}{dot}{near[0]}?" if near else f"{all_of_them}: {', '.join(written) or 'none'}"
 
 
 @functools.cache
@@ -315,8 +316,7 @@ def read(kind: type[T], given: Mapping[str, Any], where: str = "") -> T:
     taken = options_taken(cast(Any, kind))
     further = {name: value for name, value in given.items() if name not in taken.annotations}
     # Only a node with further options has its class imported here: prl's trainer takes seconds, and has none.
-    owner = located(given, where) if further and "_target_" in given else None
-    known = options_taken(cast(Any, owner)).annotations if inspect.isclass(owner) else {}
+    known = own_options(located(given, where), kind) if further and "_target_" in given else set()
     if unknown := [name for name in further if name not in known]:
         key = f"{where}.{unknown[0]}".lstrip(".")
         hint = nearest(key, further[unknown[0]], taken.annotations.keys() - HYDRA_KEYS, "keys there")
@@ -328,6 +328,12 @@ def read(kind: type[T], given: Mapping[str, Any], where: str = "") -> T:
     result = kind(**values)
     vars(result).update(further)
     return result
+
+
+def own_options(target: Any, config: Any) -> set[str]:
+    """The options of a class beside those of the class that it extends, whose `Config` is `config`."""
+    extended = [cls for cls in getattr(target, "__mro__", ()) if vars(cls).get("Config") is config]
+    return set(options_taken(target).annotations) - set(options_taken(extended[0]).annotations) if extended else set()
 
 
 def check_node(node: Any, key: str) -> None:

@@ -325,15 +325,18 @@ def test_a_field_without_a_value_is_refused(own):
 
 def test_a_node_of_the_users_class_keeps_its_further_options(tmp_path, monkeypatch):
     (tmp_path / "users_trainer.py").write_text(
-        "from prl.config.trainer import TrainerConfig\n"
-        "class Trainer:\n"
-        "    Config = TrainerConfig\n"
-        "    def __init__(self, *, mine: int, **options): ...\n"
+        "from prl.trainer.trainer import Trainer\n"
+        "class Mine(Trainer):\n"
+        "    def __init__(self, *, mine: int, **options): super().__init__(**options)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    node = {"_target_": "users_trainer.Trainer", "seq_len": "9", "mine": 1}
+    node = {"_target_": "users_trainer.Mine", "seq_len": "9", "mine": 1}
     trainer = read(TrainerConfig, node, "trainer")
     assert trainer.seq_len == 9 and plain(trainer)["mine"] == 1
-    for refused in (node | {"mnie": 1}, {"_target_": TrainerConfig._target_, "mnie": 1}):
-        with pytest.raises(ConfigError, match="^trainer.mnie: there is no such key"):
-            read(TrainerConfig, refused, "trainer")
+    # `max_steps` is no option of a trainer, but given to it.
+    for target, name in (
+        ("users_trainer.Mine", "mnie"),
+        *((TrainerConfig._target_, each) for each in ("mine", "max_steps")),
+    ):
+        with pytest.raises(ConfigError, match=f"^trainer.{name}: there is no such key"):
+            read(TrainerConfig, {"_target_": target, name: 1}, "trainer")
