@@ -46,12 +46,8 @@ class Collector:
         `batch_timeout_s`. The run is to end if no task is left to start, or early stopping says so.
 
         Returns:
-            Where the time went, seconds.
+            The metrics of where the time went, seconds.
         """
-        with self.track.doing(events.ROLLOUTS, step):  # unless it waits for something else, below
-            return await self._collect(step)
-
-    async def _collect(self, step: int) -> dict[str, float]:
         started = time.monotonic()
         updates_before_s = self.weight_sync.updates_s
         idle_s = 0.0  # waiting for a policy or a frozen model, with nothing to play

@@ -20,6 +20,9 @@ is too old for it.
 Three kinds of asyncio tasks run side by side: one for each group in flight, `WeightSync.run`, and
 `Orchestrator._make_batches`, the one loop that moves groups on. The first two speak to the loop through one queue of
 events (`prl.orchestrator.types`). An exception in any of them ends all.
+
+What becomes of a step is kept in two places: `NextStep` has the rollouts and the sums of the step that is being made,
+`StepLines` the metrics lines of those that were shipped, until the monitors have them.
 """
 
 import asyncio
@@ -249,7 +252,8 @@ class Orchestrator:
     async def _make_batch(self, step: int) -> None:
         """Collect, cut, filter, record, pack and ship the batch of `step`, unless the run ends before it."""
         self.batcher.begin(self.replay.room(step))
-        self.next_step.add(await self.collector.collect(step))
+        with self.track.doing(events.ROLLOUTS, step):  # unless the collector waits for something else
+            self.next_step.add(await self.collector.collect(step))
         reason = self.evaluator.early_stopping.reason
         if reason is not None:
             self.collector.drop(ENDED_EARLY)
