@@ -129,6 +129,7 @@ class Trainer:
         """
         self._check(batch)
         for name, control in self.entropy_controls.items():
+            # A partial of a partial is flat, so that this does not grow with the steps.
             self.rl_losses[name] = functools.partial(self.rl_losses[name], **{"entropy_coef": control.applied})
         factor = self.schedule.factor(batch.step, self.max_steps)
         export = self.export if self.export is not None and self.export.wants(batch.step) else None

@@ -195,11 +195,9 @@ class Files:
         self.dtype: torch.dtype = getattr(torch, model["dtype"])
         self.adapters_alone = adapters_alone and lora.has_adapters(trainer.model) and lora.adapters_alone(trainer.model)
         # Read now: the model's folder may be gone when a checkpoint is written.
-        self.companions: dict[str, bytes] = {}
-        self.tokenizer: dict[str, bytes] = {}
-        if rank == 0:
-            self.companions = companion_files(model["path"])
-            self.tokenizer = tokenizer_files(model["path"], trust_remote_code=model["trust_remote_code"])
+        path, code = model["path"], model["trust_remote_code"]
+        self.companions = companion_files(path) if rank == 0 else {}
+        self.tokenizer = tokenizer_files(path, trust_remote_code=code) if rank == 0 else {}
 
     def write_weights(self, folder: Path | None) -> None:
         """Write the weights for the engines, in their number format; with None, send them to the rank that writes."""
