@@ -61,12 +61,12 @@ class LossCounts:
     rl_sequences: int = 1
     """Sequences with an rl member, at least 1."""
     step: int = 1
-    """The step itself, from 1 to `max_steps`."""
+    """Number of the training step, from 1 to `max_steps`."""
     max_steps: int = 1
 
     @classmethod
     def from_tensor(cls, counts: Tensor, step: int = 1, max_steps: int = 1) -> Self:
-        """Make it of `count_members`, summed over micro-batches and all-reduced."""
+        """Make the counts of the tensor of `count_members`, summed over micro-batches and all-reduced."""
         rl, ce, ref_kl, invalid, rl_sequences = map(int, counts.tolist())
         # At least 1: a component without members has a sum of 0, which must not become NaN.
         return cls(max(rl, 1), max(ce, 1), max(ref_kl, 1), invalid, max(rl_sequences, 1), step, max_steps)

@@ -36,7 +36,7 @@ from prl.transport.files import FileTransport
 
 POLL_S = 0.005
 PREFIX = "trainer: "
-"""The beginning of the line with the reason why this process ends."""
+"""Beginning of the line, on stderr, with the reason why this process ends."""
 
 
 def main() -> None:
@@ -191,7 +191,7 @@ class Files:
         self.saved = saved
         self.writer = ThreadPoolExecutor(1, "prl-checkpoint")
         self.writing: Future[None] | None = None
-        """The write that was begun last."""
+        """Write of a checkpoint that was begun last."""
         self.dtype: torch.dtype = getattr(torch, model["dtype"])
         self.adapters_alone = adapters_alone and lora.has_adapters(trainer.model) and lora.adapters_alone(trainer.model)
         # Read now: the model's folder may be gone when a checkpoint is written.
@@ -233,12 +233,12 @@ class Files:
             print(as_message(f"no last checkpoint: {reason(error) or error}"), file=sys.stderr, flush=True)
 
     def check(self) -> None:
-        """Raise what has kept a checkpoint from being written, if it has ended."""
+        """Raise the error of the last write of a checkpoint, if it has ended with one."""
         if self.writing is not None and self.writing.done():
             self.writing.result()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is written that was begun last. Raises what has kept it from that."""
+        """Wait until the last checkpoint that was begun is written. Raises the error of that write."""
         if self.writing is not None:
             self.writing.result()
 
