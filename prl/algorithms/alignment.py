@@ -160,13 +160,13 @@ def spans_of(ours: Spelling, theirs: Spelling, begin: int = 0, their_begin: int 
 
 
 def spread(own: list[float], total: float) -> list[float]:
-    """Logprobs that add up to `total`, all as far from the policy's `own`."""
+    """Return logprobs that add up to `total`, all at one distance from the policy's `own`."""
     share = (total - math.fsum(own)) / len(own)
     return [value + share for value in own] if len(own) > 1 else [total]
 
 
 def spelling(tokenizer: Any, token_ids: list[int]) -> Spelling:
-    """The text of tokens, each of which is decoded once, and their borders."""
+    """Decode tokens one by one. Returns their text, and their borders."""
     backend = tokenizer.backend_tokenizer
     stream = DecodeStream(skip_special_tokens=False)
     try:

@@ -12,7 +12,7 @@ def write_advantages(rollout: Rollout) -> None:
     """Cut the advantages of a rollout into those of its samples. Nothing where the algorithm has assigned none."""
     if rollout.advantages is None:
         return
-    credit = iter(rollout.advantages)
+    credit = iter(rollout.advantages)  # of all samples, end to end
     for sample in rollout.samples:
         sample.advantages = list(islice(credit, len(sample.token_ids)))
 
@@ -37,6 +37,7 @@ def leave_out_sampled(sample: TrainingSample) -> None:
     """Take the sampled tokens out of every loss (`mask_truncated`); observations keep their weights."""
     for component in COMPONENTS.values():
         weights = getattr(sample, component.stream) or [component.absent_weight] * len(sample.mask)
+        # A stream without weight on sampled tokens stays as it is, and an absent one stays absent.
         if any(compress(weights, sample.mask)):
             _replace_weights(sample, component.stream, weights, 0.0)
 

@@ -1,4 +1,4 @@
-"""GRPO."""
+"""GRPO: rewards compared within a group."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
@@ -73,15 +73,16 @@ class GRPOAlgorithm(LengthPenalty, KLPenalty):
             rollout.assign_advantages(advantage)
 
     def _normalized(self, rewards: list[float]) -> list[float]:
-        """Rewards of a group minus their baseline, and as `normalize` says."""
+        """Subtract the baseline from the rewards of a group, and divide as `normalize` says."""
         shaped = centred(rewards)
         advantages = leave_one_out(shaped) if self.baseline == "leave_one_out" else shaped
         return advantages if self.normalize is None else std_normalized(advantages, shaped)
 
     def _priced(self, group: list[Rollout]) -> list[float]:
-        """The rewards, shaped by one of the two penalties or none."""
+        """Return the rewards, shaped by one of the two penalties or none."""
         rewards = self.shaped_rewards(group)
-        if (most := self.overlong_penalty.max_tokens) is not None:
+        most = self.overlong_penalty.max_tokens
+        if most is not None:
             lengths = [rollout.num_completion_tokens for rollout in group]
             buffer = self.overlong_penalty.buffer
             rewards = [r + overlong_penalty(n, most, buffer) for r, n in zip(rewards, lengths, strict=True)]

@@ -31,9 +31,9 @@ class KLPenalty(Algorithm):
 
     async def _score(self, rollout: Rollout) -> None:
         await super()._score(rollout)
-        if self._kl_scorer is not None and rollout.is_active:
+        if self._kl_scorer is not None and rollout.is_active:  # a hook may have given the rollout up
             await self._kl_scorer.compute(rollout)
 
     def _weigh(self, sample: "TrainingSample") -> None:
         super()._weigh(sample)
-        self.kl.weigh(sample)
+        self.kl.weigh(sample)  # after the defaults: the KL is of tokens with a weight in rl

@@ -1,4 +1,4 @@
-"""MaxRL."""
+"""MaxRL: maximum likelihood by a policy gradient."""
 
 from dataclasses import dataclass
 from typing import ClassVar

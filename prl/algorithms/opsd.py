@@ -18,7 +18,7 @@ TEMPLATE = (
 )
 
 PROBE = "demonstration-7e1"
-"""A demonstration whose place in the hint can be found."""
+"""Demonstration that stands in for a real one, to see whether a chat template shows it."""
 LONGEST = 16  # demonstrations to measure, the longest by characters: the longest in tokens is among them
 
 
@@ -113,6 +113,6 @@ class OPSDAlgorithm(ReferenceOptions, Algorithm):
         return words_of(replies_of(demonstration, self.demo_key))
 
     def _hint(self, demonstration: str) -> list[int]:
-        """The tokens of the system message that shows the demonstration."""
+        """Render the system message that shows the demonstration. Returns its tokens."""
         message = {"role": "system", "content": self.template.replace("{demonstration}", demonstration)}
         return list(self.hint_renderer.render_ids([message], add_generation_prompt=False))

@@ -1,4 +1,4 @@
-"""REINFORCE++."""
+"""REINFORCE++: advantages normalised over a batch."""
 
 from dataclasses import dataclass
 from itertools import chain

@@ -1,4 +1,4 @@
-"""The raw reward."""
+"""The raw reward as the advantage."""
 
 from dataclasses import dataclass
 

@@ -21,7 +21,7 @@ WITH_TORCH = {
     **dict.fromkeys(("divergence_loss", "ref_kl_loss"), "ref_kl"),
     "ce_loss": "ce",
 }
-"""Modules of the names that are not there before somebody asks for them."""
+"""Modules of the names that `__getattr__` imports as they are asked for."""
 __all__ = [
     "LossCounts",
     "LossInputs",

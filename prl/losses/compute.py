@@ -61,13 +61,14 @@ class LossCounts:
     rl_sequences: int = 1
     """Sequences with an rl member, at least 1."""
     step: int = 1
-    """The step itself, from 1 to `max_steps`."""
+    """Number of the training step, from 1 to `max_steps`."""
     max_steps: int = 1
 
     @classmethod
     def from_tensor(cls, counts: Tensor, step: int = 1, max_steps: int = 1) -> Self:
-        """Make it of `count_members`, summed over micro-batches and all-reduced."""
+        """Make the counts of the tensor of `count_members`, summed over micro-batches and all-reduced."""
         rl, ce, ref_kl, invalid, rl_sequences = map(int, counts.tolist())
+        # At least 1: a component without members has a sum of 0, which must not become NaN.
         return cls(max(rl, 1), max(ce, 1), max(ref_kl, 1), invalid, max(rl_sequences, 1), step, max_steps)
 
 
@@ -191,6 +192,7 @@ def _terms(
         return [(component, losses, members)]
     if len(losses) != len(sequence_lengths):
         raise ValueError(f"{component.name}_loss has {len(losses)} functions for {len(sequence_lengths)} sequences")
+    # A term for each function, not for each sequence: it runs once over the row.
     distinct = list(dict.fromkeys(losses))
     of_token = per_token([distinct.index(function) for function in losses], sequence_lengths, members.device)
     return [(component, function, members & (of_token == number)) for number, function in enumerate(distinct)]
@@ -282,6 +284,7 @@ def run_loss(
     if hasattr(marked, "formula") and not bound.args:
         row = dataclasses.replace(inputs, sequence_lengths=sequence_lengths)
         terms: TokenTerms = marked.formula(row, marked.Config(**bound.keywords))
+        # In float64, so that the cut of a step into micro-batches hardly shows in the sum.
         total = normalised(terms, row).sum(dtype=torch.float64)
         return total, _sequence_means(terms.metrics, sequence_lengths), terms.excluded
     losses: list[Tensor] = []

@@ -135,9 +135,9 @@ class TokenTerms:
     """Tokens without a policy gradient, bool, by the reason ("dropped", "clipped"); None where the loss has no policy
     gradient. Only the token export reads it."""
     agg_mode: AggMode | None = "token_mean"
-    """The mean that `loss` is averaged by (`prl.losses.compute.normalised`)."""
+    """Mean that `loss` is averaged by (`prl.losses.compute.normalised`)."""
     constant_length: int | None = None
-    """Tokens, for `agg_mode=constant`."""
+    """Tokens that `agg_mode=constant` divides by."""
 
 
 def are_measured(logprobs: Tensor) -> Tensor:

@@ -165,6 +165,7 @@ def as_partial(loss: "LossFunction") -> "functools.partial[LossOutputs]":
 
 def options_of(loss: "LossFunction") -> PolicyOptions:
     """The options that an rl loss is called with; of a function of the user's own those that it shares with prl's."""
+    # An rl loss may also be one of the other components', `ce_loss` say, whose options have none of these.
     bound = as_partial(loss)
     kind: type[Any] = getattr(bound.func, "Config", NoOptions)
     if issubclass(kind, PolicyOptions):

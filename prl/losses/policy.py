@@ -46,7 +46,7 @@ class PolicyTokens:
         self.inputs = inputs
         self.options = options
         self.members = inputs.members(sampler=True)
-        self.counted = self.members
+        self.counted = self.members  # those of N: what a correction takes out of `members` stays here
         self.metrics: TokenMetrics = {}
         weight = 1.0 if options.correction == "none" else self._corrected(anchor)
         self.logprobs = select(self.members, inputs.trainer_logprobs)
@@ -59,6 +59,7 @@ class PolicyTokens:
         """Take out of `members` the tokens that the correction drops. Returns the weight of advantages."""
         options = self.options
         weight: Tensor | float = 1.0
+        # By the anchor, which has no gradient: a correction weighs the data, and is not optimised.
         log_rho = select(self.counted, anchor) - select(self.counted, self.inputs.inference_logprobs)
         rho = log_rho.exp()
         if options.correction == "tis":
@@ -68,6 +69,7 @@ class PolicyTokens:
             measure = self.sequence_mean(log_rho).exp() if options.correction == "sequence" else rho
             self.members = self.counted & (measure >= options.correction_low) & (measure <= options.correction_high)
             corrected = self.counted & ~self.members
+            # Masking alone goes with any loss. The weight would count twice beside the loss's own ratio.
             if options.correction == "icepop" and options.may_weigh:
                 weight = select(self.members, rho)
         self.metrics["correction/share"] = (corrected, self.counted)

@@ -88,6 +88,7 @@ def _masked(
     dropped = high | low
     keep = tokens.members & ~dropped
     positive = tokens.advantages > 0
+    # The scale goes onto the advantage: with 0 no ratio is computed, which may be infinite.
     policy = tokens.importance_weighted(adv_tau * tokens.advantages, tokens.log_ratio, keep, delta)
     excluded = {"dropped": dropped}
     if delta is not None:
@@ -194,6 +195,7 @@ def gspo_loss(inputs: "LossInputs", options: GSPOOptions) -> "TokenTerms":
     """
     tokens = inputs.policy_tokens(options)
     log_ratio = tokens.sequence_mean(tokens.log_ratio)
+    # Its value is that of the sequence, its gradient that of the token's own logprob.
     with_gradient = log_ratio + tokens.logprobs - tokens.logprobs.detach()
     policy, clipped = _clipped(tokens, with_gradient, options.clip_ratio_low, options.clip_ratio_high)
     return tokens.terms(
@@ -212,6 +214,7 @@ def _clipped(
     low = tokens.members & (advantages < 0) & (ratio < 1 - clip_low)
     dual = tokens.members & (advantages < 0) & (ratio > (math.inf if dual_clip is None else dual_clip))
     clipped = high | low | dual
+    # Where r is clipped the objective is a constant: such tokens are left out of the term with a gradient.
     policy = tokens.importance_weighted(advantages, log_ratio, tokens.members & ~clipped)
     policy = policy.where(~high, (1 + clip_high) * advantages)
     policy = policy.where(~low, (1 - clip_low) * advantages)
@@ -238,6 +241,7 @@ def cispo_loss(inputs: "LossInputs", options: CISPOOptions) -> "TokenTerms":
     `importance_ratio`, `is_clipped`.
     """
     tokens = inputs.policy_tokens(options)
+    # A weight without a gradient: that is why a clipped token keeps the one of its logprob.
     clipped = tokens.ratio.clamp(options.clip_low, options.clip_high)
     return tokens.terms(
         -clipped * tokens.advantages * tokens.logprobs,

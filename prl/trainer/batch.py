@@ -35,7 +35,7 @@ class Stack:
     """int64 `[flat tokens]`: the index, in the flattened rows, of the token before each in its sequence, where its
     logprob comes from; -1 where a sequence starts, and where a row leaves out what nobody wants."""
     temperatures: torch.Tensor
-    """`[flat tokens]`."""
+    """`[flat tokens]`: the sampling temperature, which logits are divided by."""
     wanted: torch.Tensor
     """bool `[flat tokens]`: tokens whose logprob is needed, the members of any loss component."""
     mask: torch.Tensor

@@ -193,7 +193,7 @@ def _state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def _gathered(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each whole, one after the other; a collective."""
+    """Gather tensors that are spread over ranks, one after the other. A collective."""
     for name, tensor in tensors.items():
         yield name, whole(tensor.detach())
 

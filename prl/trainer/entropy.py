@@ -21,7 +21,7 @@ class EntropyControl:
 
     @property
     def applied(self) -> float:
-        """The coefficient of the next step."""
+        """Return the coefficient of the next step."""
         return self.coef if self.below else 0.0
 
     def update(self, entropy: float) -> None:

@@ -60,7 +60,7 @@ class TokenExport:
         """Logprobs of the reference of each sequence whose reference is in the trainer, by `Stack.origins`."""
 
     def wants(self, step: int) -> bool:
-        """Return whether anything of the step is written."""
+        """Return whether the step is written, all of it or examples."""
         return self.examples is None or step in self.examples
 
     def add(self, stack: Stack, logprobs: torch.Tensor, treatment: TokenTreatment) -> None:
@@ -149,6 +149,6 @@ def _where(members: torch.Tensor, values: torch.Tensor) -> list[float | None]:
 
 
 def _labels(treatment: TokenTreatment) -> list[str]:
-    """The labels of each token, joined by "+"; "" for a token without one."""
+    """Join the labels of each token by "+"; "" for a token without one."""
     rows = zip(*(tokens.tolist() for tokens in treatment.labels.values()), strict=True)
     return ["+".join(itertools.compress(treatment.labels, row)) for row in rows]

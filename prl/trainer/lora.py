@@ -128,7 +128,7 @@ def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def adapters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The adapters' matrices, by their names in peft's files."""
+    """Return the matrices of the adapters, by their names in peft's files."""
     matched = ((OF_ADAPTER.fullmatch(name), parameter) for name, parameter in model.named_parameters())
     return {f"{PREFIX}{split[1]}.weight": parameter for split, parameter in matched if split}
 

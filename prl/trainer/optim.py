@@ -25,12 +25,12 @@ class Optimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all of them; those of `trainer.optim` itself come first."""
+        """Return the parameter groups of all optimisers; those of `trainer.optim` itself come first."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """The state of each parameter that has one."""
+        """Return the state of each parameter that has one."""
         return {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
 
     def zero_grad(self) -> None:

@@ -24,7 +24,14 @@ def collective_timeout(trainer: Mapping[str, Any]) -> timedelta:
 
 
 def meet(rank: int, world_size: int, device: torch.device, trainer: Mapping[str, Any]) -> None:
-    """Connect this rank with the others."""
+    """Connect this rank with the others, or with itself where it is the only one.
+
+    Args:
+        rank: the number of this rank, from 0.
+        world_size: the number of ranks.
+        device: where this rank computes.
+        trainer: the node `trainer`, for its deadlines.
+    """
     meeting = os.environ.get(MEETING_VARIABLE)
     where: dict[str, Any] = {"init_method": None if meeting is None else f"file://{meeting}"}
     if world_size == 1:

@@ -33,12 +33,12 @@ def follow(references: Mapping[str, PreTrainedModel], policy: PreTrainedModel, s
 
 
 def local_parts(model: PreTrainedModel) -> list[torch.Tensor]:
-    """This rank's parts of a model's parameters."""
+    """Return this rank's parts of a model's parameters."""
     return [weight.to_local() if is_part(weight) else weight.detach() for weight in model.parameters()]
 
 
 def moving(references: Mapping[str, PreTrainedModel]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of references that move, by their names in a checkpoint."""
+    """Yield the parameters of references that move (`ema`, `lagged`), by their names in a checkpoint."""
     for name, reference in references.items():
         if ":" in name:
             yield from ((f"reference/{name}/{key}", weight) for key, weight in reference.named_parameters())

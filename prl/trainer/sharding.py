@@ -53,7 +53,7 @@ def timeout_of(group: Any, device: torch.device) -> timedelta:
 
 
 def is_part(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor is this rank's part of one."""
+    """Return whether a tensor is one rank's part of a larger one."""
     return isinstance(tensor, DTensor)
 
 
@@ -179,18 +179,18 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter], mesh: DeviceMesh | N
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
-    """Multiply the gradients."""
+    """Multiply all gradients by a factor, in place."""
     torch._foreach_mul_(gradients_of(parameters), factor)
 
 
 def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """This rank's parts of the gradients that there are."""
+    """Return this rank's parts of the gradients, of parameters that have one."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return [gradient.to_local() if is_part(gradient) else gradient for gradient in gradients]
 
 
 def reshard(model: PreTrainedModel) -> None:
-    """Let go of the parameters that a forward without a backward has left whole."""
+    """Free the whole parameters that a forward without a backward has left on each rank."""
     if is_shared(model):
         model.reshard()
 

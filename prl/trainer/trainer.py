@@ -83,7 +83,7 @@ class Trainer:
         device = self.config.device
         self.device: torch.device = next(model.parameters()).device if device == "auto" else torch.device(device)
         self.mesh = make_mesh(self.device, self.config.shard_size) if dist.is_initialized() else None
-        """The ranks, where there are several, or one on a GPU."""
+        """Mesh of the ranks, where there are several, or one on a GPU."""
         recompute_activations(model, self.config.gradient_checkpointing)
         if self.config.compile:
             compile_layers(model)
@@ -129,6 +129,7 @@ class Trainer:
         """
         self._check(batch)
         for name, control in self.entropy_controls.items():
+            # A partial of a partial is flat, so that this does not grow with the steps.
             self.rl_losses[name] = functools.partial(self.rl_losses[name], **{"entropy_coef": control.applied})
         factor = self.schedule.factor(batch.step, self.max_steps)
         export = self.export if self.export is not None and self.export.wants(batch.step) else None
@@ -261,9 +262,12 @@ class Trainer:
         if not self.references:
             return [[] for _ in step_stacks]
         names = list(self.references)
-        own = [[reference.model for reference in stack.references] for stack in step_stacks]
-        asked = iter(most([int(name in models) for models in own for name in names], self.device))
-        return [[name for name in names if next(asked)] for _ in step_stacks]
+        own: list[int] = []
+        for stack in step_stacks:
+            models = {reference.model for reference in stack.references}
+            own += [int(name in models) for name in names]
+        asked = torch.tensor(most(own, self.device)).view(len(step_stacks), len(names))
+        return [list(itertools.compress(names, row)) for row in asked.tolist()]
 
     @torch.no_grad()
     def _with_proximal(self, stack: Stack) -> Stack:

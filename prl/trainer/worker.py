@@ -36,7 +36,7 @@ from prl.transport.files import FileTransport
 
 POLL_S = 0.005
 PREFIX = "trainer: "
-"""The beginning of the line with the reason why this process ends."""
+"""Beginning of the line, on stderr, with the reason why this process ends."""
 
 
 def main() -> None:
@@ -191,15 +191,13 @@ class Files:
         self.saved = saved
         self.writer = ThreadPoolExecutor(1, "prl-checkpoint")
         self.writing: Future[None] | None = None
-        """The write that was begun last."""
+        """Write of a checkpoint that was begun last."""
         self.dtype: torch.dtype = getattr(torch, model["dtype"])
         self.adapters_alone = adapters_alone and lora.has_adapters(trainer.model) and lora.adapters_alone(trainer.model)
         # Read now: the model's folder may be gone when a checkpoint is written.
-        self.companions: dict[str, bytes] = {}
-        self.tokenizer: dict[str, bytes] = {}
-        if rank == 0:
-            self.companions = companion_files(model["path"])
-            self.tokenizer = tokenizer_files(model["path"], trust_remote_code=model["trust_remote_code"])
+        path, code = model["path"], model["trust_remote_code"]
+        self.companions = companion_files(path) if rank == 0 else {}
+        self.tokenizer = tokenizer_files(path, trust_remote_code=code) if rank == 0 else {}
 
     def write_weights(self, folder: Path | None) -> None:
         """Write the weights for the engines, in their number format; with None, send them to the rank that writes."""
@@ -235,12 +233,12 @@ class Files:
             print(as_message(f"no last checkpoint: {reason(error) or error}"), file=sys.stderr, flush=True)
 
     def check(self) -> None:
-        """Raise what has kept a checkpoint from being written, if it has ended."""
+        """Raise the error of the last write of a checkpoint, if it has ended with one."""
         if self.writing is not None and self.writing.done():
             self.writing.result()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is written that was begun last. Raises what has kept it from that."""
+        """Wait until the last checkpoint that was begun is written. Raises the error of that write."""
         if self.writing is not None:
             self.writing.result()
 

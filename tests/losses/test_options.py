@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from loss_cases import inputs
 
 from prl.base.errors import ConfigError
-from prl.config.compose import compose
+from prl.config.compose import compose, options
 from prl.launch.components import check_loss
 from prl.losses import LossCounts, LossInputs, compute_loss, ppo_loss, tokenwise
 from prl.losses.options import loss_of, options_of
@@ -118,7 +118,7 @@ def test_a_formula_of_ones_own_runs_on_the_row_and_by_hand():
     assert one.loss.item() == pytest.approx(-(1.1 + 1.5))
 
 
-@pytest.mark.parametrize("option", ["default", "aipo", "cispo", "gspo", "ipo", "ppo", "reinforce"])
+@pytest.mark.parametrize("option", sorted({*options()["loss"]} - {"custom"}))
 def test_plain_hydra_makes_the_loss_of_a_conf_file(option):
     made = instantiate(compose(["run.name=x", f"loss={option}"]).loss)
     assert made.func.__name__ == f"{option}_loss" and options_of(made) == made.func.Config()
