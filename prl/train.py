@@ -24,6 +24,7 @@ from prl.config.validate import validate
 from prl.launch import command, resume, run
 from prl.launch.children import leave_none
 from prl.launch.plan import plan
+from prl.launch.shared_engines import launcher_of
 from prl.monitors.log import hold_log
 from prl.runs.result import RunResult
 from prl.runs.run_dir import absolute
@@ -39,7 +40,7 @@ def main(config: TrainConfig) -> RunResult:
     # Refuses a script that calls this without `if __name__ == "__main__":`, where a process of graders imports it.
     multiprocessing.spawn.get_preparation_data("prl")
     memory = hold_log()
-    with run.launcher_of(config) as launcher:
+    with launcher_of(config.launcher, keeps_engines=config.sweep.share_engine) as launcher:
         machine = Machine(launcher.machine(config.machine))
         validate(config, machine)
         outcome = run.prepare(config, plan(config, machine), launcher)

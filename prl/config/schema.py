@@ -142,7 +142,7 @@ class SamplingConfig:
 
     temperature: Annotated[float, Ge(0), Le(2)] = 1.0
     """Engine and trainer divide the logits of sampled tokens by this; the trainer uses 1 for all other tokens. At least
-    0.01 where the policy trains on its own samples; 0 = greedy. vLLM takes none above 2."""
+    0.01 where the policy trains on its own samples; 0 = greedy. The servers take none above 2."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Nucleus sampling: sample from the most likely tokens whose probabilities add up to this. 1 = off. Not for
     training."""
@@ -269,7 +269,7 @@ class TrainConfig:
 
     run: TrainRunConfig = field(default_factory=TrainRunConfig)
     """Where the run lives: `run.name`, `run.dir`."""
-    seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0  # the largest that vLLM takes
+    seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0  # the largest that a server takes
     """Seed of tasks, sampling and initialisation."""
     max_steps: Annotated[int, Ge(1)] = 60
     """Training steps."""

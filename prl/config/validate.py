@@ -25,7 +25,10 @@ THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 def validate(config: TrainConfig, machine: Machine) -> None:
     """Raise ConfigError naming the first key that is out of range or does not fit the others, or the machine."""
-    check_components(config)
+    for name in COMPONENTS:  # an option that none of the groups has, as `loss=nonsense`, is no node
+        check_node(getattr(config, name), name)
+    for name in ("optim", "schedule"):
+        check_node(getattr(config.trainer, name), f"trainer.{name}")
     refuse_masked(plain(config))
     if config.machine != MachineConfig() and not config.dry_run and not places_processes(config.launcher):
         raise ConfigError("machine describes a cluster, or the machine of a dry run: add dry_run=true, or leave it out")
@@ -59,16 +62,6 @@ def check_ranks(trainer: Any, model: ModelConfig, machine: Machine) -> None:
     machine.check_memory(
         needed, f"trainer.num_processes={ranks} with the weights and gradients of model.path={model.path!r}"
     )
-
-
-def check_components(config: TrainConfig) -> None:
-    """Raise ConfigError for the node of a component that is none, as `loss=nonsense` makes it."""
-    for name in COMPONENTS:
-        check_node(getattr(config, name), name)
-    for name in ("optim", "schedule"):
-        check_node(getattr(config.trainer, name), f"trainer.{name}")
-    if getattr(config.teacher, "model", None) is not None:
-        check_node(config.teacher.engine, "teacher.engine")
 
 
 def refuse_masked(node: Any, where: str = "") -> None:
@@ -111,6 +104,7 @@ def validate_teacher(config: TrainConfig, machine: Machine) -> None:
     """A teacher is either hosted by the launcher, or served elsewhere: then it has a name and an address, if needed."""
     teacher = config.teacher
     if teacher.model is not None:
+        check_node(teacher.engine, "teacher.engine")
         if teacher.base_url is not None:
             raise ConfigError(f"teacher.base_url={teacher.base_url}: teacher=local has one: choose teacher=endpoint")
         validate_server(teacher.model, teacher.engine, machine, "teacher.", weights=not config.dry_run)

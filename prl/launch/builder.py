@@ -113,21 +113,28 @@ def read_tasks(
         name: Environment(name, env, eval_tasks=count, played=not plan.is_dry, place=place_of_worker)
         for name, env in config.envs.items()
     }
-    show_tasks(config, components, environments, vocab_size=len(tokenizer))  # without padding rows of the embedding
+    show_tasks(
+        components,
+        environments,
+        seed=config.seed,
+        max_model_len=config.model.max_model_len,
+        vocab_size=len(tokenizer),  # without padding rows of the embedding
+    )
     renderers = make_renderers(config, tokenizer)
     rendered: list[list[int]] = []
     for name, environment in environments.items():
         algorithm = components.envs[name].algorithm
+        keys = components.keys[name]
         environment.check_renderer(renderers[name])
         if environment.uses_harness and not plan.policy.is_server:
             raise ConfigError(f"env {name!r} is played by verifiers' harness, over HTTP: it needs engine=default")
-        prompts = rendered_prompts(environment, renderers[name], config.node_of(name, "renderer")[0])
+        prompts = rendered_prompts(environment, renderers[name], keys["renderer"])
         check_lengths(config.model.max_model_len, config.trainer.seq_len, name, prompts)
         rendered += prompts
         if environment.config.weight > 0:
             check_graded(algorithm, environment)
-            check_demonstrations(config, algorithm, environment, renderers[name])
-            check_shown(config.node_of(name, "algo")[0], algorithm, environment)
+            check_demonstrations(keys, config.group_size_of(name), algorithm, environment, renderers[name])
+            check_shown(keys["algo"], algorithm, environment)
     check_rows(config.model.path, rows, tokenizer, rendered)
     probe = TokenizerProbe.of(tokenizer, f"the policy ({config.model.path})")
     return PreparedRun(config, plan, components, environments, renderers, probe, resume)
@@ -150,7 +157,7 @@ async def start_services(
 ) -> Services:
     """Start the engine, a hosted teacher and the trainer side by side; return when all are ready.
 
-    On one GPU they start one after the other: vLLM takes what others allocate meanwhile for its own, and stops where
+    On one GPU they start one after the other: a server takes what others allocate meanwhile for its own, and stops where
     they free any. So they do in one process: while transformers loads a model, it changes what torch does everywhere.
 
     Args:

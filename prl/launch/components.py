@@ -17,7 +17,7 @@ from prl.config.schema import ModelConfig, TrainConfig
 from prl.curriculum.base import Curriculum
 from prl.engines.sampler import Sampler, derive_seed, validate_for_training
 from prl.envs.environment import Environment
-from prl.filters.base import SlotName, build_filters
+from prl.filters.base import Filters, SlotName, build_filters
 from prl.losses.options import loss_of, options_of
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.batcher import Batcher
@@ -27,10 +27,13 @@ from prl.orchestrator.types import EnvComponents
 from prl.trainer.schedule import Schedule
 from prl.transport.files import FileTransport
 
-OPTIMIZERS: dict[str, Any] = {
-    schema._target_: schema for schema in (trainer_config.AdamWConfig, trainer_config.SGDConfig)
+SCHEMAS: dict[str, Any] = {
+    schema._target_: schema
+    for schema in (trainer_config.TrainerConfig, trainer_config.AdamWConfig, trainer_config.SGDConfig)
 }
-"""Options of optimisers, which load torch, by `_target_`."""
+"""Options of classes that load torch, by `_target_`."""
+NODES = ("algo", "curriculum", "filters", "renderer")
+"""Nodes that an env may have of its own."""
 
 
 @dataclass
@@ -38,6 +41,8 @@ class RunComponents:
     """The components of a run."""
 
     envs: dict[str, EnvComponents]
+    keys: dict[str, dict[str, str]]
+    """The config key of each node of an env (algo, curriculum, filters, renderer), by env and name."""
     orchestrator: Callable[..., Orchestrator]
     """Takes its live objects."""
     batcher: Callable[..., Batcher]
@@ -62,6 +67,7 @@ def build_components(config: TrainConfig) -> RunComponents:
     check_trainer(config.trainer)
     return RunComponents(
         envs=envs,
+        keys={env: {name: config.node_of(env, name)[0] for name in NODES} for env in envs},
         orchestrator=maker(orchestrator, Orchestrator, "orchestrator"),
         batcher=maker(config.orchestrator.batcher, Batcher, "orchestrator.batcher"),
         transport=maker(config.weights, FileTransport, "weights"),
@@ -139,35 +145,54 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components:
 
 
 def show_tasks(
-    config: TrainConfig, components: RunComponents, environments: dict[str, Environment], vocab_size: int
+    components: RunComponents,
+    environments: dict[str, Environment],
+    *,
+    seed: int,
+    max_model_len: int,
+    vocab_size: int,
 ) -> None:
     """Give each env's curriculum the tasks, and its filters the sizes of what comes of them.
 
     Raises ConfigError for what they refuse, and where `load_from` leaves nothing to train on.
+
+    Args:
+        components: The components of the run.
+        environments: The tasks of each env.
+        seed: The run's seed.
+        max_model_len: The longest sequence, tokens.
+        vocab_size: The tokens of the tokenizer.
     """
     for name, env in components.envs.items():
         environment = environments[name]
-        attach_filters(config, name, env, environment, vocab_size)
-        with hook(config.node_of(name, "curriculum")[0], env.curriculum, "load"):
-            env.curriculum.load(environment.tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name)
+        longest = longest_completion(env, environment, max_model_len)
+        attach_filters(env.filters, components.keys[name]["filters"], vocab_size=vocab_size, longest=longest)
+        with hook(components.keys[name]["curriculum"], env.curriculum, "load"):
+            env.curriculum.load(environment.tasks, seed=derive_seed(seed, f"buffer/{name}"), env_name=name)
     if all(env.curriculum.ended for env in components.envs.values()):
         raise ConfigError(
             "curriculum.load_from retires every task: curriculum.easy_fraction, hard_fraction or refill takes some back"
         )
 
 
-def attach_filters(
-    config: TrainConfig, name: str, env: EnvComponents, environment: Environment, vocab_size: int
-) -> None:
-    """Tell each filter the sizes of the vocabulary and of the env's longest completion. Raises ConfigError."""
-    room, limit = config.model.max_model_len - 1, env.sampler.max_tokens
+def longest_completion(env: EnvComponents, environment: Environment, max_model_len: int) -> int:
+    """The longest completion of an env, tokens; of one with several turns, that of all of them together."""
+    room = max_model_len - 1  # a prompt has a token at least
+    limit = env.sampler.max_tokens
     if limit is None:
         limit = getattr(environment.taskset, "MAX_TOKENS", None)
-    one_turn = environment.verifiers_env is None  # else a completion may have several
-    longest = min(room, limit) if one_turn and limit is not None else room
-    for slot, filters in env.filters.items():
-        for key, each in filters.items():
-            with hook(f"{config.node_of(name, 'filters')[0]}.{slot}.{key}", each, "attach"):
+    one_turn = environment.verifiers_env is None
+    return min(room, limit) if one_turn and limit is not None else room
+
+
+def attach_filters(filters: Filters, where: str, *, vocab_size: int, longest: int) -> None:
+    """Tell each filter, below the key `where`, the sizes of the vocabulary and of the longest completion.
+
+    Raises ConfigError for what one refuses.
+    """
+    for slot, in_slot in filters.items():
+        for key, each in in_slot.items():
+            with hook(f"{where}.{slot}.{key}", each, "attach"):
                 each.attach(vocab_size=vocab_size, longest=longest)
 
 
@@ -204,7 +229,7 @@ def check_trainer(node: trainer_config.TrainerConfig) -> None:
 
     That loads torch, so it is left out for prl's own class, whose options have their types already.
     """
-    if node._target_ == trainer_config.TrainerConfig._target_:
+    if SCHEMAS.get(node._target_) is not None:
         return
     from prl.trainer.trainer import Trainer
 
@@ -218,7 +243,7 @@ def check_optimizers(node: Any) -> None:
     What they say of contradicting settings is known once they are made. That loads torch, so it is left out for prl's
     own AdamW with the fields of its schema.
     """
-    known = OPTIMIZERS.get(node["_target_"], trainer_config.OptimConfig)
+    known = SCHEMAS.get(node["_target_"], trainer_config.OptimConfig)
     names = {each.name for each in fields(known)}
     read(known, {name: value for name, value in node.items() if name in names}, "trainer.optim")
     settings = dict(node)

@@ -41,7 +41,7 @@ class LocalLauncher(Launcher):
     def scratch(self) -> Path:
         """The folder for temporary files of the run's processes."""
         if self.folder is None:
-            # The path of a socket has 107 characters at most, 36 of which are the name that vLLM gives it.
+            # The path of a socket has 107 characters at most, 36 of which are the name that a server gives it.
             elsewhere = None if len(tempfile.gettempdir()) <= 50 else "/tmp"
             self.folder = tempfile.TemporaryDirectory(prefix="prl-", dir=elsewhere, ignore_cleanup_errors=True)
         return Path(self.folder.name)

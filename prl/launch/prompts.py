@@ -3,6 +3,7 @@
 import inspect
 import json
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import verifiers.v1 as vf
@@ -14,7 +15,6 @@ from prl.algorithms.opsd import OPSDAlgorithm
 from prl.base.errors import ConfigError
 from prl.base.text import as_message, in_one_line
 from prl.config.model_reference import DEMONSTRATIONS
-from prl.config.schema import TrainConfig
 from prl.engines.chat import Answer, Dialogue, UnusableReply, as_completion, check_template, replies_in
 from prl.engines.renderer import UnrenderablePrompt, render_prompt
 from prl.engines.template_check import calls_and_answers, losses_of_prompt
@@ -100,16 +100,28 @@ def roles_of(task: vf.Task) -> tuple[str, ...]:
 
 
 def check_demonstrations(
-    config: TrainConfig, algorithm: Algorithm, environment: Environment, renderer: Renderer
+    keys: Mapping[str, str],
+    group_size: tuple[str, int],
+    algorithm: Algorithm,
+    environment: Environment,
+    renderer: Renderer,
 ) -> None:
-    """Refuse tasks without a demonstration where those are to be played, and a renderer that cannot render them."""
+    """Refuse tasks without a demonstration where those are to be played, and a renderer that cannot render them.
+
+    Args:
+        keys: The config keys of the env's algorithm (`algo`) and renderer.
+        group_size: The rollouts of a group, and the config key that says so before it.
+        algorithm: The env's algorithm.
+        environment: The env.
+        renderer: The env's renderer.
+    """
     if algorithm.sampling.source != DEMONSTRATIONS:
         return
     env, key = environment.name, algorithm.sampling.demo_key
-    where = f"{config.node_of(env, 'algo')[0]}.sampling.source=demonstrations"
+    where = f"{keys['algo']}.sampling.source=demonstrations"
     if environment.uses_harness:
         raise ConfigError(f"{where}: env {env!r} is played by verifiers' harness, which asks a model server")
-    check_template(renderer, f"{config.node_of(env, 'renderer')[0]}.name")
+    check_template(renderer, f"{keys['renderer']}.name")
     checked = {id(task) for task in tasks_to_check(environment.tasks)}
     for task in environment.tasks:
         try:
@@ -125,10 +137,10 @@ def check_demonstrations(
                 f"{where}: task {task.key} of env {env!r} has {len(replies)} replies, and the env asks for one: make a "
                 "task of each, with the messages before it as its prompt"
             )
-    size_key, group_size = config.group_size_of(env)
-    if group_size > 1:
+    size_key, size = group_size
+    if size > 1:
         warnings.warn(
-            f"env {env!r}: the {group_size} rollouts of a group are the same demonstration: set {size_key}=1",
+            f"env {env!r}: the {size} rollouts of a group are the same demonstration: set {size_key}=1",
             stacklevel=2,
         )
 

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 from prl.base import checkpoint_folders
 from prl.base.errors import NoSignal, PrlError, of_disk
 from prl.base.text import safe
-from prl.config.build import build, class_of
+from prl.config.build import class_of
 from prl.config.run_yaml import data_of, text_of
 from prl.config.schema import TrainConfig
 from prl.launch import resume
 from prl.launch.checks import check_weights
 from prl.launch.launcher import Launcher, ProcessDied
 from prl.launch.plan import RunPlan
-from prl.launch.shared_engines import WarmLauncher
 from prl.launch.signals import run_to_end
 from prl.monitors.log import log_to
 from prl.orchestrator.who_waits import waiting
@@ -53,13 +52,6 @@ ENDED_BY_RAY = "the command ended without a word: it was killed, or Ray's head i
 """The error of a run on Ray for as long as it has not ended otherwise."""
 YOUNG = 50_000
 """Objects that a run makes between two garbage collections: those of about two steps of 256 short rollouts."""
-
-
-def launcher_of(config: TrainConfig) -> Launcher:
-    """The run's launcher. Raises ConfigError."""
-    if config.sweep.share_engine:
-        return WarmLauncher(config.launcher)
-    return build(config.launcher, Launcher, "launcher")
 
 
 # --- before it begins -------------------------------------------------------------------------------------------------

@@ -94,6 +94,11 @@ class WarmLauncher(Launcher):
                 _warm.pop(name, None)
 
 
+def launcher_of(node: Any, *, keeps_engines: bool = False) -> Launcher:
+    """The launcher that a node describes; it `keeps_engines` for the next run of this process. Raises ConfigError."""
+    return WarmLauncher(node) if keeps_engines else build(node, Launcher, "launcher")
+
+
 @atexit.register
 def stop_all() -> None:
     """Stop every warm engine."""

@@ -37,6 +37,7 @@ def main(config: EvaluationConfig) -> None:
     """Serve the model and talk until the input ends. Raises ConfigError before anything has started."""
     from prl.engines.tokenizers import load_tokenizer
     from prl.launch import components
+    from prl.launch.shared_engines import launcher_of
     from prl.tools.evaluation import play
     from prl.tools.evaluation.serving import serve_each
 
@@ -53,7 +54,7 @@ def main(config: EvaluationConfig) -> None:
         play.attach(sampler, pool, renderer, model, config.seed)
         await Chat(sampler).until_quit()
 
-    run_to_end(serve_each(partial(play.launcher_of, config.launcher), engines, talk))
+    run_to_end(serve_each(partial(launcher_of, config.launcher), engines, talk))
 
 
 @dataclass

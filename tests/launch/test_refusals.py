@@ -10,6 +10,7 @@ from prepared_run import planned, validated
 from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.launch import run
+from prl.launch.shared_engines import launcher_of
 from prl.models import model_path
 from prl.runs.owner import owned
 from prl.train import main
@@ -103,7 +104,7 @@ def here(tmp_path, monkeypatch):
 
 def prepared(config):
     """Prepare a run as the command does."""
-    with run.launcher_of(config) as launcher:
+    with launcher_of(config.launcher) as launcher:
         return run.prepare(config, planned(config), launcher)
 
 

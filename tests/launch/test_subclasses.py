@@ -9,7 +9,8 @@ from prepared_run import planned, validated
 
 from prl.base.errors import ConfigError
 from prl.config.compose import compose
-from prl.launch.run import launcher_of, prepare
+from prl.launch.run import prepare
+from prl.launch.shared_engines import launcher_of
 
 MODULE = """
 from prl.engines.vllm.engine import VLLMEngine
@@ -35,7 +36,7 @@ def module(tmp_path, monkeypatch):
 def prepared(*overrides):
     """Prepare a run as the command does."""
     config = compose([*overrides])
-    with launcher_of(config) as launcher:
+    with launcher_of(config.launcher) as launcher:
         return prepare(config, planned(config), launcher)
 
 

@@ -5,7 +5,6 @@ import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from renderers.base import Renderer
@@ -24,9 +23,9 @@ from prl.engines.tokenizers import load_tokenizer
 from prl.envs.environment import Environment, reason_ungraded
 from prl.launch.checks import check_loadable
 from prl.launch.components import renderer_of
-from prl.launch.launcher import Launcher
 from prl.launch.plan import NO_NEED, POLICY_NAME, model_plan, need_of, placed, token_of
 from prl.launch.prompts import rendered_prompts
+from prl.launch.shared_engines import launcher_of
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.evaluate import evaluate_env
 from prl.orchestrator.types import EvalEnv
@@ -151,7 +150,7 @@ def plan_engines(config: EvaluationConfig, log: Path) -> list[Served]:
     check_run_name(config.run.name)
     launcher = launcher_of(config.launcher)
     build(config.sampling, Sampler, "sampling")
-    targets = find_targets(config)
+    targets = find_targets(config.targets, config.model, config.endpoint)
     needs = [need_of(config.engine, "engine", machine), NO_NEED, NO_NEED]
     of_model = partial(
         model_plan,
@@ -175,11 +174,6 @@ def plan_engines(config: EvaluationConfig, log: Path) -> list[Served]:
     if config.engine.urls and len(loaded) > 1:
         raise ConfigError(f"engine.urls: one engine cannot load both {' and '.join(loaded)}, whose shapes differ")
     return engines
-
-
-def launcher_of(node: Any) -> Launcher:
-    """The launcher that a node describes. Raises ConfigError."""
-    return build(node, Launcher, "launcher")
 
 
 def _eval_env(config: EvaluationConfig, name: str) -> EvalEnv:

@@ -15,6 +15,7 @@ from prl.base.errors import ConfigError, EngineError, PrlError
 from prl.config.compose import CONF, to_config
 from prl.config.evaluation import EvaluationConfig
 from prl.engines.client import InferencePool
+from prl.launch.shared_engines import launcher_of
 from prl.models import model_path
 from prl.tools.evaluation import play
 from prl.tools.evaluation.arguments import to_overrides
@@ -132,5 +133,5 @@ async def test_running_engine_gets_weights_of_each_target(server, monkeypatch):
         assert isinstance(pool, InferencePool)
         seen.append((target.name, pool.version, server.bodies["/prl/load_policy"][-1]["path"]))
 
-    await serve_each(partial(play.launcher_of, config.launcher), play.plan_engines(config, Path("log")), work)
+    await serve_each(partial(launcher_of, config.launcher), play.plan_engines(config, Path("log")), work)
     assert seen == [("tiny", 0, model_path("tiny")), ("tiny-teacher", 1, model_path("tiny-teacher"))]
