@@ -72,7 +72,7 @@ class MessageSource(ABC):
 
     @abstractmethod
     async def answer(self, dialogue: Dialogue, sampling: dict[str, Any], *, n: int) -> list[Answer]:
-        """Return `n` answers; `sampling` holds the sampling parameters of `prl.engines.protocol`. Raises EngineError where there is none."""
+        """Return `n` answers; `sampling` is as in `prl.engines.protocol`. Raises EngineError where there is none."""
 
 
 class ChatSource(MessageSource):
