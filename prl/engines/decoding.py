@@ -15,7 +15,7 @@ Decode = Callable[..., str]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """`n` continuations of one prompt. The fields are those of the servers' sampling parameters that leave all tokens in."""
+    """`n` continuations of one prompt. The fields are those sampling parameters of servers that leave all tokens in."""
 
     prompt_ids: list[int]
     n: int = 1

@@ -158,7 +158,8 @@ async def start_services(
     """Start the engine, a hosted teacher and the trainer side by side; return when all are ready.
 
     On one GPU they start one after the other: a server takes what others allocate meanwhile for its own, and stops
-    where they free any. So they do in one process: while transformers loads a model, it changes what torch does everywhere.
+    where they free any. So they do in one process: while transformers loads a model, it changes what torch does
+    everywhere.
 
     Args:
         run: The run.

@@ -229,7 +229,8 @@ def check_trainer(node: trainer_config.TrainerConfig) -> None:
 
     That loads torch, so it is left out for prl's own class, whose options have their types already.
     """
-    if SCHEMAS.get(node._target_) is not None:
+    known = SCHEMAS.get(node._target_)
+    if known is not None:
         return
     from prl.trainer.trainer import Trainer
 
