@@ -31,7 +31,7 @@ from prl.launch.checks import check_loadable, check_rows
 from prl.launch.components import RunComponents, check_vocabulary, make_renderers, show_tasks
 from prl.launch.launcher import Launcher
 from prl.launch.plan import TEACHER, ModelPlan, RunPlan, TrainerSpec
-from prl.launch.prompts import check_demonstrations, check_graded, check_lengths, check_shown, rendered_prompts
+from prl.launch.prompts import check_lengths, check_trained, rendered_prompts
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
@@ -123,18 +123,15 @@ def read_tasks(
     renderers = make_renderers(config, tokenizer)
     rendered: list[list[int]] = []
     for name, environment in environments.items():
-        algorithm = components.envs[name].algorithm
-        keys = components.keys[name]
         environment.check_renderer(renderers[name])
         if environment.uses_harness and not plan.policy.is_server:
             raise ConfigError(f"env {name!r} is played by verifiers' harness, over HTTP: it needs engine=default")
-        prompts = rendered_prompts(environment, renderers[name], keys["renderer"])
+        prompts = rendered_prompts(environment, renderers[name], components.keys[name]["renderer"])
         check_lengths(config.model.max_model_len, config.trainer.seq_len, name, prompts)
         rendered += prompts
         if environment.config.weight > 0:
-            check_graded(algorithm, environment)
-            check_demonstrations(keys, config.group_size_of(name), algorithm, environment, renderers[name])
-            check_shown(keys["algo"], algorithm, environment)
+            algorithm, size = components.envs[name].algorithm, config.group_size_of(name)
+            check_trained(components.keys[name], size, algorithm, environment, renderers[name])
     check_rows(config.model.path, rows, tokenizer, rendered)
     probe = TokenizerProbe.of(tokenizer, f"the policy ({config.model.path})")
     return PreparedRun(config, plan, components, environments, renderers, probe, resume)
