@@ -179,7 +179,7 @@ async def start_services(
             await asyncio.gather(*(start() for start in starts))
         if plan.policy.urls or plan.keeps_engines or run.first_version:  # it may hold another run's weights
             with supervisor.awaiting("the engine to load the weights", tracks_of(len(policy.urls))):
-                await load_first_weights(run, policy, transport)
+                await load_first_weights(run, policy)
     except BaseException:
         await services.close()
         raise
@@ -224,11 +224,14 @@ def trainer_of(run: PreparedRun) -> TrainerSpec:
     return replace(run.plan.trainer, payload=run.plan.trainer.payload | own)
 
 
-async def load_first_weights(run: PreparedRun, policy: PolicyPool, transport: FileTransport) -> None:
+async def load_first_weights(run: PreparedRun, policy: PolicyPool) -> None:
     """Have the engine load the weights that the run begins with."""
     version = run.first_version
-    path = await transport.deliver(version) if version else run.plan.trainer.model.path
-    await policy.update_weights(version, path, run.plan.policy.spec.config.update_timeout_s)
+    timeout_s = run.plan.policy.spec.config.update_timeout_s
+    if version:
+        await run.plan.weights.load(policy, version, timeout_s)
+    else:
+        await policy.update_weights(version, run.plan.trainer.model.path, timeout_s)
 
 
 def supervise(run: PreparedRun, launcher: Launcher, track: Track) -> Supervisor:
@@ -250,6 +253,7 @@ def assemble(
         envs=[train_env(run, name, services.policy, clients) for name in run.config.envs],
         pool=services.policy,
         transport=transport,
+        weights=run.plan.weights,
         monitors=run.components.monitors,
         run_dir=run.run_dir,
         model=run.plan.trainer.model,
