@@ -20,6 +20,7 @@ from prl.base.terminal import Console
 from prl.base.text import safe
 from prl.config.compose import CONF, to_config, typed
 from prl.config.evaluation import EvaluationConfig
+from prl.config.run_yaml import text_of
 from prl.launch import command
 from prl.launch.children import leave_none
 from prl.launch.signals import run_to_end
@@ -43,15 +44,16 @@ def main(config: EvaluationConfig) -> "EvaluationResult":
     Raises ConfigError before anything has started, PrlError when it failed, KeyboardInterrupt when it was stopped.
     """
     memory = hold_log()
-    refuse_other_files(Path(config.run.dir))
-    refuse_existing(Path(config.run.dir))
+    run_dir = Path(config.run.dir)
+    refuse_other_files(run_dir)
+    refuse_existing(run_dir)
     from prl.tools.evaluation import play  # verifiers and transformers
 
-    evaluation = play.prepare(config)
+    evaluation = play.evaluation_of(config)
     if config.k > 1 and any(env.eval_sampler.temperature == 0 for env in evaluation.envs):
         warnings.warn(f"k={config.k} with temperature 0: all samples of a task get the same replies", stacklevel=2)
-    with owned(Path(config.run.dir)):
-        run_dir = new_run_dir(config)
+    with owned(run_dir):
+        new_run_dir(run_dir, text_of(config))
         log_to(run_dir / "logs" / "orchestrator.log", memory)
         print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
         try:

@@ -10,6 +10,7 @@ PRL_TOKEN, or a fresh one where the environment has none.
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import hydra
@@ -17,69 +18,66 @@ from omegaconf import DictConfig
 
 from prl.base.errors import ConfigError
 from prl.config.compose import CONF, to_config
+from prl.config.hardware import Machine
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ServeConfig
-from prl.config.threads import share
 from prl.config.validate import validate_server
-from prl.engines.base import EngineSpec
 from prl.engines.protocol import TOKEN_VARIABLE
 from prl.launch import command
 from prl.launch.children import leave_none
-from prl.launch.local import LocalLauncher, resolve_model
+from prl.launch.local import LocalLauncher
+from prl.launch.plan import NO_NEED, POLICY_NAME, ModelPlan, model_plan, need_of, placed
 from prl.launch.signals import run_to_end
-from prl.launch.specs import POLICY_NAME
 
 KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model need not command a run's engine
 
 
 def main(config: ServeConfig) -> None:
     """Serve until stopped. Raises ConfigError before anything has started, PrlError when the server ends by itself."""
-    validate_server(config.model, config.engine)
+    machine = Machine()
+    validate_server(config.model, config.engine, machine)
     if config.engine.urls:
         raise ConfigError("engine.urls names servers that already run; nothing is left to serve")
     if config.engine.servers > 1:
         raise ConfigError(f"engine.servers={config.engine.servers}: this command serves one: start it once for each")
     from prl.launch.checks import check_loadable  # transformers, once the config has passed
 
-    check_loadable(config.model, "model.", config.engine, trained=False)
-    run_to_end(serve(config))
+    plan = model_plan(
+        config.engine,
+        config.model,
+        placed([need_of(config.engine, "engine", machine), NO_NEED, NO_NEED], machine, elsewhere=False).engines,
+        machine,
+        process=config.name,
+        served_name=POLICY_NAME if config.policy else config.name,
+        token=os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(24),
+        log=Path(config.log),
+        sharing=2 if config.policy else 3,  # it, and the trainer and the engine of the run that asks it
+        frozen=not config.policy,
+    )
+    check_loadable(config.model, plan, "model.", trained=False)
+    run_to_end(serve(plan, lambda url: how_to_use(config, url, plan.spec.token)))
 
 
-async def serve(config: ServeConfig) -> None:
+async def serve(plan: ModelPlan, how_to_use: Callable[[str], str]) -> None:
     """Start the server, print where it is, and watch it."""
     from prl.engines.frozen import FrozenPool  # its HTTP client is imported once the config has passed
 
-    device = config.engine.device_type
-    given = os.environ.get(TOKEN_VARIABLE)
-    token = given or secrets.token_hex(24)
-    name = POLICY_NAME if config.policy else config.name
+    spec = plan.spec
     with LocalLauncher() as launcher:
-        url = launcher.start_engine(
-            EngineSpec(
-                process=config.name,
-                served_name=name,
-                model=resolve_model(config.model, device),
-                config=config.engine,
-                device=device,
-                seed=0,
-                token=token,
-                log=Path(config.log),
-                frozen=not config.policy,
-                threads=share(config.engine.threads, config.model, device, 2 if config.policy else 3),
-            )
-        )
-        print(f"starting {config.name} from {config.model.path}; log: {config.log}", file=sys.stderr, flush=True)
-        pool = FrozenPool(FrozenModelConfig(name, f"{url}/v1"), token)
+        [url] = plan.start(launcher)
+        print(f"starting {spec.process} from {spec.model.path}; log: {spec.log}", file=sys.stderr, flush=True)
+        pool = FrozenPool(FrozenModelConfig(spec.served_name, f"{url}/v1"), spec.token)
         try:
-            await pool.wait_ready(config.engine.startup_timeout_s, launcher.ensure_alive)
+            await pool.wait_ready(spec.config.startup_timeout_s, launcher.ensure_alive)
         finally:
             await pool.close()
-        print(f"{how_to_use(config, url, given, token)}\n\nCtrl-C ends it.", file=sys.stderr, flush=True)
+        print(f"{how_to_use(url)}\n\nCtrl-C ends it.", file=sys.stderr, flush=True)
         await launcher.watch()
 
 
-def how_to_use(config: ServeConfig, url: str, given: str | None, token: str) -> str:
-    """Return how a run uses what is served at `url`; its `token` is shown unless it was `given`."""
+def how_to_use(config: ServeConfig, url: str, token: str) -> str:
+    """Return how a run uses what is served at `url`; its `token` is shown unless the environment has it."""
+    given = os.environ.get(TOKEN_VARIABLE)
     if config.policy:
         key = "" if given else f"  export {TOKEN_VARIABLE}={token}\n"
         return (

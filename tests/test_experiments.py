@@ -12,12 +12,12 @@ import hydra
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from prepared_run import validated
 
 from experiments.credit import check as check_credit
 from experiments.forgetting.kl import mean_kl
 from experiments.max_rl.maze import Maze, MazeConfig, MazeTaskset
 from prl.config.compose import CONF, compose
-from prl.config.validate import validate
 from prl.launch.components import build_components
 from prl.tools.sweep.naming import folder_of, overrides_of
 
@@ -73,7 +73,7 @@ def check(overrides):
     run = compose([*overrides, "curriculum.load_from=null"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        validate(run)
+        validated(run)
         build_components(run)
 
 

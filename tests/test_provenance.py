@@ -15,10 +15,13 @@ from prl.runs import provenance
 def test_provenance_has_command_code_and_data(tmp_path, monkeypatch, config):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "prl.train", "run.name=a b"])
-    provenance.write_provenance(tmp_path, config, {"math": {"train": ["k1", "k2"]}})
+    threads = {"engine": 1, "trainer": 2}
+    models = {"model": config.model.path}
+    provenance.write_provenance(tmp_path, 0, threads, models, {"math": {"train": ["k1", "k2"]}})
     record = json.loads((tmp_path / "provenance.json").read_text())
     assert record["command"] == "python -m prl.train 'run.name=a b'" and record["cwd"] == str(tmp_path)
     assert record["prl"] == prl.__version__ == version("prl") and record["seed"] == 0
+    assert record["threads"] == threads
     assert record["packages"].keys() >= {"torch", "transformers", "verifiers", "hydra-core", "omegaconf"}
     assert record["started"].endswith("+00:00") and record["host"]
     assert record["data"]["math"]["train"] == {"tasks": 2, "sha256": hashlib.sha256(b"k1\nk2").hexdigest()}
@@ -70,14 +73,14 @@ def test_no_secret_of_a_command_line_is_written(monkeypatch):
     assert provenance.command_line(given) == shown
 
 
-def test_recorded_diff_is_bounded_and_has_no_secrets(tmp_path, monkeypatch, config):
+def test_recorded_diff_is_bounded_and_has_no_secrets(tmp_path, monkeypatch):
     diff = "+api_key: X\n+token: str | None = None\n+url = 'https://me:pw@host/v1'\n"
     asked = []
     monkeypatch.setattr(provenance, "checkout", lambda folder: asked.append(folder) or ({}, diff))
-    provenance.write_provenance(tmp_path, config, {})
+    provenance.write_provenance(tmp_path, 0, {}, {}, {})
     assert asked == [Path(__file__).parents[1]]
     expected = "+api_key: ***\n+token: str | None = None\n+url = 'https://***@host/v1'\n"
     assert (tmp_path / "provenance.diff").read_text() == expected
     monkeypatch.setattr(provenance, "MAX_DIFF", 10)
-    provenance.write_provenance(tmp_path, config, {})
+    provenance.write_provenance(tmp_path, 0, {}, {}, {})
     assert (tmp_path / "provenance.diff").read_text() == expected[:10]

@@ -6,13 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
+from prepared_run import run_dir_of
 
 from prl.base.errors import ConfigError, PrlError
 from prl.config.build import plain
 from prl.config.compose import compose
 from prl.runs.owner import owned
 from prl.runs.result import RunResult
-from prl.runs.run_dir import new_run_dir, recorded, refuse_existing, refuse_other_files
+from prl.runs.run_dir import recorded, refuse_existing, refuse_other_files
 
 
 def test_of_simultaneous_runs_one_gets_the_directory(tmp_path):
@@ -21,7 +22,7 @@ def test_of_simultaneous_runs_one_gets_the_directory(tmp_path):
     def begin(_):
         ready.wait(10)
         try:
-            return new_run_dir(config)
+            return run_dir_of(config)
         except ConfigError as error:
             return str(error)
 
@@ -36,7 +37,7 @@ def test_of_simultaneous_runs_one_gets_the_directory(tmp_path):
 def test_it_is_its_owners_alone(tmp_path):
     folder = tmp_path / "x"
     folder.mkdir(mode=0o755)
-    new_run_dir(compose(["run.name=x", f"run.dir={folder}"]))
+    run_dir_of(compose(["run.name=x", f"run.dir={folder}"]))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
@@ -61,7 +62,7 @@ def test_a_directory_with_somebodys_files_becomes_no_run(tmp_path, files, shown)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     config = compose(["run.name=x", f"run.dir={folder}"])
-    for refused in (lambda: refuse_other_files(folder), lambda: new_run_dir(config)):
+    for refused in (lambda: refuse_other_files(folder), lambda: run_dir_of(config)):
         with pytest.raises(ConfigError, match=re.escape(f"run.dir='{folder}' holds other files ({shown})")):
             refused()
     assert not (folder / "config.yaml").exists()
@@ -72,7 +73,7 @@ def test_files_older_than_a_config_block_no_run(tmp_path):
         pass
     for left in (".config.yaml.123", "logs", ".hydra"):
         (tmp_path / "x" / left).mkdir()
-    new_run_dir(compose(["run.name=x", f"run.dir={tmp_path}/x"]))
+    run_dir_of(compose(["run.name=x", f"run.dir={tmp_path}/x"]))
 
 
 def test_a_directory_that_was_removed_is_not_made_again(tmp_path):

@@ -32,13 +32,13 @@ from prl.rollouts.logprobs import is_measured
 from prl.rollouts.rollout import Rollout
 
 REPLY = "!"
-"""Of which is looked at what a chat template writes around it."""
+"""Content of a message that is rendered to find the text which a chat template writes around one."""
 Border = tuple[int, int]
-"""What is complete behind a token: characters, and a hash of the names of the tokens since, 0 for none."""
+"""Complete characters behind a token, and a hash of the names of the tokens since, 0 for none."""
 Spelling = tuple[str, list[Border]]
 """The text of a sequence of tokens without an incomplete character at its end, and its borders, one for each token."""
 Span = tuple[slice, slice]
-"""The policy's tokens of a piece of text, and the reference's."""
+"""Tokens of one piece of text: the policy's, and the reference's."""
 
 
 class AlignedLogprobs(ReferenceLogprobs):
@@ -98,6 +98,8 @@ class AlignedLogprobs(ReferenceLogprobs):
         logprobs: list[float] = []
         ones = 0
         async with self._slots:
+            # The last reply first: its conversation mostly begins with the earlier ones, so that one prefill scores
+            # them all.
             for token_ids, spans in reversed(replies):
                 if scored_ids[: len(token_ids)] != token_ids:  # else the later conversation begins with this one
                     scored_ids = token_ids
@@ -147,6 +149,7 @@ def spans_of(ours: Spelling, theirs: Spelling, begin: int = 0, their_begin: int 
     their_text, their_borders = theirs
     shared = shared_length(text, their_text)
     stops = {border: stop for stop, border in enumerate(their_borders, start=1) if border[0] <= shared}
+    # The ends always meet: where the texts differ, the rest of the reply is one span.
     stops[len(text), 0] = len(their_borders)
     spans: list[Span] = []
     start = their_start = 0
@@ -160,13 +163,14 @@ def spans_of(ours: Spelling, theirs: Spelling, begin: int = 0, their_begin: int 
 
 
 def spread(own: list[float], total: float) -> list[float]:
-    """Logprobs that add up to `total`, all as far from the policy's `own`."""
+    """Return logprobs that add up to `total`, all at one distance from the policy's `own`."""
     share = (total - math.fsum(own)) / len(own)
+    # One token takes the reference's value as it is; to subtract and add its own would round it.
     return [value + share for value in own] if len(own) > 1 else [total]
 
 
 def spelling(tokenizer: Any, token_ids: list[int]) -> Spelling:
-    """The text of tokens, each of which is decoded once, and their borders."""
+    """Decode tokens one by one. Returns their text, and their borders."""
     backend = tokenizer.backend_tokenizer
     stream = DecodeStream(skip_special_tokens=False)
     try:

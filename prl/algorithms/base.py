@@ -13,18 +13,16 @@ every batch. No later stage changes the samples.
 """
 
 import inspect
-import math
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prl.algorithms.reference import KLConfig, ReferenceLogprobs, ReferenceOptions
 from prl.base.errors import EngineError
 from prl.base.logged import EnvPart
 from prl.config.model_reference import DEMONSTRATIONS, FrozenModelConfig, SourceConfig
-from prl.rollouts.components import COMPONENTS, STREAM_FILL, Component
 from prl.rollouts.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -43,8 +41,8 @@ class Algorithm(EnvPart):
     """Decides the advantage and the loss weights of each token of a rollout.
 
     Subclass it, set `action_loss_type`, and override one of the hooks: `score_rollout`, `score_group`, `score_batch`.
-    Options are keyword-only
-    dataclass fields, or arguments of an `__init__` that passes the rest on (`**options`) to `super().__init__`.
+    Options are keyword-only dataclass fields, or arguments of an `__init__` that passes the rest on (`**options`) to
+    `super().__init__`.
     Annotate a frozen model of your own as `FrozenModelConfig`: then it is checked before the run starts, and `connect`
     makes its client.
 
@@ -59,8 +57,6 @@ class Algorithm(EnvPart):
 
     sampling: SourceConfig = field(default_factory=SourceConfig)
     """Source of rollouts: `sampling.source` is `policy`, a frozen model {name, base_url} or `demonstrations`."""
-    kl: KLConfig = field(default_factory=KLConfig)
-    """KL to a reference, added to the policy gradient with weight `kl.coef`; 0 = none."""
     mask_truncated: bool = False
     """If a length limit cut a rollout off, its sampled tokens have no weight in any loss. Its reward still counts in
     the group's baseline."""
@@ -68,18 +64,26 @@ class Algorithm(EnvPart):
     """The step whose batch is being collected, from 1 to `max_steps`."""
     max_steps: int = field(default=1, init=False, repr=False)
     """The number of steps of the run."""
-    _kl_scorer: ReferenceLogprobs | None = field(default=None, init=False, repr=False)
 
     action_loss_type: ClassVar[str] = "rl"
     """The loss of sampled tokens, a name in `prl.rollouts.components.COMPONENTS`."""
     group_relative: ClassVar[bool] = False
-    """Whether advantages are relative to the group: a group of one then has none."""
+    """True where advantages are relative to the group: a group of one then has none."""
     reads_reward: ClassVar[bool] = True
-    """Whether the training signal depends on rewards."""
+    """True where the training signal depends on rewards."""
+    RETIRED: ClassVar[dict[str, tuple[dict[str, Any], str]]] = {
+        "kl": (
+            vars(KLConfig()),
+            "it is added to tokens of the rl loss (algo=grpo, reinforce_pp, max_rl, turn, reward, echo, custom); a "
+            "class of your own that has some inherits prl.algorithms.kl.KLPenalty",
+        )
+    }
+    """Options that all algorithms once had: their defaults, which configs of older runs hold, and who has them now."""
 
     @property
     def waits_for_group(self) -> bool:
         """Return whether the rollouts of a task enter a batch together. False: one by one, as they finish."""
+        # A class without a hook for groups compares nothing: its rollouts need not wait for each other.
         return type(self).score_group is not Algorithm.score_group
 
     def attach(
@@ -95,15 +99,15 @@ class Algorithm(EnvPart):
         Args:
             policy_pool: the live policy, to sample from or to score with.
             renderer: the renderer of the policy's chat template.
-            clients: what makes clients of frozen models; None = each has an address.
-            probe: of the policy's tokenizer, to compare those of frozen models with; None = they are not compared.
+            clients: makes the client of a frozen model; None = each has an address.
+            probe: probe of the policy's tokenizer, to compare those of frozen models with; None = no comparison.
         """
         self.policy_pool = policy_pool
         self.policy_renderer = renderer
         self.clients = clients
         self.probe = probe
         self.pools: list[ReferencePool] = []
-        """Clients of frozen models: of the source of the rollouts, of `kl.reference`, and those that `connect` made."""
+        """Clients of frozen models: of the source of the rollouts, and those that `connect` made."""
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
@@ -141,7 +145,7 @@ class Algorithm(EnvPart):
 
         An algorithm with a reference of its own there adds its name, and sets `sample.reference`.
         """
-        return {self.kl.model} - {""}
+        return set()
 
     def observe(self, group: list[Rollout]) -> None:
         """Get the rollouts of a finished group with their advantages, failed ones too, before `pre_batch` filters.
@@ -161,7 +165,7 @@ class Algorithm(EnvPart):
 
         Args:
             frozen: The model.
-            probe: Of the tokenizer that it has to have; None = the policy's.
+            probe: Probe of the tokenizer that it has to have; None = the policy's.
 
         Raises:
             ConfigError: `frozen` is not a usable reference, or the model has another tokenizer.
@@ -181,6 +185,7 @@ class Algorithm(EnvPart):
         """
         if options.align is None:
             return options.scorer(await self.connect(frozen), limit)
+        # Another tokenizer is the exception, and its modules load renderers, which composing a config does not need.
         from prl.algorithms.alignment import AlignedLogprobs
         from prl.engines.renderer import make_renderer
         from prl.engines.tokenizers import TokenizerProbe, load_tokenizer
@@ -212,9 +217,7 @@ class Algorithm(EnvPart):
     # --- drivers, called by the pipeline and never overridden -----------------------------------------------------
 
     async def start(self) -> None:
-        """Connect the model of `kl.reference`, then what `setup` declares. Raises what `connect` raises."""
-        if isinstance(self.kl.reference, FrozenModelConfig):
-            self._kl_scorer = await self.connect_scorer(self.kl, self.kl.reference)
+        """Connect what `setup` declares. Raises what `connect` raises."""
         await self.setup()
 
     def begin_step(self, step: int, max_steps: int) -> None:
@@ -226,12 +229,11 @@ class Algorithm(EnvPart):
         """Score a finished rollout, unless it has failed. If a model fails, the rollout fails."""
         if not rollout.is_active:
             return
+        # From here on hooks may write streams only. `_write_streams` refuses a sample whose tokens have changed since.
         rollout.seal = rollout.tokens_hash()
         started = time.monotonic()
         try:
-            await self.score_rollout(rollout)
-            if self._kl_scorer is not None and rollout.is_active:
-                await self._kl_scorer.compute(rollout)
+            await self._score(rollout)
         except EngineError as error:
             rollout.fail(error, "reference")
         rollout.scoring_s = time.monotonic() - started
@@ -246,65 +248,51 @@ class Algorithm(EnvPart):
         if inspect.isawaitable(scored):
             await scored
         for rollout in survivors:
+            # Scoring may have given up some of them (`rollout.fail`).
             if rollout.is_active:
-                self._stamp(rollout)
+                self._write_streams(rollout)
 
     def finalize_batch(self, groups: list[list[Rollout]]) -> None:
         """Score the rollouts of a batch, and write advantages and weights again. Raises ValueError for bad ones."""
         if type(self).score_batch is not Algorithm.score_batch:
             self.score_batch(groups)
             for rollout in chain.from_iterable(groups):
-                self._stamp(rollout, again=True)
+                self._write_streams(rollout, again=True)
 
     async def close(self) -> None:
         """Close the clients of frozen models."""
         for pool in self.pools:
             await pool.close()
 
-    def _stamp(self, rollout: Rollout, *, again: bool = False) -> None:
-        """Write the advantages and the component weights onto the rollout's samples. Raises ValueError for bad ones.
+    async def _score(self, rollout: Rollout) -> None:
+        """Make the model calls that a finished rollout needs."""
+        await self.score_rollout(rollout)
 
-        `again`: its weights in `ref_kl` are already written; they depend on no advantage.
+    def _weigh(self, sample: "TrainingSample") -> None:
+        """Write weights beside those of the hooks and the defaults, once for each sample."""
+
+    def _write_streams(self, rollout: Rollout, *, again: bool = False) -> None:
+        """Write advantages and component weights onto the samples of a rollout. Raises ValueError for bad ones.
+
+        Args:
+            rollout: scored by the hooks.
+            again: `_weigh` has had its samples: its weights depend on no advantage.
         """
-        from prl.rollouts.packing import check_streams  # with it come the messages, which a config does not need
+        # With these come the messages, which composing a config does not need.
+        from prl.algorithms import credit
+        from prl.rollouts.packing import check_streams
 
         if rollout.seal not in (None, rollout.tokens_hash()):
             raise ValueError("token_ids or mask of a sample were changed: an algorithm may write its streams only")
-        credit = None if rollout.advantages is None else iter(rollout.advantages)
+        credit.write_advantages(rollout)
         for sample in rollout.samples:
-            if credit is not None:
-                sample.advantages = list(islice(credit, len(sample.token_ids)))
-            for component in COMPONENTS.values():
-                self._route(sample, component)
+            credit.default_weights(sample, self.action_loss_type)
             if not again:
-                self.kl.weigh(sample)
+                self._weigh(sample)
             check_streams(sample)
-            for name in STREAM_FILL:
-                if not all(map(math.isfinite, getattr(sample, name) or ())):
-                    raise ValueError(f"{name} of a sample holds a number that is not finite")
-            for component in COMPONENTS.values() if self.mask_truncated and rollout.is_truncated else ():
-                weights = getattr(sample, component.stream) or [component.absent_weight] * len(sample.mask)
-                if any(compress(weights, sample.mask)):
-                    pairs = zip(weights, sample.mask, strict=True)
-                    setattr(sample, component.stream, [0.0 if trains else weight for weight, trains in pairs])
-            for component in COMPONENTS.values():
-                if not rollout.live and component.reads_sampler and sample.feeds(component):
-                    raise ValueError(
-                        f"a frozen model's rollout feeds the {component.name} loss, which needs the policy's own "
-                        "rollouts"
-                    )
-
-    def _route(self, sample: "TrainingSample", component: Component) -> None:
-        """Fill in the sample's weights in one component by the rule of the class docstring.
-
-        A stream stays absent where absence means the same: weight `component.absent_weight` for every token.
-        """
-        weights, acts = getattr(sample, component.stream), component.name == self.action_loss_type
-        if weights is None:
-            if component.absent_weight != float(acts):
-                setattr(sample, component.stream, [float(acts and trains) for trains in sample.mask])
-        elif acts and len(weights) == len(sample.mask):
-            weighted = list(compress(sample.mask, weights))  # whether the model sampled each token that has weight
-            if weighted and not any(weighted):
-                pairs = zip(weights, sample.mask, strict=True)
-                setattr(sample, component.stream, [1.0 if trains else weight for weight, trains in pairs])
+            credit.check_finite(sample)
+            # After the checks, so that the mistake of a hook shows in every rollout.
+            if self.mask_truncated and rollout.is_truncated:
+                credit.leave_out_sampled(sample)
+            if not rollout.live:
+                credit.check_source(sample)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from prl.algorithms.base import Algorithm
+from prl.algorithms.kl import KLPenalty
 from prl.algorithms.reference import KLConfig
 from prl.base.errors import ConfigError
 from prl.config.model_reference import (
@@ -26,7 +27,7 @@ VALUES = {"sampling", "kl", "mask_truncated", "action_loss_type", "group_relativ
 PIPELINE = {"start", "begin_step", "finalize_rollout", "finalize_group", "finalize_batch", "log", "take_logged"}
 """Methods of `Algorithm` that a subclass must not define."""
 LIVE = {"policy_pool", "policy_renderer", "clients", "probe", "pools", "step", "max_steps"}
-"""What `Algorithm` gets once the run begins."""
+"""Attributes that an `Algorithm` gets once the run begins."""
 
 
 def validate_algorithm(
@@ -47,10 +48,10 @@ def validate_algorithm(
     """
     name = type(algorithm).__name__
     check_names(type(algorithm), where)
-    for key, kind in (("sampling.source", SourceConfig), ("kl.coef", KLConfig)):
-        if not isinstance(getattr(algorithm, key.split(".")[0], None), kind):
-            remedy = "let its __init__ take **options and pass them on to super().__init__"
-            raise ConfigError(f"{where}: {name} has no {key}: {remedy}")
+    if not isinstance(getattr(algorithm, "sampling", None), SourceConfig):
+        remedy = "let its __init__ take **options and pass them on to super().__init__"
+        raise ConfigError(f"{where}: {name} has no sampling.source: {remedy}")
+    kl = algorithm.kl if isinstance(algorithm, KLPenalty) else KLConfig()
     source, component = algorithm.sampling.source, algorithm.action_loss_type
     check_source(algorithm.sampling, f"{where}.sampling")  # its form; its URL below
     if component not in COMPONENTS:
@@ -61,18 +62,10 @@ def validate_algorithm(
             f"{where}.sampling.source is {whose}, but {name} feeds the {component} loss, which needs the policy's own "
             f"rollouts: set {where}.sampling.source=policy, or imitate {whose} with algo=sft"
         )
-    algorithm.kl.check(f"{where}.kl", name, component)
+    kl.check(f"{where}.kl", name, component)
     for key, reference in frozen_models(algorithm, where):
         check_reference(reference, key, hosted=hosts(reference))
-    by_engine = component == "ref_kl" or isinstance(algorithm.kl.reference, FrozenModelConfig)
-    if temperature != 1 and by_engine and not algorithm.trainer_references():
-        warnings.warn(
-            f"envs.{env}.sampling.temperature={temperature:g}: {name} scores the reference at temperature 1, and pulls "
-            "the policy at its own temperature there",
-            stacklevel=2,
-        )
-    if group_size == 1 and algorithm.group_relative:
-        warnings.warn(f"env {env!r}: {name} gives a group of one no advantage (group_size=1)", stacklevel=2)
+    warn_of_settings(algorithm, kl, env, group_size=group_size, temperature=temperature)
     if uses_reward_thresholds and not algorithm.reads_reward:
         warnings.warn(
             f"env {env!r}: thresholds on rewards (easy_threshold, hard_threshold, online_difficulty_filtering) "
@@ -81,9 +74,25 @@ def validate_algorithm(
         )
 
 
+def warn_of_settings(algorithm: Algorithm, kl: KLConfig, env: str, *, group_size: int, temperature: float) -> None:
+    """Warn of a temperature or a group size of an env with which its algorithm learns something else, or nothing."""
+    name = type(algorithm).__name__
+    # A prefill in an engine is at temperature 1. References in the trainer are computed at the policy's temperature.
+    by_engine = algorithm.action_loss_type == "ref_kl" or isinstance(kl.reference, FrozenModelConfig)
+    if temperature != 1 and by_engine and not algorithm.trainer_references():
+        warnings.warn(
+            f"envs.{env}.sampling.temperature={temperature:g}: {name} scores the reference at temperature 1, and pulls "
+            "the policy at its own temperature there",
+            stacklevel=3,
+        )
+    if group_size == 1 and algorithm.group_relative:
+        warnings.warn(f"env {env!r}: {name} gives a group of one no advantage (group_size=1)", stacklevel=3)
+
+
 def check_names(kind: type[Algorithm], where: str) -> None:
     """Raise ConfigError for a user's class that gives a name of `Algorithm` another meaning."""
-    names = {name for name in dir(Algorithm) if not name.startswith("__")} | LIVE | VALUES
+    # KLPenalty has all names of Algorithm and `kl`, which means the same in every algorithm that has it.
+    names = {name for name in dir(KLPenalty) if not name.startswith("__")} | LIVE | VALUES
     for owner in kind.__mro__:
         if owner is object or owner.__module__.startswith("prl."):
             continue

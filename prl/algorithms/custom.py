@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prl.algorithms.base import Algorithm
+from prl.algorithms.kl import KLPenalty
 from prl.algorithms.length_penalty import LengthPenalty
 from prl.base.errors import ConfigError
 from prl.config.build import name_of
@@ -24,7 +24,7 @@ class ShapedRollout:
 
 
 @dataclass(kw_only=True)
-class CustomAlgorithm(LengthPenalty, Algorithm):
+class CustomAlgorithm(LengthPenalty, KLPenalty):
     """Advantages of the sampled tokens by a function over the group.
 
     A whole class of your own needs no function: subclass `Algorithm` and name the class with `_target_`.
@@ -36,6 +36,7 @@ class CustomAlgorithm(LengthPenalty, Algorithm):
     are its keyword arguments."""
 
     def check(self, where: str) -> None:
+        # A class is callable as well, but would return an object in place of advantages.
         if not callable(self.fn) or inspect.isclass(getattr(self.fn, "func", self.fn)):
             raise ConfigError(f"{where}.fn={self.fn!r}: name a function, {where}.fn._target_=my_package.my_credit")
 

@@ -1,4 +1,4 @@
-"""ECHO."""
+"""ECHO: a policy gradient on sampled tokens, and cross-entropy on the messages of the env."""
 
 import logging
 import math
@@ -79,10 +79,11 @@ class EchoAlgorithm(GRPOAlgorithm):
                     f"{where}.roles.tool.tool_names must be a list of tools, e.g. [search], got {names!r}"
                 )
         if self.filter is not None and not callable(self.filter):
-            raise ConfigError(f"{where}.filter={self.filter!r}: name a function, {where}.filter._target_=my.function")
+            raise ConfigError(f"{where}.filter={self.filter!r}: name a function, +{where}.filter._target_=my.function")
 
     async def score_rollout(self, rollout: Rollout) -> None:
         keep = self._keep_masks(rollout)
+        # A message that the model sampled on one branch is no observation on another, where it was rendered again.
         done = {key for branch in rollout.branches for key, node in keyed_nodes(branch) if node.sampled}
         for branch, sample in zip(rollout.sample_branches, rollout.samples, strict=True):
             weights = self._weights(branch, keep.get(branch.index), done)
@@ -130,11 +131,14 @@ class EchoAlgorithm(GRPOAlgorithm):
                         "trained on"
                     )
                 body = node.is_content or [True] * len(node.token_ids)
+                # The weights so far are of the messages before this one: its part of the mask begins behind them.
                 kept = body if keep is None else [all(pair) for pair in zip(body, keep[len(weights) :], strict=False)]
-                own = [alpha * bool(chosen) for chosen in kept]
+                own = [alpha if chosen else 0.0 for chosen in kept]
             if any(own):
                 done.add(key)
             weights += own
+            # A reply that was rendered again is a turn of the model too, though its tokens are not sampled on this
+            # branch.
             answered = answered or node.sampled or (key in sampled and node.message.role == "assistant")
         return weights
 
@@ -142,21 +146,25 @@ class EchoAlgorithm(GRPOAlgorithm):
         """Return what the user's filter keeps, by branch index; empty without a filter."""
         if self.filter is None:
             return {}
-        name, branches = name_of(self.filter), [branch for branch in rollout.branches if branch.trainable]
+        name = name_of(self.filter)
+        branches = [branch for branch in rollout.branches if branch.trainable]
         masks: Any = self.filter(rollout)
         masks = list(masks) if isinstance(masks, Iterable) else masks
-        if (got := size(masks)) != len(branches):
-            raise ValueError(f"{name} must return one keep-mask per trainable branch: {len(branches)}, got {got}")
+        if size(masks) != len(branches):
+            raise ValueError(
+                f"{name} must return one keep-mask per trainable branch: {len(branches)}, got {size(masks)}"
+            )
         for branch, mask in zip(branches, masks, strict=True):
-            if (got := size(mask)) != (length := len(branch.token_ids)):
+            if size(mask) != len(branch.token_ids):
                 raise ValueError(
-                    f"{name}: the keep-mask of branch {branch.index} must span the branch's tokens: {length}, got {got}"
+                    f"{name}: the keep-mask of branch {branch.index} must span the branch's tokens: "
+                    f"{len(branch.token_ids)}, got {size(mask)}"
                 )
         return {branch.index: mask for branch, mask in zip(branches, masks, strict=True)}
 
 
 def calls_of(message: "Message") -> dict[str, str]:
-    """The names of the tools that a message calls, by the id of the call."""
+    """Return the names of the tools that a message calls, by the id of the call."""
     return {call.id: call.name for call in getattr(message, "tool_calls", None) or ()}
 
 
@@ -166,7 +174,7 @@ def tool_of(message: "Message", called: dict[str, str]) -> str | None:
 
 
 def labelled(role: str, tools: Iterable[str]) -> str:
-    """The name of a role, with tools."""
+    """Write the name of a role, with the names of its tools in brackets."""
     return f"{role} ({', '.join(sorted(tools))})" if tools else role
 
 
@@ -186,5 +194,5 @@ def observed_roles(rollout: Rollout) -> set[str]:
 
 
 def size(masks: Any) -> int | str:
-    """The number of entries, or the type of a value that has none."""
+    """Return the number of entries, or for a value without entries its type, for a message."""
     return len(masks) if hasattr(masks, "__len__") else f"a {type(masks).__name__}"

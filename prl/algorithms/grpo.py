@@ -1,4 +1,4 @@
-"""GRPO."""
+"""GRPO: rewards compared within a group."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge
 
 from prl.algorithms.advantage import centred, leave_one_out, overlong_penalty, std_normalized
-from prl.algorithms.base import Algorithm
+from prl.algorithms.kl import KLPenalty
 from prl.algorithms.length_penalty import LengthPenalty
 from prl.base.errors import ConfigError
 from prl.rollouts.rollout import Rollout
@@ -23,7 +23,7 @@ class OverlongPenalty:
 
 
 @dataclass(kw_only=True)
-class GRPOAlgorithm(LengthPenalty, Algorithm):
+class GRPOAlgorithm(LengthPenalty, KLPenalty):
     """Group-relative policy optimisation: advantage = reward - mean reward of the group, on every sampled token.
 
     `length_penalty` and `overlong_penalty` shape the reward before that; the rollout keeps its own.
@@ -63,6 +63,7 @@ class GRPOAlgorithm(LengthPenalty, Algorithm):
         if self.normalize == "each":
             advantages = [0.0] * len(group)
             for name in dict.fromkeys(name for rollout in group for name in rollout.rewards):
+                # An episode that ended early may lack a reward that others have; it counts as 0 there.
                 given = [rollout.rewards.get(name) for rollout in group]
                 weight = max((reward.weight for reward in given if reward), default=0.0)  # the same in all
                 parts = self._normalized([reward.score if reward else 0.0 for reward in given])
@@ -73,15 +74,17 @@ class GRPOAlgorithm(LengthPenalty, Algorithm):
             rollout.assign_advantages(advantage)
 
     def _normalized(self, rewards: list[float]) -> list[float]:
-        """Rewards of a group minus their baseline, and as `normalize` says."""
+        """Subtract the baseline from the rewards of a group, and divide as `normalize` says."""
         shaped = centred(rewards)
         advantages = leave_one_out(shaped) if self.baseline == "leave_one_out" else shaped
+        # The deviation of the rewards, whichever baseline was subtracted: leave-one-out only scales their differences.
         return advantages if self.normalize is None else std_normalized(advantages, shaped)
 
     def _priced(self, group: list[Rollout]) -> list[float]:
-        """The rewards, shaped by one of the two penalties or none."""
+        """Return the rewards, shaped by one of the two penalties or none."""
         rewards = self.shaped_rewards(group)
-        if (most := self.overlong_penalty.max_tokens) is not None:
+        most = self.overlong_penalty.max_tokens
+        if most is not None:
             lengths = [rollout.num_completion_tokens for rollout in group]
             buffer = self.overlong_penalty.buffer
             rewards = [r + overlong_penalty(n, most, buffer) for r, n in zip(rewards, lengths, strict=True)]

@@ -18,7 +18,7 @@ class LengthPenalty:
     """
 
     length_penalty: Literal["tokens", "turns"] | None = None
-    """Of the best rollouts of a group, favour those with fewer `tokens` or `turns`; null = off."""
+    """Favour those of a group's best rollouts that have fewer `tokens` or `turns`; null = off."""
     completion_weight: Annotated[float, Ge(0), Le(1e6)] = 1.0
     """Cost of a sampled token, for `length_penalty=tokens`."""
     tool_response_weight: Annotated[float, Ge(0), Le(1e6)] = 1.0

@@ -1,16 +1,16 @@
-"""MaxRL."""
+"""MaxRL: maximum likelihood by a policy gradient."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from prl.algorithms.advantage import mean_normalized
-from prl.algorithms.base import Algorithm
+from prl.algorithms.kl import KLPenalty
 from prl.algorithms.length_penalty import LengthPenalty
 from prl.rollouts.rollout import Rollout
 
 
 @dataclass(kw_only=True)
-class MaxRLAlgorithm(LengthPenalty, Algorithm):
+class MaxRLAlgorithm(LengthPenalty, KLPenalty):
     """Maximum-likelihood RL: advantage = (reward - mean) / mean over the group; 0 where the mean is not above 0.
 
     Hard tasks weigh like 1 / p: with binary rewards the expected gradient is that of the maximum-likelihood objective

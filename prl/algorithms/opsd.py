@@ -18,7 +18,7 @@ TEMPLATE = (
 )
 
 PROBE = "demonstration-7e1"
-"""A demonstration whose place in the hint can be found."""
+"""Demonstration that stands in for a real one, to see whether a chat template shows it."""
 LONGEST = 16  # demonstrations to measure, the longest by characters: the longest in tokens is among them
 
 
@@ -92,6 +92,7 @@ class OPSDAlgorithm(ReferenceOptions, Algorithm):
 
     async def score_rollout(self, rollout: Rollout) -> None:
         task = rollout.task.data
+        # An env may have made one for this episode, which then goes before that of the task.
         demonstration = rollout.trace.info.get(self.demo_key) or getattr(task, self.demo_key, None)
         try:
             hint = self._hint(self._words(demonstration))
@@ -113,6 +114,6 @@ class OPSDAlgorithm(ReferenceOptions, Algorithm):
         return words_of(replies_of(demonstration, self.demo_key))
 
     def _hint(self, demonstration: str) -> list[int]:
-        """The tokens of the system message that shows the demonstration."""
+        """Render the system message that shows the demonstration. Returns its tokens."""
         message = {"role": "system", "content": self.template.replace("{demonstration}", demonstration)}
         return list(self.hint_renderer.render_ids([message], add_generation_prompt=False))

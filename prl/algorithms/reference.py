@@ -42,12 +42,12 @@ class ReferenceOptions:
     tokenizers have a boundary; null = refuse another tokenizer."""
 
     def name_in_trainer(self, reference: Any) -> str:
-        """The trainer's name of a reference; "" for one that it does not have."""
+        """Return the trainer's name of a reference; "" for one that it does not have."""
         names = dict(zip(IN_TRAINER, (INITIAL, f"ema:{self.decay}", f"lagged:{self.every}"), strict=True))
         return names.get(reference, "") if isinstance(reference, str) else ""
 
     def scorer(self, pool: "ModelPool", max_concurrent: int = 32) -> "ReferenceLogprobs":
-        """Return what scores rollouts by a reference that an engine serves."""
+        """Return the scorer of rollouts by a reference that an engine serves."""
         return ReferenceLogprobs(pool, max_concurrent, self.top_k if self.divergence else 0)
 
     def name_reference(self, samples: "Iterable[TrainingSample]", reference: Any, prefix: Sequence[int] = ()) -> None:
@@ -73,6 +73,7 @@ class ReferenceOptions:
         }
         for key, (is_read, reader) in reads.items():
             value = getattr(self, key)
+            # Defaults stand in every composed config. A value that differs is one that somebody meant.
             if not is_read and value != getattr(ReferenceOptions, key):
                 raise ConfigError(f"{where}.{key}={value}: it is read with {reader}")
 
@@ -97,7 +98,7 @@ class KLConfig(ReferenceOptions):
 
     @property
     def model(self) -> str:
-        """The name of the reference that the trainer has to hold; "" for none."""
+        """Return the name of the reference that the trainer has to hold; "" for none."""
         return self.name_in_trainer(self.reference) if self.coef > 0 else ""
 
     def check(self, where: str, algorithm: str, component: str) -> None:
@@ -162,6 +163,7 @@ class ReferenceLogprobs:
                 for index in range(len(rollout.samples)):
                     requests.create_task(self._score(rollout, index, list(context)))
         except BaseExceptionGroup as group:
+            # One error, not a group of them: `finalize_rollout` catches an EngineError.
             raise group.exceptions[0] from None
 
     async def _score(self, rollout: "Rollout", index: int, context: list[int]) -> None:

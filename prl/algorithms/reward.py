@@ -1,14 +1,14 @@
-"""The raw reward."""
+"""The raw reward as the advantage."""
 
 from dataclasses import dataclass
 
-from prl.algorithms.base import Algorithm
+from prl.algorithms.kl import KLPenalty
 from prl.algorithms.length_penalty import LengthPenalty
 from prl.rollouts.rollout import Rollout
 
 
 @dataclass(kw_only=True)
-class RewardAlgorithm(LengthPenalty, Algorithm):
+class RewardAlgorithm(LengthPenalty, KLPenalty):
     """Policy gradient on the reward itself, without a baseline. Source: REINFORCE (Williams, 1992)."""
 
     @property

@@ -1,4 +1,4 @@
-"""Hard distillation."""
+"""Hard distillation: imitation of replies, token by token."""
 
 from dataclasses import dataclass
 from typing import ClassVar

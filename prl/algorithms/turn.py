@@ -6,13 +6,13 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge, Le
 
 from prl.algorithms.advantage import centred, discounted_returns
-from prl.algorithms.base import Algorithm
+from prl.algorithms.kl import KLPenalty
 from prl.algorithms.length_penalty import LengthPenalty
 from prl.rollouts.rollout import Rollout
 
 
 @dataclass(kw_only=True)
-class TurnAlgorithm(LengthPenalty, Algorithm):
+class TurnAlgorithm(LengthPenalty, KLPenalty):
     """Advantage of a turn = its discounted return - the mean return of that turn in the group, on its sampled tokens.
 
     The mean of turn j is over the rollouts that have a turn j. If only one rollout has a turn j, its advantage there is
@@ -32,6 +32,7 @@ class TurnAlgorithm(LengthPenalty, Algorithm):
             rewards[-1] += shaped - rollout.reward
             credit.append(discounted_returns(rewards, self.gamma))
         for number in range(max(map(len, credit))):
+            # Rollouts differ in length: turn by turn, those are compared that got so far.
             there = [returns for returns in credit if number < len(returns)]
             for returns, advantage in zip(there, centred([returns[number] for returns in there]), strict=True):
                 returns[number] = advantage

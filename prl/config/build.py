@@ -67,33 +67,34 @@ def build(node: Any, base: type[T], where: str) -> T:
     return component
 
 
-def factory(node: Any, base: type[T], where: str) -> "functools.partial[T]":
-    """Like `build`, for a class whose constructor takes live objects beside its options: a partial with these set.
+def maker(node: Any, base: Any, where: str, *, values: int = 1) -> "functools.partial[Any]":
+    """The class or function that `node` names with its options set: a partial, called with live objects later.
 
-    The live objects are to be passed to the partial: the required parameters of `base`, which are no options, and those
-    of the class that the node gives no value.
+    Args:
+        node: `_target_` and options, as for `build`.
+        base: the class that `_target_` must name a subclass of, whose required parameters are the live objects; or
+            `Callable`, for a function.
+        where: the node's config key, for messages.
+        values: the number of live objects that a function is called with, by position.
+
+    Raises:
+        ConfigError: as `build`, and for a function that cannot be called with so many values and these options.
     """
-    cls, required = class_of(node, base, where), options_taken(cast(Any, base)).required
-    return functools.partial(cls, **options_of(node, cls, where, required))
-
-
-def function(node: Any, where: str, *, values: int = 1) -> "functools.partial[Any]":
-    """The function that `node` names with the node's other keys as keyword arguments, to be called with `values` more.
-
-    Raises ConfigError unless it can be called with so many and those arguments, each as its annotation wants it.
-    """
-    result = located(node, where)
-    target = plain(node)["_target_"]
-    if not inspect.isroutine(result):
-        raise ConfigError(f"{where}._target_={target!r} is not a function")
-    if inspect.iscoroutinefunction(result):
-        raise ConfigError(f"{where}._target_={target!r} is async: nothing awaits it")
-    given = {name: value for name, value in settings_of(node).items() if value != MISSING}
+    if base is not Callable:
+        cls: Any = class_of(node, base, where)
+        return functools.partial(cls, **options_of(node, cls, where, options_taken(base).required))
+    target = located(node, where)
+    path = plain(node)["_target_"]
+    if not inspect.isroutine(target):
+        raise ConfigError(f"{where}._target_={path!r} is not a function")
+    if inspect.iscoroutinefunction(target):
+        raise ConfigError(f"{where}._target_={path!r} is async: nothing awaits it")
+    signature = inspect.signature(target)
     try:
-        inspect.signature(result).bind(*[None] * values, **given)
+        signature.bind(*[None] * values, **given_of(node))
     except TypeError as error:
-        raise ConfigError(f"{where}: {target}{inspect.signature(result)} cannot be called: {error}") from error
-    return functools.partial(result, **options_of(node, result, where))
+        raise ConfigError(f"{where}: {path}{signature} cannot be called: {error}") from error
+    return functools.partial(target, **options_of(node, target, where))
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------
@@ -139,7 +140,11 @@ def options_of(node: Any, target: Any, where: str, live: Collection[str] = ()) -
     """
     taken = options_taken(target)
     known = {name: annotation for name, annotation in taken.annotations.items() if name not in live}
-    given = {name: value for name, value in settings_of(node).items() if value != MISSING}
+    given = given_of(node)
+    for name, (default, _) in getattr(target, "RETIRED", {}).items():
+        # The config of an older run holds what its class no longer takes. Where that was off, the run goes on without.
+        if name not in known and name in given and default | given[name] == default:
+            del given[name]
     unknown = [name for name in given if name not in known and taken.other is None]
     if unknown and inspect.isclass(target):
         raise no_such_option(f"{where}.{unknown[0]}", given[unknown[0]], target, known)
@@ -154,6 +159,8 @@ def no_such_option(key: str, value: Any, owner: Any, known: Iterable[str]) -> Co
     bases = [base.__name__ for base in getattr(owner, "__mro__", ()) if name in options_taken(base).annotations]
     if bases and owner.__name__ not in bases:  # else it is no option, but a live object that it is given
         hint = f"{bases[0]} has: let __init__ take **options, and pass them to super().__init__"
+    elif name in getattr(owner, "RETIRED", {}):
+        hint = owner.RETIRED[name][1]
     else:
         hint = nearest(key, value, known, "its options")
         if not owner.__module__.startswith("prl."):
@@ -168,7 +175,8 @@ def nearest(key: str, value: Any, known: Iterable[str], all_of_them: str) -> str
         return text
     node, dot, name = key.rpartition(".")
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {node}{dot}{near[0]}?" if near else f"{all_of_them}: {', '.join(sorted(known)) or 'none'}"
+    written = sorted(set(known) - {"_partial_"})  # which is Hydra's, and the same in every run
+    return f"did you mean {node}{dot}{near[0]}?" if near else f"{all_of_them}: {', '.join(written) or 'none'}"
 
 
 @functools.cache
@@ -233,21 +241,22 @@ def instantiated(value: Any, where: str, kind: Any) -> Any:
         return value
     if "_target_" not in value:
         return {name: instantiated(item, f"{where}.{name}", type_at(kind, name)) for name, item in value.items()}
-    if value["_target_"] is None and not settings_of(value):
+    path = value["_target_"]
+    if path is None and not settings_of(value):  # configs of earlier runs have such a node for no function
         return None
     classes = classes_of(kind)
-    named = f"{where}._target_={str(value['_target_'])[:80]!r}"
+    named = f"{where}._target_={str(path)[:80]!r}"
     if not classes:
         raise ConfigError(f"{named}: this option takes plain values, and no object")
     target = located(value, where)
     if inspect.isroutine(target) and {object, Callable} & classes:  # `_partial_` or not: an option takes the function
-        return function(value, where)
+        return maker(value, Callable, where)
     if not (inspect.isclass(target) and issubclass(target, tuple(classes))):
         raise ConfigError(f"{named} makes no {' or '.join(sorted(cls.__name__ for cls in classes))}")
     options = options_of(value, target, where)
     if value.get("_partial_"):
         return functools.partial(target, **options)
-    with contained(where, f"making {value['_target_']}"):
+    with contained(where, f"making {path}"):
         return target(**options)
 
 
@@ -300,42 +309,31 @@ def fields_at(kind: Any, path: Iterable[Any]) -> Iterable[str]:
 def read(kind: type[T], given: Mapping[str, Any], where: str = "") -> T:
     """The dataclass `kind` with given values, as its annotations want them, in any depth.
 
-    Raises ConfigError naming the first key that is unknown, of a wrong type or out of its bounds.
+    Where `_target_` names a class of the user's own, that class may have options beside the fields of `kind`: they are
+    kept in the result's `__dict__`. Raises ConfigError naming the first key that is unknown, of a wrong type or out of
+    its bounds.
     """
-    known = options_taken(cast(Any, kind)).annotations
-    if unknown := [name for name in given if name not in known]:
+    taken = options_taken(cast(Any, kind))
+    further = {name: value for name, value in given.items() if name not in taken.annotations}
+    # Only a node with further options has its class imported here: prl's trainer takes seconds, and has none.
+    known = own_options(located(given, where), kind) if further and "_target_" in given else set()
+    if unknown := [name for name in further if name not in known]:
         key = f"{where}.{unknown[0]}".lstrip(".")
-        raise ConfigError(f"{key}: there is no such key; {nearest(key, given[unknown[0]], known, 'keys there')}")
-    values = converted(given, kind, where)
-    if missing := sorted(options_taken(cast(Any, kind)).required - given.keys()):
+        hint = nearest(key, further[unknown[0]], taken.annotations.keys() - HYDRA_KEYS, "keys there")
+        raise ConfigError(f"{key}: there is no such key; {hint}")
+    values = converted({name: value for name, value in given.items() if name not in further}, kind, where)
+    if missing := sorted(taken.required - given.keys()):
         key = f"{where}.{missing[0]}".lstrip(".")
         raise ConfigError(f"{key} has no value: give one, {key}=<value>")
-    return kind(**values)
-
-
-def read_node(kind: type[T], node: Any, where: str) -> T:
-    """Like `read`, for the node of a component whose options prl itself reads.
-
-    Where it names a class of the user's own, that class may have options beside the fields of `kind`. They are kept in
-    the result's `__dict__`, and refused by the class if it does not take them.
-    """
-    check_node(node, where)
-    known = options_taken(cast(Any, kind)).annotations
-    further = {name: value for name, value in node.items() if name not in known}
-    if node["_target_"] == getattr(kind, "_target_", None):
-        return read(kind, node, where)
-    result = read(kind, {name: value for name, value in node.items() if name in known}, where)
+    result = kind(**values)
     vars(result).update(further)
     return result
 
 
-def check_values(config: Any, where: str = "") -> None:
-    """Raise ConfigError for a value of a config, a dataclass, that its annotation does not allow, in any depth."""
-    known = options_taken(cast(Any, type(config))).annotations
-    converted({name: value for name, value in vars(config).items() if name in known}, type(config), where)
-    for name, value in vars(config).items():
-        if dataclasses.is_dataclass(value) and known.get(name) is Any:
-            check_values(value, f"{where}.{name}".lstrip("."))
+def own_options(target: Any, config: Any) -> set[str]:
+    """The options of a class beside those of the class that it extends, whose `Config` is `config`."""
+    extended = [cls for cls in getattr(target, "__mro__", ()) if vars(cls).get("Config") is config]
+    return set(options_taken(target).annotations) - set(options_taken(extended[0]).annotations) if extended else set()
 
 
 def check_node(node: Any, key: str) -> None:
@@ -374,9 +372,9 @@ def options_taken(target: Any) -> Options:
     A constructor with `**options` passes them to its base class, so the base class's options count as well. A class may
     keep its options in a dataclass, its attribute `Config`.
     """
-    config = options_taken(target.Config) if hasattr(target, "Config") else Options({"_target_": str}, {}, None)
-    annotations = {name: kind for name, kind in config.annotations.items() if name != "_target_"}
-    defaults = {name: default for name, default in config.defaults.items() if name != "_target_"}
+    config = options_taken(target.Config) if hasattr(target, "Config") else Options({}, {}, None)
+    annotations = {name: kind for name, kind in config.annotations.items() if name not in HYDRA_KEYS}
+    defaults = {name: default for name, default in config.defaults.items() if name not in HYDRA_KEYS}
     owners = [cls for cls in inspect.getmro(target) if "__init__" in vars(cls)][:-1] if inspect.isclass(target) else []
     other = None
     for owner in owners or (target,):
@@ -425,6 +423,11 @@ def plain(value: Any) -> Any:
 def settings_of(node: Any) -> dict[str, Any]:
     """The settings of a node without Hydra's own keys."""
     return {key: value for key, value in plain(node).items() if key not in HYDRA_KEYS}
+
+
+def given_of(node: Any) -> dict[str, Any]:
+    """The settings of a node that have a value."""
+    return {name: value for name, value in settings_of(node).items() if value != MISSING}
 
 
 def not_null(settings: Mapping[str, Any]) -> dict[str, Any]:

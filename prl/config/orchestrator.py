@@ -51,6 +51,7 @@ class OrchestratorConfig:
     """Turns tasks into batches and keeps generation and training in step."""
 
     _target_: str = "prl.orchestrator.orchestrator.Orchestrator"
+    _partial_: bool = True
     batch_size: Annotated[int, Ge(1)] | None = 256
     """Rollouts in a step's batch. Exactly one of this and `token_batch_size`."""
     token_batch_size: Annotated[int, Ge(1)] | None = None
@@ -80,7 +81,9 @@ class OrchestratorConfig:
     """Deadline for the trainer to deliver a policy version, seconds."""
     max_error_share: Annotated[float, Ge(0), Lt(1)] = 0.5
     """Share of an env's last 256 rollouts that may fail before the run ends with the reason."""
-    batcher: dict[str, Any] = field(default_factory=lambda: {"_target_": "prl.orchestrator.batcher.Batcher"})
+    batcher: dict[str, Any] = field(
+        default_factory=lambda: {"_target_": "prl.orchestrator.batcher.Batcher", "_partial_": True}
+    )
     """Holds finished groups until a batch is cut: which groups a step trains on."""
     keep_batches: bool = False
     """Keep the batches for the trainer under `batches/`, one msgpack file a step and rank."""

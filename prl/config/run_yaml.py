@@ -3,6 +3,7 @@
 It names code by `_target_`, as a command line does. Nobody takes that up but the command that was given the run.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,3 +65,14 @@ def without_run(config: dict[str, Any]) -> dict[str, Any]:
 def quoted(value: object) -> str:
     """A text in the grammar of Hydra's overrides."""
     return str(QuotedString(str(value), Quote.single).with_quotes())
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config as dotted key -> value. Lists are values, and so are empty mappings."""
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = value
+    return values

@@ -10,7 +10,6 @@ from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
 from prl.config.build import Seconds
-from prl.config.gpus import device_type
 from prl.config.hardware import MachineConfig
 from prl.config.model_reference import FrozenModelConfig, as_reference, frozen_models
 
@@ -95,15 +94,9 @@ class EngineConfig:
     update_timeout_s: Seconds = 300.0
     """Deadline for one weight update of the policy, seconds. A frozen model is not updated."""
 
-    @property
-    def device_type(self) -> str:
-        """Return what `device` means on this machine: `cpu` or `cuda`."""
-        return device_type(self.device)
-
-    @property
-    def gpus_each(self) -> int:
-        """GPUs of one server."""
-        return int(self.device_type == "cuda")
+    def gpus_on(self, device: str) -> int:
+        """GPUs of one server on a device, `cpu` or `cuda`."""
+        return int(device == "cuda")
 
 
 @dataclass
@@ -149,7 +142,7 @@ class SamplingConfig:
 
     temperature: Annotated[float, Ge(0), Le(2)] = 1.0
     """Engine and trainer divide the logits of sampled tokens by this; the trainer uses 1 for all other tokens. At least
-    0.01 where the policy trains on its own samples; 0 = greedy. vLLM takes none above 2."""
+    0.01 where the policy trains on its own samples; 0 = greedy. The servers take none above 2."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Nucleus sampling: sample from the most likely tokens whose probabilities add up to this. 1 = off. Not for
     training."""
@@ -276,7 +269,7 @@ class TrainConfig:
 
     run: TrainRunConfig = field(default_factory=TrainRunConfig)
     """Where the run lives: `run.name`, `run.dir`."""
-    seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0  # the largest that vLLM takes
+    seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0  # the largest that a server takes
     """Seed of tasks, sampling and initialisation."""
     max_steps: Annotated[int, Ge(1)] = 60
     """Training steps."""

@@ -11,7 +11,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from prl.config.counterparts import counterpart, table, tails
 from prl.config.groups import CONF
 
-ADDED = re.compile(r"(teacher\.)?engine\.args\.|launcher\.args\.|trainer\.optim\.parts\.|envs\.[\w-]+\.models\.")
+ADDED = re.compile(
+    r"algo\.filter\.|(teacher\.)?engine\.args\.|launcher\.args\.|trainer\.optim\.parts\.|envs\.[\w-]+\.models\."
+)
 """Beginnings of keys that are added with a `+`."""
 REMOVED = ("envs.", "filters.", "monitor.")
 """Beginnings of keys that a `~` may remove."""

@@ -1,15 +1,12 @@
-"""Config nodes of the trainer, its transport and the rl losses. No torch here: a config is composed with them."""
+"""Config nodes of the trainer and its transport. No torch here: a config is composed with them."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
-from prl.base.errors import ConfigError
 from prl.config.build import Seconds
-from prl.config.gpus import device_type
 
 MEETING_VARIABLE = "PRL_RANKS"
 """Environment variable of ranks on one machine: a file by which they find each other; unset: as torch's own say."""
@@ -70,9 +67,9 @@ class SGDConfig(OptimConfig):
     """Use Nesterov's momentum."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class RefKLConfig:
-    """Settings of the ref_kl loss."""
+    """Options of `prl.losses.ref_kl.ref_kl_loss`, here since they are the trainer's and in no group of their own."""
 
     mask_low: Annotated[float, Ge(0)] = 0.2
     """Trust region: drop tokens whose probability fell by more than this since sampling."""
@@ -80,11 +77,43 @@ class RefKLConfig:
     """Scale of the regulariser towards the sampler."""
 
 
+@dataclass(frozen=True)
+class Precision:
+    """Number format of a forward and backward. Another format is another value in `PRECISIONS`, and its place in
+    `prl.trainer.sharding.shard`."""
+
+    dtype: str
+    """Its name, torch's too."""
+    size: int
+    """Bytes of a number."""
+    tolerance: float
+    """Difference at which two logprobs of one token are a fault of the model (`prl.trainer.model.check_layout`)."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether the model runs in another format than that of its weights, float32."""
+        return self.dtype != "float32"
+
+
+FLOAT32 = Precision("float32", 4, 1e-2)
+# Sound models differ by up to 0.2 on random tokens, mixtures of experts by 0.6 where rounding chooses other experts. A
+# model that ignores positions differs by 0.4 to 3.3: so `check_layout` draws again before it refuses.
+BFLOAT16 = Precision("bfloat16", 2, 0.5)
+PRECISIONS = {precision.dtype: precision for precision in (FLOAT32, BFLOAT16)}
+
+
+def precision_of(dtype: str, device: str) -> Precision:
+    """The number format that `trainer.dtype` means on a device of this type, `cpu` or `cuda`."""
+    auto = BFLOAT16 if device == "cuda" else FLOAT32
+    return auto if dtype == "auto" else PRECISIONS[dtype]
+
+
 @dataclass
 class TrainerConfig:
     """Trains the policy on shipped micro-batches."""
 
     _target_: str = "prl.trainer.trainer.Trainer"
+    _partial_: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = cuda if there is a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -140,203 +169,13 @@ class TrainerConfig:
     finish_timeout_s: Seconds = 1800.0
     """Deadline for the trainer to write its last checkpoint and end, seconds."""
 
-    @property
-    def device_type(self) -> str:
-        """Return what `device` means on this machine: `cpu` or `cuda`."""
-        return device_type(self.device)
-
-
-def runs_in_half(dtype: str, device: str) -> bool:
-    """Return whether `trainer.dtype` means bfloat16 on a device of this type."""
-    return dtype == "bfloat16" or (dtype == "auto" and device == "cuda")
-
-
-AggMode = Literal["token_mean", "sequence_mean", "rollout_mean", "constant"]
-
-
-@dataclass
-class PolicyLossConfig:
-    """Options of all rl losses of prl. `prl.losses.policy.PolicyTokens` has the formulas."""
-
-    has_ratio: ClassVar[bool] = True
-    """Whether the loss has a ratio to the sampler of its own."""
-    _partial_: bool = True
-    entropy_coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
-    """Entropy bonus: subtract this times the mean entropy of the policy at rl tokens, in nats, from the loss. 0 =
-    off."""
-    entropy_target: Annotated[float, Gt(0), Le(1e6)] | None = None
-    """Target of the mean entropy at the rl tokens of this loss (`entropy_rl/<env, all>`), nats. After a step below it
-    `entropy_coef` grows by `entropy_step`; after a step above it `entropy_coef` shrinks and is not applied. null =
-    `entropy_coef` is constant."""
-    entropy_step: Annotated[float, Gt(0), Le(1e6)] = 0.005
-    """Change of `entropy_coef` after a step, only for `entropy_target`."""
-    agg_mode: AggMode = "token_mean"
-    """Mean over tokens, over sequences (samples), over rollouts, or the sum divided by `constant_length` times the
-    number of sequences, which does not depend on lengths."""
-    constant_length: Annotated[int, Ge(1)] | None = None
-    """Tokens, only for `agg_mode=constant`, e.g. the longest completion."""
-    proximal: bool = False
-    """Take ratios to the trainer's logprobs before the first update on a batch, not to the sampler's (decoupled PPO,
-    arXiv 2505.24298); for several updates on a batch. `correction` weighs the ratio between the two."""
-    correction: Literal["none", "tis", "icepop", "sequence"] = "none"
-    """Correction of the mismatch of trainer and sampler, by their ratio rho: truncated importance sampling (tis)
-    multiplies advantages by rho, at most `correction_cap`; icepop masks tokens, and sequence masks sequences (by their
-    geometric mean), outside `correction_low` and `correction_high`."""
-    correction_cap: Annotated[float, Gt(0), Le(1e30)] = 2.0
-    """Largest rho, for `tis`."""
-    correction_low: Annotated[float, Ge(0), Le(1)] = 0.5
-    """Smallest rho that trains, for `icepop` and `sequence`."""
-    correction_high: Annotated[float, Ge(1), Le(1e30)] = 5.0
-    """Largest rho that trains, for `icepop` and `sequence`."""
-
-
-CUTS = ("icepop", "sequence")
-"""Corrections that leave tokens out."""
-
-
-def check_policy_loss(where: str, options: Mapping[str, Any], *, several_updates: bool, has_ratio: bool) -> None:
-    """Raise ConfigError for options of an rl loss that contradict each other or the number of updates on a batch.
-
-    Args:
-        where: the config key of the loss.
-        options: its options, also those of a function of the user's own.
-        several_updates: whether a batch has more than one.
-        has_ratio: whether the loss has a ratio to the sampler of its own.
-    """
-    if options.get("proximal") and not several_updates:
-        raise ConfigError(
-            f"{where}.proximal=true: with one update on a batch the ratio to the logprobs before it is always 1; set "
-            "trainer.updates_per_batch or trainer.epochs above 1, or leave it out"
-        )
-    read_by = {"correction_cap": ("tis",), "correction_low": CUTS, "correction_high": CUTS}
-    for name, corrections in read_by.items():
-        unread = name in options and options.get("correction", "none") not in corrections
-        if unread and options[name] != getattr(PolicyLossConfig, name):
-            raise ConfigError(f"{where}.{name} is given, but only correction={' or '.join(corrections)} reads it")
-    if options.get("correction") == "tis" and has_ratio and not options.get("proximal"):
-        raise ConfigError(
-            f"{where}.correction=tis: the loss has a ratio to the sampler itself, which would count twice; choose "
-            f"loss=reinforce, {where}.proximal=true, or {where}.correction=icepop, which only leaves tokens out"
-        )
-    mode, length = options.get("agg_mode"), options.get("constant_length")
-    if mode == "constant" and length is None:
-        raise ConfigError(f"{where}.agg_mode=constant needs {where}.constant_length=<tokens>")
-    if mode not in (None, "constant") and length is not None:
-        raise ConfigError(
-            f"{where}.constant_length={length}: {where}.agg_mode={mode} reads none; set agg_mode=constant"
-        )
-
-
-@dataclass
-class DefaultLossConfig(PolicyLossConfig):
-    """DPPO-masked policy gradient with a squared-log-ratio regulariser."""
-
-    _target_: str = "prl.losses.default_loss"
-    dppo_mask_low: Annotated[float, Ge(0)] = 0.2
-    """Drop tokens with A <= 0 whose probability fell by more than this since sampling."""
-    dppo_mask_high: Annotated[float, Ge(0)] = 0.2
-    """Drop tokens with A > 0 whose probability rose by more than this since sampling."""
-    adv_tau: Annotated[float, Ge(-1e6), Le(1e6)] = 1.0
-    """Scale of the policy-gradient term, for which gradients must stay finite; 0 = only the regulariser."""
-    kl_tau: Annotated[float, Ge(0), Le(1e6)] = 1e-3
-    """Scale of the regulariser."""
-    delta: Annotated[float, Gt(0), Le(1e30)] | None = 8.0
-    """Upper clamp of the importance ratio in the policy-gradient term, without gradient above it. Without it the ratio
-    of a rare token with A <= 0 has no bound, because the mask does not drop it. null = none."""
-
-
-@dataclass
-class AIPOLossConfig(PolicyLossConfig):
-    """Importance-weighted policy gradient with a one-sided clip (arXiv 2505.24034)."""
-
-    _target_: str = "prl.losses.aipo_loss"
-    delta: Annotated[float, Gt(0), Le(1e30)] = 8.0
-    """Upper clamp of the importance ratio."""
-
-
-@dataclass
-class GSPOLossConfig(PolicyLossConfig):
-    """Policy gradient with one clipped importance ratio for each sequence (arXiv 2507.18071).
-
-    The defaults are the paper's, for long completions; of short ones, more are clipped.
-    """
-
-    _target_: str = "prl.losses.gspo_loss"
-    clip_ratio_low: Annotated[float, Ge(0), Lt(1)] = 3e-4
-    """A sequence with A < 0 has no gradient if its ratio is below 1 minus this."""
-    clip_ratio_high: Annotated[float, Ge(0), Le(1e30)] = 4e-4
-    """A sequence with A > 0 has no gradient if its ratio is above 1 plus this."""
-    agg_mode: AggMode = "sequence_mean"
-    """As in the other losses."""
-
-
-@dataclass
-class PPOLossConfig(PolicyLossConfig):
-    """PPO's clipped policy gradient (arXiv 1707.06347), with clip-higher and dual clip."""
-
-    _target_: str = "prl.losses.ppo_loss"
-    clip_low: Annotated[float, Ge(0), Le(1)] = 0.2
-    """PPO clip for A < 0: a token has no gradient if its ratio is below 1 minus this."""
-    clip_high: Annotated[float, Ge(0), Le(1e30)] = 0.2
-    """PPO clip for A > 0: a token has no gradient if its ratio is above 1 plus this; DAPO has 0.28 (arXiv
-    2503.14476)."""
-    dual_clip: Annotated[float, Gt(1), Le(1e30)] | None = None
-    """A token with A < 0 has no gradient if its ratio is above this, e.g. 3 (arXiv 1912.09729). null = none."""
-
-
-@dataclass
-class CISPOLossConfig(PolicyLossConfig):
-    """Policy gradient weighted by a clipped ratio; clipped tokens keep their gradient (arXiv 2506.13585)."""
-
-    _target_: str = "prl.losses.cispo_loss"
-    clip_high: Annotated[float, Ge(1), Le(1e30)] = 5.0
-    """Largest weight (an upper bound of the ratio itself)."""
-    clip_low: Annotated[float, Ge(0), Le(1)] | None = None
-    """Smallest weight. null = none."""
-
-
-@dataclass
-class IPOLossConfig(PolicyLossConfig):
-    """Policy gradient without tokens whose probability moved far, whatever their advantage."""
-
-    _target_: str = "prl.losses.ipo_loss"
-    eps: Annotated[float, Ge(0)] = 0.3
-    """Drop tokens whose probability changed by more than this since sampling."""
-    kl_tau: Annotated[float, Ge(0), Le(1e6)] = 0.0
-    """Scale of the squared-log-ratio regulariser, which also applies to dropped tokens."""
-    delta: Annotated[float, Gt(0), Le(1e30)] | None = 8.0
-    """Upper clamp of the importance ratio, as in the default loss. null = none."""
-
-
-@dataclass
-class ReinforceLossConfig(PolicyLossConfig):
-    """REINFORCE, without a ratio; correction=tis makes it truncated importance sampling."""
-
-    _target_: str = "prl.losses.reinforce_loss"
-    has_ratio = False
-
-
-LOSSES: list[Any] = PolicyLossConfig.__subclasses__()
-"""The options of prl's own rl losses."""
-
-
-@dataclass
-class CustomLossConfig:
-    """A function of your own, `fn(inputs: LossInputs, **options) -> LossOutputs`, called once per sequence.
-
-    Further keys are its keyword arguments: +loss.clip_eps=0.1.
-    """
-
-    _target_: str = MISSING
-    """Its Python path."""
-    _partial_: bool = True
-
 
 @dataclass
 class FileTransportConfig:
     """Batches and weights as files of the run directory, which all processes of the run must see."""
 
     _target_: str = "prl.transport.files.FileTransport"
+    _partial_: bool = True
 
 
 @dataclass
@@ -344,3 +183,4 @@ class RayTransportConfig:
     """With launcher=ray: batches as calls, weights from node to node, into memory there. No folder in common."""
 
     _target_: str = "prl.transport.ray.RayTransport"
+    _partial_: bool = True

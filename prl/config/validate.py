@@ -11,9 +11,8 @@ from typing import Any
 
 from prl.base.errors import ConfigError
 from prl.base.masking import HIDDEN
-from prl.config import gpus
-from prl.config.build import check_node, check_values, located, plain
-from prl.config.hardware import MachineConfig, check_ranks
+from prl.config.build import check_node, located, plain
+from prl.config.hardware import BYTES_PER_PARAMETER, GIB, Machine, MachineConfig, parameters_of
 from prl.config.model_folder import check_model
 from prl.config.model_reference import FrozenModelConfig, check_reference, check_url
 from prl.config.schema import EnvConfig, LoraConfig, ModelConfig, TrainConfig
@@ -24,17 +23,19 @@ THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 """Hosts that only the machine itself reaches."""
 
 
-def validate(config: TrainConfig) -> None:
-    """Raise ConfigError naming the first key that is out of range or does not fit the others."""
-    check_components(config)
-    check_values(config)
+def validate(config: TrainConfig, machine: Machine) -> None:
+    """Raise ConfigError naming the first key that is out of range or does not fit the others, or the machine."""
+    for name in COMPONENTS:  # an option that none of the groups has, as `loss=nonsense`, is no node
+        check_node(getattr(config, name), name)
+    for name in ("optim", "schedule"):
+        check_node(getattr(config.trainer, name), f"trainer.{name}")
     refuse_masked(plain(config))
-    if config.machine != MachineConfig() and not config.dry_run and not places_processes(config):
+    if config.machine != MachineConfig() and not config.dry_run and not places_processes(config.launcher):
         raise ConfigError("machine describes a cluster, or the machine of a dry run: add dry_run=true, or leave it out")
     check_run_name(config.run.name)
     if not config.run.dir.strip() or not config.run.dir.isprintable():
         raise ConfigError(f"run.dir={config.run.dir!r} is no directory's path: leave it out for outputs/<run.name>")
-    check_device(config.trainer.device, "trainer.device")
+    machine.check_device(config.trainer.device, "trainer.device")
     config.orchestrator.check("orchestrator")
     validate_envs(config)
     seq_len, longest = config.trainer.seq_len, config.model.max_model_len
@@ -42,25 +43,25 @@ def validate(config: TrainConfig) -> None:
         warnings.warn(f"trainer.seq_len={seq_len} cuts samples: model.max_model_len={longest}", stacklevel=2)
     if config.model.lora.rank is None and config.model.lora != LoraConfig():
         raise ConfigError("model.lora.rank has no value, and model.lora describes adapters: give it one")
-    validate_server(config.model, config.engine, weights=not config.dry_run)
-    validate_teacher(config)
-    if config.trainer.device_type == "cpu":
-        check_ranks(config.trainer, config.model)
+    validate_server(config.model, config.engine, machine, weights=not config.dry_run)
+    validate_teacher(config, machine)
+    if machine.device_of(config.trainer.device) == "cpu":
+        check_ranks(config.trainer, config.model, machine)
 
 
-def places_processes(config: Any) -> bool:
-    """Return whether the launcher chooses machines and GPUs by itself: they may be others than this one."""
-    return bool(getattr(located(config.launcher, "launcher"), "places_processes", False))
+def places_processes(launcher: Any) -> bool:
+    """Return whether a launcher's node chooses machines and GPUs by itself: they may be others than this one."""
+    return bool(getattr(located(launcher, "launcher"), "places_processes", False))
 
 
-def check_components(config: TrainConfig) -> None:
-    """Raise ConfigError for the node of a component that is none, as `loss=nonsense` makes it."""
-    for name in COMPONENTS:
-        check_node(getattr(config, name), name)
-    for name in ("optim", "schedule"):
-        check_node(getattr(config.trainer, name), f"trainer.{name}")
-    if getattr(config.teacher, "model", None) is not None:
-        check_node(config.teacher.engine, "teacher.engine")
+def check_ranks(trainer: Any, model: ModelConfig, machine: Machine) -> None:
+    """Raise ConfigError for trainer ranks whose weights and gradients no memory of a machine without a GPU holds."""
+    ranks = trainer.num_processes
+    copies = 1 if trainer.shard_size is None else ranks / trainer.shard_size
+    needed = copies * (parameters_of(model) or 0) * BYTES_PER_PARAMETER / GIB
+    machine.check_memory(
+        needed, f"trainer.num_processes={ranks} with the weights and gradients of model.path={model.path!r}"
+    )
 
 
 def refuse_masked(node: Any, where: str = "") -> None:
@@ -82,9 +83,11 @@ def check_run_name(name: str) -> None:
         raise ConfigError(f"run.name={name[:80]!r} must be one directory's name; run.dir takes a whole path")
 
 
-def validate_server(model: ModelConfig, engine: Any, prefix: str = "", *, weights: bool = True) -> None:
+def validate_server(
+    model: ModelConfig, engine: Any, machine: Machine, prefix: str = "", *, weights: bool = True
+) -> None:
     """Two nodes under `prefix` of checked bounds; `weights`: the model must have them."""
-    check_device(engine.device, f"{prefix}engine.device")
+    machine.check_device(engine.device, f"{prefix}engine.device")
     check_model(model.path, f"{prefix}model.path", weights=weights)
     if engine.in_process:
         return
@@ -92,18 +95,19 @@ def validate_server(model: ModelConfig, engine: Any, prefix: str = "", *, weight
         check_url(url, f"{prefix}engine.urls", "http://127.0.0.1:8000")
     if engine.urls:
         return
-    located(plain(engine), f"{prefix}engine").check(engine, prefix)
+    located(plain(engine), f"{prefix}engine").check(engine, prefix, machine)
     if engine.host not in THIS_MACHINE:
         warnings.warn(f"{prefix}engine.host={engine.host}: the engine listens beyond this machine", stacklevel=3)
 
 
-def validate_teacher(config: TrainConfig) -> None:
+def validate_teacher(config: TrainConfig, machine: Machine) -> None:
     """A teacher is either hosted by the launcher, or served elsewhere: then it has a name and an address, if needed."""
     teacher = config.teacher
     if teacher.model is not None:
+        check_node(teacher.engine, "teacher.engine")
         if teacher.base_url is not None:
             raise ConfigError(f"teacher.base_url={teacher.base_url}: teacher=local has one: choose teacher=endpoint")
-        validate_server(teacher.model, teacher.engine, "teacher.", weights=not config.dry_run)
+        validate_server(teacher.model, teacher.engine, machine, "teacher.", weights=not config.dry_run)
     elif not (teacher.name and teacher.base_url):
         missing = "base_url" if teacher.name else "name"
         for env in config.envs:
@@ -134,7 +138,7 @@ def validate_envs(config: TrainConfig) -> None:
         key, group_size = config.group_size_of(name)
         if batch_size is not None and batch_size % group_size:
             raise ConfigError(f"orchestrator.batch_size={batch_size} must be divisible by {key}={group_size}")
-        if env.workers.where == "ray" and not places_processes(config):
+        if env.workers.where == "ray" and not places_processes(config.launcher):
             raise ConfigError(f"envs.{name}.workers.where=ray: choose launcher=ray as well, or where=local")
         if env.workers.where == "ray" and env.in_process:
             raise ConfigError(f"envs.{name}.workers.where=ray: its in_process=true keeps graders in this process")
@@ -157,9 +161,3 @@ def check_env_name(name: str) -> None:
     """Refuse a name that metrics or files cannot carry."""
     if name == "all" or not re.fullmatch(r"[\w.-]+", name):
         raise ConfigError(f"envs: {name!r} cannot name an env: use letters, digits and _.-, and not 'all'")
-
-
-def check_device(device: str, key: str) -> None:
-    """Refuse a device that this machine does not have."""
-    if device == "cuda" and not gpus.has_gpu():
-        raise ConfigError(f"{key}=cuda: {gpus.lacks_gpu()}")

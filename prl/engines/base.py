@@ -16,6 +16,7 @@ from annotated_types import Ge, Le
 from prl.config.build import Seconds, class_of
 from prl.config.environment import model_environment
 from prl.config.gpus import Gpus, visible_devices
+from prl.config.hardware import Machine
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.model_shape import NUMBER_BYTES, ModelShape
 from prl.config.schema import EngineConfig, ModelConfig
@@ -54,7 +55,6 @@ class InProcessConfig(EngineConfig):
     servers: ClassVar[int] = 0
     urls: ClassVar[Sequence[str]] = ()
     port: ClassVar[None] = None
-    restarts: ClassVar[int] = 0
     startup_timeout_s: ClassVar[float] = 600.0
 
 
@@ -81,7 +81,7 @@ class EngineSpec:
     threads: int = 1
     """Threads that it computes with on the CPU."""
     gpus: Gpus = ()
-    """Those that it sees."""
+    """The GPUs that it sees; none on a CPU, or where the launcher chooses."""
     evaluation_yields: bool = False
     """Whether requests of a lower priority come first, so that those of an evaluation beside training come last."""
     weight_transfer: str = "prl"
@@ -103,7 +103,7 @@ class EngineMemory:
     """Tokens that its KV cache has room for; None where it has no cache of a fixed size."""
 
 
-Serve = Callable[[EngineSpec], list[str]]
+Serve = Callable[[], list[str]]
 """Starts the servers of a model, each where it belongs, and returns their URLs before they are ready."""
 Connect = Callable[[FrozenModelConfig], "ReferencePool"]
 """Makes a client of a frozen model that is run, for a reference to it."""
@@ -121,23 +121,30 @@ class Engine(ABC):
     has_priorities: ClassVar[bool] = False
     """Whether its servers can be asked to answer requests by their priority (`EngineSpec.evaluation_yields`)."""
 
+    def __init__(self, **options: Any):
+        """`options` are the fields of `Config`."""
+        self.config = self.Config(**options)
+
     @classmethod  # noqa: B027
-    def check(cls, config: Any, prefix: str) -> None:
+    def check(cls, config: Any, prefix: str, machine: Machine) -> None:
         """Raise ConfigError for options that do not go together. Their types and bounds were looked at.
 
         Args:
             config: The options.
-            prefix: Of the keys of the engine, "" or "teacher.".
+            prefix: The beginning of the engine's keys, "" or "teacher.".
+            machine: The machine that it computes on.
         """
 
     @classmethod
-    def fault_of(cls, config: Any, model_type: str) -> str | None:
-        """Return what the engine does wrong with a kind of model (`model_type` of transformers); None if nothing."""
+    def fault_of(cls, model_type: str, device: str) -> str | None:
+        """Return what the engine does wrong with a kind of model (`model_type` of transformers) on a device, `cpu` or
+        `cuda`; None if nothing."""
         return None
 
     @classmethod
-    def lacks(cls, config: Any) -> str | None:
-        """Return what is not installed on this machine that it takes, and how to get it; None if nothing."""
+    def lacks(cls, device: str) -> str | None:
+        """Return what is not installed on this machine that it takes on a device, and how to get it; None if
+        nothing."""
         return None
 
     @classmethod
@@ -203,11 +210,11 @@ class ServerEngine(Engine):
         restarted = spec.config.restarts and not spec.config.urls
         restart_s = spec.config.startup_timeout_s if restarted else 0.0
         shared = bool(spec.config.urls)
-        return InferencePool(serve(spec), spec.served_name, spec.token, shared=shared, restart_s=restart_s)
+        return InferencePool(serve(), spec.served_name, spec.token, shared=shared, restart_s=restart_s)
 
     @classmethod
     def frozen(cls, spec: EngineSpec, serve: Serve) -> Connect:
         from prl.engines.frozen import FrozenPool
 
-        urls = [f"{url}/v1" for url in serve(spec)]
+        urls = [f"{url}/v1" for url in serve()]
         return lambda reference: FrozenPool(replace(reference, base_url=urls, api_key_var=None), spec.token)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 OF_TOKENS = ("stop_token_ids", "skip_special_tokens")
 """Sampling parameters that mean something to a server which exchanges token ids, and to no other."""
 ENDED = {"stop": "stop", "tool_calls": "stop", "function_call": "stop", "length": "length", None: None}
-"""How a chat endpoint says that a reply ended -> how vLLM says it."""
+"""The `finish_reason` of a chat endpoint -> the one of prl's servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class MessageSource(ABC):
 
     @abstractmethod
     async def answer(self, dialogue: Dialogue, sampling: dict[str, Any], *, n: int) -> list[Answer]:
-        """Return `n` answers; `sampling` holds vLLM's sampling parameters. Raises EngineError where there is none."""
+        """Return `n` answers; `sampling` is as in `prl.engines.protocol`. Raises EngineError where there is none."""
 
 
 class ChatSource(MessageSource):

@@ -54,7 +54,7 @@ class ModelPool(ABC):
 
         Args:
             prompt_ids: The prompt `[tokens]`.
-            sampling: vLLM's sampling parameters.
+            sampling: The sampling parameters, by the names of `prl.engines.protocol`.
             n: Number of continuations; that number i has the seed `sampling["seed"] + i`.
             prefix: Name of what the prompt begins with; None = nothing that another request has in common with it.
         """
@@ -185,7 +185,7 @@ class InferencePool(PolicyPool):
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
     ) -> list[Completion]:
-        # vLLM searches for stop strings in the text, which it makes only when asked to detokenise.
+        # A server searches for stop strings in the text, which it makes only when asked to detokenise.
         sampling = {**sampling, "n": n, "detokenize": bool(sampling.get("stop"))}
         priority = sampling.pop("priority", 0)
 

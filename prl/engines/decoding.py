@@ -15,7 +15,7 @@ Decode = Callable[..., str]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """`n` continuations of one prompt. The fields are those of vLLM's sampling parameters that leave all tokens in."""
+    """`n` continuations of one prompt. The fields are those sampling parameters of servers that leave all tokens in."""
 
     prompt_ids: list[int]
     n: int = 1
@@ -92,7 +92,7 @@ def sample(
 
 
 def continuations_of(request: Request) -> list[Continuation]:
-    """The continuations of a request, each with random numbers from a seed of its own, as vLLM counts them."""
+    """The continuations of a request, each with random numbers from a seed of its own, as servers count them."""
     result = []
     for number in range(request.n):
         generator = torch.Generator().manual_seed(request.seed + number)

@@ -4,6 +4,7 @@ vLLM's `/v1/completions` takes and returns token ids; any other is asked for mes
 """
 
 import asyncio
+import functools
 import logging
 import os
 import time
@@ -111,7 +112,9 @@ class FrozenPool(ReferencePool):
         if self._by_prl is None:
             self._by_prl = asyncio.create_task(self._has_prls_route())
         if await asyncio.shield(self._by_prl):
-            return await self._score_by_prl(token_ids, top_k)
+            asked = {"token_ids": token_ids, "sampling": scoring(top_k)}
+            read_prls = functools.partial(replies.read_scored, token_ids=token_ids, top_k=top_k)
+            return await self._ask(GENERATE, asked, read_prls, timeout_s=self.timeout_s)
         body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
 
         def read(reply: dict[str, Any]) -> Scored:
@@ -131,13 +134,6 @@ class FrozenPool(ReferencePool):
         asked = [self.http.request("POST", url, GENERATE, body, timeout_s=ROUTE_S) for url in self.urls]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return all(isinstance(answer, dict) and "prompt_logprobs" in answer for answer in answers)
-
-    async def _score_by_prl(self, token_ids: list[int], top_k: int) -> Scored:
-        def read(reply: dict[str, Any]) -> Scored:
-            return replies.read_scored(reply, token_ids, top_k)
-
-        body = {"token_ids": token_ids, "sampling": scoring(top_k)}
-        return await self._ask(GENERATE, body, read, timeout_s=self.timeout_s)
 
     async def chat(self, body: dict[str, Any], read: Callable[[dict[str, Any]], Read], *, waits: bool = False) -> Read:
         """Return what `read` makes of the reply of `/v1/chat/completions` to `body`.

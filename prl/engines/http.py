@@ -16,7 +16,7 @@ from prl.engines.replies import reading
 from prl.engines.servers import Router, Server, Traffic
 
 KEEP_ALIVE_S = 2.0
-"""Idle connections are closed after this long: servers close them too (vLLM after 5 s), and a request sent just then is
+"""Idle connections are closed after this long: servers close them too, after 5 s, and a request sent just then is
 lost."""
 CONNECT_S = 30.0
 REQUEST_S = 3600.0
@@ -26,9 +26,9 @@ PROBE_S = 5.0
 PAUSE_S = 0.1
 """Time between two looks at whether a server is ready, seconds."""
 ENDING = ("shutting down", "after shutdown")
-"""In what vLLM answers once it has been asked to end; it may take ten seconds more, and say that it is well."""
+"""Words of a server's answer once it has been asked to end; it may take ten seconds more, and say that it is well."""
 ENGINE_DEAD = "EngineCore encountered an issue"
-"""In what vLLM answers once its engine core has died, until it ends itself."""
+"""Words of a server's answer once its engine core has died, until it ends itself."""
 SHORTEST_SECRET = 8
 """Characters of a token that an error does not repeat; a shorter one is in words."""
 

@@ -61,7 +61,7 @@ def choices_of(reply: dict[str, Any], n: int) -> list[dict[str, Any]]:
 
 
 def own_logprobs(rows: Any, token_ids: list[int]) -> list[Any]:
-    """The logprob of each token of a prompt `[tokens]` by its id, from vLLM's rows of {token id: {logprob}}.
+    """The logprob of each token of a prompt `[tokens]` by its id, from a server's rows of {token id: {logprob}}.
 
     None where there is none.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prl.engines.replies import Completion
 
 MIN_TEMPERATURE = 0.01
-"""vLLM raises temperatures between 0 and this one to it."""
+"""Servers raise temperatures between 0 and this one to it."""
 
 NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """The values that leave the model's distribution as it is; a request names only settings that differ."""
@@ -83,13 +83,13 @@ class Sampler(SamplingConfig):
         return self.pool.version
 
     def parameters(self, key: str) -> dict[str, Any]:
-        """vLLM's sampling parameters of the request that `key` names, its seed among them."""
+        """The sampling parameters (`prl.engines.protocol`) of the request that `key` names, its seed among them."""
         seed = self.run_seed if self.seed is None else self.seed
         result: dict[str, Any] = {"temperature": self.temperature, "seed": derive_seed(seed, key)}
         if self.max_tokens is not None:
             result["max_tokens"] = self.max_tokens
         result |= {name: getattr(self, name) for name, neutral in NEUTRAL.items() if getattr(self, name) != neutral}
-        if self.stop:  # they may name special tokens, which vLLM would else leave out of the text it searches
+        if self.stop:  # they may name special tokens, which a server would else leave out of the text it searches
             result |= {"stop": list(self.stop), "skip_special_tokens": False}
         return result
 
@@ -129,7 +129,7 @@ class Sampler(SamplingConfig):
             )
         sampling = self.parameters(key) | {"stop_token_ids": self.renderer.get_stop_token_ids()}
         sampling["max_tokens"] = min(room, self.max_tokens or room)
-        # Greedy continuations of one prompt are all the same, and vLLM refuses to make several.
+        # Greedy continuations of one prompt are all the same, and a server refuses to make several.
         distinct = 1 if self.temperature == 0 else n
         if isinstance(self.pool, MessageSource):
             if dialogue is None:

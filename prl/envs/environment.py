@@ -182,14 +182,11 @@ class Environment:
         """Wait until the frozen models of the env answer. Raises DeadlinePassed, naming the one that does not."""
         await run_all(model.wait_ready() for model in self.models.values())
 
-    async def _close_models(self) -> None:
-        await run_all(model.close() for model in self.models.values())
-
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncGenerator[None, None]:
         """Hold open what episodes need: the servers of verifiers' harness, or what an in-process env starts."""
         async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(self._close_models)
+            stack.push_async_callback(lambda: run_all(model.close() for model in self.models.values()))
             await self.wait_for_models()
             if self.workers is not None:
                 await stack.enter_async_context(self.workers.serving())

@@ -215,6 +215,6 @@ class EpisodeError(Exception):
     def __init__(self, recorded: vf.Error | None, stop_condition: str | None = None):
         super().__init__(f"{recorded.type}: {recorded.message}" if recorded else f"stopped: {stop_condition}")
         name, status = (recorded.type, recorded.status_code) if recorded else ("", None)
-        if name == "ProviderError" and status == 400:  # vLLM's reply to a prompt without room for an answer
+        if name == "ProviderError" and status == 400:  # a server's reply to a prompt without room for an answer
             name = "OverlongPrompt"
         self.kind = ERROR_KINDS.get(name, "timeout" if "Timeout" in name else "env")

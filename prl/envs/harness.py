@@ -88,7 +88,7 @@ def load_harness_env(taskset: str, args: dict[str, Any], where: str, reason: str
 
 
 def harness_context(sampler: Sampler, key: str) -> vf.ModelContext:
-    """Describe the sampler's model to verifiers' client, which needs a server with vLLM's `/inference/v1/generate`.
+    """Describe the sampler's model to verifiers' client, which needs a server with `/inference/v1/generate`.
 
     Cache entries of the policy carry the version that the episode starts from.
 
@@ -100,7 +100,7 @@ def harness_context(sampler: Sampler, key: str) -> vf.ModelContext:
     if isinstance(pool, MessageSource):
         raise ConfigError(
             f"{pool.model} answers with messages, and this env is played by verifiers' harness, which exchanges token "
-            "ids: sample from the policy, or from a vLLM server of the policy's tokenizer (python -m prl.serve)"
+            "ids: sample from the policy, or from a server of the policy's tokenizer (python -m prl.serve)"
         )
     if pool.http is None:
         raise ConfigError(

@@ -1,37 +1,37 @@
-"""From a config to the live objects of a run: build components, prepare what can be refused, start servers, assemble.
+"""From a config and its plan to the live objects of a run: read what can be refused, start servers, assemble.
 
-components = build_components(config)                                    an object for each node (components.py)
-prepared = prepare(config, components)                                   tokenizer, tasks, renderers
-supervisor = supervise(prepared, track)                                  watches their processes
-services = await start_services(prepared, supervisor, transport, run_dir)  engine, trainer, teacher, all of them ready
-orchestrator = assemble(prepared, services, transport, run_dir)
+components = build_components(config)                                      an object for each node (components.py)
+prepared = read_tasks(config, plan, components)                            tokenizer, tasks, renderers
+supervisor = supervise(prepared, launcher, track)                          watches the processes
+services = await start_services(prepared, supervisor, transport)           engine, trainer, teacher, all of them ready
+orchestrator = assemble(prepared, services, transport)
 """
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from renderers.base import Renderer
 
 from prl.base.errors import ConfigError
-from prl.config.build import class_of
 from prl.config.model_folder import embedding_rows
 from prl.config.model_reference import FrozenModelConfig
-from prl.config.schema import ModelConfig, TrainConfig
-from prl.config.trainer import runs_in_half
-from prl.engines.base import Connect, Engine
+from prl.config.schema import TrainConfig
+from prl.engines.base import Connect
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.frozen import clients_of
 from prl.engines.sampler import Sampler
 from prl.engines.servers import tracks_of
 from prl.engines.tokenizers import TokenizerProbe, load_tokenizer
 from prl.envs.environment import Environment
-from prl.launch import specs
-from prl.launch.checks import check_engines, check_loadable, check_rows
+from prl.envs.workers import Place
+from prl.launch.checks import check_loadable, check_rows
 from prl.launch.components import RunComponents, check_vocabulary, make_renderers, show_tasks
-from prl.launch.local import resolve_model
-from prl.launch.prompts import check_demonstrations, check_graded, check_lengths, check_shown, rendered_prompts
+from prl.launch.launcher import Launcher
+from prl.launch.plan import TEACHER, ModelPlan, RunPlan, TrainerSpec
+from prl.launch.prompts import check_lengths, check_trained, rendered_prompts
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
@@ -40,25 +40,25 @@ from prl.transport.events import TRAINER, Track
 from prl.transport.files import FileTransport
 
 
-@dataclass
+@dataclass(frozen=True)
 class PreparedRun:
-    """Everything of a run that can be refused, made before anything is started."""
+    """Everything of a run that can be refused, made before anything but its engines is started."""
 
     config: TrainConfig
+    plan: RunPlan
     components: RunComponents
     environments: dict[str, Environment]
     renderers: dict[str, Renderer]
-    """By env."""
-    model: ModelConfig
-    """The policy, with its path and number format resolved for this machine."""
-    token: str
-    """What every server of the run wants to be shown."""
+    """The renderer of each env."""
     probe: TokenizerProbe
     """Of the policy's tokenizer."""
-    urls: Sequence[str] = ()
-    """Of the policy's engines, where they were started early."""
     resume: ResumePoint | None = None
     """Where the run goes on from; None for a new one."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory."""
+        return self.plan.trainer.run_dir
 
     @property
     def first_version(self) -> int:
@@ -85,50 +85,56 @@ class Services:
 # --- prepare ----------------------------------------------------------------------------------------------------------
 
 
-def prepare(config: TrainConfig, components: RunComponents, token: str | None = None) -> PreparedRun:
+def read_tasks(
+    config: TrainConfig,
+    plan: RunPlan,
+    components: RunComponents,
+    place_of_worker: Place | None = None,
+    resume: ResumePoint | None = None,
+) -> PreparedRun:
     """Load tokenizer and tasks, and check them with the components of the config. Raises ConfigError.
 
-    `token` is the one that engines were started with; None = a new one.
+    Args:
+        config: The run's config.
+        plan: The processes of the run.
+        components: The objects of the config's nodes.
+        place_of_worker: Returns where Ray starts an env's worker (`Launcher.place_of_worker`).
+        resume: Where the run goes on from.
     """
-    check_engines(config, components.launcher, hosted=bool(components.hosted))
-    rows = check_loadable(config.model, "model.", config.engine, trained=True)
+    rows = check_loadable(config.model, plan.policy, "model.", trained=True)
     tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
     hosted = config.teacher.model
-    if components.hosted and hosted is not None:
-        check_loadable(hosted, "teacher.model.", config.teacher.engine, trained=False)
+    if plan.teacher is not None and hosted is not None:
+        check_loadable(hosted, plan.teacher, "teacher.model.", trained=False)
         teacher = load_tokenizer(hosted.path, "teacher.model.path", hosted.trust_remote_code)
         check_vocabulary(tokenizer, teacher, config, components)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
-    played = not config.dry_run
-    class_of(config.engine, Engine, "engine")
-    place = components.launcher.place_of_worker
     environments = {
-        name: Environment(name, env, eval_tasks=count, played=played, place=place) for name, env in config.envs.items()
+        name: Environment(name, env, eval_tasks=count, played=not plan.is_dry, place=place_of_worker)
+        for name, env in config.envs.items()
     }
-    show_tasks(config, components, environments, vocab_size=len(tokenizer))  # without padding rows of the embedding
+    show_tasks(
+        components,
+        environments,
+        seed=config.seed,
+        max_model_len=config.model.max_model_len,
+        vocab_size=len(tokenizer),  # without padding rows of the embedding
+    )
     renderers = make_renderers(config, tokenizer)
     rendered: list[list[int]] = []
     for name, environment in environments.items():
         environment.check_renderer(renderers[name])
-        if environment.uses_harness and config.engine.in_process:
+        if environment.uses_harness and not plan.policy.is_server:
             raise ConfigError(f"env {name!r} is played by verifiers' harness, over HTTP: it needs engine=default")
-        prompts = rendered_prompts(environment, renderers[name], config.node_of(name, "renderer")[0])
-        check_lengths(config, name, prompts)
+        prompts = rendered_prompts(environment, renderers[name], components.keys[name]["renderer"])
+        check_lengths(config.model.max_model_len, config.trainer.seq_len, name, prompts)
         rendered += prompts
         if environment.config.weight > 0:
-            check_graded(components.envs[name].algorithm, environment)
-            check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
-            check_shown(config, components.envs[name].algorithm, environment)
+            algorithm, size = components.envs[name].algorithm, config.group_size_of(name)
+            check_trained(components.keys[name], size, algorithm, environment, renderers[name])
     check_rows(config.model.path, rows, tokenizer, rendered)
-    return PreparedRun(
-        config=config,
-        components=components,
-        environments=environments,
-        renderers=renderers,
-        model=resolve_model(config.model, config.engine.device_type),
-        token=token or specs.run_token(config),
-        probe=TokenizerProbe.of(tokenizer, f"the policy ({config.model.path})"),
-    )
+    probe = TokenizerProbe.of(tokenizer, f"the policy ({config.model.path})")
+    return PreparedRun(config, plan, components, environments, renderers, probe, resume)
 
 
 def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
@@ -143,49 +149,36 @@ def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
 # --- start ------------------------------------------------------------------------------------------------------------
 
 
-async def start_services(run: PreparedRun, supervisor: Supervisor, transport: FileTransport, run_dir: Path) -> Services:
+async def start_services(
+    run: PreparedRun, supervisor: Supervisor, transport: FileTransport, started: Sequence[str] = ()
+) -> Services:
     """Start the engine, a hosted teacher and the trainer side by side; return when all are ready.
 
-    On one GPU they start one after the other: vLLM takes what others allocate meanwhile for its own, and stops where
-    they free any. So they do in one process: while transformers loads a model, it changes what torch does everywhere.
+    On one GPU they start one after the other: a server takes what others allocate meanwhile for its own, and stops
+    where they free any. So they do in one process: while transformers loads a model, it changes what torch does
+    everywhere.
+
+    Args:
+        run: The run.
+        supervisor: Watches the processes; its launcher starts them.
+        transport: Where the trainer says that it has loaded the model.
+        started: The addresses of the policy's engines, where they were started early.
     """
-    config, logs, launcher = run.config, run_dir / "logs", supervisor.launcher
-    policy = specs.policy_pool(config, config.model, launcher, run.token, specs.engine_log(run_dir), run.urls)
+    plan = run.plan
+    policy = plan.policy.policy(supervisor.launcher, started)
     services = Services(policy, {}, [])
-    tracks = tracks_of(len(policy.urls))
-
-    async def serve_policy() -> None:
-        with supervisor.awaiting(f"the engine to answer at {', '.join(policy.urls)}", tracks):
-            await policy.wait_ready(config.engine.startup_timeout_s, launcher.ensure_alive)
-
-    async def serve_teacher() -> None:
-        name, timeout_s = config.teacher.name, config.teacher.engine.startup_timeout_s
-        connect = services.hosted[name] = specs.teacher_client(config, launcher, run.token, logs / "teacher.log")
-        teacher = connect(FrozenModelConfig(name=name, timeout_s=config.teacher.timeout_s))
-        services.teachers.append(teacher)
-        with supervisor.awaiting(f"the teacher to answer at {', '.join(teacher.urls)}", [specs.TEACHER]):
-            await teacher.wait_ready(timeout_s, launcher.ensure_alive)
-
-    def loaded() -> bool:
-        return transport.receive_metrics(run.first_version) is not None
-
-    async def load_trainer() -> None:
-        payload = specs.trainer_payload(config, run.model, references=run.components.references)
-        payload |= {"resume": None if run.resume is None else run.resume.payload}
-        payload["ends"] = [token for renderer in run.renderers.values() for token in renderer.get_stop_token_ids()]
-        launcher.start_trainer(specs.trainer(config, run_dir, payload))
-        with supervisor.awaiting("the trainer to load the model", [TRAINER]):
-            await launcher.wait_until(loaded, config.trainer.ready_timeout_s, f"the trainer loaded no {run.model.path}")
-
-    starts = [serve_policy, *[serve_teacher] * bool(run.components.hosted), load_trainer]
+    starts = [partial(_serve_policy, plan.policy, policy, supervisor)]
+    if plan.teacher is not None:
+        starts.append(partial(_serve_teacher, plan.teacher, run.config.teacher.timeout_s, services, supervisor))
+    starts.append(partial(_load_trainer, run, supervisor, transport))
     try:
-        if specs.placement(config).shares_gpu or config.engine.in_process:
+        if plan.shares_gpu or not plan.policy.is_server:
             for start in starts:
                 await start()
         else:
             await asyncio.gather(*(start() for start in starts))
-        if config.engine.urls or config.sweep.share_engine or run.first_version:  # it may hold another run's weights
-            with supervisor.awaiting("the engine to load the weights", tracks):
+        if plan.policy.urls or plan.keeps_engines or run.first_version:  # it may hold another run's weights
+            with supervisor.awaiting("the engine to load the weights", tracks_of(len(policy.urls))):
                 await load_first_weights(run, policy)
     except BaseException:
         await services.close()
@@ -194,50 +187,82 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Fi
     return services
 
 
+async def _serve_policy(plan: ModelPlan, policy: PolicyPool, supervisor: Supervisor) -> None:
+    with supervisor.awaiting(f"the engine to answer at {', '.join(policy.urls)}", tracks_of(len(policy.urls))):
+        await policy.wait_ready(plan.spec.config.startup_timeout_s, supervisor.launcher.ensure_alive)
+
+
+async def _serve_teacher(plan: ModelPlan, timeout_s: float, services: Services, supervisor: Supervisor) -> None:
+    """Start the teacher; `timeout_s` is that of a request."""
+    name = plan.spec.served_name
+    connect = services.hosted[name] = plan.frozen(supervisor.launcher)
+    teacher = connect(FrozenModelConfig(name=name, timeout_s=timeout_s))
+    services.teachers.append(teacher)
+    with supervisor.awaiting(f"the teacher to answer at {', '.join(teacher.urls)}", [TEACHER]):
+        await teacher.wait_ready(plan.spec.config.startup_timeout_s, supervisor.launcher.ensure_alive)
+
+
+async def _load_trainer(run: PreparedRun, supervisor: Supervisor, transport: FileTransport) -> None:
+    """Start the trainer, and wait until it has loaded the model."""
+
+    def loaded() -> bool:
+        return transport.receive_metrics(run.first_version) is not None
+
+    supervisor.launcher.start_trainer(trainer_of(run))
+    with supervisor.awaiting("the trainer to load the model", [TRAINER]):
+        problem = f"the trainer loaded no {run.plan.trainer.model.path}"
+        await supervisor.launcher.wait_until(loaded, run.config.trainer.ready_timeout_s, problem)
+
+
+def trainer_of(run: PreparedRun) -> TrainerSpec:
+    """The trainer of the plan, told what tasks and checkpoint have said."""
+    own = {
+        "references": run.components.references,
+        "resume": None if run.resume is None else run.resume.payload,
+        "ends": [token for renderer in run.renderers.values() for token in renderer.get_stop_token_ids()],
+    }
+    return replace(run.plan.trainer, payload=run.plan.trainer.payload | own)
+
+
 async def load_first_weights(run: PreparedRun, policy: PolicyPool) -> None:
     """Have the engine load the weights that the run begins with."""
     version = run.first_version
-    timeout_s = run.config.engine.update_timeout_s
+    timeout_s = run.plan.policy.spec.config.update_timeout_s
     if version:
-        await run.components.weights.load(policy, version, timeout_s)
+        await run.plan.weights.load(policy, version, timeout_s)
     else:
-        await policy.update_weights(version, run.model.path, timeout_s)
+        await policy.update_weights(version, run.plan.trainer.model.path, timeout_s)
 
 
-def supervise(run: PreparedRun, track: Track) -> Supervisor:
+def supervise(run: PreparedRun, launcher: Launcher, track: Track) -> Supervisor:
     """Return what watches the run's processes, and records in `track` how long they take to start."""
-    config = run.config
-    restarts = specs.restarts_of(config.engine)
-    if run.components.hosted:
-        restarts |= specs.restarts_of(config.teacher.engine, specs.TEACHER)
-    say, timeout_s = run.components.monitors.status, config.engine.startup_timeout_s
-    return Supervisor(run.components.launcher, say, restarts, timeout_s, run_dir=Path(config.run.dir), track=track)
+    say, timeout_s = run.components.monitors.status, run.plan.policy.spec.config.startup_timeout_s
+    return Supervisor(launcher, say, run.plan.restarts, timeout_s, run_dir=run.run_dir, track=track)
 
 
 # --- assemble ---------------------------------------------------------------------------------------------------------
 
 
 def assemble(
-    run: PreparedRun, services: Services, transport: FileTransport, run_dir: Path, track: Track | None = None
+    run: PreparedRun, services: Services, transport: FileTransport, track: Track | None = None
 ) -> Orchestrator:
     """The orchestrator over the run's servers."""
-    trainer = run.config.trainer
     clients = clients_of(services.hosted)
     return run.components.orchestrator(
         batcher=run.components.batcher,
         envs=[train_env(run, name, services.policy, clients) for name in run.config.envs],
         pool=services.policy,
         transport=transport,
-        weights=run.components.weights,
+        weights=run.plan.weights,
         monitors=run.components.monitors,
-        run_dir=run_dir,
-        model=run.model,
+        run_dir=run.run_dir,
+        model=run.plan.trainer.model,
         max_steps=run.config.max_steps,
         seq_len=run.config.trainer.seq_len,
         trainer_ranks=run.config.trainer.num_processes,
         updates_per_batch=run.config.trainer.updates_per_batch,
         update_timeout_s=run.config.engine.update_timeout_s,
-        half=run.model.dtype != "float32" or runs_in_half(trainer.dtype, trainer.device_type),
+        half=run.plan.trainer.model.dtype != "float32" or run.plan.trainer.precision.is_mixed,
         checkpoint=run.config.checkpoint,
         state=None if run.resume is None else run.resume.state,
         track=track,
@@ -249,16 +274,16 @@ def train_env(run: PreparedRun, name: str, policy: PolicyPool, clients: Connect)
     parts, environment, renderer = run.components.envs[name], run.environments[name], run.renderers[name]
     algorithm = parts.algorithm
     algorithm.attach(policy_pool=policy, renderer=renderer, clients=clients, probe=run.probe)
-    after = int(specs.evaluation_yields(run.config))
+    after = int(run.plan.policy.spec.evaluation_yields)
     for sampler, model, priority in ((parts.sampler, algorithm.source(), 0), (parts.eval_sampler, policy, after)):
         sampler.attach(
             pool=model,
             renderer=renderer,
             max_model_len=run.config.model.max_model_len,
             seed=run.config.seed,
-            tokenizer_path=run.model.path,
+            tokenizer_path=run.plan.trainer.model.path,
             reserve=algorithm.reserve(environment.tasks),
-            vocab_size=embedding_rows(run.model.path),
+            vocab_size=embedding_rows(run.plan.trainer.model.path),
             priority=priority,
         )
     asked = Sampler()

@@ -1,6 +1,5 @@
 """Every component of a run, built from the config and checked, and what it has to be given before anything starts."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
@@ -12,27 +11,28 @@ from prl.algorithms.compatibility import hosted_references, validate_algorithm
 from prl.base.errors import ConfigError
 from prl.base.user_code import contained, hook
 from prl.config import trainer as trainer_config
-from prl.config.build import build, factory, function, overridden, read, sampling_of, settings_of
+from prl.config.build import build, maker, overridden, read, sampling_of
 from prl.config.model_reference import POLICY, FrozenModelConfig, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.curriculum.base import Curriculum
 from prl.engines.sampler import Sampler, derive_seed, validate_for_training
 from prl.envs.environment import Environment
-from prl.filters.base import SlotName, build_filters
-from prl.launch.launcher import Launcher
-from prl.launch.specs import launcher_of
+from prl.filters.base import Filters, SlotName, build_filters
+from prl.losses.options import loss_of, options_of
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.batcher import Batcher
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.replay import check_replay
 from prl.orchestrator.types import EnvComponents
 from prl.trainer.schedule import Schedule
-from prl.weights.base import Weights
 
 SCHEMAS: dict[str, Any] = {
-    schema._target_: schema for schema in (trainer_config.AdamWConfig, trainer_config.SGDConfig, *trainer_config.LOSSES)
+    schema._target_: schema
+    for schema in (trainer_config.TrainerConfig, trainer_config.AdamWConfig, trainer_config.SGDConfig)
 }
-"""Options of classes and functions that load torch, by `_target_`."""
+"""Options of classes that load torch, by `_target_`."""
+NODES = ("algo", "curriculum", "filters", "renderer")
+"""Nodes that an env may have of its own."""
 
 
 @dataclass
@@ -40,21 +40,21 @@ class RunComponents:
     """The components of a run."""
 
     envs: dict[str, EnvComponents]
+    keys: dict[str, dict[str, str]]
+    """The config key of each node of an env (algo, curriculum, filters, renderer), by env and name."""
     orchestrator: Callable[..., Orchestrator]
     """Takes its live objects."""
     batcher: Callable[..., Batcher]
     """Takes the sizes of a batch and the envs that it mixes."""
-    weights: Weights
     monitors: Monitors
-    launcher: Launcher
     hosted: list[FrozenModelConfig]
     """References to the frozen model that the launcher is to host; empty = none is hosted."""
     references: list[str]
     """The models that the trainer has to hold as references of samples (`Algorithm.trainer_references`)."""
 
 
-def build_components(config: TrainConfig, launcher: Launcher | None = None) -> RunComponents:
-    """Build and check every component, the launcher too unless it is given. Raises ConfigError with its config key."""
+def build_components(config: TrainConfig) -> RunComponents:
+    """Build and check every component but the launcher. Raises ConfigError with its config key."""
     envs = {name: _env_components(config, name) for name in config.envs}
     # The settings of evaluations are the envs' samplers', built above, which may name a class of their own.
     orchestrator = replace(config.orchestrator, eval=replace(config.orchestrator.eval, sampling={}), batcher={})
@@ -64,11 +64,10 @@ def build_components(config: TrainConfig, launcher: Launcher | None = None) -> R
     check_trainer(config.trainer)
     return RunComponents(
         envs=envs,
-        orchestrator=factory(orchestrator, Orchestrator, "orchestrator"),
-        batcher=factory(config.orchestrator.batcher, Batcher, "orchestrator.batcher"),
-        weights=build(config.weights, Weights, "weights"),
+        keys={env: {name: config.node_of(env, name)[0] for name in NODES} for env in envs},
+        orchestrator=maker(orchestrator, Orchestrator, "orchestrator"),
+        batcher=maker(config.orchestrator.batcher, Batcher, "orchestrator.batcher"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
-        launcher=launcher or launcher_of(config),
         hosted=hosted_references(
             [*(env.algorithm for env in envs.values()), *(env.references for env in config.envs.values())], config.hosts
         ),
@@ -123,7 +122,7 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components:
     asked: list[str] = []
     for name, env in components.envs.items():
         for key, reference in frozen_models(env.algorithm, config.node_of(name, "algo")[0]):
-            options = env.algorithm.kl if key.endswith(".kl.reference") else env.algorithm
+            options = getattr(env.algorithm, "kl", None) if key.endswith(".kl.reference") else env.algorithm
             if config.hosts(reference) and getattr(options, "align", None) is None:
                 keys.append(key)
         references = frozen_models(config.envs[name].references, f"envs.{name}.models")
@@ -142,35 +141,54 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components:
 
 
 def show_tasks(
-    config: TrainConfig, components: RunComponents, environments: dict[str, Environment], vocab_size: int
+    components: RunComponents,
+    environments: dict[str, Environment],
+    *,
+    seed: int,
+    max_model_len: int,
+    vocab_size: int,
 ) -> None:
     """Give each env's curriculum the tasks, and its filters the sizes of what comes of them.
 
     Raises ConfigError for what they refuse, and where `load_from` leaves nothing to train on.
+
+    Args:
+        components: The components of the run.
+        environments: The tasks of each env.
+        seed: The run's seed.
+        max_model_len: The longest sequence, tokens.
+        vocab_size: The tokens of the tokenizer.
     """
     for name, env in components.envs.items():
         environment = environments[name]
-        attach_filters(config, name, env, environment, vocab_size)
-        with hook(config.node_of(name, "curriculum")[0], env.curriculum, "load"):
-            env.curriculum.load(environment.tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name)
+        longest = longest_completion(env, environment, max_model_len)
+        attach_filters(env.filters, components.keys[name]["filters"], vocab_size=vocab_size, longest=longest)
+        with hook(components.keys[name]["curriculum"], env.curriculum, "load"):
+            env.curriculum.load(environment.tasks, seed=derive_seed(seed, f"buffer/{name}"), env_name=name)
     if all(env.curriculum.ended for env in components.envs.values()):
         raise ConfigError(
             "curriculum.load_from retires every task: curriculum.easy_fraction, hard_fraction or refill takes some back"
         )
 
 
-def attach_filters(
-    config: TrainConfig, name: str, env: EnvComponents, environment: Environment, vocab_size: int
-) -> None:
-    """Tell each filter the sizes of the vocabulary and of the env's longest completion. Raises ConfigError."""
-    room, limit = config.model.max_model_len - 1, env.sampler.max_tokens
+def longest_completion(env: EnvComponents, environment: Environment, max_model_len: int) -> int:
+    """The longest completion of an env, tokens; of one with several turns, that of all of them together."""
+    room = max_model_len - 1  # a prompt has a token at least
+    limit = env.sampler.max_tokens
     if limit is None:
         limit = getattr(environment.taskset, "MAX_TOKENS", None)
-    one_turn = environment.verifiers_env is None  # else a completion may have several
-    longest = min(room, limit) if one_turn and limit is not None else room
-    for slot, filters in env.filters.items():
-        for key, each in filters.items():
-            with hook(f"{config.node_of(name, 'filters')[0]}.{slot}.{key}", each, "attach"):
+    one_turn = environment.verifiers_env is None
+    return min(room, limit) if one_turn and limit is not None else room
+
+
+def attach_filters(filters: Filters, where: str, *, vocab_size: int, longest: int) -> None:
+    """Tell each filter, below the key `where`, the sizes of the vocabulary and of the longest completion.
+
+    Raises ConfigError for what one refuses.
+    """
+    for slot, in_slot in filters.items():
+        for key, each in in_slot.items():
+            with hook(f"{where}.{slot}.{key}", each, "attach"):
                 each.attach(vocab_size=vocab_size, longest=longest)
 
 
@@ -188,7 +206,7 @@ def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Re
     options = {**node, "where": where}
     if options.get("name") == "auto" and model.renderer is not None:
         options |= {"name": model.renderer, "name_key": "model.renderer"}
-    make = function(options, where)
+    make = maker(options, Callable, where)
     with contained(where, "making the renderer"):
         made: Renderer = make(tokenizer)
         if not made.get_stop_token_ids():
@@ -197,24 +215,9 @@ def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Re
 
 
 def check_loss(where: str, node: Any, trainer: trainer_config.TrainerConfig) -> None:
-    """Look a loss up before anything starts. prl's own are known to fit, and would load torch here."""
-    known = SCHEMAS.get(node["_target_"])
-    trainer_config.check_policy_loss(
-        where,
-        settings_of(node),
-        several_updates=trainer.updates_per_batch * trainer.epochs > 1,
-        has_ratio=getattr(known, "has_ratio", False),
-    )
-    if known is not None:
-        read(known, node, where)
-        return
-    own = function(node, where)
-    named = inspect.signature(own.func).parameters
-    passed_on = {name: value for name, value in own.keywords.items() if name not in named}
-    for schema in trainer_config.LOSSES:  # what a function takes as `**options` is that of a loss which it extends
-        if passed_on.keys() <= {each.name for each in fields(schema)}:
-            read(schema, {"_target_": schema._target_, **passed_on}, where)
-            return
+    """Look a loss up before anything starts, with its options. Raises ConfigError."""
+    several_updates = trainer.updates_per_batch * trainer.epochs > 1
+    options_of(loss_of(node, where)).check(where, several_updates=several_updates)
 
 
 def check_trainer(node: trainer_config.TrainerConfig) -> None:
@@ -222,12 +225,13 @@ def check_trainer(node: trainer_config.TrainerConfig) -> None:
 
     That loads torch, so it is left out for prl's own class, whose options have their types already.
     """
-    if node._target_ == trainer_config.TrainerConfig._target_:
+    known = SCHEMAS.get(node._target_)
+    if known is not None:
         return
     from prl.trainer.trainer import Trainer
 
     alone = {name: value for name, value in vars(node).items() if not (isinstance(value, dict) and "_target_" in value)}
-    factory(alone, Trainer, "trainer")
+    maker(alone, Trainer, "trainer")
 
 
 def check_optimizers(node: Any) -> None:

@@ -20,7 +20,7 @@ from prl.base.files import write_atomically, writing
 from prl.config.environment import LOOPBACK
 from prl.engines.base import EngineSpec
 from prl.launch import children, local
-from prl.launch.launcher import TrainerSpec
+from prl.launch.plan import TrainerSpec
 from prl.launch.processes import Explain, Process
 from prl.transport.files import BATCHES, WEIGHTS
 from prl.transport.ray import LOG, copy_files

@@ -5,9 +5,9 @@ import logging
 import threading
 from dataclasses import dataclass, field
 
-from prl.base.errors import PrlError
-from prl.engines.base import EngineSpec
-from prl.launch.launcher import Launcher, ProcessDied, TrainerSpec
+from prl.base.errors import ConfigError
+from prl.launch.launcher import Launcher, ProcessDied
+from prl.launch.plan import RunPlan, TrainerSpec
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +24,13 @@ class InlineLauncher(Launcher):
     error: BaseException | None = field(default=None, init=False, repr=False)
     """What the trainer failed with."""
 
-    def start_engine(self, spec: EngineSpec) -> str:
-        raise PrlError("launcher=inline starts no server")
+    def check_plan(self, plan: RunPlan) -> None:
+        if plan.trainer.num_processes > 1:
+            raise ConfigError(f"trainer.num_processes={plan.trainer.num_processes}: launcher=inline has one thread")
+        if plan.policy.is_started:
+            raise ConfigError("launcher=inline starts no server: choose engine=transformers, or launcher=local")
+        if plan.teacher is not None and plan.teacher.is_started:
+            raise ConfigError("launcher=inline starts no server: choose teacher=inline, or launcher=local")
 
     def start_trainer(self, spec: TrainerSpec) -> None:
         self.trainer = threading.Thread(target=self._train, args=(spec,), name="prl-trainer", daemon=True)

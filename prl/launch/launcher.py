@@ -2,16 +2,15 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from prl.base.errors import ConfigError, PrlError
-from prl.config.gpus import Gpus
-from prl.config.schema import ModelConfig
+from prl.config.hardware import MachineConfig
+from prl.config.schema import TrainRunConfig
 from prl.engines.base import EngineSpec
+from prl.launch.plan import Bundle, RunPlan, TrainerSpec
 from prl.transport.files import FileTransport
 from prl.weights.base import Weights
 
@@ -29,59 +28,6 @@ class ProcessDied(PrlError):
         """How it ended and where its log is, in one line."""
 
 
-@dataclass(frozen=True)
-class TrainerSpec:
-    """The trainer to start."""
-
-    run_dir: Path
-    model: ModelConfig
-    payload: dict[str, Any]
-    """What the trainer's process reads as its config (JSON)."""
-    num_processes: int
-    """Ranks."""
-    threads: int = 1
-    """Threads that each of them computes with on the CPU."""
-    gpus: tuple[Gpus, ...] = ()
-    """Those that each rank sees; none = all compute on the CPU."""
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """The resources of one process of a run on its machine."""
-
-    process: str
-    """Its name."""
-    model: ModelConfig | None
-    """What it loads; None = it is a worker of an env, which starts it itself."""
-    cpus: int
-    gpus: int
-    room: int = 0
-    """Bytes of memory for files of weights."""
-    host: str | None = None
-    """Where an engine listens; None = it is a rank of the trainer."""
-
-    @property
-    def resources(self) -> dict[str, int]:
-        """Return what it takes, by Ray's names."""
-        return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
-
-
-def in_words(bundles: Sequence[Bundle]) -> str:
-    """Return what processes take: `2 x engine of 1 CPU and 1 GPU, 1 x trainer of 1 CPU and 1 GPU`."""
-    alike = Counter((bundle.process.split()[0], amounts(bundle.resources)) for bundle in bundles)
-    return ", ".join(f"{count} x {process} of {size}" for (process, size), count in alike.items())
-
-
-def worker_name(env: str, number: int) -> str:
-    """Name of a worker of an env among the processes of a run."""
-    return f"{env}-worker {number}"
-
-
-def amounts(resources: Mapping[str, float]) -> str:
-    """Cores and GPUs among Ray's resources, in words."""
-    return " and ".join(f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)) or "nothing"
-
-
 class Launcher(ABC):
     """Starts the processes of a run, watches them, and leaves none behind.
 
@@ -90,23 +36,39 @@ class Launcher(ABC):
     """
 
     submits: ClassVar[bool] = False
-    """Whether it hands the run to a queue in place of starting it: it has `submit` and `in_job`, and starts nothing."""
+    """Whether it hands the run to a queue in place of starting it, by `submit`."""
     places_processes: ClassVar[bool] = False
     """Whether it chooses machines and GPUs by itself; else a process has those of this machine that its spec names."""
+
+    def machine(self, described: MachineConfig) -> MachineConfig:
+        """Return what is known of the machine that the run gets, where the config has `described` it."""
+        return described
+
+    def check_plan(self, plan: RunPlan) -> None:  # noqa: B027
+        """Raise ConfigError for a run whose processes it cannot start."""
 
     def reserve(self, bundles: Sequence[Bundle]) -> None:  # noqa: B027
         """Reserve the resources of the processes before one is started. Raises ConfigError if they are missing."""
 
-    @abstractmethod
+    def submit(self, run: TrainRunConfig, grace_s: float, arguments: Sequence[str]) -> None:
+        """Hand a checked run to a queue, in place of starting it, where the launcher `submits`. Raises ConfigError.
+
+        Args:
+            run: The name and directory of the run.
+            grace_s: The time for its last checkpoint, seconds.
+            arguments: The arguments of the command, as they were typed.
+        """
+        raise PrlError(f"{type(self).__name__} has no queue")
+
     def start_engine(self, spec: EngineSpec) -> str:
         """Start a model server and return its base URL, before it is ready. Raises PrlError if it cannot start."""
+        raise PrlError(f"{type(self).__name__} starts no server")
 
-    @abstractmethod
     def start_trainer(self, spec: TrainerSpec) -> None:
         """Start the trainer's ranks. They end by themselves after the last step."""
+        raise PrlError(f"{type(self).__name__} starts no trainer")
 
-    @abstractmethod
-    def ensure_alive(self) -> None:
+    def ensure_alive(self) -> None:  # noqa: B027
         """Raise ProcessDied, with the process's name and last log lines, if one has ended too early."""
 
     def transport(self, run_dir: Path, weights: Weights) -> FileTransport:
@@ -137,8 +99,7 @@ class Launcher(ABC):
         except TimeoutError:
             raise PrlError(f"{problem} within {timeout_s:g} s") from None
 
-    @abstractmethod
-    async def finish(self, timeout_s: float) -> None:
+    async def finish(self, timeout_s: float) -> None:  # noqa: B027
         """Wait for the trainer to end by itself. Raises PrlError if it fails or takes longer than `timeout_s`.
 
         Nobody asks the engines any more: they may be ended meanwhile.

@@ -6,7 +6,7 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import SystemRandom
 
@@ -17,9 +17,9 @@ from prl.config.schema import ModelConfig
 from prl.config.trainer import KEPT, MEETING_VARIABLE, OWN_PAGES
 from prl.engines.base import EngineSpec
 from prl.launch import children
-from prl.launch.launcher import Launcher, ProcessDied, TrainerSpec
+from prl.launch.launcher import Launcher, ProcessDied
+from prl.launch.plan import TrainerSpec
 from prl.launch.processes import Explain, Process
-from prl.transport.events import TRAINER
 
 PORTS = range(20000, 32768)
 """Above those of Ray's workers, below those that Linux gives to connections."""
@@ -41,7 +41,7 @@ class LocalLauncher(Launcher):
     def scratch(self) -> Path:
         """The folder for temporary files of the run's processes."""
         if self.folder is None:
-            # The path of a socket has 107 characters at most, 36 of which are the name that vLLM gives it.
+            # The path of a socket has 107 characters at most, 36 of which are the name that a server gives it.
             elsewhere = None if len(tempfile.gettempdir()) <= 50 else "/tmp"
             self.folder = tempfile.TemporaryDirectory(prefix="prl-", dir=elsewhere, ignore_cleanup_errors=True)
         return Path(self.folder.name)
@@ -91,15 +91,14 @@ class LocalLauncher(Launcher):
         """Return what each rank of the trainer has in its environment, by the name of its process."""
         env = trainer_environment(spec.model, spec.threads)
         gpus = spec.gpus or [()] * spec.num_processes
-        names = rank_names(spec.num_processes)
         if spec.num_processes == 1:
-            return {names[0]: env | visible_devices(gpus[0])}
+            return {spec.names[0]: env | visible_devices(gpus[0])}
         # Not torchrun: its ranks meet at a TCP port that is open to the network, and it unpickles what it finds there.
         common = {"WORLD_SIZE": str(spec.num_processes), MEETING_VARIABLE: str(self.scratch / "ranks")}
         ranks = {}
         for rank, own in enumerate(gpus):  # each sees no GPU but its own
             numbers = {"RANK": str(rank), "LOCAL_RANK": "0"}
-            ranks[names[rank]] = env | common | numbers | visible_devices(own)
+            ranks[spec.names[rank]] = env | common | numbers | visible_devices(own)
         return ranks
 
     def ensure_alive(self) -> None:
@@ -132,11 +131,6 @@ class LocalLauncher(Launcher):
             self.folder = None
 
 
-def rank_names(count: int) -> list[str]:
-    """The names of the processes of so many ranks."""
-    return [TRAINER] if count == 1 else [f"{TRAINER} rank {rank}" for rank in range(count)]
-
-
 def rank_log(run_dir: Path, rank: int) -> Path:
     """Return where the output of a rank goes."""
     return run_dir / "logs" / (f"trainer_rank_{rank}.log" if rank else "trainer.log")
@@ -167,14 +161,6 @@ def free_port(host: str, port: int | None = None) -> int:
                     f"an engine cannot listen on {host[:80]}, port {port or 'any'}: {reason}: choose another"
                 ) from error
         return sock.getsockname()[1]
-
-
-def resolve_model(config: ModelConfig, device: str) -> ModelConfig:
-    """The model node with what depends on this machine filled in: an absolute path, the engine's number format."""
-    folder = Path(config.path).expanduser()
-    path = str(folder.resolve()) if folder.is_dir() else config.path
-    dtype = config.dtype if config.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
-    return replace(config, path=path, dtype=dtype)
 
 
 def trainer_environment(model: ModelConfig, threads: int) -> dict[str, str]:

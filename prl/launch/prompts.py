@@ -3,6 +3,7 @@
 import inspect
 import json
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import verifiers.v1 as vf
@@ -14,7 +15,6 @@ from prl.algorithms.opsd import OPSDAlgorithm
 from prl.base.errors import ConfigError
 from prl.base.text import as_message, in_one_line
 from prl.config.model_reference import DEMONSTRATIONS
-from prl.config.schema import TrainConfig
 from prl.engines.chat import Answer, Dialogue, UnusableReply, as_completion, check_template, replies_in
 from prl.engines.renderer import UnrenderablePrompt, render_prompt
 from prl.engines.template_check import calls_and_answers, losses_of_prompt
@@ -99,17 +99,45 @@ def roles_of(task: vf.Task) -> tuple[str, ...]:
     return roles if system is None else ("system", *roles)
 
 
-def check_demonstrations(
-    config: TrainConfig, algorithm: Algorithm, environment: Environment, renderer: Renderer
+def check_trained(
+    keys: Mapping[str, str],
+    group_size: tuple[str, int],
+    algorithm: Algorithm,
+    environment: Environment,
+    renderer: Renderer,
 ) -> None:
-    """Refuse tasks without a demonstration where those are to be played, and a renderer that cannot render them."""
+    """Refuse tasks that an algorithm cannot learn from: ungraded, or without the demonstrations that it plays or shows.
+
+    Args:
+        keys: The config keys of the env's algorithm (`algo`) and renderer.
+        group_size: The rollouts of a group, and the config key that says so before it.
+        algorithm: The env's algorithm.
+        environment: The env.
+        renderer: The env's renderer.
+    """
+    check_graded(algorithm, environment)
+    check_demonstrations(keys, group_size, algorithm, environment, renderer)
+    check_shown(keys["algo"], algorithm, environment)
+
+
+def check_demonstrations(
+    keys: Mapping[str, str],
+    group_size: tuple[str, int],
+    algorithm: Algorithm,
+    environment: Environment,
+    renderer: Renderer,
+) -> None:
+    """Refuse tasks without a demonstration where those are to be played, and a renderer that cannot render them.
+
+    The arguments are those of `check_trained`.
+    """
     if algorithm.sampling.source != DEMONSTRATIONS:
         return
     env, key = environment.name, algorithm.sampling.demo_key
-    where = f"{config.node_of(env, 'algo')[0]}.sampling.source=demonstrations"
+    where = f"{keys['algo']}.sampling.source=demonstrations"
     if environment.uses_harness:
         raise ConfigError(f"{where}: env {env!r} is played by verifiers' harness, which asks a model server")
-    check_template(renderer, f"{config.node_of(env, 'renderer')[0]}.name")
+    check_template(renderer, f"{keys['renderer']}.name")
     checked = {id(task) for task in tasks_to_check(environment.tasks)}
     for task in environment.tasks:
         try:
@@ -125,10 +153,10 @@ def check_demonstrations(
                 f"{where}: task {task.key} of env {env!r} has {len(replies)} replies, and the env asks for one: make a "
                 "task of each, with the messages before it as its prompt"
             )
-    size_key, group_size = config.group_size_of(env)
-    if group_size > 1:
+    size_key, size = group_size
+    if size > 1:
         warnings.warn(
-            f"env {env!r}: the {group_size} rollouts of a group are the same demonstration: set {size_key}=1",
+            f"env {env!r}: the {size} rollouts of a group are the same demonstration: set {size_key}=1",
             stacklevel=2,
         )
 
@@ -164,16 +192,17 @@ def _text_of(message: dict[str, Any]) -> str:
     return " ".join([str(message["content"] or ""), *([json.dumps(calls, ensure_ascii=False)] if calls else [])])
 
 
-def check_shown(config: TrainConfig, algorithm: Algorithm, environment: Environment) -> None:
-    """Refuse `opsd` where no task has a demonstration to show, unless the env may write one while it plays."""
+def check_shown(where: str, algorithm: Algorithm, environment: Environment) -> None:
+    """Refuse `opsd`, whose key is `where`, if no task has a demonstration to show, unless the env may write one while
+    it plays."""
     if not isinstance(algorithm, OPSDAlgorithm) or type(algorithm).score_rollout is not OPSDAlgorithm.score_rollout:
         return  # a subclass may show something else
     key, tasks = algorithm.demo_key, environment.tasks
     without = [task for task in tasks if not getattr(task.data, key, None)]
     if not without:
         return
-    where = f"{config.node_of(environment.name, 'algo')[0]}.demo_key={key}"
-    what = f"{where}: {len(without)} of {len(tasks)} tasks of env {environment.name!r} have nothing in this field"
+    of_all = f"{len(without)} of {len(tasks)} tasks of env {environment.name!r}"
+    what = f"{where}.demo_key={key}: {of_all} have nothing in this field"
     if len(without) == len(tasks) and environment.verifiers_env is None and not mentions_info(tasks[0]):
         raise ConfigError(f"{what}: name the field with their demonstrations (of env=jsonl: args.demonstration_key)")
     warnings.warn(f"{what}: their rollouts fail, unless the env writes trace.info[{key!r}]", stacklevel=2)
@@ -198,11 +227,12 @@ def check_replies(renderer: Renderer, task: vf.Task, replies: list[dict[str, Any
         raise ConfigError(f"{where}: {error}") from error
 
 
-def check_lengths(config: TrainConfig, env: str, prompts: list[list[int]]) -> None:
-    """Raise ConfigError where no prompt leaves room for a reply, in the model or in what the trainer reads of it."""
+def check_lengths(model: int, seq_len: int, env: str, prompts: list[list[int]]) -> None:
+    """Raise ConfigError where no prompt leaves room for a reply, in the `model`'s longest sequence or in the
+    `seq_len` tokens that the trainer reads of it."""
     if not prompts:
         return
-    shortest, model, seq_len = min(map(len, prompts)), config.model.max_model_len, config.trainer.seq_len
+    shortest = min(map(len, prompts))
     seen = f"the shortest of the first {len(prompts)} prompts of env {env!r} has {shortest} tokens"
     if shortest >= model - 1:
         raise ConfigError(f"model.max_model_len={model} leaves no room for a reply: {seen}. Raise it")

@@ -24,14 +24,14 @@ from prl.base.text import in_one_line
 from prl.config.build import build
 from prl.config.hardware import cores
 from prl.config.validate import THIS_MACHINE
-from prl.engines.base import EngineSpec
+from prl.engines.base import EngineSpec, ServerEngine
 from prl.launch import children
 from prl.launch.cluster import connect
 from prl.launch.host import Host, Node
-from prl.launch.launcher import Bundle, Launcher, ProcessDied, TrainerSpec, amounts, in_words, worker_name
-from prl.launch.local import base_url, rank_log, rank_names
+from prl.launch.launcher import Launcher, ProcessDied
+from prl.launch.local import base_url, rank_log
+from prl.launch.plan import Bundle, RunPlan, TrainerSpec, amounts, bundle_of, in_words, worker_name
 from prl.launch.relay import Relay
-from prl.launch.specs import bundle_of, bundles_of_ranks
 from prl.transport.events import TRAINER
 from prl.transport.files import FileTransport
 from prl.transport.ray import CHUNK, RayTransport, ready
@@ -77,6 +77,14 @@ class RayLauncher(Launcher):
     """Whether it was this launcher that connected this process to Ray."""
 
     # --- the cluster --------------------------------------------------------------------------------------------------
+
+    def check_plan(self, plan: RunPlan) -> None:
+        if not issubclass(plan.policy.engine, ServerEngine):
+            raise ConfigError("launcher=ray places processes, and engine=transformers has none: choose engine=default")
+        if plan.keeps_engines:
+            raise ConfigError(
+                "sweep.share_engine keeps engines of one process for the next run: not those of launcher=ray"
+            )
 
     def reserve(self, bundles: Sequence[Bundle]) -> None:
         self.bundles = list(bundles)
@@ -219,9 +227,9 @@ class RayLauncher(Launcher):
         return FileTransport(run_dir) if weights.needs_shared_folder else RayTransport(run_dir)
 
     def start_trainer(self, spec: TrainerSpec) -> None:
-        for bundle in bundles_of_ranks(spec):
+        for bundle in spec.bundles:
             self._have(bundle)
-        names = rank_names(spec.num_processes)
+        names = spec.names
         payload = dict(spec.payload)
         carried = not build(payload["weights"], Weights, "weights").needs_shared_folder
         if not carried:

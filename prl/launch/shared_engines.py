@@ -11,11 +11,10 @@ import msgspec
 from prl.config.build import build, plain
 from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec
-from prl.launch.launcher import Launcher, TrainerSpec
+from prl.launch.launcher import Launcher
+from prl.launch.plan import RunPlan, TrainerSpec
 
 ENGINES = "engines"
-TOKEN = secrets.token_hex(24)
-"""What every warm server of this process wants to be shown, so that each run can show it."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,9 @@ class WarmLauncher(Launcher):
         self.own = build(node, Launcher, "launcher")
         """Starts the trainer."""
         self.used: dict[str, Launcher] = {}
+
+    def check_plan(self, plan: RunPlan) -> None:
+        self.own.check_plan(plan)
 
     def key(self, spec: EngineSpec) -> bytes:
         """Return what two engines must have in common to stand for each other."""
@@ -90,6 +92,11 @@ class WarmLauncher(Launcher):
             for name, launcher in self.used.items():
                 launcher.stop()
                 _warm.pop(name, None)
+
+
+def launcher_of(node: Any, *, keeps_engines: bool = False) -> Launcher:
+    """The launcher that a node describes; it `keeps_engines` for the next run of this process. Raises ConfigError."""
+    return WarmLauncher(node) if keeps_engines else build(node, Launcher, "launcher")
 
 
 @atexit.register

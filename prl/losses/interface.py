@@ -1,4 +1,4 @@
-"""The interface of a loss: its inputs, its outputs, and how it is run over a packed row.
+"""The interface of a loss: its inputs and outputs, and the arithmetic on tokens that the losses share.
 
 A loss is any callable `fn(inputs: LossInputs, **options) -> LossOutputs` over one sequence. The built-in ones are
 written token by token and marked `@tokenwise`, so that `compute_loss` can run them once over a packed row instead of
@@ -7,20 +7,21 @@ metrics as sums and counts, so that a mean over micro-batches and ranks is exact
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from prl.config.build import name_of
+from prl.losses.options import AggMode, PolicyOptions
 from prl.rollouts.logprobs import SENTINEL_CEILING
-from prl.rollouts.messages import sequence_slices
+
+if TYPE_CHECKING:
+    from prl.losses.policy import PolicyTokens
 
 Metrics = dict[str, tuple[Tensor | float, Tensor | float]]
-"""By name: sum and count, to be added up over micro-batches and ranks."""
+"""Sum and count of each metric, by its name, to be added up over micro-batches and ranks."""
 
 
 @dataclass
@@ -37,11 +38,10 @@ class LossInputs:
     - `entropy`: of the policy's distribution at the sampling temperature, nats, with gradient.
     - `divergence`: of the policy's distribution from the reference's, nats, with gradient; for `divergence_loss` alone.
     - `sequence_lengths`: of the sequences, where a `@tokenwise` loss gets a whole row; None = one sequence.
-    - `mean_length`: rl members per sequence with any, over the whole update. What an rl loss returns is divided by the
-      number of members later; times `mean_length`, it is divided by the number of sequences instead.
+    - `mean_length`: N / S, the rl members per sequence with any, over the whole update. `compute_loss` divides by N; a
+      loss of your own that is multiplied by `mean_length` is divided by S instead. Those of prl name an `agg_mode`.
     - `rollout_share`: for each token S / (R * n), where R rollouts with S sequences have rl members in the update, n of
-      them in this token's rollout. Times `mean_length * rollout_share`, a sum is a mean over rollouts. None where each
-      rollout has one sequence.
+      them in this token's rollout; for `agg_mode=rollout_mean`. None where each rollout has one sequence.
     - `step`, `max_steps`: the training step, from 1, and the run's last, for a coefficient that changes.
 
     Raises ValueError, naming the tensor, where shapes differ.
@@ -49,10 +49,9 @@ class LossInputs:
 
     trainer_logprobs: Tensor
     inference_logprobs: Tensor
-    _: KW_ONLY
-    loss_mask: Tensor
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
+    loss_mask: Tensor = None  # type: ignore[assignment]  # required, behind optional ones by the documented order
     loss_weights: Tensor | None = None
     proximal_logprobs: Tensor | None = None
     entropy: Tensor | None = None
@@ -64,15 +63,26 @@ class LossInputs:
     max_steps: int = 1
 
     def __post_init__(self) -> None:
-        check_shapes({name: value for name, value in vars(self).items() if isinstance(value, Tensor)})
+        if self.loss_mask is None:
+            raise TypeError("LossInputs needs loss_mask, the tokens that the loss is computed on")
+        check_shapes(self._tensors())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def part(self, tokens: slice) -> "LossInputs":
-        """The inputs of some of the tokens alone, as of one sequence of a row."""
-        cut: dict[str, Any] = {name: value[tokens] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        """Return the inputs of some of the tokens alone, as those of one sequence of a row."""
+        cut: dict[str, Any] = {name: value[tokens] for name, value in self._tensors().items()}
         return dataclasses.replace(self, **cut, sequence_lengths=None)
 
+    def policy_tokens(self, options: PolicyOptions) -> "PolicyTokens":
+        """Return the tokens of an rl loss with these options. Raises ValueError for inputs that lack what it reads."""
+        from prl.losses.policy import PolicyTokens  # which imports this module
+
+        return PolicyTokens(self, options)
+
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """For each token the sum of `values` over its sequence, `[tokens]`."""
+        """Sum `values` over each sequence, and give each of its tokens the sum, `[tokens]`."""
         lengths = [len(values)] if self.sequence_lengths is None else self.sequence_lengths
         return sequence_sums(values, lengths)[per_token(range(len(lengths)), lengths, values.device)]
 
@@ -100,7 +110,11 @@ def check_shapes(tensors: dict[str, Tensor]) -> None:
 
 @dataclass
 class LossOutputs:
-    """`loss`: a scalar, the *sum* over the sequence's members. `metrics`: scalars, averaged over sequences."""
+    """`loss`: a scalar, the *sum* over the sequence's members. `metrics`: scalars, averaged over sequences.
+
+    A loss of prl that is called by hand has applied its `agg_mode` to `loss`: divided by the members of the whole
+    update, N, it is that sequence's part of the mean.
+    """
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -114,44 +128,25 @@ class TokenTerms:
     """A loss before its reduction over tokens. Every tensor is `[tokens]`."""
 
     loss: Tensor
-    """0 off the members."""
+    """Weighted by `loss_weights`, divided by nothing, and 0 off the members."""
     metrics: dict[str, tuple[Tensor, Tensor]]
-    """By name: the values, and as bool the tokens to average them over."""
+    """Values of each metric, by its name, and as bool the tokens to average them over."""
     excluded: dict[str, Tensor] | None = None
-    """By reason ("dropped", "clipped"): the tokens without a policy gradient, bool. None where the loss has no policy
-    gradient. For the token export alone."""
-
-
-def tokenwise(terms: Callable[..., TokenTerms]) -> Callable[..., LossOutputs]:
-    """Make a per-sequence loss of a function that returns `TokenTerms`; that function stays reachable as `.terms`.
-
-    A metric of a sequence is the mean over its tokens, or, if its name ends in `/max`, the largest. Where there is none
-    to average over, a direct call returns 0.0, so that every key is always there; `compute_loss` leaves the sequence
-    out of the mean over sequences, so that it does not dilute the others.
-    """
-
-    @functools.wraps(terms)
-    def loss_fn(inputs: LossInputs, **options: Any) -> LossOutputs:
-        out = terms(inputs, **options)
-        return LossOutputs(
-            loss=out.loss.sum(),
-            metrics={
-                name: torch.as_tensor(total / max(count, 1)).to(out.loss.dtype)
-                for name, (total, count) in _sequence_means(out.metrics, [len(out.loss)]).items()
-            },
-        )
-
-    vars(loss_fn)["terms"] = terms
-    return loss_fn
+    """Tokens without a policy gradient, bool, by the reason ("dropped", "clipped"); None where the loss has no policy
+    gradient. Only the token export reads it."""
+    agg_mode: AggMode | None = "token_mean"
+    """Mean that `loss` is averaged by (`prl.losses.compute.normalised`)."""
+    constant_length: int | None = None
+    """Tokens that `agg_mode=constant` divides by."""
 
 
 def are_measured(logprobs: Tensor) -> Tensor:
-    """`prl.rollouts.logprobs.is_measured` of every element, as bool."""
+    """Apply `prl.rollouts.logprobs.is_measured` to every element; bool."""
     return torch.isfinite(logprobs) & (logprobs > SENTINEL_CEILING)
 
 
 def select(members: Tensor, values: Tensor) -> Tensor:
-    """`values` on members and 0 elsewhere, `[tokens]`, at least float32.
+    """Set `values` to 0 off the members, `[tokens]`, at least float32.
 
     Selecting comes before any arithmetic: NaN and infinities off the members reach neither the result nor the gradient.
     """
@@ -159,13 +154,13 @@ def select(members: Tensor, values: Tensor) -> Tensor:
 
 
 def weighted(inputs: LossInputs, members: Tensor, loss: Tensor) -> Tensor:
-    """The loss times its weight, `[tokens]`. `loss` must be finite off the members and is zeroed there."""
+    """Multiply the loss of each token by its weight, `[tokens]`. It must be finite off the members and is 0 there."""
     weights = members.to(loss.dtype) if inputs.loss_weights is None else select(members, inputs.loss_weights)
     return loss * weights
 
 
 def importance_weighted(factor: Tensor, log_ratio: Tensor, keep: Tensor, delta: float | None = None) -> Tensor:
-    """`factor * min(rho, delta)` on `keep`, 0 elsewhere, `[tokens]`; rho = exp(log_ratio), and delta None is no clip.
+    """Compute `factor * min(rho, delta)` on `keep`, else 0, `[tokens]`; rho = exp(log_ratio), delta None = no clip.
 
     rho is computed only where it is used, since 0 * inf is NaN, and so is the gradient of min(inf, delta).
     """
@@ -179,7 +174,7 @@ def importance_weighted(factor: Tensor, log_ratio: Tensor, keep: Tensor, delta: 
 
 @torch.no_grad()
 def mismatch_kl(log_ratio: Tensor) -> Tensor:
-    """rho - log rho - 1 (k3, an estimate of KL), float64 `[tokens]`. In float32 it would cancel to noise at rho = 1."""
+    """Compute rho - log rho - 1 (k3, an estimate of the KL), float64 `[tokens]`: float32 is noise at rho = 1."""
     log_ratio = log_ratio.detach().double()
     return torch.expm1(log_ratio) - log_ratio
 
@@ -193,72 +188,14 @@ def add_metric(metrics: Metrics, name: str, total: Tensor | float, count: Tensor
         metrics[name] = (before[0] + total, before[1] + count)
 
 
-def run_loss(
-    fn: LossFunction, inputs: LossInputs, sequence_lengths: Sequence[int]
-) -> tuple[Tensor, Metrics, dict[str, Tensor] | None]:
-    """Run `fn` on a row without padding; `inputs.loss_mask` must have at least one member.
-
-    A loss that is not `@tokenwise` gets one sequence at a time, and only sequences with members.
-
-    Returns:
-        The sum over the members, a float64 scalar; the metrics as (sum, count) over sequences; and
-        `TokenTerms.excluded`, None for a loss that runs sequence by sequence.
-    """
-    inner, options = (fn.func, fn.keywords) if isinstance(fn, functools.partial) and not fn.args else (fn, {})
-    if hasattr(inner, "terms"):
-        terms: TokenTerms = inner.terms(dataclasses.replace(inputs, sequence_lengths=sequence_lengths), **options)
-        return terms.loss.sum(dtype=torch.float64), _sequence_means(terms.metrics, sequence_lengths), terms.excluded
-    losses: list[Tensor] = []
-    metrics: Metrics = {}
-    for sequence in map(inputs.part, sequence_slices(sequence_lengths)):
-        if not sequence.loss_mask.any():
-            continue
-        out = _checked(name_of(fn), fn(sequence))
-        losses.append(out.loss)
-        for name, value in out.metrics.items():
-            value = torch.as_tensor(value).detach().double()
-            if value.dim():
-                raise ValueError(f"{name_of(fn)} returned metric {name!r} of shape {list(value.shape)}, not a scalar")
-            add_metric(metrics, name, value, 1)
-    return functools.reduce(torch.add, [loss.double() for loss in losses]), metrics, None
-
-
 def per_token(numbers: Sequence[int], sequence_lengths: Sequence[int], device: torch.device) -> Tensor:
-    """The number of its sequence for each token, int64 `[tokens]`."""
+    """Give each token the number of its sequence, int64 `[tokens]`."""
     # With a dtype, since a dummy row has no sequences and an empty list would be float.
     values, lengths = (torch.tensor(entries, dtype=torch.int64) for entries in (numbers, sequence_lengths))
     return torch.repeat_interleave(values, lengths).to(device)
 
 
 def sequence_sums(values: Tensor, sequence_lengths: Sequence[int]) -> Tensor:
-    """The sum of `values`, `[tokens]`, over each sequence, `[sequences]`."""
+    """Sum `values`, `[tokens]`, over each sequence, `[sequences]`."""
     segments = per_token(range(len(sequence_lengths)), sequence_lengths, values.device)
     return values.new_zeros(len(sequence_lengths)).index_add(0, segments, values)
-
-
-@torch.no_grad()
-def _sequence_means(metrics: dict[str, tuple[Tensor, Tensor]], sequence_lengths: Sequence[int]) -> Metrics:
-    """`TokenTerms.metrics`, averaged inside each sequence that has tokens for it, then summed; or the largest."""
-    over = torch.stack([over for _, over in metrics.values()])  # [metrics, tokens]
-    values = torch.stack([values.double() for values, _ in metrics.values()])
-    segments = per_token(range(len(sequence_lengths)), sequence_lengths, over.device)
-    rows = torch.zeros(2, len(over), len(sequence_lengths), dtype=torch.float64, device=over.device)
-    # Both [metrics, sequences].
-    sums, sizes = rows.index_add_(2, segments, torch.stack([torch.where(over, values, 0.0), over.double()]))
-    means = (sums / sizes.clamp_min(1)).sum(1)
-    result: Metrics = dict(zip(metrics, zip(means, (sizes > 0).sum(1), strict=True), strict=True))
-    largest = {name: torch.where(*metrics[name][::-1], 0.0).max() for name in metrics if name.endswith("/max")}
-    return result | {name: (value, 1) for name, value in largest.items()}
-
-
-def _checked(name: str, out: object) -> LossOutputs:
-    """`out` as LossOutputs. Raises where the loss function `name` does not keep to its contract."""
-    if not isinstance(out, LossOutputs):
-        raise TypeError(f"{name} must return LossOutputs(loss, metrics), not {type(out).__name__}")
-    if not isinstance(out.loss, Tensor):
-        raise TypeError(f"{name} must return a tensor as its loss, not {type(out.loss).__name__}")
-    if out.loss.dim():
-        raise ValueError(f"{name} must return a scalar loss, a sum over the sequence, not {list(out.loss.shape)}")
-    if not out.loss.requires_grad:
-        raise ValueError(f"{name} returned a loss without gradient: compute it from inputs.trainer_logprobs")
-    return out

@@ -1,31 +1,44 @@
 """The rl losses: policy gradients. Per token: r = exp(t - i), d = exp(t) - exp(i); with `proximal` p is in i's place.
 
-Each takes the options of `PolicyTokens` as well: `entropy_coef`, `agg_mode`, `constant_length`, `proximal` and
-`correction`. Another loss is a function like these, with its options in `prl/config/trainer.py`. They raise
-`ValueError` without advantages.
+Each is a function with its options in the class above it, which extends `PolicyOptions`. Another loss is another such
+pair and a file in `conf/loss/`. Without advantages all of them raise `ValueError`. There is no torch at the top, so
+that a config is checked without it: formulas use the methods of tensors.
 """
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from torch import Tensor
+from annotated_types import Ge, Gt, Le, Lt
 
-from prl.losses.interface import LossInputs, TokenTerms, importance_weighted, mismatch_kl, tokenwise
-from prl.losses.policy import PolicyTokens
+from prl.losses.options import AggMode, PolicyOptions, tokenwise
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prl.losses.interface import LossInputs, TokenTerms
+    from prl.losses.policy import PolicyTokens
 
 
-@tokenwise
-def default_loss(
-    inputs: LossInputs,
-    *,
-    dppo_mask_low: float = 0.2,
-    dppo_mask_high: float = 0.2,
-    adv_tau: float = 1.0,
-    kl_tau: float = 1e-3,
-    delta: float | None = 8.0,
-    **common: Any,
-) -> TokenTerms:
+@dataclass(frozen=True)
+class DefaultOptions(PolicyOptions):
+    """DPPO-masked policy gradient with a squared-log-ratio regulariser."""
+
+    dppo_mask_low: Annotated[float, Ge(0)] = 0.2
+    """Drop tokens with A <= 0 whose probability fell by more than this since sampling."""
+    dppo_mask_high: Annotated[float, Ge(0)] = 0.2
+    """Drop tokens with A > 0 whose probability rose by more than this since sampling."""
+    adv_tau: Annotated[float, Ge(-1e6), Le(1e6)] = 1.0
+    """Scale of the policy-gradient term, for which gradients must stay finite; 0 = only the regulariser."""
+    kl_tau: Annotated[float, Ge(0), Le(1e6)] = 1e-3
+    """Scale of the regulariser."""
+    delta: Annotated[float, Gt(0), Le(1e30)] | None = 8.0
+    """Upper clamp of the importance ratio in the policy-gradient term, without gradient above it. Without it the ratio
+    of a rare token with A <= 0 has no bound, because the mask does not drop it. null = none."""
+
+
+@tokenwise(DefaultOptions)
+def default_loss(inputs: "LossInputs", options: DefaultOptions) -> "TokenTerms":
     """DPPO's mask on the policy gradient, and Kimi K2.5's squared-log-ratio KL on every member.
 
     sum w * (-keep * adv_tau * A * r + kl_tau * (t - i)^2). A token leaves the first term, not the second, when its
@@ -37,84 +50,116 @@ def default_loss(
     over dropped tokens: `masked_mismatch_kl`, `masked_advantage_positive`, `masked_advantage_negative` (the shares with
     A > 0 and A <= 0, adding up to 1).
     """
-    tokens = PolicyTokens(inputs, **common)
-    moved = tokens.logprobs.detach().exp() - tokens.old.exp()
+    tokens = inputs.policy_tokens(options)
     positive = tokens.advantages > 0
-    high = tokens.members & positive & (moved > dppo_mask_high)
-    low = tokens.members & ~positive & (moved < -dppo_mask_low)
-    return _masked(tokens, high, low, adv_tau=adv_tau, kl_tau=kl_tau, delta=delta)
+    high = tokens.members & positive & (tokens.moved > options.dppo_mask_high)
+    low = tokens.members & ~positive & (tokens.moved < -options.dppo_mask_low)
+    return _masked(tokens, high, low, adv_tau=options.adv_tau, kl_tau=options.kl_tau, delta=options.delta)
 
 
-@tokenwise
-def ipo_loss(
-    inputs: LossInputs, *, eps: float = 0.3, kl_tau: float = 0.0, delta: float | None = 8.0, **common: Any
-) -> TokenTerms:
+@dataclass(frozen=True)
+class IPOOptions(PolicyOptions):
+    """Policy gradient without tokens whose probability moved far, whatever their advantage."""
+
+    eps: Annotated[float, Ge(0)] = 0.3
+    """Drop tokens whose probability changed by more than this since sampling."""
+    kl_tau: Annotated[float, Ge(0), Le(1e6)] = 0.0
+    """Scale of the squared-log-ratio regulariser, which also applies to dropped tokens."""
+    delta: Annotated[float, Gt(0), Le(1e30)] | None = 8.0
+    """Upper clamp of the importance ratio, as in the default loss. null = none."""
+
+
+@tokenwise(IPOOptions)
+def ipo_loss(inputs: "LossInputs", options: IPOOptions) -> "TokenTerms":
     """The default loss with a mask on both sides: a token leaves the first term when |d| > eps, whatever its advantage.
 
     sum w * (-keep * A * min(r, delta) + kl_tau * (t - i)^2). Metrics as of `default_loss`.
     """
-    tokens = PolicyTokens(inputs, **common)
-    moved = tokens.logprobs.detach().exp() - tokens.old.exp()
-    return _masked(tokens, moved > eps, moved < -eps, adv_tau=1.0, kl_tau=kl_tau, delta=delta)
+    tokens = inputs.policy_tokens(options)
+    high = tokens.moved > options.eps
+    low = tokens.moved < -options.eps
+    return _masked(tokens, high, low, adv_tau=1.0, kl_tau=options.kl_tau, delta=options.delta)
 
 
 def _masked(
-    tokens: PolicyTokens, high: Tensor, low: Tensor, *, adv_tau: float, kl_tau: float, delta: float | None
-) -> TokenTerms:
+    tokens: "PolicyTokens", high: "Tensor", low: "Tensor", *, adv_tau: float, kl_tau: float, delta: float | None
+) -> "TokenTerms":
     """A policy gradient without the tokens in `high` and `low`, and a regulariser with them."""
     dropped = high | low
     keep = tokens.members & ~dropped
     positive = tokens.advantages > 0
-    policy = importance_weighted(adv_tau * tokens.advantages, tokens.log_ratio, keep, delta)
-    mismatch = mismatch_kl(tokens.log_ratio)
+    # The scale goes onto the advantage: with 0 no ratio is computed, which may be infinite.
+    policy = tokens.importance_weighted(adv_tau * tokens.advantages, tokens.log_ratio, keep, delta)
+    excluded = {"dropped": dropped}
+    if delta is not None:
+        excluded["clipped"] = tokens.ratio > delta
     return tokens.terms(
         kl_tau * tokens.log_ratio.square() - policy,
         metrics={
-            "masked_mismatch_kl": (mismatch, dropped),
-            "unmasked_mismatch_kl": (mismatch, keep),
+            "masked_mismatch_kl": (tokens.mismatch, dropped),
+            "unmasked_mismatch_kl": (tokens.mismatch, keep),
             "is_masked": (dropped, tokens.members),
             "is_masked_low": (low, tokens.members),
             "is_masked_high": (high, tokens.members),
             "masked_advantage_positive": (positive, dropped),
             "masked_advantage_negative": (~positive, dropped),
         },
-        excluded={"dropped": dropped} | ({} if delta is None else {"clipped": tokens.ratio > delta}),
+        excluded=excluded,
     )
 
 
-@tokenwise
-def aipo_loss(inputs: LossInputs, *, delta: float = 8.0, **common: Any) -> TokenTerms:
+@dataclass(frozen=True)
+class AIPOOptions(PolicyOptions):
+    """Importance-weighted policy gradient with a one-sided clip (arXiv 2505.24034)."""
+
+    delta: Annotated[float, Gt(0), Le(1e30)] = 8.0
+    """Upper clamp of the importance ratio."""
+
+
+@tokenwise(AIPOOptions)
+def aipo_loss(inputs: "LossInputs", options: AIPOOptions) -> "TokenTerms":
     """AIPO (LlamaRL, arXiv 2505.24034): -sum w * min(r, delta) * A, one-sided clipping and no KL term.
 
     A clipped token has no gradient. Metrics over members: `importance_ratio`, `clipped_importance_ratio`, `is_clipped`
     (r > delta).
     """
-    tokens = PolicyTokens(inputs, **common)
-    policy = importance_weighted(tokens.advantages, tokens.log_ratio, tokens.members, delta)
-    clipped = tokens.ratio > delta
+    tokens = inputs.policy_tokens(options)
+    policy = tokens.importance_weighted(tokens.advantages, tokens.log_ratio, tokens.members, options.delta)
+    clipped = tokens.ratio > options.delta
     return tokens.terms(
         -policy,
         metrics={
             "importance_ratio": (tokens.ratio, tokens.members),
-            "clipped_importance_ratio": (tokens.ratio.clamp_max(delta), tokens.members),
+            "clipped_importance_ratio": (tokens.ratio.clamp_max(options.delta), tokens.members),
             "is_clipped": (clipped, tokens.members),
         },
         excluded={"clipped": clipped},
     )
 
 
-@tokenwise
-def ppo_loss(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None, **common: Any
-) -> TokenTerms:
+@dataclass(frozen=True)
+class PPOOptions(PolicyOptions):
+    """PPO's clipped policy gradient (arXiv 1707.06347), with clip-higher and dual clip."""
+
+    clip_low: Annotated[float, Ge(0), Le(1)] = 0.2
+    """PPO clip for A < 0: a token has no gradient if its ratio is below 1 minus this."""
+    clip_high: Annotated[float, Ge(0), Le(1e30)] = 0.2
+    """PPO clip for A > 0: no gradient for a token whose ratio is above 1 plus this; 0.28 in DAPO (arXiv 2503.14476)."""
+    dual_clip: Annotated[float, Gt(1), Le(1e30)] | None = None
+    """A token with A < 0 has no gradient if its ratio is above this, e.g. 3 (arXiv 1912.09729). null = none."""
+
+
+@tokenwise(PPOOptions)
+def ppo_loss(inputs: "LossInputs", options: PPOOptions) -> "TokenTerms":
     """PPO (arXiv 1707.06347): -sum w * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A).
 
     A larger `clip_high` is DAPO's clip-higher (arXiv 2503.14476). With `dual_clip` c, a token with A < 0 has a loss of
-    at most -c * A (arXiv 1912.09729). A clipped token has no gradient. Metrics over members: `importance_ratio`,
-    `is_clipped`.
+    at most -c * A (arXiv 1912.09729). A clipped token has no gradient.
+
+    Metrics over members: `importance_ratio`, `is_clipped`.
     """
-    tokens = PolicyTokens(inputs, **common)
-    policy, clipped = _clipped(tokens, tokens.log_ratio, clip_low, clip_high, dual_clip)
+    tokens = inputs.policy_tokens(options)
+    policy, clipped = _clipped(tokens, tokens.log_ratio, options.clip_low, options.clip_high, options.dual_clip)
     return tokens.terms(
         -policy,
         metrics={"importance_ratio": (tokens.ratio, tokens.members), "is_clipped": (clipped, tokens.members)},
@@ -122,10 +167,23 @@ def ppo_loss(
     )
 
 
-@tokenwise
-def gspo_loss(
-    inputs: LossInputs, *, clip_ratio_low: float = 3e-4, clip_ratio_high: float = 4e-4, **common: Any
-) -> TokenTerms:
+@dataclass(frozen=True)
+class GSPOOptions(PolicyOptions):
+    """Policy gradient with one clipped importance ratio for each sequence (arXiv 2507.18071).
+
+    The defaults are the paper's, for long completions; of short ones, more are clipped.
+    """
+
+    clip_ratio_low: Annotated[float, Ge(0), Lt(1)] = 3e-4
+    """A sequence with A < 0 has no gradient if its ratio is below 1 minus this."""
+    clip_ratio_high: Annotated[float, Ge(0), Le(1e30)] = 4e-4
+    """A sequence with A > 0 has no gradient if its ratio is above 1 plus this."""
+    agg_mode: AggMode = "sequence_mean"
+    """As in the other losses."""
+
+
+@tokenwise(GSPOOptions)
+def gspo_loss(inputs: "LossInputs", options: GSPOOptions) -> "TokenTerms":
     """GSPO (arXiv 2507.18071) in its form for advantages of tokens, GSPO-token (equations 13 and 14).
 
     -sum w * min(s * A, clip(s, 1 - low, 1 + high) * A), where s = exp(mean of t - i over the members of the sequence)
@@ -135,10 +193,11 @@ def gspo_loss(
 
     Metrics over members: `sequence_ratio` (s), `is_clipped` (A > 0 and s > 1 + high, or A < 0 and s < 1 - low).
     """
-    tokens = PolicyTokens(inputs, **{"agg_mode": "sequence_mean"} | common)
+    tokens = inputs.policy_tokens(options)
     log_ratio = tokens.sequence_mean(tokens.log_ratio)
+    # Its value is that of the sequence, its gradient that of the token's own logprob.
     with_gradient = log_ratio + tokens.logprobs - tokens.logprobs.detach()
-    policy, clipped = _clipped(tokens, with_gradient, clip_ratio_low, clip_ratio_high)
+    policy, clipped = _clipped(tokens, with_gradient, options.clip_ratio_low, options.clip_ratio_high)
     return tokens.terms(
         -policy,
         metrics={"sequence_ratio": (log_ratio.exp(), tokens.members), "is_clipped": (clipped, tokens.members)},
@@ -147,31 +206,43 @@ def gspo_loss(
 
 
 def _clipped(
-    tokens: PolicyTokens, log_ratio: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective of each token, min(r * A, clip(r) * A), and which tokens were clipped."""
+    tokens: "PolicyTokens", log_ratio: "Tensor", clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> "tuple[Tensor, Tensor]":
+    """PPO's clipped objective of each token, min(r * A, clip(r) * A), and as bool the tokens that were clipped."""
     advantages, ratio = tokens.advantages, log_ratio.detach().exp()
     high = tokens.members & (advantages > 0) & (ratio > 1 + clip_high)
     low = tokens.members & (advantages < 0) & (ratio < 1 - clip_low)
     dual = tokens.members & (advantages < 0) & (ratio > (math.inf if dual_clip is None else dual_clip))
     clipped = high | low | dual
-    policy = importance_weighted(advantages, log_ratio, tokens.members & ~clipped)
-    policy = torch.where(high, (1 + clip_high) * advantages, policy)
-    policy = torch.where(low, (1 - clip_low) * advantages, policy)
-    return policy if dual_clip is None else torch.where(dual, dual_clip * advantages, policy), clipped
+    # Where r is clipped the objective is a constant: such tokens are left out of the term with a gradient.
+    policy = tokens.importance_weighted(advantages, log_ratio, tokens.members & ~clipped)
+    policy = policy.where(~high, (1 + clip_high) * advantages)
+    policy = policy.where(~low, (1 - clip_low) * advantages)
+    if dual_clip is not None:
+        policy = policy.where(~dual, dual_clip * advantages)
+    return policy, clipped
 
 
-@tokenwise
-def cispo_loss(
-    inputs: LossInputs, *, clip_high: float = 5.0, clip_low: float | None = None, **common: Any
-) -> TokenTerms:
+@dataclass(frozen=True)
+class CISPOOptions(PolicyOptions):
+    """Policy gradient weighted by a clipped ratio; clipped tokens keep their gradient (arXiv 2506.13585)."""
+
+    clip_high: Annotated[float, Ge(1), Le(1e30)] = 5.0
+    """Largest weight (an upper bound of the ratio itself)."""
+    clip_low: Annotated[float, Ge(0), Le(1)] | None = None
+    """Smallest weight. null = none."""
+
+
+@tokenwise(CISPOOptions)
+def cispo_loss(inputs: "LossInputs", options: CISPOOptions) -> "TokenTerms":
     """CISPO (MiniMax-M1, arXiv 2506.13585): -sum w * stopgrad(clip(r, clip_low, clip_high)) * A * t.
 
     The bounds are those of r itself. A clipped token keeps its gradient, unlike in PPO. Metrics over members:
     `importance_ratio`, `is_clipped`.
     """
-    tokens = PolicyTokens(inputs, **common)
-    clipped = tokens.ratio.clamp(clip_low, clip_high)
+    tokens = inputs.policy_tokens(options)
+    # A weight without a gradient: that is why a clipped token keeps the one of its logprob.
+    clipped = tokens.ratio.clamp(options.clip_low, options.clip_high)
     return tokens.terms(
         -clipped * tokens.advantages * tokens.logprobs,
         metrics={
@@ -181,13 +252,20 @@ def cispo_loss(
     )
 
 
-@tokenwise
-def reinforce_loss(inputs: LossInputs, **common: Any) -> TokenTerms:
+@dataclass(frozen=True)
+class ReinforceOptions(PolicyOptions):
+    """REINFORCE, without a ratio; correction=tis makes it truncated importance sampling."""
+
+    has_ratio = False
+
+
+@tokenwise(ReinforceOptions)
+def reinforce_loss(inputs: "LossInputs", options: ReinforceOptions) -> "TokenTerms":
     """REINFORCE (Williams, 1992): -sum w * A * t, without a ratio to the sampler; `correction=tis` may bring one.
 
     Metric over members: `importance_ratio`.
     """
-    tokens = PolicyTokens(inputs, has_ratio=False, **common)
+    tokens = inputs.policy_tokens(options)
     return tokens.terms(
         -tokens.advantages * tokens.logprobs, metrics={"importance_ratio": (tokens.ratio, tokens.members)}
     )

@@ -31,8 +31,11 @@ class Console(Monitor):
     def step(self, line: dict[str, float]) -> None:
         if line["step"] == 0:
             self.first_step = time.monotonic()
-        left = self._left(int(line["step"]))
-        facts = [f"step {line['step']:.0f}/{self.max_steps}", *self._facts(line), *([f"left={left}"] if left else [])]
+        facts = [f"step {line['step']:.0f}/{self.max_steps}", *self._facts(line)]
+        done = int(line["step"]) - self.resumed_at
+        if done > 0:  # the time left, at the pace so far
+            a_step = (time.monotonic() - self.first_step) / done
+            facts.append(f"left={clock(a_step * (self.max_steps - int(line['step'])))}")
         self.status("  ".join(facts))
 
     def status(self, text: str) -> None:
@@ -41,11 +44,6 @@ class Console(Monitor):
         if self.mode == "plain":
             since = clock(time.monotonic() - self.started)
             self.terminal.print(f"{since}  {as_message(text)}", soft_wrap=True, highlight=False, markup=False)
-
-    def _left(self, step: int) -> str | None:
-        """The time left after a step at the pace so far; None before the first one."""
-        done = step - self.resumed_at
-        return clock((time.monotonic() - self.first_step) / done * (self.max_steps - step)) if done > 0 else None
 
     def _facts(self, line: dict[str, float]) -> list[str]:
         """The few numbers worth a glance."""

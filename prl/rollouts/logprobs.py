@@ -3,7 +3,7 @@
 SENTINEL_CEILING = -9000.0
 """Everything this low counts as the sentinel -9999.0: bfloat16, for one, rounds that to -9984.
 
-vLLM sends the sentinel for a logprob that it does not have: it clamps -inf, which JSON cannot express.
+Servers send the sentinel for a logprob that they do not have: they clamp -inf, which JSON cannot express.
 """
 
 

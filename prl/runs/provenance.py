@@ -23,8 +23,6 @@ from prl.base.errors import ConfigError
 from prl.base.files import write_atomically
 from prl.base.masking import masked, masked_text
 from prl.config.hardware import listed
-from prl.config.schema import TrainConfig
-from prl.config.threads import of_engine, of_trainer
 
 MAX_DIFF = 1_000_000
 """Longest `provenance.diff`, bytes."""
@@ -33,19 +31,26 @@ HASHED_WHOLE = 2 * 1024**3
 GIT = ("git", "-c", "core.fsmonitor=false")
 
 
-def write_provenance(run_dir: Path, config: TrainConfig, tasks: Mapping[str, Mapping[str, Iterable[str]]]) -> None:
+def write_provenance(
+    run_dir: Path,
+    seed: int,
+    threads: Mapping[str, int | None],
+    models: Mapping[str, str],
+    tasks: Mapping[str, Mapping[str, Iterable[str]]],
+) -> None:
     """Write `provenance.json`, and `provenance.diff` where prl runs from a checkout with changes.
 
     Args:
         run_dir: The run's directory.
-        config: The run's config.
+        seed: The run's seed.
+        threads: The threads of each process that the run starts, by its kind.
+        models: The paths of the models that the run loads, by their config keys.
         tasks: The hashes of each env's tasks, by env and by `train` or `eval`.
     """
     commit, diff = checkout(Path(prl.__file__).resolve().parents[1])
     if diff:
         write_atomically(run_dir / "provenance.diff", masked_text(diff).encode()[:MAX_DIFF])
     installed = packages()
-    models = {"model": config.model} | ({"teacher.model": config.teacher.model} if config.teacher.model else {})
     record = {
         "command": command_line(sys.orig_argv),
         "cwd": str(Path.cwd()),
@@ -57,13 +62,10 @@ def write_provenance(run_dir: Path, config: TrainConfig, tasks: Mapping[str, Map
         "platform": platform.platform(),
         "host": platform.node(),
         "cpus": os.cpu_count(),
-        "threads": {
-            "engine": None if config.engine.urls else of_engine(config, config.model),
-            "trainer": of_trainer(config),
-        },
+        "threads": dict(threads),
         "gpus": gpus(),
-        "seed": config.seed,
-        "models": {key: model_hash(model.path) for key, model in models.items()},
+        "seed": seed,
+        "models": {key: model_hash(path) for key, path in models.items()},
         "data": {env: {split: data_hash(hashes) for split, hashes in of.items()} for env, of in tasks.items()},
     }
     text = json.dumps(record, indent=2, ensure_ascii=False)  # in a locale without them, bytes of names are surrogates
@@ -74,7 +76,13 @@ def checkout(folder: Path) -> tuple[dict[str, Any] | None, str]:
     """The commit that `folder` is at, and how its tracked files differ from it; None where it is no git checkout."""
 
     def git(*command: str) -> str:
-        return output_of(*GIT, "-C", str(folder), *command)
+        """Return what git prints; nothing where it is missing, fails or takes longer than ten seconds."""
+        line = [*GIT, "-C", str(folder), *command]
+        try:
+            done = subprocess.run(line, capture_output=True, encoding="utf-8", errors="replace", timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        return done.stdout if done.returncode == 0 else ""
 
     commit = git("rev-parse", "HEAD").strip() if (folder / ".git").exists() else ""
     if not commit:
@@ -91,15 +99,6 @@ def gpus() -> list[str]:
     with contextlib.suppress(ConfigError):
         return [gpu.name for gpu in listed()]
     return []
-
-
-def output_of(*command: str) -> str:
-    """Return what a program prints; nothing where it is missing, fails or takes longer than ten seconds."""
-    try:
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def packages() -> dict[str, str]:

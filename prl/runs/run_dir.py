@@ -16,9 +16,7 @@ from omegaconf import OmegaConf
 from prl.base.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
 from prl.base.files import content_of, naming, read_json, write_atomically
 from prl.base.masking import masked
-from prl.config.evaluation import EvaluationConfig
-from prl.config.run_yaml import has_config, text_of
-from prl.config.schema import TrainConfig
+from prl.config.run_yaml import has_config
 from prl.runs.owner import LOCK
 from prl.runs.result import RunResult, write_result
 
@@ -85,13 +83,12 @@ def _taken(run_dir: Path) -> ConfigError:
     )
 
 
-def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
-    """Make the run directory, for its owner alone to read, and write the resolved config into it.
+def new_run_dir(run_dir: Path, config: str) -> None:
+    """Make the run directory, for its owner alone to read, and write the resolved `config` (YAML) into it.
 
     Raises ConfigError where another run has the directory, also where that began at the same moment, or other files are
     in it.
     """
-    run_dir = Path(config.run.dir)
     refuse_other_files(run_dir)
     path = run_dir / "config.yaml"
     with naming(path):
@@ -102,7 +99,6 @@ def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
         except FileExistsError:
             raise _taken(run_dir) from None
     write_config(run_dir, config)
-    return run_dir
 
 
 def remove_logs(run_dir: Path, absent: Iterable[Path]) -> None:
@@ -116,9 +112,9 @@ def remove_logs(run_dir: Path, absent: Iterable[Path]) -> None:
                 folder.rmdir()
 
 
-def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:
-    """Write the resolved config and what was typed for it."""
-    write_atomically(run_dir / "config.yaml", text_of(config).encode(), durable=True)
+def write_config(run_dir: Path, config: str) -> None:
+    """Write the resolved config (YAML) and what was typed for it."""
+    write_atomically(run_dir / "config.yaml", config.encode(), durable=True)
     if HydraConfig.initialized():  # what Hydra would have written before the directory was checked
         with naming(run_dir / ".hydra"):
             (run_dir / ".hydra").mkdir(exist_ok=True)

@@ -8,6 +8,7 @@ On a terminal, or line by line from a pipe: echo "12+34=" | python -m prl.tools.
 import signal
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,14 +37,16 @@ def main(config: EvaluationConfig) -> None:
     """Serve the model and talk until the input ends. Raises ConfigError before anything has started."""
     from prl.engines.tokenizers import load_tokenizer
     from prl.launch import components
+    from prl.launch.shared_engines import launcher_of
     from prl.tools.evaluation import play
     from prl.tools.evaluation.serving import serve_each
 
-    engines = play.prepare_targets(config)
-    if [len(group) for group in engines] != [1]:
+    engines = play.plan_engines(config, Path(f"{config.run.dir}.log"))
+    if [len(served.targets) for served in engines] != [1]:
         raise ConfigError("a chat is with one model: give one checkpoint, run, model or endpoint")
-    model = engines[0][0].model
-    tokenizer = load_tokenizer(model.path, engines[0][0].name, model.trust_remote_code)
+    target = engines[0].targets[0]
+    model = target.model
+    tokenizer = load_tokenizer(model.path, target.name, model.trust_remote_code)
     renderer = components.renderer_of("renderer", config.renderer, model, tokenizer)
     sampler = play.build(config.sampling, play.Sampler, "sampling")
 
@@ -51,7 +54,7 @@ def main(config: EvaluationConfig) -> None:
         play.attach(sampler, pool, renderer, model, config.seed)
         await Chat(sampler).until_quit()
 
-    run_to_end(serve_each(config, engines, Path(f"{config.run.dir}.log"), talk))
+    run_to_end(serve_each(partial(launcher_of, config.launcher), engines, talk))
 
 
 @dataclass

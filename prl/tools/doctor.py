@@ -43,8 +43,7 @@ def machine() -> Iterator[str]:
     import torch
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    from prl.config import gpus
-    from prl.config.hardware import GIB, cores, listed, memory_bytes
+    from prl.config.hardware import GIB, Machine, listed
     from prl.runs.provenance import checkout
 
     commit, _ = checkout(Path(__file__).resolve().parents[2])
@@ -53,10 +52,11 @@ def machine() -> Iterator[str]:
     for gpu in listed():
         print(f"GPU {gpu.name}, {gpu.memory / GIB:.0f} GiB")
     shared = shutil.disk_usage("/dev/shm").total / GIB
-    print(f"{cores()} cores, {memory_bytes() / GIB:.1f} GiB of memory, {shared:.1f} GiB of shared memory")
+    here = Machine()
+    print(f"{here.cores} cores, {here.memory / GIB:.1f} GiB of memory, {shared:.1f} GiB of shared memory")
     print(f"{shutil.disk_usage('.').free / GIB:.0f} GiB free on the disk of this folder")
     has_compiler = any(map(shutil.which, ("cc", "gcc", "clang")))
-    if why_cpu := gpus.lacks_gpu():
+    if why_cpu := here.lacks_gpu:
         print(f"computes on the CPU: {why_cpu}")
     elif torch.version.cuda is None:
         yield f"torch {torch.__version__} is a build for a CPU, and there is a GPU: run PRL_ENGINE=gpu scripts/setup"
@@ -75,26 +75,19 @@ def machine() -> Iterator[str]:
 
 def chosen(overrides: list[str]) -> Iterator[str]:
     """Print what a run with these overrides would start here; yield what it lacks."""
-    from prl.config import threads
-    from prl.config.build import class_of
     from prl.config.compose import compose
-    from prl.config.trainer import runs_in_half
-    from prl.engines.base import Engine
-    from prl.launch import specs
-    from prl.launch.local import resolve_model
+    from prl.config.hardware import Machine
+    from prl.launch.plan import plan
 
     config = compose(["run.name=doctor", *overrides])
-    specs.placement(config)  # raises where there are not GPUs enough
-    engine, trainer = config.engine, config.trainer
-    dtype = resolve_model(config.model, engine.device_type).dtype
-    print(f"engine: {engine.device_type}, {dtype}, {engine._target_}, processes: {len(engine.urls) or engine.servers}")
-    dtype = "bfloat16" if runs_in_half(trainer.dtype, trainer.device_type) else "float32"
-    print(f"trainer: {trainer.device_type}, {dtype}, processes: {trainer.num_processes}")
-    print(f"threads: engine {threads.of_engine(config, config.model)}, trainer {threads.of_trainer(config)}")
+    planned = plan(config, Machine())  # raises where there are not GPUs enough
+    policy, ranks, trainer = planned.policy, planned.trainer, config.trainer
+    processes = len(policy.urls) or len(policy.servers)
+    print(f"engine: {policy.spec.device}, {ranks.model.dtype}, {config.engine._target_}, processes: {processes}")
+    print(f"trainer: {ranks.device}, {ranks.precision.dtype}, processes: {ranks.num_processes}")
+    print(f"threads: engine {policy.spec.threads}, trainer {ranks.threads}")
     print(f"compile={trainer.compile}, gradient_checkpointing={trainer.gradient_checkpointing}, torch's attention")
-    if engine.in_process or engine.urls:
-        return
-    lacking = class_of(engine, Engine, "engine").lacks(engine)
+    lacking = policy.engine.lacks(policy.spec.device) if policy.is_started else None
     if lacking:
         yield lacking
 

@@ -38,9 +38,8 @@ COMMANDS = {"train": schema.TrainConfig, "serve": schema.ServeConfig, "eval": Ev
 OWN = {"train": {"sweep"}, "serve": set[str](), "eval": {"model"}}
 """Keys of a command that are named as a group is and filled by no option of it."""
 DESCRIBED: dict[str, Any] = {
-    "env": schema.EnvConfig,
+    "env/_fields": schema.EnvConfig,
     "filters/none": schema.FiltersConfig,
-    "loss/custom": trainer_config.CustomLossConfig,
     "model": schema.ModelConfig,
     "sampling/default": Sampler,
     "teacher": schema.TeacherConfig,
@@ -60,8 +59,9 @@ def classes() -> dict[str, Any]:
     """Return what says which fields an option has, by `<group>/<name>`: the class that its file names, or a
     dataclass."""
     result: dict[str, Any] = {}
-    for path in [f"{group}/{name}" for group, names in options().items() for name in names]:
-        node = yaml.safe_load((CONF / f"{path}.yaml").read_text(encoding="utf-8")) or {}
+    for file in sorted(CONF.glob("*/*.yaml")):
+        path = f"{file.parent.name}/{file.stem}"
+        node = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
         target = node.get("_target_", "")
         described = DESCRIBED.get(path) or DESCRIBED.get(path.partition("/")[0]) or SCHEMAS.get(target)
         if described is None and target.startswith("prl."):
@@ -86,25 +86,24 @@ def pages() -> dict[Path, str]:
 
 def page(file: Path, path: str, described: Any, groups: Collection[str] = ()) -> str:
     """The text of a file. `path` is `<group>/<name>` for an option; `groups` are what other options fill."""
-    group, _, name = path.partition("/")
+    group = path.partition("/")[0]
     own = file.read_text(encoding="utf-8").partition(MARK)[0].rstrip()
     given = {*groups, *(yaml.safe_load(own) or {})}
-    values = {"name": name} if group == "renderer" else {}
-    fields = [lines for key, lines in node_of(group, described, values) if key not in given]
+    fields = [lines for key, lines in node_of(group, described) if key not in given]
     if path == "train":  # beside what the options of `model` set
         fields += ["model:", *(lines for key, lines in fields_of(schema.PolicyModelConfig, {}, "  ") if key == "lora")]
     if path in ("train", "eval"):  # the options of `sampling` set some of them, for an env as well
-        fields += ["sampling:", *(lines for _, lines in node_of("sampling", Sampler, {}, "  "))]
+        fields += ["sampling:", *(lines for _, lines in node_of("sampling", Sampler, "  "))]
     if group == "sampling":
         fields = [textwrap.indent(lines, "# ") for lines in fields]
     return "\n".join([own, *(["", MARK] if fields else []), *fields]) + "\n"
 
 
-def node_of(group: str, described: Any, values: Mapping[str, Any], indent: str = "") -> Iterator[tuple[str, str]]:
+def node_of(group: str, described: Any, indent: str = "") -> Iterator[tuple[str, str]]:
     """As `fields_of`, with the `_target_` of a component that is described by its own class."""
     if group in COMPONENTS:
         yield "_target_", f"{indent}_target_: {described.__module__}.{described.__qualname__}"
-    yield from fields_of(described, values, indent)
+    yield from fields_of(described, {}, indent)
 
 
 def fields_of(described: Any, values: Mapping[str, Any], indent: str = "") -> Iterator[tuple[str, str]]:
@@ -172,17 +171,12 @@ def docs_of(described: Any) -> dict[str, str]:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         except (OSError, TypeError, SyntaxError, ValueError):  # no source: made by make_dataclass, or built in
             continue
-        result |= docs_in(tree)
+        result |= {
+            ast.unparse(field.target): " ".join(str(doc.value.value).split())
+            for field, doc in itertools.pairwise(tree.body if isinstance(tree, ast.ClassDef) else [])
+            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
+        }
     return result
-
-
-def docs_in(tree: ast.AST) -> dict[str, str]:
-    """The docstrings under the fields of a class's source, by field; nothing of what is no class."""
-    return {
-        ast.unparse(field.target): " ".join(str(doc.value.value).split())
-        for field, doc in itertools.pairwise(tree.body if isinstance(tree, ast.ClassDef) else [])
-        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
-    }
 
 
 def main(arguments: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Micro-batches as tensors: the rows of a stack go through the model together.
 
-Here as packed rows, one sequence after the other; `prl.trainer.tree.tree` has rows in which sequences share tokens.
+These are packed rows, one sequence after the other; `prl.trainer.tree.tree` has rows in which sequences share tokens.
 """
 
 import math
@@ -35,28 +35,29 @@ class Stack:
     """int64 `[flat tokens]`: the index, in the flattened rows, of the token before each in its sequence, where its
     logprob comes from; -1 where a sequence starts, and where a row leaves out what nobody wants."""
     temperatures: torch.Tensor
-    """`[flat tokens]`."""
+    """`[flat tokens]`: the sampling temperature, which logits are divided by."""
     wanted: torch.Tensor
     """bool `[flat tokens]`: tokens whose logprob is needed, the members of any loss component."""
     mask: torch.Tensor
-    """bool `[flat tokens]`."""
+    """bool `[flat tokens]`: the loss mask."""
     logprobs: torch.Tensor
-    """The sampler's, `[flat tokens]`."""
+    """Logprobs by the sampler, `[flat tokens]`."""
     streams: dict[str, torch.Tensor]
-    """By name, `[flat tokens]`: those that a row has; a row without one takes its neutral value."""
+    """Advantages, weights and further numbers of each token, by name, `[flat tokens]`. A stream is there if any row has
+    it; the other rows have its neutral value."""
     sequence_lengths: list[int]
     references: list[Reference]
-    """What the `ref_kl` tokens of each sequence are compared with."""
+    """Reference that the `ref_kl` tokens of each sequence are compared with."""
     losses: list[str]
     """Name of each sequence's rl loss."""
     envs: list[str]
-    """The env of each sequence."""
+    """Name of each sequence's env."""
     origins: list[tuple[int, int]]
     """Number of each sequence's row in the shipped batch, and its place in that row."""
     top: Top | None = None
-    """Of shipped references, `[flat tokens, k]`; None where no sequence has any."""
+    """Likeliest tokens by references that engines serve, `[flat tokens, k]`; None where no sequence has any."""
     tree: TokenTree | None = None
-    """How the tokens of the one row attend; None = causal within each sequence, as its positions say."""
+    """Tree by which the tokens of the one row attend; None = causal within each sequence, as its positions say."""
 
     @property
     def forward_tokens(self) -> int:
@@ -64,7 +65,7 @@ class Stack:
         return self.token_ids.numel() if self.tree is None else self.input_ids.numel()
 
     def tokens_of(self, sequences: Sequence[bool]) -> torch.Tensor:
-        """The tokens of some sequences, bool `[flat tokens]`."""
+        """Return the tokens of some sequences as bool `[flat tokens]`; `sequences` has a truth for each of them."""
         return per_token(sequences, self.sequence_lengths, self.token_ids.device).bool()
 
 
@@ -85,7 +86,7 @@ def empty_stack(device: torch.device) -> Stack:
 
 
 def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -> Stack:
-    """The rows, by their number in the batch, as tensors of `length` tokens per row."""
+    """Make tensors of `length` tokens per row of the rows, which have their number in the batch as key."""
     rows = list(numbered.values())
 
     def tensor(name: str, dtype: type, fill: float | None = None) -> torch.Tensor:
@@ -127,7 +128,7 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
 
 
 def _top(rows: list[MicroBatch], length: int, flat: torch.Tensor, device: torch.device) -> Top | None:
-    """The shipped tops of the tokens `flat` of rows of `length` tokens."""
+    """Return the likeliest tokens that references have shipped with rows, at the places `flat` of them all."""
     k = max((len(ids) for row in rows for ids in row.top_ids or ()), default=0)
     if not k:
         return None

@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from prl.base.checkpoint_folders import STATE, checkpoint_path, part_path
 from prl.base.errors import UNREADABLE, ConfigError, PrlError
 from prl.base.files import naming, writing
-from prl.config.model_folder import write_files
 from prl.trainer.lora import ADAPTER, adapters_of, write_adapters
 from prl.trainer.model import write_model
 from prl.trainer.optim import Optimizers
@@ -35,7 +34,7 @@ from prl.trainer.trainer import Trainer
 from prl.trainer.weights import on_writer, whole_tensors
 
 TENSOR = "$tensor"
-"""Key of what stands for a tensor in `trainer.json`."""
+"""Key, in `trainer.json`, of the name of a tensor that stands in `trainer.safetensors`."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +45,16 @@ class Part:
     """
 
     weights: dict[str, torch.Tensor]
-    """By their names in the files of a model, float32; adapters are merged."""
+    """Tensors of the model by their names in its files, float32; adapters are merged."""
     adapters: dict[str, torch.Tensor]
     state: str
-    """The content of `trainer.json`."""
+    """Content of `trainer.json`."""
     tensors: dict[str, torch.Tensor]
-    """Of `trainer.safetensors`."""
+    """Content of `trainer.safetensors`."""
 
 
 def take_part(trainer: Trainer, *, rank: int = 0) -> Part:
-    """Copy what a checkpoint has of the trainer, as it is now. A collective; rank 0 gets the tensors.
+    """Copy the state of the trainer, for a checkpoint. A collective; rank 0 gets the tensors.
 
     Raises PrlError where the optimiser's state holds what is no plain data.
     """
@@ -75,7 +74,7 @@ def take_part(trainer: Trainer, *, rank: int = 0) -> Part:
     )
 
 
-def write_part(run_dir: Path, step: int, part: Part, model: PreTrainedModel, tokenizer: Mapping[str, bytes]) -> None:
+def write_part(run_dir: Path, step: int, part: Part, model: PreTrainedModel, files: Mapping[str, bytes]) -> None:
     """Write the trainer's part of the checkpoint of `step`, whole or not at all.
 
     Args:
@@ -83,7 +82,7 @@ def write_part(run_dir: Path, step: int, part: Part, model: PreTrainedModel, tok
         step: the last step that the weights were trained in, 0 for the base model.
         part: of rank 0.
         model: whose configs go with the weights.
-        tokenizer: the files of the tokenizer, as `tokenizer_files` has them.
+        files: what its folder has beside weights and configs, by path: `companion_files` and `tokenizer_files`.
 
     Raises:
         PrlError: it cannot be written, as on a full disk, and nothing is left of it; or a weight is not finite: nobody
@@ -97,10 +96,9 @@ def write_part(run_dir: Path, step: int, part: Part, model: PreTrainedModel, tok
                 "before it, with a lower trainer.optim.lr"
             )
     with naming(checkpoint_path(run_dir, step)), writing(part_path(run_dir, step)) as folder:
-        write_model(folder, model, part.weights)
+        write_model(folder, model, part.weights, files)
         if part.adapters:
             write_adapters(folder / ADAPTER, model, part.adapters)
-        write_files(tokenizer, folder)
         (folder / STATE).mkdir()
         (folder / STATE / "trainer.json").write_text(part.state, encoding="utf-8")
         save_file(part.tensors, folder / STATE / "trainer.safetensors")
@@ -133,7 +131,7 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
 
 @contextlib.contextmanager
 def _tensors_of(path: Path) -> Iterator[Any]:
-    """A file of tensors, opened. Raises ConfigError, naming it, where it cannot be read or lacks one."""
+    """Open a file of tensors. Raises ConfigError, naming it, where it cannot be read or lacks a tensor."""
     try:
         with safe_open(path, "pt") as tensors:
             yield tensors
@@ -195,7 +193,7 @@ def _state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def _gathered(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each whole, one after the other; a collective."""
+    """Gather tensors that are spread over ranks, one after the other. A collective."""
     for name, tensor in tensors.items():
         yield name, whole(tensor.detach())
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from prl.trainer.logprobs import Workspace, add_product, usual_chunk
 
 LEAST_REST = 1e-6
-"""Of the rest's probability under an endpoint: its float32 logprobs do not add up to 1 more exactly."""
+"""Least probability of the rest of the tokens under an endpoint, whose float32 logprobs add up to 1 no more exactly."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Head:
     bias: Tensor | None
 
     def part(self, tokens: Tensor) -> "Head":
-        """Return the same of some tokens alone."""
+        """Return the head at some tokens alone."""
         return Head(self.hidden.index_select(0, tokens), self.weight, self.bias)
 
 
@@ -37,14 +37,14 @@ class Head:
 class Top:
     """A distribution's most likely tokens and their logprobs, `[tokens, k]` both.
 
-    What stands in for a missing one has the logprob -inf. Tokens that the policy does not have count as the rest.
+    Where a token has fewer than k, the others have the logprob -inf. Tokens that the policy lacks count as the rest.
     """
 
     ids: Tensor
     logprobs: Tensor
 
     def part(self, tokens: Tensor) -> "Top":
-        """Return the same of some tokens alone."""
+        """Return the likeliest tokens at some places alone."""
         return Top(self.ids[tokens], self.logprobs[tokens])
 
     def to(self, device: torch.device) -> "Top":
@@ -52,7 +52,7 @@ class Top:
 
 
 def divergence(logp: Tensor, logq: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
-    """A divergence of distributions over the last dimension, and p times its derivative by p, as p sums to 1.
+    """Compute a divergence over the last dimension, and p times its derivative by p, where p sums to 1.
 
     - `reverse_kl`: sum p log(p / q).
     - `forward_kl`: sum q log(q / p).
@@ -60,9 +60,9 @@ def divergence(logp: Tensor, logq: Tensor, kind: str, beta: float) -> tuple[Tens
 
     Args:
         logp: logprobs of the policy, `[tokens, outcomes]`; -inf where there is none.
-        logq: of the reference.
+        logq: logprobs of the reference, likewise.
         kind: the divergence.
-        beta: of `jsd`.
+        beta: share of the reference in the mixture of `jsd`.
 
     Returns:
         `[tokens]`, at least 0, in nats; and `[tokens, outcomes]`, up to a multiple of p.
@@ -78,7 +78,7 @@ def divergence(logp: Tensor, logq: Tensor, kind: str, beta: float) -> tuple[Tens
 
 
 def product(log_weights: Tensor, values: Tensor) -> Tensor:
-    """exp(log_weights) * values, 0 where the weight is 0 and the value may be infinite."""
+    """Compute exp(log_weights) * values, 0 where the weight is 0: the value may be infinite there."""
     weights = log_weights.exp()
     return torch.where(weights > 0, weights * values, 0.0)
 
@@ -86,7 +86,7 @@ def product(log_weights: Tensor, values: Tensor) -> Tensor:
 def chunked_divergence(
     policy: Head, reference: Head | Top, temperatures: Tensor, kind: str, beta: float = 0.5, *, chunk: int | None = None
 ) -> Tensor:
-    """`divergence` at each token, `[tokens]`, at least float32, with a gradient for the policy's three tensors.
+    """Compute `divergence` at each token, `[tokens]`, at least float32, with a gradient for the policy's three tensors.
 
     The policy's logits, and those of a reference in the trainer, are divided by `temperatures` `[tokens]`; a
     temperature of 0 leaves them as they are. `chunk` is in tokens: the peak is a few buffers of `[chunk, vocab]`
@@ -104,13 +104,13 @@ def chunked_divergence(
 
 
 def _over_vocabulary(logp: Tensor, logq: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
-    """The divergence `[tokens]` and its derivative by the policy's logits, `[tokens, vocab]` as the logprobs."""
+    """Compute the divergence `[tokens]`, and its derivative by the policy's logits, `[tokens, vocab]`."""
     values, pull = divergence(logp, logq, kind, beta)
     return values, pull.sub_(logp.exp() * pull.sum(1, keepdim=True))
 
 
 def _over_top(logp: Tensor, top: Top, kind: str, beta: float) -> tuple[Tensor, Tensor]:
-    """The same where the outcomes are the reference's `top` tokens and the rest."""
+    """Compute the same as `_over_vocabulary` where the outcomes are the reference's `top` tokens and the rest."""
     known = (top.logprobs > -math.inf) & (top.ids < logp.shape[1])
     place = known.nonzero()[:, 0], top.ids[known]
     logq = torch.where(known, top.logprobs.to(logp.dtype), -math.inf)
@@ -161,7 +161,10 @@ class _ChunkedDivergence(torch.autograd.Function):
 def _comparing(
     policy: Head, reference: Head | Top, scale: Tensor, chunk: int
 ) -> Callable[[Tensor, str, float], tuple[Tensor, Tensor]]:
-    """A function of some tokens, by their places, and of the divergence: its values, and their slope."""
+    """Return a function that compares policy and reference at some tokens, given by their places.
+
+    It takes the divergence and its beta too, and returns values and slope as `_over_vocabulary` does.
+    """
     logprobs = _logprobs_of(policy, scale, chunk)
     if isinstance(reference, Top):
         return lambda some, *kind: _over_top(logprobs(some), reference.part(some), *kind)
@@ -170,6 +173,6 @@ def _comparing(
 
 
 def _logprobs_of(head: Head, scale: Tensor, chunk: int) -> Callable[[Tensor], Tensor]:
-    """A function of some tokens, by their places, that gives their logprobs `[tokens, vocab]`."""
+    """Return a function that computes the logprobs `[tokens, vocab]` at some tokens, given by their places."""
     work = Workspace(head.hidden, head.weight, head.bias, scale, chunk)
     return lambda some: work.logits(head.hidden[some], scale[some]).log_softmax(-1)

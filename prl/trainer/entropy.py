@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prl.losses.interface import LossFunction
+from prl.losses.options import PolicyOptions
 
 
 @dataclass
@@ -21,7 +21,7 @@ class EntropyControl:
 
     @property
     def applied(self) -> float:
-        """The coefficient of the next step."""
+        """Return the coefficient of the next step."""
         return self.coef if self.below else 0.0
 
     def update(self, entropy: float) -> None:
@@ -30,11 +30,10 @@ class EntropyControl:
         self.coef = max(0.0, self.coef + (self.step if self.below else -self.step))
 
 
-def controls_of(losses: Mapping[str, LossFunction]) -> dict[str, EntropyControl]:
-    """The control of each loss that has an `entropy_target`, by its name."""
-    options = {name: getattr(loss, "keywords", {}) for name, loss in losses.items()}
+def controls_of(losses: Mapping[str, PolicyOptions]) -> dict[str, EntropyControl]:
+    """The control of each loss whose options have an `entropy_target`, by its name."""
     return {
-        name: EntropyControl(own["entropy_target"], own["entropy_step"], own["entropy_coef"])
-        for name, own in options.items()
-        if own.get("entropy_target") is not None
+        name: EntropyControl(options.entropy_target, options.entropy_step, options.entropy_coef)
+        for name, options in losses.items()
+        if options.entropy_target is not None
     }

@@ -38,9 +38,9 @@ class TokenExport:
 
     Args:
         run_dir: the run directory.
-        rank: of the trainer.
+        rank: the trainer's rank, in the names of the files.
         examples: steps of which only the groups that started first are written; None = all of every step.
-        decode: the text of one token.
+        decode: gives the text of one token; None = the export has no texts.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class TokenExport:
         self.examples = examples
         self.decode = None if decode is None else functools.cache(decode)
         self._treated: dict[tuple[int, int], list[list]] = {}
-        """By `Stack.origins`: the policy's logprobs, the ratios and the labels of the loss ("" for none)."""
+        """Logprobs of the policy, ratios and labels of the loss ("" for none) of each sequence, by `Stack.origins`."""
         self._filled: dict[tuple[int, int], list[float]] = {}
-        """By `Stack.origins`: the reference's logprobs, where the trainer filled them."""
+        """Logprobs of the reference of each sequence whose reference is in the trainer, by `Stack.origins`."""
 
     def wants(self, step: int) -> bool:
-        """Return whether anything of the step is written."""
+        """Return whether the step is written, all of it or examples."""
         return self.examples is None or step in self.examples
 
     def add(self, stack: Stack, logprobs: torch.Tensor, treatment: TokenTreatment) -> None:
-        """Take over the sequences of a stack after the loss; `logprobs` are the policy's, `[flat tokens]`."""
+        """Note the sequences of a stack after the loss; `logprobs` are the policy's, `[flat tokens]`."""
         known = stack.wanted & (stack.before >= 0)
         ratio = (logprobs.double() - stack.logprobs.double()).exp()
         columns: tuple[list, list, list] = (
@@ -121,7 +121,7 @@ class TokenExport:
 
 
 def first_groups(rows: Sequence[MicroBatch]) -> set[tuple[int, int]]:
-    """Row and place of up to EXAMPLES sequences with EXAMPLE_TOKENS tokens, groups in the order in which they began."""
+    """Choose EXAMPLES sequences, EXAMPLE_TOKENS tokens in all, of the groups that began first, by row and place."""
     places = [
         (origin.group, origin.rollout, number, place)
         for number, row in enumerate(rows)
@@ -138,7 +138,7 @@ def first_groups(rows: Sequence[MicroBatch]) -> set[tuple[int, int]]:
 
 
 def example_steps(count: int, max_steps: int) -> set[int]:
-    """So many steps of a run, spread evenly from the first to the last."""
+    """Choose `count` steps of a run, spread evenly from the first to the last."""
     if count < 2:
         return {1} if count else set()
     return {round(1 + place * (max_steps - 1) / (count - 1)) for place in range(count)}
@@ -149,6 +149,6 @@ def _where(members: torch.Tensor, values: torch.Tensor) -> list[float | None]:
 
 
 def _labels(treatment: TokenTreatment) -> list[str]:
-    """The labels of each token, joined by "+"; "" for a token without one."""
+    """Join the labels of each token by "+"; "" for a token without one."""
     rows = zip(*(tokens.tolist() for tokens in treatment.labels.values()), strict=True)
     return ["+".join(itertools.compress(treatment.labels, row)) for row in rows]

@@ -21,7 +21,7 @@ KEPT = [
     ATEN._scaled_dot_product_cudnn_attention.default,
     ATEN._scaled_dot_product_fused_attention_overrideable.default,
 ]
-"""What `selective` does not compute twice: matrix products and attention, nearly all of a layer's arithmetic."""
+"""Operations that `selective` does not compute twice: products and attention, nearly all of a layer's arithmetic."""
 
 
 def recompute_activations(model: PreTrainedModel, which: str) -> None:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LOGITS, MOST = 2**23, 1024
-"""Of a chunk: logits that it may have however small the model, and tokens at most."""
+LOGITS = 2**23
+"""Logits that a chunk may have however small the model is, 32 MiB."""
+MOST = 1024
+"""Tokens of a chunk at most, on a CPU."""
 ON_GPU = 2048
 """Tokens of a chunk on a GPU, where each is a pass over the head's weight and its gradient."""
 PART = 2**19
@@ -30,7 +32,7 @@ def chunked_logprobs(
     bias: Tensor | None = None,
     into_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log_softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy of that distribution.
+    """Compute log_softmax((hidden @ weight.T + bias) / temperature) at the targets, and the distribution's entropy.
 
     Shapes: `hidden` `[tokens, dim]`, `weight` `[vocab, dim]`, `bias` `[vocab]`, `targets` `[tokens]` int64,
     `temperatures` `[tokens]`; returns `logprobs` `[tokens]` float32 and `entropy` `[tokens]` float32, in nats. Both
@@ -90,7 +92,7 @@ def softmax_numbers(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _softmax_numbers(logits: Tensor, targets: Tensor, exp: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of some rows; with a buffer for their exponentials in place, which loses the logits."""
+    """Compute `softmax_numbers` of some rows; with a buffer for their exponentials in place, which loses the logits."""
     top = logits.amax(dim=-1)
     shifted = logits - top[:, None] if exp is None else logits.sub_(top[:, None])
     exp = torch.exp(shifted, out=exp)
@@ -119,7 +121,7 @@ def on_gpu(tensor: Tensor) -> bool:
 
 @functools.cache
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function compiled, for a GPU: each of its operations would be a pass over the logits of a chunk."""
+    """Compile a function, for a GPU: else each of its operations is a pass over the logits of a chunk."""
     return torch.compile(function, dynamic=True)
 
 

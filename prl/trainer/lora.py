@@ -26,14 +26,14 @@ ADAPTER = "adapter"
 """Folder of a checkpoint that peft loads."""
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Before the names in it."""
+"""Beginning of the names of tensors in peft's files."""
 NAME = "default"
-"""Of the one adapter that each layer has."""
+"""Name of the one adapter that each layer has."""
 OF_ADAPTER = re.compile(rf"(.+\.lora_[AB])\.{NAME}\.weight")
 OF_LAYER = re.compile(r"(.+)\.base_layer\.(\w+)")
 CLOSE = 1e-5
-"""By which a checkpoint's merged weights may differ from those merged again, which ranks add up in another order;
-relative to the largest."""
+"""Largest difference of a checkpoint's merged weights from those merged again, which ranks add up in another order;
+relative to the largest weight."""
 
 
 def add_adapters(model: PreTrainedModel, node: Mapping[str, Any], path: str) -> None:
@@ -65,7 +65,7 @@ def add_adapters(model: PreTrainedModel, node: Mapping[str, Any], path: str) -> 
 
 
 def check_targets(model: PreTrainedModel, named: list[str] | None) -> list[str] | str:
-    """The `target_modules` of peft: those named, or all linear ones that can.
+    """Return the `target_modules` of peft: those named, or all linear layers that can have an adapter.
 
     The output head cannot: its weight is read where the layer is not run (`prl.trainer.logprobs`). Nor can layers that
     are named as matrices of experts are in files: peft takes these for the experts.
@@ -95,7 +95,7 @@ def check_targets(model: PreTrainedModel, named: list[str] | None) -> list[str] 
 
 
 def names_of_experts(model: PreTrainedModel) -> set[str]:
-    """Return what files call the matrices of each expert (`up_proj`); empty where a model has no experts."""
+    """Return the names that files have for the matrices of an expert (`up_proj`); empty without experts."""
     names = set()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 3:
@@ -104,7 +104,7 @@ def names_of_experts(model: PreTrainedModel) -> set[str]:
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
-    """Return whether `add_adapters` has been there."""
+    """Return whether `add_adapters` has given this model adapters."""
     return hasattr(model, "peft_config")
 
 
@@ -128,14 +128,13 @@ def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def adapters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The adapters' matrices, by their names in peft's files."""
+    """Return the matrices of the adapters, by their names in peft's files."""
     matched = ((OF_ADAPTER.fullmatch(name), parameter) for name, parameter in model.named_parameters())
     return {f"{PREFIX}{split[1]}.weight": parameter for split, parameter in matched if split}
 
 
 def adapters_alone(model: PreTrainedModel) -> bool:
-    """Return whether who has the base model's files can add the adapters to it: each to one tensor, as it is in the
-    files.
+    """Return whether an engine with the base model's files can add the adapters: each to one tensor of the files.
 
     Of experts files have another tensor for each, and of a transposed layer not what an adapter's product is.
     """

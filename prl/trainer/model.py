@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.masking_utils import create_masks_for_generate
 
 from prl.base.errors import ConfigError
-from prl.config.model_folder import companion_files, positions, write_files
+from prl.config.model_folder import positions, write_files
 from prl.config.tensor_names import check_names
 from prl.engines.rope import fix_rope
 from prl.engines.tokenizers import load_tokenizer
@@ -39,11 +39,16 @@ def load_model(
     ends: Iterable[int] | None = None,
     max_model_len: int | None = None,
 ) -> PreTrainedModel:
-    """The causal language model at `path` with float32 master weights, in training mode.
+    """Load the causal language model at `path` with float32 master weights, in training mode.
 
-    On the meta device it has shapes alone, for a rank that gets its weights from another. `ends` are the tokens that
-    end its turns; None = as its chat template and files say. Its sequences have up to `max_model_len` tokens; None = as
-    many as it has positions.
+    Args:
+        path: a model folder, or a name on the hub.
+        device: where its weights go; on the meta device it has shapes alone, for a rank that gets them from another.
+        trust_remote_code: run the code in the model's folder.
+        ends: tokens that end its turns; None = as its chat template and files say.
+        max_model_len: tokens of the longest sequence; None = as many as the model has positions.
+
+    Raises ValueError for a model that cannot be loaded, or that the trainer would get wrong.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     longest = max_model_len or positions(config.to_dict()) or 0
@@ -51,34 +56,37 @@ def load_model(
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "pdrop", "jitter_noise")) and value:  # noise of experts' inputs
             setattr(config, name, 0.0)  # the sampler has none: with it every batch would be off-policy
-    attention = NAME if has_sinks(config) else "sdpa"
+    how = {
+        "attn_implementation": NAME if has_sinks(config) else "sdpa",
+        "dtype": torch.float32,
+        "trust_remote_code": trust_remote_code,
+    }
     if device.type == "meta":
         with device:
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
-            )
-        fix_rope(model, longest)
-        use_tree_attention(model)
-        return model.train()
+            model = AutoModelForCausalLM.from_config(config, **how)
+    else:
+        model = _with_weights(path, config, how)
+        name_ends(model, ends_of(path, trust_remote_code) if ends is None else ends)
+    fix_rope(model, longest)
+    use_tree_attention(model)
+    return model.to(device).train()
+
+
+def _with_weights(path: str, config: Any, how: Mapping[str, Any]) -> PreTrainedModel:
+    """Load a model with its weights, on the CPU. Raises ValueError for weights that are not there or do not fit."""
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
-            attn_implementation=attention,
-            dtype=torch.float32,
-            trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, in one line
+            **how,
         )
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be loaded: {' '.join(str(error).split())[:1000]}") from error
     check_weights(path, model, loaded)
     check_names(model)
-    fix_rope(model, longest)
-    use_tree_attention(model)
-    vars(model)["companions"] = companion_files(path)  # now: the folder may be gone when a checkpoint is written
-    name_ends(model, ends_of(path, trust_remote_code) if ends is None else ends)
-    return model.to(device).train()
+    return cast(PreTrainedModel, model)
 
 
 def ends_of(path: str, trust_remote_code: bool) -> list[int]:
@@ -92,8 +100,9 @@ def ends_of(path: str, trust_remote_code: bool) -> list[int]:
 
 def name_ends(model: PreTrainedModel, ends: Iterable[int]) -> None:
     """Have a model's generation config name these ends of turns, beside its own: other servers stop there as well."""
-    own = model.generation_config.eos_token_id
-    named = own if isinstance(own, list) else [] if own is None else [own]
+    named = model.generation_config.eos_token_id
+    if not isinstance(named, list):
+        named = [] if named is None else [named]
     rows = len(model.get_input_embeddings().weight)
     more = [token for token in dict.fromkeys(ends) if token not in named and token < rows]
     if more:
@@ -104,10 +113,10 @@ def check_weights(path: str, model: PreTrainedModel, loaded: Mapping[str, Any]) 
     """Raise ValueError for weights that do not fit the model, by what transformers says of its loading."""
     for name, shape, wanted in sorted(loaded["mismatched_keys"]):
         raise ValueError(f"{path}: {name} has shape {list(shape)} in its weights and {list(wanted)} by its config.json")
-    if missing := sorted(loaded["missing_keys"]):  # transformers would have made them up
-        raise ValueError(
-            f"{path} has no weights for {missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}"
-        )
+    missing = sorted(loaded["missing_keys"])
+    if missing:  # transformers would have made them up
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"{path} has no weights for {missing[0]}{others}")
     for layer in further_layers(model, loaded["unexpected_keys"]):  # transformers would have left it out
         raise ValueError(f"{path} has weights of {layer}, a layer beyond those of its config.json")
 
@@ -130,7 +139,7 @@ def further_layers(model: PreTrainedModel, unexpected: Iterable[str]) -> list[st
 def stack_logprobs(
     model: PreTrainedModel, stack: Stack, *, head_chunk: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first two of `run_stack`."""
+    """Return logprobs and entropy of `run_stack`, without a look at the head."""
     logprobs, entropy, _ = run_stack(model, stack, head_chunk=head_chunk)
     return logprobs, entropy
 
@@ -239,7 +248,7 @@ def _fault_of_layout(
     seed: int,
     longest: int,
 ) -> str | None:
-    """Return what is wrong with the logprobs of two sequences, None if nothing."""
+    """Compare the logprobs of two sequences by themselves and together. Returns the fault, None if there is none."""
     vocabulary = len(model.get_output_embeddings().weight)
     ids = torch.randint(vocabulary, (2 * CHECKED - 4,), generator=torch.Generator().manual_seed(seed)).tolist()
     one, two = ids[:CHECKED], ids[:4] + ids[CHECKED:]
@@ -293,21 +302,32 @@ def token_text(model_config: Mapping[str, Any]) -> Callable[[int], str]:
     return lambda token: tokenizer.decode([token]) if token < len(tokenizer) else ""
 
 
-def save_weights(model: PreTrainedModel, folder: Path | None, dtype: torch.dtype) -> None:
-    """Write a Hugging Face model folder without a tokenizer; a tied head is left out, adapters are merged.
+def save_weights(
+    model: PreTrainedModel, folder: Path | None, dtype: torch.dtype, files: Mapping[str, bytes] | None = None
+) -> None:
+    """Write a Hugging Face model folder; a tied head is left out, adapters are merged.
 
     Of a model that is spread over ranks, all must call it: those with None as their folder send what they have.
+
+    Args:
+        model: the policy.
+        folder: the folder to write; None on the ranks that do not write.
+        dtype: number format of the weights in the file.
+        files: as in `write_model`.
     """
     tensors = on_writer(whole_tensors(model, dtype), writes=folder is not None)
     if folder is not None:
-        write_model(folder, model, tensors)
+        write_model(folder, model, tensors, files or {})
 
 
-def write_model(folder: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a Hugging Face model folder without a tokenizer: the configs of `model`, and these weights."""
+def write_model(
+    folder: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor], files: Mapping[str, bytes]
+) -> None:
+    """Write a Hugging Face model folder: the configs of `model`, these weights, and by path what else it has, such as
+    `companion_files` or a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    write_files(vars(model).get("companions", {}), folder)
+    write_files(files, folder)  # before the config, of which it may have the one that the model was loaded with
     model.config.save_pretrained(folder)
     # The tokens that end a turn, among others. Its own `save_pretrained` would check temperatures.
     (folder / "generation_config.json").write_text(model.generation_config.to_json_string(), encoding="utf-8")

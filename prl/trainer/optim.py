@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from prl.base.errors import ConfigError
 from prl.base.text import in_one_line
-from prl.config.build import factory, plain
+from prl.config.build import maker, plain
 from prl.trainer.sharding import is_part
 
 FUSED_OVER_RANKS = (torch.optim.Adam, torch.optim.AdamW)
@@ -25,12 +25,12 @@ class Optimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all of them; those of `trainer.optim` itself come first."""
+        """Return the parameter groups of all optimisers; those of `trainer.optim` itself come first."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """The state of each parameter that has one."""
+        """Return the state of each parameter that has one."""
         return {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
 
     def zero_grad(self) -> None:
@@ -78,7 +78,7 @@ def make_optimizers(model: torch.nn.Module, node: Mapping[str, Any]) -> Optimize
 
 def make_optimizer(parameters: Parameters, node: Mapping[str, Any], where: str) -> Optimizer:
     """Make one optimiser of `parameters`; its weight decay, where the node sets one, is for matrices only."""
-    make = factory(node, Optimizer, where)
+    make = maker(node, Optimizer, where)
     if any(is_part(parameter) for parameter in parameters.values()) and make.func not in FUSED_OVER_RANKS:
         make.keywords.pop("fused", None)
     matrices = [parameter for parameter in parameters.values() if parameter.dim() >= 2]

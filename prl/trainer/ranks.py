@@ -1,4 +1,4 @@
-"""The meeting of the trainer's ranks, and how long they wait for each other."""
+"""The meeting of the trainer's ranks, and the time that they wait for each other."""
 
 import os
 from collections.abc import Mapping
@@ -11,19 +11,27 @@ import torch.distributed as dist
 from prl.config.trainer import MEETING_VARIABLE, TrainerConfig
 
 MARGIN_S = 60.0
-"""By which a rank waits longer for another than that waits for anything else, whose error says more, seconds."""
+"""Seconds that a rank waits for another beyond that rank's own deadlines, whose errors say more than a lost
+collective's."""
 DEADLINES = ("ready_timeout_s", "batch_timeout_s", "finish_timeout_s")
-"""Of what a rank does by itself: loading, waiting for its batch, writing."""
+"""Deadlines of the work that a rank does by itself: loading, waiting for its batch, writing."""
 
 
 def collective_timeout(trainer: Mapping[str, Any]) -> timedelta:
-    """Return how long a rank waits for another in a collective, by the trainer's node."""
+    """Return the time that a rank waits for another in a collective, by the trainer's node."""
     deadlines = [trainer.get(name, getattr(TrainerConfig, name)) for name in DEADLINES]
     return timedelta(seconds=max(deadlines) + MARGIN_S)
 
 
 def meet(rank: int, world_size: int, device: torch.device, trainer: Mapping[str, Any]) -> None:
-    """Connect this rank with the others."""
+    """Connect this rank with the others, or with itself where it is the only one.
+
+    Args:
+        rank: the number of this rank, from 0.
+        world_size: the number of ranks.
+        device: where this rank computes.
+        trainer: the node `trainer`, for its deadlines.
+    """
     meeting = os.environ.get(MEETING_VARIABLE)
     where: dict[str, Any] = {"init_method": None if meeting is None else f"file://{meeting}"}
     if world_size == 1:

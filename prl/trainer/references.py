@@ -17,7 +17,7 @@ from prl.trainer.divergence import Head, chunked_divergence
 from prl.trainer.sharding import is_part
 
 Heads = dict[str, Head | None]
-"""By name of a reference: its head, with the hidden states before each token of a stack, `[flat tokens, dim]`."""
+"""Head of each reference, by its name, with the hidden states before each token of a stack, `[flat tokens, dim]`."""
 
 
 @torch.no_grad()
@@ -33,12 +33,12 @@ def follow(references: Mapping[str, PreTrainedModel], policy: PreTrainedModel, s
 
 
 def local_parts(model: PreTrainedModel) -> list[torch.Tensor]:
-    """This rank's parts of a model's parameters."""
+    """Return this rank's parts of a model's parameters."""
     return [weight.to_local() if is_part(weight) else weight.detach() for weight in model.parameters()]
 
 
 def moving(references: Mapping[str, PreTrainedModel]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of references that move, by their names in a checkpoint."""
+    """Yield the parameters of references that move (`ema`, `lagged`), by their names in a checkpoint."""
     for name, reference in references.items():
         if ":" in name:
             yield from ((f"reference/{name}/{key}", weight) for key, weight in reference.named_parameters())
@@ -47,7 +47,7 @@ def moving(references: Mapping[str, PreTrainedModel]) -> Iterator[tuple[str, tor
 def behind_prefixes(
     stack: Stack, layout: Callable[[list[MicroBatch], int, torch.device], Iterator[Stack]]
 ) -> tuple[Stack, torch.Tensor]:
-    """A stack as references see it, each sequence behind its prefix, and the place of each of its tokens there.
+    """Put each sequence behind the prefix that its reference sees. Returns that stack, and the tokens' places in it.
 
     The places are int64 `[flat tokens]`. One stack, though it may have more than `tokens_per_forward`: without a
     backward it takes less memory.
@@ -90,10 +90,10 @@ def divergences(policy: Head, stack: Stack, heads: Heads, chunk: int | None) -> 
     """The divergence at the `ref_kl` tokens of sequences that ask for one, `[flat tokens]`; None where none does.
 
     Args:
-        policy: its head, with the hidden states of the flattened rows.
-        stack: what went through it.
-        heads: of the references in the trainer.
-        chunk: as of `chunked_divergence`.
+        policy: the policy's head, with the hidden states of the flattened rows.
+        stack: the stack that went through the policy.
+        heads: heads of the references in the trainer.
+        chunk: tokens, as in `chunked_divergence`.
     """
     comparisons = {reference.comparison for reference in stack.references if reference.divergence}
     weights = stack.streams.get("ref_kl_weights")

@@ -13,7 +13,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def factor(self, step: int, max_steps: int) -> float:
-        """Share of the peak learning rate in `step`, from 1 to `max_steps`."""
+        """Return the share of the peak learning rate in `step`, from 1 to `max_steps`."""
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,7 @@ class Decay(Constant):
 
     @abstractmethod
     def shape(self, progress: float) -> float:
-        """The decay's course: from 1 at `progress` 0 to 0 at 1."""
+        """Return the course of the decay: from 1 at `progress` 0 to 0 at 1."""
 
 
 @dataclass(kw_only=True)

@@ -21,6 +21,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from prl.config.trainer import Precision
+
 P = ParamSpec("P")
 R = TypeVar("R")
 PIECE = 1 << 15
@@ -46,13 +48,12 @@ def make_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta:
-    """Return how long a rank waits for the others in a collective of `group`, which torch 2.13 keeps to itself."""
-    timeout: timedelta = group._get_backend(torch.device(device.type)).options._timeout
-    return timeout
+    """Return the time that a rank waits for the others in a collective of `group`, which torch 2.13 keeps to itself."""
+    return cast(timedelta, group._get_backend(torch.device(device.type)).options._timeout)
 
 
 def is_part(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor is this rank's part of one."""
+    """Return whether a tensor is one rank's part of a larger one."""
     return isinstance(tensor, DTensor)
 
 
@@ -67,14 +68,16 @@ def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, device: torch.device, *, half: bool, offload: bool) -> None:
-    """Leave of `model` this rank's part. A collective.
+def shard(
+    model: PreTrainedModel, mesh: DeviceMesh, device: torch.device, *, precision: Precision, offload: bool
+) -> None:
+    """Spread a model over the ranks: each keeps its part. A collective.
 
     Args:
         model: with the weights on rank 0; those of other ranks are not read, and may be on the meta device.
-        mesh: of `make_mesh`.
+        mesh: the ranks, as `make_mesh` has them.
         device: where the model runs.
-        half: run it in bfloat16; weights, the sum of gradients and the optimiser stay in float32.
+        precision: of forward and backward; weights, the sum of gradients and the optimiser stay in float32.
         offload: keep the parts in host memory.
     """
     how: dict[str, Any] = {"mesh": mesh, "offload_policy": fsdp.OffloadPolicy()}
@@ -82,8 +85,9 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, device: torch.device, *, hal
         how["reshard_after_forward"] = True  # else what is outside of the layers would wait for a backward
     # Inputs as they come: a cast would round temperatures too.
     how["mp_policy"] = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
-    if half:
-        how["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    if precision.is_mixed:
+        dtype = getattr(torch, precision.dtype)
+        how["mp_policy"] = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     if offload:
         how["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for module in (*layers_of(model), model):  # one at a time, so that no rank but the first holds all of it whole
@@ -115,7 +119,7 @@ def _receive(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 def as_forward(
     function: Callable[Concatenate[PreTrainedModel, P], R],
 ) -> Callable[Concatenate[PreTrainedModel, P], R]:
-    """Have a function of a model find its parameters whole, those outside of its layers too, where it is sharded."""
+    """Make a function of a model find the parameters whole, those outside of its layers too, where it is sharded."""
 
     @functools.wraps(function)
     def call(model: PreTrainedModel, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -125,8 +129,7 @@ def as_forward(
         if name not in vars(model):
             vars(model)[name] = types.MethodType(function, model)
             fsdp.register_fsdp_forward_method(cast(torch.nn.Module, model), name)
-        result: R = getattr(model, name)(*args, **kwargs)
-        return result
+        return cast(R, getattr(model, name)(*args, **kwargs))
 
     return call
 
@@ -142,13 +145,12 @@ def reduce_over_replicas(model: PreTrainedModel, wanted: bool) -> None:
 
 
 def most(numbers: list[int], device: torch.device) -> list[int]:
-    """The largest that any rank has of each number, of which all ranks have as many."""
+    """Return the largest of each number over the ranks, all of which give as many numbers. A collective."""
     if not dist.is_initialized():
         return numbers
     reduced = torch.tensor(numbers, device=device)
     dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
-    largest: list[int] = reduced.tolist()
-    return largest
+    return cast(list[int], reduced.tolist())
 
 
 @torch.no_grad()
@@ -177,26 +179,25 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter], mesh: DeviceMesh | N
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
-    """Multiply the gradients."""
+    """Multiply all gradients by a factor, in place."""
     torch._foreach_mul_(gradients_of(parameters), factor)
 
 
 def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """This rank's parts of the gradients that there are."""
+    """Return this rank's parts of the gradients, of parameters that have one."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return [gradient.to_local() if is_part(gradient) else gradient for gradient in gradients]
 
 
 def reshard(model: PreTrainedModel) -> None:
-    """Let go of the parameters that a forward without a backward has left whole."""
+    """Free the whole parameters that a forward without a backward has left on each rank."""
     if is_shared(model):
         model.reshard()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, which may be spread over ranks. A collective."""
-    gathered: torch.Tensor = tensor.full_tensor() if is_part(tensor) else tensor
-    return gathered
+    """Return a whole tensor, which may be spread over ranks. A collective."""
+    return tensor.full_tensor() if is_part(tensor) else tensor
 
 
 def part_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

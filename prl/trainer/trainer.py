@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from prl.base.errors import PrlError
 from prl.config.build import build, plain
-from prl.config.trainer import AdamWConfig, TrainerConfig
+from prl.config.trainer import FLOAT32, AdamWConfig, Precision, TrainerConfig
 from prl.losses import LossCounts, TokenTreatment, compute_loss, count_members, divergence_loss, ref_kl_loss
 from prl.losses.interface import LossFunction, Metrics, add_metric
+from prl.losses.options import options_of
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.messages import MicroBatch, StepBatch
 from prl.trainer.batch import Stack, empty_stack, stacks
@@ -48,10 +49,10 @@ class Trainer:
         model: the policy, on its device; of several ranks, on any: they share the weights that rank 0 has.
         rl_losses: the rl loss functions that sequences name; "" is the run's.
         max_steps: steps of the run, for the schedule.
-        half: run the model in bfloat16 over its float32 weights, which is for ranks that share it, one at least.
+        precision: number format of the model over its float32 weights; another one is for ranks, one at least.
         references: loads each model that samples name as their reference, by that name (`prl.trainer.references`).
-        export: writes what became of each token of a step.
-        track: records what this rank does.
+        export: writes the use of each token of a step in the loss.
+        track: records the phases of this rank's work.
         options: the fields of `TrainerConfig`. A subclass takes its own by keyword and passes the rest on.
     """
 
@@ -63,7 +64,7 @@ class Trainer:
         model: PreTrainedModel,
         rl_losses: Mapping[str, LossFunction],
         max_steps: int,
-        half: bool = False,
+        precision: Precision = FLOAT32,
         references: Mapping[str, Callable[[], PreTrainedModel]] | None = None,
         export: TokenExport | None = None,
         track: Track | None = None,
@@ -72,16 +73,17 @@ class Trainer:
         self.config = TrainerConfig(**options)
         self.model = model
         self.rl_losses = dict(rl_losses)
-        self.entropy_controls = controls_of(rl_losses)
-        self.proximal = any(getattr(loss, "keywords", {}).get("proximal") for loss in rl_losses.values())
+        options_of_losses = {name: options_of(loss) for name, loss in rl_losses.items()}
+        self.entropy_controls = controls_of(options_of_losses)
+        self.proximal = any(each.proximal for each in options_of_losses.values())
         self.between_updates = False
-        """Whether the weights are those of no step: of a batch with several updates, only some have been made."""
+        """True in the midst of a batch with several updates: the weights are those of no step."""
         self.max_steps = max_steps
-        self.half = half
+        self.precision = precision
         device = self.config.device
         self.device: torch.device = next(model.parameters()).device if device == "auto" else torch.device(device)
         self.mesh = make_mesh(self.device, self.config.shard_size) if dist.is_initialized() else None
-        """The ranks, where there are several, or one on a GPU."""
+        """Mesh of the ranks, where there are several, or one on a GPU."""
         recompute_activations(model, self.config.gradient_checkpointing)
         if self.config.compile:
             compile_layers(model)
@@ -103,10 +105,10 @@ class Trainer:
     def share(self, model: PreTrainedModel) -> None:
         """Spread a model over the ranks, where there are any; rank 0 has its weights. A collective."""
         if self.mesh is not None:
-            shard(model, self.mesh, self.device, half=self.half, offload=self.config.cpu_offload)
+            shard(model, self.mesh, self.device, precision=self.precision, offload=self.config.cpu_offload)
 
     def _layout(self) -> Callable[[list[MicroBatch], int, torch.device], Iterator[Stack]]:
-        """Return what makes stacks of rows."""
+        """Return the function that makes stacks of rows."""
         share, cpu = self.config.share_prefixes, self.device.type == "cpu"
         if can_attend_over_trees(self.model) and (share or not cpu):
             return functools.partial(tree_stacks, share=share)
@@ -127,6 +129,7 @@ class Trainer:
         """
         self._check(batch)
         for name, control in self.entropy_controls.items():
+            # A partial of a partial is flat, so that this does not grow with the steps.
             self.rl_losses[name] = functools.partial(self.rl_losses[name], **{"entropy_coef": control.applied})
         factor = self.schedule.factor(batch.step, self.max_steps)
         export = self.export if self.export is not None and self.export.wants(batch.step) else None
@@ -259,9 +262,12 @@ class Trainer:
         if not self.references:
             return [[] for _ in step_stacks]
         names = list(self.references)
-        own = [[reference.model for reference in stack.references] for stack in step_stacks]
-        asked = iter(most([int(name in models) for models in own for name in names], self.device))
-        return [[name for name in names if next(asked)] for _ in step_stacks]
+        own: list[int] = []
+        for stack in step_stacks:
+            models = {reference.model for reference in stack.references}
+            own += [int(name in models) for name in names]
+        asked = torch.tensor(most(own, self.device)).view(len(step_stacks), len(names))
+        return [list(itertools.compress(names, row)) for row in asked.tolist()]
 
     @torch.no_grad()
     def _with_proximal(self, stack: Stack) -> Stack:

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 
 from prl.base.errors import DeadlinePassed, PrlError, of_disk, of_own_code
 from prl.base.text import as_message, in_one_line
-from prl.config.build import build, factory, function
-from prl.config.model_folder import tokenizer_files
-from prl.config.trainer import TrainerConfig, runs_in_half
+from prl.config.build import build, maker
+from prl.config.model_folder import companion_files, tokenizer_files
+from prl.config.trainer import TrainerConfig, precision_of
+from prl.losses.options import loss_of
 from prl.rollouts.messages import StepBatch
 from prl.trainer import lora
 from prl.trainer.checkpoint_part import load_state, take_part, write_part
@@ -37,14 +38,8 @@ from prl.transport.files import FileTransport
 from prl.weights.base import Weights
 
 POLL_S = 0.005
-TOLERANCE, HALF_TOLERANCE = 1e-2, 0.5
-"""By which logprobs of the same tokens may differ with what runs beside them, in float32 and in bfloat16.
-
-In bfloat16 sound models differ by up to 0.2 on random tokens, mixtures of experts by 0.6 where rounding chooses other
-experts, and a model that ignores positions by 0.4 to 3.3: so `check_layout` draws again before it refuses.
-"""
 PREFIX = "trainer: "
-"""The beginning of the line with the reason why this process ends."""
+"""Beginning of the line, on stderr, with the reason why this process ends."""
 
 
 def main() -> None:
@@ -202,10 +197,11 @@ class Files:
         self.saved = saved
         self.writer = ThreadPoolExecutor(1, "prl-checkpoint")
         self.writing: Future[None] | None = None
-        """The write that was begun last."""
+        """Write of a checkpoint that was begun last."""
         # Read now: the model's folder may be gone when a checkpoint is written.
-        remote = model["trust_remote_code"]
-        self.tokenizer = tokenizer_files(model["path"], trust_remote_code=remote) if rank == 0 else {}
+        path, code = model["path"], model["trust_remote_code"]
+        self.companions = companion_files(path) if rank == 0 else {}
+        self.tokenizer = tokenizer_files(path, trust_remote_code=code) if rank == 0 else {}
 
     def write_checkpoint(self, step: int, *, last: bool = False) -> None:
         """Copy the trainer's part of the checkpoint of `step`, unless it has one, and begin to write it.
@@ -218,8 +214,8 @@ class Files:
             if self.saved != step:
                 part = take_part(self.trainer, rank=self.rank)
                 if self.rank == 0:
-                    about = self.trainer.model, self.tokenizer
-                    self.writing = self.writer.submit(write_part, self.run_dir, step, part, *about)
+                    files = self.companions | self.tokenizer
+                    self.writing = self.writer.submit(write_part, self.run_dir, step, part, self.trainer.model, files)
                 self.saved = step
             if last:
                 self.wait()
@@ -234,12 +230,12 @@ class Files:
             print(as_message(f"no last checkpoint: {reason(error) or error}"), file=sys.stderr, flush=True)
 
     def check(self) -> None:
-        """Raise what has kept a checkpoint from being written, if it has ended."""
+        """Raise the error of the last write of a checkpoint, if it has ended with one."""
         if self.writing is not None and self.writing.done():
             self.writing.result()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is written that was begun last. Raises what has kept it from that."""
+        """Wait until the last checkpoint that was begun is written. Raises the error of that write."""
         if self.writing is not None:
             self.writing.result()
 
@@ -262,8 +258,8 @@ def make_trainer(
     Raises for a model that packing or shared tokens would get wrong. Of several ranks the first loads for all.
     """
     torch.manual_seed(config["seed"])
-    half = runs_in_half(config["trainer"].get("dtype", TrainerConfig.dtype), device.type)
-    if half and not dist.is_initialized():
+    precision = precision_of(config["trainer"].get("dtype", TrainerConfig.dtype), device.type)
+    if precision.is_mixed and not dist.is_initialized():
         meet(0, 1, device, config["trainer"])  # bfloat16 over float32 weights is for ranks
     place = torch.device("meta" if dist.get_rank() else "cpu") if dist.is_initialized() else device
     longest = config["model"].get("max_model_len")
@@ -279,7 +275,7 @@ def make_trainer(
         lora.add_adapters(model, adapters, config["model"]["path"])
         if resume is not None and place.type != "meta":
             lora.load_adapters(model, Path(resume["folder"]))
-    losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
+    losses = {name: loss_of(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
 
     def load_reference(name: str) -> PreTrainedModel:
         model = load(config["model"]["path"])
@@ -290,17 +286,17 @@ def make_trainer(
     # The trainer itself builds these two components, the optimisers with the model's parameters: they stay nodes.
     nodes = {name: config["trainer"].get(name) for name in ("optim", "schedule")}
     fields = {name: value for name, value in config["trainer"].items() if name not in nodes}
-    trainer = factory(fields, Trainer, "trainer")(
+    trainer = maker(fields, Trainer, "trainer")(
         model=model,
         rl_losses=losses,
         max_steps=config["max_steps"],
-        half=half,
+        precision=precision,
         references={name: functools.partial(load_reference, name) for name in config["references"]},
         export=export,
         track=track,
         **nodes,
     )
-    check_layout(model, trainer.layout, device, HALF_TOLERANCE if trainer.half else TOLERANCE, longest)
+    check_layout(model, trainer.layout, device, precision.tolerance, longest)
     reshard(model)
     return trainer
 

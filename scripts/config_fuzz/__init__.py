@@ -18,11 +18,14 @@ from omegaconf import DictConfig
 
 from prl.base.errors import ConfigError
 from prl.config.compose import CONF, allow_new_filters, options, to_config
+from prl.config.hardware import Machine
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
-from prl.launch.builder import prepare
+from prl.launch.builder import read_tasks
 from prl.launch.command import about, one_line, refused
 from prl.launch.components import build_components
+from prl.launch.plan import plan
+from prl.launch.shared_engines import launcher_of
 
 QUICK = ("run.name=fuzz", "engine.device=cpu", "trainer.device=cpu")
 """Overrides of every base: what takes no time, on any machine."""
@@ -165,8 +168,12 @@ def outcome(case: Case, config: DictConfig) -> Finding:
             except Exception as error:  # as `command.run` does
                 return judged(case, about(overrides, one_line(error)))
             typed = to_config(TrainConfig, config, overrides)
-            validate(typed)
-            prepare(typed, build_components(typed))
+            machine = Machine(typed.machine)
+            validate(typed, machine)
+            with launcher_of(typed.launcher, keeps_engines=typed.sweep.share_engine) as launcher:
+                planned = plan(typed, machine)
+                launcher.check_plan(planned)
+                read_tasks(typed, planned, build_components(typed))
     except ConfigError as error:
         return judged(case, refused(error))
     except Exception as error:

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gpu_parts import Row, bench_trainer, row
+from prl.config.trainer import PRECISIONS, Precision
 from prl.losses import LossCounts, compute_loss, count_members, default_loss
 from prl.rollouts.messages import StepBatch, TrainingSample
 from prl.rollouts.packing import pack_row
@@ -64,7 +65,7 @@ def check(*, device: str, shapes: list[str]) -> Iterator[Row]:
         for dtype in LIMITS:
             title = f"{dtype}: {name}, two layers as {shape}'s"
             try:
-                yield compared(title, dtype, by_trainer(config, samples, place, share, half=dtype == "bfloat16"), exact)
+                yield compared(title, dtype, by_trainer(config, samples, place, share, PRECISIONS[dtype]), exact)
             except Exception as error:  # as of a kernel that a GPU has no room for: the others go on
                 yield row(title, f"{type(error).__name__}: {error}"[:300], "a step", False)
     dist.destroy_process_group()
@@ -115,12 +116,12 @@ def alone(config: PretrainedConfig, samples: list[TrainingSample], device: torch
 
 
 def by_trainer(
-    config: PretrainedConfig, samples: list[TrainingSample], device: torch.device, share: bool, *, half: bool
+    config: PretrainedConfig, samples: list[TrainingSample], device: torch.device, share: bool, precision: Precision
 ) -> Found:
-    """By the trainer's step on a row that attends as on a GPU; in bfloat16 over float32 weights with `half`."""
+    """By the trainer's step on a row that attends as on a GPU, in this number format over float32 weights."""
     model, rows = BENCH.make_model(config, TOKENS, device), [pack_row(samples, TOKENS)]
     options = {"tokens_per_forward": TOKENS, "max_grad_norm": 1e9, "device": device.type}
-    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=10**6, half=half, **options)
+    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=10**6, precision=precision, **options)
     trainer.layout = functools.partial(tree.tree_stacks, share=share)
     with (
         patch.object(flex, "LONG", LONG),

@@ -11,6 +11,7 @@ from prl.algorithms.grpo import GRPOAlgorithm
 from prl.algorithms.max_rl import MaxRLAlgorithm
 from prl.algorithms.reference import KLConfig
 from prl.algorithms.reward import RewardAlgorithm
+from prl.base.errors import ConfigError
 from prl.config.model_reference import FrozenModelConfig
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.messages import Reference
@@ -80,6 +81,11 @@ async def test_a_frozen_reference_scores_by_prefill(frozen, attached, group, mak
     for sample in shipped(rollouts):
         assert sample.ref_logprobs == big.logprobs(sample.token_ids) and sample.reference == Reference()
         assert sample.ref_kl_weights == [0.5 * trains for trains in sample.mask]
+
+
+def test_a_class_that_feeds_another_loss_cannot_have_kl():
+    with pytest.raises(ConfigError, match=r"algo\.kl\.coef=0\.5: Imitates feeds the ce loss, and the KL is added to"):
+        KLConfig(coef=0.5).check("algo.kl", "Imitates", "ce")
 
 
 async def test_algorithm_that_writes_ref_kl_weights_cannot_have_kl(make_rollout, play):

@@ -2,12 +2,12 @@
 
 import pytest
 from omegaconf import OmegaConf
+from prepared_run import run_dir_of
 
 from prl.base.masking import is_secret, masked, masked_text
 from prl.config.build import plain
 from prl.config.compose import compose
 from prl.config.run_yaml import without_run, yaml_of
-from prl.runs.run_dir import new_run_dir
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJtZSJ9.c2lnbmVk"
 
@@ -103,7 +103,7 @@ def test_a_config_without_secrets_is_written_as_it_is(tmp_path, monkeypatch):
     overrides = ["run.name=sk-lora-r16-2024", "+env@envs.jsonl=jsonl", "model.path=a/hf_smol-135m"]
     overrides += ["envs.jsonl.args.answer_key=final_answer_12345", "envs.jsonl.args.path=s3://training@x/y"]
     config = compose([*overrides, f"run.dir={tmp_path}/x"])
-    written = yaml_of((new_run_dir(config) / "config.yaml").read_text())
+    written = yaml_of((run_dir_of(config) / "config.yaml").read_text())
     assert written == without_run(OmegaConf.to_container(OmegaConf.create(plain(config))))
 
 

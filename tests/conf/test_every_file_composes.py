@@ -5,7 +5,6 @@ import itertools
 import re
 import shutil
 import warnings
-from dataclasses import replace
 
 import pytest
 import yaml
@@ -14,18 +13,17 @@ from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException
 from hydra.utils import instantiate
+from prepared_run import validated
 
 from prl.base.errors import ConfigError
 from prl.config.build import build, options_taken, plain, sampling_of
 from prl.config.compose import CONF, compose, options
 from prl.config.schema import TrainConfig
-from prl.config.validate import validate
 from prl.curriculum.pools import TaskCurriculum
 from prl.filters.base import Filter
 from prl.filters.gibberish import Gibberish
 from prl.filters.repetition import Repetition
 from prl.launch.components import build_components
-from prl.launch.slurm import SlurmLauncher
 from prl.tools.sweep.naming import LAUNCHERS, digest
 
 REQUIRED = {  # what a user has to fill in for these options
@@ -48,6 +46,8 @@ ROOTS = sorted(path.stem for path in CONF.glob("*.yaml"))
 PER_ENV = ("algo", "loss", "filters", "renderer", "curriculum")
 INDEPENDENT = ("curriculum", "filters", "launcher", "loss", "monitor", "optim", "schedule", "weights")
 """Groups of which any option goes with any of the others': one of each is composed together."""
+MADE_OF_GROUPS = ("arm", "debug", "env", "experiment", "model", "settings", "sweep")
+"""Groups whose options name no class themselves."""
 TOGETHER = [
     [(group, option) for group, option in zip(INDEPENDENT, row, strict=True) if option]
     for row in itertools.zip_longest(*(options()[group] for group in INDEPENDENT))
@@ -78,10 +78,7 @@ def chosen(choices):
 
 def check(config):
     """What is refused before a model or a task is looked at."""
-    if config.launcher["_target_"].endswith("SlurmLauncher"):  # in the job it is another
-        job = build(config.launcher, SlurmLauncher, "launcher")
-        config = replace(config, launcher=job.in_job)
-    validate(config)
+    validated(config)
     build_components(config)
 
 
@@ -133,6 +130,20 @@ def test_a_filter_alone_in_a_slot():
     check(config)
     for name, node in config.filters.post_batch.items():
         assert type(build(node, Filter, "mine")).__name__.lower() == name.replace("_", "")
+
+
+@pytest.mark.parametrize("group", [group for group in options() if group not in MADE_OF_GROUPS])
+def test_plain_hydra_makes_what_each_option_names(group):
+    """`hydra.utils.instantiate` alone, without prl's reader; the options of a group stand side by side as `mine.e0`…"""
+    given = []
+    for number, option in enumerate(options()[group]):
+        given.append(f"+{group}@mine.e{number}={option}")
+        for text in REQUIRED.get((group, option), ()):
+            given += [re.sub(rf"^(trainer\.)?{group}\.", f"mine.e{number}.", text)] if group in text else []
+    mine = of_hydra("run.name=x", "model=tiny", *given).mine
+    assert len(mine) == len(options()[group])
+    for node in mine.values():
+        instantiate(node, _convert_="all")
 
 
 def test_every_root_and_every_file_is_a_mapping_that_composes():
@@ -255,7 +266,7 @@ def test_filter_is_removed_changed_or_added():
     assert config.filters.pre_batch["repetition"]["window"] == 9
     assert not config.filters.post_batch["zero_advantage"]["enforce"]
     assert config.filters.post_batch["mine"]["tokens"] == 2
-    validate(config)
+    validated(config)
 
 
 def test_a_filter_is_put_into_an_empty_slot_with_its_schema():

@@ -3,11 +3,11 @@
 import re
 
 import pytest
+from prepared_run import validated
 
 from prl.base.errors import ConfigError
 from prl.config.build import options_taken
 from prl.config.compose import compose
-from prl.config.validate import validate
 from prl.engines.vllm.engine import VLLMConfig, VLLMEngine
 from prl.engines.vllm.options import ON_A_CPU, OWN_KEYS, REFUSED, check_options
 from prl.engines.vllm.server import LIVE, REQUIRED
@@ -27,7 +27,7 @@ def test_a_run_refuses_an_address_beside_its_own(where):
     for given, key in (("host=0.0.0.0", "host"), ("port=80", "port")):
         config = compose(["run.name=x", *teacher, f"+{where}engine.args.{given}"])
         with pytest.raises(ConfigError, match=re.escape(f"{where}engine.args.{key}")):
-            validate(config)
+            validated(config)
 
 
 @pytest.mark.parametrize("option", sorted({*OWN_KEYS, *REFUSED, *ON_A_CPU}))

@@ -3,12 +3,12 @@
 import os
 
 import pytest
+from prepared_run import validated
 
 from prl import serve
 from prl.base.errors import ConfigError
 from prl.config import hardware
 from prl.config.schema import ServeConfig
-from prl.config.validate import validate
 from prl.runs.run_dir import refuse_other_files
 
 GIB = 1 << 30
@@ -20,12 +20,12 @@ def small(monkeypatch):
     """A machine of two cores and 8 GiB."""
     monkeypatch.setattr(hardware, "cores", lambda: 2)
     monkeypatch.setattr(hardware, "memory_bytes", lambda: 8 * GIB)
-    monkeypatch.setattr("prl.config.gpus.has_gpu", lambda: False)
+    monkeypatch.setattr(hardware, "listed", lambda: ())
 
 
 def refused(config):
     with pytest.raises(ConfigError) as caught:
-        validate(config)
+        validated(config)
     return str(caught.value)
 
 
@@ -36,11 +36,11 @@ def test_the_memory_of_this_machine_is_known():
 
 def test_a_cache_larger_than_the_memory(config):
     config.engine.kv_cache_gb = 8
-    validate(config)
+    validated(config)
     config.engine.kv_cache_gb = 9
     assert refused(config) == "engine.kv_cache_gb=9: that takes 9 GiB, and this machine has 8.0 GiB of memory"
     config.engine.urls = ["http://127.0.0.1:9"]  # an engine that runs already has what it has
-    validate(config)
+    validated(config)
 
 
 def test_a_run_directory_that_cannot_be(config, tmp_path, monkeypatch):
@@ -72,7 +72,7 @@ def test_a_model_is_served_on_its_own_by_one_server(config):
 
 def test_ranks_need_memory_for_their_weights(config, monkeypatch):
     config.trainer.num_processes, config.trainer.shard_size = 4, 1
-    monkeypatch.setattr(hardware, "parameters_of", lambda model: GIB)
+    monkeypatch.setattr("prl.config.validate.parameters_of", lambda model: GIB)
     assert refused(config).startswith("trainer.num_processes=4 ")
     config.trainer.shard_size = 4
-    validate(config)
+    validated(config)

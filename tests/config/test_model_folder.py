@@ -2,20 +2,24 @@
 
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from prepared_run import planned
 from safetensors.torch import load_file, save_file
 
 from prl.base.errors import ConfigError
+from prl.config.compose import compose
+from prl.config.hardware import Machine, MachineConfig
 from prl.config.model_folder import check_length, check_model, embedding_rows, positions
-from prl.config.schema import ModelConfig
 from prl.engines.transformers import TransformersConfig
 from prl.engines.vllm.engine import VLLMConfig
 from prl.engines.vllm.weights import WeightsError, files_of
 from prl.launch.checks import check_loadable, check_rows
+from prl.launch.plan import plan
 from prl.models import model_path
 
 
@@ -171,13 +175,20 @@ def test_how_many_positions_a_model_has(config, limit):
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "laguna", "minimax_m2"])
-def test_what_vllm_gets_wrong_on_a_cpu_is_refused_there_alone(folder, kind):
+def test_what_vllm_gets_wrong_on_a_cpu_is_refused_there_alone(folder, kind, monkeypatch):
     (folder / "config.json").write_text(f'{{"model_type": "{kind}"}}')
-    model = ModelConfig(path=str(folder), max_model_len=64)
+    config = compose(["run.name=x", f"model.path={folder}", "model.max_model_len=64", "trainer.device=cpu"])
+    monkeypatch.setenv("PRL_TOKEN", "t")
     with pytest.raises(ConfigError, match="^model.path=.*: vLLM on a CPU .*: choose engine=transformers, or a GPU"):
-        check_loadable(model, "model.", VLLMConfig(device="cpu"), trained=True)
-    for engine in (VLLMConfig(device="cuda"), VLLMConfig(urls=["http://a:1"]), TransformersConfig(device="cpu")):
-        assert check_loadable(model, "model.", engine, trained=True) > 0
+        check_loadable(config.model, planned(config).policy, "model.", trained=True)
+    gpu = Machine(MachineConfig(gpus=1))
+    for engine, machine in (
+        (VLLMConfig(device="cuda"), gpu),
+        (VLLMConfig(urls=["http://a:1"]), Machine()),
+        (TransformersConfig(device="cpu"), Machine()),
+    ):
+        chosen = plan(replace(config, engine=engine), machine)
+        assert check_loadable(config.model, chosen.policy, "model.", trained=True) > 0
 
 
 @pytest.mark.parametrize(
@@ -202,9 +213,9 @@ def test_tokens_without_a_row_are_refused(rows, prompts, named):
 
 @pytest.mark.parametrize("prefix", ["model.", "teacher.model."])
 def test_a_length_above_the_models_positions_is_refused_before_a_run(prefix):
-    model = ModelConfig(path=model_path("tiny"), max_model_len=1025)
+    config = compose(["run.name=x", "model.max_model_len=1025"])
     with pytest.raises(ConfigError, match=rf"^{prefix}max_model_len=1025 is above the 1024 positions of "):
-        check_loadable(model, prefix, VLLMConfig(), trained=False)
+        check_loadable(config.model, planned(config).policy, prefix, trained=False)
 
 
 def test_the_rows_of_the_embedding(folder):

@@ -3,19 +3,18 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from omegaconf import OmegaConf
+from prepared_run import planned, run_dir_of, validated
 
 from prl.base.errors import ConfigError
-from prl.config.build import function, plain
+from prl.config.build import maker, plain
 from prl.config.compose import compose
 from prl.config.schema import TrainConfig
-from prl.config.validate import validate
 from prl.launch.command import FULL_ERROR
 from prl.launch.components import build_components, check_loss
-from prl.launch.specs import trainer_payload
-from prl.runs.run_dir import new_run_dir
 
 OWN_CONF = """
 # @package _global_
@@ -61,7 +60,7 @@ CHOICES = {
 @pytest.mark.parametrize("overrides", CHOICES.values(), ids=CHOICES)
 def test_saved_and_loaded_it_is_the_same_config(overrides, tmp_path):
     config = compose(["run.name=x", f"run.dir={tmp_path}/x", *overrides])
-    path = new_run_dir(config) / "config.yaml"
+    path = run_dir_of(config) / "config.yaml"
     again = compose(["run.name=x", f"run.dir={tmp_path}/x"], path.parent)
     assert isinstance(again, TrainConfig)
     assert plain(again) == plain(config), "as by --config-dir <run> --config-name config"
@@ -80,15 +79,15 @@ OVER_A_RUN = {
 @pytest.mark.parametrize(("before", "chosen"), OVER_A_RUN.values(), ids=OVER_A_RUN)
 def test_an_option_chosen_over_a_run_replaces_the_runs_own(before, chosen, tmp_path):
     run = ["run.name=x", f"run.dir={tmp_path}/x"]
-    over = compose([*run, f"+{chosen}"], new_run_dir(compose([*run, *before])))
+    over = compose([*run, f"+{chosen}"], run_dir_of(compose([*run, *before])))
     assert plain(over) == plain(compose([*run, chosen]))
 
 
 def test_what_was_loaded_builds_the_same_components(tmp_path):
     overrides = ["algo=echo", "+algo.roles.user.alpha=0.5", "filters=enforce_post"]
     config = compose(["run.name=x", f"run.dir={tmp_path}/x", *overrides])
-    again = compose(["run.name=x", f"run.dir={tmp_path}/x"], new_run_dir(config))
-    validate(again)
+    again = compose(["run.name=x", f"run.dir={tmp_path}/x"], run_dir_of(config))
+    validated(again)
     built, rebuilt = build_components(config).envs["math"], build_components(again).envs["math"]
     assert (rebuilt.algorithm, rebuilt.filters) == (built.algorithm, built.filters)
     assert vars(rebuilt.sampler) == vars(built.sampler) and vars(rebuilt.curriculum) == vars(built.curriculum)
@@ -96,7 +95,7 @@ def test_what_was_loaded_builds_the_same_components(tmp_path):
 
 def test_nothing_in_it_is_left_to_resolve(tmp_path):
     config = compose(["run.name=x", f"run.dir={tmp_path}/x", "seed=5"])
-    text = (new_run_dir(config) / "config.yaml").read_text()
+    text = (run_dir_of(config) / "config.yaml").read_text()
     assert "${" not in text and "???" not in text
     assert OmegaConf.load(tmp_path / "x" / "config.yaml").envs.math.args.seed == 5
 
@@ -126,7 +125,7 @@ def test_conf_file_sets_options_of_own_class(mine, tmp_path):
     assert check_loss("loss", config.loss, config.trainer) is None and config.loss["k"] == 3
     parts = build_components(config).envs["math"]
     assert (type(parts.algorithm).__name__, parts.algorithm.n) == ("Algo", 5)
-    payload = trainer_payload(config, config.model, references=[])
+    payload = planned(config).trainer.payload
     node = payload["losses"][""]
     assert node == {
         "_target_": "conf_mine.loss",
@@ -134,9 +133,9 @@ def test_conf_file_sets_options_of_own_class(mine, tmp_path):
         "k": 3,
         "scorer": {"_target_": "conf_mine.Scorer", "k": 4},
     }
-    assert function(node, "loss")("x") == ("x", 3, 4), "as the trainer makes it"
+    assert maker(node, Callable, "loss")("x") == ("x", 3, 4), "as the trainer makes it"
     assert payload["trainer"]["optim"]["momentum"] == 0.9
-    saved = OmegaConf.load(new_run_dir(config) / "config.yaml")
+    saved = OmegaConf.load(run_dir_of(config) / "config.yaml")
     assert saved.loss.scorer == {"_target_": "conf_mine.Scorer", "k": 4} and saved.algo.n == 5
     assert compose([mine, "experiment=own", "loss.k=7", "algo.n=8"]).loss["k"] == 7
     assert compose([mine, "curriculum=mine"]).curriculum["enough"] == 0.5
@@ -169,7 +168,7 @@ def test_an_engine_that_extends_the_in_process_one_has_its_options(tmp_path, mon
     monkeypatch.syspath_prepend(str(tmp_path))
     config = compose(["debug=fast", "engine._target_=engine_mine.Mine"])
     assert config.engine.in_process and config.engine._target_ == "engine_mine.Mine"
-    validate(config)
+    validated(config)
 
 
 OWN_SERVER = """
@@ -191,7 +190,7 @@ def test_a_server_engine_of_ones_own_has_its_options_and_none_of_another(tmp_pat
     monkeypatch.syspath_prepend(str(tmp_path))
     node = "engine={_target_: engine_served.Mine, beams: 3, restarts: 2}"
     config = compose(["run.name=x", "~engine", f"+{node}"])
-    validate(config)
+    validated(config)
     assert (config.engine.beams, config.engine.servers) == (3, 1) and not hasattr(config.engine, "kv_cache_gb")
     with pytest.raises(ConfigError, match="engine.kv_cache_gb: there is no such key"):
         compose(["run.name=x", "~engine", "+engine={_target_: engine_served.Mine, kv_cache_gb: 1}"])
@@ -205,7 +204,7 @@ def test_a_class_with_options_that_is_no_engine_is_refused():
 def test_an_option_of_ones_own_is_chosen_over_a_run(mine, tmp_path):
     """As on a command line, where Hydra keeps its own overrides apart."""
     run = ["run.name=x", f"run.dir={tmp_path}/x"]
-    folder = new_run_dir(compose([*run, "loss=aipo"]))
+    folder = run_dir_of(compose([*run, "loss=aipo"]))
     command = [sys.executable, "-m", "prl.train", "--config-dir", str(folder), "--config-name", "config", mine]
     command += ["+loss=mine", "loss.scorer=7", "loss.oops=1", f"run.dir={tmp_path}/y"]
     env = {name: value for name, value in os.environ.items() if name != FULL_ERROR}  # of tests that ran in this process

@@ -4,29 +4,30 @@ import os
 from dataclasses import replace
 
 import pytest
+from prepared_run import planned
 
 from prl.config import threads
 from prl.config.compose import compose
+from prl.config.hardware import Machine, MachineConfig
 from prl.config.model_folder import local_folder
 from prl.engines.vllm.engine import VLLMEngine
-from prl.launch import command, specs
+from prl.launch import command
 from prl.launch.local import trainer_environment
+from prl.launch.plan import plan
 
 MILLION = 1_000_000
 
 
 @pytest.fixture
-def of(monkeypatch, tmp_path):
+def of(monkeypatch):
     """`of(cores, millions of parameters, *overrides)`: threads of engine and of each rank."""
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("PRL_TOKEN", "t")
 
     def found(cores, size, *overrides):
-        monkeypatch.setattr(threads, "cores", lambda: cores)
         monkeypatch.setattr(threads, "parameters_of", lambda model: size * MILLION)
         config = compose(["run.name=x", "engine.device=cpu", "trainer.device=cpu", *overrides])
-        engine = specs.policy_engine(config, config.model, "t", tmp_path)
-        return engine.threads, specs.trainer(config, tmp_path).threads
+        run = plan(config, Machine(MachineConfig(cores=cores, gpus=8 if "cuda" in str(overrides) else 0)))
+        return run.policy.spec.threads, run.trainer.threads
 
     return found
 
@@ -60,19 +61,17 @@ def test_engines_and_ranks_share_the_cores(of, cores, size, overrides, expected)
     assert of(cores, size, *overrides) == expected
 
 
-def test_tiny_model_has_one_thread(monkeypatch, config):
-    monkeypatch.setattr(threads, "cores", lambda: 16)
-    assert threads.share(None, config.model, "cpu", 1) == 1
-    assert threads.share(None, replace(config.model, path="someone/large"), "cpu", 4) == 4, "its size is not known"
+def test_tiny_model_has_one_thread(config):
+    assert threads.share(None, config.model, "cpu", 1, 16) == 1
+    assert threads.share(None, replace(config.model, path="someone/large"), "cpu", 4, 16) == 4, "its size is not known"
     assert local_folder("someone/large") is None
 
 
-def test_each_process_has_its_threads_in_its_environment(monkeypatch, tmp_path):
-    monkeypatch.setattr(threads, "cores", lambda: 8)
+def test_each_process_has_its_threads_in_its_environment():
     config = compose(["run.name=x", "engine.device=cpu", "engine.threads=3", "trainer.threads=2"])
-    engine = specs.policy_engine(config, config.model, "t", tmp_path)
-    assert VLLMEngine.environment(engine)["OMP_NUM_THREADS"] == "3"
-    rank = trainer_environment(config.model, specs.trainer(config, tmp_path).threads)
+    run = planned(config)
+    assert VLLMEngine.environment(run.policy.spec)["OMP_NUM_THREADS"] == "3"
+    rank = trainer_environment(config.model, run.trainer.threads)
     assert (rank["OMP_NUM_THREADS"], rank["OMP_WAIT_POLICY"]) == ("2", "PASSIVE")
 
 

@@ -5,12 +5,13 @@ import math
 import warnings
 
 import pytest
+from prepared_run import validated
 
 from prl.base.errors import ConfigError
+from prl.config import hardware
 from prl.config.build import plain
-from prl.config.compose import compose
-from prl.config.trainer import AIPOLossConfig
-from prl.config.validate import validate
+from prl.config.compose import compose, typed_config
+from prl.config.schema import TrainConfig
 from prl.launch.components import build_components
 
 
@@ -25,8 +26,9 @@ def put(config, key, value):
 
 
 def check(config):
-    """All that is refused before a model or a task is looked at."""
-    validate(config)
+    """All that is refused before a model or a task is looked at, of a config that was changed since it was read."""
+    config = typed_config(TrainConfig, plain(config))
+    validated(config)
     build_components(config)
 
 
@@ -85,7 +87,7 @@ OUT_OF_RANGE = {
     "trainer.batch_timeout_s": DEADLINE,
     "trainer.optim.lr": (0, -1.0, NAN, INF),
     "trainer.optim.eps": (0, -1.0),
-    "trainer.optim.betas": ((0.9,),),
+    "trainer.optim.betas": ([0.9],),
     "trainer.optim.weight_decay": (-1.0, NAN),
     "trainer.schedule.warmup_steps": (-1,),
     "trainer.schedule.decay_fraction": (-0.1, 1.1),
@@ -126,7 +128,7 @@ def test_a_value_out_of_range_is_refused_by_name(config, key):
 
 @pytest.mark.parametrize("value", [0.0, -8.0, NAN])
 def test_bounds_of_a_chosen_loss_are_its_own(config, value):
-    config.loss = plain(AIPOLossConfig(delta=value))
+    config.loss = {"_target_": "prl.losses.aipo_loss", "_partial_": True, "delta": value}
     assert "loss.delta" in refused(config)
 
 
@@ -153,7 +155,7 @@ def test_a_value_at_its_bound_is_fine(config, key):
 def test_what_looks_at_evaluations_is_refused_where_no_env_has_any(config, option):
     node, name, value = option
     put(config, f"orchestrator.{node}.{name}", value)
-    validate(config)
+    validated(config)
     put(config, "envs.math.eval_args", None)
     assert refused(config).startswith(f"orchestrator.{node}.{name} looks at evaluations, and no env has any")
 
@@ -163,7 +165,7 @@ def test_adapters_that_are_described_have_a_rank(config, name, value):
     setattr(config.model.lora, name, value)
     assert refused(config).startswith("model.lora.rank has no value")
     config.model.lora.rank = 2
-    validate(config)
+    validated(config)
 
 
 @pytest.mark.parametrize(("rollouts", "tokens"), [(None, None), (8, 1000)])
@@ -260,9 +262,11 @@ def test_thresholds_on_rewards_warn_where_no_reward_is_read(config):
 @pytest.mark.parametrize("key", ["trainer.device", "engine.device"])
 def test_cuda_needs_a_gpu(config, monkeypatch, key):
     put(config, key, "cuda")
-    monkeypatch.setattr("prl.config.gpus.has_gpu", lambda: False)
+    monkeypatch.setattr(hardware, "listed", lambda: ())
     assert f"{key}=cuda" in refused(config)
-    monkeypatch.setattr("prl.config.gpus.has_gpu", lambda: True)
+    monkeypatch.setattr(hardware, "listed", lambda: (hardware.Gpu("Some GPU", 80 << 30),))
+    monkeypatch.setattr(hardware, "has_gpu_packages", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     check(config)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import hydra
 import pytest
 import yaml
+from prepared_run import validated
 
 import prl.tools.env_check
 import prl.tools.report.__main__
@@ -18,9 +19,8 @@ import prl.tools.rollouts.__main__
 from prl.__main__ import SUBCOMMANDS
 from prl.config.compose import CONF, compose, options, to_config
 from prl.config.evaluation import EvaluationConfig
-from prl.config.validate import validate
+from prl.launch import resume
 from prl.launch.components import build_components
-from prl.runs import resume
 from prl.tools.evaluation.arguments import to_overrides
 
 ROOT = Path(__file__).parents[2]
@@ -127,9 +127,7 @@ def test_a_command_composes(arguments, monkeypatch):
     monkeypatch.setenv("PRL_TEACHER_KEY", "x")
     monkeypatch.setenv("PRL_TOKEN", "x")
     config = compose(["run.name=x", *arguments])
-    if "launcher=slurm" in arguments:  # the run of its job is one of launcher=ray
-        config.launcher = compose(["run.name=x", "launcher=ray"]).launcher
-    validate(config)
+    validated(config)
     build_components(config)
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from prl.config.compose import compose
-from prl.config.hardware import MachineConfig, assuming
+from prl.config.hardware import Machine, MachineConfig
 from prl.config.schema import ModelConfig
+from prl.engines.base import EngineSpec
 from prl.engines.vllm.command import MIN_BATCHED_TOKENS
 from prl.engines.vllm.engine import VLLMConfig, VLLMEngine
 from prl.engines.vllm.server import LIVE, REQUIRED
-from prl.launch import specs
-from prl.launch.launcher import EngineSpec
+from prl.launch.plan import plan
 
 MODEL = {"path": "/models/m", "dtype": "float32", "max_model_len": 1024, "trust_remote_code": False}
 
@@ -89,8 +89,7 @@ def test_vllms_parser_takes_the_commands_of_engines_on_gpus(tmp_path):
     given = ("+engine.args.enable-prefix-caching=true", "+engine.args.block-size=16")
     more = ("model.lora.rank=8", "engine.device=cuda", "trainer.device=cuda")
     config = compose(["run.name=x", *options, *given, *more])
-    with assuming(MachineConfig(gpus=5)):
-        engines = specs.policy_engines(config, config.model, "t0ken", tmp_path / "engine.log")
+    engines = plan(config, Machine(MachineConfig(gpus=5))).policy.servers
     words = [VLLMEngine.command(engine, 8000 + number)[3:] for number, engine in enumerate(engines)]
     words = [[*each, *REQUIRED, *LIVE] for each in words] + [[*words[0], *REQUIRED]]  # the last as of a teacher
 

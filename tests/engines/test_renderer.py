@@ -3,6 +3,7 @@
 import base64
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -10,7 +11,7 @@ import pytest
 from renderers import RendererConfig as PackageConfig
 
 from prl.base.errors import ConfigError
-from prl.config.build import function, plain
+from prl.config.build import maker, plain
 from prl.config.compose import options
 from prl.engines.renderer import RendererConfig, make_renderer
 
@@ -66,7 +67,7 @@ def test_every_renderer_of_the_package_is_an_option():
 
 def composed(**settings):
     """The function that a config node makes of a tokenizer."""
-    return function(plain(RendererConfig()) | settings, "renderer")
+    return maker(plain(RendererConfig()) | settings, Callable, "renderer")
 
 
 def test_the_node_takes_the_renderers_own_settings_beside_the_name(tokenizer):

@@ -234,7 +234,8 @@ def test_a_run_says_before_it_starts_what_a_template_cannot_do(tokenizer_of, run
             renderer = renderer_of(shape, tokenizer_of(shape))
             environment.check_renderer(renderer)
             rendered_prompts(environment, renderer, "renderer")
-            check_demonstrations(config, algorithm, environment, renderer)
+            keys = {"algo": "algo", "renderer": "renderer"}
+            check_demonstrations(keys, config.group_size_of(environment.name), algorithm, environment, renderer)
             found = "right"
         except ConfigError as error:
             found = "refused"

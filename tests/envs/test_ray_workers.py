@@ -18,7 +18,7 @@ from prl.envs.environment import Environment
 from prl.envs.grading import give_to_workers
 from prl.envs.ray_workers import RayWorkers
 from prl.launch.components import make_renderers
-from prl.launch.launcher import Bundle, worker_name
+from prl.launch.plan import Bundle, worker_name
 from prl.launch.ray import RayLauncher
 from prl.tools.env_check import ROOM, Script
 

@@ -4,23 +4,21 @@ import asyncio
 import copy
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from prepared_run import prepared_run
+from prepared_run import planned, prepared_run
 
 from prl.base.errors import ConfigError
 from prl.config.compose import compose
-from prl.config.gpus import Placement
 from prl.curriculum.pools import RETIRED, write_pools
 from prl.engines.client import InferencePool
 from prl.engines.frozen import FrozenPool
-from prl.launch import builder as module
 from prl.launch.builder import assemble, check_vocabulary, start_services, supervise
 from prl.launch.components import build_components
 from prl.launch.local import LocalLauncher
-from prl.launch.specs import run_token
 from prl.launch.supervisor import Supervisor
 from prl.transport.events import ORCHESTRATOR, Track
 from prl.transport.files import FileTransport
@@ -54,12 +52,12 @@ def config(*overrides):
 def test_each_run_has_its_own_token_or_the_engines(token):
     running = config("engine.urls=[http://127.0.0.1:9]")
     with pytest.raises(ConfigError, match=r"^engine\.urls names servers that already run: set PRL_TOKEN"):
-        run_token(running)
+        planned(running)
     token(TOKEN, "given")
     own = config()
-    tokens = {run_token(own) for _ in range(3)}
+    tokens = {planned(own).token for _ in range(3)}
     assert len(tokens - {"given"}) == 3 and all(len(token) >= 32 for token in tokens)
-    assert run_token(running) == "given"
+    assert planned(running).token == "given"
 
 
 # --- the teacher's tokenizer ------------------------------------------------------------------------------------------
@@ -109,7 +107,7 @@ def test_filters_know_vocabulary_and_longest_completion():
         "model.max_model_len=256",
     )
     made = prepared_run(config("env=[math,math_retry]", *FEW, *given, "~filters.post_batch.gibberish"))
-    saved = json.loads((Path(made.model.path) / "tokenizer.json").read_text())
+    saved = json.loads((Path(made.plan.trainer.model.path) / "tokenizer.json").read_text())
     tokens = {*saved["model"]["vocab"].values(), *(token["id"] for token in saved["added_tokens"])}
     for name, longest in {"math": 16, "math_retry": 255}.items():  # several turns
         filters = made.components.envs[name].filters
@@ -220,7 +218,7 @@ def run(servers, tmp_path):
 
 
 async def start(made):
-    services = await start_services(made.run, Supervisor(made.launcher, print), made.transport, made.dir)
+    services = await start_services(made.run, Supervisor(made.launcher, print), made.transport)
     await services.close()
     return services
 
@@ -229,23 +227,23 @@ async def start(made):
 async def test_hosted_teacher_is_started_and_connected(run, servers, algo):
     made = run(f"algo={algo}", "seed=5")
     services = await start(made)
-    (env,) = assemble(made.run, services, made.transport, made.dir).envs
+    (env,) = assemble(made.run, services, made.transport).envs
     (teacher,) = services.teachers
-    assert (teacher.urls, teacher.http.token) == ([servers[1].url], made.run.token)
+    assert (teacher.urls, teacher.http.token) == ([servers[1].url], made.run.plan.token)
     if algo == "opd":
         pool = await env.algorithm.connect(env.algorithm.teacher)
         assert env.sampler.pool is services.policy
     else:
         pool = env.sampler.pool
         assert isinstance(pool, FrozenPool)
-    assert (pool.urls, pool.model, pool.http.token) == ([servers[1].url], "teacher", made.run.token)
+    assert (pool.urls, pool.model, pool.http.token) == ([servers[1].url], "teacher", made.run.plan.token)
     assert env.eval_sampler.pool is services.policy and env.sampler.run_seed == 5
     assert made.given == made.before, "the same config can be run again"
     started = made.processes.started
     assert set(started) == {"engine", "teacher", "trainer"}
-    assert made.run.token not in json.dumps([started["trainer"].command, started["trainer"].env])
+    assert made.run.plan.token not in json.dumps([started["trainer"].command, started["trainer"].env])
     assert TOKEN not in os.environ, "the next job of a sweep sees nothing"
-    assert started["teacher"].env[TOKEN] == started["engine"].env[TOKEN] == made.run.token
+    assert started["teacher"].env[TOKEN] == started["engine"].env[TOKEN] == made.run.plan.token
     assert (started["teacher"].env["PRL_FROZEN"], started["engine"].env["PRL_FROZEN"]) == ("1", "")
     for process, name, model, server in (
         (started["engine"], "policy", made.given.model, servers[0]),
@@ -254,13 +252,13 @@ async def test_hosted_teacher_is_started_and_connected(run, servers, algo):
         options = dict(zip(process.command, process.command[1:], strict=False))
         assert (options["--served-model-name"], options["--model"]) == (name, model.path)
         assert options["--port"] == str(server.port)
-    assert [server.headers["Authorization"] for server in servers] == [f"Bearer {made.run.token}"] * 2
+    assert [server.headers["Authorization"] for server in servers] == [f"Bearer {made.run.plan.token}"] * 2
     await env.algorithm.close()
 
 
 @pytest.mark.parametrize("shared", [True, False])
 async def test_processes_on_one_gpu_start_one_after_another(run, monkeypatch, shared):
-    """What `nvidia-smi` does not find here is put in the place of where processes are."""
+
     made, order = run("algo=opd"), []
 
     def noting(what, action):
@@ -271,9 +269,7 @@ async def test_processes_on_one_gpu_start_one_after_another(run, monkeypatch, sh
 
         return noted
 
-    gpu = (0,) if shared else ()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(module.specs, "placement", lambda config: Placement([gpu], [gpu], [gpu]))
+    made.run = replace(made.run, plan=replace(made.run.plan, shares_gpu=shared))
     monkeypatch.setattr(InferencePool, "wait_ready", noting("engine ready", InferencePool.wait_ready))
     monkeypatch.setattr(FrozenPool, "wait_ready", noting("teacher ready", FrozenPool.wait_ready))
     begin = made.launcher.start
@@ -305,7 +301,7 @@ async def test_several_servers_are_started_and_all_are_used(run, servers):
         ]
         assert [spec.config.port for spec in specs] == [policy.port, policy.port + 1, teacher.port, teacher.port + 1]
         assert all("/health" in server.calls for server in (policy, second["engine 2"]))
-        supervisor = supervise(made.run, Track(ORCHESTRATOR))
+        supervisor = supervise(made.run, made.launcher, Track(ORCHESTRATOR))
         assert supervisor.restarts == dict.fromkeys(["engine", "engine 2", "teacher", "teacher 2"], 1)
     finally:
         for server in second.values():
@@ -319,7 +315,7 @@ async def test_each_env_has_its_own_renderer_and_loss(run):
         "+renderer@envs.reverse_text.renderer=default",
         "+loss@envs.reverse_text.loss=aipo",
     )
-    envs = {env.name: env for env in assemble(made.run, await start(made), made.transport, made.dir).envs}
+    envs = {env.name: env for env in assemble(made.run, await start(made), made.transport).envs}
     assert type(envs["math"].sampler.renderer).__name__ == "Qwen3Renderer"
     assert type(envs["reverse_text"].sampler.renderer).__name__ == "TemplateRenderer"
     assert (envs["math"].loss, envs["reverse_text"].loss) == ("", "reverse_text")

@@ -5,7 +5,6 @@ import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from engines import policy_spec
@@ -75,15 +74,11 @@ def test_tokenizer_without_chat_template_is_refused(folder):
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def lengths(max_model_len, seq_len):
-    return SimpleNamespace(model=SimpleNamespace(max_model_len=max_model_len), trainer=SimpleNamespace(seq_len=seq_len))
-
-
 def test_rows_and_models_that_end_before_the_reply_begins():
     prompts = [[0] * 10, [0] * 12]
-    check_lengths(lengths(12, 11), "math", prompts)
-    check_lengths(lengths(2, 2), "math", [])  # an env that writes its own prompts
+    check_lengths(12, 11, "math", prompts)
+    check_lengths(2, 2, "math", [])  # an env that writes its own prompts
     with pytest.raises(ConfigError, match=r"^trainer\.seq_len=10 cuts every sample .* first 2 prompts of env 'math'"):
-        check_lengths(lengths(64, 10), "math", prompts)
+        check_lengths(64, 10, "math", prompts)
     with pytest.raises(ConfigError, match=r"^model\.max_model_len=11 leaves no room .* has 10 tokens"):
-        check_lengths(lengths(11, 11), "math", prompts)
+        check_lengths(11, 11, "math", prompts)

@@ -28,7 +28,7 @@ def env_of(tmp_path, renderer):
     def make(*overrides):
         run = demonstrated("envs.math.args.num_tasks=4", *overrides)
         services = Services(policy=None, hosted={}, teachers=[])
-        return run, assemble(run, services, FileTransport(tmp_path), tmp_path).envs[0]
+        return run, assemble(run, services, FileTransport(tmp_path)).envs[0]
 
     return make
 
@@ -58,7 +58,7 @@ async def test_conversation_with_tools_is_imitated_whole_and_not_evaluated(tmp_p
     path.write_text(json.dumps({"messages": talk, "tools": [ADD]}) + "\n")
     options = ["env=jsonl", f"envs.jsonl.args.path={path}", "envs.jsonl.args.train_turns=all"]
     run = prepared_run(compose([*SMALL[:-1], *DEMONSTRATED, *options]))
-    env = assemble(run, Services(None, {}, []), FileTransport(tmp_path), tmp_path).envs[0]
+    env = assemble(run, Services(None, {}, []), FileTransport(tmp_path)).envs[0]
     assert env.environment.eval_tasks == [] and len(env.environment.tasks) == 2
     await env.setup()
     trained = {}

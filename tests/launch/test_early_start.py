@@ -3,14 +3,13 @@
 import sys
 
 import pytest
+from prepared_run import planned
 
-from prl import train
 from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.engines.vllm.engine import VLLMEngine
-from prl.launch import specs
 from prl.launch.local import LocalLauncher
-from prl.launch.specs import policy_pool
+from prl.launch.run import prepare
 
 FEW = ["envs.math.args.num_tasks=8", "envs.math.eval_args=null"]
 
@@ -26,13 +25,12 @@ def launcher(monkeypatch):
 
 async def test_a_prepared_run_has_its_engines_started_once(launcher, tmp_path):
     config = compose([f"run.dir={tmp_path}/run", *FEW, "engine.servers=2"])
-    prepared = train.prepare(config, launcher)
+    prepared, urls = prepare(config, planned(config), launcher)
     assert [process.name for process in launcher.processes] == ["engine", "engine 2"]
-    log = specs.engine_log(tmp_path / "run")
-    pool = policy_pool(config, config.model, launcher, prepared.token, log, prepared.urls)
+    pool = prepared.plan.policy.policy(launcher, urls)
     await pool.close()
-    assert list(pool.urls) == prepared.urls and len(launcher.processes) == 2
-    assert log.exists() and (tmp_path / "run").stat().st_mode & 0o77 == 0
+    assert list(pool.urls) == urls and len(launcher.processes) == 2
+    assert (tmp_path / "run" / "logs" / "engine.log").exists() and (tmp_path / "run").stat().st_mode & 0o77 == 0
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -43,12 +41,13 @@ def test_a_refused_run_leaves_neither_engine_nor_directory(launcher, tmp_path, t
         (run_dir / "logs" / "engine.log").touch()
     config = compose([f"run.dir={run_dir}", "env=jsonl", "envs.jsonl.args.path=none.jsonl"])
     with pytest.raises(ConfigError, match="not a file"):
-        train.prepare(config, launcher)
+        prepare(config, planned(config), launcher)
     assert [process.status is None for process in launcher.processes] == [False]
     assert not run_dir.exists()
 
 
 @pytest.mark.parametrize("overrides", [["dry_run=true"], ["engine=transformers"]])
 def test_no_server_is_started_where_none_is_needed(launcher, tmp_path, overrides):
-    train.prepare(compose([f"run.dir={tmp_path}/run", *FEW, *overrides]), launcher)
+    config = compose([f"run.dir={tmp_path}/run", *FEW, *overrides])
+    prepare(config, planned(config), launcher)
     assert not launcher.processes and not (tmp_path / "run").exists()

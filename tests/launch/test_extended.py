@@ -3,10 +3,10 @@
 import json
 import sys
 
+from prepared_run import planned, validated
+
 from prl.config.build import build
 from prl.config.compose import compose
-from prl.config.validate import validate
-from prl.launch.specs import trainer_payload
 from prl.trainer.schedule import Schedule
 
 MODULE = """
@@ -27,8 +27,8 @@ def test_user_schedule_runs_in_the_trainer(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     chosen = ["schedule=custom", "trainer.schedule._target_=their_schedule.Halving", "+trainer.schedule.every=4"]
     config = compose(["run.name=x", *chosen])
-    validate(config)
-    payload = json.loads(json.dumps(trainer_payload(config, config.model, references=[])))
+    validated(config)
+    payload = json.loads(json.dumps(planned(config).trainer.payload))
     made = build(payload["trainer"]["schedule"], Schedule, "trainer.schedule")
     sys.modules.pop("their_schedule")
     assert made.factor(8, 100) == 0.25

@@ -8,7 +8,8 @@ from prl.base.errors import ConfigError
 from prl.config.build import build
 from prl.config.schema import ModelConfig
 from prl.launch.host import Node
-from prl.launch.launcher import Bundle, Launcher
+from prl.launch.launcher import Launcher
+from prl.launch.plan import Bundle
 from prl.launch.ray import RayLauncher, check_node
 
 NODE = Node(id="1", address="10.0.0.2", prl="0.1.0", folder="/dev/shm/prl-x", room=2**30)

@@ -5,15 +5,15 @@ import os
 import shutil
 
 import pytest
+from prepared_run import planned, validated
 
 from prl.base.errors import ConfigError
 from prl.config.compose import compose
-from prl.config.hardware import assuming
-from prl.config.validate import validate
-from prl.launch import specs
+from prl.launch import run
+from prl.launch.shared_engines import launcher_of
 from prl.models import model_path
 from prl.runs.owner import owned
-from prl.train import main, prepare
+from prl.train import main
 
 MINE = """
 from dataclasses import dataclass
@@ -100,7 +100,13 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("PRL_TOKEN", raising=False)
-    monkeypatch.setattr("prl.launch.specs.start_early", lambda *_: [])
+    monkeypatch.setattr("prl.launch.run.start_early", lambda *_: [])
+
+
+def prepared(config):
+    """Prepare a run as the command does."""
+    with launcher_of(config.launcher) as launcher:
+        return run.prepare(config, planned(config), launcher)
 
 
 def refusal(overrides, tmp_path, dry="false"):
@@ -108,11 +114,10 @@ def refusal(overrides, tmp_path, dry="false"):
     with pytest.raises(ConfigError) as caught:
         few = [] if any(each.startswith("env=") for each in overrides) else FEW
         config = compose([f"run.dir={tmp_path}/run", *few, *overrides, f"dry_run={dry}"])
-        with specs.launcher_of(config) as launcher, assuming(config.machine):
-            if config.dry_run:
-                main(config)
-            validate(config)
-            prepare(config, launcher)
+        if config.dry_run:
+            main(config)
+        validated(config)
+        prepared(config)
     return str(caught.value)
 
 
@@ -179,7 +184,7 @@ TABLE = [
     (["trainer._target_=rich.text.Text"], "trainer._target_='rich.text.Text' is not a subclass of prl.trainer.trainer"),
     (["trainer.optim._target_=torch.nn.Linear"], "trainer.optim._target_='torch.nn.Linear' is not a subclass of torch"),
     (["+trainer.max_steps=3"], "trainer.max_steps: there is no such key"),
-    (["+orchestrator.foo=1"], "orchestrator.foo: there is no such key; keys there: _target_, batch_size"),
+    (["+orchestrator.foo=1"], "orchestrator.foo: there is no such key; keys there: batch_size"),
     (["+weights.run_dir=/x"], "weights.run_dir: FileWeights has no such option; its options: none"),
     (["launcher._target_=prl.launch.launcher.Launcher"], "launcher: making Launcher failed: TypeError: Can't instant"),
     (["launcher._target_=rich.text.Text"], "launcher._target_='rich.text.Text' is not a subclass of prl.launch.launch"),
@@ -234,14 +239,13 @@ def test_a_dry_run_refuses_the_same(tmp_path, overrides):
 
 def test_an_algorithm_may_set_what_is_its_own(tmp_path):
     config = compose([f"run.dir={tmp_path}/run", "algo._target_=refused_mine.Fine", *FEW])
-    with specs.launcher_of(config) as launcher:
-        prepare(config, launcher)
+    prepared(config)
 
 
 def test_opsd_on_an_env_that_may_write_its_demonstrations_is_warned_of(tmp_path):
     config = compose([f"run.dir={tmp_path}/run", "algo=opsd", "env=guess", "envs.guess.eval_args=null"])
-    with specs.launcher_of(config) as launcher, pytest.warns(UserWarning, match=r"algo.demo_key=demonstration: .*info"):
-        prepare(config, launcher)
+    with pytest.warns(UserWarning, match=r"algo.demo_key=demonstration: .*info"):
+        prepared(config)
 
 
 def test_a_directory_that_a_run_owns_is_refused(tmp_path):

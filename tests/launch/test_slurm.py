@@ -31,27 +31,27 @@ def sbatch(tmp_path, monkeypatch):
 def test_a_job_is_refused_before_it_is_submitted(sbatch, tmp_path, options, overrides, message):
     launcher, config = SlurmLauncher(**options), compose([f"run.dir={tmp_path / 'x'}", *overrides])
     with pytest.raises(ConfigError, match=message):
-        launcher.submit(config, overrides)
+        launcher.submit(config.run, config.checkpoint.grace_s, overrides)
     assert not (sbatch / "flags").exists()
 
 
 def test_a_machine_without_slurm_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="no sbatch here"):
-        SlurmLauncher().submit(compose([f"run.dir={tmp_path / 'x'}"]), [])
+        SlurmLauncher().submit(compose([f"run.dir={tmp_path / 'x'}"]).run, 60.0, [])
 
 
 def test_what_sbatch_refuses_is_passed_on(sbatch, tmp_path):
     (sbatch / "sbatch").write_text("#!/bin/sh\ncat > /dev/null\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
     with pytest.raises(ConfigError, match="invalid partition"):
-        SlurmLauncher().submit(compose([f"run.dir={tmp_path / 'x'}"]), [])
+        SlurmLauncher().submit(compose([f"run.dir={tmp_path / 'x'}"]).run, 60.0, [])
 
 
 def test_a_job_runs_the_typed_command_with_ray(sbatch, tmp_path, capsys):
     folder = tmp_path / "a b%" / "x"
     typed = ["launcher=slurm", "launcher.nodes=2", "+launcher.args.account=me", "seed=3", "loss=aipo", "run.name=x"]
     launcher = SlurmLauncher(nodes=2, args={"account": "me", "exclusive": True}, setup=["module load cuda"])
-    launcher.submit(compose([f"run.dir='{folder}'", "run.name=x"]), typed)
+    launcher.submit(compose([f"run.dir='{folder}'", "run.name=x"]).run, 60.0, typed)
     flags = (sbatch / "flags").read_text().splitlines()
     wanted = {"--nodes=2", "--account=me", "--exclusive", "--requeue", "--signal=B:USR1@90", "--job-name=x"}
     assert wanted <= set(flags) and not any(flag.startswith(("--time", "--partition")) for flag in flags)

@@ -5,13 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from prepared_run import planned, validated
 
 from prl.base.errors import ConfigError
 from prl.config.compose import compose
-from prl.config.validate import validate
-from prl.launch.checks import check_engines
-from prl.launch.local import LocalLauncher
-from prl.launch.specs import bundles_of, policy_engine
+from prl.launch.run import prepare
+from prl.launch.shared_engines import launcher_of
 
 MODULE = """
 from prl.engines.vllm.engine import VLLMEngine
@@ -34,30 +33,36 @@ def module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
+def prepared(*overrides):
+    """Prepare a run as the command does."""
+    config = compose([*overrides])
+    with launcher_of(config.launcher) as launcher:
+        return prepare(config, planned(config), launcher)
+
+
 def test_a_launcher_that_places_processes_has_a_machine_and_workers_on_ray():
-    validate(compose([*RAY, "machine.gpus=8", "envs.math.workers.where=ray"]))
+    validated(compose([*RAY, "machine.gpus=8", "envs.math.workers.where=ray"]))
     with pytest.raises(ConfigError, match="choose launcher=ray as well"):
-        validate(compose(["run.name=x", "envs.math.workers.where=ray"]))
+        validated(compose(["run.name=x", "envs.math.workers.where=ray"]))
 
 
 def test_weights_that_need_ray_need_a_launcher_that_places():
-    check_engines(compose([*RAY, *WEIGHTS]), LocalLauncher(), hosted=False)
+    assert prepared(*RAY, *WEIGHTS, "dry_run=true")
     with pytest.raises(ConfigError, match="choose weights=files, or that launcher"):
-        check_engines(compose(["run.name=x", *WEIGHTS]), LocalLauncher(), hosted=False)
+        prepared("run.name=x", *WEIGHTS, "dry_run=true")
 
 
 def test_weights_without_files_take_no_room():
-    bundles = {way: bundles_of(compose([*RAY, f"weights={way}"])) for way in ("ray", "transfer")}
+    bundles = {way: planned(compose([*RAY, f"weights={way}"])).bundles for way in ("ray", "transfer")}
     assert {bundle.process for bundle in bundles["ray"] if bundle.room} == {"engine", "trainer"}
     assert not any(bundle.room for bundle in bundles["transfer"])
 
 
 def test_an_engine_with_priorities_has_evaluations_come_last(tmp_path):
     chosen = ["run.name=x", "engine._target_=subclasses_mine.MyEngine", "orchestrator.eval.mode=beside"]
-    config = compose(chosen)
-    spec = policy_engine(config, config.model, "token", tmp_path / "log")
+    spec = planned(compose(chosen)).policy.spec
     assert "--scheduling-policy" in spec.server.command(spec, 8000)
-    spec = policy_engine(compose(chosen[:2]), config.model, "token", tmp_path / "log")
+    spec = planned(compose(chosen[:2])).policy.spec
     assert "--scheduling-policy" not in spec.server.command(spec, 8000)
 
 

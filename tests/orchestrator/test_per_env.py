@@ -1,11 +1,11 @@
 """One run, two envs: each group of components can be chosen for one env, and nothing leaks to the other."""
 
 import pytest
+from prepared_run import validated
 
 from prl.algorithms.base import Algorithm
 from prl.config.build import build
 from prl.config.compose import compose
-from prl.config.validate import validate
 from prl.launch.components import build_components
 
 GROUPS = (
@@ -21,7 +21,7 @@ GROUPS = (
 
 def test_every_group_can_be_chosen_per_env():
     config = compose(["run.name=x", "env=[math,reverse_text]", *GROUPS])
-    validate(config)
+    validated(config)
     envs = build_components(config).envs
     chosen = {
         name: (

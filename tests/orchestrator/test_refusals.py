@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import verifiers.v1 as vf
+from prepared_run import validated
 
 from prl.algorithms.base import Algorithm
 from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.orchestrator import OrchestratorConfig
-from prl.config.validate import validate
 from prl.curriculum.pools import TaskCurriculum, write_pools
 from prl.filters.base import Filter
 from prl.filters.gibberish import Gibberish
@@ -26,7 +26,7 @@ SLOT, ENV_SLOT = "filters.post_batch", "envs.math.filters.pre_batch"
 def components(overrides):
     """Every component of a run, checked."""
     config = compose(["run.name=x", *overrides.split()])
-    validate(config)
+    validated(config)
     return build_components(config)
 
 
@@ -45,7 +45,7 @@ REFUSED = [  # overrides, key that the error names
     ("algo=opd algo.teacher.base_url=localhost:8001", "algo.teacher.base_url"),
     (f"algo.sampling.source={FROZEN}", "algo.sampling.source"),
     (f"algo=custom {FN} algo.sampling.source=demonstrations", "algo.sampling.source"),
-    ("algo=opd algo.kl.coef=0.1", "algo.kl.coef"),
+    ("algo=opd +algo.kl.coef=0.1", "algo.kl: OPDAlgorithm has no such option; it is added to tokens of the rl loss"),
     ("algo.kl.coef=1 algo.kl.reference=policy", "algo.kl.reference"),
     ("algo.kl.coef=1 algo.kl.reference={name:a}", "algo.kl.reference"),
     (f"algo.kl.reference={FROZEN}", "algo.kl.coef is 0"),

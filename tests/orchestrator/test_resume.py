@@ -18,11 +18,11 @@ from prl.base.errors import ConfigError, EngineError, NoSignal, PrlError
 from prl.config.schema import CheckpointConfig
 from prl.curriculum.pools import TaskCurriculum
 from prl.filters.base import Filter
+from prl.launch.run import try_to_finish
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.next_step import NextStep
 from prl.orchestrator.state import RunState, decode, encode, load_components
 from prl.runs.run_dir import cut_back
-from prl.train import try_to_finish
 
 
 class Talk(vf.Task):

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import constants
 
 from prl.base.errors import ConfigError
-from prl.config import gpus, hardware
+from prl.config import hardware
 from prl.config.hardware import GIB, Gpu
 from prl.engines.vllm import engine
 from prl.tools import doctor
@@ -37,7 +37,8 @@ def run(monkeypatch, capsys):
 def gpu(monkeypatch, tmp_path):
     """A GPU with everything that it takes."""
     monkeypatch.setattr(hardware, "listed", lambda: (Gpu("Some GPU", 80 * GIB),))
-    monkeypatch.setattr(gpus, "lacks_gpu", lambda: None)
+    monkeypatch.setattr(hardware, "has_gpu_packages", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(shutil, "which", lambda name: name)

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoModelForCausalLM
 from trees import CPU, alone, as_trees, branched, feed, forked, gradient_of, pairs, plain_model
 
+from prl.config.trainer import BFLOAT16
 from prl.losses import default_loss
 from prl.models import model_path
 from prl.rollouts.messages import StepBatch, TrainingSample
@@ -157,7 +158,7 @@ def test_bfloat16_is_as_near_as_on_a_cpu(graphs, a_rank, tiny, monkeypatch):
     """To logprobs in float32, of every sequence alone; over float32 weights, as on a GPU."""
     samples = forked(random.Random(1)) + long_ones(random.Random(3))
     expected, _ = alone(plain_model(), samples)
-    model = Trainer(model=tiny, rl_losses={"": default_loss}, max_steps=1, half=True).model
+    model = Trainer(model=tiny, rl_losses={"": default_loss}, max_steps=1, precision=BFLOAT16).model
     gaps = []
     for tree in (FlexTree, BlockTree):
         monkeypatch.setattr("prl.trainer.tree.tree.row_tree", tree.of_row)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prl.config.trainer import runs_in_half
+from prl.config.trainer import BFLOAT16, FLOAT32, precision_of
 from prl.rollouts.messages import StepBatch
 from prl.rollouts.packing import pack
 from prl.trainer.logprobs import chunked_logprobs
@@ -13,17 +13,17 @@ from prl.trainer.worker import make_trainer
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "half"),
+    ("dtype", "device", "precision"),
     [
-        ("auto", "cpu", False),
-        ("auto", "cuda", True),
-        ("float32", "cuda", False),
-        ("bfloat16", "cpu", True),
-        ("float32", "cpu", False),
+        ("auto", "cpu", FLOAT32),
+        ("auto", "cuda", BFLOAT16),
+        ("float32", "cuda", FLOAT32),
+        ("bfloat16", "cpu", BFLOAT16),
+        ("float32", "cpu", FLOAT32),
     ],
 )
-def test_which_format_a_device_has(dtype, device, half):
-    assert runs_in_half(dtype, device) == half
+def test_which_format_a_device_has(dtype, device, precision):
+    assert precision_of(dtype, device) is precision
 
 
 @pytest.fixture

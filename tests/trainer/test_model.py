@@ -12,10 +12,11 @@ from architectures import write_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prl.config.model_folder import companion_files
+from prl.config.trainer import BFLOAT16
 from prl.models import model_path
 from prl.trainer.batch import stacks
 from prl.trainer.model import check_layout, load_model, save_weights, stack_logprobs
-from prl.trainer.worker import HALF_TOLERANCE
 
 LENGTHS = [9, 1, 14, 6]
 
@@ -101,12 +102,12 @@ def test_check_layout_refuses_sequences_that_see_each_other(tiny, monkeypatch, c
 def test_check_layout_allows_rounding_of_a_mixture_of_experts(tmp_path, monkeypatch):
     """In bfloat16, where tokens of a draw may find other experts: logprobs of the first were off by 0.61."""
     mixture = load_model(str(write_model(tmp_path, "gpt-oss", tied=False)), device=torch.device("cpu")).bfloat16()
-    check_layout(mixture, stacks, tolerance=HALF_TOLERANCE)
+    check_layout(mixture, stacks, tolerance=BFLOAT16.tolerance)
     real = mixture.base_model.forward
     ignoring = {"position_ids": None, "attention_mask": None}
     monkeypatch.setattr(mixture.base_model, "forward", lambda **kwargs: real(**(kwargs | ignoring)))
     with pytest.raises(ValueError, match="GptOssForCausalLM: packed sequences see each other"):
-        check_layout(mixture, stacks, tolerance=HALF_TOLERANCE)
+        check_layout(mixture, stacks, tolerance=BFLOAT16.tolerance)
 
 
 def test_check_layout_refuses_nan(tiny, monkeypatch):
@@ -153,8 +154,9 @@ def test_a_written_model_has_its_code_processors_and_ends(tmp_path, folder):
     (source / "config.json").write_text(json.dumps(config))
     (source / "generation_config.json").write_text('{"eos_token_id": 258}')
     model = load_model(str(source), device=torch.device("cpu"), trust_remote_code=True, ends=[7, 10**6])
+    files = companion_files(str(source))
     shutil.rmtree(source)
-    save_weights(model, out, torch.float32)
+    save_weights(model, out, torch.float32, files)
     again = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     assert type(again).__name__ == "MineForCausalLM"
     assert torch.equal(again.get_input_embeddings().weight, model.get_input_embeddings().weight)

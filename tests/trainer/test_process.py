@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from prl.base.checkpoint_folders import part_path, parts_of
 from prl.base.errors import PrlError
 from prl.config.schema import ModelConfig
-from prl.launch.launcher import TrainerSpec
 from prl.launch.local import LocalLauncher, ProcessDied
+from prl.launch.plan import TrainerSpec
 from prl.losses import aipo_loss, default_loss
 from prl.rollouts.messages import StepBatch
 from prl.rollouts.packing import pack

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prl.base.errors import PrlError
-from prl.config.trainer import AdamWConfig, RefKLConfig
+from prl.config.trainer import BFLOAT16, FLOAT32, AdamWConfig, RefKLConfig
 from prl.losses import LossOutputs, default_loss
 from prl.rollouts.messages import Reference, StepBatch
 from prl.rollouts.packing import pack
@@ -190,20 +190,20 @@ def test_gradient_and_metrics_of_a_step_match_the_formulas(moved, tiny, samples,
         assert found["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
-def test_the_reference_stays_the_initial_model(request, tiny, make_sample, tmp_path, half):
+@pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+def test_the_reference_stays_the_initial_model(request, tiny, make_sample, tmp_path, precision):
     """Its KL is zero until the policy moves: both go through the same layers. The export shows what the loss read."""
-    if half:
+    if precision.is_mixed:
         request.getfixturevalue("a_rank")
     initial = copy.deepcopy(tiny)
-    trainer = make_trainer(tiny, initial=initial, half=half, export=TokenExport(tmp_path, 0))
+    trainer = make_trainer(tiny, initial=initial, precision=precision, export=TokenExport(tmp_path, 0))
     batch = batch_of([pulled(make_sample, 14 + i, 4, seed=3) for i in range(3)])
     assert abs(trainer.train_step(batch)["ref_kl"]) < 1e-6
     assert abs(trainer.train_step(batch)["ref_kl"]) > 1e-3
     line = json.loads((tmp_path / "tokens/step_000001/rank_0.jsonl").read_text().splitlines()[0])
     (sample,) = [pulled(make_sample, len(line["mask"]), 4, seed=3)]
     expected = plain_logprobs(initial.double(), sample)[0][3:].tolist()
-    assert line["ref_logprobs"][4:] == pytest.approx(expected, abs=0.2 if half else 2e-5)
+    assert line["ref_logprobs"][4:] == pytest.approx(expected, abs=0.2 if precision.is_mixed else 2e-5)
     assert all(parameter.grad is None for parameter in trainer.references["initial"].parameters())
 
 

@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 
 from prl.base.checkpoint_folders import part_path
 from prl.config.schema import ModelConfig
-from prl.launch.launcher import TrainerSpec
 from prl.launch.local import LocalLauncher
+from prl.launch.plan import TrainerSpec
 from prl.launch.ray import RayLauncher
-from prl.launch.specs import bundles_of_ranks
 from prl.rollouts.messages import StepBatch
 from prl.rollouts.packing import pack
 from prl.transport.files import FileTransport
@@ -71,7 +70,7 @@ def test_ranks_on_two_nodes_train_as_on_one_machine(tiny_path, make_sample, tmp_
             monkeypatch.setenv(name, value)
         spec = spec_of(there, tiny_path, RayWeights)
         with RayLauncher() as launcher:
-            launcher.reserve(bundles_of_ranks(spec))
+            launcher.reserve(spec.bundles)
             assert len({node.id for node in launcher.nodes.values()}) == RANKS
             folders = [Path(node.folder) for node in launcher.nodes.values()]
             transport = RayTransport(there)

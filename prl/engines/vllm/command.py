@@ -1,21 +1,16 @@
-"""The process of a vLLM server: its command line, its environment, and the reason of its end."""
+"""The process of a vLLM server: its command line and its environment."""
 
 import json
-import re
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from prl.engines.base import EngineSpec
 from prl.engines.vllm.cpu import PATCHES_VARIABLE
-from prl.engines.vllm.options import as_arguments, logits_options
+from prl.engines.vllm.options import as_arguments
 
 MIN_BATCHED_TOKENS = 4096
 LOOPBACK_ADDRESS = "127.0.0.1"
 """Where the ports of vLLM's own processes listen."""
-CORE = re.compile(r"\(EngineCore\b.*\[core\.py:\d+\] (\w+(?:\.\w+)*(?:: .*|Error))$|^(its engine core was .*)")
-"""How vLLM's core names the error that it ends with, or prl's server the signal; the server then ends with another one,
-or with status 0."""
 
 
 def command_of(spec: EngineSpec, port: int) -> list[str]:
@@ -33,8 +28,11 @@ def command_of(spec: EngineSpec, port: int) -> list[str]:
         "trust-remote-code": model.trust_remote_code,
         "disable-uvicorn-access-log": True,
         "logprobs-mode": "processed_logprobs",
-        **logits_options(model.dtype),
     }
+    if model.dtype in ("bfloat16", "float16"):
+        # Logits in float32, as the trainer computes them: in bfloat16 one of 16 to 32 is off by up to 0.06.
+        # `hf-overrides` of the user's own take its place.
+        options["hf-overrides"] = '{"head_dtype": "float32"}'
     if spec.device == "cpu":
         options |= {
             "enforce-eager": True,
@@ -74,9 +72,3 @@ def environment_of(spec: EngineSpec) -> dict[str, str]:
             # folder: the first reply would wait seconds for both.
             env["TORCHDYNAMO_DISABLE"] = "1"
     return env
-
-
-def reason_of_end(lines: Sequence[str]) -> str:
-    """Return what the lines of a log name as the reason why the engine core ended; empty where they name none."""
-    found = [match[match.lastindex or 0] for match in map(CORE.search, lines) if match]
-    return found[-1] if found else ""

@@ -1,5 +1,6 @@
 """vLLM's servers as an engine."""
 
+import re
 from collections.abc import Sequence
 from ctypes.util import find_library
 from dataclasses import dataclass, field
@@ -8,12 +9,15 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
-from prl.config.hardware import check_memory
+from prl.config.hardware import Machine
 from prl.config.model_shape import ModelShape
 from prl.engines.base import EngineMemory, EngineSpec, ServerConfig, ServerEngine
 from prl.engines.vllm import command, memory
 from prl.engines.vllm.options import check_options
 
+CORE = re.compile(r"\(EngineCore\b.*\[core\.py:\d+\] (\w+(?:\.\w+)*(?:: .*|Error))$|^(its engine core was .*)")
+"""How vLLM's core names the error that it ends with, or prl's server the signal; the server then ends with another one,
+or with status 0."""
 LATENT = "computes logprobs that are 0.3 off (latent attention)"
 SIGMOID = "fails at the first request (it cannot choose experts by a sigmoid without groups)"
 FAULTS_ON_CPU = {"laguna": SIGMOID, "minimax_m2": SIGMOID} | dict.fromkeys(
@@ -38,10 +42,9 @@ class VLLMConfig(ServerConfig):
     args: dict[str, Any] = field(default_factory=dict)
     """Further vLLM server arguments, added as +engine.args.block-size=16."""
 
-    @property
-    def gpus_each(self) -> int:
+    def gpus_on(self, device: str) -> int:
         """GPUs of one server."""
-        return self.tensor_parallel_size if self.device_type == "cuda" else 0
+        return self.tensor_parallel_size if device == "cuda" else 0
 
 
 class VLLMEngine(ServerEngine):
@@ -53,23 +56,24 @@ class VLLMEngine(ServerEngine):
     has_priorities = True
 
     @classmethod
-    def check(cls, config: VLLMConfig, prefix: str) -> None:
-        check_options(config.args, prefix, device=config.device_type)
-        if config.device_type == "cpu":
+    def check(cls, config: VLLMConfig, prefix: str, machine: Machine) -> None:
+        device = machine.device_of(config.device)
+        check_options(config.args, prefix, device=device)
+        if device == "cpu":
             of_each = f" for each of {config.servers} servers" if config.servers > 1 else ""
             key = f"{prefix}engine.kv_cache_gb={config.kv_cache_gb}{of_each}"
-            check_memory(config.kv_cache_gb * config.servers, key)
+            machine.check_memory(config.kv_cache_gb * config.servers, key)
 
     @classmethod
-    def fault_of(cls, config: VLLMConfig, model_type: str) -> str | None:
+    def fault_of(cls, model_type: str, device: str) -> str | None:
         fault = FAULTS_ON_CPU.get(model_type)
-        return f"vLLM on a CPU {fault}" if fault and config.device_type == "cpu" else None
+        return f"vLLM on a CPU {fault}" if fault and device == "cpu" else None
 
     @classmethod
-    def lacks(cls, config: VLLMConfig) -> str | None:
+    def lacks(cls, device: str) -> str | None:
         if not util.find_spec("vllm"):
             return "vllm is not installed: run scripts/setup, or choose engine=transformers"
-        if config.device_type == "cpu" and not find_library("numa"):
+        if device == "cpu" and not find_library("numa"):
             return "no libnuma, which vLLM takes on a CPU: install libnuma1, or choose engine=transformers"
         return None
 
@@ -89,4 +93,5 @@ class VLLMEngine(ServerEngine):
 
     @classmethod
     def explain(cls, lines: Sequence[str]) -> str:
-        return command.reason_of_end(lines)
+        found = [match[match.lastindex or 0] for match in map(CORE.search, lines) if match]
+        return found[-1] if found else ""

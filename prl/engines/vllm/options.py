@@ -34,14 +34,6 @@ ON_A_CPU = frozenset({
 """Those that prl sets on a CPU, where vLLM cannot prefill the prompt of a seeded request in parts."""
 
 
-def logits_options(dtype: str) -> dict[str, str]:
-    """Return what has an engine compute logits in float32, as the trainer does, where its number format is narrower.
-
-    In bfloat16 a logit of 16 to 32 is off by up to 0.06. `hf-overrides` of the user's own take its place.
-    """
-    return {"hf-overrides": '{"head_dtype": "float32"}'} if dtype in ("bfloat16", "float16") else {}
-
-
 def as_arguments(options: Mapping[str, Any]) -> list[str]:
     """Options as vLLM's command line has them."""
     arguments: list[str] = []

@@ -199,16 +199,11 @@ class CodeTaskset(JsonlTaskset, vf.Taskset[CodeTask, CodeConfig]):
         yield from tasks
 
 
-def prompt_of(data: JsonlData) -> str:
-    """Return all that a row tells the model."""
-    prompt = data.prompt or ""
-    messages = [prompt] if isinstance(prompt, str) else [str(message.content) for message in prompt]
-    return "\n".join([data.system_prompt or "", *messages]).strip()
-
-
 def names_to_guess(data: JsonlData) -> Set[str]:
     """Return names of a row's tests that its prompt does not have; none where `import *` may make them."""
-    known = set(re.findall(r"\w+", prompt_of(data)))
+    prompt = data.prompt or ""
+    messages = [prompt] if isinstance(prompt, str) else [str(message.content) for message in prompt]
+    known = set(re.findall(r"\w+", "\n".join([data.system_prompt or "", *messages])))
     return set() if "import *" in data.answer else read_tests(data.answer).wanted - known
 
 

@@ -121,18 +121,16 @@ def code_in(reply: str, wanted: Set[str] = frozenset()) -> str:
             chosen.insert(0, text)
             missing = (missing | names.read) - bound
     code = "\n".join(chosen or python[-1:] or [text for _, text in candidates or blocks][-1:] or [reply])
-    return _imports_of_future_first(code) if len(chosen) > 1 else code
+    if len(chosen) > 1:  # Python takes `from __future__ import …` before all other lines alone
+        lines = sorted(code.split("\n"), key=lambda line: not re.match(r"from __future__ import [^(]", line))
+        code = "\n".join(lines)
+    return code
 
 
 def _broken_names(text: str) -> Names:
     """Return the names that a block in Python, which does not compile, was to define; a signature alone has none."""
     found = set(DEFINITION.findall(text))
     return global_names(text.rstrip(": \t\n") + ": ...") or Names(frozenset(), found, found)
-
-
-def _imports_of_future_first(code: str) -> str:
-    """Return code with its lines `from __future__ import …` before all others, where alone Python takes them."""
-    return "\n".join(sorted(code.split("\n"), key=lambda line: not re.match(r"from __future__ import [^(]", line)))
 
 
 def blocks_in(reply: str) -> Iterator[tuple[str, str]]:

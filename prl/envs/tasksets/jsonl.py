@@ -19,7 +19,7 @@ import random
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -29,7 +29,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.base.errors import ConfigError
 from prl.base.text import in_one_line
-from prl.config.build import function
+from prl.config.build import maker
 from prl.envs.tasksets.base import AnswerTask
 from prl.envs.tasksets.files import hub_files, missing_parts, rows_of
 from prl.envs.tasksets.graders import GRADERS, QUICK, fault_of
@@ -66,7 +66,7 @@ def grader_of(value: str | dict[str, Any]) -> Grade:
     if isinstance(value, str) and "." not in value:
         raise ValueError(f"{value!r} is neither {' nor '.join(GRADERS)} nor the dotted path of a function")
     try:
-        return function({"_target_": value} if isinstance(value, str) else value, "grader", values=2)
+        return maker({"_target_": value} if isinstance(value, str) else value, Callable, "grader", values=2)
     except ConfigError as error:
         raise ValueError(str(error)) from error
 
@@ -84,20 +84,32 @@ class JsonlData(vf.TaskData):
     """A hash of the first prompt of its conversation."""
 
 
-class JsonlConfig(vf.TasksetConfig):
+class RowsConfig(vf.TasksetConfig):
+    """Settings of a taskset whose tasks are rows, a share of which is held out."""
+
     split: Literal["train", "eval"] = "train"
     """Which split to take."""
     seed: int = 0
     """The order of the tasks."""
     num_tasks: int | None = Field(None, ge=1)
     """Number of tasks; null = all."""
+    eval_path: str | None = None
+    """Held-out rows, like `path`; null = a share of the rows of `path`."""
+    eval_fraction: float = Field(0.1, ge=0, lt=1)
+    """Share of held-out prompts, at least one; 0 = none. Not with `eval_path`."""
+    system: str | None = None
+    """A system message before every prompt; `system_prompt`, which every taskset has, is a file."""
+
+    def held_out(self, keys: Collection[str]) -> list[str]:
+        """Return the keys of the share that is held out, in their order; none of a single one."""
+        count = max(1, round(self.eval_fraction * len(keys))) if self.eval_fraction and len(keys) > 1 else 0
+        return sorted(keys)[:count]
+
+
+class JsonlConfig(RowsConfig):
     path: str
     """A file, several by a pattern (`data/train-*.parquet`), or `hub:owner/name:split` (`hub:owner/name/folder:split`
     for one of several configurations)."""
-    eval_path: str | None = None
-    """Held-out lines, like `path`; null = a share of the lines of `path`."""
-    eval_fraction: float = Field(0.1, ge=0, lt=1)
-    """Share of held-out prompts, at least one prompt; 0 = none. Not with `eval_path`."""
     prompt_key: str | None = None
     """The key of a line's prompt; null = by the line's own keys."""
     answer_key: str | None = None
@@ -107,8 +119,6 @@ class JsonlConfig(vf.TasksetConfig):
     prompt; null = by the line's own keys, or none if `prompt_key` is given."""
     train_turns: Literal["last", "all"] = "last"
     """The assistant's messages in a conversation that are replies to imitate; `all`: each is a task of its own."""
-    system: str | None = None
-    """A system message before every prompt; `system_prompt`, which every taskset has, is a file."""
     grader: str | dict[str, Any] = "exact"
     """`exact`, `numeric`, `math_verify`, or a function of yours."""
 
@@ -120,11 +130,6 @@ class JsonlConfig(vf.TasksetConfig):
 
     answer_types: ClassVar[tuple[type, ...]] = (str, int, float)
     """What a row's answer may be."""
-
-    @property
-    def reads_answer(self) -> bool:
-        """Return whether replies are graded against the answer for certain."""
-        return isinstance(self.grader, str) and self.grader in GRADERS
 
     @functools.cached_property
     def grade(self) -> Grade:
@@ -176,13 +181,12 @@ class JsonlTaskset(vf.Taskset[JsonlTask, JsonlConfig]):
 def split_of(config: JsonlConfig) -> Iterator[JsonlData]:
     """Yield the rows of the chosen split; raise ValueError naming what cannot be read."""
     rows = [(row._conversation, row) for row in read(config, config.path)]
-    prompts = sorted({prompt for prompt, row in rows if _gradable(config, row)})
+    prompts = {prompt for prompt, row in rows if _gradable(config, row)}
     if config.eval_path is not None:
         held_out = read(config, config.eval_path)
         chosen = {row._conversation for row in held_out}
     else:
-        count = max(1, round(config.eval_fraction * len(prompts))) if config.eval_fraction and len(prompts) > 1 else 0
-        chosen = set(prompts[:count])
+        chosen = set(config.held_out(prompts))
         held_out = [row for prompt, row in rows if prompt in chosen]
     if config.split == "eval":
         if not held_out and prompts:
@@ -193,8 +197,8 @@ def split_of(config: JsonlConfig) -> Iterator[JsonlData]:
 
 
 def _gradable(config: JsonlConfig, row: JsonlData) -> bool:
-    """Return whether replies to a row can be graded."""
-    return bool(row.answer) or not config.reads_answer
+    """Return whether replies to a row can be graded: prl's graders compare with an answer, one of yours need not."""
+    return bool(row.answer) or not (isinstance(config.grader, str) and config.grader in GRADERS)
 
 
 def read(config: JsonlConfig, path: str) -> list[JsonlData]:

@@ -116,15 +116,11 @@ def messages_of(value: list[Any]) -> list[Any]:
         for key, entries in (("id", calls), ("tool_call_id", results)):
             for number, entry in enumerate(entries):
                 entry[key] = f"call{number:05d}"  # nine letters and digits, as some templates want
+    says_no = [message.get("weight") in FALSE or message.get("train") in FALSE for message in messages]
     return [
-        UntrainedMessage(**dict(read)) if read.role == "assistant" and is_untrained(message) else read
-        for read, message in zip(MESSAGES.validate_python(messages), messages, strict=True)
+        UntrainedMessage(**dict(read)) if untrained and read.role == "assistant" else read
+        for read, untrained in zip(MESSAGES.validate_python(messages), says_no, strict=True)
     ]
-
-
-def is_untrained(message: dict[str, Any]) -> bool:
-    """Return whether a chat message says that it is not to be trained on."""
-    return message.get("weight") in FALSE or message.get("train") in FALSE
 
 
 def as_verifiers(message: Any) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from itertools import islice
 from types import FunctionType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import verifiers.v1 as vf
 from pydantic import AfterValidator, Field, ImportString, TypeAdapter
@@ -47,7 +47,7 @@ from prl.base.text import in_one_line
 from prl.config.build import NAMED
 from prl.envs.isolation import as_failure, run_contained
 from prl.envs.tasksets.base import CallsCounted, IdTask
-from prl.envs.tasksets.jsonl import rows_at
+from prl.envs.tasksets.jsonl import RowsConfig, rows_at
 from prl.envs.tasksets.layouts import decoded, messages_of
 
 __all__ = ["ToolsEnv", "ToolsTaskset"]
@@ -132,25 +132,13 @@ class ToolsData(vf.TaskData):
     """What an episode is reset with."""
 
 
-class ToolsConfig(vf.TasksetConfig):
-    split: Literal["train", "eval"] = "train"
-    """Which split to take."""
-    seed: int = 0
-    """The order of the tasks."""
-    num_tasks: int | None = Field(None, ge=1)
-    """Number of tasks; null = all."""
+class ToolsConfig(RowsConfig):
     env: Annotated[ImportString, AfterValidator(lambda cls: toolset_of(cls) and cls)]
     """The dotted path of your class."""
     max_turns: int = Field(16, ge=1)
     """Most replies of an episode."""
     path: str | None = None
     """The rows: a file, several by a pattern, or a data set on the hub, as of `jsonl`; null = the class's `rows()`."""
-    eval_path: str | None = None
-    """Held-out rows, like `path`; null = a share of the rows."""
-    eval_fraction: float = Field(0.1, ge=0, lt=1)
-    """Share of held-out rows, at least one; 0 = none. Not with `eval_path`."""
-    system: str | None = None
-    """A system message before every prompt."""
 
 
 class ToolsTask(CallsCounted, IdTask[ToolsData]):
@@ -172,8 +160,7 @@ class ToolsTaskset(vf.Taskset[ToolsTask, ToolsConfig]):
         if config.eval_path is not None:
             held_out = self._tasks(config.eval_path)
         else:
-            count = max(1, round(config.eval_fraction * len(tasks))) if config.eval_fraction and len(tasks) > 1 else 0
-            held_out = {key: tasks[key] for key in sorted(tasks)[:count]}
+            held_out = {key: tasks[key] for key in config.held_out(tasks)}
         chosen = sorted(held_out if config.split == "eval" else tasks.keys() - held_out.keys())
         random.Random(config.seed).shuffle(chosen)
         for key in chosen[: config.num_tasks]:

@@ -27,8 +27,7 @@ from prl.engines.replies import Completion
 from prl.engines.scripted import LOGPROB, Scripted
 from prl.envs._verifiers_internals import BUILD
 from prl.envs.turn import AGENT, commit, opening_messages, trace_task
-from prl.launch import specs
-from prl.launch.builder import PreparedRun, train_env
+from prl.launch.builder import PreparedRun, train_env, trainer_of
 from prl.orchestrator.dispatcher import play_and_credit
 from prl.orchestrator.state import load_components
 from prl.orchestrator.types import Group, TrainEnv
@@ -115,11 +114,11 @@ def invented_rollouts(env: TrainEnv) -> list[Rollout]:
 
 def train(run: PreparedRun, samples: list[TrainingSample], folder: str) -> None:
     """Take the updates of a batch on the CPU, with the trainer's options, in an invented model in `folder`."""
-    config, options = run.config, run.config.trainer
+    options = run.config.trainer
     tokens = 1 + max(token for sample in samples for token in sample.token_ids)
     LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=max(tokens, embedding_rows(run.model.path) or 0),
+            vocab_size=max(tokens, embedding_rows(run.plan.trainer.model.path) or 0),
             hidden_size=WIDTH,
             intermediate_size=WIDTH,
             num_hidden_layers=1,
@@ -127,9 +126,10 @@ def train(run: PreparedRun, samples: list[TrainingSample], folder: str) -> None:
             max_position_embeddings=options.seq_len,
         )
     ).save_pretrained(folder)
-    payload = specs.trainer_payload(config, run.model, references=run.components.references)
-    payload["model"] |= {"path": folder, "dtype": "float32", "lora": {}}
-    payload["trainer"] |= {"device": "cpu", "dtype": "float32", "compile": False, "cpu_offload": False, "optim": None}
+    payload = dict(trainer_of(run).payload)
+    payload["model"] = payload["model"] | {"path": folder, "dtype": "float32", "lora": {}}
+    invented = {"device": "cpu", "dtype": "float32", "compile": False, "cpu_offload": False, "optim": None}
+    payload["trainer"] = payload["trainer"] | invented
     trainer = make_trainer(payload, torch.device("cpu"))
     rows, truncated = pack(samples, options.seq_len, 1, options.updates_per_batch)
     metrics = trainer.train_step(StepBatch(1, rows[0], truncated, False))

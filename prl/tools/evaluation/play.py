@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -11,9 +12,10 @@ from renderers.base import Renderer
 from prl.base.errors import ConfigError, PrlError
 from prl.config.build import build, sampling_of
 from prl.config.evaluation import EvaluationConfig
+from prl.config.hardware import Machine
 from prl.config.run_yaml import data_of
 from prl.config.schema import ModelConfig
-from prl.config.validate import check_device, check_env_models, check_env_name, check_run_name, validate_server
+from prl.config.validate import check_env_models, check_env_name, check_run_name, validate_server
 from prl.engines.client import ModelPool
 from prl.engines.frozen import clients_of
 from prl.engines.sampler import Sampler
@@ -21,16 +23,16 @@ from prl.engines.tokenizers import load_tokenizer
 from prl.envs.environment import Environment, reason_ungraded
 from prl.launch.checks import check_loadable
 from prl.launch.components import renderer_of
-from prl.launch.launcher import Launcher
+from prl.launch.plan import NO_NEED, POLICY_NAME, model_plan, need_of, placed, token_of
 from prl.launch.prompts import rendered_prompts
-from prl.launch.specs import run_token
+from prl.launch.shared_engines import launcher_of
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.evaluate import evaluate_env
 from prl.orchestrator.types import EvalEnv
-from prl.rollouts.rollout import Rollout
+from prl.orchestrator.who_waits import ENGINE
 from prl.runs.result import RunResult
 from prl.tools.evaluation.scores import EnvScore, TaskScore, score_env, score_tasks
-from prl.tools.evaluation.serving import serve_each
+from prl.tools.evaluation.serving import Served, serve_each
 from prl.tools.evaluation.targets import Target, by_engine, find_targets
 
 
@@ -56,8 +58,8 @@ class Evaluation:
     """An evaluation whose config has passed."""
 
     config: EvaluationConfig
-    engines: list[list[Target]]
-    """The targets that one engine after the other serves."""
+    engines: list[Served]
+    """The engines, one after the other, with the targets of each."""
     envs: list[EvalEnv]
     renderers: dict[tuple[str, str], Renderer]
     """By target and env."""
@@ -67,19 +69,24 @@ class Evaluation:
     base: dict[str, list[TaskScore]] = field(default_factory=dict)
     """By env, of the first target."""
 
+    @property
+    def targets(self) -> list[Target]:
+        """The models that are evaluated."""
+        return [target for served in self.engines for target in served.targets]
+
     async def run(self) -> None:
         """Evaluate each target and write what it achieved. Raises PrlError where a model does not answer."""
-        steps = sum(map(len, self.engines)) - 1
+        steps = len(self.targets) - 1
         self.monitors.start(self.run_dir, max_steps=steps, run_config=data_of(self.config))
         with contextlib.closing(self.monitors):
             async with contextlib.AsyncExitStack() as serving:
                 for env in self.envs:
                     await serving.enter_async_context(env.environment.serving())
-                await serve_each(self.config, self.engines, self.run_dir / "logs" / "engine.log", self._evaluate)
+                await serve_each(partial(launcher_of, self.config.launcher), self.engines, self._evaluate)
 
     async def _evaluate(self, target: Target, pool: ModelPool) -> None:
         step = len(self.result.targets)
-        print(f"evaluating {target.name} ({step + 1} of {sum(map(len, self.engines))})", file=sys.stderr, flush=True)
+        print(f"evaluating {target.name} ({step + 1} of {len(self.targets)})", file=sys.stderr, flush=True)
         where = target.model.path if target.endpoint is None else target.endpoint.urls[0]
         score = TargetScore(name=target.name, step=step, path=where)
         metrics: dict[str, float] = {}
@@ -90,7 +97,10 @@ class Evaluation:
             env.environment.connect(asked, clients_of({}))
             await env.environment.wait_for_models()
             rollouts, env_metrics = await evaluate_env(env, self.config.k, self.run_dir, step)
-            refuse_unanswered(target, rollouts)
+            reasons = [r.outcome.reason for r in rollouts if r.outcome is not None and r.outcome.source == "engine"]
+            if reasons:  # what the model would have earned is not known
+                asked_for = f"{len(reasons)} of {len(rollouts)} rollouts"
+                raise PrlError(f"{target.name} did not answer {asked_for}; first: {reasons[0]}")
             tasks = score_tasks(rollouts, self.config.correct_at)
             base = self.base.setdefault(env.name, tasks)
             score.envs.append(score_env(env.name, tasks, base if step else None))
@@ -107,22 +117,15 @@ def attach(sampler: Sampler, pool: ModelPool, renderer: Renderer, model: ModelCo
     )
 
 
-def refuse_unanswered(target: Target, rollouts: list[Rollout]) -> None:
-    """Raise PrlError where the model did not answer: what it would have earned is not known."""
-    reasons = [r.outcome.reason for r in rollouts if r.outcome is not None and r.outcome.source == "engine"]
-    if reasons:
-        raise PrlError(f"{target.name} did not answer {len(reasons)} of {len(rollouts)} rollouts; first: {reasons[0]}")
-
-
-def prepare(config: EvaluationConfig) -> Evaluation:
+def evaluation_of(config: EvaluationConfig) -> Evaluation:
     """Check everything that can be refused before anything is started. Raises ConfigError."""
-    engines = prepare_targets(config)
+    engines = plan_engines(config, Path(config.run.dir) / "logs" / "engine.log")
     if not config.envs:
         raise ConfigError("no env: choose one with env=<name>, e.g. env=math")
     monitors = Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()})
     envs = [_eval_env(config, name) for name in config.envs]
-    renderers = {}
-    for target in [target for group in engines for target in group]:
+    evaluation = Evaluation(config, engines, envs, {}, monitors, Path(config.run.dir))
+    for target in evaluation.targets:
         tokenizer = load_tokenizer(target.model.path, target.name, target.model.trust_remote_code)
         made: dict[str, Renderer] = {}
         for env in envs:
@@ -131,27 +134,45 @@ def prepare(config: EvaluationConfig) -> Evaluation:
             made[where] = made.get(where) or renderer_of(where, node, target.model, tokenizer)
             env.environment.check_renderer(made[where])
             rendered_prompts(env.environment, made[where], where)
-            renderers[target.name, env.name] = made[where]
-    return Evaluation(config, engines, envs, renderers, monitors, Path(config.run.dir))
+            evaluation.renderers[target.name, env.name] = made[where]
+    return evaluation
 
 
-def prepare_targets(config: EvaluationConfig) -> list[list[Target]]:
-    """Check the config but for its envs; return the targets that one engine after the other is to serve."""
-    check_device(config.engine.device, "engine.device")
+def plan_engines(config: EvaluationConfig, log: Path) -> list[Served]:
+    """Check the config but for its envs; return the engines that serve its targets one after the other.
+
+    Args:
+        config: The config of an evaluation, or of a chat.
+        log: The file for the output of the first server.
+    """
+    machine = Machine()
+    machine.check_device(config.engine.device, "engine.device")
     check_run_name(config.run.name)
-    build(config.launcher, Launcher, "launcher")
+    launcher = launcher_of(config.launcher)
     build(config.sampling, Sampler, "sampling")
-    targets = find_targets(config)
+    targets = find_targets(config.targets, config.model, config.endpoint)
+    needs = [need_of(config.engine, "engine", machine), NO_NEED, NO_NEED]
+    of_model = partial(
+        model_plan,
+        config.engine,
+        gpus=placed(needs, machine, elsewhere=launcher.places_processes).engines,
+        machine=machine,
+        process=ENGINE,
+        served_name=POLICY_NAME,
+        token=token_of(config.engine.urls) if any(target.endpoint is None for target in targets) else "",
+        log=log,
+        seed=config.seed,
+        sharing=config.engine.servers,
+    )
+    plans = {target.name: of_model(target.model) for target in targets if target.endpoint is None}
     for target in targets:
         if target.endpoint is None:
-            validate_server(target.model, config.engine)
-            check_loadable(target.model, "model.", config.engine, trained=False)
-    engines = by_engine(targets)
-    loaded = [group[0].name for group in engines if group[0].endpoint is None]
+            validate_server(target.model, config.engine, machine)
+            check_loadable(target.model, plans[target.name], "model.", trained=False)
+    engines = [Served(group, plans.get(group[0].name)) for group in by_engine(targets)]
+    loaded = [served.targets[0].name for served in engines if served.plan is not None]
     if config.engine.urls and len(loaded) > 1:
         raise ConfigError(f"engine.urls: one engine cannot load both {' and '.join(loaded)}, whose shapes differ")
-    if loaded:
-        run_token(config)
     return engines
 
 

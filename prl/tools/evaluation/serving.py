@@ -3,17 +3,14 @@
 import functools
 import sys
 from collections.abc import Awaitable, Callable, Iterable
-from pathlib import Path
+from dataclasses import dataclass
 
 from prl.base.text import as_message
-from prl.config.build import build
-from prl.config.evaluation import EvaluationConfig
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.frozen import FrozenPool
 from prl.engines.servers import tracks_of
 from prl.launch.launcher import Launcher
-from prl.launch.local import resolve_model
-from prl.launch.specs import policy_pool, restarts_of, run_token
+from prl.launch.plan import ModelPlan, resolved
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.who_waits import Waiting
 from prl.tools.evaluation.targets import Target
@@ -21,22 +18,41 @@ from prl.tools.evaluation.targets import Target
 Work = Callable[[Target, ModelPool], Awaitable[None]]
 
 
-async def serve_each(config: EvaluationConfig, engines: Iterable[list[Target]], log: Path, work: Work) -> None:
+@dataclass(frozen=True)
+class Served:
+    """The targets that one engine, or one endpoint, serves one after the other."""
+
+    targets: list[Target]
+    plan: ModelPlan | None
+    """The engine; None = they are at an endpoint."""
+
+
+async def serve_each(make_launcher: Callable[[], Launcher], engines: Iterable[Served], work: Work) -> None:
     """Have each target served, and `work` done on it. An engine that dies ends it with its name and last log lines."""
-    for group in engines:
-        with build(config.launcher, Launcher, "launcher") as launcher:
-            endpoint = group[0].endpoint
-            pool = start(config, group[0], launcher, log) if endpoint is None else FrozenPool(endpoint)
-            timeout_s = config.engine.startup_timeout_s if endpoint is None else endpoint.timeout_s
-            restarts = restarts_of(config.engine) if endpoint is None and not config.engine.urls else {}
-            supervisor = Supervisor(launcher, say, restarts, config.engine.startup_timeout_s)
+    for served in engines:
+        with make_launcher() as launcher:
+            pool, timeout_s = client_of(served, launcher)
+            restarts = {} if served.plan is None else served.plan.restarts
+            supervisor = Supervisor(launcher, say, restarts, timeout_s)
             try:
                 with supervisor.awaiting(f"the model to answer at {', '.join(pool.urls)}", tracks_of(len(pool.urls))):
                     await supervisor.guard(pool.wait_ready(timeout_s, launcher.ensure_alive))
                 supervisor.serve(pool)
-                await supervisor.guard(_each(config, group, pool, work), functools.partial(waiting, pool))
+                await supervisor.guard(_each(served, pool, work), functools.partial(waiting, pool))
             finally:
                 await pool.close()
+
+
+def client_of(served: Served, launcher: Launcher) -> tuple[ModelPool, float]:
+    """A client of targets, whose engine is started unless it runs, and the deadline for it to answer, seconds."""
+    plan, first = served.plan, served.targets[0]
+    if plan is None:
+        assert first.endpoint is not None
+        return FrozenPool(first.endpoint), first.endpoint.timeout_s
+    if plan.servers:
+        several = "an engine" if len(plan.servers) == 1 else f"{len(plan.servers)} engines"
+        print(f"starting {several} for {first.name}; log: {plan.spec.log}", file=sys.stderr, flush=True)
+    return plan.policy(launcher), plan.spec.config.startup_timeout_s
 
 
 def waiting(pool: ModelPool) -> Waiting:
@@ -52,17 +68,10 @@ def say(text: str) -> None:
     print(as_message(text), file=sys.stderr, flush=True)
 
 
-def start(config: EvaluationConfig, target: Target, launcher: Launcher, log: Path) -> PolicyPool:
-    """A client of the engines of `engine.urls`, or of those that are started with the target's model."""
-    if config.engine.servers and not config.engine.urls:
-        several = "an engine" if config.engine.servers == 1 else f"{config.engine.servers} engines"
-        print(f"starting {several} for {target.name}; log: {log}", file=sys.stderr, flush=True)
-    return policy_pool(config, target.model, launcher, run_token(config), log)
-
-
-async def _each(config: EvaluationConfig, group: list[Target], pool: ModelPool, work: Work) -> None:
-    for version, target in enumerate(group):
-        if isinstance(pool, PolicyPool) and (version > 0 or config.engine.urls):
-            path = str(resolve_model(target.model, "cpu").path)
-            await pool.update_weights(version, path, config.engine.update_timeout_s)
+async def _each(served: Served, pool: ModelPool, work: Work) -> None:
+    for version, target in enumerate(served.targets):
+        if served.plan is not None and (version > 0 or served.plan.urls):
+            assert isinstance(pool, PolicyPool)
+            path = resolved(target.model, served.plan.spec.device).path
+            await pool.update_weights(version, path, served.plan.spec.config.update_timeout_s)
         await work(target, pool)

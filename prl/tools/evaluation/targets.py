@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from prl.base.errors import ConfigError, EngineError
 from prl.base.text import in_one_line
 from prl.config.build import plain, read
 from prl.config.compose import CONF, options
-from prl.config.evaluation import EndpointConfig, EvaluationConfig
+from prl.config.evaluation import EndpointConfig, EvalModelConfig
 from prl.config.model_folder import check_model, local_folder, positions, read_config
 from prl.config.model_reference import FrozenModelConfig, check_url, is_url
 from prl.config.run_yaml import load
@@ -40,19 +40,24 @@ class Target:
     """Where it is served already; None = prl's engine loads it."""
 
 
-def find_targets(config: EvaluationConfig) -> list[Target]:
-    """The targets of a config, each under a name of its own. Raises ConfigError naming the one that cannot be had."""
-    given = config.targets
+def find_targets(given: Sequence[str], settings: EvalModelConfig, endpoint: EndpointConfig) -> list[Target]:
+    """The targets that are given, each under a name of its own. Raises ConfigError naming the one that cannot be had.
+
+    Args:
+        given: The arguments of the command that name models.
+        settings: The settings that take the place of the models' own.
+        endpoint: What is said of those that are URLs.
+    """
     if not given:
         raise ConfigError("nothing to look at: give a checkpoint, a run directory, a model or an endpoint's URL")
     names = Counter(map(_name, given))
-    own = {key: value for key, value in vars(config.model).items() if value is not None}
+    own = {key: value for key, value in vars(settings).items() if value is not None}
     targets = []
     for argument in given:
         name = _name(argument) if names[_name(argument)] == 1 else argument
         if is_url(argument):
             check_url(argument, "targets", "http://127.0.0.1:8001/v1")
-            reference, model = asyncio.run(look_up(argument, config.endpoint))
+            reference, model = asyncio.run(look_up(argument, endpoint))
             targets.append(Target(name, replace(model, **own), reference))
         else:
             targets.append(Target(name, replace(model_of(argument), **own)))

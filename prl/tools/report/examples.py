@@ -4,7 +4,7 @@ Only the files of the chosen steps are read; what is left out is named.
 """
 
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from prl.base.files import lines_of
+from prl.rollouts.components import COMPONENTS
 from prl.rollouts.record_lines import Message, Record
 from prl.rollouts.rollout import Stage
 from prl.runs.run_dir import STEP
 from prl.tools.report.html import encoded, rounded
-from prl.tools.report.tokens import Key, exports, key_of, read_tokens, readable
 from prl.tools.rollouts.render import called, stage_and_source
 
 ROLLOUTS = 10_000
@@ -32,6 +32,13 @@ LONG = 12_000
 GROUPS, OF_AN_ENV, MEMBERS = 8, 3, 8
 """Example groups of a step, of an env at most, and rollouts shown of each."""
 
+SEQUENCE_TOKENS = 4_000
+"""Tokens of one sequence; the first ones are shown."""
+
+Key = tuple[str, ...]
+Column = Sequence[float | None]
+Line = dict[str, Any]
+"""A line of an export."""
 Group = list[Record]
 
 
@@ -51,7 +58,9 @@ class Rollouts:
 
 def read_rollouts(run_dir: Path) -> Rollouts:
     """The rollouts that the page shows."""
-    files, folders = step_files(run_dir), exports(run_dir)
+    paths = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+    files = {int(match[1]): path for path in paths if (match := STEP.fullmatch(path.stem))}
+    folders = exports(run_dir)
     page = Rollouts()
     if not files:
         return page
@@ -76,12 +85,6 @@ def example_steps(steps: list[int], exported: Collection[int]) -> set[int]:
     with_tokens = set(exported) & set(steps)
     middle = min(with_tokens - {steps[0], steps[-1]} or steps, key=lambda step: abs(step - half))
     return {steps[0], middle, steps[-1], max(with_tokens, default=steps[-1])}
-
-
-def step_files(run_dir: Path) -> dict[int, Path]:
-    """Step -> its file of training rollouts, in order."""
-    paths = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
-    return {int(match[1]): path for path in paths if (match := STEP.fullmatch(path.stem))}
 
 
 def add_examples(page: Rollouts, records: list[Record], folders: dict[int, Path | None]) -> None:
@@ -196,3 +199,80 @@ def ends_of(text: str) -> str:
     if len(text) <= LONG:
         return text
     return f"{text[: LONG // 2]}\n[… {len(text) - LONG:,} characters left out …]\n{text[-LONG // 2 :]}"
+
+
+# --- the tokens that the trainer exported (`prl/trainer/export.py`) ---------------------------------------------------
+
+
+def exports(run_dir: Path) -> dict[int, Path]:
+    """Step -> the folder of its export."""
+    paths = (run_dir / "tokens").glob("step_*")
+    return {int(match[1]): path for path in paths if (match := STEP.fullmatch(path.name))}
+
+
+def read_tokens(folder: Path | None, problems: list[str]) -> dict[Key, list[Line]]:
+    """The sequences of a step's export by rollout; none where there is no export."""
+    sequences: dict[Key, list[Line]] = {}
+    for path in sorted(folder.glob("rank_*.jsonl")) if folder else ():
+        for line in lines_of(path, Line, problems):
+            key = tuple(str(line.get(name)) for name in ("env", "group", "rollout", "agent"))
+            sequences.setdefault(key, []).append(line)
+    return sequences
+
+
+def key_of(record: Record) -> Key:
+    """The rollout of a record, as exports name it."""
+    return tuple(map(str, (record.env, record.group, record.rollout, record.agent)))
+
+
+def readable(lines: Sequence[Line], problems: list[str]) -> list[dict[str, Any]]:
+    """The columns of lines but for those that lack a list, or whose lists have unlike lengths or no numbers."""
+    found = []
+    for line in lines:
+        try:
+            found.append(columns(line))
+        except (LookupError, TypeError, ValueError) as error:
+            problems.append(f"tokens of step {line.get('step')}: a line cannot be read: {error!r}")
+    return found
+
+
+def columns(line: Line) -> dict[str, Any]:
+    """A sequence as the script reads it: a list of values for each name, null where a token has none."""
+    end, mask = SEQUENCE_TOKENS, line["mask"]
+    texts = line.get("text") or [f"⟨{token}⟩" for token in line["token_ids"]]
+    uses = list(dict.fromkeys(line["use"][:end]))
+    trained = [use not in ("context", "weight 0") for use in line["use"]]
+    policy, sampler, teacher = line["trainer_logprobs"], line["inference_logprobs"], line.get("ref_logprobs")
+    advantages = line.get("advantages")
+    values: dict[str, Column | None] = {
+        "advantage": advantages and where(trained, advantages),
+        "policy logprob": policy,
+        "sampler logprob": where(mask, sampler),
+        "log-ratio": where([ratio is not None for ratio in line["ratio"]], difference(policy, sampler)),
+        "ratio": line["ratio"],
+        "teacher logprob": teacher and where(trained, teacher),
+        "teacher divergence": teacher and difference(policy, teacher),
+    }
+    for component in COMPONENTS.values():
+        members = [on and (sampled or not component.on_mask) for on, sampled in zip(trained, mask, strict=True)]
+        weights = line.get(component.stream) or [component.absent_weight] * len(mask)
+        values[f"{component.name} weight"] = where(members, weights, 0.0)
+    return {
+        "text": [str(text) for text, _ in zip(texts, mask, strict=True)][:end],
+        "ids": [token for token, _ in zip(line["token_ids"], mask, strict=True)][:end],
+        "sampled": [int(on) for on in mask[:end]],
+        "uses": uses,
+        "use": [uses.index(use) for use in line["use"][:end]],
+        "more": max(0, len(mask) - end),
+        "values": {name: [*map(rounded, column[:end])] for name, column in values.items() if column and any(column)},
+    }
+
+
+def where(kept: Sequence[bool], column: Column, otherwise: float | None = None) -> Column:
+    """The column with `otherwise` where a token is not kept."""
+    return [value if on else otherwise for value, on in zip(column, kept, strict=True)]
+
+
+def difference(one: Column, other: Column) -> Column:
+    """One column less the other, null where either is."""
+    return [None if a is None or b is None else a - b for a, b in zip(one, other, strict=True)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.base.files import write_atomically
-from prl.runs.resume import flat
+from prl.config.run_yaml import flat
 from prl.tools.report import curves
 from prl.tools.report.examples import read_rollouts
 from prl.tools.report.html import data_block, render

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from prl.config.run_yaml import flat
 from prl.config.suggestions import override_key
-from prl.runs.resume import flat
 from prl.runs.run_dir import NOT_OF_A_RUN
 from prl.tools.report.runs import Run
 

@@ -40,7 +40,9 @@ def page(args: argparse.Namespace) -> None:
         ConfigError: They name something that does not exist.
         PrlError: There is nothing to show.
     """
-    run = find_run(args.run)
+    run = named(Path(args.run))
+    if not (run / "rollouts").is_dir():
+        raise ConfigError(f"there is no run with rollouts at {args.run} or {OUTPUTS / args.run}")
     step, paths = find_step(run, args)
     notes: list[str] = []
     records = [record for path in paths for record in lines_of(path, Record, notes)]
@@ -54,14 +56,6 @@ def page(args: argparse.Namespace) -> None:
     title = f"{run} · {'evaluation at ' if args.eval else ''}step {step}"
     os.environ.setdefault("LESS", "FX")  # F for no paging of what fits the screen
     pydoc.pager(step_text(title, records, notes))
-
-
-def find_run(name: str) -> Path:
-    """The directory of the run `name`. Raises ConfigError where it is not one."""
-    run = named(Path(name))
-    if not (run / "rollouts").is_dir():
-        raise ConfigError(f"there is no run with rollouts at {name} or {OUTPUTS / name}")
-    return run
 
 
 def find_step(run: Path, args: argparse.Namespace) -> tuple[int, list[Path]]:

@@ -81,7 +81,7 @@ class Recorder(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         try:
-            if "optuna" in config.hydra.sweeper._target_:
+            if "study_name" in config.hydra.sweeper:  # an option of Optuna's alone
                 from prl.tools.sweep import search  # Optuna, which not all have
 
                 search.install()

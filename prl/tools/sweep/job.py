@@ -58,7 +58,10 @@ def run_job(cfg: DictConfig, main: Callable[[TrainConfig], RunResult]) -> float 
     if status is not None and cfg.run.resume == AUTO and checkpoint_folders.steps_of(folder):
         say(folder, f"{status} before: goes on from its last checkpoint")
     elif status is not None:
-        set_aside(folder, status)
+        earlier = folder.parent / EARLIER
+        earlier.mkdir(exist_ok=True)
+        moved = move_aside(folder, earlier)
+        say(folder, f"{status} before: done again; what it left is now {moved}")
     attempt(cfg, typed(hydra), folder, main)
     return record_metric(folder, cfg) if status_of(folder) == "completed" else None
 
@@ -137,14 +140,6 @@ def status_of(folder: Path) -> str | None:
     if result is not None:
         return result.status
     return "crashed" if folder.is_dir() and any(path.name != ".hydra" for path in folder.iterdir()) else None
-
-
-def set_aside(folder: Path, status: str) -> None:
-    """Move what an attempt has left out of the way."""
-    earlier = folder.parent / EARLIER
-    earlier.mkdir(exist_ok=True)
-    moved = move_aside(folder, earlier)
-    say(folder, f"{status} before: done again; what it left is now {moved}")
 
 
 def say(folder: Path, text: str) -> None:

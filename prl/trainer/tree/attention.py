@@ -26,9 +26,9 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "prl_tree"
-"""Of this attention among those of transformers."""
+"""Name of this attention among those of transformers."""
 KEY = "trainer.share_prefixes"
-"""The config key that does without it, on a CPU."""
+"""Config key that turns this attention off, on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Scores:
     window: int | None = None
     """Tokens of its path that each attends to, itself among them; None = all."""
     scale: float | None = None
-    """Of the scores; None = 1 / sqrt(size)."""
+    """Factor of the scores; None = 1 / sqrt(size)."""
     sinks: Tensor | None = None
-    """`[heads]`; None = the layer has none."""
+    """Score of the sink of each head, `[heads]`; None = the layer has none."""
 
 
 class TokenTree(ABC):
@@ -149,8 +149,8 @@ def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: 
 
 
 def without(device: torch.device) -> str:
-    """The settings that do without attention over trees, for messages."""
-    return f"{KEY}=false" + " and trainer.device=cpu" * (device.type == "cuda")
+    """Return the settings that turn attention over trees off, for messages."""
+    return f"{KEY}=false" if device.type == "cpu" else f"{KEY}=false and trainer.device=cpu"
 
 
 def use_tree_attention(model: PreTrainedModel) -> None:

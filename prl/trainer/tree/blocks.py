@@ -40,10 +40,10 @@ class Blocks:
     ends: Tensor
     """int64 `[blocks, keys]`: the place where what goes on from each key ends; 0 = it is filling."""
     masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
-    """Made so far, by window and dtype."""
+    """Masks that were made so far, by window and dtype."""
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return what is added to the scores, `[blocks, 1, queries, keys]`."""
+        """Return the mask that is added to the scores, `[blocks, 1, queries, keys]`."""
         if (window, dtype) not in self.masks:
             query, key = self.queries[:, :, None], self.keys[:, None]
             hidden = (key > query) | (query >= self.ends[:, None])

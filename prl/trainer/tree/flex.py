@@ -32,9 +32,9 @@ LONG = 4096
 ROUND = 1024
 """Tokens to whose multiple such a sequence is filled up: cuDNN plans anew for each length, which takes .1 s."""
 KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Of torch's attention, the first that takes what it is given."""
+"""Kernels of torch's attention: the first that takes the tensors is used."""
 NEVER = torch.iinfo(torch.int32).max
-"""A place that no path has."""
+"""Place that no path has: behind all of them."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class FlexTree(TokenTree):
     ends: Tensor
     """int32, as many: the place where what goes on from each token ends."""
     masks: dict[int | None, BlockMask] = field(default_factory=dict)
-    """Made so far, by window."""
+    """Masks that were made so far, by window."""
 
     @classmethod
     def of_row(cls, depths: np.ndarray, starts: Sequence[int], device: torch.device) -> Self:

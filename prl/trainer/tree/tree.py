@@ -20,8 +20,7 @@ from prl.trainer.tree.blocks import BlockTree
 from prl.trainer.tree.flex import row_on_gpu
 
 UNUSED_PER_REPEATED = 8
-"""Of a forward pass, so many tokens of the budget that stay unused cost about as much as one token that goes through
-the model twice."""
+"""Tokens of a forward pass's budget that cost, unused, about as much as one token that goes through the model twice."""
 
 
 def tree_stacks(
@@ -64,7 +63,7 @@ def cut(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[rang
     """Cut sorted sequences into runs of at most `budget` tokens each, one sequence at least, where little is shared.
 
     Args:
-        lengths: of the sequences, tokens.
+        lengths: tokens of each sequence.
         shared: tokens that each shares with the one before it, which are its own where a run starts.
         budget: tokens.
     """

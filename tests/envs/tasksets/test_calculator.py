@@ -140,5 +140,5 @@ async def test_what_the_calculator_cannot_do_it_says(play):
 
 async def test_who_only_calls_earns_nothing_and_is_stopped(play):
     rollout = await play([call("37*48-512")] * 9)
-    assert rollout.error is None and rollout.num_turns == 4 and rollout.reward == 0.0
+    assert rollout.error is None and rollout.trace.num_turns == 4 and rollout.reward == 0.0
     assert rollout.trace.stop_condition == "max_turns"

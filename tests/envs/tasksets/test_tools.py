@@ -206,7 +206,7 @@ async def test_what_reset_returns_is_put_behind_the_prompt(play, prompt, said, m
 
 async def test_it_ends_after_max_turns_and_is_graded(play):
     (rollout,) = await play([call("buy", price=1)] * 9, max_turns=5)
-    assert rollout.error is None and rollout.num_turns == 5 and rollout.reward == 1.0
+    assert rollout.error is None and rollout.trace.num_turns == 5 and rollout.reward == 1.0
     assert rollout.trace.stop_condition == "max_turns"
 
 

@@ -9,6 +9,7 @@ from prl.base.errors import ConfigError
 from prl.config.evaluation import EvaluationConfig
 from prl.engines.sampler import Sampler
 from prl.tools.chat import Chat
+from prl.tools.evaluation.serving import Served
 
 
 @pytest.fixture
@@ -72,6 +73,6 @@ def test_a_chat_is_with_one_model(monkeypatch):
     from prl.tools import chat
     from prl.tools.evaluation import play
 
-    monkeypatch.setattr(play, "prepare_targets", lambda config: [[1, 2]])
+    monkeypatch.setattr(play, "plan_engines", lambda config, log: [Served([1, 2], None)])
     with pytest.raises(ConfigError, match="a chat is with one model"):
         chat.main(EvaluationConfig(targets=["a", "b"]))

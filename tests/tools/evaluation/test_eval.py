@@ -1,6 +1,7 @@
 """An evaluation without an engine: what is refused before anything starts, what is written, what is shown."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -14,6 +15,7 @@ from prl.base.errors import ConfigError, EngineError, PrlError
 from prl.config.compose import CONF, to_config
 from prl.config.evaluation import EvaluationConfig
 from prl.engines.client import InferencePool
+from prl.launch.shared_engines import launcher_of
 from prl.models import model_path
 from prl.tools.evaluation import play
 from prl.tools.evaluation.arguments import to_overrides
@@ -32,8 +34,9 @@ def serve(monkeypatch, make_pool):
     """`serve(*replies)`: in place of engines, a model for each target."""
 
     def use(*replies):
-        async def each(config, engines, log, work):
-            for target, reply in zip([target for group in engines for target in group], replies, strict=True):
+        async def each(make_launcher, engines, work):
+            targets = [target for served in engines for target in served.targets]
+            for target, reply in zip(targets, replies, strict=True):
                 await work(target, make_pool(reply))
 
         monkeypatch.setattr(play, "serve_each", each)
@@ -47,7 +50,7 @@ def lines(name):
 
 def test_what_an_evaluation_leaves(serve, capsys):
     [answer] = [
-        task.data.answer for task in play.prepare(compose("tiny", "num_tasks=1")).envs[0].environment.eval_tasks
+        task.data.answer for task in play.evaluation_of(compose("tiny", "num_tasks=1")).envs[0].environment.eval_tasks
     ]
     serve("no number", str(answer))
     result = command.main(compose("tiny", "tiny-teacher", "num_tasks=3", "k=4"))
@@ -117,7 +120,7 @@ def test_a_running_engine_cannot_load_two_shapes(make_model, monkeypatch):
     folder = make_model("wide", intermediate_size=999)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     with pytest.raises(ConfigError, match=r"engine.urls: one engine cannot load both tiny and wide"):
-        play.prepare(compose("tiny", "wide", "engine.urls=[http://h]"))
+        play.evaluation_of(compose("tiny", "wide", "engine.urls=[http://h]"))
 
 
 async def test_running_engine_gets_weights_of_each_target(server, monkeypatch):
@@ -130,5 +133,5 @@ async def test_running_engine_gets_weights_of_each_target(server, monkeypatch):
         assert isinstance(pool, InferencePool)
         seen.append((target.name, pool.version, server.bodies["/prl/load_policy"][-1]["path"]))
 
-    await serve_each(config, play.prepare_targets(config), Path("log"), work)
+    await serve_each(partial(launcher_of, config.launcher), play.plan_engines(config, Path("log")), work)
     assert seen == [("tiny", 0, model_path("tiny")), ("tiny-teacher", 1, model_path("tiny-teacher"))]

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from prl.base.errors import ConfigError
-from prl.config.evaluation import EndpointConfig, EvalModelConfig, EvaluationConfig
+from prl.config.evaluation import EndpointConfig, EvalModelConfig
 from prl.config.schema import ModelConfig
 from prl.models import model_path
 from prl.tools.evaluation.targets import Target, by_engine, find_targets, look_up, model_of
@@ -45,7 +45,7 @@ def test_what_is_no_target_is_refused(given, says, make_run, tmp_path):
     make_run("outputs/young", steps=())
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=says):
-        find_targets(EvaluationConfig(targets=given))
+        find_targets(given, EvalModelConfig(), EndpointConfig())
 
 
 def test_names_are_short_and_command_line_settings_win(make_run):
@@ -53,10 +53,11 @@ def test_names_are_short_and_command_line_settings_win(make_run):
     make_run("b/mine", steps=(10,))
     steps = ("a/mine/checkpoints/step_000010", "b/mine/checkpoints/step_000010", "a/mine/checkpoints/step_000020")
     given = ["tiny", *steps]
-    config = EvaluationConfig(targets=given, model=EvalModelConfig(max_model_len=64))
-    found = find_targets(config)
+    found = find_targets(given, EvalModelConfig(max_model_len=64), EndpointConfig())
     assert [target.name for target in found] == [*given[:3], "mine/step_000020"]
-    assert [target.name for target in find_targets(EvaluationConfig(targets=["b/mine"]))] == ["mine/step_000010"]
+    assert [target.name for target in find_targets(["b/mine"], EvalModelConfig(), EndpointConfig())] == [
+        "mine/step_000010"
+    ]
     assert {target.model.max_model_len for target in found} == {64}
     assert {target.model.renderer for target in found} == {"qwen3"}
 

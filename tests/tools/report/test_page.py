@@ -12,9 +12,9 @@ from metrics_page import entry_of
 from prl.runs.result import RunResult, write_result
 from prl.tools.report import examples, page, plots
 from prl.tools.report.curves import KINDS, named_series, panels
+from prl.tools.report.examples import columns
 from prl.tools.report.html import data_block, digest
 from prl.tools.report.runs import read_run
-from prl.tools.report.tokens import columns
 
 SIZE = {"steps": 6, "rollouts": 32, "tokens_at": (1, 4, 6)}
 

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from prl.base.errors import ConfigError
+from prl.config.run_yaml import flat
 from prl.runs.owner import owned
-from prl.runs.resume import flat
 from prl.tools.report.runs import find_runs, read_run
 
 

@@ -115,7 +115,11 @@ def reply_once() -> None:
                 else:
                     place[0].take(place[1], output)
             message.outputs = others
-        return {client: message for client, message in messages.items() if has_content(message)}
+        return {
+            client: message
+            for client, message in messages.items()
+            if message.outputs or message.finished_requests or message.scheduler_stats is not None
+        }
 
     prl_sample.__signature__ = inspect.signature(prl_sample)  # type: ignore[attr-defined]  # looked up in each call
     setattr(EngineCoreProc, METHOD, prl_sample)
@@ -140,8 +144,3 @@ def child_of(request: "EngineCoreRequest", index: int) -> "EngineCoreRequest":
 def child_name(name: str, index: int) -> str:
     """The id of a continuation."""
     return f"{index}_{name}"
-
-
-def has_content(message: "EngineCoreOutputs") -> bool:
-    """Return whether a message to the server says anything."""
-    return bool(message.outputs or message.finished_requests or message.scheduler_stats is not None)

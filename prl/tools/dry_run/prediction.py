@@ -1,4 +1,4 @@
-"""A dry run: what a run would start, where, and what memory each of its processes would take there, from its config."""
+"""A prediction of what a run would start, where, and of the memory that each of its processes would take there."""
 
 import sys
 from collections import defaultdict
@@ -10,21 +10,15 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from prl.algorithms.base import Algorithm
 from prl.base.errors import ConfigError
 from prl.base.terminal import Console
-from prl.config import hardware
-from prl.config.build import build, class_of
-from prl.config.gpus import visible_gpus
-from prl.config.hardware import CUDA_CONTEXT, GIB, MIB, gpu_memory_bytes
+from prl.config.gpus import Gpus
+from prl.config.hardware import CUDA_CONTEXT, GIB, MIB, Machine
 from prl.config.model_shape import ModelShape
-from prl.config.schema import ModelConfig, TrainConfig
-from prl.config.trainer import runs_in_half
-from prl.config.validate import hosts_teacher, places_processes
-from prl.engines.base import Engine
-from prl.launch import specs
-from prl.launch.launcher import in_words
-from prl.launch.local import resolve_model
+from prl.config.trainer import Precision
+from prl.config.validate import places_processes
+from prl.launch.builder import PreparedRun
+from prl.launch.plan import ModelPlan, in_words
 from prl.tools.dry_run.memory import FLOAT, Pass, trainer_memory
 from prl.tools.dry_run.shape import shape_of
 
@@ -43,7 +37,7 @@ REMEDY = (
 
 
 @dataclass
-class Plan:
+class Prediction:
     """A prediction of what a run would take."""
 
     capacities: dict[str, float]
@@ -94,72 +88,55 @@ class Plan:
         return drawn
 
 
-def dry_run(config: TrainConfig) -> None:
-    """Print what a run of `config`, which is prepared, would take on the machine that is assumed.
-
-    Starts no process, loads no weights and writes nothing. Raises ConfigError for what the machine has no room for,
-    naming what to change; the table is printed before that.
-    """
-    planned = plan(config)
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(planned.table())
-    for name, (tokens, longest) in planned.caches.items():
-        print(f"KV cache of {name}: {tokens:,} tokens, {tokens / longest:,.1f} sequences of {longest:,}")
-    if places_processes(config):
-        print(f"asks Ray for {in_words(specs.bundles_of(config))}")
-    for problem in planned.problems():
-        raise ConfigError(problem)
-    print("fits")
-
-
-def plan(config: TrainConfig) -> Plan:
-    """The processes of a run whose config has passed, on a machine as `prl.config.hardware` knows it."""
-    placed, memory = specs.placement(config), gpu_memory_bytes()
-    numbers = [int(name) if name.isdigit() else place for place, name in enumerate(visible_gpus())]
-    gpus = {f"{GPU} {place}": memory[min(number, len(memory) - 1)] for place, number in enumerate(numbers)}
-    planned = Plan({RAM: float(hardware.memory_bytes())} | gpus)
-    planned.add("orchestrator", {"process": COMMAND})
-    policy = shape_of(config.model, "model.path", lora=config.model.lora, trained=True)
-    if not config.engine.urls:
-        add_engine(planned, "engine", config.model, config.engine, policy, placed.engines)
-    model, engine = config.teacher.model, config.teacher.engine
-    if model is not None and hosts_teacher(config) and not engine.urls:
-        shape = shape_of(model, "teacher.model.path", trained=False)
-        add_engine(planned, "teacher", model, engine, shape, placed.teachers)
-    for number, place in enumerate(placed.ranks):
-        on_gpu, in_ram = memory_of_rank(config, policy, first=number == 0)
-        planned.add("trainer", in_ram | {"process": TRAINER}, on_gpu, place)
-    return planned
+def predict(run: PreparedRun) -> Prediction:
+    """The processes of a prepared run and what each has in memory, on the machine of its plan."""
+    plan, trainer = run.plan, run.config.trainer
+    gpus = {f"{GPU} {place}": float(size) for place, size in enumerate(plan.machine.gpu_memory)}
+    predicted = Prediction({RAM: float(plan.machine.memory)} | gpus)
+    predicted.add("orchestrator", {"process": COMMAND})
+    policy = shape_of(run.config.model, "model.path", lora=run.config.model.lora, trained=True)
+    add_model(predicted, "engine", plan.policy, policy, plan.machine)
+    if plan.teacher is not None:
+        shape = shape_of(plan.teacher.spec.model, "teacher.model.path", trained=False)
+        add_model(predicted, "teacher", plan.teacher, shape, plan.machine)
+    passes = pass_of(
+        trainer, run.config.model.max_model_len, plan.trainer.precision, cuda=plan.trainer.device == "cuda"
+    )
+    for number, place in enumerate(plan.trainer.gpus):
+        references = len(run.components.references)
+        on_gpu, in_ram = memory_of_rank(trainer, policy, passes, references=references, first=number == 0)
+        predicted.add("trainer", in_ram | {"process": TRAINER}, on_gpu, places_of(place, plan.machine))
+    return predicted
 
 
-def add_engine(
-    planned: Plan, name: str, model: ModelConfig, engine: Any, shape: ModelShape, places: list[tuple[int, ...]]
-) -> None:
-    """Add the servers of an engine, each with the GPUs of its place, or none. One in the run's process is left out."""
-    if engine.in_process:
-        return
-    device = engine.device_type
-    dtype = resolve_model(model, device).dtype
-    least = min((value for name, value in planned.capacities.items() if name != RAM), default=0.0)
-    gpu_bytes = least if device == "cuda" else None
-    kind = class_of(engine, Engine, name)
-    memory = kind.memory(engine, shape, dtype, gpu_bytes=gpu_bytes, updated=name == "engine")
-    if memory.cache_tokens is not None:
-        planned.caches[name] = (memory.cache_tokens, model.max_model_len)
-    for place in places:
-        planned.add(name, {"process": ENGINE} | ({} if place else memory.parts), memory.parts, place)
+def add_model(predicted: Prediction, name: str, model: ModelPlan, shape: ModelShape, machine: Machine) -> None:
+    """Add the servers that are started of a model. One in the run's process has none."""
+    spec = model.spec
+    gpu_bytes = float(min(machine.gpu_memory, default=0)) if spec.device == "cuda" else None
+    memory = model.engine.memory(spec.config, shape, spec.model.dtype, gpu_bytes=gpu_bytes, updated=not spec.frozen)
+    if memory.cache_tokens is not None and model.servers:
+        predicted.caches[name] = (memory.cache_tokens, spec.model.max_model_len)
+    for server in model.servers:
+        in_ram = {"process": ENGINE} | ({} if server.gpus else memory.parts)
+        predicted.add(name, in_ram, memory.parts, places_of(server.gpus, machine))
+
+
+def places_of(gpus: Gpus, machine: Machine) -> list[int]:
+    """Return the places of GPUs among those of the machine."""
+    return [machine.gpus.index(gpu) for gpu in gpus]
 
 
 def memory_of_rank(
-    config: TrainConfig, policy: ModelShape, *, first: bool
+    trainer: Any, policy: ModelShape, passes: Pass, *, references: int, first: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return what a rank of the trainer has on its GPU, and in the machine's memory, bytes by part.
 
     The latter at its peak: in a step, or before. The first of several ranks, or one with a GPU, loads all weights into
     RAM and hands each rank its part.
     """
-    trainer, cuda = config.trainer, config.trainer.device_type == "cuda"
+    cuda = passes.cuda
     shards = trainer.shard_size or trainer.num_processes
-    parts = trainer_memory(policy, pass_of(config), references=count_references(config), shards=shards)
+    parts = trainer_memory(policy, passes, references=references, shards=shards)
     in_ram = {name: value for name, value in parts.items() if not cuda or (trainer.cpu_offload and name in STATES)}
     on_gpu = {name: value for name, value in parts.items() if name not in in_ram}
     loads = first and (cuda or trainer.num_processes > 1)
@@ -167,22 +144,27 @@ def memory_of_rank(
     return on_gpu, max(in_ram, loading, key=lambda parts: sum(parts.values()))
 
 
-def pass_of(config: TrainConfig) -> Pass:
+def pass_of(trainer: Any, max_model_len: int, precision: Precision, *, cuda: bool) -> Pass:
     """The largest forward pass of a rank: sequences as long as they may be, which share nothing."""
-    trainer, cuda = config.trainer, config.trainer.device_type == "cuda"
-    half, length = runs_in_half(trainer.dtype, trainer.device_type), min(trainer.seq_len, config.model.max_model_len)
+    length = min(trainer.seq_len, max_model_len)
     return Pass(
         tokens=max(trainer.tokens_per_forward, length),
         length=length,
-        size=FLOAT // 2 if half else FLOAT,
+        size=precision.size,
         checkpointing=trainer.gradient_checkpointing,
         head_chunk=trainer.head_chunk,
         cuda=cuda,
-        spread=cuda or half or trainer.num_processes > 1 or trainer.cpu_offload,
+        spread=cuda or precision.is_mixed or trainer.num_processes > 1 or trainer.cpu_offload,
     )
 
 
-def count_references(config: TrainConfig) -> int:
-    """Return how many references of the envs' algorithms the trainer keeps."""
-    algorithms = [build(node, Algorithm, key) for key, node in (config.node_of(env, "algo") for env in config.envs)]
-    return len({name for algorithm in algorithms for name in algorithm.trainer_references()})
+def report(run: PreparedRun, predicted: Prediction) -> None:
+    """Print a prediction. Raises ConfigError, naming what to change, for what the machine has no room for."""
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(predicted.table())
+    for name, (tokens, longest) in predicted.caches.items():
+        print(f"KV cache of {name}: {tokens:,} tokens, {tokens / longest:,.1f} sequences of {longest:,}")
+    if places_processes(run.config.launcher):
+        print(f"asks Ray for {in_words(run.plan.bundles)}")
+    for problem in predicted.problems():
+        raise ConfigError(problem)
+    print("fits")

@@ -1,14 +1,18 @@
 """A dry run: what it says of a config and what it refuses, on this and on other machines."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
+from prepared_run import planned, validated
 from small_models import QWEN3_32B
 
 from prl.base.errors import ConfigError
 from prl.config import hardware
 from prl.config.compose import compose
-from prl.config.hardware import GIB, MachineConfig, assuming
-from prl.config.validate import validate
-from prl.tools.dry_run.plan import COMMAND, ENGINE, RAM, TRAINER, count_references, plan
+from prl.config.hardware import GIB, MachineConfig
+from prl.launch.components import build_components
+from prl.tools.dry_run.prediction import COMMAND, ENGINE, RAM, TRAINER, predict
 from prl.tools.dry_run.shape import shape_of
 from prl.train import main as dry_run
 
@@ -20,12 +24,8 @@ ON_GPUS = ("machine.gpus=8", "machine.gpu_memory_gb=80")
 def here(monkeypatch):
     """This machine has 16 GiB, two cores and no GPU."""
 
-    def assumed(name, otherwise):
-        given = getattr(hardware.assumed(), name)
-        return otherwise if given is None else given
-
-    monkeypatch.setattr(hardware, "memory_bytes", lambda: assumed("ram_gb", 16) * GIB)
-    monkeypatch.setattr(hardware, "cores", lambda: int(assumed("cores", 2)))
+    monkeypatch.setattr(hardware, "memory_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr(hardware, "cores", lambda: 2)
     monkeypatch.setattr(hardware, "listed", lambda: ())
 
 
@@ -52,14 +52,16 @@ def policy_of(config):
     return shape_of(config.model, "model.path", lora=config.model.lora, trained=True)
 
 
-def planned(config):
-    with assuming(config.machine):
-        return plan(config)
+def predicted(config):
+    """The prediction for a config of the default env, whose tasks take no part in it."""
+    references = build_components(config).references
+    run = SimpleNamespace(config=config, plan=planned(config), components=SimpleNamespace(references=references))
+    return predict(run)
 
 
 def parts_of(config, name, device=RAM):
     """What each process of a name holds on a device."""
-    return [parts for process, parts in planned(config).processes[device] if process == name]
+    return [parts for process, parts in predicted(config).processes[device] if process == name]
 
 
 def test_the_default_run_fits_and_leaves_nothing(dry, tmp_path, capsys):
@@ -72,7 +74,7 @@ def test_the_default_run_fits_and_leaves_nothing(dry, tmp_path, capsys):
 
 
 def test_memory_is_that_of_all_processes(dry):
-    found, parameters = planned(dry), policy_of(dry).parameters
+    found, parameters = predicted(dry), policy_of(dry).parameters
     processes = dict(found.processes[RAM])
     assert list(processes) == ["orchestrator", "engine", "trainer"] and found.capacities == {RAM: 16 * GIB}
     engine, trainer = processes["engine"], processes["trainer"]
@@ -82,29 +84,31 @@ def test_memory_is_that_of_all_processes(dry):
     assert found.used(RAM) == pytest.approx(sum(sum(parts.values()) for parts in processes.values()))
 
 
-def test_engines_and_ranks_take_their_memory_each(dry):
+def test_engines_and_ranks_take_their_memory_each(dry, monkeypatch):
     states = 16 * policy_of(dry).parameters
     dry.trainer.num_processes, dry.trainer.shard_size = 3, 1
-    copies = planned(dry).used(RAM)
+    copies = predicted(dry).used(RAM)
     assert [parts["gathered"] > 0 for parts in parts_of(dry, "trainer")] == [True] * 3
     dry.trainer.shard_size = None
-    assert copies - planned(dry).used(RAM) == pytest.approx(2 * states), "one copy, not three"
-    one, [parts] = planned(dry).used(RAM), parts_of(dry, "engine")
+    assert copies - predicted(dry).used(RAM) == pytest.approx(2 * states), "one copy, not three"
+    one, [parts] = predicted(dry).used(RAM), parts_of(dry, "engine")
     dry.engine.servers = 2
-    assert planned(dry).used(RAM) - one == pytest.approx(sum(parts.values()))
+    assert predicted(dry).used(RAM) - one == pytest.approx(sum(parts.values()))
+    monkeypatch.setenv("PRL_TOKEN", "t")
     dry.engine.servers, dry.engine.urls = 1, ["http://127.0.0.1:9"]
-    assert one - planned(dry).used(RAM) == pytest.approx(sum(parts.values())) and not planned(dry).caches
+    assert one - predicted(dry).used(RAM) == pytest.approx(sum(parts.values())) and not predicted(dry).caches
 
 
 def test_a_kl_to_the_initial_model_copies_the_weights(dry):
-    before = planned(dry).used(RAM)
+    before = predicted(dry).used(RAM)
     dry.algo["kl"] = {"coef": 0.1, "reference": "initial"}
-    assert planned(dry).used(RAM) - before == 4 * policy_of(dry).parameters
+    assert predicted(dry).used(RAM) - before == 4 * policy_of(dry).parameters
     dry.algo["kl"] = {"coef": 0.1, "reference": {"name": "a", "base_url": "http://127.0.0.1:9/v1"}}
-    assert not count_references(dry)
+    assert predicted(dry).used(RAM) == before
     dry.algo["kl"] = {"coef": 0.1, "reference": "ema"}
-    dry.algo = {"_target_": "prl.algorithms.opsd.OPSDAlgorithm", "kl": dry.algo["kl"], "reference": "lagged"}
-    assert count_references(dry) == 2
+    dry.envs["other"] = copy.deepcopy(dry.envs["math"])
+    dry.envs["other"].algo = {"_target_": "prl.algorithms.opsd.OPSDAlgorithm", "reference": "lagged"}
+    assert predicted(dry).used(RAM) - before == 2 * 4 * policy_of(dry).parameters
 
 
 def test_adapters_alone_have_gradients_and_a_state(dry):
@@ -124,18 +128,18 @@ def test_a_hosted_teacher_is_an_engine_of_its_own():
         parts["KV cache"] == 3 * GIB
         and parts["weights"] == 4 * shape_of(config.teacher.model, "m", trained=False).parameters
     )
-    assert list(planned(config).caches) == ["engine", "teacher"]
+    assert list(predicted(config).caches) == ["engine", "teacher"]
 
 
 def test_an_engine_in_the_runs_process_is_left_out():
-    found = planned(compose(["run.name=x", "debug=fast", "dry_run=true"]))
+    found = predicted(compose(["run.name=x", "debug=fast", "dry_run=true"]))
     assert [name for name, _ in found.processes[RAM]] == ["orchestrator", "trainer"] and not found.caches
 
 
 def test_servers_and_ranks_have_gpus_of_their_own(large):
     large.trainer.num_processes, large.engine.servers, large.engine.tensor_parallel_size = 4, 2, 2
     large.trainer.shard_size = 2
-    found, parameters = planned(large), policy_of(large).parameters
+    found, parameters = predicted(large), policy_of(large).parameters
     names = [[name for name, _ in found.processes[f"GPU {place}"]] for place in range(8)]
     assert names == [["engine"]] * 4 + [["trainer"]] * 4
     assert parts_of(large, "engine") == [{"process": ENGINE}] * 2, "in RAM its code alone"
@@ -184,10 +188,10 @@ def test_what_does_not_fit_is_refused_with_its_key(request, tmp_path, capsys, fi
 
 def test_only_dry_runs_assume_a_machine_and_miss_weights(dry, bare):
     dry.model.path, dry.machine = str(bare("llama")), MachineConfig(gpus=1)
-    validate(dry)
+    validated(dry)
     dry.dry_run = False
     with pytest.raises(ConfigError, match="dry_run=true"):
-        validate(dry)
+        validated(dry)
     dry.machine = MachineConfig()
     with pytest.raises(ConfigError, match="weights"):
-        validate(dry)
+        validated(dry)

@@ -10,19 +10,21 @@ from contextlib import nullcontext
 import hydra
 import pytest
 from hydra import initialize_config_dir
+from omegaconf import OmegaConf
+from prepared_run import run_dir_of, validated
 
 from prl.base.checkpoint_folders import STATE, checkpoint_path, finish, part_path, verify
 from prl.base.errors import ConfigError
 from prl.base.files import writing
 from prl.config.compose import CONF, compose
 from prl.config.run_yaml import yaml_of
-from prl.config.validate import validate
+from prl.launch import resume
 from prl.launch.command import errors_as_exit_codes
+from prl.launch.components import build_components
 from prl.orchestrator.state import RunState, SyncState, encode
-from prl.runs import resume
 from prl.runs.owner import LOCK
 from prl.runs.result import RunResult
-from prl.runs.run_dir import clear, new_run_dir, refuse_existing
+from prl.runs.run_dir import clear, refuse_existing
 from prl.tools.sweep.job import write_result
 
 
@@ -31,7 +33,7 @@ def run(tmp_path):
     """`run(*overrides, steps=…)`: a run directory with its config and checkpoints of these steps."""
 
     def make(*overrides, name="x", steps=(), lines=(), evaluated=-1):
-        folder = new_run_dir(config_of(tmp_path / name, *overrides))
+        folder = run_dir_of(config_of(tmp_path / name, *overrides))
         for step in steps:
             with writing(part_path(folder, step)) as part:
                 (part / STATE).mkdir()
@@ -253,10 +255,10 @@ def test_secret_is_never_saved_and_is_given_again(run, tmp_path, monkeypatch):
     assert again(folder, *given).step == 10
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"^envs\.math\.args\.api_key is"):
-        validate(compose(["run.name=x"], folder))
+        validated(compose(["run.name=x"], folder))
     typed = ("++envs.math.args.api_key=s3cret", "++envs.math.args.urls=['http://me:s3cret@h/v1']")
     config = compose(["run.name=x", *typed], folder)
-    validate(config)
+    validated(config)
     assert config.envs["math"].args["api_key"] == "s3cret"
 
 
@@ -424,6 +426,22 @@ def test_recomposed_config_of_a_run_is_unchanged(run):
     assert resume.find(config).changed == {}
     more = compose([f"run.dir={folder}", "run.name=x", "run.resume=auto", "max_steps=400"], folder)
     assert resume.find(more).changed == {"max_steps": (200, 400)}
+
+
+KL = {"coef": 0.0, "reference": "initial", "divergence": None, "beta": 0.5, "top_k": 32, "decay": 0.999, "every": 16}
+
+
+@pytest.mark.parametrize(("algo", "kl"), [("opd", KL | {"align": None}), ("opsd", KL), ("sft", KL)])
+def test_a_run_from_when_every_algorithm_had_a_kl_goes_on(run, algo, kl):
+    """`align` came later. One that had set it is not trained by something else."""
+    folder = run(f"algo={algo}", steps=(10,))
+    older = OmegaConf.load(folder / "config.yaml")
+    older.algo.kl = kl
+    OmegaConf.save(older, folder / "config.yaml")
+    config = compose([f"run.dir={folder}", "run.name=x", "run.resume=auto"], folder)
+    assert resume.find(config).changed == {} and build_components(config)
+    with pytest.raises(ConfigError, match="algo.kl: .* has no such option; it is added to tokens of the rl loss"):
+        build_components(compose([f"run.dir={folder}", "run.name=x", "algo.kl.coef=0.1"], folder))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from prl.base.errors import ConfigError
 from prl.base.files import content_of, lines_of, naming, read_json, write_atomically
 from prl.base.text import safe
 from prl.config.compose import options
-from prl.config.run_yaml import data_of, has_config, load, quoted, without_run
+from prl.config.run_yaml import data_of, flat, has_config, load, quoted, text_of, without_run
 from prl.config.schema import AUTO, TrainConfig
 from prl.config.suggestions import override_key
 from prl.runs import run_dir as directory
@@ -145,7 +145,7 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     steps, whole = checkpoint_folders.steps_of(run_dir), given == AUTO or Path(given) == run_dir
     if given == AUTO and not steps and not has_config(run_dir) and (run_dir / LOCK).exists():  # a start died early
         return ResumePoint(run_dir, 0, None, None, {}, steps)
-    changed = check_changes(config, load(run_dir / "config.yaml"))
+    changed = check_changes(data_of(config), load(run_dir / "config.yaml"))
     if whole:
         folder = checkpoint_folders.newest(run_dir, steps, fall_back=given == AUTO)
     else:
@@ -169,9 +169,14 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     return ResumePoint(run_dir, state.step, folder, state, changed, steps, forks)
 
 
-def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The keys that have changed, before and now. Raises ConfigError for one of `FIXED`, and for other envs."""
-    now = without_run(data_of(config))
+def check_changes(now: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys that have changed, before and now. Raises ConfigError for one of `FIXED`, and for other envs.
+
+    Args:
+        now: The config as data (`data_of`).
+        recorded: The config that the run directory has.
+    """
+    now = without_run(dict(now))
     before, after = set(recorded.get("envs") or {}), set(now["envs"])
     if before != after:
         names = [", ".join(sorted(each)) for each in (before, after)]
@@ -201,14 +206,6 @@ def check_tasks(run_dir: Path, tasks: Tasks) -> None:
             raise ConfigError(f"env {env!r} has other tasks than before: start a new run, model.path=<the checkpoint>")
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config as dotted key -> value. Lists are values, and so are empty mappings."""
-    values: dict[str, Any] = {}
-    for key, value in config.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return values
-
-
 def _matches(key: list[str], pattern: list[str]) -> bool:
     """Return whether the parts of a key begin with those of a pattern, in which `*` is any part."""
     return len(key) >= len(pattern) and all(p in ("*", k) for k, p in zip(key, pattern, strict=False))
@@ -228,7 +225,7 @@ def take_over(point: "ResumePoint", config: TrainConfig, tasks: Tasks) -> "Resum
     run_dir = point.run_dir
     check_tasks(run_dir, tasks)
     if point.forks:
-        return _fork(point, config)
+        return _fork(point, Path(config.run.dir), text_of(config))
     if checkpoint_folders.steps_of(run_dir) != point.steps:
         raise ConfigError(f"another process has gone on with the run in {run_dir} meanwhile: begin again")
     if point.folder is None:
@@ -239,13 +236,13 @@ def take_over(point: "ResumePoint", config: TrainConfig, tasks: Tasks) -> "Resum
         kept = directory.cut_back(run_dir, point.step, first_line=first, evaluated=evaluated)
         lost = sorted(set(range(_begun_after(run_dir) + 1, first)) - kept) if "jsonl" in config.monitor else []
         _record(point, point.folder.name, lost)
-    directory.write_config(run_dir, config)
+    directory.write_config(run_dir, text_of(config))
     return point
 
 
-def _fork(point: "ResumePoint", config: TrainConfig) -> "ResumePoint":
+def _fork(point: "ResumePoint", run_dir: Path, config: str) -> "ResumePoint":
     """Copy the checkpoint that a run forks into its new directory; its config comes last, with which it is a run."""
-    source, run_dir = point.folder, Path(config.run.dir)
+    source = point.folder
     assert source is not None
     directory.refuse_existing(run_dir)
     copy = checkpoint_folders.part_path(run_dir, point.step)
@@ -253,7 +250,7 @@ def _fork(point: "ResumePoint", config: TrainConfig) -> "ResumePoint":
         shutil.rmtree(copy, ignore_errors=True)  # of a start that died
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns(checkpoint_folders.MANIFEST))
         checkpoint_folders.finish(run_dir, point.step)
-    directory.new_run_dir(config)
+    directory.new_run_dir(run_dir, config)
     own = replace(point, run_dir=run_dir, folder=checkpoint_folders.checkpoint_path(run_dir, point.step))
     _record(own, str(source))
     return own
@@ -309,5 +306,5 @@ def completed(config: TrainConfig) -> RunResult | None:
     early = result.steps < config.max_steps
     if early and result.ended_because is None:
         return None
-    changed = check_changes(config, load(run_dir / "config.yaml"))
+    changed = check_changes(data_of(config), load(run_dir / "config.yaml"))
     return None if early and changed else result

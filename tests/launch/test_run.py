@@ -7,7 +7,7 @@ import pytest
 
 from prl.base.errors import NoSignal, PrlError
 from prl.launch.launcher import ProcessDied
-from prl.train import train_and_keep
+from prl.launch.run import train_and_keep
 
 
 @pytest.mark.parametrize(
