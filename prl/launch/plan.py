@@ -29,7 +29,6 @@ from prl.weights.base import Weights
 
 if TYPE_CHECKING:
     from prl.engines.client import PolicyPool
-    from prl.launch.launcher import Launcher
 
 POLICY_NAME = "policy"
 """Name that engines serve the policy under."""
@@ -38,6 +37,8 @@ TEACHER = "teacher"
 WARM_TOKEN = secrets.token_hex(24)
 """What every warm server of this process wants to be shown (`sweep.share_engine`), so that each run can show it."""
 NO_NEED = Need(0, 0)
+StartEngine = Callable[[EngineSpec], str]
+"""Starts a server and returns its address, before it is ready (`Launcher.start_engine`)."""
 
 
 @dataclass(frozen=True)
@@ -127,19 +128,19 @@ class ModelPlan:
         """Return how often each of its servers may be started again, by its process."""
         return {server.process: server.config.restarts for server in self.servers}
 
-    def policy(self, launcher: "Launcher", started: Sequence[str] = ()) -> "PolicyPool":
+    def policy(self, start: StartEngine, started: Sequence[str] = ()) -> "PolicyPool":
         """The client of a policy, whose servers the launcher starts unless they run; `started`: early, where they
         are."""
         running = [*self.urls, *started]
-        return self.engine.policy(self.spec, lambda: running or self.start(launcher))
+        return self.engine.policy(self.spec, lambda: running or self.start(start))
 
-    def frozen(self, launcher: "Launcher") -> Connect:
+    def frozen(self, start: StartEngine) -> Connect:
         """Have the launcher start the servers of a frozen model; returns what makes its clients."""
-        return self.engine.frozen(self.spec, lambda: self.urls or self.start(launcher))
+        return self.engine.frozen(self.spec, lambda: self.urls or self.start(start))
 
-    def start(self, launcher: "Launcher") -> list[str]:
+    def start(self, start: StartEngine) -> list[str]:
         """Have the launcher start the servers. Returns their addresses, before they are ready."""
-        return [launcher.start_engine(server) for server in self.servers]
+        return [start(server) for server in self.servers]
 
 
 @dataclass(frozen=True)
