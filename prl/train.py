@@ -10,13 +10,11 @@ From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.config.comp
 
 import multiprocessing.spawn
 import sys
-from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from prl.base.metric_names import SAMPLED, held_out
 from prl.config.compose import CONF, to_config, typed
 from prl.config.hardware import Machine
 from prl.config.schema import TrainConfig
@@ -70,12 +68,7 @@ def _job(cfg: DictConfig) -> float | None:
         config.run.dir = absolute(config.run.dir)
         result = main(config)
     if result.status == "completed":
-        rewards = {key: value for key, value in result.metrics.items() if key == SAMPLED} | held_out(result.metrics)
-        summary = ", ".join(f"{key} {value:.3f}" for key, value in rewards.items() if value is not None)
-        print(f"completed {result.steps} steps in {result.seconds:.0f} s: {summary}", file=sys.stderr)
-        if overlap := report.try_to_sum_up(Path(config.run.dir)):
-            print(overlap, file=sys.stderr)
-        print(f"look at: {config.run.dir}", file=sys.stderr, flush=True)
+        report.sum_up(result, config.run.dir)
     return None
 
 

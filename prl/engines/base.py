@@ -85,7 +85,7 @@ class EngineSpec:
     evaluation_yields: bool = False
     """Whether requests of a lower priority come first, so that those of an evaluation beside training come last."""
     weight_transfer: str = "prl"
-    """The name of vLLM's weight transfer engine that takes new weights in."""
+    """The name of what takes new weights in, in each process of a server (`Weights.receiver`)."""
 
     @property
     def server(self) -> "type[ServerEngine]":

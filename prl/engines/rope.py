@@ -1,6 +1,6 @@
 """Frequencies of positions (rope) that transformers chooses by the longest sequence of a forward.
 
-With them the logprobs of a sequence depend on what is computed beside it. vLLM chooses them once, by `max_model_len`;
+With them the logprobs of a sequence depend on what is computed beside it. the servers choose them once, by `max_model_len`;
 so do the trainer and the engine in the process.
 """
 
@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 SCALES = {"attention_factor", "short_mscale", "long_mscale"}
-"""Settings of longrope that vLLM and transformers read differently, as they do a `factor`."""
+"""Settings of longrope that the servers and transformers read differently, as they do a `factor`."""
 
 
 def check_rope(config: Any, longest: int, path: str) -> None:

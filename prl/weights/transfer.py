@@ -1,4 +1,4 @@
-"""Weights from process to process, by the four phases of vLLM's weight transfer: init, start, update, finish.
+"""Weights from process to process, by the engine's four phases of a weight transfer: init, start, update, finish.
 
 No folder holds the weights, and no process but an engine's all of them at once. The trainer keeps a version until the
 engines have it, gathers one tensor after the other, and its first rank sends each on. An engine that is started again
@@ -45,10 +45,10 @@ ADDRESS_VARIABLE = "PRL_ADDRESS"
 
 @dataclass(kw_only=True, eq=False)
 class TransferWeights(Weights):
-    """The trainer's first rank sends the weights to each engine, by vLLM's weight transfer."""
+    """The trainer's first rank sends the weights to each engine, by the engine's weight transfer."""
 
     backend: Literal["gloo", "nccl"] = "gloo"
-    """gloo: over TCP, from host memory to host memory. nccl: vLLM's own, between GPUs."""
+    """gloo: over TCP, from host memory to host memory. nccl: the engine's own, between GPUs."""
     timeout_s: Seconds = 60.0
     """How long trainer and engine wait for each other's next tensor, seconds. Then the engine counts as lost."""
 
@@ -136,7 +136,7 @@ class TransferWeights(Weights):
         gloo.part(group)
 
     def _send_by_nccl(self, request: str, tensors: Iterator[tuple[str, "torch.Tensor"]]) -> None:
-        """Send by vLLM's own sender, which asks the engine for the four phases: the server has them in one request."""
+        """Send by the engine's own sender, which asks for the four phases: the server has them in one request."""
         from prl.engines.vllm import nccl
 
         address = os.environ.get(ADDRESS_VARIABLE, "127.0.0.1")

@@ -5,11 +5,25 @@ makes a page safe.
 """
 
 import logging
+import sys
 from pathlib import Path
 
 from prl.base.errors import of_disk
+from prl.base.metric_names import SAMPLED, held_out
+from prl.runs.result import RunResult
 
 log = logging.getLogger(__name__)
+
+
+def sum_up(result: RunResult, run_dir: str) -> None:
+    """Print what became of a completed run, and where it is to be looked at."""
+    rewards = {key: value for key, value in result.metrics.items() if key == SAMPLED} | held_out(result.metrics)
+    summary = ", ".join(f"{key} {value:.3f}" for key, value in rewards.items() if value is not None)
+    print(f"completed {result.steps} steps in {result.seconds:.0f} s: {summary}", file=sys.stderr)
+    overlap = try_to_sum_up(Path(run_dir))
+    if overlap:
+        print(overlap, file=sys.stderr)
+    print(f"look at: {run_dir}", file=sys.stderr, flush=True)
 
 
 def try_to_sum_up(run_dir: Path) -> str | None:

@@ -20,6 +20,7 @@ from prl.models import model_path
 from prl.tools.evaluation import play
 from prl.tools.evaluation.arguments import to_overrides
 from prl.tools.evaluation.serving import serve_each
+from prl.tools.evaluation.table import table
 from prl.tools.rollouts.__main__ import main as view
 
 
@@ -64,14 +65,14 @@ def test_what_an_evaluation_leaves(serve, capsys):
     assert [line["start_version"] for line in lines("rollouts/eval_math_step_000001.jsonl")] == [0] * 12
     assert "targets:\n- tiny\n- tiny-teacher\n" in Path("outputs/x/config.yaml").read_text()
     with (console := Console(width=130)).capture() as printed:
-        console.print(command.table(result))
+        console.print(table(result))
     rows = [[cell.strip() for cell in line.split("│")] for line in printed.get().splitlines() if "│" in line]
     assert rows[0][1:-1] == ["tiny", "math", "0.000", "0.000", "0.000", "0.000", "", ""]
     assert rows[1][3] == "[0.000, 0.000]" and rows[2][7].startswith("+0.") and "3 tasks, 4 samples" in printed.get()
     score = result.targets[0].envs[0]
     of_two = replace(result.targets[0], name="m[/x]", envs=[score, replace(score, env="maze", tasks=2)])
     with (console := Console(width=200)).capture() as printed:
-        console.print(command.table(replace(result, targets=[of_two])))
+        console.print(table(replace(result, targets=[of_two])))
     assert "3 math, 2 maze tasks, 4 samples each." in printed.get() and "m[/x] are paired by task" in printed.get()
     capsys.readouterr()
     assert view(["outputs/x", "--eval"]) == 0 and "evaluation at step 1" in capsys.readouterr().out
