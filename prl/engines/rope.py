@@ -1,7 +1,7 @@
 """Frequencies of positions (rope) that transformers chooses by the longest sequence of a forward.
 
-With them the logprobs of a sequence depend on what is computed beside it. the servers choose them once, by `max_model_len`;
-so do the trainer and the engine in the process.
+With them the logprobs of a sequence depend on what is computed beside it. The servers choose them once, by
+`max_model_len`; so do the trainer and the engine in the process.
 """
 
 import math
