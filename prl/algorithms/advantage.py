@@ -52,11 +52,14 @@ def overlong_penalty(tokens: int, max_tokens: int, buffer: int) -> float:
     """
     if tokens > max_tokens:
         return -1.0
+    # With a buffer of 0 the numerator is not negative here: the penalty is a step.
     return min(0.0, (max_tokens - buffer - tokens) / max(buffer, 1))
 
 
 def mean_normalized(rewards: Sequence[float]) -> list[float]:
-    """(reward - mean) / mean; all zero where the mean is not above zero. Source: MaxRL (arXiv 2602.02710).
+    """Return (reward - mean) / mean of each reward; all zero where the mean is not above zero.
+
+    Source: MaxRL (arXiv 2602.02710).
 
     A mean within rounding of zero counts as zero.
     """
@@ -81,6 +84,7 @@ def efficiency_shaping(rewards: Sequence[float], costs: Sequence[float]) -> list
     """
     best = max(rewards)
     correct = [equal(reward, best) for reward in rewards]
+    # The best rollout is equal to itself, so that this divides by at least 1.
     mean_cost = sum(cost for cost, right in zip(costs, correct, strict=True) if right) / sum(correct)
     if best <= 0 or mean_cost <= 0:
         return list(rewards)

@@ -98,6 +98,8 @@ class AlignedLogprobs(ReferenceLogprobs):
         logprobs: list[float] = []
         ones = 0
         async with self._slots:
+            # The last reply first: its conversation mostly begins with the earlier ones, so that one prefill scores
+            # them all.
             for token_ids, spans in reversed(replies):
                 if scored_ids[: len(token_ids)] != token_ids:  # else the later conversation begins with this one
                     scored_ids = token_ids
@@ -147,6 +149,7 @@ def spans_of(ours: Spelling, theirs: Spelling, begin: int = 0, their_begin: int 
     their_text, their_borders = theirs
     shared = shared_length(text, their_text)
     stops = {border: stop for stop, border in enumerate(their_borders, start=1) if border[0] <= shared}
+    # The ends always meet: where the texts differ, the rest of the reply is one span.
     stops[len(text), 0] = len(their_borders)
     spans: list[Span] = []
     start = their_start = 0
@@ -162,6 +165,7 @@ def spans_of(ours: Spelling, theirs: Spelling, begin: int = 0, their_begin: int 
 def spread(own: list[float], total: float) -> list[float]:
     """Return logprobs that add up to `total`, all at one distance from the policy's `own`."""
     share = (total - math.fsum(own)) / len(own)
+    # One token takes the reference's value as it is; to subtract and add its own would round it.
     return [value + share for value in own] if len(own) > 1 else [total]
 
 

@@ -41,8 +41,8 @@ class Algorithm(EnvPart):
     """Decides the advantage and the loss weights of each token of a rollout.
 
     Subclass it, set `action_loss_type`, and override one of the hooks: `score_rollout`, `score_group`, `score_batch`.
-    Options are keyword-only
-    dataclass fields, or arguments of an `__init__` that passes the rest on (`**options`) to `super().__init__`.
+    Options are keyword-only dataclass fields, or arguments of an `__init__` that passes the rest on (`**options`) to
+    `super().__init__`.
     Annotate a frozen model of your own as `FrozenModelConfig`: then it is checked before the run starts, and `connect`
     makes its client.
 
@@ -83,6 +83,7 @@ class Algorithm(EnvPart):
     @property
     def waits_for_group(self) -> bool:
         """Return whether the rollouts of a task enter a batch together. False: one by one, as they finish."""
+        # A class without a hook for groups compares nothing: its rollouts need not wait for each other.
         return type(self).score_group is not Algorithm.score_group
 
     def attach(
@@ -98,8 +99,8 @@ class Algorithm(EnvPart):
         Args:
             policy_pool: the live policy, to sample from or to score with.
             renderer: the renderer of the policy's chat template.
-            clients: what makes clients of frozen models; None = each has an address.
-            probe: of the policy's tokenizer, to compare those of frozen models with; None = they are not compared.
+            clients: makes the client of a frozen model; None = each has an address.
+            probe: probe of the policy's tokenizer, to compare those of frozen models with; None = no comparison.
         """
         self.policy_pool = policy_pool
         self.policy_renderer = renderer
@@ -164,7 +165,7 @@ class Algorithm(EnvPart):
 
         Args:
             frozen: The model.
-            probe: Of the tokenizer that it has to have; None = the policy's.
+            probe: Probe of the tokenizer that it has to have; None = the policy's.
 
         Raises:
             ConfigError: `frozen` is not a usable reference, or the model has another tokenizer.
@@ -184,6 +185,7 @@ class Algorithm(EnvPart):
         """
         if options.align is None:
             return options.scorer(await self.connect(frozen), limit)
+        # Another tokenizer is the exception, and its modules load renderers, which composing a config does not need.
         from prl.algorithms.alignment import AlignedLogprobs
         from prl.engines.renderer import make_renderer
         from prl.engines.tokenizers import TokenizerProbe, load_tokenizer
@@ -227,6 +229,7 @@ class Algorithm(EnvPart):
         """Score a finished rollout, unless it has failed. If a model fails, the rollout fails."""
         if not rollout.is_active:
             return
+        # From here on hooks may write streams only. `_write_streams` refuses a sample whose tokens have changed since.
         rollout.seal = rollout.tokens_hash()
         started = time.monotonic()
         try:
@@ -245,6 +248,7 @@ class Algorithm(EnvPart):
         if inspect.isawaitable(scored):
             await scored
         for rollout in survivors:
+            # Scoring may have given up some of them (`rollout.fail`).
             if rollout.is_active:
                 self._write_streams(rollout)
 
@@ -287,6 +291,7 @@ class Algorithm(EnvPart):
                 self._weigh(sample)
             check_streams(sample)
             credit.check_finite(sample)
+            # After the checks, so that the mistake of a hook shows in every rollout.
             if self.mask_truncated and rollout.is_truncated:
                 credit.leave_out_sampled(sample)
             if not rollout.live:

@@ -65,15 +65,7 @@ def validate_algorithm(
     kl.check(f"{where}.kl", name, component)
     for key, reference in frozen_models(algorithm, where):
         check_reference(reference, key, hosted=hosts(reference))
-    by_engine = component == "ref_kl" or isinstance(kl.reference, FrozenModelConfig)
-    if temperature != 1 and by_engine and not algorithm.trainer_references():
-        warnings.warn(
-            f"envs.{env}.sampling.temperature={temperature:g}: {name} scores the reference at temperature 1, and pulls "
-            "the policy at its own temperature there",
-            stacklevel=2,
-        )
-    if group_size == 1 and algorithm.group_relative:
-        warnings.warn(f"env {env!r}: {name} gives a group of one no advantage (group_size=1)", stacklevel=2)
+    warn_of_settings(algorithm, kl, env, group_size=group_size, temperature=temperature)
     if uses_reward_thresholds and not algorithm.reads_reward:
         warnings.warn(
             f"env {env!r}: thresholds on rewards (easy_threshold, hard_threshold, online_difficulty_filtering) "
@@ -82,8 +74,24 @@ def validate_algorithm(
         )
 
 
+def warn_of_settings(algorithm: Algorithm, kl: KLConfig, env: str, *, group_size: int, temperature: float) -> None:
+    """Warn of a temperature or a group size of an env with which its algorithm learns something else, or nothing."""
+    name = type(algorithm).__name__
+    # A prefill in an engine is at temperature 1. References in the trainer are computed at the policy's temperature.
+    by_engine = algorithm.action_loss_type == "ref_kl" or isinstance(kl.reference, FrozenModelConfig)
+    if temperature != 1 and by_engine and not algorithm.trainer_references():
+        warnings.warn(
+            f"envs.{env}.sampling.temperature={temperature:g}: {name} scores the reference at temperature 1, and pulls "
+            "the policy at its own temperature there",
+            stacklevel=3,
+        )
+    if group_size == 1 and algorithm.group_relative:
+        warnings.warn(f"env {env!r}: {name} gives a group of one no advantage (group_size=1)", stacklevel=3)
+
+
 def check_names(kind: type[Algorithm], where: str) -> None:
     """Raise ConfigError for a user's class that gives a name of `Algorithm` another meaning."""
+    # KLPenalty has all names of Algorithm and `kl`, which means the same in every algorithm that has it.
     names = {name for name in dir(KLPenalty) if not name.startswith("__")} | LIVE | VALUES
     for owner in kind.__mro__:
         if owner is object or owner.__module__.startswith("prl."):

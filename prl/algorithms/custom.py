@@ -36,6 +36,7 @@ class CustomAlgorithm(LengthPenalty, KLPenalty):
     are its keyword arguments."""
 
     def check(self, where: str) -> None:
+        # A class is callable as well, but would return an object in place of advantages.
         if not callable(self.fn) or inspect.isclass(getattr(self.fn, "func", self.fn)):
             raise ConfigError(f"{where}.fn={self.fn!r}: name a function, {where}.fn._target_=my_package.my_credit")
 

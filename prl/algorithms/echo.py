@@ -83,6 +83,7 @@ class EchoAlgorithm(GRPOAlgorithm):
 
     async def score_rollout(self, rollout: Rollout) -> None:
         keep = self._keep_masks(rollout)
+        # A message that the model sampled on one branch is no observation on another, where it was rendered again.
         done = {key for branch in rollout.branches for key, node in keyed_nodes(branch) if node.sampled}
         for branch, sample in zip(rollout.sample_branches, rollout.samples, strict=True):
             weights = self._weights(branch, keep.get(branch.index), done)
@@ -130,11 +131,14 @@ class EchoAlgorithm(GRPOAlgorithm):
                         "trained on"
                     )
                 body = node.is_content or [True] * len(node.token_ids)
+                # The weights so far are of the messages before this one: its part of the mask begins behind them.
                 kept = body if keep is None else [all(pair) for pair in zip(body, keep[len(weights) :], strict=False)]
                 own = [alpha if chosen else 0.0 for chosen in kept]
             if any(own):
                 done.add(key)
             weights += own
+            # A reply that was rendered again is a turn of the model too, though its tokens are not sampled on this
+            # branch.
             answered = answered or node.sampled or (key in sampled and node.message.role == "assistant")
         return weights
 

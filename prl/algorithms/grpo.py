@@ -63,6 +63,7 @@ class GRPOAlgorithm(LengthPenalty, KLPenalty):
         if self.normalize == "each":
             advantages = [0.0] * len(group)
             for name in dict.fromkeys(name for rollout in group for name in rollout.rewards):
+                # An episode that ended early may lack a reward that others have; it counts as 0 there.
                 given = [rollout.rewards.get(name) for rollout in group]
                 weight = max((reward.weight for reward in given if reward), default=0.0)  # the same in all
                 parts = self._normalized([reward.score if reward else 0.0 for reward in given])
@@ -76,6 +77,7 @@ class GRPOAlgorithm(LengthPenalty, KLPenalty):
         """Subtract the baseline from the rewards of a group, and divide as `normalize` says."""
         shaped = centred(rewards)
         advantages = leave_one_out(shaped) if self.baseline == "leave_one_out" else shaped
+        # The deviation of the rewards, whichever baseline was subtracted: leave-one-out only scales their differences.
         return advantages if self.normalize is None else std_normalized(advantages, shaped)
 
     def _priced(self, group: list[Rollout]) -> list[float]:

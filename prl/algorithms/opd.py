@@ -27,12 +27,12 @@ class OPDAlgorithm(ReferenceOptions, Algorithm):
     reads_reward: ClassVar[bool] = False
 
     teacher: FrozenModelConfig | str | None = None
-    """The frozen model to distil from: {name, base_url}, or one in the trainer: `initial`, `ema`, `lagged`.
-    Required."""
+    """Frozen model to distil from, required: {name, base_url}, or one in the trainer: `initial`, `ema`, `lagged`."""
     max_concurrent: Annotated[int, Ge(1)] = 32
     """Scoring requests in flight."""
 
     def __post_init__(self) -> None:
+        # YAML gives a mapping or a word. From here on a mapping is a FrozenModelConfig.
         self.teacher = as_reference(self.teacher)
 
     def check(self, where: str) -> None:

@@ -92,6 +92,7 @@ class OPSDAlgorithm(ReferenceOptions, Algorithm):
 
     async def score_rollout(self, rollout: Rollout) -> None:
         task = rollout.task.data
+        # An env may have made one for this episode, which then goes before that of the task.
         demonstration = rollout.trace.info.get(self.demo_key) or getattr(task, self.demo_key, None)
         try:
             hint = self._hint(self._words(demonstration))

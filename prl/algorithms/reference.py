@@ -73,6 +73,7 @@ class ReferenceOptions:
         }
         for key, (is_read, reader) in reads.items():
             value = getattr(self, key)
+            # Defaults stand in every composed config. A value that differs is one that somebody meant.
             if not is_read and value != getattr(ReferenceOptions, key):
                 raise ConfigError(f"{where}.{key}={value}: it is read with {reader}")
 
@@ -162,6 +163,7 @@ class ReferenceLogprobs:
                 for index in range(len(rollout.samples)):
                     requests.create_task(self._score(rollout, index, list(context)))
         except BaseExceptionGroup as group:
+            # One error, not a group of them: `finalize_rollout` catches an EngineError.
             raise group.exceptions[0] from None
 
     async def _score(self, rollout: "Rollout", index: int, context: list[int]) -> None:

@@ -39,6 +39,7 @@ class ReinforcePPAlgorithm(GRPOAlgorithm):
 
     def score_batch(self, groups: list[list[Rollout]]) -> None:
         rollouts = list(chain.from_iterable(groups))
+        # One number a rollout: the advantage is the same at every sampled token, and 0 at the others.
         middle = centred([max(rollout.advantages or [0.0], key=abs) for rollout in rollouts])
         for rollout, advantage in zip(rollouts, std_normalized(middle, middle), strict=True):
             rollout.assign_advantages(advantage)

@@ -32,6 +32,7 @@ class TurnAlgorithm(LengthPenalty, KLPenalty):
             rewards[-1] += shaped - rollout.reward
             credit.append(discounted_returns(rewards, self.gamma))
         for number in range(max(map(len, credit))):
+            # Rollouts differ in length: turn by turn, those are compared that got so far.
             there = [returns for returns in credit if number < len(returns)]
             for returns, advantage in zip(there, centred([returns[number] for returns in there]), strict=True):
                 returns[number] = advantage

@@ -32,6 +32,11 @@ REPLACING = {
     *OF_TRAINER,
 }
 """Groups whose option is all that a node has."""
+MOVED = {
+    "prl.transport.files.FileTransport": "prl.weights.files.FileWeights",
+    "prl.transport.ray.RayTransport": "prl.weights.ray.RayWeights",
+}
+"""Classes of `weights` by the names that the configs of older runs have for them: those runs can be gone on with."""
 SLOT_MAPPING = re.compile(r"\+*([\w.-]+\.)?filters(\.(pre|post)_batch)?=\s*\{")
 
 T = TypeVar("T")
@@ -99,6 +104,9 @@ def to_config(kind: type[T], cfg: DictConfig, overrides: list[str]) -> T:
 def typed_config(kind: type[T], data: dict[str, Any]) -> T:
     """The dataclass `kind` with the values of plain data: the one place where a config gets its types."""
     nodes = dict(data)
+    if isinstance(data.get("weights"), dict):
+        target = data["weights"].get("_target_")
+        nodes["weights"] = data["weights"] | {"_target_": MOVED.get(target, target)}
     for name, schema in (("orchestrator", OrchestratorConfig), ("trainer", TrainerConfig)):
         if name in nodes:
             check_node(nodes[name], name)

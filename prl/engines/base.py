@@ -84,6 +84,8 @@ class EngineSpec:
     """The GPUs that it sees; none on a CPU, or where the launcher chooses."""
     evaluation_yields: bool = False
     """Requests have priorities, so that those of an evaluation beside training come last."""
+    weight_transfer: str = "prl"
+    """The name of vLLM's weight transfer engine that takes new weights in."""
 
     @property
     def server(self) -> "type[ServerEngine]":
@@ -114,6 +116,8 @@ class Engine(ABC):
     """The dataclass of its options."""
     adds_adapters: ClassVar[bool] = False
     """It loads an adapter (LoRA) in peft's format, added to the weights that it began with, as a policy."""
+    receives_weights: ClassVar[bool] = False
+    """Its client has `receive_weights`: its servers take a policy's tensors from the trainer, without files."""
     has_priorities: ClassVar[bool] = False
     """Its servers can be asked to answer requests by their priority (`EngineSpec.evaluation_yields`)."""
 

@@ -5,6 +5,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -20,6 +21,8 @@ from prl.engines.rotation import Rotation
 from prl.engines.servers import Server, Traffic
 
 Read = TypeVar("Read")
+Offer = Callable[[], AbstractAsyncContextManager[dict[str, Any]]]
+"""Finds one server new weights: inside its block the server is to be asked for them, with the body that it yields."""
 
 
 def scoring(top_k: int) -> dict[str, Any]:
@@ -140,6 +143,13 @@ class PolicyPool(ModelPool):
         Raises DeadlinePassed or EngineError where the weights are not loaded.
         """
 
+    async def receive_weights(self, version: int, offer: Offer, timeout_s: float = 300.0) -> None:
+        """Load new weights, as `update_weights` does, from a sender that `offer` finds.
+
+        Of engines that say so alone (`Engine.receives_weights`).
+        """
+        raise EngineError(f"{type(self).__name__} takes weights from folders only")
+
 
 class InferencePool(PolicyPool):
     """The live policy on prl's own servers, which exchange token ids and logprobs.
@@ -167,8 +177,8 @@ class InferencePool(PolicyPool):
         self.counts = self.rotation.counts
         self._updating = asyncio.Lock()
         self._newest = 0
-        self._path: str | None = None
-        """Where the weights of the newest version are; None = the servers began with them."""
+        self._offer: Offer | None = None
+        """Finds a server the weights of the newest version; None = the servers began with them."""
         self._update_timeout_s = 300.0
         self._locks = [lock_of(url) for url in self.urls] if shared else []
 
@@ -220,12 +230,17 @@ class InferencePool(PolicyPool):
         await self.http.request("GET", server.url, "/health", timeout_s=PROBE_S, headers=server.headers)
 
     async def update_weights(self, version: int, path: str, timeout_s: float = 300.0) -> None:
+        await self.receive_weights(version, lambda: nullcontext({"path": path}), timeout_s)
+
+    async def receive_weights(self, version: int, offer: Offer, timeout_s: float = 300.0) -> None:
         """Load new weights into every server at the same time; one that dies of it, or was away, when it is back.
 
         Each is sent requests again once it has loaded them.
         """
         async with self._updating:
-            self._newest, self._path, self._update_timeout_s = version, path, timeout_s
+            self._newest = version
+            self._offer = offer
+            self._update_timeout_s = timeout_s
             await asyncio.gather(*(self._update(server) for server in self.servers if not server.away))
             await self.rotation.free()
             self.version = version
@@ -241,7 +256,7 @@ class InferencePool(PolicyPool):
 
     async def _catch_up(self, server: Server, anew: bool) -> None:
         anew = anew or server.instance is None  # it has never said that it loaded any
-        while self._path is not None and (anew or server.version != self._newest):
+        while self._offer is not None and (anew or server.version != self._newest):
             version = self._newest
             try:
                 await self._load(server)
@@ -253,10 +268,11 @@ class InferencePool(PolicyPool):
     async def _load(self, server: Server) -> None:
         """Have a server load the newest version, with no request sent to it meanwhile."""
         version, limit_s = self._newest, self._update_timeout_s
+        assert self._offer is not None
         try:
             with self.traffic.loading(server, version):
-                async with asyncio.timeout(limit_s):
-                    reply = await self.http.request("POST", server.url, LOAD, {"path": self._path})
+                async with asyncio.timeout(limit_s), self._offer() as body:
+                    reply = await self.http.request("POST", server.url, LOAD, body)
                 if not (isinstance(reply, dict) and "loaded" in reply):
                     raise EngineError(f"{server.url}{LOAD} does not say that policy version {version} is loaded")
                 server.instance = reply.get("instance")

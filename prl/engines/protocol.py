@@ -17,7 +17,8 @@ weights."""
 GENERATE = "/prl/generate"
 """Route: POST a `GenerateRequest`, get `Generated`."""
 LOAD = "/prl/load_policy"
-"""Route: POST the `path` of a safetensors folder, which the server loads as the policy."""
+"""Route: POST the `path` of a safetensors folder, which the server loads as the policy; servers of an engine that
+`receives_weights` also take what `prl.weights.transfer` offers."""
 LEAST = -9999.0
 """vLLM's stand-in for a logprob below it, as JSON has no infinities."""
 JSON = {"Content-Type": "application/json"}

@@ -31,7 +31,7 @@ from prl.launch.checks import check_loadable, check_rows
 from prl.launch.components import RunComponents, check_vocabulary, make_renderers, show_tasks
 from prl.launch.launcher import Launcher
 from prl.launch.plan import TEACHER, ModelPlan, RunPlan, TrainerSpec
-from prl.launch.prompts import check_demonstrations, check_graded, check_lengths, check_shown, rendered_prompts
+from prl.launch.prompts import check_lengths, check_trained, rendered_prompts
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
@@ -122,19 +122,16 @@ def read_tasks(
     renderers = make_renderers(config, tokenizer)
     rendered: list[list[int]] = []
     for name, environment in environments.items():
-        algorithm = components.envs[name].algorithm
-        keys = components.keys[name]
         environment.check_renderer(renderers[name])
         if environment.uses_harness and not plan.policy.is_server:
             raise ConfigError(f"env {name!r} is played by verifiers' harness, over HTTP: it needs engine=default")
-        prompts = rendered_prompts(environment, renderers[name], keys["renderer"])
+        prompts = rendered_prompts(environment, renderers[name], components.keys[name]["renderer"])
         check_lengths(config.model.max_model_len, config.trainer.seq_len, name, prompts)
         rendered += prompts
         # An env without weight is evaluated only: it has no use for demonstrations or a group's rewards.
         if environment.config.weight > 0:
-            check_graded(algorithm, environment)
-            check_demonstrations(keys, config.group_size_of(name), algorithm, environment, renderers[name])
-            check_shown(keys["algo"], algorithm, environment)
+            algorithm, size = components.envs[name].algorithm, config.group_size_of(name)
+            check_trained(components.keys[name], size, algorithm, environment, renderers[name])
     check_rows(config.model.path, rows, tokenizer, rendered)
     probe = TokenizerProbe.of(tokenizer, f"the policy ({config.model.path})")
     return PreparedRun(config, plan, components, environments, renderers, probe, resume)
@@ -182,7 +179,7 @@ async def start_services(
             await asyncio.gather(*(start() for start in starts))
         if plan.policy.urls or plan.keeps_engines or run.first_version:  # it may hold another run's weights
             with supervisor.awaiting("the engine to load the weights", tracks_of(len(policy.urls))):
-                await load_first_weights(run, policy, transport)
+                await load_first_weights(run, policy)
     except BaseException:
         await services.close()
         raise
@@ -227,11 +224,14 @@ def trainer_of(run: PreparedRun) -> TrainerSpec:
     return replace(run.plan.trainer, payload=run.plan.trainer.payload | own)
 
 
-async def load_first_weights(run: PreparedRun, policy: PolicyPool, transport: FileTransport) -> None:
+async def load_first_weights(run: PreparedRun, policy: PolicyPool) -> None:
     """Have the engine load the weights that the run begins with."""
     version = run.first_version
-    path = await transport.deliver(version) if version else run.plan.trainer.model.path
-    await policy.update_weights(version, path, run.plan.policy.spec.config.update_timeout_s)
+    timeout_s = run.plan.policy.spec.config.update_timeout_s
+    if version:
+        await run.plan.weights.load(policy, version, timeout_s)
+    else:
+        await policy.update_weights(version, run.plan.trainer.model.path, timeout_s)
 
 
 def supervise(run: PreparedRun, launcher: Launcher, track: Track) -> Supervisor:
@@ -260,6 +260,7 @@ def assemble(
         envs=[train_env(run, name, services.policy, clients) for name in run.config.envs],
         pool=services.policy,
         transport=transport,
+        weights=run.plan.weights,
         monitors=run.components.monitors,
         run_dir=run.run_dir,
         model=run.plan.trainer.model,

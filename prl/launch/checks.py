@@ -13,17 +13,31 @@ from prl.config.model_folder import check_length, positions
 from prl.config.schema import ModelConfig
 from prl.launch.plan import ModelPlan, RunPlan
 from prl.trainer import architecture
-from prl.transport.files import FileTransport
 
 
-def check_weights(weights: type[FileTransport], plan: RunPlan, *, placed: bool) -> None:
-    """Refuse weights that do not go with the launcher; `placed`: it chooses machines for the processes."""
-    if weights.needs_shared_folder:
-        return
-    if not placed:
+def check_weights(plan: RunPlan, *, placed: bool, keep_best: bool) -> None:
+    """Refuse weights that do not go with the rest of a run.
+
+    Args:
+        plan: The processes of the run.
+        placed: Whether the launcher places them on a Ray cluster.
+        keep_best: Whether the best policy of the evaluations is kept (`orchestrator.eval.keep_best`).
+    """
+    weights = plan.weights
+    if weights.needs_ray and not placed:
         raise ConfigError("weights=ray goes between the nodes of launcher=ray: choose weights=files, or that launcher")
-    if plan.policy.urls:
-        raise ConfigError("weights=ray does not reach engine.urls, beyond launcher=ray: choose weights=files")
+    if not weights.needs_shared_folder and plan.policy.urls:
+        raise ConfigError("engine.urls are servers that the run does not start: they load weights=files alone")
+    if weights.receiver == "nccl" and "cpu" in (plan.policy.spec.device, plan.trainer.device):
+        raise ConfigError("weights.backend=nccl goes between GPUs, of trainer and engine: choose weights.backend=gloo")
+    if weights.writes_model:
+        return
+    if not plan.policy.engine.receives_weights:
+        raise ConfigError("weights=transfer: this engine loads folders alone: choose engine=default, or weights=files")
+    if keep_best:
+        raise ConfigError("orchestrator.eval.keep_best copies a folder, weights=transfer writes none: weights=files")
+    if plan.keeps_engines:
+        raise ConfigError("sweep.share_engine has the engine load the base weights from a folder: weights=files")
 
 
 def check_loadable(model: ModelConfig, plan: ModelPlan, prefix: str, *, trained: bool) -> int | None:

@@ -25,7 +25,6 @@ from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.replay import check_replay
 from prl.orchestrator.types import EnvComponents
 from prl.trainer.schedule import Schedule
-from prl.transport.files import FileTransport
 
 SCHEMAS: dict[str, Any] = {
     schema._target_: schema
@@ -47,8 +46,6 @@ class RunComponents:
     """Takes its live objects."""
     batcher: Callable[..., Batcher]
     """Takes the sizes of a batch and the envs that it mixes."""
-    transport: Callable[..., FileTransport]
-    """Takes the directory of the run."""
     monitors: Monitors
     hosted: list[FrozenModelConfig]
     """References to the frozen model that the launcher is to host; empty = none is hosted."""
@@ -70,7 +67,6 @@ def build_components(config: TrainConfig) -> RunComponents:
         keys={env: {name: config.node_of(env, name)[0] for name in NODES} for env in envs},
         orchestrator=maker(orchestrator, Orchestrator, "orchestrator"),
         batcher=maker(config.orchestrator.batcher, Batcher, "orchestrator.batcher"),
-        transport=maker(config.weights, FileTransport, "weights"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         hosted=hosted_references(
             [*(env.algorithm for env in envs.values()), *(env.references for env in config.envs.values())], config.hosts

@@ -22,7 +22,8 @@ from prl.engines.base import EngineSpec
 from prl.launch import children, local
 from prl.launch.plan import TrainerSpec
 from prl.launch.processes import Explain, Process
-from prl.transport.ray import BATCHES, LOG, WEIGHTS, copy_files
+from prl.transport.files import BATCHES, WEIGHTS
+from prl.transport.ray import LOG, copy_files
 
 MEMORY = Path("/dev/shm")
 """Files here are in memory, on Linux."""
@@ -177,6 +178,19 @@ class Host:
         """Read bytes of a file, or of the process's log (`LOG`). Of an array Ray makes no further copies."""
         return np.fromfile(self.log if path == LOG else self.run_dir / path, np.uint8, size, offset=offset)
 
+    def content(self, path: str) -> bytes | None:
+        """Return the content of a file; None while it is not there."""
+        file = self.run_dir / path
+        return file.read_bytes() if file.exists() else None
+
+    async def awaited(self, path: str) -> bytes:
+        """Wait for a file. Returns its content."""
+        while True:
+            data = self.content(path)
+            if data is not None:
+                return data
+            await asyncio.sleep(POLL_S)
+
     def remove(self, path: str) -> None:
         """Remove a folder; one that is not there is no error."""
         shutil.rmtree(self.run_dir / path, ignore_errors=True)
@@ -203,18 +217,6 @@ class Host:
         return [f"{CHECKPOINTS}/{folder.name}" for folder in folders if not folder.name.endswith(".writing")]
 
     # --- weights ------------------------------------------------------------------------------------------------------
-
-    def published_now(self, name: str) -> bytes | None:
-        """Return the metrics of a version, JSON; None while it has not been published."""
-        return (self.memory / name / "metrics.json").read_bytes() if (self.memory / name).exists() else None
-
-    async def published(self, name: str) -> bytes:
-        """Wait for a version to be published. Returns its metrics, JSON."""
-        while True:
-            data = self.published_now(name)
-            if data is not None:
-                return data
-            await asyncio.sleep(POLL_S)
 
     def versions(self) -> list[str]:
         """Return the names of the versions whose weights are here."""

@@ -3,6 +3,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from prl.base.errors import ConfigError, PrlError
@@ -10,6 +11,8 @@ from prl.config.hardware import MachineConfig
 from prl.config.schema import TrainRunConfig
 from prl.engines.base import EngineSpec
 from prl.launch.plan import Bundle, RunPlan, TrainerSpec
+from prl.transport.files import FileTransport
+from prl.weights.base import Weights
 
 POLL_S = 0.1
 
@@ -67,6 +70,10 @@ class Launcher(ABC):
 
     def ensure_alive(self) -> None:  # noqa: B027
         """Raise ProcessDied, with the process's name and last log lines, if one has ended too early."""
+
+    def transport(self, run_dir: Path, weights: Weights) -> FileTransport:
+        """Return the way from this process to the trainer, by which `weights` send their messages too."""
+        return FileTransport(run_dir)
 
     def place_of_worker(self, env: str, number: int) -> Any:
         """The reserved place where Ray starts the actor of an env's worker. Raises ConfigError."""

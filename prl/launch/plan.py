@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prl.base.errors import ConfigError
-from prl.config.build import class_of, located, plain
+from prl.config.build import build, class_of, located, plain
 from prl.config.gpus import Gpus, Need, Placement, place
 from prl.config.hardware import Machine, parameters_of
 from prl.config.schema import EnvConfig, ModelConfig, TeacherConfig, TrainConfig
@@ -25,6 +25,7 @@ from prl.engines.base import Connect, Engine, EngineSpec, ServerEngine
 from prl.engines.protocol import TOKEN_VARIABLE
 from prl.orchestrator.who_waits import ENGINE, numbered
 from prl.transport.events import TRAINER
+from prl.weights.base import Weights
 
 if TYPE_CHECKING:
     from prl.engines.client import PolicyPool
@@ -159,6 +160,8 @@ class RunPlan:
     """The trainer, as far as it is known before tasks and checkpoint have been read."""
     workers: tuple[Bundle, ...]
     """The workers of envs on Ray."""
+    weights: Weights
+    """The way of policy versions to the engines."""
     shares_gpu: bool
     """Several processes have one GPU together."""
     keeps_engines: bool
@@ -181,7 +184,10 @@ class RunPlan:
         """The resources of each process of the run."""
         engines = [bundle_of(server) for server in self.policy.servers]
         teachers = [bundle_of(server) for server in self.teacher.servers] if self.teacher is not None else []
-        return [*engines, *self.trainer.bundles, *teachers, *self.workers]
+        bundles = [*engines, *self.trainer.bundles, *teachers, *self.workers]
+        if self.weights.writes_model:
+            return bundles
+        return [replace(bundle, room=0) for bundle in bundles]  # no process has files of weights
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -217,6 +223,7 @@ def plan(config: TrainConfig, machine: Machine) -> RunPlan:
     sharing = servers_on_cpu(config.engine, machine) + servers_on_cpu(teacher, machine)
     if config.orchestrator.max_async_level > 0 and ranks_on == "cpu":  # else sampling and training take turns
         sharing += ranks
+    weights = build(config.weights, Weights, "weights")
     of_model = partial(model_plan, machine=machine, token=token, seed=config.seed, sharing=sharing)
     policy = of_model(
         config.engine,
@@ -226,14 +233,16 @@ def plan(config: TrainConfig, machine: Machine) -> RunPlan:
         served_name=POLICY_NAME,
         log=Path(config.run.dir) / "logs" / "engine.log",
         yields=config.orchestrator.eval.mode == "beside",
+        weight_transfer=weights.receiver,
     )
     return RunPlan(
         machine=machine,
         token=token,
         policy=policy,
         teacher=None if teacher is None else _teacher(config.teacher, placement.teachers, policy.spec.log, of_model),
-        trainer=_trainer(config, policy, ranks_on, tuple(placement.ranks), machine.cores),
+        trainer=_trainer(config, policy, weights, ranks_on, tuple(placement.ranks), machine.cores),
         workers=_workers(config.envs),
+        weights=weights,
         shares_gpu=placement.shares_gpu,
         keeps_engines=config.sweep.share_engine,
         is_dry=dry,
@@ -265,19 +274,23 @@ def _workers(envs: Mapping[str, EnvConfig]) -> tuple[Bundle, ...]:
     return tuple(workers)
 
 
-def _trainer(config: TrainConfig, policy: ModelPlan, device: str, gpus: tuple[Gpus, ...], cores: int) -> TrainerSpec:
+def _trainer(
+    config: TrainConfig, policy: ModelPlan, weights: Weights, device: str, gpus: tuple[Gpus, ...], cores: int
+) -> TrainerSpec:
     """Plan the trainer. Its payload lacks what tasks and checkpoint say (`prl.launch.builder.trainer_of`).
 
     Args:
         config: The run's config.
         policy: The plan of the policy's engines.
+        weights: The way of policy versions to them.
         device: `cpu` or `cuda`, where the ranks compute.
         gpus: The GPUs of each rank.
         cores: The cores of the machine.
     """
     losses = {"": config.loss} | {name: env.loss for name, env in config.envs.items() if env.loss is not None}
     # Engines may be sent adapters without the weights where they began with those, and nobody else wants the weights.
-    adapters_alone = policy.engine.adds_adapters and not policy.urls and not config.orchestrator.eval.keep_best
+    own = policy.engine.adds_adapters and not policy.urls
+    adapters_alone = own and weights.writes_model and not config.orchestrator.eval.keep_best
     stepping = "cpu" if config.trainer.cpu_offload else device  # where the optimiser steps
     return TrainerSpec(
         run_dir=Path(config.run.dir),
@@ -290,6 +303,7 @@ def _trainer(config: TrainConfig, policy: ModelPlan, device: str, gpus: tuple[Gp
             "seed": config.seed,
             "max_steps": config.max_steps,
             "adapters_alone": adapters_alone,
+            "engine_workers": max(1, config.engine.gpus_on(policy.spec.device)),
         },
         num_processes=config.trainer.num_processes,
         device=device,
@@ -319,6 +333,7 @@ def model_plan(
     seed: int = 0,
     frozen: bool = False,
     yields: bool = False,
+    weight_transfer: str = EngineSpec.weight_transfer,
 ) -> ModelPlan:
     """Plan a model and its engines.
 
@@ -335,6 +350,7 @@ def model_plan(
         seed: The seed of the engines.
         frozen: The model takes no new weights.
         yields: Requests of evaluations may come after those of training.
+        weight_transfer: The name of what takes new weights in (`Weights.receiver`).
     """
     kind = class_of(engine, Engine, "engine")
     device = machine.device_of(engine.device)
@@ -350,6 +366,7 @@ def model_plan(
         frozen=frozen,
         threads=share(engine.threads, model, device, sharing, machine.cores),
         evaluation_yields=yields and kind.has_priorities and not engine.urls,
+        weight_transfer=weight_transfer,
     )
     return ModelPlan(kind, spec, tuple(_server(spec, number, own) for number, own in enumerate(gpus)))
 

@@ -99,6 +99,27 @@ def roles_of(task: vf.Task) -> tuple[str, ...]:
     return roles if system is None else ("system", *roles)
 
 
+def check_trained(
+    keys: Mapping[str, str],
+    group_size: tuple[str, int],
+    algorithm: Algorithm,
+    environment: Environment,
+    renderer: Renderer,
+) -> None:
+    """Refuse tasks that an algorithm cannot learn from: ungraded, or without the demonstrations that it plays or shows.
+
+    Args:
+        keys: The config keys of the env's algorithm (`algo`) and renderer.
+        group_size: The rollouts of a group, and the config key that says so before it.
+        algorithm: The env's algorithm.
+        environment: The env.
+        renderer: The env's renderer.
+    """
+    check_graded(algorithm, environment)
+    check_demonstrations(keys, group_size, algorithm, environment, renderer)
+    check_shown(keys["algo"], algorithm, environment)
+
+
 def check_demonstrations(
     keys: Mapping[str, str],
     group_size: tuple[str, int],
@@ -108,12 +129,7 @@ def check_demonstrations(
 ) -> None:
     """Refuse tasks without a demonstration where those are to be played, and a renderer that cannot render them.
 
-    Args:
-        keys: The config keys of the env's algorithm (`algo`) and renderer.
-        group_size: The rollouts of a group, and the config key that says so before it.
-        algorithm: The env's algorithm.
-        environment: The env.
-        renderer: The env's renderer.
+    The arguments are those of `check_trained`.
     """
     if algorithm.sampling.source != DEMONSTRATIONS:
         return

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from prl.base.checkpoint_folders import MANIFEST
 from prl.base.errors import ConfigError, PrlError
 from prl.base.text import in_one_line
-from prl.config.build import class_of, name_of
+from prl.config.build import build
 from prl.config.hardware import cores
 from prl.config.validate import THIS_MACHINE
 from prl.engines.base import EngineSpec, ServerEngine
@@ -34,7 +34,9 @@ from prl.launch.plan import Bundle, RunPlan, TrainerSpec, amounts, bundle_of, in
 from prl.launch.relay import Relay
 from prl.transport.events import TRAINER
 from prl.transport.files import FileTransport
-from prl.transport.ray import CHUNK, ready
+from prl.transport.ray import CHUNK, RayTransport, ready
+from prl.weights.base import Weights
+from prl.weights.transfer import ADDRESS_VARIABLE
 
 QUIET_S = 10.0
 """Time that the cluster may take to give what is asked for before the run says what that is, seconds."""
@@ -221,18 +223,19 @@ class RayLauncher(Launcher):
             except ray.exceptions.RayActorError:
                 return True
 
+    def transport(self, run_dir: Path, weights: Weights) -> FileTransport:
+        return FileTransport(run_dir) if weights.needs_shared_folder else RayTransport(run_dir)
+
     def start_trainer(self, spec: TrainerSpec) -> None:
         for bundle in spec.bundles:
             self._have(bundle)
         names = spec.names
         payload = dict(spec.payload)
-        carried = not class_of(payload["weights"], FileTransport, "weights").needs_shared_folder
-        if carried:
-            payload["weights"] = {"_target_": name_of(FileTransport)}
-        else:
+        carried = not build(payload["weights"], Weights, "weights").needs_shared_folder
+        if not carried:
             self._ensure_seen(spec.run_dir)
         apart = len({self.nodes[name].address for name in names}) > 1
-        environment = search_path()
+        environment = search_path() | {ADDRESS_VARIABLE: self.nodes[names[0]].address}
         if len(names) > 1:
             port = str(ray.get(self.hosts[names[0]].meeting_port.remote()))
             address = self.nodes[names[0]].address if apart else "127.0.0.1"

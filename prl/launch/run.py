@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from prl.base import checkpoint_folders
 from prl.base.errors import NoSignal, PrlError, of_disk
 from prl.base.text import safe
-from prl.config.build import class_of
 from prl.config.run_yaml import data_of, text_of
 from prl.config.schema import TrainConfig
 from prl.launch import resume
@@ -39,7 +38,6 @@ from prl.runs.run_dir import (
 )
 from prl.transport import events
 from prl.transport.events import Track
-from prl.transport.files import FileTransport
 
 if TYPE_CHECKING:
     from prl.launch.builder import PreparedRun
@@ -73,7 +71,7 @@ def prepare(config: TrainConfig, plan: RunPlan, launcher: Launcher) -> "tuple[Pr
     """
     run_dir = plan.trainer.run_dir
     launcher.check_plan(plan)
-    check_weights(class_of(config.weights, FileTransport, "weights"), plan, placed=launcher.places_processes)
+    check_weights(plan, placed=launcher.places_processes, keep_best=config.orchestrator.eval.keep_best)
     refuse_other_files(run_dir)
     if config.run.resume is None:
         refuse_existing(run_dir)
@@ -179,7 +177,8 @@ async def run(prepared: "PreparedRun", launcher: Launcher, started: list[str], r
     from prl.launch import builder
 
     config, monitors, run_dir = prepared.config, prepared.components.monitors, prepared.run_dir
-    transport = prepared.components.transport(run_dir=run_dir)
+    transport = launcher.transport(run_dir, prepared.plan.weights)
+    prepared.plan.weights.attach(transport)
     first = prepared.first_version
     monitors.start(run_dir, max_steps=config.max_steps, run_config=data_of(config), resumed_at=first)
     if first:

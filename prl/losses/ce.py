@@ -6,7 +6,7 @@ from prl.losses.options import NoOptions, tokenwise
 
 @tokenwise(NoOptions)
 def ce_loss(inputs: LossInputs, _: NoOptions) -> TokenTerms:
-    """sum w * -t. Reads neither the sampler's logprobs nor advantages. Metric `nll`: the unweighted mean of -t."""
+    """Cross-entropy: sum w * -t, without sampler logprobs or advantages. Metric `nll`: the unweighted mean of -t."""
     members = inputs.members(sampler=False)
     nll = -select(members, inputs.trainer_logprobs)
     return TokenTerms(loss=weighted(inputs, members, nll), metrics={"nll": (nll.detach(), members)})

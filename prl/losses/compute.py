@@ -74,8 +74,7 @@ class LossCounts:
 
 @dataclass
 class TokenTreatment:
-    """The treatment of each token of a micro-batch by the loss, for `compute_loss` to fill in. Bool tensors,
-    `[tokens]`."""
+    """Labels that say how the loss treated each token of a micro-batch. `compute_loss` fills them in."""
 
     labels: dict[str, Tensor] = field(default_factory=dict)
     """Tokens of each label: "<component> kept", "<component> dropped" and the like, "<component>" alone where the loss
@@ -87,6 +86,7 @@ class TokenTreatment:
         """Label the members of a component; `excluded` is `TokenTerms.excluded`."""
         for reason, tokens in (excluded or {}).items():
             self.mark(f"{component} {reason}", members & tokens)
+            # A token has one label a component: the first reason stands.
             members = members & ~tokens
         self.mark(component if excluded is None else f"{component} kept", members)
 
@@ -245,6 +245,7 @@ def normalised(terms: TokenTerms, inputs: LossInputs) -> Tensor:
     if mode == "token_mean":
         return loss
     if mode == "rollout_mean" and inputs.rollout_share is not None:
+        # `compute_loss` divides by N. Multiplied by N / S before, the sum is divided by S instead.
         return loss * (inputs.mean_length * inputs.rollout_share.to(loss.dtype))
     if mode in ("sequence_mean", "rollout_mean"):  # without shares each rollout is one sequence
         # Tokens that a correction left out still count in n, as they do in N.
@@ -281,6 +282,7 @@ def run_loss(
     """
     bound = as_partial(fn)
     marked: Any = bound.func
+    # A partial with positional arguments is the user's own: only a call tells what they mean.
     if hasattr(marked, "formula") and not bound.args:
         row = dataclasses.replace(inputs, sequence_lengths=sequence_lengths)
         terms: TokenTerms = marked.formula(row, marked.Config(**bound.keywords))
@@ -328,8 +330,16 @@ def _sampler_metrics(row: dict[str, Tensor], sampled: Tensor, count: int) -> Met
 
 
 def weighted_tokens(component: Component, mask: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the tokens with a weight in a component, measured by the sampler or not, as bool of the shape of
-    `mask`."""
+    """Return the tokens with a weight in a component, whether or not the sampler measured them.
+
+    Args:
+        component: the loss component.
+        mask: the loss mask, bool `[tokens]`.
+        weights: the component's stream, `[tokens]`; None = absent, so that each token has `absent_weight`.
+
+    Returns:
+        bool `[tokens]`.
+    """
     on = torch.full_like(mask, component.absent_weight != 0) if weights is None else weights != 0
     return on & mask.bool() if component.on_mask else on.bool()
 

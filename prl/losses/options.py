@@ -36,8 +36,7 @@ class PolicyOptions:
     has_ratio: ClassVar[bool] = True
     """The loss itself has a ratio to the sampler, which a correction must not count twice."""
     entropy_coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
-    """Entropy bonus: subtract this times the mean entropy of the policy at rl tokens, in nats, from the loss. 0 =
-    off."""
+    """Entropy bonus: subtract this times the policy's mean entropy at rl tokens (nats) from the loss. 0 = off."""
     entropy_target: Annotated[float, Gt(0), Le(1e6)] | None = None
     """Target of the mean entropy at the rl tokens of this loss (`entropy_rl/<env, all>`), nats. After a step below it
     `entropy_coef` grows by `entropy_step`; after a step above it `entropy_coef` shrinks and is not applied. null =
@@ -150,6 +149,7 @@ def loss_of(node: Any, where: str) -> "functools.partial[LossOutputs]":
     own = maker(node, Callable, where)
     named = inspect.signature(own.func).parameters
     passed_on = {name: value for name, value in own.keywords.items() if name not in named}
+    # The function does not say which loss it passes its options on to: the first that has all of them is taken for it.
     for kind in PolicyOptions.__subclasses__():
         if passed_on.keys() <= {field.name for field in fields(kind)}:
             read(kind, passed_on, where)
@@ -158,8 +158,7 @@ def loss_of(node: Any, where: str) -> "functools.partial[LossOutputs]":
 
 
 def as_partial(loss: "LossFunction") -> "functools.partial[LossOutputs]":
-    """A loss function with the options that are set, as a config node or `functools.partial` has made it; maybe
-    none."""
+    """Return a loss function as a partial, which holds its options; a plain function becomes one without any."""
     return loss if isinstance(loss, functools.partial) else functools.partial(loss)
 
 

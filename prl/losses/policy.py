@@ -40,6 +40,7 @@ class PolicyTokens:
             raise ValueError("the rl loss needs advantages, but this sequence has none")
         if options.correction == "tis" and not options.may_weigh:
             raise ValueError("correction=tis: this loss has a ratio to the sampler, which tis would count twice")
+        # The policy that is compared with the sampler, in place of the one that is being optimised.
         anchor = inputs.proximal_logprobs if options.proximal else inputs.trainer_logprobs.detach()
         if anchor is None:
             raise ValueError("proximal: these LossInputs have no proximal_logprobs")
@@ -107,6 +108,7 @@ class PolicyTokens:
             if self.inputs.entropy is None:
                 raise ValueError("entropy_coef: these LossInputs have no entropy")
             loss = loss - options.entropy_coef * select(self.members, self.inputs.entropy)
+        # There are metrics of its own only where a correction has looked at the tokens.
         left = {"corrected": self.counted & ~self.members} if self.metrics else {}
         return TokenTerms(
             weighted(self.inputs, self.members, loss),

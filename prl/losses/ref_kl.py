@@ -10,7 +10,9 @@ from prl.losses.options import NoOptions, tokenwise
 
 @tokenwise(RefKLConfig)
 def ref_kl_loss(inputs: LossInputs, options: RefKLConfig) -> TokenTerms:
-    """sum w * (-keep * stopgrad(k) * rho + kl_tau * (t - i)^2), with k = ref - t, rho = exp(t - i).
+    """Policy gradient of the reverse KL: sum w * (-keep * stopgrad(k) * rho + kl_tau * (t - i)^2).
+
+    Here k = ref - t and rho = exp(t - i).
 
     The score-function (policy-gradient) estimator of reverse KL: k, minus Schulman's k1 = log policy - log reference
     ("Approximating KL Divergence", 2020), takes the place of an advantage. On-policy, with kl_tau = 0 and no token
@@ -22,9 +24,10 @@ def ref_kl_loss(inputs: LossInputs, options: RefKLConfig) -> TokenTerms:
     A token leaves the first term when exp(t) - exp(i) < -mask_low. The trust region is one-sided: a token whose
     probability rose is still pulled towards the reference, up or down. Advantages are never read.
 
-    Metrics over members: `ref_kl` (mean k; its negative estimates the KL), `ref_kl/is_masked`; and `ref_kl/
-    masked_mismatch_kl`, `ref_kl/unmasked_mismatch_kl` over dropped and kept tokens. Raises `ValueError` without
-    `ref_logprobs`.
+    Metrics over members: `ref_kl` (mean k; its negative estimates the KL) and `ref_kl/is_masked`. Over dropped and
+    over kept tokens: `ref_kl/masked_mismatch_kl` and `ref_kl/unmasked_mismatch_kl`.
+
+    Raises ValueError without `ref_logprobs`.
     """
     if inputs.ref_logprobs is None:
         raise ValueError(
@@ -54,7 +57,7 @@ def ref_kl_loss(inputs: LossInputs, options: RefKLConfig) -> TokenTerms:
 
 @tokenwise(NoOptions)
 def divergence_loss(inputs: LossInputs, _: NoOptions) -> TokenTerms:
-    """sum w * D, with D = `inputs.divergence` of the policy's next-token distribution from the reference's.
+    """Divergence of the policy's next-token distributions from the reference's, D = `inputs.divergence`: sum w * D.
 
     D is `prl.trainer.divergence.divergence`: exact where the sampled token's k is an estimate, so its gradient has no
     noise of the token that was drawn. The tokens before are taken as they were sampled: no ratio to the sampler, no

@@ -144,8 +144,7 @@ class PPOOptions(PolicyOptions):
     clip_low: Annotated[float, Ge(0), Le(1)] = 0.2
     """PPO clip for A < 0: a token has no gradient if its ratio is below 1 minus this."""
     clip_high: Annotated[float, Ge(0), Le(1e30)] = 0.2
-    """PPO clip for A > 0: a token has no gradient if its ratio is above 1 plus this; DAPO has 0.28 (arXiv
-    2503.14476)."""
+    """PPO clip for A > 0: no gradient for a token whose ratio is above 1 plus this; 0.28 in DAPO (arXiv 2503.14476)."""
     dual_clip: Annotated[float, Gt(1), Le(1e30)] | None = None
     """A token with A < 0 has no gradient if its ratio is above this, e.g. 3 (arXiv 1912.09729). null = none."""
 
@@ -155,8 +154,9 @@ def ppo_loss(inputs: "LossInputs", options: PPOOptions) -> "TokenTerms":
     """PPO (arXiv 1707.06347): -sum w * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A).
 
     A larger `clip_high` is DAPO's clip-higher (arXiv 2503.14476). With `dual_clip` c, a token with A < 0 has a loss of
-    at most -c * A (arXiv 1912.09729). A clipped token has no gradient. Metrics over members: `importance_ratio`,
-    `is_clipped`.
+    at most -c * A (arXiv 1912.09729). A clipped token has no gradient.
+
+    Metrics over members: `importance_ratio`, `is_clipped`.
     """
     tokens = inputs.policy_tokens(options)
     policy, clipped = _clipped(tokens, tokens.log_ratio, options.clip_low, options.clip_high, options.dual_clip)

@@ -59,6 +59,7 @@ from prl.rollouts.rollout import Stage
 from prl.transport import events
 from prl.transport.events import Track
 from prl.transport.files import FileTransport
+from prl.weights.base import Weights
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class Orchestrator:
         envs: The envs of the run.
         pool: The live policy's engines.
         transport: The way to the trainer and back.
+        weights: The way of policy versions to the engines.
         monitors: Take one metrics line per step.
         run_dir: Where rollouts and checkpoints are written.
         model: The policy before step 1.
@@ -102,6 +104,7 @@ class Orchestrator:
         envs: list[TrainEnv],
         pool: PolicyPool,
         transport: FileTransport,
+        weights: Weights,
         monitors: Monitors,
         run_dir: Path,
         model: ModelConfig,
@@ -139,7 +142,7 @@ class Orchestrator:
         stopping = EarlyStopping(config.stop)
         self.evaluator = Evaluator(envs, config.eval, stopping, transport, run_dir, model, evaluations)
         self.weight_sync = WeightSync(
-            config, pool, transport, queue, self.checkpoints, self.steps, self.evaluator, update_timeout_s
+            config, pool, transport, weights, queue, self.checkpoints, self.steps, self.evaluator, update_timeout_s
         )
         parts = (self.dispatcher, self.intake, self.batcher, self.staleness, self.steps, self.next_step)
         self.collector = Collector(config, *parts, self.weight_sync, self.track)
@@ -206,6 +209,7 @@ class Orchestrator:
     def end(self) -> None:
         """Tell the trainer that no batch follows: it trains on what it has, writes a checkpoint and ends."""
         self.shipper.end(self.steps.shipped)
+        self.weight_sync.weights.end()
 
     @property
     def unsaved(self) -> bool:

@@ -14,6 +14,7 @@ from prl.orchestrator.state import SyncState
 from prl.orchestrator.step_lines import StepLines
 from prl.orchestrator.types import Event
 from prl.transport.files import FileTransport
+from prl.weights.base import Weights
 
 POLL_S = 0.004
 """Seconds between two looks for a version that the trainer may be about to publish."""
@@ -32,6 +33,7 @@ class WeightSync:
     config: OrchestratorConfig
     pool: PolicyPool
     transport: FileTransport
+    weights: Weights
     events: asyncio.Queue[Event]
     checkpoints: Checkpoints
     steps: StepLines
@@ -75,7 +77,9 @@ class WeightSync:
             if evaluator.loaded < self.pool.version:  # the run goes on, and its first version is not evaluated yet
                 await self._update(self.pool.version)
             await self._follow()
-            return steps.take_kept_back() | await evaluator.evaluate_if_due(steps.last, last=True)
+            line = steps.take_kept_back() | await evaluator.evaluate_if_due(steps.last, last=True)
+            self.weights.end()
+            return line
         finally:
             await evaluator.close()
 
@@ -146,8 +150,7 @@ class WeightSync:
         """Have the engines load the weights of `version`. Returns the seconds until the last of them had loaded."""
         started = time.monotonic()
         before = self.pool.version
-        path = await self.transport.deliver(version)
-        await self.pool.update_weights(version, path, self.update_timeout_s)
+        await self.weights.load(self.pool, version, self.update_timeout_s)
         seconds = time.monotonic() - started
         for old in range(before, version):  # those that were skipped, too
             self.transport.discard_weights(old)

@@ -50,7 +50,7 @@ SCHEMAS: dict[str, Any] = {}
 for module in (schema, orchestrator_config, renderer, trainer_config):
     named = [cls for cls in vars(module).values() if getattr(cls, "_target_", MISSING) != MISSING]
     SCHEMAS |= {cls._target_: cls for cls in named}
-COMPONENTS = ("algo", "curriculum", "filter", "launcher", "monitor", "sampling", "schedule")
+COMPONENTS = ("algo", "curriculum", "filter", "launcher", "monitor", "sampling", "schedule", "weights")
 """Groups whose options are components with the fields of their constructors."""
 WIDTH = 120
 

@@ -7,8 +7,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from prl.base.errors import DeadlinePassed, PrlError, of_disk, of_own_code
 from prl.base.text import as_message, in_one_line
-from prl.config.build import maker
+from prl.config.build import build, maker
 from prl.config.model_folder import companion_files, tokenizer_files
 from prl.config.trainer import TrainerConfig, precision_of
 from prl.losses.options import loss_of
@@ -27,12 +28,14 @@ from prl.rollouts.messages import StepBatch
 from prl.trainer import lora
 from prl.trainer.checkpoint_part import load_state, take_part, write_part
 from prl.trainer.export import TokenExport, example_steps
-from prl.trainer.model import check_layout, load_model, save_weights, token_text
+from prl.trainer.model import check_layout, load_model, token_text
+from prl.trainer.policy import PolicyTensors
 from prl.trainer.ranks import meet
 from prl.trainer.sharding import reshard
 from prl.trainer.trainer import Trainer
 from prl.transport.events import BATCH, CHECKPOINT, EXPORTING, MODEL, TRAINER, Track
 from prl.transport.files import FileTransport
+from prl.weights.base import Weights
 
 POLL_S = 0.005
 PREFIX = "trainer: "
@@ -72,9 +75,10 @@ def run(config: Mapping[str, Any], run_dir: Path, stopping: threading.Event | No
     """Load the model, then train step after step until the last one.
 
     Args:
-        config: the resolved nodes `model`, `losses` (rl loss nodes by name, "" is the run's), `trainer` and `weights`
-            (the transport), and the values `seed`, `max_steps`, `references` (names of the models in the trainer
-            that samples name as theirs); where the run goes on, `resume` (`folder` and `step` of a checkpoint).
+        config: the resolved nodes `model`, `losses` (rl loss nodes by name, "" is the run's), `trainer` and `weights`,
+            and the values `seed`, `max_steps`, `references` (names of the models in the trainer that samples name as
+            theirs); where the run goes on, `resume` (`folder` and `step` of a checkpoint); `engine_workers` if weights
+            go there from process to process.
         run_dir: the run directory.
         stopping: ends it where it waits, without a checkpoint; None = a process is stopped by signals.
     """
@@ -89,24 +93,27 @@ def run(config: Mapping[str, Any], run_dir: Path, stopping: threading.Event | No
     track = Track(TRAINER if rank == 0 else f"{TRAINER} rank {rank}", run_dir)
     with contextlib.closing(track), contextlib.ExitStack() as opened:
         with track.doing(MODEL, trained):
-            transport = maker(config["weights"], FileTransport, "weights")(run_dir=run_dir)
-            opened.callback(transport.close)
+            transport = FileTransport(run_dir)
+            weights = build(config["weights"], Weights, "weights")
+            weights.attach(transport, rank=rank, workers=config.get("engine_workers", 1))
             trainer = make_trainer(config, device, track=track, export=make_export(config, run_dir, rank))
             saved = None if resume is None else trained
-            alone = config.get("adapters_alone", False)
-            files = Files(run_dir, trainer, config["model"], rank, saved, adapters_alone=alone)
+            files = Files(run_dir, trainer, config["model"], rank, saved)
             opened.callback(files.writer.shutdown)
             if resume is not None:
                 load_state(Path(resume["folder"]), trainer, rank=rank)
-            publish(transport, trained, {}, rank, None if resume is None else files.write_weights)
-        train(trainer, transport, files, rank=rank, trained=trained, max_steps=config["max_steps"], stopping=stopping)
+            dtype = getattr(torch, config["model"]["dtype"])
+            policy = PolicyTensors(trainer.model, dtype, adapters_alone=config.get("adapters_alone", False))
+            publish = Publish(transport, weights, policy, rank)
+            publish(trained, {}, changed=resume is not None)
+        train(trainer, publish, files, rank=rank, trained=trained, max_steps=config["max_steps"], stopping=stopping)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def train(
     trainer: Trainer,
-    transport: FileTransport,
+    publish: "Publish",
     files: "Files",
     *,
     rank: int,
@@ -116,12 +123,15 @@ def train(
 ) -> None:
     """Train from the step after `trained` to the last, or to the one that the run ends with."""
     track = trainer.track
+    weights = publish.weights
     updated_at: float | None = None
     for step in range(trained + 1, max_steps + 1):
         files.check()
         try:
             with track.doing(BATCH, step) as waiting:
-                batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s, stopping)
+                batch = wait_for_batch(
+                    publish.transport, step, rank, trainer.config.batch_timeout_s, stopping, weights=weights
+                )
         except DeadlinePassed:
             files.try_to_write_last(trained)
             raise
@@ -142,29 +152,35 @@ def train(
         updated_at = now
         # Weights before the checkpoint: the engines wait for them, nobody waits for the checkpoint.
         with track.doing(EXPORTING, step):
-            publish(transport, step, metrics, rank, files.write_weights)
+            publish(step, metrics)
+            weights.hold(step)
         if batch.checkpoint:
             files.write_checkpoint(step)
+    weights.serve_to_the_end(trained)
     # However the run ends, it can go on from its last step.
     files.write_checkpoint(trained, last=True)
 
 
-def publish(
-    transport: FileTransport,
-    step: int,
-    metrics: dict[str, float],
-    rank: int,
-    write: Callable[[Path | None], None] | None,
-) -> None:
-    """Publish a version; of its weights all ranks have a part to write, if they are written."""
-    if rank == 0:
-        transport.publish(step, metrics, write)
-    elif write is not None:
-        write(None)
+@dataclass(frozen=True)
+class Publish:
+    """Publishes policy versions, of which each rank has a part."""
+
+    transport: FileTransport
+    weights: Weights
+    policy: PolicyTensors
+    rank: int
+
+    def __call__(self, version: int, metrics: dict[str, float], *, changed: bool = True) -> None:
+        """Publish a version with the metrics of its step. A collective, unless it is the base model (not `changed`)."""
+        if self.rank == 0:
+            write = functools.partial(self.weights.publish, version, self.policy) if changed else None
+            self.transport.publish(version, metrics, write)
+        elif changed:
+            self.weights.publish(version, self.policy, None)
 
 
 class Files:
-    """Writes this rank's share of published weights and of checkpoints.
+    """Writes this rank's share of checkpoints.
 
     Args:
         run_dir: the run directory.
@@ -172,19 +188,9 @@ class Files:
         model: the node `model`.
         rank: this process's.
         saved: the step of the newest checkpoint; None = there is none.
-        adapters_alone: whether the engines add adapters to the base model, where that can be.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        trainer: Trainer,
-        model: Mapping[str, Any],
-        rank: int,
-        saved: int | None,
-        *,
-        adapters_alone: bool = False,
-    ):
+    def __init__(self, run_dir: Path, trainer: Trainer, model: Mapping[str, Any], rank: int, saved: int | None):
         self.run_dir = run_dir
         self.trainer = trainer
         self.rank = rank
@@ -192,19 +198,10 @@ class Files:
         self.writer = ThreadPoolExecutor(1, "prl-checkpoint")
         self.writing: Future[None] | None = None
         """Write of a checkpoint that was begun last."""
-        self.dtype: torch.dtype = getattr(torch, model["dtype"])
-        self.adapters_alone = adapters_alone and lora.has_adapters(trainer.model) and lora.adapters_alone(trainer.model)
         # Read now: the model's folder may be gone when a checkpoint is written.
         path, code = model["path"], model["trust_remote_code"]
         self.companions = companion_files(path) if rank == 0 else {}
         self.tokenizer = tokenizer_files(path, trust_remote_code=code) if rank == 0 else {}
-
-    def write_weights(self, folder: Path | None) -> None:
-        """Write the weights for the engines, in their number format; with None, send them to the rank that writes."""
-        if self.adapters_alone:
-            lora.save_adapters(self.trainer.model, folder)
-        else:
-            save_weights(self.trainer.model, folder, self.dtype, self.companions)
 
     def write_checkpoint(self, step: int, *, last: bool = False) -> None:
         """Copy the trainer's part of the checkpoint of `step`, unless it has one, and begin to write it.
@@ -305,12 +302,22 @@ def make_trainer(
 
 
 def wait_for_batch(
-    transport: FileTransport, step: int, rank: int, timeout_s: float, stopping: threading.Event | None = None
+    transport: FileTransport,
+    step: int,
+    rank: int,
+    timeout_s: float,
+    stopping: threading.Event | None = None,
+    *,
+    weights: Weights,
 ) -> StepBatch | None:
-    """The batch of `step`, or None if the run ends before it. Raises DeadlinePassed when none arrives in time."""
+    """The batch of `step`, or None if the run ends before it. Raises DeadlinePassed when none arrives in time.
+
+    Meanwhile the weights of the step before go to engines that are started again.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         batch = transport.receive_batch(step, rank)
+        weights.serve(step - 1)  # also with the batch in hand: what was asked for before it is served on every rank
         if batch is not None:
             return batch
         last = transport.receive_end()

@@ -1,4 +1,4 @@
-"""Transports carry batches to the trainer, and weights and metrics back.
+"""Transports carry batches to the trainer, and what it publishes back.
 
 Start with `files.py`, which the others extend.
 """

@@ -50,7 +50,7 @@ VALUES: dict[str, str] = {
     "list of null": "[null]",
     "dict": "{}",
     "dict of a key": "{nonsense: 1}",
-    "another's node": "{_target_: prl.transport.files.FileTransport}",
+    "another's node": "{_target_: prl.weights.files.FileWeights}",
     "missing": "'???'",
     "interpolation": "${nope}",
     "interpolation of itself": "${run}",

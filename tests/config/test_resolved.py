@@ -226,3 +226,14 @@ def test_it_composes_to_the_same_again(tmp_path):
 def test_a_plus_may_add_where_keys_are_free():
     config = compose(["run.name=x", "+engine.args.block-size=16", "+envs.math.args.mine=1"])
     assert config.engine.args == {"block-size": 16} and config.envs["math"].args["mine"] == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("prl.transport.files.FileTransport", "prl.weights.files.FileWeights"),
+        ("prl.transport.ray.RayTransport", "prl.weights.ray.RayWeights"),
+    ],
+)
+def test_weights_of_an_older_run_are_found_where_they_are_now(before, now):
+    assert compose(["run.name=x", f"weights._target_={before}"]).weights == {"_target_": now}

@@ -36,12 +36,13 @@ ON_POLICY = (
 )
 
 
-def test_run_goes_on_while_one_engine_restarts(tmp_path):
+@pytest.mark.parametrize("weights", ["files", "transfer"])
+def test_run_goes_on_while_one_engine_restarts(weights, tmp_path):
     folder, printed = tmp_path / "run", tmp_path / "stderr"
     (tmp_path / "unhurried.py").write_text(GRADER)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 30) for b in range(10, 30)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "prl.train", *ON_POLICY, f"run.dir={folder}"]
+    command = [sys.executable, "-m", "prl.train", *ON_POLICY, f"weights={weights}", f"run.dir={folder}"]
     with printed.open("w") as stderr:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=stderr)
@@ -56,6 +57,9 @@ def test_run_goes_on_while_one_engine_restarts(tmp_path):
         engines = {pid: line for pid, line in family(process.pid).items() if "-m prl.engines.vllm.server" in line}
         servers = sorted(pid for pid, line in engines.items() if "children.py" not in line)
         assert len(servers) == 2, engines
+        if weights == "transfer":  # in the middle of an update
+            offered = set(folder.glob("weights/*/*/offer"))
+            wait_until(lambda: set(folder.glob("weights/*/*/offer")) - offered, 60, "an update", 0.0005)
         killed_at = steps()[-1]["step"]
         os.kill(servers[0], signal.SIGKILL)
         wait_until(lambda: not running(servers[0]), 10, "the engine's end")

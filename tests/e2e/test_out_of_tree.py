@@ -34,18 +34,18 @@ PACKAGE = {
             def matches(self, rollout):
                 return rollout.num_completion_tokens > self.tokens
     """,
-    "ours/transport.py": """
-        from prl.transport.files import FileTransport
+    "ours/weights.py": """
+        from prl.weights.files import FileWeights
 
-        class CountingTransport(FileTransport):
-            def __init__(self, run_dir, prefix="sent"):
-                super().__init__(run_dir)
-                self.log = run_dir / f"{prefix}.txt"
+        class CountingWeights(FileWeights):
+            def __init__(self, prefix="sent"):
+                super().__init__()
+                self.prefix = prefix
 
-            def send_batch(self, batch, rank):
-                super().send_batch(batch, rank)
-                with self.log.open("a") as log:
-                    log.write(f"{batch.step}\\n")
+            async def load(self, engine, version, timeout_s):
+                await super().load(engine, version, timeout_s)
+                with (self.transport.run_dir / f"{self.prefix}.txt").open("a") as log:
+                    log.write(f"{version}\\n")
     """,
     "ours/optimiser.py": """
         import torch
@@ -66,7 +66,7 @@ PACKAGE = {
     "ours/conf/__init__.py": "",
     "ours/conf/algo/best.yaml": "{_target_: ours.algorithm.BestAlgorithm, scale: 0.5}",
     "ours/conf/filters/longer.yaml": "post_batch: {longer: {_target_: ours.filter.Longer, enforce: true, tokens: 2}}",
-    "ours/conf/weights/counting.yaml": "{_target_: ours.transport.CountingTransport, prefix: shipped}",
+    "ours/conf/weights/counting.yaml": "{_target_: ours.weights.CountingWeights, prefix: loaded}",
 }
 CHOSEN = (
     "hydra.searchpath=[pkg://ours.conf]",
@@ -94,5 +94,5 @@ def test_parts_from_a_package_of_ones_own(inline, tmp_path):
         assert (record["outcome"]["stage"] == "trained") == (record["completion_tokens"] <= 2)
         assert record["advantage"] in (0.0, 0.5), "the algorithm"
     assert any(record["matched"] == {"post_batch": "longer"} for record in records), "the filter"
-    assert (run.dir / "shipped.txt").read_text().split() == ["1", "2"], "the transport"
+    assert (run.dir / "loaded.txt").read_text().split()[-1] == "2", "the weights"
     assert all(count >= 1 for count in run.column("counted/rows")), "the trainer"

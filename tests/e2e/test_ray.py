@@ -14,7 +14,7 @@ from run_processes import wait_until
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.xdist_group("engine")]
 
 OVERRIDES = (
-    *("launcher=ray", "weights=ray", "run.resume=auto", "monitor.console.mode=plain", "checkpoint.every=1"),
+    *("launcher=ray", "run.resume=auto", "monitor.console.mode=plain", "checkpoint.every=1"),
     *("orchestrator.batch_size=32", "orchestrator.eval.every=null"),
 )
 NAMED_S = 30.0
@@ -67,10 +67,11 @@ def nothing_runs(nodes):
     wait_until(lambda: not nodes.left(), 20, nodes.left)
 
 
-def test_an_engine_that_is_lost_with_its_node_is_started_elsewhere(nodes, begin, tmp_path):
+@pytest.mark.parametrize("weights", ["ray", "transfer"])
+def test_an_engine_that_is_lost_with_its_node_is_started_elsewhere(nodes, begin, tmp_path, weights):
     for name in ("one", "two", "three"):
         nodes.add(name, 1, blind_to=tmp_path / "runs")
-    process, steps, log = begin("max_steps=8")
+    process, steps, log = begin("max_steps=8", f"weights={weights}")
     trained(process, steps, 2, log)
     (node,) = set(nodes.running("prl.engines.vllm.server").values())
     nodes.kill(node)
@@ -87,7 +88,7 @@ def test_an_engine_that_is_lost_with_its_node_is_started_elsewhere(nodes, begin,
 def test_a_run_that_loses_a_rank_or_its_driver_goes_on(nodes, begin, tmp_path):
     nodes.add("one", 2, blind_to=tmp_path / "runs")
     nodes.add("two", 1, blind_to=tmp_path / "runs")
-    process, steps, log = begin("max_steps=50", "trainer.num_processes=2")
+    process, steps, log = begin("max_steps=50", "weights=ray", "trainer.num_processes=2")
     trained(process, steps, 3, log)
     assert set(nodes.running("prl.trainer").values()) == {"one", "two"}
     nodes.kill("two")
@@ -99,7 +100,7 @@ def test_a_run_that_loses_a_rank_or_its_driver_goes_on(nodes, begin, tmp_path):
 
     before = {line["step"]: line for line in steps()}
     nodes.add("four", 1, blind_to=tmp_path / "runs")
-    process, steps, log = begin("max_steps=50", "trainer.num_processes=2")
+    process, steps, log = begin("max_steps=50", "weights=ray", "trainer.num_processes=2")
     trained(process, steps, len(before) + 2, log)
     process.send_signal(signal.SIGKILL)
     nothing_runs(nodes)

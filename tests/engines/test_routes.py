@@ -19,7 +19,8 @@ from prl.models import model_path
 
 WEIGHTS = model_path("tiny")
 ASKED = {"model": "policy", "token_ids": [3], "sampling": {}}
-WHOLE = ["pause keep", f"load {WEIGHTS}", "reset running", "resume"]
+PHASES = ["start", f"update {{'path': '{WEIGHTS}'}}", "finish"]
+WHOLE = ["pause keep", *PHASES, "reset running", "resume"]
 
 
 class Engine:
@@ -31,7 +32,7 @@ class Engine:
         self.errored = False
         self.dead_error = RuntimeError("the engine died")
         self.stuck = False
-        self.failure = None
+        self.failure = self.unreachable = None
         self.engine_core = self
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="m", hf_config=None))
 
@@ -42,12 +43,22 @@ class Engine:
     async def resume_generation(self):
         self.calls.append("resume")
 
-    async def collective_rpc(self, method, args):
+    async def init_weight_transfer_engine(self, request):
+        self.calls.append(f"init {request.init_info}")
+        if self.unreachable:
+            raise self.unreachable
+
+    async def start_weight_update(self):
+        self.calls.append("start")
+
+    async def update_weights(self, request):
         await asyncio.sleep(3600 if self.stuck else 0)
-        assert method == "load_policy"
-        self.calls.append(f"load {args[0]}")
+        self.calls.append(f"update {request.update_info}")
         if self.failure:
             raise self.failure
+
+    async def finish_weight_update(self):
+        self.calls.append("finish")
 
     async def reset_prefix_cache(self, reset_running_requests):
         assert reset_running_requests
@@ -151,6 +162,20 @@ async def test_pause_load_forget_resume(engine, post):
     assert body["seconds"] >= 0
 
 
+async def test_what_a_sender_has_goes_through_all_four_phases(engine, post):
+    reply = await post({"init": {"master_port": 7}, "update": {"names": ["a"]}})
+    assert reply.status_code == 200
+    own = ["init {'master_port': 7}", "pause keep", "start", "update {'names': ['a']}", "finish"]
+    assert engine.calls == [*own, *WHOLE[-2:]]
+
+
+async def test_a_sender_that_is_not_there_does_not_pause_the_engine(engine, post):
+    engine.unreachable = RuntimeError("nobody listens there")
+    reply = await post({"init": {}, "update": {}})
+    assert reply.status_code == 500 and "nobody listens there" in reply.json()["error"]
+    assert engine.calls == ["init {}"]
+
+
 async def test_two_updates_do_not_mix(engine, post):
     await asyncio.gather(post({"path": WEIGHTS}), post({"path": WEIGHTS}))
     assert engine.calls == WHOLE * 2
@@ -161,10 +186,10 @@ async def test_failed_load_leaves_the_engine_paused(engine, post):
     engine.failure = FileNotFoundError("no such folder")
     reply = await post({"path": WEIGHTS})
     assert reply.status_code == 500 and "no such folder" in reply.json()["error"]
-    assert engine.calls == WHOLE[:2]
+    assert engine.calls == WHOLE[:3]
     engine.failure = None
     assert (await post({"path": WEIGHTS})).status_code == 200
-    assert engine.calls[2:] == WHOLE
+    assert engine.calls[3:] == WHOLE
 
 
 async def test_a_cache_that_was_not_cleared_is_an_error(engine, post):
@@ -174,7 +199,23 @@ async def test_a_cache_that_was_not_cleared_is_an_error(engine, post):
     assert engine.calls == WHOLE[:-1], "it stays paused"
 
 
-@pytest.mark.parametrize("body", [{}, {"path": 3}, [], "x", None, b"", b"{", b"\xff", {"path": "a\0b"}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"path": 3},
+        {"init": {}},
+        {"update": {}},
+        {"path": "x", "init": {}, "update": {}},
+        [],
+        "x",
+        None,
+        b"",
+        b"{",
+        b"\xff",
+        {"path": "a\0b"},
+    ],
+)
 async def test_a_body_without_a_path_touches_nothing(engine, post, body):
     assert (await post(body)).status_code in (400, 422)
     assert engine.calls == []

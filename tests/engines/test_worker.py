@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl.config.schema import ModelConfig
 from prl.engines.vllm.engine import VLLMConfig, VLLMEngine
+from prl.engines.vllm.server import LIVE
 from prl.losses import default_loss
 from prl.models import model_path
 from prl.rollouts.messages import StepBatch, TrainingSample
@@ -101,7 +102,7 @@ def served(folders, tmp_path_factory):
     for name, (old, new) in folders.items():
         model = ModelConfig(path=str(old), dtype=HALF.get(name, "float32"), max_model_len=256)
         command = VLLMEngine.command(replace(spec, model=model), 0)[3:]
-        arguments = [*command, "--worker-extension-cls=prl.engines.vllm.worker.PolicyWorker"]
+        arguments = [*LIVE, *command]
         broken = changed(old, old.parent / "broken", lambda tensors: tensors | {"z.weight": torch.ones(1)})
         given[name] = {"arguments": arguments, "old": str(old), "new": str(new), "broken": str(broken)}
     jobs.write_text(json.dumps(given))

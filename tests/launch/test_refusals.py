@@ -79,6 +79,7 @@ JSONL = ["env=jsonl", "envs.jsonl.args.eval_fraction=0", "envs.jsonl.eval_args=n
 CALCULATOR = ["env=calculator", "envs.calculator.args.num_tasks=8", "envs.calculator.eval_args=null"]
 OWN = ["algo=custom_class", "algo._target_=refused_mine.Algo"]
 LATENT = ["model=hf", "model.path=latent", "model.max_model_len=256"]
+KEEP = ["orchestrator.eval.keep_best=true", "envs.math.eval_args={num_tasks: 2}"]
 SFT = ["algo=sft", "algo.sampling.source=demonstrations", "orchestrator.group_size=1"]
 
 
@@ -184,12 +185,20 @@ TABLE = [
     (["trainer.optim._target_=torch.nn.Linear"], "trainer.optim._target_='torch.nn.Linear' is not a subclass of torch"),
     (["+trainer.max_steps=3"], "trainer.max_steps: there is no such key"),
     (["+orchestrator.foo=1"], "orchestrator.foo: there is no such key; keys there: batch_size"),
-    (["+weights.run_dir=/x"], "weights.run_dir: FileTransport has no such option; its options: none"),
+    (["+weights.run_dir=/x"], "weights.run_dir: FileWeights has no such option; its options: none"),
     (["launcher._target_=prl.launch.launcher.Launcher"], "launcher: making Launcher failed: TypeError: Can't instant"),
     (["launcher._target_=rich.text.Text"], "launcher._target_='rich.text.Text' is not a subclass of prl.launch.launch"),
     (["optim=custom", "trainer.optim._target_=torch.optim.Muon"], "trainer.optim._target_=torch.optim.Muon: "),
     (["sampling.stop=['']"], "sampling.stop has an empty string"),
     (["sampling.top_p=0.5"], "sampling.top_p=0.5"),
+    # weights
+    (["weights=ray"], "weights=ray goes between the nodes of launcher=ray"),
+    (["weights=transfer", "engine=transformers"], "weights=transfer: this engine loads folders alone"),
+    ([*KEEP, "weights=transfer"], "orchestrator.eval.keep_best copies a folder, weights=transfer writes none"),
+    (["weights=transfer", "sweep.share_engine=true"], "sweep.share_engine has the engine load the base weights from"),
+    (["weights=transfer", "weights.backend=nccl", "engine.device=cpu"], "weights.backend=nccl goes between GPUs"),
+    (["weights=transfer", "weights.backend=mpi"], "weights.backend=mpi"),
+    (["weights=transfer", "weights.timeout_s=0"], "weights.timeout_s=0"),
     # engines
     (["engine.urls=[http://127.0.0.1:9]"], "engine.urls names servers that already run: set PRL_TOKEN"),
     # data

@@ -1,4 +1,4 @@
-"""A user's subclass of a launcher, transport or engine is treated as the class that it extends."""
+"""A user's subclass of a launcher, weights or an engine is treated as the class that it extends."""
 
 import os
 import subprocess
@@ -16,15 +16,15 @@ MODULE = """
 from prl.engines.vllm.engine import VLLMEngine
 from prl.launch.ray import RayLauncher
 from prl.launch.slurm import SlurmLauncher
-from prl.transport.ray import RayTransport
+from prl.weights.ray import RayWeights
 
 class MyRay(RayLauncher): ...
 class MySlurm(SlurmLauncher): ...
-class MyTransport(RayTransport): ...
+class MyWeights(RayWeights): ...
 class MyEngine(VLLMEngine): ...
 """
 RAY = ("launcher=ray", "launcher._target_=subclasses_mine.MyRay", "run.name=x")
-TRANSPORT = ("weights=ray", "weights._target_=subclasses_mine.MyTransport")
+WEIGHTS = ("weights=ray", "weights._target_=subclasses_mine.MyWeights")
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +46,16 @@ def test_a_launcher_that_places_processes_has_a_machine_and_workers_on_ray():
         validated(compose(["run.name=x", "envs.math.workers.where=ray"]))
 
 
-def test_a_transport_that_needs_no_shared_folder_needs_a_launcher_that_places():
-    assert prepared(*RAY, *TRANSPORT, "dry_run=true")
+def test_weights_that_need_ray_need_a_launcher_that_places():
+    assert prepared(*RAY, *WEIGHTS, "dry_run=true")
     with pytest.raises(ConfigError, match="choose weights=files, or that launcher"):
-        prepared("run.name=x", *TRANSPORT, "dry_run=true")
+        prepared("run.name=x", *WEIGHTS, "dry_run=true")
+
+
+def test_weights_without_files_take_no_room():
+    bundles = {way: planned(compose([*RAY, f"weights={way}"])).bundles for way in ("ray", "transfer")}
+    assert {bundle.process for bundle in bundles["ray"] if bundle.room} == {"engine", "trainer"}
+    assert not any(bundle.room for bundle in bundles["transfer"])
 
 
 def test_an_engine_with_priorities_has_evaluations_come_last(tmp_path):

@@ -9,7 +9,9 @@ from prl.orchestrator.no_signal import what_to_look_at
 def replying(make_rollout):
     def make(reward, reply, **how):
         rollout = make_rollout(reward, **how)
-        rollout.__class__ = type("Replied", (type(rollout),), {"last_reply": reply, "is_truncated": len(reply) > 300})
+        rollout.__class__ = type("Replied", (type(rollout),), {"is_truncated": len(reply) > 300})
+        said = property(lambda trace: reply)
+        rollout.trace.__class__ = type("Replies", (type(rollout.trace),), {"last_reply": said})
         return rollout
 
     return make

@@ -36,6 +36,7 @@ from prl.orchestrator.types import TrainEnv
 from prl.rollouts.messages import TrainingSample
 from prl.rollouts.rollout import Rollout, Stage
 from prl.transport.files import FileTransport
+from prl.weights.files import FileWeights
 
 
 @pytest.fixture
@@ -271,11 +272,14 @@ def make_orchestrator(pool, tmp_path):
     """`make_orchestrator(envs, monitors, steps, **options)`: small batches, and files in the test's folder."""
 
     def make(envs, monitors, steps, **options):
+        transport, weights = FileTransport(tmp_path), FileWeights()
+        weights.attach(transport)
         given = {"seq_len": 64, "trainer_ranks": 1, "batch_size": 8, "group_size": 4, "eval": EvalConfig(every=None)}
         return Orchestrator(
             envs=envs,
             pool=pool,
-            transport=FileTransport(tmp_path),
+            transport=transport,
+            weights=weights,
             monitors=monitors,
             run_dir=tmp_path,
             model=ModelConfig(path=model_path("tiny")),

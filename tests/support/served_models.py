@@ -44,7 +44,9 @@ def samples(llm: LLM) -> list[dict]:
 def load(llm: LLM, folder: str) -> str | None:
     """Load weights. Returns what the engine says against them."""
     try:
-        llm.collective_rpc("load_policy", args=(folder,))
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"path": folder}})
+        llm.finish_weight_update()
     except Exception as error:
         return str(error)
     return None
@@ -52,9 +54,9 @@ def load(llm: LLM, folder: str) -> str | None:
 
 def reload(llm: LLM, folder: str) -> str | None:
     """As `load`, of an engine that cannot load in place."""
-    llm.collective_rpc(lambda wrapper: vars(wrapper.worker).update(packed_layers=None))
+    llm.collective_rpc(lambda wrapper: vars(wrapper.worker.weight_transfer_engine.update).update(packed=None))
     error = load(llm, folder)
-    llm.collective_rpc(lambda wrapper: vars(wrapper.worker).update(halfway=False))
+    llm.collective_rpc(lambda wrapper: vars(wrapper.worker.weight_transfer_engine).update(halfway=False))
     return error
 
 

@@ -29,6 +29,7 @@ from prl.trainer import ranks, worker
 from prl.trainer.sharding import timeout_of
 from prl.trainer.trainer import Trainer
 from prl.transport.files import FileTransport
+from prl.weights.files import FileWeights
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def config(tiny_path):
     return {
         "model": {"path": tiny_path, "dtype": "float32", "trust_remote_code": False},
         "losses": {"": {"_target_": "prl.losses.default_loss", "_partial_": True, "kl_tau": 1e-3}},
-        "weights": {"_target_": "prl.transport.files.FileTransport"},
+        "weights": {"_target_": "prl.weights.files.FileWeights"},
         "seed": 0,
         "max_steps": 2,
         "references": [],
@@ -169,11 +170,13 @@ def test_two_steps_of_a_process(config, make_sample, tiny, tiny_path, transport,
 
 def test_wait_for_batch_knows_when_none_follows(transport):
     transport.send_end(2)
-    assert worker.wait_for_batch(transport, 3, 0, timeout_s=60) is None
+    assert worker.wait_for_batch(transport, 3, 0, timeout_s=60, weights=FileWeights()) is None
     with pytest.raises(PrlError, match=r"no batch for step 2 within 0\.1 s"):
-        worker.wait_for_batch(transport, 2, 0, timeout_s=0.1)
+        worker.wait_for_batch(transport, 2, 0, timeout_s=0.1, weights=FileWeights())
     transport.send_batch(StepBatch(2, [], 0), 0)
-    assert worker.wait_for_batch(transport, 2, 0, timeout_s=60).step == 2, "the last one is still trained"
+    assert worker.wait_for_batch(transport, 2, 0, timeout_s=60, weights=FileWeights()).step == 2, (
+        "the last one is still trained"
+    )
 
 
 @pytest.mark.parametrize(("last", "every", "checkpoints"), [(2, 1, [1, 2]), (0, None, [0])])

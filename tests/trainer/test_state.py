@@ -61,7 +61,7 @@ def train(tiny_path, make_sample, tmp_path):
             "losses": {
                 "": {"_target_": "prl.losses.default_loss", "_partial_": True, "kl_tau": 1e-3, **SEVERAL[updates]}
             },
-            "weights": {"_target_": "prl.transport.files.FileTransport"},
+            "weights": {"_target_": "prl.weights.files.FileWeights"},
             "seed": 0,
             "max_steps": 9,
             "references": refs,

@@ -18,15 +18,17 @@ from prl.rollouts.messages import StepBatch
 from prl.rollouts.packing import pack
 from prl.transport.files import FileTransport
 from prl.transport.ray import RayTransport
+from prl.weights.files import FileWeights
+from prl.weights.ray import RayWeights
 
 RANKS, STEPS = 2, 2
 
 
-def spec_of(run_dir, path, transport):
+def spec_of(run_dir, path, weights):
     payload = {
         "model": {"path": path, "dtype": "float32", "trust_remote_code": False},
         "losses": {"": {"_target_": "prl.losses.default_loss", "_partial_": True}},
-        "weights": {"_target_": f"{transport.__module__}.{transport.__name__}"},
+        "weights": {"_target_": f"{weights.__module__}.{weights.__name__}"},
         "seed": 0,
         "max_steps": STEPS,
         "references": [],
@@ -60,13 +62,13 @@ def test_ranks_on_two_nodes_train_as_on_one_machine(tiny_path, make_sample, tmp_
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir(), there.mkdir()
     with LocalLauncher() as launcher:
-        expected = train(launcher, FileTransport(here), spec_of(here, tiny_path, FileTransport), make_sample)
+        expected = train(launcher, FileTransport(here), spec_of(here, tiny_path, FileWeights), make_sample)
     with ray_nodes(token=False) as nodes:
         nodes.add("head", 1)
         nodes.add("other", 1, blind_to=tmp_path)
         for name, value in nodes.environment.items():
             monkeypatch.setenv(name, value)
-        spec = spec_of(there, tiny_path, RayTransport)
+        spec = spec_of(there, tiny_path, RayWeights)
         with RayLauncher() as launcher:
             launcher.reserve(spec.bundles)
             assert len({node.id for node in launcher.nodes.values()}) == RANKS

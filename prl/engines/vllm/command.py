@@ -1,5 +1,6 @@
 """The process of a vLLM server: its command line and its environment."""
 
+import json
 import sys
 from typing import Any
 
@@ -49,6 +50,8 @@ def command_of(spec: EngineSpec, port: int) -> list[str]:
             "gpu-memory-utilization": config.gpu_memory_utilization,
             "tensor-parallel-size": config.tensor_parallel_size,
         }
+    if spec.weight_transfer != "prl":
+        options["weight-transfer-config"] = json.dumps({"backend": spec.weight_transfer})
     if spec.evaluation_yields:
         options["scheduling-policy"] = "priority"
     return [sys.executable, "-m", "prl.engines.vllm.server", *as_arguments(options | config.args)]

@@ -52,6 +52,7 @@ class VLLMEngine(ServerEngine):
 
     Config = VLLMConfig
     adds_adapters = True
+    receives_weights = True
     has_priorities = True
 
     @classmethod

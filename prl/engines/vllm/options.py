@@ -23,7 +23,8 @@ REFUSED = frozenset({
     "uds", "root-path", "grpc", "headless", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs",
     "ssl-ciphers", "enable-ssl-refresh", "middleware", "worker-extension-cls", "logits-processors", "api-key",
     "hf-token", "served-model-name", "logprobs-mode", "max-logprobs", "scheduling-policy", "seed",
-    "enable-scale-out", "disable-uvicorn-access-log", "disable-log-stats", "config", "help", "version",
+    "enable-scale-out", "weight-transfer-config", "disable-uvicorn-access-log", "disable-log-stats", "config", "help",
+    "version",
 })  # fmt: skip
 """Others that prl sets itself, or that open the engine to others or change the logprobs that it returns."""
 ON_A_CPU = frozenset({

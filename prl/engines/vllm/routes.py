@@ -11,7 +11,7 @@ import os
 import time
 import uuid
 from argparse import Namespace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from fastapi import Body, FastAPI, Request
@@ -34,7 +34,7 @@ REQUESTS = msgspec.json.Decoder(GenerateRequest)
 
 
 class PolicyRoutes:
-    """`POST /prl/generate` samples, `POST /prl/load_policy {"path": …}` loads the policy of a folder."""
+    """`POST /prl/generate` samples, `POST /prl/load_policy` loads new weights."""
 
     name = "prl"
     required_tasks = ("generate",)
@@ -149,34 +149,55 @@ def rows_of(flat: "FlatLogprobs") -> list[dict[int, float | None]]:
 # --- new weights ------------------------------------------------------------------------------------------------------
 
 
-async def load_policy(request: Request, path: Annotated[str, Body(embed=True)]) -> JSONResponse:
-    """Load the weights at `path` and keep the running requests, which are recomputed under them and go on.
+async def load_policy(
+    request: Request,
+    path: Annotated[str | None, Body()] = None,
+    init: Annotated[dict[str, Any] | None, Body()] = None,
+    update: Annotated[dict[str, Any] | None, Body()] = None,
+) -> JSONResponse:
+    """Load new weights and keep the running requests, which are recomputed under them and go on.
+
+    Args:
+        request: the request.
+        path: a folder of weights.
+        init: instead of a path, where the engine meets the sender of weights, as vLLM's weight transfer is told it.
+        update: likewise, what the sender sends.
 
     Returns:
         200 with `loaded`, the `seconds` it took and the server's `instance`; with `error` 400 (no weights there: the
         old ones stay) or 500 (weights unknown: the engine stays paused)
     """
     state = request.app.state
+    if (path is None) == (init is None or update is None):
+        return JSONResponse({"error": "give the path of a folder, or init and update"}, status_code=400)
     async with state.load_policy_lock:
         try:
-            folder = await asyncio.to_thread(folder_of, path)
-            await asyncio.to_thread(state.check_weights, folder)
+            if path is not None:
+                folder = await asyncio.to_thread(folder_of, path)
+                await asyncio.to_thread(state.check_weights, folder)
+                update = {"path": str(folder)}
         except WeightsError as error:
             return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
         began = time.monotonic()
         try:
-            await while_alive(state.engine_client, load(state.engine_client, str(folder)))
+            await while_alive(state.engine_client, load(state.engine_client, update or {}, init))
         except Exception as error:  # whatever the workers raise: the caller has to know that the old weights are gone
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
-        answer = {"loaded": str(folder), "seconds": time.monotonic() - began}
+        answer = {"loaded": path or "what was sent", "seconds": time.monotonic() - began}
         return JSONResponse(answer | {"instance": os.environ.get(INSTANCE_VARIABLE)})
 
 
-async def load(engine: "AsyncLLM", path: str) -> None:
-    """Pause, have the workers load a folder of weights, forget what is cached under the old ones, resume."""
+async def load(engine: "AsyncLLM", update: dict[str, Any], init: dict[str, Any] | None) -> None:
+    """Pause, go through the phases of vLLM's weight transfer, forget what is cached under old weights, resume."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+    if init is not None:
+        await engine.init_weight_transfer_engine(WeightTransferInitRequest(init))
     # `engine.pause_generation` does this and then sleeps 20 ms, to order outputs that are kept anyway.
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-    await engine.collective_rpc("load_policy", args=(path,))
+    await engine.start_weight_update()
+    await engine.update_weights(WeightTransferUpdateRequest(update))
+    await engine.finish_weight_update()
     if not await engine.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("prefixes cached under older weights are still in use")
     await engine.resume_generation()

@@ -25,8 +25,11 @@ REQUIRED = [
     "--middleware=prl.engines.vllm.server.TokenAuth",
 ]
 """Arguments of every prl server; the rest of the command line is vLLM's."""
-LIVE = ["--worker-extension-cls=prl.engines.vllm.worker.PolicyWorker"]
-"""Arguments of a server that takes new weights, by the routes in `routes.py`."""
+LIVE = [
+    "--worker-extension-cls=prl.engines.vllm.transfer.WorkerExtension",
+    '--weight-transfer-config={"backend": "prl"}',
+]
+"""Arguments of a server that takes new weights, by the routes in `routes.py`; those of its command line come after."""
 
 
 class TokenAuth:
@@ -69,7 +72,9 @@ def main() -> None:
     os.environ["VLLM_RPC_BASE_PATH"] = tempfile.gettempdir()  # which goes with the run, whatever the variable was
     if not any(arg.startswith("--host") for arg in sys.argv[1:]):
         sys.argv += ["--host", "127.0.0.1"]
-    sys.argv += REQUIRED if os.environ.get(FROZEN_VARIABLE) else REQUIRED + LIVE
+    sys.argv += REQUIRED
+    if not os.environ.get(FROZEN_VARIABLE):
+        sys.argv[1:1] = LIVE
     start.serve()
 
 

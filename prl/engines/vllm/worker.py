@@ -1,17 +1,12 @@
-"""vLLM's worker with routes for new policy weights. Written for vLLM 0.31.0, which is imported inside the functions."""
+"""Loading new policy weights into a running engine. Written for vLLM 0.31.0, which is imported inside the functions."""
 
-import contextlib
-import functools
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
-
-from prl.engines.vllm.weights import folder_of, policy_tensors
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.config import ModelConfig
 
 VERSION = "0.31.0"
 
@@ -21,58 +16,74 @@ Packed = list[tuple[Any, dict[str, "torch.Tensor"]]]
 """Layers that a CPU engine packs, each with what it packs away, as it was made: without numbers."""
 
 
-class PolicyWorker:
-    """Worker extension, mixed into vLLM's worker: loads new policy weights into the running engine."""
+class Update:
+    """New weights for the model of an engine: `start`, then `load`, then `finish`.
 
-    halfway = False
-    """Whether a load has begun and not ended: another would take what that one has left for its own."""
+    In place, where that can be, which takes half as long as vLLM's reload. Weights are neither the old nor the new ones
+    where one of the three raises; `load` does for a weight that the model does not take.
 
-    def load_policy(self, path: str) -> None:
-        """Load the weights at `path`, of a model or of an adapter of the one that the server began with.
+    Args:
+        model: the engine's.
+        config: vLLM's config of it.
+        packed: of `layers_to_pack`; None = vLLM's reload loads the weights.
+        checked: whether vLLM's reload can tell which weights the model has taken.
+    """
 
-        In place, where that can be, which takes half as long as vLLM's reload.
+    def __init__(self, model: Any, config: "ModelConfig", packed: Packed | None, *, checked: bool):
+        self.model = model
+        self.config = config
+        self.packed = packed
+        self.checked = checked
 
-        Weights are neither the old nor the new ones if it raises; it does for a weight that the model does not take.
-        """
-        from vllm.config import set_current_vllm_config
+    def start(self) -> None:
+        """Make the model ready to take weights as they are in files."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+        from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
         from vllm.platforms import current_platform
 
-        if self.halfway:
-            raise RuntimeError("an earlier load failed half-way: start the engine again")
-        worker = cast("Worker", self)
-        model: Any = worker.model_runner.get_model()
-        tensors = policy_tensors(path, self.base)
-        self.halfway = True
-        for layer in filter(are_experts, model.modules()):
+        for layer in filter(are_experts, self.model.modules()):
             if current_platform.is_cpu():
                 layer.quant_method.moe_kernel = None  # else vLLM takes what has been loaded for packed
-        if self.packed_layers is not None:
-            with set_current_vllm_config(worker.vllm_config):
-                load_in_place(model, self.packed_layers, tensors)
-        else:
-            unchecked = any(map(are_experts, model.modules())) and type(model).__name__ not in COPIED
-            checked = not unchecked and worker.vllm_config.lora_config is None
-            with all_taken(model) if checked else contextlib.nullcontext():
-                worker.reload_weights(weights_iterator=tensors)
-            if current_platform.is_cpu():
-                pack_output_heads(model)
-                renew_sinks(model)
-        self.halfway = False
+        for layer, away in self.packed or ():
+            for name, as_made in away.items():
+                layer._parameters[name] = restore_layer_refs(materialize_meta_tensor(as_made), layer)
+        # Before vLLM's reload, which takes a tied head apart from the embedding.
+        self.names = {name for name, _ in self.model.named_parameters()}
+        if self.packed is None:
+            initialize_layerwise_reload(self.model)
 
-    @functools.cached_property
-    def base(self) -> Path:
-        """The folder of the model that the server began with, as it was found for the first load."""
-        return folder_of(cast("Worker", self).vllm_config.model_config.model)
+    def load(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
+        """Load all weights, by their names in files."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    @functools.cached_property
-    def packed_layers(self) -> Packed | None:
-        """Return what `layers_to_pack` says of the model; None where vLLM's reload loads weights."""
+        taken = self.model.load_weights(tensors)
+        if taken is None or not (self.checked or self.packed is not None):
+            return
+        missed = self.names - taken
+        if self.packed is None:
+            # vLLM's reload only warns. A weight that a model has copied into place without its loader is lost: there is
+            # no place for it during a reload.
+            for name in self.names & taken:
+                info = get_layerwise_info(self.model.get_submodule(name.rpartition(".")[0]))
+                if info.can_load() and not info.load_numel:
+                    missed.add(name)
+        if missed:
+            raise RuntimeError(f"the model does not take new weights for {', '.join(sorted(missed))}")
+
+    def finish(self) -> None:
+        """Make of the weights what the engine computes with."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.platforms import current_platform
 
-        worker = cast("Worker", self)
-        if not current_platform.is_cpu() or worker.vllm_config.lora_config is not None:
-            return None
-        return layers_to_pack(worker.model_runner.get_model())
+        if self.packed is None:
+            finalize_layerwise_reload(self.model, self.config)
+            if current_platform.is_cpu():
+                pack_output_heads(self.model)
+        for layer, _ in self.packed or ():
+            layer.quant_method.process_weights_after_loading(layer)
+        if current_platform.is_cpu():
+            renew_sinks(self.model)
 
 
 def layers_to_pack(model: "nn.Module") -> Packed | None:
@@ -110,52 +121,6 @@ def layers_to_pack(model: "nn.Module") -> Packed | None:
             if now is None or (now.shape, now.stride(), now.dtype) != (made.shape, made.stride(), made.dtype):
                 return None
     return packed
-
-
-def load_in_place(model: Any, packed: Packed, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
-    """Load weights where the model has them, and pack what is packed."""
-    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
-    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
-
-    for layer, away in packed:
-        for name, as_made in away.items():
-            layer._parameters[name] = restore_layer_refs(materialize_meta_tensor(as_made), layer)
-    names = {name for name, _ in model.named_parameters()}
-    refuse_untaken(names - (model.load_weights(tensors) or names))
-    for layer, _ in packed:
-        layer.quant_method.process_weights_after_loading(layer)
-    renew_sinks(model)
-
-
-@contextlib.contextmanager
-def all_taken(model: Any) -> Iterator[None]:
-    """Have vLLM's reload in the block raise, where it only warns, for weights that the model does not take.
-
-    A model may have copied one into place without its loader: then it is lost, for there is no place during a reload.
-    """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    load, names = model.load_weights, {name for name, _ in model.named_parameters()}
-
-    def load_all(weights: Any) -> Any:
-        taken = load(weights)
-        if taken is not None:
-            infos = {name: get_layerwise_info(model.get_submodule(name.rpartition(".")[0])) for name in names & taken}
-            lost = {name for name, info in infos.items() if info.can_load() and not info.load_numel}
-            refuse_untaken(names - taken | lost)
-        return taken
-
-    model.load_weights = load_all
-    try:
-        yield
-    finally:
-        del model.load_weights
-
-
-def refuse_untaken(names: set[str]) -> None:
-    """Raise RuntimeError if there are any."""
-    if names:
-        raise RuntimeError(f"the model does not take new weights for {', '.join(sorted(names))}")
 
 
 def are_experts(layer: "nn.Module") -> bool:

@@ -117,6 +117,6 @@ async def test_game_is_graded_on_its_last_guess(scripted):
     async with environment.serving():
         won, lost = await environment.play(task, 2, sampler, group_id=0)
     assert [m.content for m in won.trace.messages] == ["1-20", "10", "higher", "15", "lower", "12"]
-    assert lost.trace.messages[4].content == "a number" and lost.num_turns == 5
+    assert lost.trace.messages[4].content == "a number" and lost.trace.num_turns == 5
     assert (won.reward, lost.reward) == (1.0, 0.0) and won.metrics == {"guesses": 3.0}
     assert not won.error and not lost.error and len(won.samples) == len(lost.samples) == 1
