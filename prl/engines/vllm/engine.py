@@ -23,7 +23,7 @@ SIGMOID = "fails at the first request (it cannot choose experts by a sigmoid wit
 FAULTS_ON_CPU = {"laguna": SIGMOID, "minimax_m2": SIGMOID} | dict.fromkeys(
     ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), LATENT
 )
-"""Kinds of models that vLLM gets wrong without a GPU, and how: prl/engines/README.md has the table."""
+"""Kinds of models that vLLM gets wrong without a GPU, and how: `experiments/benchmarks/renderers.md`."""
 
 
 @dataclass
