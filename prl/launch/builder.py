@@ -105,7 +105,6 @@ def read_tasks(
     if plan.teacher is not None and hosted is not None:
         check_loadable(hosted, plan.teacher, "teacher.model.", trained=False)
         teacher = load_tokenizer(hosted.path, "teacher.model.path", hosted.trust_remote_code)
-        # A hosted teacher is compared before it is started: its server would need minutes to say the same.
         check_vocabulary(tokenizer, teacher, config, components)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     environments = {
@@ -128,8 +127,7 @@ def read_tasks(
         prompts = rendered_prompts(environment, renderers[name], components.keys[name]["renderer"])
         check_lengths(config.model.max_model_len, config.trainer.seq_len, name, prompts)
         rendered += prompts
-        # An env without weight is evaluated only: it has no use for demonstrations or a group's rewards.
-        if environment.config.weight > 0:
+        if environment.config.weight > 0:  # else it is evaluated only
             algorithm, size = components.envs[name].algorithm, config.group_size_of(name)
             check_trained(components.keys[name], size, algorithm, environment, renderers[name])
     check_rows(config.model.path, rows, tokenizer, rendered)
