@@ -37,7 +37,7 @@ class Manifest(msgspec.Struct):
 
     step: int
     files: dict[str, File]
-    """By path in the folder."""
+    """Files by their paths in the folder."""
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:

@@ -169,8 +169,8 @@ def no_such_option(key: str, value: Any, owner: Any, known: Iterable[str]) -> Co
 
 
 def nearest(key: str, value: Any, known: Iterable[str], all_of_them: str) -> str:
-    """Return what may have been meant by a key: another project's, or the `known` name like its last part, or any of
-    them."""
+    """Return a hint at the key that was meant: another project's, the `known` name like its last part, or all
+    of them."""
     if text := counterpart(key, value):
         return text
     node, dot, name = key.rpartition(".")
@@ -181,8 +181,8 @@ def nearest(key: str, value: Any, known: Iterable[str], all_of_them: str) -> str
 
 @functools.cache
 def adapter_of(target: Any, names: tuple[str, ...]) -> Any:
-    """Return what reads these options of a class or function by its annotations: pydantic takes milliseconds to make
-    it."""
+    """Return the reader of these options of a class or function. Kept, since pydantic takes milliseconds to
+    make one."""
     annotations = options_taken(target).annotations
     shape: Any = TypedDict("Options", {name: annotations.get(name, Any) for name in names})  # type: ignore[misc]
     return pydantic.TypeAdapter(pydantic.with_config(CHECKED)(shape))

@@ -36,7 +36,7 @@ class Need:
     size: int
     """GPUs that each of them takes; 0 = it computes on the CPU."""
     option: str = ""
-    """What says so, for messages."""
+    """Option that says so, for messages."""
 
     @property
     def gpus(self) -> int:

@@ -82,8 +82,8 @@ def check_tokenizer_files(folder: Path, where: str) -> None:
 
 
 def instead(folder: Path) -> str:
-    """Return what to give in place of a run directory, its newest checkpoint, or of an adapter, the model beside it; or
-    ''."""
+    """Return the folder to give in place of this one: of a run its newest checkpoint, of an adapter its model;
+    else ''."""
     from prl.base.checkpoint_folders import checkpoint_path, steps_of  # as above
 
     if (folder / "adapter_config.json").is_file() and (folder.parent / "config.json").is_file():

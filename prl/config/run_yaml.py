@@ -18,7 +18,7 @@ from prl.config.evaluation import EvaluationConfig
 from prl.config.schema import TrainConfig
 
 DEFAULTS = ["/base@_global_", "_self_"]
-"""What Hydra composes it with: where a run lives and Hydra's own settings (conf/base.yaml)."""
+"""Files that Hydra composes it with: where a run lives and Hydra's own settings (conf/base.yaml)."""
 
 
 def data_of(config: TrainConfig | EvaluationConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ ADDED = re.compile(
 REMOVED = ("envs.", "filters.", "monitor.")
 """Beginnings of keys that a `~` may remove."""
 NODES = {"env": "envs", "optim": "trainer", "schedule": "trainer"}
-"""Where the options of a group are in a config, if not under its name."""
+"""Nodes that hold the options of a group, if not under its name."""
 ROOT = re.compile(r"(?:^|\s)[+~]?([\w-]+)[^\s=]*=")
 """An override in a hint; the first part of its key."""
 

@@ -38,14 +38,11 @@ class TaskCurriculum(Curriculum):
     shuffle: bool = True
     """Reorder the tasks before each epoch (seeded)."""
     easy_threshold: float | None = None
-    """If a group's mean reward is at least this, its task moves into the easy pool and is not sampled again. null =
-    never."""
+    """Mean reward of a group from which its task moves into the easy pool and is not sampled again. null = never."""
     hard_threshold: float | None = None
-    """If a group's mean reward is at most this, its task moves into the hard pool and is not sampled again. null =
-    never."""
+    """Mean reward of a group up to which its task moves into the hard pool and is not sampled again. null = never."""
     refill: bool = False
-    """When an env has no normal task left, sample all tasks again. False = the env ends, and the run with its last
-    env."""
+    """When an env has no normal task left, sample all tasks again. False = it ends; with the last env the run ends."""
     load_from: str | None = None
     """A checkpoint folder with `easy_examples.jsonl` and `hard_examples.jsonl` for the pools; null = empty pools."""
     hash_keys: list[str] | None = None
@@ -57,8 +54,7 @@ class TaskCurriculum(Curriculum):
     hard_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
     """The same for the hard tasks."""
     refresh_every: Annotated[int, Ge(1)] | None = None
-    """Steps after which `easy_fraction` and `hard_fraction` of the pools are sampled again, over and over; null =
-    never."""
+    """Steps after which `easy_fraction` and `hard_fraction` of the pools are sampled again, each time; null = never."""
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -81,7 +77,7 @@ class TaskCurriculum(Curriculum):
         self._retired: dict[int, str] = {}
         """The pool of each retired task, by index."""
         self._hashes: dict[int, str] = {}
-        """Of tasks that have been retired, by index: `state_dict` is asked at every step."""
+        """Hashes of retired tasks, by index: `state_dict` is asked at every step."""
         self._index = {task: index for index, task in enumerate(tasks)}  # verifiers' tasks compare by identity
         if self.hash_keys is not None:
             known = type(tasks[0].data).model_fields
@@ -127,8 +123,8 @@ class TaskCurriculum(Curriculum):
                 return self.tasks[index]
 
     def update(self, task: "Task", *rewards: float) -> str | None:
-        """See `Curriculum.update`. In a game, all trained agents must be past the same threshold for the task to
-        retire."""
+        """Move a task into a pool, as `Curriculum.update` says. In a game all trained agents must
+        be past the threshold."""
         pool, index = self._judge(rewards), self._index.get(task)
         if pool is not None and index is not None and index not in self._retired:
             self._retired[index] = pool
@@ -161,8 +157,8 @@ class TaskCurriculum(Curriculum):
         return evicted
 
     def state_dict(self) -> dict[str, Any]:
-        """The pass that has begun, the tasks left in it by number, the hashes of the retired ones, and the random
-        generator."""
+        """Return the pass that has begun, the numbers of its remaining tasks, the hashes of retired ones, and
+        the generator."""
         for index in self._retired.keys() - self._hashes.keys():
             self._hashes[index] = fingerprint(entry_of(self.env_name, self.tasks[index]), self.hash_keys)
         return {

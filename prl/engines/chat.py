@@ -36,7 +36,7 @@ class Dialogue:
     given: Sequence[Any]
     """verifiers' messages, or mappings in OpenAI's format."""
     tools: list[dict[str, Any]] | None = None
-    """What the model may call, in OpenAI's format."""
+    """Tools that the model may call, in OpenAI's format."""
     task: Any = None
     """The data of the task that is played."""
 
@@ -53,7 +53,7 @@ class Answer:
     message: dict[str, Any]
     finish_reason: str | None = "stop"
     may_be_cut: bool = True
-    """Whether its beginning will do where all of it does not fit."""
+    """The beginning of the reply will do where all of it does not fit."""
 
 
 class UnusableReply(EngineError):

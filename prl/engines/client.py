@@ -210,8 +210,7 @@ class InferencePool(PolicyPool):
         prefix: str | None = None,
         priority: int = 0,
     ) -> Read:
-        """Return what `read` makes of the reply and the version that the request started from, that of its server
-        then."""
+        """Return what `read` makes of the reply, and the version that its server had when the request started."""
 
         async def send(server: Server) -> Read:
             version = server.version

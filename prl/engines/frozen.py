@@ -128,8 +128,8 @@ class FrozenPool(ReferencePool):
         return await self._ask("/v1/completions", body, read, timeout_s=self.timeout_s)
 
     async def _has_prls_route(self) -> bool:
-        """Return whether each server has it. It makes no text of a logprob's token, which is most of what vLLM's own
-        does."""
+        """Return whether each server has prl's route, which makes no text of a logprob's token: most of the
+        time of vLLM's own."""
         body = {"model": self.model, "token_ids": [0], "sampling": scoring(0)}
         asked = [self.http.request("POST", url, GENERATE, body, timeout_s=ROUTE_S) for url in self.urls]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -144,8 +144,7 @@ class FrozenPool(ReferencePool):
         return await self._ask("/v1/chat/completions", body, read, timeout_s=timeout_s, waits=waits)
 
     async def shares_tokenizer(self, probe: TokenizerProbe) -> bool | None:
-        """Return whether every endpoint takes and returns token ids of the policy's tokenizer; None where one does not
-        say."""
+        """Return whether every endpoint takes and returns the token ids of the policy; None where one does not say."""
         answers = await asyncio.gather(*(self._tokens(url, probe.text) for url in self.urls))
         return None if None in answers else all(token_ids == probe.token_ids for token_ids in answers)
 
@@ -249,8 +248,8 @@ class FrozenPool(ReferencePool):
             self._search = asyncio.create_task(self.wait_ready(self.timeout_s, again=True))
 
     async def served(self, url: str) -> dict[str, dict[str, Any]]:
-        """Return what a server says of each model that it serves, by name. Raises EngineError where it does not
-        answer."""
+        """Return what a server says of each model that it serves, by name. Raises EngineError where
+        it gives no answer."""
         reply = await self.http.request("GET", url, "/v1/models", timeout_s=PROBE_S)
         with reading(self.model):
             return {model["id"]: model for model in reply["data"]}

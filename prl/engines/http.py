@@ -16,8 +16,7 @@ from prl.engines.replies import reading
 from prl.engines.servers import Router, Server, Traffic
 
 KEEP_ALIVE_S = 2.0
-"""Idle connections are closed after this long: servers close them too, after 5 s, and a request sent just then is
-lost."""
+"""Seconds after which an idle connection is closed. Servers close it after 5, and a request sent just then is lost."""
 CONNECT_S = 30.0
 REQUEST_S = 3600.0
 """Deadline of a request that has no other, seconds."""
@@ -40,8 +39,7 @@ def closed_while_idle(error: BaseException) -> bool:
 
 
 def is_away(error: BaseException) -> bool:
-    """Return whether a server was not there, is not ready, or is ending, so that the same request may be answered
-    later."""
+    """Return whether a server was away, not ready, or ending, so that the same request may be answered later."""
     lost = isinstance(error.__cause__, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError)
     ending = isinstance(error, RequestAborted) or ENGINE_DEAD in str(error)
     return isinstance(error, EngineError) and (lost or ending or error.status in (502, 503))

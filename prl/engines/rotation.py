@@ -137,8 +137,8 @@ class Rotation:
                 await asyncio.sleep(LOOK_S)
 
     async def _runs_anew(self, server: Server) -> bool:
-        """Return whether a server was started anew since it loaded weights. Raises EngineError where it does not
-        answer."""
+        """Return whether a server was restarted since it loaded weights. Raises EngineError where
+        it gives no answer."""
         try:
             await self._probe(server)
         except EngineError as error:

@@ -36,8 +36,7 @@ class Filter(EnvPart, ABC):
     """Drop matching rollouts; false only records the match."""
 
     mode_options: ClassVar[ModeOptions] = {}
-    """For a filter with a field `mode`. The fields of such options are null by default, so that one of another mode is
-    refused."""
+    """Options of each value of a field `mode`. They are null by default, so that one of another mode is refused."""
 
     where = "filter"  # not an option; `check` replaces it
     """Its config key."""

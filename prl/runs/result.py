@@ -22,7 +22,7 @@ class RunResult(msgspec.Struct):
     metrics: dict[str, float | None] = {}
     """The newest value of every metric."""
     optimized_metric: float | None = None
-    """What a sweep compares its jobs by; null where the run is no job of one, or has no such metric."""
+    """Objective that a sweep compares its jobs by; null where the run is no job of one, or has no such metric."""
 
     def take(self, last: Mapping[str, float | None]) -> None:
         """Take the steps and the metrics from the newest value of each, the step among them."""

@@ -29,8 +29,8 @@ STEP = re.compile(r"step_(\d{6,})")
 ROLLOUTS = re.compile(r"(eval_.+_)?step_(\d{6,})\.jsonl")
 """Name of a rollout file: of a step, or of an evaluation."""
 NOT_OF_A_RUN = ("run.", "sweep.", "optimized_metric.", "engine.urls", "hydra")
-"""How the config keys begin that change no result: a sweep whose command has others still finds its jobs, and a summary
-does not tell runs apart by them."""
+"""Beginnings of config keys that change no result: a sweep whose command has others still finds its jobs, and a
+summary does not tell runs apart by them."""
 
 
 class Best(msgspec.Struct):

@@ -52,7 +52,7 @@ class Rollouts:
     """One a step: `step` and its `groups`, each with its title and its rollouts' places in `rows`."""
     left_out: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """What could not be read, and where."""
+    """Files that could not be read, and why."""
     has_tokens: bool = False
 
 
