@@ -144,8 +144,8 @@ class SamplingConfig:
     """Engine and trainer divide the logits of sampled tokens by this; the trainer uses 1 for all other tokens. At least
     0.01 where the policy trains on its own samples; 0 = greedy. The servers take none above 2."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Nucleus sampling: sample from the likeliest tokens whose probabilities add up to this. 1 =
-    off; not for training."""
+    """Nucleus sampling: sample from the most likely tokens whose probabilities add up to this. 1 = off.
+    Not for training."""
     top_k: Annotated[int, Ge(0)] = 0
     """Top-k sampling: sample from this many of the most likely tokens. 0 = off. Not for training."""
     min_p: Annotated[float, Ge(0), Lt(1)] = 0.0
