@@ -80,6 +80,7 @@ def has_gpu_packages() -> bool:
 
 def cores() -> int:
     """CPU cores that this process may use."""
+    # Not the cores of the machine: `taskset`, containers and Slurm leave a process fewer.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

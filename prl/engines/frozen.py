@@ -105,12 +105,14 @@ class FrozenPool(ReferencePool):
                 replies.require_prompt(prompt_ids, choice)
             return [Completion(replies.read_tokens(choice), [], choice.get("finish_reason")) for choice in choices]
 
+        # With token ids: a text may tokenize to others than those that were sampled.
         body = {"prompt": prompt_ids, **PLAIN, **sampling, "n": n, "return_token_ids": True}
         return await self._ask("/v1/completions", body, read, n=n, prefix=prefix)
 
     async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
         if self._by_prl is None:
             self._by_prl = asyncio.create_task(self._has_prls_route())
+        # Shielded: a rollout that is cancelled must not take the answer from the others that wait for it.
         if await asyncio.shield(self._by_prl):
             asked = {"token_ids": token_ids, "sampling": scoring(top_k)}
             read_prls = functools.partial(replies.read_scored, token_ids=token_ids, top_k=top_k)
@@ -215,6 +217,7 @@ class FrozenPool(ReferencePool):
             reraise=True,
         )
         async def ask() -> Read:
+            # Not one more request to a model that is known to be away: the search asks it often enough.
             if waits and self._search is not None:
                 await asyncio.wait([self._search])
             server = self.http.router.choose(n, prefix) or self.servers[0]
@@ -244,6 +247,7 @@ class FrozenPool(ReferencePool):
         self._failing = (first, now)
         if now - first > self.timeout_s:
             raise DeadlinePassed(f"model {self.model!r} at {self.urls[0]} has failed for {self.timeout_s:g} s: {error}")
+        # One server that answers is enough: the router sends requests there.
         if self.up and all(server.avoided for server in self.servers):
             self._search = asyncio.create_task(self.wait_ready(self.timeout_s, again=True))
 

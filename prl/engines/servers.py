@@ -105,6 +105,7 @@ class Traffic:
         server.record()
         try:
             yield
+            # Not in `finally`: what failed was not answered, and shows no progress.
             self.answered += 1
         finally:
             server.in_flight -= 1
@@ -144,6 +145,7 @@ class Router:
         if not ready:
             return None
         if prefix is not None:
+            # Each prefix ranks all servers: where one leaves, only its own prefixes move (rendezvous hashing).
             home = max(ready, key=lambda server: zlib.crc32(f"{prefix} {server.url}".encode()))
             limit = max(FEW, BUSIER * (sum(server.load for server in ready) + n) / len(ready))
             if not home.avoided and home.load + n <= limit:
