@@ -57,6 +57,7 @@ def of_own_code(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     if isinstance(error, ModuleNotFoundError) and error.name:
         text += f": install its package (pip install {error.name.partition('.')[0]}, if that is its name)"
+    # The innermost frame: the line that failed, not the call in prl.
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{text} ({frame.filename}, line {frame.lineno})"
 

@@ -73,6 +73,7 @@ def _is_drawn(value: str) -> bool:
 
 def _secrets_of_environment() -> list[str]:
     """The secrets among the environment's values, long ones first; a short one may be a word of any text."""
+    # Asked anew each time: a component may set a variable while the run is prepared.
     secrets = {value for name, value in os.environ.items() if len(value) >= 12 and is_secret(name, value)}
     return sorted(secrets, key=len, reverse=True)
 
@@ -98,6 +99,7 @@ def masked(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
         return {key: masked(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
+        # A flag names the argument behind it: `--api-key` and then the key.
         flags = [f".{item}" if re.match(r"--[\w-]+$", str(item)) else "" for item in ["", *value]]
         return [masked(item, name + flag) for flag, item in zip(flags, value, strict=False)]
     if isinstance(value, str | int | float) and _is_hidden(name, str(value)):

@@ -118,7 +118,9 @@ class TaskCurriculum(Curriculum):
                 self._order = [index for index in range(len(self.tasks)) if index not in self._retired]
                 if self.shuffle:
                     self.random.shuffle(self._order)
+                # Taken from the end, which costs nothing however many tasks there are.
                 self._order.reverse()
+            # A group in flight may have retired a task since this pass was drawn up.
             if (index := self._order.pop()) not in self._retired:
                 return self.tasks[index]
 
@@ -126,6 +128,7 @@ class TaskCurriculum(Curriculum):
         """Move a task into a pool, as `Curriculum.update` says. In a game all trained agents must
         be past the threshold."""
         pool, index = self._judge(rewards), self._index.get(task)
+        # One group decides: those still in flight when a task retires change nothing.
         if pool is not None and index is not None and index not in self._retired:
             self._retired[index] = pool
             self._evicted[pool] += 1
@@ -179,6 +182,7 @@ class TaskCurriculum(Curriculum):
             raise ValueError(f"it is of {state['tasks']} tasks, and there are {len(self.tasks)}")
         self.passes, self._order = state["passes"], list(state["order"])
         self._refreshed = state.get("refreshed", 1)  # earlier checkpoints have none
+        # msgpack has made lists of the tuples that `setstate` wants.
         version, internal, gauss = state["random"]
         self.random.setstate((version, tuple(internal), gauss))
         if self.pooled and state["pooled"]:  # else they are off now, or `load_from` is new
@@ -190,6 +194,7 @@ class TaskCurriculum(Curriculum):
     def _release(self, shares: Sequence[float]) -> None:
         """Sample these shares of the easy and of the hard tasks again, drawn at random."""
         for pool, share in zip(RETIRED, shares, strict=True):
+            # In the order in which they retired, so that the seed decides which ones come back.
             indices = [index for index, retired_to in self._retired.items() if retired_to == pool]
             released = self.random.sample(indices, round(share * len(indices)))
             self._retired = {index: pool for index, pool in self._retired.items() if index not in set(released)}
@@ -197,6 +202,7 @@ class TaskCurriculum(Curriculum):
 
     def _judge(self, rewards: Sequence[float]) -> str | None:
         """The pool to which a group's rewards retire its task, if any."""
+        # In a game the weakest side has to be past the threshold for easy, the strongest for hard.
         if self.easy_threshold is not None and at_least(min(rewards), self.easy_threshold):
             return "easy"
         return "hard" if self.hard_threshold is not None and at_most(max(rewards), self.hard_threshold) else None
@@ -232,6 +238,7 @@ class TaskCurriculum(Curriculum):
         """Retire the tasks that are saved by hash and pool, less the shares of both pools that are sampled again."""
         own: dict[str, list[int]] = {}
         for index, task in enumerate(self.tasks):
+            # By content, not by place: another run, or another version of the data, has other numbers.
             own.setdefault(fingerprint(entry_of(self.env_name, task), hash_keys), []).append(index)
         self._retired = {}
         for pool in RETIRED:

@@ -60,6 +60,7 @@ class Filter(EnvPart, ABC):
         self.where = where
         mode = getattr(self, "mode", "")
         for other, options in self.mode_options.items():
+            # An option of the other mode would change nothing, and whoever set it would believe it did.
             for name in options.keys() - self.mode_options[mode].keys():
                 if (value := getattr(self, name)) is not None:
                     raise ConfigError(

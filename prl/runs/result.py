@@ -38,5 +38,6 @@ def read_result(run_dir: Path) -> RunResult | None:
 
 def write_result(run_dir: Path, result: RunResult) -> None:
     """Write the run's `result.json`."""
+    # An error may quote a URL with its password, or what a server has answered.
     shown = msgspec.structs.replace(result, error=result.error and masked_text(result.error))
     write_atomically(run_dir / "result.json", msgspec.json.format(msgspec.json.encode(shown)) + b"\n", durable=True)
