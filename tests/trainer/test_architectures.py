@@ -1,4 +1,4 @@
-"""The architectures of experiments/benchmarks/architectures.md, as small random models: what is trained, what refused."""
+"""The architectures of experiments/benchmarks/architectures.md as small random models: what trains, what is refused."""
 
 import contextlib
 import copy
