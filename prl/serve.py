@@ -64,7 +64,7 @@ async def serve(plan: ModelPlan, how_to_use: Callable[[str], str]) -> None:
 
     spec = plan.spec
     with LocalLauncher() as launcher:
-        [url] = plan.start(launcher)
+        [url] = plan.start(launcher.start_engine)
         print(f"starting {spec.process} from {spec.model.path}; log: {spec.log}", file=sys.stderr, flush=True)
         pool = FrozenPool(FrozenModelConfig(spec.served_name, f"{url}/v1"), spec.token)
         try:

@@ -163,7 +163,7 @@ async def start_services(
         started: The addresses of the policy's engines, where they were started early.
     """
     plan = run.plan
-    policy = plan.policy.policy(supervisor.launcher, started)
+    policy = plan.policy.policy(supervisor.launcher.start_engine, started)
     services = Services(policy, {}, [])
     starts = [partial(_serve_policy, plan.policy, policy, supervisor)]
     if plan.teacher is not None:
@@ -193,7 +193,7 @@ async def _serve_policy(plan: ModelPlan, policy: PolicyPool, supervisor: Supervi
 async def _serve_teacher(plan: ModelPlan, timeout_s: float, services: Services, supervisor: Supervisor) -> None:
     """Start the teacher; `timeout_s` is that of a request."""
     name = plan.spec.served_name
-    connect = services.hosted[name] = plan.frozen(supervisor.launcher)
+    connect = services.hosted[name] = plan.frozen(supervisor.launcher.start_engine)
     teacher = connect(FrozenModelConfig(name=name, timeout_s=timeout_s))
     services.teachers.append(teacher)
     with supervisor.awaiting(f"the teacher to answer at {', '.join(teacher.urls)}", [TEACHER]):

@@ -29,7 +29,6 @@ from prl.weights.base import Weights
 
 if TYPE_CHECKING:
     from prl.engines.client import PolicyPool
-    from prl.launch.launcher import Launcher
 
 POLICY_NAME = "policy"
 """Name that engines serve the policy under."""
@@ -38,6 +37,8 @@ TEACHER = "teacher"
 WARM_TOKEN = secrets.token_hex(24)
 """The token of every warm server of this process (`sweep.share_engine`): one for all, so that each run has it."""
 NO_NEED = Need(0, 0)
+StartEngine = Callable[[EngineSpec], str]
+"""Starts a server and returns its address, before it is ready (`Launcher.start_engine`)."""
 
 
 @dataclass(frozen=True)
@@ -127,23 +128,23 @@ class ModelPlan:
         """Return how often each of its servers may be started again, by its process."""
         return {server.process: server.config.restarts for server in self.servers}
 
-    def policy(self, launcher: "Launcher", started: Sequence[str] = ()) -> "PolicyPool":
-        """Make the client of a policy, whose servers the launcher starts unless they run.
+    def policy(self, start: StartEngine, started: Sequence[str] = ()) -> "PolicyPool":
+        """Make the client of a policy, whose servers are started unless they run.
 
         Args:
-            launcher: Starts the servers.
+            start: Starts a server.
             started: The addresses of servers that were started early; empty = none were.
         """
         running = [*self.urls, *started]
-        return self.engine.policy(self.spec, lambda: running or self.start(launcher))
+        return self.engine.policy(self.spec, lambda: running or self.start(start))
 
-    def frozen(self, launcher: "Launcher") -> Connect:
-        """Have the launcher start the servers of a frozen model; returns what makes its clients."""
-        return self.engine.frozen(self.spec, lambda: self.urls or self.start(launcher))
+    def frozen(self, start: StartEngine) -> Connect:
+        """Start the servers of a frozen model; returns a function that makes its clients."""
+        return self.engine.frozen(self.spec, lambda: self.urls or self.start(start))
 
-    def start(self, launcher: "Launcher") -> list[str]:
-        """Have the launcher start the servers. Returns their addresses, before they are ready."""
-        return [launcher.start_engine(server) for server in self.servers]
+    def start(self, start: StartEngine) -> list[str]:
+        """Start the servers. Returns their addresses, before they are ready."""
+        return [start(server) for server in self.servers]
 
 
 @dataclass(frozen=True)

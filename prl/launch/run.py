@@ -111,7 +111,7 @@ def start_early(plan: RunPlan, launcher: Launcher) -> list[str]:
         return []
     with contextlib.suppress(OSError, PrlError, UnicodeError):
         plan.trainer.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return plan.policy.start(launcher)
+        return plan.policy.start(launcher.start_engine)
     return []
 
 

@@ -27,7 +27,7 @@ async def test_a_prepared_run_has_its_engines_started_once(launcher, tmp_path):
     config = compose([f"run.dir={tmp_path}/run", *FEW, "engine.servers=2"])
     prepared, urls = prepare(config, planned(config), launcher)
     assert [process.name for process in launcher.processes] == ["engine", "engine 2"]
-    pool = prepared.plan.policy.policy(launcher, urls)
+    pool = prepared.plan.policy.policy(launcher.start_engine, urls)
     await pool.close()
     assert list(pool.urls) == urls and len(launcher.processes) == 2
     assert (tmp_path / "run" / "logs" / "engine.log").exists() and (tmp_path / "run").stat().st_mode & 0o77 == 0

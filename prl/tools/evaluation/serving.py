@@ -52,7 +52,7 @@ def client_of(served: Served, launcher: Launcher) -> tuple[ModelPool, float]:
     if plan.servers:
         several = "an engine" if len(plan.servers) == 1 else f"{len(plan.servers)} engines"
         print(f"starting {several} for {first.name}; log: {plan.spec.log}", file=sys.stderr, flush=True)
-    return plan.policy(launcher), plan.spec.config.startup_timeout_s
+    return plan.policy(launcher.start_engine), plan.spec.config.startup_timeout_s
 
 
 def waiting(pool: ModelPool) -> Waiting:
