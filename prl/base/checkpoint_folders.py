@@ -37,7 +37,7 @@ class Manifest(msgspec.Struct):
 
     step: int
     files: dict[str, File]
-    """By path in the folder."""
+    """Files by their paths in the folder."""
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -67,6 +67,7 @@ def finish(run_dir: Path, step: int) -> None:
     """
     folder, final = part_path(run_dir, step), checkpoint_path(run_dir, step)
     seal(folder, step)
+    # One of an earlier part of the run, which is trained over again: a folder cannot be renamed onto it.
     shutil.rmtree(final, ignore_errors=True)
     folder.rename(final)
     sync_folder(final.parent)
@@ -76,6 +77,7 @@ def seal(folder: Path, step: int) -> None:
     """Put every file of `folder` on disk, and write its manifest."""
     files = {str(path.relative_to(folder)): _synced(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     write_atomically(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(Manifest(step, files))), durable=True)
+    # A file is safe once its name is: that stands in the folder, which has to reach the disk as well.
     for parent in {folder, *((folder / name).parent for name in files)}:
         sync_folder(parent)
 
@@ -103,6 +105,7 @@ def verify(folder: Path, *, state: bool = True) -> int:
         path = folder / name
         if not path.is_file():
             raise ConfigError(f"{folder} is damaged: {name} is missing")
+        # Sizes first: a file that was cut off is named without reading gigabytes.
         size = path.stat().st_size
         if size != file.bytes:
             raise ConfigError(f"{folder} is damaged: {name} has {size} bytes instead of {file.bytes}")
@@ -117,6 +120,7 @@ def newest(run_dir: Path, steps: list[int], *, fall_back: bool) -> Path | None:
     Raises ConfigError where it is damaged, with the one before it; with `fall_back` that one is taken, with a warning,
     and the error is that none is whole.
     """
+    # The newest one that is whole: a run that was killed while the disk was full may have left a damaged one.
     for number in reversed(range(len(steps))):
         folder = checkpoint_path(run_dir, steps[number])
         try:

@@ -7,10 +7,10 @@ import traceback
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_MORE = (*FULL, errno.EFBIG, errno.EROFS)
-"""What a file system says that takes no more, whoever writes."""
+"""Errors of a file system that takes no more, whoever writes."""
 UNREADABLE = (ValueError, RecursionError)
-"""What msgspec and json raise for data that are none: their errors of grammar and type and those of UTF-8 are
-ValueErrors, and what is nested too deep raises the other."""
+"""Errors of msgspec and json for data that are none. ValueErrors are those of grammar, type and UTF-8; what is
+nested too deep raises the other."""
 
 
 class PrlError(Exception):
@@ -34,7 +34,7 @@ class EngineError(PrlError):
 
     kind = "engine"
     wait_s: float | None = None
-    """How long the server asks to be left alone (Retry-After); None where it does not say."""
+    """Seconds that the server asks to be left alone for (Retry-After); None where it does not say."""
 
     def __init__(self, message: str, status: int = 0):
         super().__init__(message)
@@ -57,6 +57,7 @@ def of_own_code(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     if isinstance(error, ModuleNotFoundError) and error.name:
         text += f": install its package (pip install {error.name.partition('.')[0]}, if that is its name)"
+    # The innermost frame: the line that failed, not the call in prl.
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{text} ({frame.filename}, line {frame.lineno})"
 

@@ -32,6 +32,7 @@ def naming(path: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write `path` so that a reader sees all of it or nothing; `durable`: also after a crash of the machine."""
+    # In the same folder, since a rename is atomic within one file system only; by process, for two at once.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,6 +65,7 @@ def lines_of(path: Path, kind: type[T], problems: list[str]) -> list[T]:
     decoder = msgspec.json.Decoder(kind)
     written = content_of(path)
     lines, damaged = [], 0
+    # Up to the last newline: a run that goes on may be writing the line behind it.
     for line in written[: written.rfind(b"\n") + 1].splitlines():
         try:
             lines += [decoder.decode(line)] if line.strip() else []
@@ -78,7 +80,7 @@ def lines_of(path: Path, kind: type[T], problems: list[str]) -> list[T]:
 def writing(final: Path) -> Iterator[Path]:
     """Yield an empty folder, which gets its `final` name once the block has ended, and goes where the block raises."""
     folder = final.with_name(f"{final.name}.writing")
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)  # what a killed process has left
     folder.mkdir(parents=True)
     try:
         yield folder

@@ -21,6 +21,7 @@ class EnvPart:
     def log(self, name: str, value: float) -> None:
         """Add a value to the metric `log/<env>/<name>`, the mean of a step's values. What is not finite is left out."""
         if math.isfinite(value):
+            # Made here, not in a constructor: a subclass need not call one.
             vars(self).setdefault("_logged", {}).setdefault(name, []).append(float(value))
 
     def take_logged(self) -> dict[str, list[float]]:

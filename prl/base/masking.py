@@ -8,7 +8,7 @@ from typing import Any
 
 HIDDEN = "***"
 EDGE = r"(?:(?<![A-Za-z])|(?![A-Za-z])|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z]))"
-"""Where a word of a name begins or ends: `api_key`, `apiKey`, `APIKey`."""
+"""Beginning or end of a word in a name: `api_key`, `apiKey`, `APIKey`."""
 ELSEWHERE = (
     rf"(?:[\w.-]*{EDGE}(?i:var|file|path|env|name|dir|directory|error|exception|length|count|bits|per_second)(?i:s?)"
     rf"|(?:[\w.-]*\.)?(?:n|num|max|min|total)_\w+|[\w.-]*\bPWD)(?![\w.-])"
@@ -23,7 +23,8 @@ NAME = (
 )
 """A name that only secrets have; in capitals, as of the environment, any key or token. An env has any name."""
 MAYBE = rf"{EDGE}(?i:key|token|auth|pass)s?"
-"""How names end that others have, too: `sort_key`, `stop_token`. Of these a value that looks drawn is a secret."""
+"""Ends of names that others than secrets have, too: `sort_key`, `stop_token`. A value there that looks drawn is
+a secret."""
 WORD = re.compile(r".{,7}|[a-z]*(?:[A-Z][a-z]+)*\d*[A-Za-z]?|[A-Z]*\d*[A-Z]?|\d+[A-Za-z]*")
 PLAIN = (
     r"(?!(?i:none|null|true|false|empty)\s*(?:[^\w\s]|$)|\$\{|\*\*\*|\[\]|\{\}|$"
@@ -72,6 +73,7 @@ def _is_drawn(value: str) -> bool:
 
 def _secrets_of_environment() -> list[str]:
     """The secrets among the environment's values, long ones first; a short one may be a word of any text."""
+    # Asked anew each time: a component may set a variable while the run is prepared.
     secrets = {value for name, value in os.environ.items() if len(value) >= 12 and is_secret(name, value)}
     return sorted(secrets, key=len, reverse=True)
 
@@ -97,6 +99,7 @@ def masked(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
         return {key: masked(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
+        # A flag names the argument behind it: `--api-key` and then the key.
         flags = [f".{item}" if re.match(r"--[\w-]+$", str(item)) else "" for item in ["", *value]]
         return [masked(item, name + flag) for flag, item in zip(flags, value, strict=False)]
     if isinstance(value, str | int | float) and _is_hidden(name, str(value)):

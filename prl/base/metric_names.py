@@ -7,13 +7,13 @@ from typing import TypeVar
 Value = TypeVar("Value")
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
-"""How a number is spread: by name, the last part of a metric's key."""
+"""Quantiles that show the spread of a number, by name: the last part of a metric's key."""
 SAMPLED = "reward/all/mean"
 """The mean reward of a step's rollouts."""
 HELD_OUT = "eval/*/avg@*"
 """Pattern of the held-out rewards, one for each env."""
 REWARDS = (HELD_OUT, SAMPLED)
-"""What runs are compared by where nothing else is asked for; without an evaluation the second is left."""
+"""Metrics that runs are compared by where nothing else is asked for; without an evaluation the second is left."""
 
 
 def held_out(metrics: Mapping[str, Value]) -> dict[str, Value]:

@@ -22,6 +22,7 @@ class Console(rich.console.Console):
 
     def render(self, *args: Any, **options: Any) -> Iterable[Segment]:
         for segment in super().render(*args, **options):
+            # Here, where rich hands out text and its own sequences apart: behind this point they look the same.
             yield segment if segment.control else segment._replace(text=safe(segment.text))
 
 

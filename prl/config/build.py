@@ -57,6 +57,7 @@ def build(node: Any, base: type[T], where: str) -> T:
     """
     cls: Any = class_of(node, base, where)
     options = options_of(node, cls, where)
+    # Before the constructor is called: its TypeError would name a parameter, not a config key.
     if missing := sorted(options_taken(cls).required - options.keys()):
         raise ConfigError(f"{where}.{missing[0]} has no value: give one, {where}.{missing[0]}=<value>")
     with contained(where, f"making {cls.__name__}"):
@@ -91,6 +92,8 @@ def maker(node: Any, base: Any, where: str, *, values: int = 1) -> "functools.pa
         raise ConfigError(f"{where}._target_={path!r} is async: nothing awaits it")
     signature = inspect.signature(target)
     try:
+        # Tried with the number of arguments alone, so that a wrong function is refused before the run, not at its first
+        # call.
         signature.bind(*[None] * values, **given_of(node))
     except TypeError as error:
         raise ConfigError(f"{where}: {path}{signature} cannot be called: {error}") from error
@@ -169,8 +172,8 @@ def no_such_option(key: str, value: Any, owner: Any, known: Iterable[str]) -> Co
 
 
 def nearest(key: str, value: Any, known: Iterable[str], all_of_them: str) -> str:
-    """Return what may have been meant by a key: another project's, or the `known` name like its last part, or any of
-    them."""
+    """Return a hint at the key that was meant: another project's, the `known` name like its last part, or all
+    of them."""
     if text := counterpart(key, value):
         return text
     node, dot, name = key.rpartition(".")
@@ -181,8 +184,8 @@ def nearest(key: str, value: Any, known: Iterable[str], all_of_them: str) -> str
 
 @functools.cache
 def adapter_of(target: Any, names: tuple[str, ...]) -> Any:
-    """Return what reads these options of a class or function by its annotations: pydantic takes milliseconds to make
-    it."""
+    """Return the reader of these options of a class or function. Kept, since pydantic takes milliseconds to
+    make one."""
     annotations = options_taken(target).annotations
     shape: Any = TypedDict("Options", {name: annotations.get(name, Any) for name in names})  # type: ignore[misc]
     return pydantic.TypeAdapter(pydantic.with_config(CHECKED)(shape))
@@ -244,6 +247,7 @@ def instantiated(value: Any, where: str, kind: Any) -> Any:
     path = value["_target_"]
     if path is None and not settings_of(value):  # configs of earlier runs have such a node for no function
         return None
+    # Before anything is imported: a config that somebody else wrote must not run code where plain data is meant.
     classes = classes_of(kind)
     named = f"{where}._target_={str(path)[:80]!r}"
     if not classes:
@@ -332,6 +336,7 @@ def read(kind: type[T], given: Mapping[str, Any], where: str = "") -> T:
 
 def own_options(target: Any, config: Any) -> set[str]:
     """The options of a class beside those of the class that it extends, whose `Config` is `config`."""
+    # The first class with this very `Config` is prl's: what its subclasses add is the user's.
     extended = [cls for cls in getattr(target, "__mro__", ()) if vars(cls).get("Config") is config]
     return set(options_taken(target).annotations) - set(options_taken(extended[0]).annotations) if extended else set()
 
@@ -375,6 +380,7 @@ def options_taken(target: Any) -> Options:
     config = options_taken(target.Config) if hasattr(target, "Config") else Options({}, {}, None)
     annotations = {name: kind for name, kind in config.annotations.items() if name not in HYDRA_KEYS}
     defaults = {name: default for name, default in config.defaults.items() if name not in HYDRA_KEYS}
+    # The constructors from the class itself upwards, without that of `object`.
     owners = [cls for cls in inspect.getmro(target) if "__init__" in vars(cls)][:-1] if inspect.isclass(target) else []
     other = None
     for owner in owners or (target,):
@@ -396,6 +402,7 @@ def options_taken(target: Any) -> Options:
 def signature_of(call: Callable[..., Any]) -> inspect.Signature:
     """The signature of a function, in which an annotation that only a type checker can resolve is Any."""
     try:
+        # `from __future__ import annotations` makes texts of them. Some name what is imported for type checkers only.
         result = inspect.signature(call, eval_str=True)
     except Exception:  # whatever evaluating an annotation raises
         result = inspect.signature(call)

@@ -64,6 +64,7 @@ def job_config(cfg: DictConfig, overrides: list[str]) -> TrainConfig:
     """As `to_config`, for a config with Hydra's own node in it, where prl's resolvers look."""
     known = HydraConfig.instance()
     before = known.cfg
+    # The resolver `prl.choice` asks Hydra's own node for the chosen options; the config itself loses that node.
     known.set_config(cfg)
     try:
         with open_dict(cfg):
@@ -133,8 +134,10 @@ def replace_chosen(cfg: DictConfig, overrides: list[str]) -> None:
 
     Hydra has merged it with what the run's config has there. What the option does not have goes, but for typed keys.
     """
+    # Only over the config of a run, whose name is `config`: elsewhere an option replaces its node anyway.
     if not HydraConfig.initialized() or HydraConfig.get().job.config_name != "config":
         return
+    # The option may be a file of the user's own, which Hydra finds on the search path that the command has.
     of_hydra = [*overrides, *HydraConfig.get().overrides.hydra]
     searched = list(dict.fromkeys(each for each in of_hydra if each.startswith("hydra.searchpath=")))
     typed_keys = [override.partition("=")[0].lstrip("+") for override in overrides]

@@ -11,7 +11,7 @@ LOOPBACK = {
     "NCCL_SOCKET_IFNAME": "lo",
     "TP_SOCKET_IFNAME": "lo",
 }
-"""What keeps the ports of libraries on this machine; else they listen where its host name points."""
+"""Variables that keep the ports of libraries on this machine; else they listen where its host name points."""
 
 
 def model_environment(model: ModelConfig, threads: int) -> dict[str, str]:

@@ -36,7 +36,7 @@ class Need:
     size: int
     """GPUs that each of them takes; 0 = it computes on the CPU."""
     option: str = ""
-    """What says so, for messages."""
+    """Option that says so, for messages."""
 
     @property
     def gpus(self) -> int:
@@ -57,6 +57,7 @@ def place(processes: Sequence[Need], gpus: Sequence[str]) -> Placement:
             f"{' and '.join(need.option for need in needs)} take {taken} GPUs, each its own, "
             f"and this machine has {len(gpus)} ({VISIBLE}, nvidia-smi): lower one of them"
         )
+    # One iterator for all kinds: each takes on where the one before has stopped.
     free = iter(gpus)
 
     def take(need: Need) -> list[Gpus]:

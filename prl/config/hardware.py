@@ -20,14 +20,14 @@ from prl.config.model_folder import has_weights, local_folder, tensors_of
 
 MIB, GIB = 1 << 20, 1 << 30
 CUDA_CONTEXT = 0.6 * GIB
-"""What CUDA takes of a GPU for each process, bytes. An assumption: prl has not run on one."""
+"""Memory that CUDA takes of a GPU for each process, bytes. An assumption: prl has not run on one."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DEVICE = re.compile(r"\d+|(GPU|MIG)-.+")
 """The name of a GPU there."""
 ANSWER_S = 20.0
 """Deadline for `nvidia-smi` to answer, seconds: a node's first question may wake the driver."""
 BYTES_PER_PARAMETER = 8
-"""What a copy of the model takes for each parameter at least: weight and gradient, 4 bytes each. AdamW: 8 more."""
+"""Least memory of a copy of the model for each parameter: weight and gradient, 4 bytes each. AdamW: 8 more."""
 
 
 @dataclass
@@ -80,6 +80,7 @@ def has_gpu_packages() -> bool:
 
 def cores() -> int:
     """CPU cores that this process may use."""
+    # Not the cores of the machine: `taskset`, containers and Slurm leave a process fewer.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

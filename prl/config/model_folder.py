@@ -56,6 +56,7 @@ def check_model(path: str, key: str, *, weights: bool = True) -> None:
 def local_folder(path: str) -> Path | None:
     """The folder that a model's path names; None for a name on the hub."""
     folder = Path(os.path.expanduser(path) if path.startswith(("~/", "~\\")) else path)
+    # `owner/name` may be both; a folder of that name here goes before the hub.
     looks_local = folder.is_absolute() or path.startswith((".", "~")) or folder.exists()
     return folder if looks_local else None
 
@@ -82,8 +83,8 @@ def check_tokenizer_files(folder: Path, where: str) -> None:
 
 
 def instead(folder: Path) -> str:
-    """Return what to give in place of a run directory, its newest checkpoint, or of an adapter, the model beside it; or
-    ''."""
+    """Return the folder to give in place of this one: of a run its newest checkpoint, of an adapter its model;
+    else ''."""
     from prl.base.checkpoint_folders import checkpoint_path, steps_of  # as above
 
     if (folder / "adapter_config.json").is_file() and (folder.parent / "config.json").is_file():
@@ -100,6 +101,7 @@ def indexed_files(folder: Path) -> set[str]:
     index = folder / INDEX
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else set()
+        # A name with a folder in it could point to any file of the machine.
         bad = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     except (AttributeError, KeyError, TypeError, *UNREADABLE) as error:
         raise ValueError(f"{INDEX} is broken: {error!r}") from error
@@ -149,6 +151,7 @@ def positions(config: dict[str, Any]) -> int | None:
     for part in nested or [rope]:
         factor = part.get("factor") if isinstance(part, dict) else None
         if isinstance(factor, int | float) and part.get("rope_type", part.get("type")) not in SCALED:
+            # The config counts positions without the factor by which rope is stretched.
             return int(min(known) * max(factor, 1))
     return min(known)
 

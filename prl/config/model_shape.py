@@ -13,7 +13,7 @@ class ModelShape:
     parameters: int
     """All of them; those of a tied head once."""
     outside: int
-    """Of them in no layer."""
+    """Parameters that are in no layer."""
     layers: int
     layer: int
     """Parameters of one layer, the largest."""

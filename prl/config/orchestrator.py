@@ -40,8 +40,8 @@ class StopConfig:
     target: float | None = None
     """Early stopping: held-out reward at which the run ends; null = none."""
     patience: Annotated[int, Ge(1)] | None = None
-    """Early stopping: evaluations in a row without a new highest held-out reward until the run ends; null = no
-    limit."""
+    """Early stopping: end the run after so many evaluations in a row without a new highest held-out reward;
+    null = never."""
     time_budget_s: Annotated[float, Gt(0)] | None = None
     """Seconds of training, without the start of the servers, until the run ends; null = no limit."""
 

@@ -18,7 +18,7 @@ from prl.config.evaluation import EvaluationConfig
 from prl.config.schema import TrainConfig
 
 DEFAULTS = ["/base@_global_", "_self_"]
-"""What Hydra composes it with: where a run lives and Hydra's own settings (conf/base.yaml)."""
+"""Files that Hydra composes it with: where a run lives and Hydra's own settings (conf/base.yaml)."""
 
 
 def data_of(config: TrainConfig | EvaluationConfig) -> dict[str, Any]:
@@ -30,6 +30,7 @@ def text_of(config: TrainConfig | EvaluationConfig) -> str:
     """Return what `config.yaml` says of a config. A training run itself is its directory."""
     data = data_of(config)
     if isinstance(config, TrainConfig):
+        # Composed again, it is another run: one with the old name and directory would be refused.
         data = {"defaults": DEFAULTS} | without_run(data)
     return OmegaConf.to_yaml(OmegaConf.create(data))
 

@@ -14,7 +14,7 @@ from prl.config.hardware import MachineConfig
 from prl.config.model_reference import FrozenModelConfig, as_reference, frozen_models
 
 AUTO = "auto"
-"""Of `run.resume`: the last checkpoint of the run directory, else from the start."""
+"""Value of `run.resume`: the last checkpoint of the run directory, else from the start."""
 
 
 @dataclass
@@ -63,13 +63,13 @@ class LoraConfig:
     """Train low-rank adapters (LoRA, arXiv 2106.09685) in place of the weights: W + alpha / rank * B A."""
 
     rank: Annotated[int, Ge(1), Le(1024)] | None = None
-    """Rank of the adapters; null = train all weights. LoRA takes three to seven times the learning rate of full
-    training."""
+    """Rank of the adapters; null = train all weights.
+    LoRA takes three to seven times the learning rate of full training."""
     alpha: Annotated[float, Gt(0), Le(1e6)] = 32.0
     """Adapters are scaled by this divided by the rank."""
     target_modules: list[str] | None = None
-    """Linear layers that get an adapter, by the ends of their names, e.g. [q_proj,v_proj]; null = all but the output
-    head."""
+    """Linear layers that get an adapter, by the ends of their names: [q_proj,v_proj]; null = all
+    but the output head."""
 
 
 @dataclass
@@ -144,8 +144,8 @@ class SamplingConfig:
     """Engine and trainer divide the logits of sampled tokens by this; the trainer uses 1 for all other tokens. At least
     0.01 where the policy trains on its own samples; 0 = greedy. The servers take none above 2."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Nucleus sampling: sample from the most likely tokens whose probabilities add up to this. 1 = off. Not for
-    training."""
+    """Nucleus sampling: sample from the most likely tokens whose probabilities add up to this. 1 = off.
+    Not for training."""
     top_k: Annotated[int, Ge(0)] = 0
     """Top-k sampling: sample from this many of the most likely tokens. 0 = off. Not for training."""
     min_p: Annotated[float, Ge(0), Lt(1)] = 0.0
@@ -252,7 +252,7 @@ class OptimizedMetricConfig:
     last: Annotated[int, Ge(1)] = 2
     """Number of last steps with the metric to average."""
     direction: Literal["maximize", "minimize"] = "maximize"
-    """Whether more or less is better."""
+    """Direction in which the objective improves."""
 
 
 @dataclass
@@ -268,7 +268,7 @@ class TrainConfig:
     """A training run. Nodes that are `Any` name a class or a function each, with its options."""
 
     run: TrainRunConfig = field(default_factory=TrainRunConfig)
-    """Where the run lives: `run.name`, `run.dir`."""
+    """Directory and name of the run: `run.name`, `run.dir`."""
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0  # the largest that a server takes
     """Seed of tasks, sampling and initialisation."""
     max_steps: Annotated[int, Ge(1)] = 60
@@ -298,8 +298,8 @@ class TrainConfig:
     machine: MachineConfig = field(default_factory=MachineConfig)
 
     def node_of(self, env: str, name: str) -> tuple[str, Any]:
-        """The node `name` (algo, loss, filters, renderer, curriculum) that an env uses, own or the run's, and its
-        key."""
+        """Return the node `name` (algo, loss, filters, renderer, curriculum) of an env, its own or the run's,
+        and its key."""
         own = getattr(self.envs[env], name)
         return (name, getattr(self, name)) if own is None else (f"envs.{env}.{name}", own)
 

@@ -18,7 +18,7 @@ ADDED = re.compile(
 REMOVED = ("envs.", "filters.", "monitor.")
 """Beginnings of keys that a `~` may remove."""
 NODES = {"env": "envs", "optim": "trainer", "schedule": "trainer"}
-"""Where the options of a group are in a config, if not under its name."""
+"""Nodes that hold the options of a group, if not under its name."""
 ROOT = re.compile(r"(?:^|\s)[+~]?([\w-]+)[^\s=]*=")
 """An override in a hint; the first part of its key."""
 
@@ -55,6 +55,7 @@ def option_hint(argument: str, groups: Mapping[str, list[str]]) -> str | None:
     """The override with the options of its group that are spelt like those that were typed."""
     key, _, value = argument.partition("=")
     options = groups[re.split("[@/]", override_key(argument))[0]]
+    # gpt_oss, gpt-oss and gptoss are one name to somebody who types.
     names = {re.sub(r"[-_.]", "", name): name for name in options}
 
     def known(typed: re.Match[str]) -> str:

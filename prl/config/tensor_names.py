@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 _KNOWN: "WeakKeyDictionary[Any, dict[str, str | None]]" = WeakKeyDictionary()
-"""By model and name in memory, the name of the same tensor in the files; None where it is not the same one."""
+"""Names of tensors in the files, by model and name in memory; None where it is not the same tensor."""
 
 
 def as_in_files(model: Any, name: str, tensor: "torch.Tensor") -> "dict[str, torch.Tensor]":

@@ -79,8 +79,8 @@ class RefKLConfig:
 
 @dataclass(frozen=True)
 class Precision:
-    """Number format of a forward and backward. Another format is another value in `PRECISIONS`, and its place in
-    `prl.trainer.sharding.shard`."""
+    """Number format of a forward and backward. Another one is another value in `PRECISIONS`, and its place in
+    `prl.trainer.sharding.shard`, which tells FSDP."""
 
     dtype: str
     """Its name, torch's too."""
@@ -160,8 +160,7 @@ class TrainerConfig:
     token_export: bool = False
     """Write every sequence of every step to `tokens/`, with each token's use in the loss. Large."""
     example_steps: Annotated[int, Ge(0)] = 8
-    """Without token_export: number of steps, spread over the run, whose first 32 sequences are written for the run's
-    page."""
+    """Without token_export: number of steps, spread over the run, of which the page shows the first 32 sequences."""
     ready_timeout_s: Seconds = 600.0
     """Deadline for the ranks to meet, and then for the trainer to load the model, seconds."""
     batch_timeout_s: Seconds = 3600.0

@@ -29,6 +29,7 @@ def validate(config: TrainConfig, machine: Machine) -> None:
         check_node(getattr(config, name), name)
     for name in ("optim", "schedule"):
         check_node(getattr(config.trainer, name), f"trainer.{name}")
+    # A run's own config, taken up again, has stars where a secret was: they would be sent as the key.
     refuse_masked(plain(config))
     if config.machine != MachineConfig() and not config.dry_run and not places_processes(config.launcher):
         raise ConfigError("machine describes a cluster, or the machine of a dry run: add dry_run=true, or leave it out")
@@ -57,6 +58,7 @@ def places_processes(launcher: Any) -> bool:
 def check_ranks(trainer: Any, model: ModelConfig, machine: Machine) -> None:
     """Raise ConfigError for trainer ranks whose weights and gradients no memory of a machine without a GPU holds."""
     ranks = trainer.num_processes
+    # Ranks with copies of their own need that memory several times on one machine.
     copies = 1 if trainer.shard_size is None else ranks / trainer.shard_size
     needed = copies * (parameters_of(model) or 0) * BYTES_PER_PARAMETER / GIB
     machine.check_memory(
@@ -93,7 +95,7 @@ def validate_server(
         return
     for url in engine.urls:
         check_url(url, f"{prefix}engine.urls", "http://127.0.0.1:8000")
-    if engine.urls:
+    if engine.urls:  # servers that run already have options of their own
         return
     located(plain(engine), f"{prefix}engine").check(engine, prefix, machine)
     if engine.host not in THIS_MACHINE:
@@ -136,6 +138,7 @@ def validate_envs(config: TrainConfig) -> None:
     for name, env in config.envs.items():
         check_env_name(name)
         key, group_size = config.group_size_of(name)
+        # A group is never split, so that a batch of another size could not be cut.
         if batch_size is not None and batch_size % group_size:
             raise ConfigError(f"orchestrator.batch_size={batch_size} must be divisible by {key}={group_size}")
         if env.workers.where == "ray" and not places_processes(config.launcher):
@@ -159,5 +162,6 @@ def check_env_models(name: str, env: EnvConfig, hosts: Callable[[FrozenModelConf
 
 def check_env_name(name: str) -> None:
     """Refuse a name that metrics or files cannot carry."""
+    # In metrics `all` stands for all envs together, and a slash separates the parts of a name.
     if name == "all" or not re.fullmatch(r"[\w.-]+", name):
         raise ConfigError(f"envs: {name!r} cannot name an env: use letters, digits and _.-, and not 'all'")

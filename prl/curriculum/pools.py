@@ -38,14 +38,11 @@ class TaskCurriculum(Curriculum):
     shuffle: bool = True
     """Reorder the tasks before each epoch (seeded)."""
     easy_threshold: float | None = None
-    """If a group's mean reward is at least this, its task moves into the easy pool and is not sampled again. null =
-    never."""
+    """Mean reward of a group from which its task moves into the easy pool and is not sampled again. null = never."""
     hard_threshold: float | None = None
-    """If a group's mean reward is at most this, its task moves into the hard pool and is not sampled again. null =
-    never."""
+    """Mean reward of a group up to which its task moves into the hard pool and is not sampled again. null = never."""
     refill: bool = False
-    """When an env has no normal task left, sample all tasks again. False = the env ends, and the run with its last
-    env."""
+    """When an env has no normal task left, sample all tasks again. False = it ends; with the last env the run ends."""
     load_from: str | None = None
     """A checkpoint folder with `easy_examples.jsonl` and `hard_examples.jsonl` for the pools; null = empty pools."""
     hash_keys: list[str] | None = None
@@ -57,8 +54,7 @@ class TaskCurriculum(Curriculum):
     hard_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
     """The same for the hard tasks."""
     refresh_every: Annotated[int, Ge(1)] | None = None
-    """Steps after which `easy_fraction` and `hard_fraction` of the pools are sampled again, over and over; null =
-    never."""
+    """Steps after which `easy_fraction` and `hard_fraction` of the pools are sampled again, each time; null = never."""
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -81,7 +77,7 @@ class TaskCurriculum(Curriculum):
         self._retired: dict[int, str] = {}
         """The pool of each retired task, by index."""
         self._hashes: dict[int, str] = {}
-        """Of tasks that have been retired, by index: `state_dict` is asked at every step."""
+        """Hashes of retired tasks, by index: `state_dict` is asked at every step."""
         self._index = {task: index for index, task in enumerate(tasks)}  # verifiers' tasks compare by identity
         if self.hash_keys is not None:
             known = type(tasks[0].data).model_fields
@@ -122,14 +118,17 @@ class TaskCurriculum(Curriculum):
                 self._order = [index for index in range(len(self.tasks)) if index not in self._retired]
                 if self.shuffle:
                     self.random.shuffle(self._order)
+                # Taken from the end, which costs nothing however many tasks there are.
                 self._order.reverse()
+            # A group in flight may have retired a task since this pass was drawn up.
             if (index := self._order.pop()) not in self._retired:
                 return self.tasks[index]
 
     def update(self, task: "Task", *rewards: float) -> str | None:
-        """See `Curriculum.update`. In a game, all trained agents must be past the same threshold for the task to
-        retire."""
+        """Move a task into a pool, as `Curriculum.update` says. In a game all trained agents must
+        be past the threshold."""
         pool, index = self._judge(rewards), self._index.get(task)
+        # One group decides: those still in flight when a task retires change nothing.
         if pool is not None and index is not None and index not in self._retired:
             self._retired[index] = pool
             self._evicted[pool] += 1
@@ -161,8 +160,8 @@ class TaskCurriculum(Curriculum):
         return evicted
 
     def state_dict(self) -> dict[str, Any]:
-        """The pass that has begun, the tasks left in it by number, the hashes of the retired ones, and the random
-        generator."""
+        """Return the pass that has begun, the numbers of its remaining tasks, the hashes of retired ones, and
+        the generator."""
         for index in self._retired.keys() - self._hashes.keys():
             self._hashes[index] = fingerprint(entry_of(self.env_name, self.tasks[index]), self.hash_keys)
         return {
@@ -183,6 +182,7 @@ class TaskCurriculum(Curriculum):
             raise ValueError(f"it is of {state['tasks']} tasks, and there are {len(self.tasks)}")
         self.passes, self._order = state["passes"], list(state["order"])
         self._refreshed = state.get("refreshed", 1)  # earlier checkpoints have none
+        # msgpack has made lists of the tuples that `setstate` wants.
         version, internal, gauss = state["random"]
         self.random.setstate((version, tuple(internal), gauss))
         if self.pooled and state["pooled"]:  # else they are off now, or `load_from` is new
@@ -194,6 +194,7 @@ class TaskCurriculum(Curriculum):
     def _release(self, shares: Sequence[float]) -> None:
         """Sample these shares of the easy and of the hard tasks again, drawn at random."""
         for pool, share in zip(RETIRED, shares, strict=True):
+            # In the order in which they retired, so that the seed decides which ones come back.
             indices = [index for index, retired_to in self._retired.items() if retired_to == pool]
             released = self.random.sample(indices, round(share * len(indices)))
             self._retired = {index: pool for index, pool in self._retired.items() if index not in set(released)}
@@ -201,6 +202,7 @@ class TaskCurriculum(Curriculum):
 
     def _judge(self, rewards: Sequence[float]) -> str | None:
         """The pool to which a group's rewards retire its task, if any."""
+        # In a game the weakest side has to be past the threshold for easy, the strongest for hard.
         if self.easy_threshold is not None and at_least(min(rewards), self.easy_threshold):
             return "easy"
         return "hard" if self.hard_threshold is not None and at_most(max(rewards), self.hard_threshold) else None
@@ -236,6 +238,7 @@ class TaskCurriculum(Curriculum):
         """Retire the tasks that are saved by hash and pool, less the shares of both pools that are sampled again."""
         own: dict[str, list[int]] = {}
         for index, task in enumerate(self.tasks):
+            # By content, not by place: another run, or another version of the data, has other numbers.
             own.setdefault(fingerprint(entry_of(self.env_name, task), hash_keys), []).append(index)
         self._retired = {}
         for pool in RETIRED:

@@ -32,8 +32,7 @@ class ServerConfig(EngineConfig):
 
     in_process: ClassVar[bool] = False
     host: str = "127.0.0.1"
-    """Address the servers bind to. Any other than loopback opens them to the network; requests still need the run's
-    token."""
+    """Address the servers bind to. Any but loopback opens them to the network; requests still need the run's token."""
     port: Annotated[int, Ge(1), Le(65535)] | None = None
     """TCP port of the first server; further servers take the next ones. null = free ports."""
     servers: Annotated[int, Ge(1), Le(1024)] = 1
@@ -67,23 +66,24 @@ class EngineSpec:
     served_name: str
     """The name that requests give the model."""
     model: ModelConfig
-    """With a path and a number format that are resolved for the machine."""
+    """The model, its path and number format resolved for the machine."""
     config: Any
     """The options of the engine."""
     device: str
     """`cpu` or `cuda`."""
     seed: int
     token: str
-    """The token that requests need."""
+    """The token that requests have to show."""
     log: Path
+    """The file for the output of its process."""
     frozen: bool = False
-    """Whether it takes no new weights."""
+    """It takes no new weights."""
     threads: int = 1
     """Threads that it computes with on the CPU."""
     gpus: Gpus = ()
     """The GPUs that it sees; none on a CPU, or where the launcher chooses."""
     evaluation_yields: bool = False
-    """Whether requests of a lower priority come first, so that those of an evaluation beside training come last."""
+    """Requests have priorities, so that those of an evaluation beside training come last."""
     weight_transfer: str = "prl"
     """The name of what takes new weights in, in each process of a server (`Weights.receiver`)."""
 
@@ -115,14 +115,14 @@ class Engine(ABC):
     Config: ClassVar[type[EngineConfig]]
     """The dataclass of its options."""
     adds_adapters: ClassVar[bool] = False
-    """Whether it loads an adapter (LoRA) in peft's format, added to the weights that it began with, as a policy."""
+    """It loads an adapter (LoRA) in peft's format, added to the weights that it began with, as a policy."""
     receives_weights: ClassVar[bool] = False
-    """Whether its client has `receive_weights`: its servers take a policy's tensors from the trainer, without files."""
+    """Its client has `receive_weights`: its servers take a policy's tensors from the trainer, without files."""
     has_priorities: ClassVar[bool] = False
-    """Whether its servers can be asked to answer requests by their priority (`EngineSpec.evaluation_yields`)."""
+    """Its servers can be asked to answer requests by their priority (`EngineSpec.evaluation_yields`)."""
 
     def __init__(self, **options: Any):
-        """`options` are the fields of `Config`."""
+        """Take options, which are the fields of `Config`."""
         self.config = self.Config(**options)
 
     @classmethod  # noqa: B027
@@ -137,41 +137,54 @@ class Engine(ABC):
 
     @classmethod
     def fault_of(cls, model_type: str, device: str) -> str | None:
-        """Return what the engine does wrong with a kind of model (`model_type` of transformers) on a device, `cpu` or
-        `cuda`; None if nothing."""
+        """Return what the engine does wrong with a kind of model, as the end of a refusal; None if nothing.
+
+        Args:
+            model_type: The kind of model, by transformers' name.
+            device: `cpu` or `cuda`.
+        """
         return None
 
     @classmethod
     def lacks(cls, device: str) -> str | None:
-        """Return what is not installed on this machine that it takes on a device, and how to get it; None if
-        nothing."""
+        """Return what is missing on this machine, and how to get it; None if nothing.
+
+        Args:
+            device: The device that it would compute on, `cpu` or `cuda`.
+        """
         return None
 
     @classmethod
     def memory(
         cls, config: Any, shape: ModelShape, dtype: str, *, gpu_bytes: float | None, updated: bool
     ) -> EngineMemory:
-        """Predict what it holds on each of its devices.
+        """Predict the memory that it holds on each of its devices.
 
         Args:
             config: The options.
             shape: The sizes of the model.
             dtype: The number format of its weights there.
-            gpu_bytes: The memory of each GPU; None where it runs on a CPU.
-            updated: Whether it takes the weights of a policy that is trained.
+            gpu_bytes: The memory of each GPU, bytes; None where it runs on a CPU.
+            updated: It takes the weights of a policy that is trained.
         """
+        # An update lies beside the weights until it has been copied into them.
         weights = float(shape.parameters * NUMBER_BYTES[dtype])
         return EngineMemory({"weights": weights, "update": weights} if updated else {"weights": weights})
 
     @classmethod
     @abstractmethod
     def policy(cls, spec: EngineSpec, serve: Serve) -> "PolicyPool":
-        """Start the policy and return its client, before it is ready."""
+        """Start the policy and return its client, before it is ready.
+
+        Args:
+            spec: The model, with the engine's options.
+            serve: Starts its servers, where it has some.
+        """
 
     @classmethod
     @abstractmethod
     def frozen(cls, spec: EngineSpec, serve: Serve) -> Connect:
-        """Start a frozen model; returns a function that makes its clients."""
+        """Start a frozen model; returns a function that makes its clients. `spec` and `serve` are as for `policy`."""
 
 
 class ServerEngine(Engine):
@@ -207,6 +220,7 @@ class ServerEngine(Engine):
     def policy(cls, spec: EngineSpec, serve: Serve) -> "PolicyPool":
         from prl.engines.client import InferencePool
 
+        # A server that somebody else has started is not restarted: nobody waits for it to come back.
         restarted = spec.config.restarts and not spec.config.urls
         restart_s = spec.config.startup_timeout_s if restarted else 0.0
         shared = bool(spec.config.urls)
@@ -216,5 +230,6 @@ class ServerEngine(Engine):
     def frozen(cls, spec: EngineSpec, serve: Serve) -> Connect:
         from prl.engines.frozen import FrozenPool
 
+        # Started here, once: each reference to the model gets a client of the same servers.
         urls = [f"{url}/v1" for url in serve()]
         return lambda reference: FrozenPool(replace(reference, base_url=urls, api_key_var=None), spec.token)

@@ -36,7 +36,7 @@ class Dialogue:
     given: Sequence[Any]
     """verifiers' messages, or mappings in OpenAI's format."""
     tools: list[dict[str, Any]] | None = None
-    """What the model may call, in OpenAI's format."""
+    """Tools that the model may call, in OpenAI's format."""
     task: Any = None
     """The data of the task that is played."""
 
@@ -53,7 +53,7 @@ class Answer:
     message: dict[str, Any]
     finish_reason: str | None = "stop"
     may_be_cut: bool = True
-    """Whether its beginning will do where all of it does not fit."""
+    """The beginning of the reply will do where all of it does not fit."""
 
 
 class UnusableReply(EngineError):
@@ -123,11 +123,13 @@ class Demonstrations(MessageSource):
             replies = replies_in(dialogue.task, self.key)
             opening = dialogue.task.prompt
             shown = [] if opening is None or isinstance(opening, str) else opening
+            # The prompt may have replies of its own, which are none of the demonstration's.
             given = _spoken(dialogue.messages) - _spoken(Dialogue(shown).messages)
         if given >= len(replies):
             raise UnusableReply(
                 f"the env asks for reply {given + 1}, and the task's {self.key} has {len(replies)} (a list of messages)"
             )
+        # Half a demonstration would teach to stop in the middle.
         return [Answer(replies[given], may_be_cut=False)] * n
 
 
@@ -195,6 +197,7 @@ def as_completion(renderer: "Renderer", dialogue: Dialogue, answer: Answer, max_
             f"the policy's chat template would leave out {lost[:EXCERPT]!r} of a reply: it strips thoughts, or the "
             "text has a token that ends a turn"
         )
+    # A reply that was cut off has not ended its turn: the end token would teach that it had.
     token_ids = reply[: end - (answer.finish_reason == "length")]
     if len(token_ids) <= max_tokens:
         return Completion(token_ids, [], answer.finish_reason)

@@ -190,6 +190,7 @@ class InferencePool(PolicyPool):
         priority = sampling.pop("priority", 0)
 
         def read(reply: dict[str, Any], version: int) -> list[Completion]:
+            # The newest version of now, not of the start: an update may have come while the reply was sampled.
             replies.require_prompt(prompt_ids, reply)
             return [replies.read_completion(choice, version, self._newest) for choice in replies.choices_of(reply, n)]
 
@@ -210,11 +211,11 @@ class InferencePool(PolicyPool):
         prefix: str | None = None,
         priority: int = 0,
     ) -> Read:
-        """Return what `read` makes of the reply and the version that the request started from, that of its server
-        then."""
+        """Return what `read` makes of the reply, and the version that its server had when the request started."""
 
         async def send(server: Server) -> Read:
             version = server.version
+            # The salt keeps the cache of one version from another's requests, whatever a server does at an update.
             body = {"token_ids": token_ids, "sampling": sampling, "cache_salt": f"v{version}", "priority": priority}
             reply = await self.http.post(server, GENERATE, body, n=n)
             with self.http.reading(server, GENERATE):
@@ -238,10 +239,12 @@ class InferencePool(PolicyPool):
         Each is sent requests again once it has loaded them.
         """
         async with self._updating:
+            # Before any server loads: one that comes back meanwhile takes these weights, not the ones before.
             self._newest = version
             self._offer = offer
             self._update_timeout_s = timeout_s
             await asyncio.gather(*(self._update(server) for server in self.servers if not server.away))
+            # If all have died of it, the update is over once one of them is back.
             await self.rotation.free()
             self.version = version
 
@@ -298,6 +301,7 @@ def lock_of(url: str) -> FileLock:
 
     Two runs at once would sample from each other's weights. The lock goes with its process, however that ends.
     """
+    # By the address: runs that name the server in other words (with /v1, say) find the same lock.
     address = urlsplit(url).netloc.replace(":", "_")
     lock = FileLock(Path(tempfile.gettempdir()) / f"prl-engine-{address}.lock")
     try:

@@ -65,6 +65,7 @@ def sample(
     groups = [continuations_of(request) for request in requests]
     running = [continuation for group in groups for continuation in group]
     rows = torch.tensor([row for row, group in enumerate(groups) for _ in group], device=model.device)
+    # Prompts end in the same column, so that the next token of all of them comes from the last one.
     input_ids, mask = padded([request.prompt_ids for request in requests], model.device, left=True)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     output = model(input_ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
@@ -88,6 +89,7 @@ def sample(
             past_key_values=cache,
             use_cache=True,
         )
+        # From now on each continuation has a row of its own: before they shared that of their prompt.
         rows = torch.arange(len(kept), device=model.device)
 
 
@@ -96,6 +98,7 @@ def continuations_of(request: Request) -> list[Continuation]:
     result = []
     for number in range(request.n):
         generator = torch.Generator().manual_seed(request.seed + number)
+        # In float64, as the cumulated probabilities: float32 would never draw the rarest tokens.
         uniform = torch.rand(request.max_tokens, generator=generator, dtype=torch.float64)
         result.append(Continuation(request, uniform.tolist()))
     return result
@@ -103,6 +106,7 @@ def continuations_of(request: Request) -> list[Continuation]:
 
 def draw(logits: Tensor, continuations: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
     """The next token of each continuation and its logprob, `[continuations]` both, from logits `[…, vocabulary]`."""
+    # With NaN `searchsorted` would draw some token or other, without an error.
     if not logits.isfinite().all():
         raise ValueError("the model's logits are not finite")
     temperatures = [each.request.temperature or 1.0 for each in continuations]

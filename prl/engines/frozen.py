@@ -105,12 +105,14 @@ class FrozenPool(ReferencePool):
                 replies.require_prompt(prompt_ids, choice)
             return [Completion(replies.read_tokens(choice), [], choice.get("finish_reason")) for choice in choices]
 
+        # With token ids: a text may tokenize to others than those that were sampled.
         body = {"prompt": prompt_ids, **PLAIN, **sampling, "n": n, "return_token_ids": True}
         return await self._ask("/v1/completions", body, read, n=n, prefix=prefix)
 
     async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
         if self._by_prl is None:
             self._by_prl = asyncio.create_task(self._has_prls_route())
+        # Shielded: a rollout that is cancelled must not take the answer from the others that wait for it.
         if await asyncio.shield(self._by_prl):
             asked = {"token_ids": token_ids, "sampling": scoring(top_k)}
             read_prls = functools.partial(replies.read_scored, token_ids=token_ids, top_k=top_k)
@@ -128,8 +130,8 @@ class FrozenPool(ReferencePool):
         return await self._ask("/v1/completions", body, read, timeout_s=self.timeout_s)
 
     async def _has_prls_route(self) -> bool:
-        """Return whether each server has it. It makes no text of a logprob's token, which is most of what vLLM's own
-        does."""
+        """Return whether each server has prl's route, which makes no text of a logprob's token: most of the
+        time of vLLM's own."""
         body = {"model": self.model, "token_ids": [0], "sampling": scoring(0)}
         asked = [self.http.request("POST", url, GENERATE, body, timeout_s=ROUTE_S) for url in self.urls]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -144,8 +146,7 @@ class FrozenPool(ReferencePool):
         return await self._ask("/v1/chat/completions", body, read, timeout_s=timeout_s, waits=waits)
 
     async def shares_tokenizer(self, probe: TokenizerProbe) -> bool | None:
-        """Return whether every endpoint takes and returns token ids of the policy's tokenizer; None where one does not
-        say."""
+        """Return whether every endpoint takes and returns the token ids of the policy; None where one does not say."""
         answers = await asyncio.gather(*(self._tokens(url, probe.text) for url in self.urls))
         return None if None in answers else all(token_ids == probe.token_ids for token_ids in answers)
 
@@ -216,6 +217,7 @@ class FrozenPool(ReferencePool):
             reraise=True,
         )
         async def ask() -> Read:
+            # Not one more request to a model that is known to be away: the search asks it often enough.
             if waits and self._search is not None:
                 await asyncio.wait([self._search])
             server = self.http.router.choose(n, prefix) or self.servers[0]
@@ -245,12 +247,13 @@ class FrozenPool(ReferencePool):
         self._failing = (first, now)
         if now - first > self.timeout_s:
             raise DeadlinePassed(f"model {self.model!r} at {self.urls[0]} has failed for {self.timeout_s:g} s: {error}")
+        # One server that answers is enough: the router sends requests there.
         if self.up and all(server.avoided for server in self.servers):
             self._search = asyncio.create_task(self.wait_ready(self.timeout_s, again=True))
 
     async def served(self, url: str) -> dict[str, dict[str, Any]]:
-        """Return what a server says of each model that it serves, by name. Raises EngineError where it does not
-        answer."""
+        """Return what a server says of each model that it serves, by name. Raises EngineError where
+        it gives no answer."""
         reply = await self.http.request("GET", url, "/v1/models", timeout_s=PROBE_S)
         with reading(self.model):
             return {model["id"]: model for model in reply["data"]}

@@ -16,8 +16,7 @@ from prl.engines.replies import reading
 from prl.engines.servers import Router, Server, Traffic
 
 KEEP_ALIVE_S = 2.0
-"""Idle connections are closed after this long: servers close them too, after 5 s, and a request sent just then is
-lost."""
+"""Seconds after which an idle connection is closed. Servers close it after 5, and a request sent just then is lost."""
 CONNECT_S = 30.0
 REQUEST_S = 3600.0
 """Deadline of a request that has no other, seconds."""
@@ -40,8 +39,7 @@ def closed_while_idle(error: BaseException) -> bool:
 
 
 def is_away(error: BaseException) -> bool:
-    """Return whether a server was not there, is not ready, or is ending, so that the same request may be answered
-    later."""
+    """Return whether a server was away, not ready, or ending, so that the same request may be answered later."""
     lost = isinstance(error.__cause__, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError)
     ending = isinstance(error, RequestAborted) or ENGINE_DEAD in str(error)
     return isinstance(error, EngineError) and (lost or ending or error.status in (502, 503))
@@ -84,6 +82,7 @@ class Endpoints:
                 )
                 with reading(f"{server.url}{route}"):
                     aborted = any(choice.get("finish_reason") == "abort" for choice in reply.get("choices", ()))
+                # What has been sampled of it is no reply: to train on it would be silently wrong.
                 if aborted:
                     raise RequestAborted(f"{server.url} gave a request up before its end, as one that is about to end")
         except EngineError as error:
@@ -94,7 +93,7 @@ class Endpoints:
 
     @contextlib.contextmanager
     def reading(self, server: Server, route: str) -> Iterator[None]:
-        """Yield what is wrong with a reply is an EngineError that names its server, which is avoided for a while."""
+        """Have a fault of a reply raise an EngineError that names the server, which is avoided for a while."""
         try:
             with reading(f"{server.url}{route}"):
                 yield
@@ -121,6 +120,7 @@ class Endpoints:
         try:
             return await self._send(method, url, route, options)
         except TimeoutError as error:
+            # The deadline of a connection says what it waited for; that of the whole request has no words.
             reason = str(error) or f"timeout, no answer within {timeout_s or REQUEST_S:g} s"
             raise EngineError(f"{url}{route} failed: {reason}") from error
         except (aiohttp.ClientError, *UNREADABLE) as error:
@@ -171,9 +171,11 @@ class Endpoints:
                         await probe(silent[0])
                         silent.popleft()
                     except EngineError as error:
+                        # A wrong token stays wrong: to wait for the deadline would hide the cause.
                         if error.status in (401, 403) and not again:
                             raise EngineError(f"{silent[0].url} refused {credentials}", error.status) from None
                         last = str(error)
+                        # The next one is asked first, so that one dead server does not hide which others are ready.
                         silent.rotate(-1)
                         await asyncio.sleep(max(PAUSE_S, error.wait_s or 0.0))
         except TimeoutError:
@@ -195,6 +197,7 @@ async def content_of(reply: aiohttp.ClientResponse, where: str, token: str | Non
     body = await reply.read()
     if reply.status == 200:
         return msgspec.json.decode(body or b"{}")
+    # A server may quote the whole request in its error, token and prompt included.
     text = body[:2000].decode(errors="replace")
     text = (text.replace(token, "***") if token and len(token) >= SHORTEST_SECRET else text)[:500]
     if 300 <= reply.status < 400:

@@ -12,8 +12,7 @@ TOKEN_VARIABLE = "PRL_TOKEN"
 FROZEN_VARIABLE = "PRL_FROZEN"
 """Environment variable of a server that takes no weights, set to anything."""
 ANOTHER_INSTANCE = 412
-"""HTTP status for a request that is for the server as it was before it was started anew (`If-Match`), and had loaded
-weights."""
+"""HTTP status for a request to the server as it was before a restart (`If-Match`), when it had loaded weights."""
 GENERATE = "/prl/generate"
 """Route: POST a `GenerateRequest`, get `Generated`."""
 LOAD = "/prl/load_policy"
@@ -45,7 +44,7 @@ class Sampled(Struct):
     index: int
     token_ids: list[int]
     logprobs: list[float | None]
-    """Of each token under the distribution that it was drawn from; None where it is not a number."""
+    """Logprob of each token under the distribution that it was drawn from; None where it is not a number."""
     finish_reason: str | None
 
 
@@ -55,9 +54,9 @@ class Generated(Struct):
     prompt_token_ids: list[int]
     choices: list[Sampled]
     prompt_logprobs: list[float | None] | None = None
-    """Of each token of the prompt, where `sampling` asks for them; None for the first."""
+    """Logprob of each token of the prompt, where `sampling` asks for them; None for the first."""
     prompt_top: list[list[tuple[int, float | None]]] | None = None
-    """Of each token of the prompt, where `sampling` asks for more than its own: token ids and logprobs in its place."""
+    """Likeliest tokens in the place of each token of the prompt, where `sampling` asks for them: ids and logprobs."""
 
 
 def measured(logprob: float) -> float | None:

@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HARMONY_FOLDER, HARMONY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
-"""Where gpt-oss's renderer looks for its vocabulary: the variable that names a folder, and the file in it."""
+"""Vocabulary of gpt-oss's renderer: the variable that names a folder, and the file in it."""
 
 
 @dataclass
 class RendererConfig:
-    """A renderer, which turns messages into tokens. Further keys are the renderer's own settings:
-    +renderer.thinking_retention=all."""
+    """A renderer, which turns messages into tokens. Further keys are its own: +renderer.thinking_retention=all."""
 
     _target_: str = "prl.engines.renderer.make_renderer"
     _partial_: bool = True

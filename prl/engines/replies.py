@@ -38,7 +38,7 @@ class Scored:
 
 
 WHOLE = ("stop", "length", None)
-"""How a reply ends that nothing broke off."""
+"""Reasons of the end of a reply that nothing broke off."""
 
 
 @contextlib.contextmanager

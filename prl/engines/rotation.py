@@ -58,6 +58,7 @@ class Rotation:
         give_up = None
         while True:
             server = await self.free(n, prefix)
+            # Of now: a server that has come back by the time of an error has nothing to do with it.
             lives = server.lives
             try:
                 return await send(server)
@@ -74,6 +75,7 @@ class Rotation:
         """Wait for a server that may be sent a request. Raises EngineError where none is going to be there."""
         while (server := self._router.choose(n, prefix)) is None:
             errors = [each.error for each in self.servers if each.error is not None and each.stays_away]
+            # Only where every one is given up. A server that may still come back is worth waiting for.
             if len(errors) == len(self.servers):
                 raise errors[0]
             await self._changed.wait()
@@ -98,6 +100,7 @@ class Rotation:
                 error = silent
         if server.lives == lives:  # else it has come back since
             self.leave(server, error)
+        # It may say that it is well until it has ended: without a pause its requests would come back to it at once.
         if isinstance(error, RequestAborted):
             await asyncio.sleep(PAUSE_S)
         return True
@@ -110,6 +113,7 @@ class Rotation:
             return
         server.away, server.error = True, None
         server.failed()
+        # With a restart to come it is no news for the user: the supervisor says more.
         log.log(logging.INFO if server.restart_s else logging.WARNING, "%s gets no requests now: %s", server.url, error)
         search = asyncio.create_task(self._search(server))
         self._searches.add(search)
@@ -137,8 +141,8 @@ class Rotation:
                 await asyncio.sleep(LOOK_S)
 
     async def _runs_anew(self, server: Server) -> bool:
-        """Return whether a server was started anew since it loaded weights. Raises EngineError where it does not
-        answer."""
+        """Return whether a server was restarted since it loaded weights. Raises EngineError where
+        it gives no answer."""
         try:
             await self._probe(server)
         except EngineError as error:
@@ -149,6 +153,7 @@ class Rotation:
 
     def notify(self) -> None:
         """Have whoever waits for a server look again."""
+        # Everybody who waits has this event. Those who come later wait for the next one.
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -141,6 +141,7 @@ class Sampler(SamplingConfig):
             completions = await self.pool.generate(prompt_ids, sampling, n=distinct, prefix=prefix)
             for completion in completions:
                 self._check_tokens(completion.token_ids, sampling["max_tokens"])
+        # A greedy reply stands for all of its group, so that the group has as many rollouts as any other.
         return completions * (n // distinct)
 
     def _check_tokens(self, token_ids: list[int], max_tokens: int) -> None:
@@ -189,6 +190,7 @@ def validate_for_training(sampler: Sampler, where: str, *, live: bool, max_model
         )
     if sampler.max_tokens is not None and not sampler.max_tokens < max_model_len:
         raise ConfigError(f"{where}.max_tokens={sampler.max_tokens} must be below model.max_model_len={max_model_len}")
+    # Nobody compares the logprobs of a frozen model: it may sample as it likes.
     for name, neutral in NEUTRAL.items() if live else ():
         if (value := getattr(sampler, name)) != neutral:
             raise ConfigError(
@@ -200,5 +202,6 @@ def validate_for_training(sampler: Sampler, where: str, *, live: bool, max_model
 
 def derive_seed(seed: int, key: str) -> int:
     """A 31-bit seed that depends on nothing but `seed` and the request's name."""
+    # Not `hash`, which Python salts anew in each process.
     digest = hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=4).digest()
     return int.from_bytes(digest) >> 1

@@ -28,9 +28,9 @@ class Server:
     version: int = 0
     """Policy version that it holds; stays 0 for a frozen model."""
     instance: str | None = None
-    """What the server calls itself until it is started anew; None = it has not said so yet."""
+    """Name that the server has until it is started anew; None = it has not said it yet."""
     restart_s: float = 0.0
-    """How long requests wait for it where it is away, seconds: as its start may take; 0 = nobody starts it again."""
+    """Seconds that requests wait for it where it is away: as its start may take; 0 = nobody starts it again."""
     loading: int | None = None
     """The version whose weights it is loading; None = none."""
     in_flight: int = 0
@@ -39,9 +39,9 @@ class Server:
     """Sequences that those ask for."""
     track: Track = field(default_factory=lambda: Track(ENGINE), repr=False)
     away: bool = False
-    """Whether it left the rotation: it died, or does not hold the policy."""
+    """It left the rotation: it died, or does not hold the policy."""
     lives: int = 1
-    """How often it has come into the rotation."""
+    """Times that it has come into the rotation."""
     error: PrlError | None = field(default=None, repr=False)
     """Why it could not come back, when that was tried last; None = it has not been tried."""
     failed_at: float = float("-inf")
@@ -105,6 +105,7 @@ class Traffic:
         server.record()
         try:
             yield
+            # Not in `finally`: what failed was not answered, and shows no progress.
             self.answered += 1
         finally:
             server.in_flight -= 1
@@ -144,6 +145,7 @@ class Router:
         if not ready:
             return None
         if prefix is not None:
+            # Each prefix ranks all servers: where one leaves, only its own prefixes move (rendezvous hashing).
             home = max(ready, key=lambda server: zlib.crc32(f"{prefix} {server.url}".encode()))
             limit = max(FEW, BUSIER * (sum(server.load for server in ready) + n) / len(ready))
             if not home.avoided and home.load + n <= limit:

@@ -17,7 +17,7 @@ from prl.config.model_folder import file_of
 from prl.engines.renderer import call_id
 
 THOUGHT = "<think>"
-"""What opens a thought."""
+"""Beginning of a thought."""
 ENDS_IN_THOUGHT = 16
 """Tokens at the end of a prompt that may spell `<think>` and the blanks behind it."""
 PROBE = "Reply-7e1"
@@ -46,7 +46,7 @@ class TemplateRenderer(DefaultRenderer):
     """Renders with the tokenizer's chat template, and parses thoughts and end tokens as the template writes them."""
 
     config_class = DefaultRendererConfig
-    """What the package makes a renderer's config with, where it imports the class by its path."""
+    """Class of the config with which the package makes a renderer that it imports by its path."""
 
     def __init__(self, tokenizer: Any, config: DefaultRendererConfig):
         super().__init__(WithoutSpecials(tokenizer), config)

@@ -62,7 +62,7 @@ class InProcessAgent:
     context: InProcessContext
     tools: Tools
     trainable: bool = True
-    """Whether its replies are trained on."""
+    """Its replies are trained on."""
 
     async def run(self, task: vf.Task) -> vf.Trace:
         """Play the task's prompt and one reply, with the tool calls in between."""

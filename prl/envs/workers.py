@@ -40,7 +40,7 @@ NICE = 5
 """Added to the niceness of workers: model and trainer go first."""
 
 Call = Callable[[bytes], Coroutine[Any, Any, Any]]
-"""What a worker runs, by its module and name: (argument) -> result, which must be plain data."""
+"""Function that a worker runs, by its module and name: (argument) -> result, which must be plain data."""
 
 
 Place = Callable[[str, int], Any]

@@ -36,8 +36,7 @@ class Filter(EnvPart, ABC):
     """Drop matching rollouts; false only records the match."""
 
     mode_options: ClassVar[ModeOptions] = {}
-    """For a filter with a field `mode`. The fields of such options are null by default, so that one of another mode is
-    refused."""
+    """Options of each value of a field `mode`. They are null by default, so that one of another mode is refused."""
 
     where = "filter"  # not an option; `check` replaces it
     """Its config key."""
@@ -61,6 +60,7 @@ class Filter(EnvPart, ABC):
         self.where = where
         mode = getattr(self, "mode", "")
         for other, options in self.mode_options.items():
+            # An option of the other mode would change nothing, and whoever set it would believe it did.
             for name in options.keys() - self.mode_options[mode].keys():
                 if (value := getattr(self, name)) is not None:
                     raise ConfigError(

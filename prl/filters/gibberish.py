@@ -40,6 +40,7 @@ class Gibberish(Filter):
         super().attach(vocab_size=vocab_size, longest=longest)
         self.last_common, last = self.setting("token_id_threshold"), vocab_size - 1
         if self.last_common >= last and self.token_id_threshold is None:
+            # The default is above a small vocabulary: without this the filter would match nothing there.
             self.last_common = 3 * vocab_size // 4
         elif self.last_common >= last:
             self.warn_unmatchable("token_id_threshold", f"the last token of the vocabulary has id {last}")
@@ -48,6 +49,7 @@ class Gibberish(Filter):
         if not rollout.live:
             return False
         if self.mode == "token":
+            # The logprob of a uniform draw: below it a token was less likely than by chance.
             low = -math.log(self.vocab_size) - self.setting("logprob_offset")
             return any(
                 token > self.last_common and trains and logprob < low and is_measured(logprob)

@@ -58,10 +58,12 @@ class Repetition(Filter):
         )
 
     def _is_certain(self, logprobs: list[float]) -> bool:
+        # A window longer than any completion would never match.
         window = self.window or min(self.setting("window"), max(1, self.longest // 2))
         if len(logprobs) < window:
             return False
         low = math.log(self.setting("prob_threshold"))
+        # A token without a measured logprob ends a run: nobody knows that it was likely.
         runs = groupby(logprob > low and is_measured(logprob) for logprob in logprobs)
         return any(len(list(run)) >= window for sure, run in runs if sure)
 

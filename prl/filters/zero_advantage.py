@@ -22,6 +22,7 @@ class ZeroAdvantage(Filter):
     def matches(self, rollout: Rollout) -> bool:
         if rollout.advantages is None or max(map(abs, rollout.advantages), default=0.0) > rounding(rollout.reward):
             return False
+        # A token may train by another loss, echo's observations say, though its advantage is zero.
         return not any(
             sample.feeds(component)
             for component in COMPONENTS.values()

@@ -51,13 +51,12 @@ class PreparedRun:
     renderers: dict[str, Renderer]
     """The renderer of each env."""
     probe: TokenizerProbe
-    """Of the policy's tokenizer."""
+    """Probe of the policy's tokenizer, to compare others with."""
     resume: ResumePoint | None = None
-    """Where the run goes on from; None for a new one."""
+    """The checkpoint that the run goes on from; None for a new one."""
 
     @property
     def run_dir(self) -> Path:
-        """The run's directory."""
         return self.plan.trainer.run_dir
 
     @property
@@ -71,11 +70,10 @@ class Services:
     """Clients of the models that run beside the orchestrator."""
 
     policy: PolicyPool
-    """The client of the policy's engines."""
     hosted: dict[str, Connect]
-    """What makes clients of the frozen models that are run beside it, by name."""
+    """Functions that make clients of the frozen models that the run hosts, by name."""
     teachers: list[ModelPool]
-    """Clients that waited for those."""
+    """Clients that waited for the hosted models, to be closed with the run."""
 
     async def close(self) -> None:
         for pool in (self.policy, *self.teachers):
@@ -99,7 +97,7 @@ def read_tasks(
         plan: The processes of the run.
         components: The objects of the config's nodes.
         place_of_worker: Returns where Ray starts an env's worker (`Launcher.place_of_worker`).
-        resume: Where the run goes on from.
+        resume: The checkpoint that the run goes on from; None for a new one.
     """
     rows = check_loadable(config.model, plan.policy, "model.", trained=True)
     tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
@@ -129,7 +127,7 @@ def read_tasks(
         prompts = rendered_prompts(environment, renderers[name], components.keys[name]["renderer"])
         check_lengths(config.model.max_model_len, config.trainer.seq_len, name, prompts)
         rendered += prompts
-        if environment.config.weight > 0:
+        if environment.config.weight > 0:  # else it is evaluated only
             algorithm, size = components.envs[name].algorithm, config.group_size_of(name)
             check_trained(components.keys[name], size, algorithm, environment, renderers[name])
     check_rows(config.model.path, rows, tokenizer, rendered)
@@ -138,7 +136,7 @@ def read_tasks(
 
 
 def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
-    """verifiers' key of every task, which hashes its data, by env and by `train` or `eval`."""
+    """Return verifiers' key of every task, which hashes its data, by env and by `train` or `eval`."""
     keys = {}
     for name, env in run.environments.items():
         splits = {"train": env.tasks, "eval": env.eval_tasks}
@@ -215,7 +213,7 @@ async def _load_trainer(run: PreparedRun, supervisor: Supervisor, transport: Fil
 
 
 def trainer_of(run: PreparedRun) -> TrainerSpec:
-    """The trainer of the plan, told what tasks and checkpoint have said."""
+    """Return the trainer of the plan with what tasks and checkpoint have said."""
     own = {
         "references": run.components.references,
         "resume": None if run.resume is None else run.resume.payload,
@@ -235,7 +233,7 @@ async def load_first_weights(run: PreparedRun, policy: PolicyPool) -> None:
 
 
 def supervise(run: PreparedRun, launcher: Launcher, track: Track) -> Supervisor:
-    """Return what watches the run's processes, and records in `track` how long they take to start."""
+    """Make the supervisor, which watches the run's processes and records in `track` how long they take to start."""
     say, timeout_s = run.components.monitors.status, run.plan.policy.spec.config.startup_timeout_s
     return Supervisor(launcher, say, run.plan.restarts, timeout_s, run_dir=run.run_dir, track=track)
 
@@ -246,7 +244,14 @@ def supervise(run: PreparedRun, launcher: Launcher, track: Track) -> Supervisor:
 def assemble(
     run: PreparedRun, services: Services, transport: FileTransport, track: Track | None = None
 ) -> Orchestrator:
-    """The orchestrator over the run's servers."""
+    """Build the orchestrator over the run's servers.
+
+    Args:
+        run: The run.
+        services: The clients of its servers, which are ready.
+        transport: The way to the trainer and back.
+        track: Records what the orchestrator does; None = it makes one itself.
+    """
     clients = clients_of(services.hosted)
     return run.components.orchestrator(
         batcher=run.components.batcher,
@@ -270,10 +275,18 @@ def assemble(
 
 
 def train_env(run: PreparedRun, name: str, policy: PolicyPool, clients: Connect) -> TrainEnv:
-    """One env with its live components; `clients` makes those of frozen models."""
+    """Connect the components of an env with the models of the run.
+
+    Args:
+        run: The run.
+        name: The env.
+        policy: The client of the policy's engines.
+        clients: Makes clients of frozen models.
+    """
     parts, environment, renderer = run.components.envs[name], run.environments[name], run.renderers[name]
     algorithm = parts.algorithm
     algorithm.attach(policy_pool=policy, renderer=renderer, clients=clients, probe=run.probe)
+    # The larger number waits: an evaluation beside training takes what training leaves of the engine.
     after = int(run.plan.policy.spec.evaluation_yields)
     for sampler, model, priority in ((parts.sampler, algorithm.source(), 0), (parts.eval_sampler, policy, after)):
         sampler.attach(
@@ -286,6 +299,7 @@ def train_env(run: PreparedRun, name: str, policy: PolicyPool, clients: Connect)
             vocab_size=embedding_rows(run.plan.trainer.model.path),
             priority=priority,
         )
+    # For envs that ask the policy themselves, a judge say: with default settings, not those of training.
     asked = Sampler()
     asked.attach(pool=policy, renderer=renderer, max_model_len=run.config.model.max_model_len, seed=run.config.seed)
     environment.connect(asked, clients)

@@ -31,9 +31,9 @@ LEFT_OUT = ("full_key:", "object_type=", "reference_type=", "To append to your c
 """Beginnings of lines that help nobody: most keys that Hydra would append are refused then."""
 
 _traces = FULL_ERROR in os.environ
-"""Whether the user wants to see tracebacks."""
+"""The user wants to see tracebacks."""
 _started = False
-"""Whether the config has composed: what fails from then on is not about its keys."""
+"""The config has composed: what fails from then on is not about its keys."""
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ class Node:
     prl: str
     """Version."""
     folder: str
-    """Where the weights of policy versions lie."""
+    """Folder of the weights of policy versions."""
     room: int
     """Bytes that are free there."""
 
@@ -58,13 +58,13 @@ class Host:
         self.memory = Path(tempfile.mkdtemp(prefix="prl-", dir=MEMORY if MEMORY.is_dir() else None))
         self.run_dir = self.disk / "run"
         self.log = self.disk / "process.log"
-        """Where the output of the process goes."""
+        """File for the output of the process."""
         self.run_dir.mkdir()
         (self.run_dir / WEIGHTS).symlink_to(self.memory)
         self.alive = removed_at_the_end([self.disk, self.memory])
         self.process: Process | None = None
         self.fetching = asyncio.Lock()
-        """Of two calls for the same version one copies it."""
+        """Lock by which of two calls for the same version one copies it."""
 
     async def node(self) -> Node:
         """Look at the node."""

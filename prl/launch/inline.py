@@ -22,7 +22,7 @@ class InlineLauncher(Launcher):
     trainer: threading.Thread | None = field(default=None, init=False, repr=False)
     stopping: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
     error: BaseException | None = field(default=None, init=False, repr=False)
-    """What the trainer failed with."""
+    """Error that the trainer failed with."""
 
     def check_plan(self, plan: RunPlan) -> None:
         if plan.trainer.num_processes > 1:

@@ -25,7 +25,7 @@ class ProcessDied(PrlError):
         self.process = process
         """Its name."""
         self.brief = message.partition("\n")[0]
-        """How it ended and where its log is, in one line."""
+        """The end of the process and the place of its log, in one line."""
 
 
 class Launcher(ABC):
@@ -36,9 +36,9 @@ class Launcher(ABC):
     """
 
     submits: ClassVar[bool] = False
-    """Whether it hands the run to a queue in place of starting it, by `submit`."""
+    """It hands the run to a queue in place of starting it, by `submit`."""
     places_processes: ClassVar[bool] = False
-    """Whether it chooses machines and GPUs by itself; else a process has those of this machine that its spec names."""
+    """It chooses machines and GPUs by itself; else a process has those of this machine that its spec names."""
 
     def machine(self, described: MachineConfig) -> MachineConfig:
         """Return what is known of the machine that the run gets, where the config has `described` it."""

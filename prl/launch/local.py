@@ -31,11 +31,11 @@ class LocalLauncher(Launcher):
 
     processes: list[Process] = field(default_factory=list, init=False, repr=False)
     engines: dict[str, tuple[EngineSpec, int]] = field(default_factory=dict, init=False, repr=False)
-    """What the engines serve and their ports, by process."""
+    """Engines and their ports, by process."""
     leaving: list[Process] = field(default_factory=list, init=False, repr=False)
     """Engines that nobody needs any more, until all is stopped."""
     folder: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False, repr=False)
-    """Where the processes keep temporary files, from the first one on."""
+    """Folder for temporary files of the processes, from the first one on."""
 
     @property
     def scratch(self) -> Path:

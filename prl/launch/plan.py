@@ -35,7 +35,7 @@ POLICY_NAME = "policy"
 TEACHER = "teacher"
 """Name of the process and the track of a hosted teacher."""
 WARM_TOKEN = secrets.token_hex(24)
-"""What every warm server of this process wants to be shown (`sweep.share_engine`), so that each run can show it."""
+"""The token of every warm server of this process (`sweep.share_engine`): one for all, so that each run has it."""
 NO_NEED = Need(0, 0)
 StartEngine = Callable[[EngineSpec], str]
 """Starts a server and returns its address, before it is ready (`Launcher.start_engine`)."""
@@ -48,17 +48,17 @@ class TrainerSpec:
     run_dir: Path
     model: ModelConfig
     payload: dict[str, Any]
-    """What the trainer's process reads as its config (JSON)."""
+    """The config that the trainer's process reads (JSON)."""
     num_processes: int
     """Ranks."""
     device: str = "cpu"
     """`cpu` or `cuda`."""
     precision: Precision = FLOAT32
-    """The number format of its passes."""
+    """The number format of forward and backward."""
     threads: int = 1
-    """Threads that each of them computes with on the CPU."""
+    """Threads that each rank computes with on the CPU."""
     gpus: tuple[Gpus, ...] = ()
-    """Those that each rank sees; none = all compute on the CPU, or the launcher chooses."""
+    """The GPUs that each rank sees; none = all compute on the CPU, or the launcher chooses."""
 
     @property
     def names(self) -> list[str]:
@@ -82,7 +82,7 @@ class Bundle:
     """The resources of one process of a run on its machine."""
 
     process: str
-    """Its name."""
+    """The name of the process in messages and of its log."""
     model: ModelConfig | None
     """The model that it loads; None = it is a worker of an env, which starts it itself."""
     cpus: int
@@ -129,17 +129,21 @@ class ModelPlan:
         return {server.process: server.config.restarts for server in self.servers}
 
     def policy(self, start: StartEngine, started: Sequence[str] = ()) -> "PolicyPool":
-        """The client of a policy, whose servers the launcher starts unless they run; `started`: early, where they
-        are."""
+        """Make the client of a policy, whose servers are started unless they run.
+
+        Args:
+            start: Starts a server.
+            started: The addresses of servers that were started early; empty = none were.
+        """
         running = [*self.urls, *started]
         return self.engine.policy(self.spec, lambda: running or self.start(start))
 
     def frozen(self, start: StartEngine) -> Connect:
-        """Have the launcher start the servers of a frozen model; returns what makes its clients."""
+        """Start the servers of a frozen model; returns a function that makes its clients."""
         return self.engine.frozen(self.spec, lambda: self.urls or self.start(start))
 
     def start(self, start: StartEngine) -> list[str]:
-        """Have the launcher start the servers. Returns their addresses, before they are ready."""
+        """Start the servers. Returns their addresses, before they are ready."""
         return [start(server) for server in self.servers]
 
 
@@ -149,7 +153,7 @@ class RunPlan:
 
     machine: Machine
     token: str
-    """What every server of the run wants to be shown."""
+    """The token that requests to the servers of the run have to show."""
     policy: ModelPlan
     teacher: ModelPlan | None
     """The frozen model that the run hosts; None = it hosts none."""
@@ -160,11 +164,11 @@ class RunPlan:
     weights: Weights
     """The way of policy versions to the engines."""
     shares_gpu: bool
-    """Whether several processes have one GPU together."""
+    """Several processes have one GPU together."""
     keeps_engines: bool
-    """Whether engines stay for the next run of this process (`sweep.share_engine`)."""
+    """Engines stay for the next run of this process (`sweep.share_engine`)."""
     is_dry: bool
-    """Whether this process starts nothing: a dry run, or a run that a queue gets."""
+    """This process starts nothing: it is a dry run, or a run that a queue gets."""
 
     @property
     def models(self) -> list[ModelPlan]:
@@ -249,7 +253,7 @@ def plan(config: TrainConfig, machine: Machine) -> RunPlan:
 def _teacher(
     config: TeacherConfig, gpus: Sequence[Gpus], policy_log: Path, of_model: Callable[..., ModelPlan]
 ) -> ModelPlan:
-    """The plan of the teacher that the run hosts, whose log lies beside the policy's."""
+    """Plan the teacher that the run hosts, whose log lies beside the policy's."""
     return of_model(
         config.engine,
         config.model,
@@ -262,7 +266,7 @@ def _teacher(
 
 
 def _workers(envs: Mapping[str, EnvConfig]) -> tuple[Bundle, ...]:
-    """The workers of envs that Ray places: a core for each."""
+    """Return the workers of envs that Ray places: a core for each."""
     workers: list[Bundle] = []
     for name, env in envs.items():
         if env.workers.where == "ray":
@@ -274,7 +278,7 @@ def _workers(envs: Mapping[str, EnvConfig]) -> tuple[Bundle, ...]:
 def _trainer(
     config: TrainConfig, policy: ModelPlan, weights: Weights, device: str, gpus: tuple[Gpus, ...], cores: int
 ) -> TrainerSpec:
-    """The trainer, whose payload lacks what tasks and checkpoint say.
+    """Plan the trainer. Its payload lacks what tasks and checkpoint say (`prl.launch.builder.trainer_of`).
 
     Args:
         config: The run's config.
@@ -332,7 +336,7 @@ def model_plan(
     yields: bool = False,
     weight_transfer: str = EngineSpec.weight_transfer,
 ) -> ModelPlan:
-    """The plan of a model and its engines.
+    """Plan a model and its engines.
 
     Args:
         engine: The options of the engine.
@@ -341,12 +345,12 @@ def model_plan(
         machine: Where they compute.
         process: The name of the first server's process.
         served_name: The name that requests give the model.
-        token: What requests have to show.
+        token: The token that requests have to show.
         log: The file for the first server's output; that of others lies beside it.
         sharing: The processes that compute on the machine's cores at the same time.
-        seed: The engines'.
-        frozen: Whether it takes no new weights.
-        yields: Whether requests of evaluations may come after those of training.
+        seed: The seed of the engines.
+        frozen: The model takes no new weights.
+        yields: Requests of evaluations may come after those of training.
         weight_transfer: The name of what takes new weights in (`Weights.receiver`).
     """
     kind = class_of(engine, Engine, "engine")
@@ -369,7 +373,7 @@ def model_plan(
 
 
 def _server(first: EngineSpec, number: int, gpus: Gpus) -> EngineSpec:
-    """The server of this number, from 0, of a model: its process, log, port and GPUs are its own."""
+    """Return the server of this number, from 0, of a model: its process, log, port and GPUs are its own."""
     config, log = first.config, first.log
     return replace(
         first,
@@ -381,7 +385,7 @@ def _server(first: EngineSpec, number: int, gpus: Gpus) -> EngineSpec:
 
 
 def resolved(model: ModelConfig, device: str) -> ModelConfig:
-    """The model with what depends on this machine filled in: an absolute path, the engine's number format."""
+    """Return the model with what depends on this machine: an absolute path, the engine's number format."""
     folder = Path(model.path).expanduser()
     path = str(folder.resolve()) if folder.is_dir() else model.path
     if model.dtype != "auto":
@@ -390,7 +394,11 @@ def resolved(model: ModelConfig, device: str) -> ModelConfig:
 
 
 def token_of(urls: Sequence[str], warm: str | None = None) -> str:
-    """A fresh token for servers that are started, or the one that `urls` of running, or `warm`, servers know.
+    """Return the token for requests to the servers of a run: a fresh one, unless its servers know one already.
+
+    Args:
+        urls: The addresses of servers that run already, whose token is in the environment; empty = none do.
+        warm: The token of servers that stay from run to run; None = there are none.
 
     Raises ConfigError where servers run and nobody has given their token.
     """
@@ -402,7 +410,7 @@ def token_of(urls: Sequence[str], warm: str | None = None) -> str:
 
 
 def need_of(engine: Any, key: str, machine: Machine) -> Need:
-    """The servers that are started of an engine's node at `key`, and the GPUs of each."""
+    """Return the number of servers to start of an engine's node at `key`, and the GPUs of each."""
     count = 0 if engine.urls else engine.servers
     size = engine.gpus_on(machine.device_of(engine.device))
     return Need(count, size, f"{key}.servers={count} of {size} GPUs")
@@ -431,14 +439,15 @@ def servers_on_cpu(engine: Any, machine: Machine) -> int:
 
 
 def bundle_of(spec: EngineSpec) -> Bundle:
-    """The resources of an engine."""
+    """Return the resources of an engine."""
     room = 0 if spec.frozen else weights_bytes(spec.model)
     gpus = spec.config.gpus_on(spec.device)
     return Bundle(spec.process, spec.model, cpus=spec.threads, gpus=gpus, room=room, host=spec.config.host)
 
 
 def weights_bytes(model: ModelConfig) -> int:
-    """Bytes of the files of two policy versions, in the engines' number format; 0 where the size is not known here."""
+    """Return the bytes of the files of two policy versions, in the engines' number format; 0 of an unknown size."""
+    # Two: one version is loaded while the next one is written.
     return 2 * (parameters_of(model) or 0) * (4 if model.dtype == "float32" else 2)
 
 
@@ -446,7 +455,7 @@ def weights_bytes(model: ModelConfig) -> int:
 
 
 def worker_name(env: str, number: int) -> str:
-    """Name of a worker of an env among the processes of a run."""
+    """Return the name of a worker of an env among the processes of a run."""
     return f"{env}-worker {number}"
 
 
@@ -457,5 +466,5 @@ def in_words(bundles: Sequence[Bundle]) -> str:
 
 
 def amounts(resources: Mapping[str, float]) -> str:
-    """Cores and GPUs among Ray's resources, in words."""
+    """Describe cores and GPUs, by Ray's names of resources."""
     return " and ".join(f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)) or "nothing"

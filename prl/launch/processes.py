@@ -32,7 +32,7 @@ class Process(subprocess.Popen[bytes]):
     """One command under a supervisor (`prl.launch.children`), which leads its group; its output in `log`."""
 
     may_finish = False
-    """Whether ending with status 0 is expected while the run goes on."""
+    """It may end with status 0 while the run goes on."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Process(subprocess.Popen[bytes]):
             output = log.open("ab")
         with output:
             self.log_start = output.tell()
-            """Where its own output begins in the log."""
+            """Place in the log where its own output begins."""
             super().__init__(
                 [sys.executable, "-P", children.__file__, str(os.getpid()), str(scratch), *self.command],
                 stdin=subprocess.DEVNULL,

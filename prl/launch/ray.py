@@ -62,19 +62,19 @@ class RayLauncher(Launcher):
 
     places_processes: ClassVar[bool] = True
     bundles: list[Bundle] = field(default_factory=list, init=False, repr=False)
-    """What the placement group has, a bundle for each process."""
+    """Parts of the placement group, a bundle for each process."""
     group: Any = field(default=None, init=False, repr=False)
     """The placement group; None = nothing was reserved."""
     hosts: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     """The actor of each process."""
     nodes: dict[str, Node] = field(default_factory=dict, init=False, repr=False)
-    """Where it is."""
+    """Node of each process, by name."""
     engines: dict[str, EngineSpec] = field(default_factory=dict, init=False, repr=False)
     ends: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    """What its actor answers once a process has ended."""
+    """Answer of a process's actor once the process has ended, by name."""
     relay: Relay = field(default_factory=Relay, init=False, repr=False)
     joined: bool = field(default=False, init=False, repr=False)
-    """Whether it was this launcher that connected this process to Ray."""
+    """It was this launcher that connected this process to Ray."""
 
     # --- the cluster --------------------------------------------------------------------------------------------------
 
@@ -208,8 +208,7 @@ class RayLauncher(Launcher):
                 ray.get(host.fetch.remote(weights, first))
 
     def _is_lost(self, name: str) -> bool:
-        """Return whether an actor is gone, once Ray is sure: of a dead node it is after some seconds without a
-        heartbeat."""
+        """Return whether an actor is gone, once Ray is sure: it takes some seconds without a heartbeat of the node."""
         deadline = time.monotonic() + ANSWER_S
         while True:
             try:
@@ -289,8 +288,8 @@ class RayLauncher(Launcher):
         return [self._death_of(name) for name in names if self.ends[name] in ended]
 
     def _death_of(self, name: str) -> tuple[int, ProcessDied] | None:
-        """Return how a process ended: its status, and what is to be raised. None where a rank has ended as it
-        should."""
+        """Return the status of a process that has ended, and the error to raise. None where a rank has ended as
+        it should."""
         try:
             status, text = ray.get(self.ends[name])
         except ray.exceptions.RayActorError as error:
@@ -358,8 +357,8 @@ def search_path() -> dict[str, str]:
 
 
 def sent(folder: str, host: Any) -> str:
-    """Return where an actor's process finds a checkpoint of this machine: there, or where it is copied to on its
-    node."""
+    """Return where an actor's process finds a checkpoint of this machine: in its place, or copied to the
+    actor's node."""
     manifest = Path(folder) / MANIFEST  # it has the hashes of all other files
     if ray.get(host.has.remote(str(manifest), manifest.read_bytes())):
         return folder

@@ -24,9 +24,9 @@ class Followed:
     host: Any
     """Its actor."""
     log: Path
-    """Where its output goes here."""
+    """File here for its output."""
     run_dir: Path | None
-    """Where everything else goes that it writes; None = it writes there itself."""
+    """Run directory here for everything else that it writes; None = it writes there itself."""
     copied: dict[str, int]
     """Bytes of each of its files that are here."""
 
@@ -39,7 +39,7 @@ class Relay:
 
     def __init__(self) -> None:
         self.followed: dict[str, Followed] = {}
-        """By process."""
+        """Files that are followed, by process."""
         self.error: Exception | None = None
         """Why it has stopped: this machine's disk may be full."""
         self._stopping = threading.Event()

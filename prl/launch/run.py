@@ -58,8 +58,13 @@ YOUNG = 50_000
 def prepare(config: TrainConfig, plan: RunPlan, launcher: Launcher) -> "tuple[PreparedRun, list[str]] | RunResult":
     """Refuse what is left to refuse of a planned run. Raises ConfigError.
 
-    A dry run and a run have this in common. Only a run starts its engines, which take as long as what follows; refused
-    it leaves nothing of theirs behind.
+    A dry run and a run have this in common. Only a run starts its engines, whose start takes as long as the checks that
+    follow. If the run is refused nevertheless, they are stopped and their logs removed.
+
+    Args:
+        config: A config that has passed `validate`.
+        plan: Its plan.
+        launcher: Starts the engines.
 
     Returns:
         The run and the addresses of the engines that have been started; or its result where it is completed already.
@@ -76,6 +81,7 @@ def prepare(config: TrainConfig, plan: RunPlan, launcher: Launcher) -> "tuple[Pr
         print(f"{run_dir} is completed already: {result.steps} steps; it goes on with {how}", file=sys.stderr)
         return result
     refuse_owned(run_dir)
+    # What a refused run has made must go again, and nothing else: these are not there yet.
     absent = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     if launcher.places_processes and not plan.is_dry:
         launcher.reserve(plan.bundles)
@@ -136,6 +142,7 @@ def own(
         if point is None:
             new_run_dir(run_dir, text_of(config))
         else:
+            # Only now: nobody else may write there any more (`owned`).
             prepared = replace(prepared, resume=resume.take_over(point, config, tasks))
         log_to(run_dir / "logs" / "orchestrator.log", memory)
         if point is None or point.folder is None or point.forks:
@@ -159,7 +166,14 @@ def own(
 
 
 async def run(prepared: "PreparedRun", launcher: Launcher, started: list[str], result: RunResult) -> None:
-    """The story of a run: start the servers, train, wait for the last checkpoint."""
+    """Start the servers, train, and wait for the last checkpoint.
+
+    Args:
+        prepared: The run.
+        launcher: Starts its processes, and has started some.
+        started: The addresses of the engines that have been started.
+        result: Gets the reason of an early end, and the last metrics, however the run ends.
+    """
     from prl.launch import builder
 
     config, monitors, run_dir = prepared.config, prepared.components.monitors, prepared.run_dir
@@ -192,6 +206,7 @@ async def run(prepared: "PreparedRun", launcher: Launcher, started: list[str], r
             orchestrator.finish()
             result.ended_because = ended_because
         except asyncio.CancelledError:
+            # A signal: the trainer gets the time to write what it has, and the end goes on as it was asked for.
             if orchestrator is not None and config.checkpoint.grace_s:
                 await supervisor.last_checkpoint(orchestrator.end, config.checkpoint.grace_s)
             raise

@@ -22,14 +22,14 @@ class WarmEngine:
     """A server of this process."""
 
     key: bytes
-    """What it serves and how."""
+    """Model and options as JSON: engines with the same stand for each other."""
     launcher: Launcher
     """Has started it and nothing else."""
     url: str
 
 
 _warm: dict[str, WarmEngine] = {}
-"""By name of the server's process: one for each, since a second one might find neither GPU nor memory free."""
+"""Engines by the name of their process: one for each, since a second one might find neither GPU nor memory free."""
 
 
 class WarmLauncher(Launcher):

@@ -22,7 +22,7 @@ from prl.launch.launcher import Launcher
 END_S = 30
 """Time that Ray and the job have to end in after the run's last checkpoint, seconds."""
 SCRIPT = Path(__file__).with_suffix(".sh")
-"""What follows the lines of the job's own."""
+"""Script that follows the lines of the job's own."""
 
 
 @dataclass(kw_only=True)

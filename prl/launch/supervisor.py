@@ -35,13 +35,13 @@ class Supervisor:
     say: Callable[[str], None]
     """Shows a line to the person who watches."""
     restarts: dict[str, int] = field(default_factory=dict)
-    """How often each engine may still be started again, by its process."""
+    """Number of times that each engine may still be started again, by its process."""
     startup_timeout_s: float = 600.0
     """Deadline for an engine that was started again to answer, seconds."""
     pool: ModelPool | None = None
     """The policy's client, whose engines are `engine`, `engine 2` and so on; None before they have answered."""
     starting: list[str] = field(default_factory=list, init=False)
-    """What the start waits for."""
+    """Things that the start waits for."""
     run_dir: Path | None = None
     """The run's directory; None = nobody looks whether it is still there."""
     track: Track = field(default_factory=lambda: Track(ORCHESTRATOR))
@@ -49,11 +49,11 @@ class Supervisor:
     _restarted: dict[str, tuple[Server, float]] = field(default_factory=dict, init=False)
     """Engines that were started again and have not answered yet, and when they have to, by their processes."""
     _progress: Hashable = field(default=None, init=False)
-    """How far the run is."""
+    """Progress of the run when it was last looked at."""
     _since: float = field(default=0.0, init=False)
     """When there was progress last."""
     _reported: bool = field(default=False, init=False)
-    """Whether the run has shown since then who waits for whom."""
+    """The run has said since then who waits for whom."""
 
     @contextlib.contextmanager
     def awaiting(self, what: str, tracks: Sequence[str]) -> Iterator[None]:

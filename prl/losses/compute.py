@@ -245,7 +245,7 @@ def normalised(terms: TokenTerms, inputs: LossInputs) -> Tensor:
     if mode == "token_mean":
         return loss
     if mode == "rollout_mean" and inputs.rollout_share is not None:
-        # `compute_loss` divides by N. Multiplied by N / S before, the sum is divided by S instead.
+        # `compute_loss` divides by N, which the N of `mean_length` cancels: 1 / (R * n) remains.
         return loss * (inputs.mean_length * inputs.rollout_share.to(loss.dtype))
     if mode in ("sequence_mean", "rollout_mean"):  # without shares each rollout is one sequence
         # Tokens that a correction left out still count in n, as they do in N.

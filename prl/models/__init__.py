@@ -12,7 +12,7 @@ from prl.models import smollm2
 
 HERE = Path(__file__).parent
 MADE = {"smollm2": smollm2}
-"""By name, the modules that make one: `write(folder, package_file())`, from `VERSION` of the package `PACKAGE`."""
+"""Modules that make a model, by its name: `write(folder, package_file())`, from `VERSION` of the package `PACKAGE`."""
 
 
 def cache_folder() -> Path:

@@ -17,8 +17,7 @@ QUIET = ("httpx", "aiohttp.access", "asyncio")
 
 
 class Harmless(logging.Formatter):
-    """A formatter by which text of a model, an env or a server does nothing to a terminal, and begins no line
-    (`as_message`)."""
+    """A formatter that makes text of a model, an env or a server harmless: it steers no terminal and begins no line."""
 
     def format(self, record: logging.LogRecord) -> str:
         return as_message(super().format(record))
@@ -28,7 +27,7 @@ class Terminal(logging.Handler):
     """Warnings on standard error, one line each: prl's and those of a user's modules. A library's are for the log."""
 
     WARNING = re.compile(r"(?P<file>.+?):\d+: \w+: (?P<text>.*?)(\n  .*)?", re.DOTALL)
-    """What `logging` makes of a warning of Python's."""
+    """Line that `logging` makes of a warning of Python's."""
     LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     OWN = str(Path(__file__).parents[1]) + os.sep
 

@@ -145,6 +145,7 @@ class Batcher:
         turns = dict[Group, tuple[float, float]]()
         for group in self.groups if shares else ():
             env, version = group.env.name, group.start_version
+            # The env that has the least of its share so far is next.
             turns[group] = version, sizes[env, version] / shares[env]
             sizes[env, version] += self._size([group])
         return sorted(turns, key=lambda group: turns[group])
@@ -226,6 +227,5 @@ def of_each_env(groups: list[Group]) -> Iterator[tuple[TrainEnv, list[Group]]]:
 
 
 def trains(rollout: Rollout, seq_len: int) -> bool:
-    """Return whether a token of its samples feeds a loss component, of the first `seq_len` tokens, which are
-    shipped."""
+    """Return whether a token of a rollout feeds a loss component. Of each sample `seq_len` tokens are shipped."""
     return any(sample.feeds(component, seq_len) for sample in rollout.samples for component in COMPONENTS.values())

@@ -52,6 +52,7 @@ class Checkpoints:
         late = minutes is not None and time.monotonic() - self._asked_at >= 60 * minutes
         if not late and not (every is not None and step % every == 0):
             return False
+        # The minutes count from any checkpoint, also from one that was due by its step.
         self._asked_at = time.monotonic()
         self._asked.add(step)
         return True

@@ -82,8 +82,7 @@ class Collector:
                 idle_s += waiting.seconds
 
     def _is_ending(self) -> bool:
-        """Return whether no further batch is to be made: by early stopping, or since no task is left and none in
-        flight."""
+        """Return whether no further batch is to be made: by early stopping, or because every task has been played."""
         if self.weight_sync.evaluator.early_stopping.reason is not None:
             return True
         return not self.dispatcher.in_flight and all(env.ended for env in self.dispatcher.envs)

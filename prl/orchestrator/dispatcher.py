@@ -42,8 +42,7 @@ class Dispatcher:
         """Groups that were in flight when the run was cut off."""
 
     def state_dict(self) -> DispatcherState:
-        """Return what another part of the run goes on with: counts, and the tasks of groups in flight or to be
-        played."""
+        """Return what the run goes on with after an interruption: counts, and the tasks that are still to be played."""
         groups = (*self.in_flight, *self._again)
         tasks = [SavedTask(group.id, group.env.name, group.place, list(group.sent)) for group in groups]
         return DispatcherState(self.next_id, dict(self.started), tasks, {env.name: env.weight for env in self.envs})
@@ -56,6 +55,7 @@ class Dispatcher:
         for name, env in envs.items():
             env.weigh(state.weights.get(name, env.weight))
         for saved in state.in_flight:
+            # A task that the curriculum made itself (-1) cannot be found again.
             if saved.task >= 0 and saved.env in envs:
                 env = envs[saved.env]
                 task = env.environment.tasks[saved.task]
@@ -95,6 +95,7 @@ class Dispatcher:
         An env whose models are away is passed over and does not catch up on what it missed. An env without tasks is
         passed over for good.
         """
+        # Tasks that an interruption cut off come first: their curricula have handed them out already.
         if self._again and self._again[0].env.up:
             return self._start(self._again.popleft())
         context = context or Context()
@@ -124,6 +125,7 @@ class Dispatcher:
             env.weigh(weight)
 
     def _start(self, group: Group) -> int:
+        # Else a frozen model plays, and the group never becomes too old.
         if group.env.sampler.version is not None:
             group.start_version = group.env.sampler.version
         self.in_flight[group] = self._tasks.create_task(self._play(group))

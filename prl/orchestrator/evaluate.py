@@ -147,11 +147,13 @@ async def evaluate(envs: Sequence[TrainEnv], config: EvalConfig, run_dir: Path, 
         rollouts, of_env = await evaluate_env(env, config.k, run_dir, version)
         metrics |= of_env
         if config.mode == "beside":
+            # Training goes on beside it: the rollouts may be those of several versions.
             known = [(r.start_version, r.end_version) for r in rollouts if r.start_version is not None]
             metrics[f"eval/{env.name}/version_min"] = min((start for start, _ in known), default=version)
             metrics[f"eval/{env.name}/version_max"] = max(
                 (end for start, end in known if end is not None), default=version
             )
+        # Where every rollout failed, rewards say nothing.
         best = max((rollout.reward for rollout in rollouts if not rollout.failed), default=math.inf)
         if version == 0 and best <= 0 and env.algorithm.reads_reward:
             log.warning("env %s: the first evaluation earned nothing. %s", env.name, what_to_look_at(rollouts))
@@ -166,6 +168,7 @@ async def evaluate_env(env: EvalEnv, k: int, run_dir: Path, version: int) -> tup
         `eval/<env>/errored`, and the env's metrics.
     """
     rollouts = await play_all(env, k)
+    # A failed rollout earns 0. Left out, an env would look the better the more of them fail.
     metrics = {
         f"eval/{env.name}/avg@{k}": mean(0.0 if r.failed else r.reward for r in rollouts),
         f"eval/{env.name}/errored": mean(rollout.failed for rollout in rollouts),

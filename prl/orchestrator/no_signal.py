@@ -7,8 +7,10 @@ from prl.rollouts.rollout import Rollout
 
 
 def what_to_look_at(rollouts: Iterable[Rollout]) -> str:
-    """Return what these rollouts earned, possible causes, and one reply in a line, with control characters written
-    out."""
+    """Return advice in a line: the rewards of these rollouts, possible causes, and one reply.
+
+    Control characters of the reply are written out, so that it does nothing to a terminal.
+    """
     graded = [rollout for rollout in rollouts if not rollout.failed]
     if not graded:
         return "Every rollout failed"

@@ -89,14 +89,14 @@ class Orchestrator:
         half: Engine or trainer computes in 16 bits.
         checkpoint: When checkpoints are written, and which are kept.
         batcher: Makes the batcher of `orchestrator.batcher`.
-        state: Of the checkpoint that the run goes on from, its weights loaded; None = a new run.
+        state: That of the checkpoint that the run goes on from, its weights loaded; None = a new run.
         track: Records what the orchestrator does.
         **options: Fields of `OrchestratorConfig`.
     """
 
     Config: ClassVar = OrchestratorConfig
     ended_because: str | None = None
-    """Why the run ended before `max_steps`; None if it did not."""
+    """Reason why the run ended before `max_steps`; None if it did not."""
 
     def __init__(
         self,
@@ -181,6 +181,7 @@ class Orchestrator:
         """Train until the last policy version is evaluated. Returns why that was before `max_steps`; None if not so."""
         async with contextlib.AsyncExitStack() as serving:
             for env in self.envs:
+                # Before `setup`, which may connect one model and fail at the next.
                 serving.push_async_callback(env.algorithm.close)
             await asyncio.gather(*(env.setup() for env in self.envs))
             for env in self.envs:
@@ -212,8 +213,10 @@ class Orchestrator:
 
     @property
     def unsaved(self) -> bool:
-        """Return whether batches were shipped after that of the newest checkpoint; not while ranks may have parts of
-        one."""
+        """Return whether batches were shipped after that of the newest checkpoint.
+
+        False while some ranks may have their part of a batch and others not: these could write no checkpoint together.
+        """
         saved = checkpoint_folders.steps_of(self.run_dir)
         return self.steps.shipped > max(saved, default=0) and not self.shipper.sending
 

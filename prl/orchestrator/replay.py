@@ -34,7 +34,7 @@ class Replay:
     def __init__(self, envs: Sequence[TrainEnv], batcher: Batcher, age_limit: int):
         self.batch_size, self.size_of, self.age_limit = batcher.size, batcher.size_of, age_limit
         self.units = {env.name: 1 if batcher.counts_tokens else env.rollouts_per_group for env in envs}
-        """What a batch takes at once of an env, in rollouts or tokens."""
+        """Smallest part of a batch that an env can fill: a group's rollouts, or one token."""
         self.envs = envs
         self.shares = self._shares()
         """Share of the whole batch that is replayed of each env, by the weights that the step began with."""
@@ -65,6 +65,7 @@ class Replay:
         for group in chosen:
             group.uses += 1
         new = [group for group in reversed(groups) if group.env.curriculum.replay.share]
+        # By the age that they have at the next step: what is too old then is forgotten now.
         self.groups = [group for group in (*new, *self.groups) if self._is_usable(group, step + 1)]
         self.groups.sort(key=lambda group: -group.start_version)
         return [rollout for group in chosen for rollout in trained(group)]

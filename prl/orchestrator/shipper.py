@@ -22,7 +22,7 @@ class Shipper:
     updates: int
     """Optimiser steps that a batch is cut into."""
     sending: bool = field(default=False, init=False)
-    """Whether some ranks have their parts of a batch and others do not; it stays so where sending failed."""
+    """Some ranks have their parts of a batch and others do not. It stays so where sending failed."""
 
     def pack(self, step: int, rollouts: Sequence[Rollout]) -> tuple[list[list[MicroBatch]], int]:
         """Return the rows of each rank, and the number of samples that were cut to fit."""

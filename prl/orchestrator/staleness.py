@@ -45,7 +45,7 @@ class Staleness:
         self.k, self.limit, self.max_steps = config.max_async_level, config.age_limit, max_steps
         self.oversampling = config.oversampling_factor
         self.keeps_stragglers = self.limit > self.k
-        """Whether a rollout may train after the last step that it was meant for."""
+        """A rollout may train after the last step that it was meant for."""
 
     def steps_ahead(self, version: int, shipped: int) -> int:
         """Return the steps after `shipped` that a rollout from `version` is meant for; 0 or less if there is none."""

@@ -29,7 +29,7 @@ from prl.rollouts.samples import samples_of
 log = logging.getLogger(__name__)
 
 COMPUTED = {"num_input_tokens", "num_output_tokens", "num_total_tokens"}
-"""What verifiers adds to a trace's dump and does not read back."""
+"""Fields that verifiers adds to a trace's dump and does not read back."""
 
 
 class SavedRollout(msgspec.Struct):
@@ -170,7 +170,7 @@ class ResumePoint:
     steps: list[int]
     """The steps that had a checkpoint when this one was chosen."""
     forks: bool = False
-    """Whether the checkpoint is another run's (`run.fork`), of which this one takes a copy."""
+    """The checkpoint is another run's (`run.fork`), of which this one takes a copy."""
 
     @property
     def payload(self) -> dict[str, Any] | None:
@@ -267,6 +267,7 @@ def saved_alone(rollouts: Iterable[Rollout]) -> list[SavedGroup]:
 def restored(saved: SavedGroup, env: TrainEnv) -> Group:
     """Return a group as it was saved."""
     tasks = env.environment.tasks
+    # The rollouts have their task in their traces: where the env has none for the group, any stands in.
     task = tasks[saved.task] if saved.task >= 0 else tasks[0]
     version = math.inf if saved.start_version is None else saved.start_version
     group = Group(saved.id, env, version, task, excused=saved.excused, uses=saved.uses)

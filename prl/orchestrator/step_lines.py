@@ -109,9 +109,8 @@ class StepLines:
         while self._trained and self._trained[0]["step"] <= loaded:
             if ending and self._trained[0]["step"] == self.shipped < self.max_steps:
                 return
-            self.monitors.step(
-                self._trained[0]
-            )  # it stays if a monitor fails: a checkpoint has the lines that are left
+            # It stays if a monitor fails: a checkpoint has the lines that are left.
+            self.monitors.step(self._trained[0])
             del self._trained[0]
 
     def take_kept_back(self) -> dict[str, float]:

@@ -82,14 +82,15 @@ class TrainEnv(EnvComponents, EvalEnv):
 
     @property
     def waits_for_group(self) -> bool:
-        """Return whether the rollouts of a group enter a batch together: for their credit, or the curriculum's
-        thresholds."""
+        """Return whether a group's rollouts enter a batch together: its algorithm or curriculum compares them."""
         return self.algorithm.waits_for_group or self.curriculum.reads_rewards
 
     @property
     def up(self) -> bool:
-        """Return whether every model that its rollouts need can answer. Raises DeadlinePassed if one is away for too
-        long."""
+        """Return whether every model that its rollouts need can answer.
+
+        Raises DeadlinePassed if one has been away for longer than its deadline.
+        """
         return all(pool.up for pool in self.algorithm.pools)
 
     @property
@@ -139,7 +140,7 @@ class Group:
     rollouts: list[Rollout] = field(default_factory=list)
     """Those that have arrived; credited once the group is finished. In flight without those that were sent."""
     excused: bool = False
-    """Whether a frozen model that its env needs was away: then its failures are not counted against the env."""
+    """A frozen model that its env needs was away: then its failures are not counted against the env."""
     uses: int = 0
     """Times that it has been replayed."""
     sent: list[tuple[int, str]] = field(default_factory=list)
@@ -172,8 +173,8 @@ class Group:
 
 
 Event = Group | None
-"""What wakes the loop of the orchestrator: a group that has been played, graded and credited; None once an update, and
-the evaluation that followed it if one was due, is over: groups may start again."""
+"""Event that wakes the loop of the orchestrator: a group that has been played, graded and credited. None says that an
+update, with the evaluation that followed it if one was due, is over: groups may start again."""
 
 
 def by_seat(rollouts: list[Rollout]) -> list[list[Rollout]]:

@@ -1,4 +1,4 @@
-"""Who waits for whom, read from what the orchestrator knows."""
+"""Report of who waits for whom, read from what the orchestrator knows."""
 
 from collections import Counter
 from collections.abc import Hashable

@@ -51,7 +51,7 @@ COMPONENTS: dict[str, Component] = {
         provider="its algorithm must score a reference model, as opd and opsd do",
     ),
 }
-"""By name, in the order in which their terms are added and their counts are stored."""
+"""Components by name, in the order in which their terms are added and their counts are stored."""
 
 STREAM_FILL: dict[str, float] = {
     **{component.requires: 0.0 for component in COMPONENTS.values() if component.requires is not None},

@@ -72,7 +72,7 @@ class TrainingSample(Streams, omit_defaults=True):
     """`LossInputs.rollout_share` of each of its tokens; written when it is packed."""
 
     def members(self, component: Component) -> list[bool]:
-        """Return which tokens have a weight in the component, `[tokens]`, with or without a logprob of the sampler."""
+        """Return the members of a component, `[tokens]`: tokens with a weight in it, measured by the sampler or not."""
         weights = getattr(self, component.stream) or [component.absent_weight] * len(self.token_ids)
         return [weight != 0 and (on or not component.on_mask) for on, weight in zip(self.mask, weights, strict=True)]
 
@@ -122,4 +122,4 @@ class StepBatch(msgspec.Struct):
     truncated: int
     """Samples of the whole step that were cut to `seq_len`."""
     checkpoint: bool = False
-    """Whether the trainer writes its part of a checkpoint after the step."""
+    """The trainer writes its part of a checkpoint after the step."""

@@ -66,6 +66,7 @@ def by_origin(samples: list[TrainingSample], *of: str) -> list[list[TrainingSamp
 def share_rollouts(samples: list[TrainingSample]) -> None:
     """Write the `rollout_share` of the samples of one update, None where each rollout has one."""
     rollouts = by_origin(samples, "group", "rollout", "agent")
+    # Nearly always a rollout is one sample. Then no share is written, and none is shipped.
     several = len(rollouts) < len(samples)
     members = {id(sample): count_rl(sample) if several else 1 for sample in samples}
     sizes = [sum(members[id(sample)] for sample in rollout) for rollout in rollouts]
@@ -91,6 +92,7 @@ def check_streams(sample: TrainingSample) -> None:
         if (values := getattr(sample, name)) is None:
             continue
         try:
+            # An algorithm may have written an array or a tensor, which a message does not take.
             numbers = list(map(float, values))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where} {name} must be a list of numbers: {error}") from error
@@ -159,6 +161,7 @@ def fit(samples: list[TrainingSample], seq_len: int) -> list[list[TrainingSample
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for sample in sorted(samples, key=lambda sample: len(sample.token_ids), reverse=True):
         length = len(sample.token_ids)
+        # The first entry with at least this much room is that of the fullest row.
         at = bisect.bisect_left(room, (length, -1))
         if at < len(room):
             left, row = room.pop(at)
@@ -189,6 +192,7 @@ def pack_row(samples: list[TrainingSample], seq_len: int, update: int = 0) -> Mi
         present = [[STREAM_FILL[name]] * n if part is None else part for part, n in zip(parts, lengths, strict=True)]
         return [value for part in present for value in part] + [fill] * padding
 
+    # Most runs compare with nothing: then the message has an empty list.
     references = [sample.reference for sample in samples]
     row = MicroBatch(
         input_ids=joined("token_ids", 0),

@@ -24,8 +24,8 @@ class Message(msgspec.Struct, omit_defaults=True):
     name: str | None = None
     """The tool that answers."""
     after: int | msgspec.UnsetType | None = msgspec.UNSET
-    """Position (from 0) of the message that it follows, where that is not the one before it; null where it opens a
-    history."""
+    """Position (from 0) of the message that it follows; null where it opens a history. Left out where it follows the
+    message before it."""
     sampled: bool = True
     """False for an assistant message that the model was shown and did not sample here."""
 
@@ -51,7 +51,7 @@ class Record(msgspec.Struct, kw_only=True):
     matched: dict[str, str] = {}
     """Filter slot -> the filter that matched, enforced or not."""
     info: dict[str, Any] = {}
-    """What the env's code left in the trace's `info`, a judge's verdict say; long values are cut."""
+    """Values that the env's code left in the trace's `info`, a judge's verdict say; long ones are cut."""
     difficulty_pool: str | None = None
     """The pool that its group moved the task to, or left it in."""
     stop: str | None = None

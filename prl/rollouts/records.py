@@ -75,6 +75,7 @@ def _bounded(value: Any) -> Any:
 def _message(node: MessageNode, before: int) -> Message:
     message = node.message
     fields = vars(message)  # not every role has all; asking pydantic for one that is not there is slow
+    # Most messages follow the one before them. `after` is written where the history branches.
     return Message(
         message.role,
         content_text(message.content),

@@ -61,7 +61,7 @@ class Outcome:
     reason: str = ""
     """One sentence for a reader; equal reasons are counted together."""
     source: str | None = None
-    """What caused it, as an identifier: the error kind, the filter's name, easy or hard. None for other stages."""
+    """Cause of it as an identifier: the error kind, the filter's name, easy or hard. None for other stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +166,7 @@ class Rollout:
             error: What went wrong.
             kind: One of ERROR_KINDS; by default the exception's own `kind`, `timeout` for a TimeoutError, else `env`.
         """
+        # An outcome that it has already says what took it out of the pipeline.
         if self.is_active:
             kind = kind or ("timeout" if isinstance(error, TimeoutError) else getattr(error, "kind", "env"))
             # The message goes into records and result.json, which are UTF-8.
@@ -207,6 +208,7 @@ class Rollout:
     @property
     def num_tool_response_tokens(self) -> int:
         """Tokens of tool answers; without those of the chat template if the renderer marks them."""
+        # By key: an answer that was rendered again on another branch is the same one.
         answers = {
             key: node
             for branch in self.trace.branches
@@ -250,6 +252,7 @@ class Rollout:
 
     def read_versions(self) -> None:
         """Take the policy versions of its first and its last model call from the trace, where they were recorded."""
+        # A call of verifiers' own client has no versions.
         versions = [(call.start_version, call.end_version) for call in self.trace.calls if hasattr(call, "end_version")]
         if versions and versions[0][0] is not None:
             self.start_version, self.end_version = versions[0][0], versions[-1][1]
@@ -315,8 +318,7 @@ def keyed_nodes(branch: "Branch") -> Iterator[tuple[MessageKey, "MessageNode"]]:
 
     A chat template may drop earlier reasoning, for example. A turn then starts a branch of its own, with new nodes for
     the messages before it. The key identifies a message by the first message of its history, the last reply before it,
-    its position and its content. Equal answers to two agents, or to two different replies, therefore have different
-    keys.
+    its position and its content. So equal answers to two agents, or to two replies, have keys of their own.
     """
     from verifiers.v1.graph import message_hash
 
@@ -326,6 +328,7 @@ def keyed_nodes(branch: "Branch") -> Iterator[tuple[MessageKey, "MessageNode"]]:
         opening = opening or content
         yield (opening, reply, position, content), node
         if node.message.role == "assistant":
+            # A template may drop the reasoning of earlier turns: with and without it, it is the same reply.
             reply = message_hash(node.message.model_copy(update={"reasoning_content": None}))
 
 

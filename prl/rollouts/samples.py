@@ -49,6 +49,7 @@ class RecordedCall(ModelCall):
     The versions are None of a frozen model.
     """
 
+    # Left out of a trace's dump: a rollout is saved after its tokens were verified.
     digest: bytes = Field(default=b"", exclude=True, repr=False)
     start_version: int | None = Field(default=None, exclude=True, repr=False)
     end_version: int | None = Field(default=None, exclude=True, repr=False)

@@ -1,4 +1,4 @@
-"""The directory of a run: its files, its lock, its result, what it was made with, and how a run goes on.
+"""The directory of a run: its files, its lock, its result, and what it was made with.
 
-Start with `run_dir.py` and `resume.py`.
+Start with `run_dir.py`; `prl/launch/resume.py` has how a run goes on.
 """

@@ -36,6 +36,7 @@ def owned(run_dir: Path) -> Iterator[None]:
         (run_dir / HOLDER).write_text(holder, encoding="utf-8")
         yield
     finally:
+        # The files stay: to remove a lock file that somebody else has just opened would make two owners.
         lock.release()
 
 
@@ -44,6 +45,7 @@ def is_owned(run_dir: Path) -> bool:
     if not (run_dir / LOCK).is_file():
         return False
     try:
+        # Taking the lock for an instant is the only way to ask; `owned` waits that long (`READERS_S`).
         with filelock.FileLock(run_dir / LOCK, blocking=False):
             return False
     except filelock.Timeout:

@@ -28,7 +28,7 @@ MAX_DIFF = 1_000_000
 """Longest `provenance.diff`, bytes."""
 HASHED_WHOLE = 2 * 1024**3
 """Weights up to this many bytes are hashed whole; of larger ones the files' sizes and headers are."""
-GIT = ("git", "-c", "core.fsmonitor=false")
+GIT = ("git", "-c", "core.fsmonitor=false")  # else git may start a daemon that outlives the run
 
 
 def write_provenance(
@@ -88,6 +88,7 @@ def checkout(folder: Path) -> tuple[dict[str, Any] | None, str]:
     if not commit:
         return None, ""
     changed = git("status", "--porcelain").splitlines()
+    # Programs that a user's git config names for diffs are not run, nor their colours written.
     diff = git("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")
     untracked = [line[3:] for line in changed if line.startswith("??")]
     result = {"commit": commit, "changed": bool(changed), "untracked": untracked[:100]}
@@ -127,6 +128,7 @@ def model_hash(path: str) -> dict[str, Any]:
             if whole:
                 digest.update(hashlib.file_digest(weights, "sha256").digest())
             else:
+                # A safetensors file begins with the length of its header, eight bytes.
                 digest.update(weights.read(struct.unpack("<Q", weights.read(8))[0]))
     method = "files" if whole else "names, sizes and headers of the files"
     return {"path": path, "method": method, "sha256": digest.hexdigest()}

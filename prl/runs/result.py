@@ -22,7 +22,7 @@ class RunResult(msgspec.Struct):
     metrics: dict[str, float | None] = {}
     """The newest value of every metric."""
     optimized_metric: float | None = None
-    """What a sweep compares its jobs by; null where the run is no job of one, or has no such metric."""
+    """Objective that a sweep compares its jobs by; null where the run is no job of one, or has no such metric."""
 
     def take(self, last: Mapping[str, float | None]) -> None:
         """Take the steps and the metrics from the newest value of each, the step among them."""
@@ -38,5 +38,6 @@ def read_result(run_dir: Path) -> RunResult | None:
 
 def write_result(run_dir: Path, result: RunResult) -> None:
     """Write the run's `result.json`."""
+    # An error may quote a URL with its password, or what a server has answered.
     shown = msgspec.structs.replace(result, error=result.error and masked_text(result.error))
     write_atomically(run_dir / "result.json", msgspec.json.format(msgspec.json.encode(shown)) + b"\n", durable=True)

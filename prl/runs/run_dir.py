@@ -29,8 +29,8 @@ STEP = re.compile(r"step_(\d{6,})")
 ROLLOUTS = re.compile(r"(eval_.+_)?step_(\d{6,})\.jsonl")
 """Name of a rollout file: of a step, or of an evaluation."""
 NOT_OF_A_RUN = ("run.", "sweep.", "optimized_metric.", "engine.urls", "hydra")
-"""How the config keys begin that change no result: a sweep whose command has others still finds its jobs, and a summary
-does not tell runs apart by them."""
+"""Beginnings of config keys that change no result: a sweep whose command has others still finds its jobs, and a
+summary does not tell runs apart by them."""
 
 
 class Best(msgspec.Struct):
@@ -52,6 +52,7 @@ def refuse_existing(run_dir: Path) -> None:
 
 def refuse_other_files(run_dir: Path) -> None:
     """Raise ConfigError for a directory that cannot be made or written to, or has files and has had no run."""
+    # The directory may not be there yet: then the folder decides in which it would be made.
     nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(f"run.dir={str(run_dir)!r} cannot be made: {nearest} is no directory that can be written to")
@@ -145,6 +146,7 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> se
     Raises:
         ConfigError: The record of the best version is damaged; nothing has been removed then.
     """
+    # Read before anything is removed: a damaged record must not leave a run that is half cut back.
     best = run_dir / "checkpoints" / "best"
     best_step = read_json(best / "best.json", Best).step if (best / "best.json").exists() else 0
     metrics = run_dir / "metrics.jsonl"
@@ -214,6 +216,7 @@ def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
         result.error = f"the run was ended from within: {of_own_code(error)}"
         raise PrlError(result.error) from error
     except BaseException as error:
+        # An error of prl's own says it all. Of any other the traceback is what one needs afterwards.
         whole = "".join(traceback.format_exception(error))
         result.error = str(error) if isinstance(error, PrlError) else of_disk(error) or whole
         raise

@@ -13,12 +13,12 @@ from prl.base.errors import PrlError
 from prl.base.text import as_message
 
 OUTPUTS = Path("outputs")
-"""Where runs are unless they say otherwise."""
+"""Folder of runs that name no other."""
 
 
 def named(path: Path) -> Path:
-    """Return what an argument of a command names: `path`, or what has that name under `outputs/` where only that is
-    there."""
+    """Return the path that an argument of a command names: itself, or its namesake under `outputs/` if only
+    that exists."""
     return OUTPUTS / path if not path.exists() and (OUTPUTS / path).exists() else path
 
 

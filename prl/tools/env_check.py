@@ -38,9 +38,9 @@ from prl.monitors.log import Harmless
 ROOM = 1 << 20
 """Tokens of an episode: more than any has, since no model has to read them."""
 NAME = "check"
-"""Of the run, and of an env that is a taskset without a conf file."""
+"""Name of the run, and of an env that is a taskset without a conf file."""
 VERDICT = "Score: 10"
-"""Of a judge that nothing else is given for."""
+"""Reply of a judge that nothing else is given for."""
 HELD_OUT = 100_000
 """Held-out tasks that are counted."""
 

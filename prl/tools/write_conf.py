@@ -56,8 +56,7 @@ WIDTH = 120
 
 
 def classes() -> dict[str, Any]:
-    """Return what says which fields an option has, by `<group>/<name>`: the class that its file names, or a
-    dataclass."""
+    """Return the class or dataclass that says which fields an option has, by `<group>/<name>`."""
     result: dict[str, Any] = {}
     for file in sorted(CONF.glob("*/*.yaml")):
         path = f"{file.parent.name}/{file.stem}"

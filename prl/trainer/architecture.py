@@ -44,6 +44,5 @@ def check_architecture(config: Any, path: str, longest: int = 0) -> None:
 
 
 def has_sinks(config: Any) -> bool:
-    """Return whether the model is gpt-oss, whose attention has sinks, as torch's has not. No other with sinks is
-    trained."""
+    """Return whether the model is gpt-oss, the one with sinks in its attention that is trained; torch's has none."""
     return getattr(config, "model_type", None) == "gpt_oss"

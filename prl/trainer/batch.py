@@ -80,7 +80,7 @@ def stacks(rows: list[MicroBatch], tokens_per_forward: int, device: torch.device
 
 
 def empty_stack(device: torch.device) -> Stack:
-    """A stack with one token and no sequence, for a rank that has nothing to train while others do."""
+    """Return a stack with one token and no sequence, for a rank that has nothing to train while others do."""
     row = MicroBatch([0], [False], [0.0], [0.0], [0], sequence_lengths=[], env_names=[], losses=[])
     return _stack({0: row}, 1, device)
 
@@ -106,6 +106,7 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
     fed = [weighted_tokens(component, mask, streams.get(component.stream)) for component in COMPONENTS.values()]
     streams = {name: stream.flatten()[flat] for name, stream in streams.items()}
     lengths = [n for row in rows for n in row.sequence_lengths]
+    # One number a sequence was shipped: here each of its tokens gets it.
     if shares := [share for row in rows for share in row.rollout_shares]:
         streams["rollout_share"] = torch.tensor(shares)[per_token(range(len(lengths)), lengths, torch.device("cpu"))]
     return Stack(

@@ -80,8 +80,8 @@ def write_part(run_dir: Path, step: int, part: Part, model: PreTrainedModel, fil
     Args:
         run_dir: the run directory.
         step: the last step that the weights were trained in, 0 for the base model.
-        part: of rank 0.
-        model: whose configs go with the weights.
+        part: the part of rank 0, which alone has tensors.
+        model: the policy, whose configs go with the weights.
         files: what its folder has beside weights and configs, by path: `companion_files` and `tokenizer_files`.
 
     Raises:
@@ -116,6 +116,7 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
     if missing:
         raise ConfigError(f"{folder}: the optimiser's state is of parameters that the model lacks: {missing[0]}")
     for name, control in trainer.entropy_controls.items():
+        # A loss that has got an `entropy_target` since begins with its config.
         control.coef, control.below = saved.get("entropy", {}).get(name, (control.coef, control.below))
     with _tensors_of(folder / STATE / "trainer.safetensors") as tensors:
         _load_optimizer(trainer.optimizer, parameters, saved["optimizer"], tensors.get_tensor)
@@ -160,6 +161,7 @@ def _load_optimizer(
     """Give the optimisers of `parameters` the state that is saved by their names; settings stay as they are."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for optimizer in optimizers.optimizers:
+        # Optimisers number their parameters: group by group, in the order in which they got them.
         order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
         state = {
             number: _with_tensors(saved[name], _parts(parameters[name], tensor))
@@ -170,7 +172,7 @@ def _load_optimizer(
 
 
 def _parts(parameter: torch.nn.Parameter, tensor: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """Like `tensor`, of what belongs to `parameter`: this rank's part where that is one."""
+    """Return a function like `tensor` for what belongs to `parameter`: this rank's part where that is one."""
     return lambda name: part_like(parameter, tensor(name))
 
 
@@ -199,7 +201,7 @@ def _gathered(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.
 
 
 def _without_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` for JSON: its tensors go into `tensors`, by names that begin with `name` and stand in their places."""
+    """Return `value` for JSON: its tensors go into `tensors`, under names below `name` that stand in their places."""
     if isinstance(value, torch.Tensor):
         tensors[name] = value
         return {TENSOR: name}
@@ -228,6 +230,7 @@ def _generators(device: torch.device) -> dict[str, torch.Tensor]:
         return {f"generator/0/{name}": state for name, state in own.items()}
     generators: dict[str, torch.Tensor] = {}
     for name, state in own.items():
+        # A GPU's collectives take no tensors in host memory.
         state = state.to(device)
         states = [torch.empty_like(state) for _ in range(dist.get_world_size())]
         dist.all_gather(states, state)

@@ -21,12 +21,14 @@ LEAST_REST = 1e-6
 
 @dataclass
 class Head:
-    """The head that makes a model's distributions: hidden states `[tokens, dim]`, `weight` `[vocab, dim]`, `bias`
-    `[vocab]`."""
+    """The head that makes a model's distributions, with the hidden states that it gets."""
 
     hidden: Tensor
+    """`[tokens, dim]`."""
     weight: Tensor
+    """`[vocab, dim]`."""
     bias: Tensor | None
+    """`[vocab]`; None = the head has none."""
 
     def part(self, tokens: Tensor) -> "Head":
         """Return the head at some tokens alone."""
@@ -86,12 +88,23 @@ def product(log_weights: Tensor, values: Tensor) -> Tensor:
 def chunked_divergence(
     policy: Head, reference: Head | Top, temperatures: Tensor, kind: str, beta: float = 0.5, *, chunk: int | None = None
 ) -> Tensor:
-    """Compute `divergence` at each token, `[tokens]`, at least float32, with a gradient for the policy's three tensors.
+    """Compute the divergence of the policy from its reference at each token, without all logits in memory.
 
-    The policy's logits, and those of a reference in the trainer, are divided by `temperatures` `[tokens]`; a
-    temperature of 0 leaves them as they are. `chunk` is in tokens: the peak is a few buffers of `[chunk, vocab]`
-    float32. None is what `usual_chunk` says, on a GPU a quarter of it. Tokens that get no gradient cost nothing in the
-    backward. A vocabulary of another size than the reference's raises ValueError.
+    Tokens that get no gradient cost nothing in the backward.
+
+    Args:
+        policy: the policy's head, whose three tensors get a gradient.
+        reference: the head of a reference in the trainer, or the likeliest tokens of one in an engine.
+        temperatures: divide the logits of both heads, `[tokens]`; 0 leaves them as they are.
+        kind: as of `divergence`.
+        beta: as of `divergence`.
+        chunk: tokens at a time: the peak is a few buffers of `[chunk, vocab]` float32. None = as many as `usual_chunk`
+            says, on a GPU a quarter of it.
+
+    Returns:
+        `[tokens]`, nats, at least float32.
+
+    Raises ValueError for a vocabulary of another size than the reference's.
     """
     if isinstance(reference, Head) and len(reference.weight) != len(policy.weight):
         raise ValueError(f"the reference has {len(reference.weight)} tokens, the policy {len(policy.weight)}")
@@ -111,6 +124,7 @@ def _over_vocabulary(logp: Tensor, logq: Tensor, kind: str, beta: float) -> tupl
 
 def _over_top(logp: Tensor, top: Top, kind: str, beta: float) -> tuple[Tensor, Tensor]:
     """Compute the same as `_over_vocabulary` where the outcomes are the reference's `top` tokens and the rest."""
+    # The engine may have tokens that the policy has no row for.
     known = (top.logprobs > -math.inf) & (top.ids < logp.shape[1])
     place = known.nonzero()[:, 0], top.ids[known]
     logq = torch.where(known, top.logprobs.to(logp.dtype), -math.inf)

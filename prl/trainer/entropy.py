@@ -26,12 +26,13 @@ class EntropyControl:
 
     def update(self, entropy: float) -> None:
         """Take in the entropy of a step, nats."""
+        # The bonus only pushes up. Above the target it waits, and shrinks for its next use.
         self.below = entropy < self.target
         self.coef = max(0.0, self.coef + (self.step if self.below else -self.step))
 
 
 def controls_of(losses: Mapping[str, PolicyOptions]) -> dict[str, EntropyControl]:
-    """The control of each loss whose options have an `entropy_target`, by its name."""
+    """Return the control of each loss whose options have an `entropy_target`, by its name."""
     return {
         name: EntropyControl(options.entropy_target, options.entropy_step, options.entropy_coef)
         for name, options in losses.items()

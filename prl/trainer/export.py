@@ -9,9 +9,9 @@ that JSON does not have (NaN, an infinity) is null. Beside `step`, `rank`, `env`
   `ref_logprobs` as the trainer filled them where it did.
 - `trainer_logprobs`: null where the loss needs none, and on a sequence's first token, which has none.
 - `ratio`: exp(trainer - sampler) on members of components that read the sampler (rl, ref_kl), null elsewhere.
-- `use`: why the token was trained or not: "context" (off the mask), "weight 0" (on it), or, joined by "+", the
-  components it is in ("rl kept", "rl dropped", "rl clipped", "ce", ...) and "invalid logprob" (kept out of rl or
-  ref_kl).
+- `use`: why the token was trained or not. "context": it is off the mask. "weight 0": it is on the mask without a
+  weight. Else the components it is in ("rl kept", "rl dropped", "rl clipped", "ce", ...), joined by "+", with "invalid
+  logprob" where rl or ref_kl leave it out for that.
 """
 
 import functools
@@ -128,6 +128,7 @@ def first_groups(rows: Sequence[MicroBatch]) -> set[tuple[int, int]]:
         for place, origin in enumerate(row.origins)
         if origin is not None
     ]
+    # By group: one reads the rollouts of a task beside each other.
     places.sort()
     tokens = itertools.accumulate(rows[number].sequence_lengths[place] for _, _, number, place in places)
     return {

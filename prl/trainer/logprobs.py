@@ -34,13 +34,19 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Compute log_softmax((hidden @ weight.T + bias) / temperature) at the targets, and the distribution's entropy.
 
-    Shapes: `hidden` `[tokens, dim]`, `weight` `[vocab, dim]`, `bias` `[vocab]`, `targets` `[tokens]` int64,
-    `temperatures` `[tokens]`; returns `logprobs` `[tokens]` float32 and `entropy` `[tokens]` float32, in nats. Both
-    have a gradient. `chunk` is in tokens: the peak is about one buffer of `[chunk, vocab]` float32, and a second one
-    in the backward of an entropy. None is what `usual_chunk` says.
+    Args:
+        hidden: hidden states before the head, `[tokens, dim]`.
+        weight: the head, `[vocab, dim]`.
+        targets: the tokens whose logprob is wanted, int64 `[tokens]`.
+        temperatures: divide the logits, `[tokens]`.
+        chunk: tokens at a time: the peak is about one buffer of `[chunk, vocab]` float32, and a second one in the
+            backward of an entropy. None = as many as `usual_chunk` says.
+        bias: of the head, `[vocab]`; None = it has none.
+        into_grad: the backward adds the gradient of a parameter `weight` to its `.grad` chunk by chunk, where dtypes
+            allow it, and autograd gets none: one buffer as large as the head less. So it must run by `backward()`.
 
-    With `into_grad`, the backward adds the gradient of a parameter `weight` to its `.grad` chunk by chunk, where dtypes
-    allow it, and autograd gets none: one buffer as large as the head less. So it must run by `backward()`.
+    Returns:
+        Logprobs and entropy in nats, both `[tokens]`, float32 (float64 of float64 inputs), both with a gradient.
 
     The matrix products are of the inputs in their own dtype. Logits and softmax are in float32, or in float64 for
     float64 inputs: in bfloat16, logits of 16 and more would be off by up to 0.06. A temperature of 0 (padding, greedy
@@ -52,7 +58,7 @@ def chunked_logprobs(
 
 
 def usual_chunk(vocab: int, dim: int, *, cuda: bool) -> int:
-    """Tokens of a chunk: on a CPU as many as take little memory beside the head and its optimiser state, or 32 MiB."""
+    """Return the tokens of a chunk: on a CPU so many that they take little beside the head and its optimiser state."""
     if cuda:
         return ON_GPU
     # Fewer than about half the width would spend more time on passes over the head's weight and gradient.
@@ -97,13 +103,14 @@ def _softmax_numbers(logits: Tensor, targets: Tensor, exp: Tensor | None = None)
     shifted = logits - top[:, None] if exp is None else logits.sub_(top[:, None])
     exp = torch.exp(shifted, out=exp)
     total = exp.sum(dim=-1)
+    # Entropy = log sum(exp) - sum(exp * shifted) / sum(exp): no logarithm of each probability.
     log_total = total.log()
     logprobs = shifted.gather(1, targets[:, None]).squeeze(1) - log_total
     return top + log_total, logprobs, log_total - exp.mul_(shifted).sum(dim=-1) / total
 
 
 def softmax_less_target(logits: Tensor, lse: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Softmax of each row of logits, which a CPU loses, less one at the target: `[rows, vocab]` of `dtype`."""
+    """Compute softmax less one at the target, `[rows, vocab]` of `dtype`. On a CPU the logits are overwritten."""
     if on_gpu(logits):
         return fused(_softmax_less_target)(logits, lse, targets, dtype)
     probs = logits.sub_(lse[:, None]).exp_()

@@ -40,9 +40,9 @@ def add_adapters(model: PreTrainedModel, node: Mapping[str, Any], path: str) -> 
     """Give layers of `model` adapters that change nothing yet, drawn from torch's generator, and freeze all else.
 
     Args:
-        model: on any device, meta too.
+        model: the policy, on any device, meta too.
         node: the node `model.lora`, with a rank.
-        path: of the model, for peft's config.
+        path: path or name of the model, for peft's config.
 
     Raises ConfigError for target modules that the model has not, or that cannot have an adapter.
     """
@@ -89,6 +89,7 @@ def check_targets(model: PreTrainedModel, named: list[str] | None) -> list[str] 
                 f"model.lora.target_modules: {end!r} is not the name of linear layers that can have an adapter; this "
                 f"model has {known}"
             )
+    # peft's "all-linear" would take layers that are named as experts are, too.
     if named is None and experts:
         return known.split(", ")
     return "all-linear" if named is None else named
@@ -98,6 +99,7 @@ def names_of_experts(model: PreTrainedModel) -> set[str]:
     """Return the names that files have for the matrices of an expert (`up_proj`); empty without experts."""
     names = set()
     for name, parameter in model.named_parameters():
+        # Transformers has the matrices of all experts of a layer in one tensor.
         if parameter.dim() == 3:
             names |= {key.split(".")[-2] for key in as_in_files(model, name, parameter.to("meta"))}
     return names
@@ -109,7 +111,7 @@ def has_adapters(model: torch.nn.Module) -> bool:
 
 
 def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a model by the names that it has without adapters, each adapter added to its layer; no tied ones.
+    """Yield the tensors of a model by their names without adapters, each adapter added to its layer; no tied ones.
 
     They are made one by one; of a model that is spread over ranks they are parts, and all ranks must go through them.
     """
@@ -136,7 +138,8 @@ def adapters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def adapters_alone(model: PreTrainedModel) -> bool:
     """Return whether an engine with the base model's files can add the adapters: each to one tensor of the files.
 
-    Of experts files have another tensor for each, and of a transposed layer not what an adapter's product is.
+    Experts are a tensor each in files, where the model has one of all. A transposed layer (Conv1D) has the transpose of
+    what an adapter's product is.
     """
     layers = dict(model.named_modules())
     for name in adapters_of(model):

@@ -11,13 +11,13 @@ from prl.trainer.batch import Stack
 
 @torch.no_grad()
 def metrics_of_envs(stack: Stack, logprobs: torch.Tensor, entropy: torch.Tensor, treatment: TokenTreatment) -> Metrics:
-    """Metrics of a stack by env, as (sum, count).
+    """Measure the tokens of a stack by env, as (sum, count).
 
     Args:
         stack: the stack, after the loss.
         logprobs: the trainer's, `[flat tokens]`.
-        entropy: of the trainer's distribution, `[flat tokens]`, 0 where no logprob is wanted.
-        treatment: as the loss has filled them in.
+        entropy: entropy of the trainer's distribution, nats, `[flat tokens]`, 0 where no logprob is wanted.
+        treatment: the labels that the loss has filled in.
 
     Returns:
         `entropy` over tokens whose logprob is wanted, `mismatch_kl` over members of components that read the sampler,
@@ -41,7 +41,7 @@ def metrics_of_envs(stack: Stack, logprobs: torch.Tensor, entropy: torch.Tensor,
 
 
 def means_over_ranks(metrics: Metrics, device: torch.device) -> dict[str, float]:
-    """The means over all ranks, whose names may differ: an algorithm may have samples on one rank only."""
+    """Return the means over all ranks. Their metrics may differ: an algorithm may have samples on one rank only."""
     sums: Metrics = {}
     for part in gather({name: (float(total), float(count)) for name, (total, count) in metrics.items()}, device):
         for name, pair in part.items():
@@ -50,12 +50,13 @@ def means_over_ranks(metrics: Metrics, device: torch.device) -> dict[str, float]
 
 
 def gather(value: dict, device: torch.device) -> list[dict]:
-    """`value` of every rank, as msgpack bytes in tensors (torch's own object gather would pickle)."""
+    """Gather the `value` of every rank, as msgpack in tensors: torch's own gather of objects would unpickle."""
     if not dist.is_initialized():
         return [value]
     data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device))
+    # A collective takes tensors of one length on all ranks.
     padded = torch.nn.functional.pad(data, (0, int(max(sizes)) - len(data)))
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded)

@@ -90,7 +90,7 @@ def _with_weights(path: str, config: Any, how: Mapping[str, Any]) -> PreTrainedM
 
 
 def ends_of(path: str, trust_remote_code: bool) -> list[int]:
-    """The tokens that end a turn by a model's chat template and files; none of a model without a tokenizer."""
+    """Return the tokens that end a turn by a model's chat template and files; none of a model without a tokenizer."""
     from prl.engines.renderer import make_renderer  # it takes seconds
 
     with contextlib.suppress(ConfigError):  # there is none, or the template needs the renderer of its family
@@ -122,7 +122,7 @@ def check_weights(path: str, model: PreTrainedModel, loaded: Mapping[str, Any]) 
 
 
 def further_layers(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
-    """Layers with the tensors of the model's own, among names of weights that it has no place for.
+    """Return layers with the tensors of the model's own, among names of weights that it has no place for.
 
     One that has others too, such as one that predicts a second token, may be left out.
     """
@@ -148,7 +148,7 @@ def stack_logprobs(
 def run_stack(
     model: PreTrainedModel, stack: Stack, *, head_chunk: int | None, on_head: Callable[[Head], Any] = lambda head: None
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Logprob of each wanted token given the tokens before it in its sequence, and the entropy there.
+    """Compute the logprob of each wanted token given the tokens before it in its sequence, and the entropy there.
 
     Args:
         model: the policy.
@@ -169,6 +169,7 @@ def run_stack(
         inputs["attention_mask"] = create_masks_for_generate(model.config, embedded, None, None, positions)
     # Counted before the model runs: on a GPU each count waits for all that was launched.
     known = (stack.wanted & (stack.before >= 0)).nonzero().squeeze(1)
+    # Rollouts of a group often say the same: the head computes a token after the same tokens once.
     some, same = distinct(stack.before[known], stack.token_ids[known], stack.temperatures[known])
     place = known[some]
     hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)
@@ -190,10 +191,13 @@ def run_stack(
 
 
 def distinct(*columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One of each of the different rows of `columns`, all `[rows]`.
+    """Find the different rows of a table.
+
+    Args:
+        columns: the columns of the table, each `[rows]`.
 
     Returns:
-        Places of `[different rows]`, and for each row which of these it is like, `[rows]`.
+        The place of one of each kind, `[different rows]`; and the number of each row's kind, `[rows]`.
     """
     like = torch.zeros(len(columns[0]), dtype=torch.int64, device=columns[0].device)
     for column in columns:
@@ -214,17 +218,17 @@ def check_layout(
 ) -> None:
     """Raise ValueError unless two sequences with a common prefix get the logprobs that they get alone.
 
-    In one packed row they must, since some architectures ignore positions, beside the end of a longest sequence, by
-    which some choose the frequencies of all positions, and so they must in `layout`.
+    They are looked at in one packed row, since some architectures ignore positions, and in `layout`. The packed row
+    ends with the last positions of a longest sequence, by which some models choose the frequencies of all positions.
 
-    What is wrong is so for nearly any tokens. In bfloat16 rounding may have a mixture of experts choose others for a
-    few tokens, which changes them by as much. So a model that fails is refused if it does for two draws of three.
+    A fault shows with nearly any tokens. But in bfloat16 rounding may choose other experts for a few tokens, which
+    changes their logprobs by as much. So a model is refused if it fails for two draws of three.
 
     Args:
         model: the policy.
         layout: makes stacks of rows.
         device: where the model runs; None = where its weights are.
-        tolerance: by which logprobs may differ.
+        tolerance: largest difference of logprobs that passes, nats.
         max_model_len: tokens of the longest sequence; None = as many as the model has positions.
     """
     longest = max_model_len or positions(model.config.to_dict()) or CHECKED
@@ -282,7 +286,7 @@ def _fault_of_layout(
 
 
 def _row(*sequences: list[int]) -> MicroBatch:
-    """Sequences as a packed row that trains all but the first four tokens of each."""
+    """Make a packed row of sequences that trains all but the first four tokens of each."""
     places = [place for tokens in sequences for place in range(len(tokens))]
     return MicroBatch(
         input_ids=[token for tokens in sequences for token in tokens],
@@ -297,7 +301,7 @@ def _row(*sequences: list[int]) -> MicroBatch:
 
 
 def token_text(model_config: Mapping[str, Any]) -> Callable[[int], str]:
-    """Function from a token id of the policy to its text; "" for an id that its tokenizer does not have."""
+    """Return a function from a token id of the policy to its text; "" for an id that its tokenizer does not have."""
     tokenizer = AutoTokenizer.from_pretrained(model_config["path"], trust_remote_code=model_config["trust_remote_code"])
     return lambda token: tokenizer.decode([token]) if token < len(tokenizer) else ""
 
@@ -323,8 +327,14 @@ def save_weights(
 def write_model(
     folder: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor], files: Mapping[str, bytes]
 ) -> None:
-    """Write a Hugging Face model folder: the configs of `model`, these weights, and by path what else it has, such as
-    `companion_files` or a tokenizer."""
+    """Write a Hugging Face model folder.
+
+    Args:
+        folder: the folder to write.
+        model: the policy, whose configs are written.
+        tensors: the weights by their names in files.
+        files: further files by path, such as `companion_files` or a tokenizer.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     write_files(files, folder)  # before the config, of which it may have the one that the model was loaded with

@@ -72,6 +72,7 @@ def make_optimizers(model: torch.nn.Module, node: Mapping[str, Any]) -> Optimize
         made.append(make_optimizer(chosen, part_settings, where))
         rest = {name: parameter for name, parameter in rest.items() if name not in chosen}
     if rest or not made:
+        # First, since metrics show the rate of the first group.
         made.insert(0, make_optimizer(rest, settings, "trainer.optim"))
     return Optimizers(made)
 
@@ -80,6 +81,7 @@ def make_optimizer(parameters: Parameters, node: Mapping[str, Any], where: str) 
     """Make one optimiser of `parameters`; its weight decay, where the node sets one, is for matrices only."""
     make = maker(node, Optimizer, where)
     if any(is_part(parameter) for parameter in parameters.values()) and make.func not in FUSED_OVER_RANKS:
+        # torch refuses the fused kernel of others for parts of parameters: they run without it.
         make.keywords.pop("fused", None)
     matrices = [parameter for parameter in parameters.values() if parameter.dim() >= 2]
     others = [parameter for parameter in parameters.values() if parameter.dim() < 2]

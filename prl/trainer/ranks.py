@@ -11,8 +11,8 @@ import torch.distributed as dist
 from prl.config.trainer import MEETING_VARIABLE, TrainerConfig
 
 MARGIN_S = 60.0
-"""Seconds that a rank waits for another beyond that rank's own deadlines, whose errors say more than a lost
-collective's."""
+"""Seconds that a rank waits for another beyond that rank's own deadlines: an error of that rank says more than a
+collective that was lost."""
 DEADLINES = ("ready_timeout_s", "batch_timeout_s", "finish_timeout_s")
 """Deadlines of the work that a rank does by itself: loading, waiting for its batch, writing."""
 
@@ -35,6 +35,7 @@ def meet(rank: int, world_size: int, device: torch.device, trainer: Mapping[str,
     meeting = os.environ.get(MEETING_VARIABLE)
     where: dict[str, Any] = {"init_method": None if meeting is None else f"file://{meeting}"}
     if world_size == 1:
+        # Nobody to meet: a store in memory opens no port and needs no file.
         where = {"store": dist.HashStore()}
     cuda = device.type == "cuda"
     dist.init_process_group(

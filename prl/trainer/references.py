@@ -27,6 +27,7 @@ def follow(references: Mapping[str, PreTrainedModel], policy: PreTrainedModel, s
     for name, reference in references.items():
         kind, _, number = name.partition(":")
         if kind == "ema" and step:
+            # In place, on this rank's parts alone: no collective, and no second copy.
             torch._foreach_lerp_(local_parts(reference), ours, 1 - float(number))
         elif kind == "ema" or (kind == "lagged" and step % int(number) == 0):
             torch._foreach_copy_(local_parts(reference), ours)
@@ -77,7 +78,7 @@ def behind_prefixes(
 
 
 def kept_head(head: Head, stack: Stack, seen: Stack, places: torch.Tensor, name: str) -> Head | None:
-    """The reference's head at the tokens of `stack`; None where no sequence is compared with it by a divergence."""
+    """Return the reference's head at the tokens of `stack`; None where no sequence asks for a divergence from it."""
     if not any(reference.model == name and reference.divergence for reference in stack.references):
         return None
     weight, bias = head.weight, head.bias
@@ -87,7 +88,7 @@ def kept_head(head: Head, stack: Stack, seen: Stack, places: torch.Tensor, name:
 
 
 def divergences(policy: Head, stack: Stack, heads: Heads, chunk: int | None) -> torch.Tensor | None:
-    """The divergence at the `ref_kl` tokens of sequences that ask for one, `[flat tokens]`; None where none does.
+    """Compute the divergence at `ref_kl` tokens of sequences that ask for one, `[flat tokens]`; None where none does.
 
     Args:
         policy: the policy's head, with the hidden states of the flattened rows.
@@ -95,6 +96,7 @@ def divergences(policy: Head, stack: Stack, heads: Heads, chunk: int | None) -> 
         heads: heads of the references in the trainer.
         chunk: tokens, as in `chunked_divergence`.
     """
+    # A prefix changes what the reference says, not how the two are compared: one call for all prefixes.
     comparisons = {reference.comparison for reference in stack.references if reference.divergence}
     weights = stack.streams.get("ref_kl_weights")
     if not comparisons or weights is None:

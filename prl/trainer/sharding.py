@@ -31,7 +31,7 @@ time than in larger pieces with less of it. In float64 throughout it takes half 
 
 
 def make_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
-    """The ranks as a mesh: `[shard]` where all of them share one copy, else `[replicate, shard]`.
+    """Arrange the ranks as a mesh: `[shard]` where all of them share one copy, else `[replicate, shard]`.
 
     Raises ValueError where `shard_size` does not divide the ranks.
     """
@@ -63,7 +63,7 @@ def is_shared(model: object) -> TypeGuard[fsdp.FSDPModule]:
 
 
 def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The layers of a model, by the names that it gives to what must stay in one piece; [] where it names none."""
+    """Return the layers of a model, which it names as what must stay in one piece; [] where it names none."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -74,10 +74,10 @@ def shard(
     """Spread a model over the ranks: each keeps its part. A collective.
 
     Args:
-        model: with the weights on rank 0; those of other ranks are not read, and may be on the meta device.
+        model: the model, its weights on rank 0; those of other ranks are not read, and may be on the meta device.
         mesh: the ranks, as `make_mesh` has them.
         device: where the model runs.
-        precision: of forward and backward; weights, the sum of gradients and the optimiser stay in float32.
+        precision: number format of forward and backward; weights, sums of gradients and optimiser stay in float32.
         offload: keep the parts in host memory.
     """
     how: dict[str, Any] = {"mesh": mesh, "offload_policy": fsdp.OffloadPolicy()}
@@ -123,6 +123,7 @@ def as_forward(
 
     @functools.wraps(function)
     def call(model: PreTrainedModel, *args: P.args, **kwargs: P.kwargs) -> R:
+        # FSDP gathers what is outside of the layers in the methods that it knows of, so the function becomes one.
         if not is_shared(model):
             return function(model, *args, **kwargs)
         name = function.__name__
@@ -135,10 +136,10 @@ def as_forward(
 
 
 def reduce_over_replicas(model: PreTrainedModel, wanted: bool) -> None:
-    """Set whether the next backward sums gradients over the copies of the model as well; those of one are always
-    summed.
+    """Set whether the next backward sums gradients over the copies of the model as well as over the ranks of one.
 
-    They could wait for the last backward too, but a rank would hold the whole gradient until then.
+    The sum over the ranks of one copy could wait for the last backward too, but a rank would hold the whole gradient
+    until then.
     """
     if is_shared(model):
         model.set_requires_all_reduce(wanted)
@@ -155,14 +156,14 @@ def most(numbers: list[int], device: torch.device) -> list[int]:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[torch.nn.Parameter], mesh: DeviceMesh | None) -> float:
-    """The 2-norm of all gradients of a model, the same on every rank. A collective of one number.
+    """Compute the 2-norm of all gradients of a model, the same on every rank. A collective of one number.
 
     The squares of few numbers at a time are summed in float32, and these sums in float64; on a GPU all in float64. In
     float32 throughout, a large matrix is off by its third digit, and by another amount where ranks hold parts of it.
 
     Args:
-        parameters: those without a gradient are passed over.
-        mesh: that the model is spread over, whose copies have the same gradient; None where it is whole.
+        parameters: the parameters; those without a gradient are passed over.
+        mesh: the mesh that the model is spread over, whose copies have the same gradient; None where it is whole.
     """
     pieces: list[torch.Tensor] = []
     for gradient in gradients_of(parameters):
@@ -173,6 +174,7 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter], mesh: DeviceMesh | N
     dtype = None if pieces[0].device.type == "cpu" else torch.float64
     total = torch.stack(torch._foreach_norm(pieces, 2, dtype)).double().square().sum()
     if mesh is not None:
+        # Over the ranks that share a copy: another copy has the same gradient already.
         dist.all_reduce(total, group=mesh.get_group("shard"))
     return math.sqrt(total.item())
 
@@ -201,7 +203,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of `tensor`, which all ranks have whole, where it has the shape of a sharded parameter."""
+    """Cut this rank's part out of `tensor`, which all ranks have whole, where it is shaped as a sharded parameter."""
     if not is_part(parameter) or tensor.shape != parameter.shape:
         return tensor
     part = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""The optimiser steps on a batch: micro-batches in, new weights and metrics out. Algorithm-blind."""
+"""Optimiser steps on a batch: micro-batches in, new weights and metrics out. No algorithm is known here."""
 
 import functools
 import itertools
@@ -100,6 +100,7 @@ class Trainer:
         for name, load in (references or {}).items():  # after the policy is spread: one whole model in memory at a time
             self.references[name] = load().requires_grad_(False).eval()
             self.share(self.references[name])
+        # All were loaded with the base weights. Those that move begin as the policy.
         follow(self.references, model, 0)
 
     def share(self, model: PreTrainedModel) -> None:
@@ -120,9 +121,13 @@ class Trainer:
         )
 
     def train_step(self, batch: StepBatch) -> dict[str, float]:
-        """The optimiser steps of a batch on this rank's micro-batches. Returns its metrics, reduced over ranks.
+        """Take the optimiser steps of a batch on this rank's micro-batches. A collective.
 
-        Means are over all updates, `grad_norm` too; counts are their sums.
+        Args:
+            batch: the rows of this rank, each with the update that it is for.
+
+        Returns:
+            Metrics, reduced over ranks. Means are over all updates, `grad_norm` too; counts are their sums.
 
         Raises ValueError for a sequence whose reference is not there, and PrlError, with the weights as they were
         before this update, for a gradient that is not finite.
@@ -140,6 +145,7 @@ class Trainer:
         updates = self.config.epochs * len({row.update for row in batch.micro_batches})
         for number in range(updates):
             with self.track.doing(FORWARD, batch.step):
+                # Made once: later epochs train on the same stacks, with the logprobs before the first update.
                 parts = parts or self._parts(batch)
                 counted.append(self._accumulate(parts[number % len(parts)], batch.step, totals, export))
                 if export is not None and number + 1 == updates:
@@ -167,10 +173,12 @@ class Trainer:
     def _accumulate(self, stacks: list[Stack], step: int, totals: Metrics, export: TokenExport | None) -> torch.Tensor:
         """Make the gradient of one update, with metrics added to `totals`. Returns its counts, as `COUNTED`."""
         asked = self._asked_references(stacks)
+        # Before any backward: the loss is divided by the tokens of the whole step, those of other ranks too.
         counted = self._count(stacks)
         counts = LossCounts.from_tensor(counted[: len(COMPONENTS) + 2], step, self.max_steps)
         self.optimizer.zero_grad()
         for place, (stack, names) in enumerate(zip(stacks, asked, strict=True), 1):
+            # Copies of the model add up once, with the last backward.
             reduce_over_replicas(self.model, place == len(stacks))
             stack, heads = self._with_references(stack, names)
             self._backward(stack, heads, counts, totals, export)
@@ -187,7 +195,7 @@ class Trainer:
                     )
 
     def _parts(self, batch: StepBatch) -> list[list[Stack]]:
-        """The stacks of this rank for each update, with p where a loss has `proximal`.
+        """Make the stacks of this rank for each update, with p where a loss has `proximal`.
 
         All ranks have as many: their forwards and backwards are collectives.
         """
@@ -196,6 +204,7 @@ class Trainer:
             rows = dict(numbered)
             own = list(self.layout(list(rows.values()), self.config.tokens_per_forward, self.device))
             for stack in own:
+                # The layout numbers the rows of an update from 0. Origins count in the whole batch.
                 stack.origins = [(min(rows) + number, place) for number, place in stack.origins]
             (longest,) = most([len(own)], self.device)
             stacks_of_update = own + [empty_stack(self.device) for _ in range(longest - len(own))]
@@ -203,7 +212,7 @@ class Trainer:
         return parts
 
     def _count(self, step_stacks: list[Stack]) -> torch.Tensor:
-        """`COUNTED` over all micro-batches and ranks, in one collective; int64 on the CPU."""
+        """Count what `COUNTED` names over all micro-batches and ranks, in one collective; int64 on the CPU."""
         counted = []
         for stack in step_stacks:
             members = count_members(
@@ -258,7 +267,7 @@ class Trainer:
             add_metric(totals, name, *pair)
 
     def _asked_references(self, step_stacks: list[Stack]) -> list[list[str]]:
-        """The references that a sequence of each stack names, on any rank, since their forwards are collectives."""
+        """Return the references that sequences of each stack name, on any rank: their forwards are collectives."""
         if not self.references:
             return [[] for _ in step_stacks]
         names = list(self.references)
@@ -271,7 +280,7 @@ class Trainer:
 
     @torch.no_grad()
     def _with_proximal(self, stack: Stack) -> Stack:
-        """The stack with the policy's logprobs as they are now, where a loss asks for them."""
+        """Return the stack with the policy's logprobs as they are now, where a loss asks for them."""
         if not self.proximal:
             return stack
         logprobs, _ = stack_logprobs(self.model, stack, head_chunk=self.config.head_chunk)
@@ -279,7 +288,7 @@ class Trainer:
 
     @torch.no_grad()
     def _with_references(self, stack: Stack, names: list[str]) -> tuple[Stack, Heads]:
-        """The stack with these references' logprobs in the sequences that name them, and the references' heads."""
+        """Return the stack with the logprobs of these references, in the sequences that name them, and their heads."""
         heads: Heads = {}
         if not names:
             return stack, heads

@@ -11,7 +11,7 @@ from prl.trainer.sharding import whole
 
 
 def whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of all that a checkpoint has, in `dtype`, where the model is; adapters are merged, no tied ones.
+    """Yield the tensors of a checkpoint by name, in `dtype`, where the model is; adapters are merged, no tied ones.
 
     One tensor of the model after the other is gathered, of experts those of a layer: of a model that is spread over
     ranks, all must go through them.
@@ -30,6 +30,7 @@ def on_writer(
     """
     kept = {}
     for name, tensor in tensors:
+        # The others take part in the gathering, and keep nothing: one copy in host memory, not one a rank.
         if writes:
             kept[name] = tensor.detach().to("cpu", copy=copies).contiguous()
     return kept

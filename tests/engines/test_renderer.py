@@ -15,7 +15,7 @@ from prl.config.build import maker, plain
 from prl.config.compose import options
 from prl.engines.renderer import RendererConfig, make_renderer
 
-README = Path(__file__).parents[2] / "prl" / "engines" / "README.md"
+PAGE = Path(__file__).parents[2] / "experiments" / "benchmarks" / "renderers.md"
 FAMILIES = sorted(variant.model_fields["name"].default for variant in get_args(get_args(PackageConfig)[0]))
 """The renderers that the package ships."""
 OF_THE_TINY_TOKENIZER = {"auto", "default", "qwen3", "prime-qwen3", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"}
@@ -89,8 +89,8 @@ def test_a_family_either_fits_the_tokenizer_or_is_refused_by_name(tokenizer, nam
         make_renderer(tokenizer, name=name)
 
 
-def test_the_readme_says_what_becomes_of_every_family():
-    table = README.read_text().partition("### Renderers of a family")[2].partition("\n## ")[0]
+def test_the_page_says_what_becomes_of_every_family():
+    table = PAGE.read_text().partition("## Renderers of a family")[2].partition("\n## ")[0]
     named = [
         name
         for line in table.splitlines()

@@ -216,7 +216,7 @@ async def shown(play):
     assert play.tokenizer.decode(done.token_ids) == f"{play.shape.shows}A1{play.shape.end_of_turn}"
 
 
-README = Path(__file__).parents[2] / "prl" / "engines" / "README.md"
+PAGE = Path(__file__).parents[2] / "experiments" / "benchmarks" / "renderers.md"
 PLAYED = {each.__name__: each for each in (single, turns, system, tools, shown)}
 
 
@@ -245,8 +245,8 @@ def test_a_run_says_before_it_starts_what_a_template_cannot_do(tokenizer_of, run
     assert found == outcome(shape, case)
 
 
-def test_the_readme_has_the_matrix():
-    table = README.read_text().partition("### Templates that were tried")[2].partition("\n##")[0]
+def test_the_page_has_the_matrix():
+    table = PAGE.read_text().partition("## Templates that were tried")[2].partition("\n##")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| `")]
     assert len(rows) == len(SHAPES)
     for shape, (name, does, *found, taught) in zip(SHAPES, rows, strict=True):

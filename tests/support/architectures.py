@@ -1,4 +1,4 @@
-"""Small random models of the architectures in the table of prl/trainer/README.md, and a step of two ranks on them."""
+"""Small random models of the architectures in experiments/benchmarks/architectures.md; a step of two ranks on them."""
 
 import random
 import shutil

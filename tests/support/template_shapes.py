@@ -31,7 +31,7 @@ KEYS_CALL = (
 class Shape:
     name: str
     does: str
-    """What it does otherwise than another template, for the table in prl/engines/README.md."""
+    """What it does otherwise than another template, for the table in experiments/benchmarks/renderers.md."""
     eos: str
     """The tokenizer's end of a text."""
     special: tuple[str, ...] = CHATML

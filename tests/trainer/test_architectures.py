@@ -1,4 +1,4 @@
-"""The architectures in the table of prl/trainer/README.md, as small random models: what is trained, what refused."""
+"""The architectures of experiments/benchmarks/architectures.md as small random models: what trains, what is refused."""
 
 import contextlib
 import copy
@@ -41,7 +41,7 @@ from prl.trainer.model import check_layout, load_model, save_weights, stack_logp
 from prl.trainer.tree.attention import can_attend_over_trees
 from prl.trainer.tree.tree import tree_stacks
 
-README = Path(__file__).parents[2] / "prl" / "trainer" / "README.md"
+PAGE = Path(__file__).parents[2] / "experiments" / "benchmarks" / "architectures.md"
 trained = pytest.mark.parametrize("name", TRAINED)
 # Of each, one head takes steps and the other is published: transformers ties all in one way.
 HEADS = [(name, place % 2 == 0) for place, name in enumerate(TRAINED)]
@@ -223,8 +223,8 @@ def test_configs_that_the_trainer_takes_and_refuses(name, changes, message):
         check_architecture(config, "x")
 
 
-def test_the_readme_has_what_is_tested_here():
-    table = re.findall(r"^\| (.+) \|$", README.read_text().partition("## Architectures")[2].partition("\n## ")[0], re.M)
+def test_the_page_has_what_is_tested_here():
+    table = re.findall(r"^\| (.+) \|$", PAGE.read_text(), re.M)
     cells = {row[0]: row[1:] for row in ([cell.strip() for cell in line.split(" | ")] for line in table[1:])}
     assert cells.keys() == ARCHITECTURES.keys()
     for name, row in cells.items():

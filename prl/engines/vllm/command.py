@@ -10,7 +10,7 @@ from prl.engines.vllm.options import as_arguments
 
 MIN_BATCHED_TOKENS = 4096
 LOOPBACK_ADDRESS = "127.0.0.1"
-"""Where the ports of vLLM's own processes listen."""
+"""Address at which the ports of vLLM's own processes listen."""
 
 
 def command_of(spec: EngineSpec, port: int) -> list[str]:

@@ -16,14 +16,14 @@ from prl.engines.vllm import command, memory
 from prl.engines.vllm.options import check_options
 
 CORE = re.compile(r"\(EngineCore\b.*\[core\.py:\d+\] (\w+(?:\.\w+)*(?:: .*|Error))$|^(its engine core was .*)")
-"""How vLLM's core names the error that it ends with, or prl's server the signal; the server then ends with another one,
-or with status 0."""
+"""Error that vLLM's core ends with, or the signal that prl's server names; the server then ends with another
+error, or with status 0."""
 LATENT = "computes logprobs that are 0.3 off (latent attention)"
 SIGMOID = "fails at the first request (it cannot choose experts by a sigmoid without groups)"
 FAULTS_ON_CPU = {"laguna": SIGMOID, "minimax_m2": SIGMOID} | dict.fromkeys(
     ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), LATENT
 )
-"""Kinds of models that vLLM gets wrong without a GPU, and how: prl/engines/README.md has the table."""
+"""Kinds of models that vLLM gets wrong without a GPU, and how: `experiments/benchmarks/renderers.md`."""
 
 
 @dataclass

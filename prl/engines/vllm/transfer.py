@@ -41,7 +41,7 @@ class NewWeights(WeightTransferUpdateInfo):
     path: str | None = None
     """A folder with a model, or with an adapter of the one that the server began with; None = from the sender."""
     names: list[str] = field(default_factory=list)
-    """Of the sender's tensors, in the order in which they come."""
+    """Names of the sender's tensors, in the order in which they come."""
     dtype_names: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class PolicyTransfer(WeightTransferEngine[Meeting, NewWeights]):
     group: gloo.Group = None
     update: Update | None = None
     halfway = False
-    """Whether an update has begun and not ended: another would take what that one has left for its own."""
+    """An update has begun and not ended: another would take what that one has left for its own."""
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
         parallel = self.parallel_config
@@ -97,8 +97,8 @@ class PolicyTransfer(WeightTransferEngine[Meeting, NewWeights]):
         self.group = None
 
     def _sent(self, info: NewWeights) -> Iterator[tuple[str, torch.Tensor]]:
-        """Receive one tensor after the other; each has memory of its own, for vLLM may keep it until its layer is
-        complete."""
+        """Receive one tensor after the other. Each has memory of its own: vLLM may keep it until
+        its layer is complete."""
         if self.group is None:
             raise RuntimeError("there is no sender: the first phase has not been")
         for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):

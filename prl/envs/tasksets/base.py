@@ -1,5 +1,4 @@
-"""Parts that prl's envs share: tasks that keep their identity, their grades, and a split that is held out for
-evaluation."""
+"""Parts that prl's envs share: tasks that keep their identity, their grades, and a split that is held out."""
 
 import hashlib
 import random
@@ -78,11 +77,11 @@ class SplitConfig(vf.TasksetConfig):
     """Settings of a taskset that draws its tasks from one of two splits. No `max_x` may be below its `min_x`."""
 
     split: Literal["train", "eval"] = "train"
-    """Which split to draw from; no task is in both."""
+    """Split to draw from; no task is in both."""
     num_tasks: int = Field(1000, ge=1)
-    """How many distinct tasks to draw; fewer where the split does not hold so many."""
+    """Number of distinct tasks to draw; fewer where the split does not hold so many."""
     seed: int = 0
-    """Which tasks are drawn, and their order."""
+    """Seed of the choice of tasks, and of their order."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

@@ -41,12 +41,12 @@ log = logging.getLogger(__name__)
 OWN = Path(__file__).with_name("code.jsonl")
 """Tasks that come with prl."""
 PACKAGES = ("numpy",)
-"""What tests can import beside Python's own modules."""
+"""Packages that tests can import beside Python's own modules."""
 BINDING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 """Statements that do no more than bind a name, so that it can be bound before."""
 UNABLE = re.compile(r"\b(?:asyncio\.(?:run|Runner|new_event_loop|get_event_loop)|IsolatedAsyncioTestCase)\b")
 NO_USE = {"tempfile", "subprocess", "multiprocessing"}
-"""What tests cannot do here, and modules of which they can do nothing."""
+"""Modules that are of no use to tests here, as the calls in `UNABLE`: what they do is forbidden."""
 
 
 class Tests(NamedTuple):

@@ -17,9 +17,9 @@ MOST_TRIED = 4
 """Fences that are tried as the end of one block."""
 FENCE = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)([^`~]*+)$")
 MARGIN = re.compile(r"[ \t>]*+(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]++)*+")
-"""What may stand before a fence: blanks, and the signs of quotes and lists."""
+"""Margin that may stand before a fence: blanks, and the signs of quotes and lists."""
 PYTHON = re.compile(r"[{.]*+(?:[\w./-]*\.)?(?:i?python|py)[0-9.]*(?![\w-])", re.IGNORECASE)
-"""How the words behind a fence begin: `python title="a.py"`, `python3.11`, `{.python}`, `src/a.py`."""
+"""Beginning of the words behind a fence of Python: `python title="a.py"`, `python3.11`, `{.python}`, `src/a.py`."""
 DEFINITION = re.compile(r"^[ \t]*+(?:async[ \t]++)?(?:def|class)[ \t]++([^\W\d]\w*+)[ \t]*+[(:]", re.MULTILINE)
 THOUGHT_END = re.compile(r"""</think>(?!["'\\])""")
 """Not a text in code."""

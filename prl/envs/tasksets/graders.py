@@ -23,7 +23,7 @@ from prl.envs.tasksets.numbers import final_number
 QUICK = ("exact", "numeric")
 """Graders that need no process of their own: math_verify may compute for seconds."""
 MATH_SECONDS = 5
-"""What takes math-verify longer, to read or to compare, is not equal: 9^{9^9}."""
+"""Seconds after which math-verify, reading or comparing, has found two texts unequal: 9^{9^9}."""
 MOST_READ = 20_000
 """[characters] The end of a reply, in which math-verify looks for the answer."""
 DECIMALS, MOST_DECIMALS = 6, 10_000

@@ -30,7 +30,7 @@ class GSM8KConfig(JsonlConfig):
     answer_key: str | None = "answer"
     demonstration_key: str | None = "answer"
     grader: Literal["numeric", "math_verify"] = "numeric"
-    """Whether the number that a reply gives is compared, or what the library math-verify makes of the reply."""
+    """Comparison: of the number that a reply gives, or of what the library math-verify makes of the reply."""
 
     @model_validator(mode="after")
     def _from_the_hub(self) -> Self:

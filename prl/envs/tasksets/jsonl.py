@@ -50,13 +50,13 @@ __all__ = ["JsonlTaskset"]
 
 Grade = Callable[[str, str], float]
 Notes = defaultdict[str, list[str]]
-"""What is left out of rows, and their places."""
+"""Parts of rows that are left out, and their places."""
 NO_TOOLS: tuple[Any, ...] = (None, "", "[]", [])
 """Values of `tools` in rows that declare none."""
 SAID = ("content", "tool_calls", "reasoning_content")
-"""What there is in a message to imitate: one of these at least."""
+"""Parts of a message that can be imitated: one of these at least."""
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-"""What JSON can spell, but no UTF-8."""
+"""Unpaired surrogates, which JSON can spell, but no UTF-8."""
 
 
 def grader_of(value: str | dict[str, Any]) -> Grade:
@@ -73,7 +73,7 @@ def grader_of(value: str | dict[str, Any]) -> Grade:
 
 class JsonlData(vf.TaskData):
     answer: str = ""
-    """What a reply is graded against; empty where the row has no answer."""
+    """Text that a reply is graded against; empty where the row has no answer."""
     demonstration: Any = None
     """A reply to imitate: a text, or a list of messages. Not part of the prompt."""
     tools: list[dict[str, Any]] | None = None
@@ -88,7 +88,7 @@ class RowsConfig(vf.TasksetConfig):
     """Settings of a taskset whose tasks are rows, a share of which is held out."""
 
     split: Literal["train", "eval"] = "train"
-    """Which split to take."""
+    """Split to take."""
     seed: int = 0
     """The order of the tasks."""
     num_tasks: int | None = Field(None, ge=1)
@@ -129,7 +129,7 @@ class JsonlConfig(RowsConfig):
         return value
 
     answer_types: ClassVar[tuple[type, ...]] = (str, int, float)
-    """What a row's answer may be."""
+    """Types that a row's answer may have."""
 
     @functools.cached_property
     def grade(self) -> Grade:

@@ -47,7 +47,7 @@ NUMERAL = re.compile(
     r"|minus|plus|score|none|nil|nothing|rather|instead|scratch)\b",
     re.IGNORECASE,
 )
-"""What makes words behind a score another one: `8-9`, `8 (minus two)`."""
+"""Words behind a score that make it another one: `8-9`, `8 (minus two)`."""
 MOST_READ = 1000
 """[characters] A last line that is longer has no score."""
 TAG = re.compile(r"<(?=[\s/]*(?:question|rubric|reference|reply))", re.IGNORECASE)

@@ -62,7 +62,7 @@ class KuhnPokerData(vf.TaskData):
     cards: str
     """The card of the first to act, and the second's."""
     seat: Literal[0, 1]
-    """Whether the player acts first (0) or second."""
+    """Order of the player: 0 acts first, 1 second."""
 
 
 class KuhnPokerTask(IdTask[KuhnPokerData]):

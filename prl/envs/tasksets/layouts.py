@@ -36,7 +36,7 @@ ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation":
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names of a message's thought."""
 CHAT = re.compile(r"""\s*\[\s*\{\s*(["'])(?:role|content|from|value)\1\s*:""")
-"""How a list of chat messages begins that is written as JSON, or with ' as Python writes it, and pandas into CSV."""
+"""Beginning of a list of chat messages as JSON, or with ' as Python writes it, and pandas into CSV."""
 SYSTEMS = ("system", "system_prompt")
 """Keys of a system message that stands beside the prompt, of which the first counts."""
 UNREAD = {
@@ -48,7 +48,7 @@ UNREAD = {
 IS_GOOD = ("label", "kto_tag")
 """Keys of whether a reply is a good one, in data for KTO."""
 FALSE = (0, "0", "false", "False", "FALSE")
-"""How a file says that it is not: JSON's `false` is a zero, and a column of a CSV file has texts alone."""
+"""Values by which a file says no: JSON's `false` is a zero, and a column of a CSV file has texts alone."""
 MESSAGES = TypeAdapter(vf.Messages)
 
 

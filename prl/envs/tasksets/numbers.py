@@ -24,7 +24,7 @@ BOX, END = "\x02", "\x03"
 """Stand around what is in a `\\boxed{}`."""
 MARK = re.compile(rf"####(?!#)|{BOX}([^{BOX}{END}]*+){END}")
 VALUE = re.compile(r"\s*+[^\sA-Za-z#]")
-"""What begins like an answer, and not like a heading."""
+"""Text that begins like an answer, and not like a heading."""
 SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 CHARACTERS = str.maketrans(
     "\u2044\u2215\u00d7\u00b7\u22c5\u2219\u2217\u00f7\u2010\u2012\u2013\u2014\u2015\u2212\u2019", "//******------'"
@@ -54,7 +54,7 @@ SPELLINGS = {
     r"\$": " ",
     r"(?i)\b(?:minus|negative)\s+(?=[0-9.\\])": "-",
 }
-"""What is written in several ways, and one of them."""
+"""Patterns of what is written in several ways, and the one spelling that replaces each."""
 THOUSANDS = re.compile(r"(?<![\w.,'^/])[0-9]{1,3}([, '_])[0-9]{3}(?:\1[0-9]{3})*(?![0-9])")
 UNSIGNED = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 ARGUMENT = r"\s*(?:\{([^{}]*)\}|([\wπ]))"

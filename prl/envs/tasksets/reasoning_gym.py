@@ -115,7 +115,7 @@ class ReasoningGymTask(AnswerTask[ReasoningGymData]):
 
 
 class ReasoningGymConfig(SplitConfig):
-    """Of ten questions that the generator makes, one belongs to the eval split."""
+    """Options of `reasoning_gym`. Of ten questions that the generator makes, one belongs to the eval split."""
 
     dataset: str = "chain_sum"
     """The generator's name."""

@@ -129,7 +129,7 @@ def as_tool(cls: type, name: str) -> Any:
 
 class ToolsData(vf.TaskData):
     row: dict[str, Any] = Field(exclude=True)
-    """What an episode is reset with."""
+    """Row that an episode is reset with."""
 
 
 class ToolsConfig(RowsConfig):

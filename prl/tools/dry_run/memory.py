@@ -12,7 +12,7 @@ from prl.config.model_shape import ModelShape
 FLOAT = 4
 """Bytes of a weight in the trainer, of its gradient, and of a logit."""
 QUERIES = 128
-"""Of a block of attention on a CPU."""
+"""Queries of a block of attention on a CPU."""
 ADAM = 2 * FLOAT
 """Bytes that Adam keeps of a parameter; other optimisers keep less."""
 
@@ -23,15 +23,15 @@ class Pass:
 
     tokens: int
     length: int
-    """Of each sequence in it, tokens; they share nothing."""
+    """Tokens of each sequence in it; they share nothing."""
     size: int = FLOAT
     """Bytes of a number in the pass, over float32 weights."""
     checkpointing: str = "none"
-    """What backward computes again (`trainer.gradient_checkpointing`): none, selective or full."""
+    """Part that backward computes again (`trainer.gradient_checkpointing`): none, selective or full."""
     head_chunk: int | None = None
     cuda: bool = False
     spread: bool = False
-    """Whether each parameter is whole only while it is used (FSDP2): with several ranks, offloaded, on a GPU."""
+    """Each parameter is whole only while it is used (FSDP2): with several ranks, offloaded, on a GPU."""
 
 
 def activations(shape: ModelShape, how: Pass) -> float:

@@ -25,11 +25,11 @@ from prl.tools.dry_run.shape import shape_of
 RAM, GPU = "RAM", "GPU"
 """Devices: the memory of the machine, and its `GPU 0`, `GPU 1`, …"""
 COMMAND, ENGINE, TRAINER = 0.3 * GIB, 0.6 * GIB, 300 * MIB
-"""What a process has in memory beside its tensors: code and what it keeps of starting. Seen on a CPU."""
+"""Memory of a process beside its tensors: code and what it keeps of starting. Seen on a CPU."""
 STATES = ("weights", "gradients", "optimiser", "reference")
 """Parts of a rank's memory that it keeps between steps, in host memory with `trainer.cpu_offload`."""
 WIDTH = 160
-"""Of a table in a file or a pipe, characters."""
+"""Characters of a line of a table in a file or a pipe."""
 REMEDY = (
     "lower what takes most (trainer.tokens_per_forward, engine.kv_cache_gb or engine.gpu_memory_utilization), "
     "set trainer.gradient_checkpointing=full, trainer.cpu_offload=true or model.lora.rank, or take a smaller model"
@@ -43,9 +43,9 @@ class Prediction:
     capacities: dict[str, float]
     """Bytes by device."""
     processes: dict[str, list[tuple[str, dict[str, float]]]] = field(default_factory=lambda: defaultdict(list))
-    """By device, the processes that have memory there, and of each the bytes by part."""
+    """Processes that have memory on each device, and the bytes of each by part."""
     caches: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By the name of an engine, the tokens that its KV cache has room for, and those of the longest sequence."""
+    """Tokens that the KV cache of each engine has room for, and those of the longest sequence."""
 
     def add(
         self, name: str, in_ram: dict[str, float], on_gpu: dict[str, float] | None = None, gpus: Iterable[int] = ()

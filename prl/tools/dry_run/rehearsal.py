@@ -37,7 +37,7 @@ from prl.rollouts.rollout import Rollout
 from prl.trainer.worker import make_trainer
 
 WIDTH = 16
-"""Of the trainer's invented model."""
+"""Width of the trainer's invented model."""
 
 
 def rehearse(run: PreparedRun) -> None:

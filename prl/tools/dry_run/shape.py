@@ -76,8 +76,7 @@ def setting(config: Any, name: str) -> Any:
 
 
 def parameters_by_place(built: Any, in_files: int) -> dict[str, int]:
-    """Return how the parameters of a model are spread over it; `in_files` has how many there are where it was not
-    built."""
+    """Count the parameters of a model by place; `in_files` is their number where the model was not built."""
     from prl.trainer.sharding import layers_of
 
     if built is None:

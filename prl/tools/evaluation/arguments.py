@@ -16,7 +16,7 @@ from prl.tools import named
 from prl.tools.evaluation.targets import read_run_config, run_of
 
 OF_AN_ENV = ("taskset", "args", "eval_args", "timeout_s", "group_timeout_s")
-"""What is taken of an env of a run."""
+"""Fields that are taken of an env of a run."""
 
 
 def start(job: Callable[[], None], arguments: list[str], preset: Sequence[str] = ()) -> None:

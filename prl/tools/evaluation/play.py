@@ -62,12 +62,12 @@ class Evaluation:
     """The engines, one after the other, with the targets of each."""
     envs: list[EvalEnv]
     renderers: dict[tuple[str, str], Renderer]
-    """By target and env."""
+    """Renderers by target and env."""
     monitors: Monitors
     run_dir: Path
     result: EvaluationResult = field(default_factory=EvaluationResult)
     base: dict[str, list[TaskScore]] = field(default_factory=dict)
-    """By env, of the first target."""
+    """Scores of the first target, by env."""
 
     @property
     def targets(self) -> list[Target]:

@@ -33,11 +33,11 @@ class Target:
     """A model that is to be evaluated."""
 
     name: str
-    """What the results call it."""
+    """Name in the results."""
     model: ModelConfig
     """Its weights; of an endpoint, its tokenizer."""
     endpoint: FrozenModelConfig | None = None
-    """Where it is served already; None = prl's engine loads it."""
+    """Endpoint that serves it already; None = prl's engine loads it."""
 
 
 def find_targets(given: Sequence[str], settings: EvalModelConfig, endpoint: EndpointConfig) -> list[Target]:

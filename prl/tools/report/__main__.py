@@ -19,7 +19,7 @@ from prl.tools import named, run_command
 from prl.tools.report.runs import is_run
 
 WIDTH = 200
-"""Of the tables in a file or a pipe, characters."""
+"""Characters of a line of the tables in a file or a pipe."""
 
 
 def main(argv: list[str] | None = None) -> int:

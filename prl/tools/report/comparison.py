@@ -68,6 +68,7 @@ class Comparison:
             return [f"One variant, nothing to compare: {level}."]
         if len(self.values) == 1:
             return [f"{word(best)} is best: {level}. One seed shows no spread: run each with seed=0,1,2."]
+        # The first column has most seeds. With fewer, another may have the better mean by luck.
         highest = (self.sign * self.values.mean()).idxmax()
         among = "the best mean" if highest == best else "the best mean of those with most seeds"
         first = [f"{word(best)} has {among}: {level}."] if len(others) > 1 or highest != best else []
@@ -77,6 +78,7 @@ class Comparison:
 
     def related(self, best: str, other: str) -> str:
         """Return how a variant is related to another: the mean of the differences by seed, and its t interval."""
+        # Seed by seed: what a seed does to both variants cancels out of the difference.
         ahead = self.sign * (self.values[best] - self.values[other])
         mean, half, count = ahead.mean(), half_interval(ahead), ahead.count()
         if count < 2:
@@ -111,6 +113,7 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     without = Counter(label for label, _ in completed) - Counter(label for _, label, _ in rows)
     table = pd.DataFrame(rows, columns=["seed", "variant", "value"])
     sign = -1 if key == options.key and options.direction == "minimize" else 1
+    # Runs of one seed are no further evidence: they count as one, their mean.
     values = table.groupby(["seed", "variant"], sort=False)["value"].mean().unstack()
     envs = {label: ", ".join(run.config.get("envs", ())) for label, run in completed}
     place = {names: number for number, names in enumerate(dict.fromkeys(envs.values()))}

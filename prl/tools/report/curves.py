@@ -19,12 +19,12 @@ class Kind:
     curves: Mapping[str, str] | str
     """Name -> metric; or a pattern of metrics, whose groups name the curve."""
     zero: bool = True
-    """Whether the axis begins at 0."""
+    """The axis begins at 0."""
     sign: int = 1
     only_nonzero: bool = False
     """Leave out the curves that are zero throughout, unless all are."""
     shows_zeros: bool = False
-    """Whether the panel is there where all its curves are zero throughout."""
+    """The panel is there even where all its curves are zero throughout."""
     options: Mapping[str, Any] | None = None
     """Further fields of `Panel`."""
 

@@ -52,7 +52,7 @@ class Rollouts:
     """One a step: `step` and its `groups`, each with its title and its rollouts' places in `rows`."""
     left_out: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """What could not be read, and where."""
+    """Files that could not be read, and why."""
     has_tokens: bool = False
 
 
@@ -83,6 +83,7 @@ def example_steps(steps: list[int], exported: Collection[int]) -> set[int]:
     """The first, a middle and the last step; in the middle one with tokens where there is any near."""
     half = (steps[0] + steps[-1]) / 2
     with_tokens = set(exported) & set(steps)
+    # Tokens were exported for a few steps only; a middle step without them would show no colours.
     middle = min(with_tokens - {steps[0], steps[-1]} or steps, key=lambda step: abs(step - half))
     return {steps[0], middle, steps[-1], max(with_tokens, default=steps[-1])}
 
@@ -99,6 +100,7 @@ def add_examples(page: Rollouts, records: list[Record], folders: dict[int, Path 
             for record in group[:MEMBERS]:
                 sequences = readable(exported.get(key_of(record), []), page.problems)
                 room -= sum(len(sequence["text"]) for sequence in sequences)
+                # A rollout whose tokens do not fit any more keeps its messages.
                 if sequences and room >= 0:
                     page.rows[places[id(record)]]["sequences"] = sequences
                     page.has_tokens = True
@@ -113,6 +115,7 @@ def example_groups(records: list[Record], exported: Collection[Key]) -> list[Gro
     groups: dict[tuple[str, int, str], Group] = {}
     for record in records:
         groups.setdefault((record.env, record.group, str(record.task)), []).append(record)
+    # Groups of equal rewards teach nothing, and show nothing to a reader.
     ranked = sorted(groups, key=lambda key: merit(groups[key], exported), reverse=True)
     chosen: list[Group] = []
     for env in dict.fromkeys(record.env for record in records):
@@ -168,6 +171,7 @@ def add_messages(page: Rollouts, records: list[Record]) -> None:
     """Give rows their messages while there is room, those of examples first."""
     examples = [place for step in page.examples for group in step["groups"] for place in group["rollouts"]]
     room, without = TEXT_BYTES, 0
+    # The examples first: what has no room left are rows that one sees only on asking.
     for place in dict.fromkeys([*examples, *range(len(records))]):
         shown = [message_of(message) for message in records[place].messages]
         size = len(encoded(shown))

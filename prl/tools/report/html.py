@@ -18,7 +18,7 @@ from prl.base.text import safe
 
 TEMPLATES = Path(__file__).parent / "templates"
 UNSAFE = "<>&"
-"""What HTML could take for the end of a block of JSON."""
+"""Characters that HTML could take for the end of a block of JSON."""
 
 
 def render(template: str, *, title: str, script: str = "", **values: Any) -> str:

@@ -18,7 +18,7 @@ from prl.tools.report.verdict import duration, verdict
 
 log = logging.getLogger(__name__)
 DIFF_BYTES = 200_000
-"""Of uncommitted changes."""
+"""Most bytes of uncommitted changes on the page."""
 
 
 def write_page(run_dir: Path) -> Path:

@@ -21,7 +21,7 @@ SMOOTH_FROM = 30
 COLOURS = ("#4a86c8", "#d9772e", "#3f9c66", "#9a70d0", "#cf5a8d", "#9c8c1f", "#3a9aa5", "#957b6e")
 """As the style sheet has them, for its legends; they can be read on white and on black."""
 DASHES = ("-", "--", "-.")
-"""Of the first `COLOURS` curves, the next, and the next; the style sheet's classes d0 to d2."""
+"""Dashes of the first `COLOURS` curves, the next, and the next; the style sheet's classes d0 to d2."""
 GREY, FAINT = "#7d868f", "#7d868f55"
 SIZE = (5.0, 2.5)  # [inch]
 BOX = (0.125, 0.14, 0.845, 0.82)  # the axes in the figure: left, bottom, width, height
@@ -34,13 +34,13 @@ class Panel:
     title: str
     unit: str = ""
     series: Mapping[str, pd.Series]
-    """By name; the index is the step."""
+    """Curves by name; the index is the step."""
     bands: Mapping[str, tuple[pd.Series, pd.Series]] = field(default_factory=dict)
-    """By name of a series: lower and upper edge of a band around it."""
+    """Lower and upper edge of a band around a series, by its name."""
     thin: Mapping[str, list[pd.Series]] = field(default_factory=dict)
-    """By name of a series: the curves that it is the mean of, thin in its colour."""
+    """Curves that a series is the mean of, thin in its colour, by its name."""
     single: Mapping[str, list[pd.Series]] = field(default_factory=dict)
-    """By name of a series: curves of single runs, dotted in its colour."""
+    """Curves of single runs of a series, dotted in its colour, by its name."""
     zero: bool = False
     """The axis begins at 0."""
     peaks: bool = False
@@ -59,8 +59,7 @@ class Panel:
 
     @property
     def cut(self) -> float | None:
-        """Return where the axis ends if a few peaks, such as the first step's, would flatten all the rest; else
-        None."""
+        """Return where the axis ends if a few peaks, such as the first step's, would flatten all the rest."""
         values = self.values
         most = float(np.quantile(values, 0.97)) if len(values) >= SMOOTH_FROM else 0.0
         return 1.3 * most if self.peaks and 0 < 4 * most < values.max() else None
@@ -127,8 +126,8 @@ class Panel:
         axes.spines["bottom"].set_color(FAINT)
 
     def data(self) -> dict[str, Any]:
-        """Return what the page's script shows under the pointer: the box of the axes, their limits, the curves'
-        values."""
+        """Return what the script shows under the pointer: the box of the axes, their limits, the
+        values of the curves."""
         left, bottom, width, height = BOX
         values = {}
         for name, whole in self.series.items():

@@ -22,7 +22,7 @@ T = TypeVar("T")
 COMPLETED = "completed"
 """Status of a run that came to its end."""
 MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
-"""What a sweep calls the directory of an attempt after which the job is done again."""
+"""End of the name of a directory that a sweep moved aside, to do the job again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +34,15 @@ class Run:
     config: dict[str, Any]
     """`config.yaml`, nested."""
     overrides: list[str]
-    """What was typed: `.hydra/overrides.yaml`."""
+    """Overrides that were typed: `.hydra/overrides.yaml`."""
     result: RunResult
     """`result.json`; of a run without one: its status, and the steps it recorded."""
     metrics: pd.DataFrame
     """A row a step, floats; the index is the step, 0 the evaluation before training. NaN: not recorded."""
     problems: list[str]
-    """What could not be read, and where, each in a line."""
+    """Files that could not be read, and why, each in a line."""
     searched: list[str] = field(default_factory=list)
-    """Of a job of a sweep: the config keys that the sweep varies."""
+    """Config keys that the sweep of this job varies."""
 
     @property
     def status(self) -> str:

@@ -33,9 +33,9 @@ class Shares:
 
     seconds: float
     did: dict[str, dict[str, float]]
-    """By process; its waiting too, the largest share first."""
+    """Shares by process; its waiting too, the largest share first."""
     bound: str
-    """What takes most of the time: `generation-bound`, say."""
+    """Name of what takes most of the time: `generation-bound`, say."""
 
     def busy(self, process: str) -> float:
         """The share of the time in which a process was at work."""

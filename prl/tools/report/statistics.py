@@ -7,7 +7,7 @@ import pandas as pd
 from scipy.stats import t
 
 LEVEL = 0.95
-"""Of the intervals."""
+"""Level of the intervals."""
 FEW = 4
 """Fewer seeds than this are shown one by one and with their range: a t interval of so few is many times as wide."""
 

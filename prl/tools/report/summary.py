@@ -16,7 +16,7 @@ from prl.tools.report.runs import Run
 from prl.tools.report.variants import Variants, seed_of, variants
 
 LAST, LAST_OF_EVAL = 5, 1
-"""How many of its last values make up a metric's final one."""
+"""Number of last values that make up a metric's final one."""
 STATISTICS = ("final", "highest")
 TO_THRESHOLD = ("steps", "tokens", "seconds")
 COLUMNS = ["metric", "variant", "run", "seed", "status"]

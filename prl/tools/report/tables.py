@@ -26,7 +26,7 @@ OWN = str(Path(__file__).parents[3]) + os.sep
 HOME = str(Path.home()) + os.sep
 """A table does not say whose home it is, nor where prl is installed (`OWN`)."""
 METHOD = (TEMPLATES / "method.txt").read_text(encoding="utf-8").strip()
-"""How to read a summary."""
+"""Text that says how to read a summary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,7 @@ class Table:
 
 
 def tables(summary: Summary) -> list[Table]:
-    """Return what is compared, each metric, what differs, and the jobs, with their variants where names do not say
-    them."""
+    """Return the tables of a summary: what is compared, each metric, what differs, and the jobs."""
     measured = [_measured(summary, metric) for metric in summary.metrics]
     labels = [summary.variants.label(values) for values in summary.variants.members]
     compared = summary.variants.differences.items() if len(labels) <= LISTED else ()

@@ -25,7 +25,7 @@ class Variants:
     """Runs sorted by what differs between their configs. A run without a config is in none of these."""
 
     columns: list[str]
-    """What a sweep varies, and the fewest keys found that tell the variants apart: what was typed, before others."""
+    """Keys that a sweep varies, and the fewest others that tell the variants apart; typed ones come first."""
     members: dict[tuple[str, ...], list[Run]]
     """Values of `columns` -> the runs of the variant, in the order in which they were given."""
     differences: dict[str, list[str]]
@@ -110,8 +110,7 @@ def _short(values: list[str]) -> list[str]:
 def _telling(
     candidates: dict[str, list[str]], same: list[tuple[str, ...]], searched: list[str]
 ) -> dict[str, list[str]]:
-    """Return the keys that were searched, then those with most values, until they tell apart all runs that are not the
-    same."""
+    """Return the keys that were searched, then those with most values, until all different runs are told apart."""
 
     def parts(keys: list[str]) -> int:
         return len(set(zip(*(candidates[key] for key in keys), strict=True))) or 1

@@ -77,7 +77,7 @@ class Recorder(Callback):
     folder: ClassVar[Path | None] = None
     """The directory of this process's sweep, None where it does one run."""
     left: ClassVar[contextlib.ExitStack] = contextlib.ExitStack()
-    """What goes at the sweep's end, whatever that is."""
+    """Things that go at the sweep's end, whatever that is."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         try:

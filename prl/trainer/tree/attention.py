@@ -8,8 +8,8 @@ One way for each device: on a CPU blocks of queries (`prl.trainer.tree.blocks`),
 (`prl.trainer.tree.flex`). Neither has anything as large as tokens x tokens.
 
 Layers may have sinks (gpt-oss): for each head a learned number, one more score in the softmax, of a key whose value
-is zero. Left out: layers that attend in another way than to all before or to a window (chunks, states), and capped
-scores.
+is zero. Left out: layers that attend in another way than to all before or to a window (chunks, states); scores with a
+cap.
 """
 
 from abc import ABC, abstractmethod
@@ -48,13 +48,13 @@ class TokenTree(ABC):
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Attention of one layer, `[1, tokens, heads, size]`.
+        """Compute the attention of one layer, `[1, tokens, heads, size]`.
 
         Args:
             query: `[1, heads, tokens, size]`.
             key: `[1, key heads, tokens, size]`, as `value`.
             value: see `key`.
-            scores: of the layer.
+            scores: the layer's weighing of tokens.
         """
 
 
@@ -71,6 +71,7 @@ def walk(depths: np.ndarray, starts: Sequence[int], wanted: Sequence[int]) -> tu
     befores, length, left = {}, 0, list(wanted[::-1])
     for start, stop in zip(starts, [*starts[1:], size], strict=True):
         depth = int(depths[start])
+        # A branch starts here: what was deeper on the path before it ends.
         ends[path[depth:length]] = start
         length = depth + stop - start
         path[depth:length] = np.arange(start, stop)
@@ -92,7 +93,7 @@ def tree_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer, as transformers calls it: over `tree`, or as `sdpa` does it where there is none.
+    """Compute the attention of one layer, as transformers calls it: over `tree`, or as `sdpa` does it without one.
 
     Args:
         module: the layer's attention.
@@ -100,8 +101,8 @@ def tree_attention(
         key: `[1, key heads, tokens, size]`, as `value`.
         value: see `key`.
         attention_mask: for rows without a tree.
-        tree: of the row.
-        scaling: of the scores; None = 1 / sqrt(size).
+        tree: the tree of the row; None = packed sequences.
+        scaling: factor of the scores; None = 1 / sqrt(size).
         s_aux: the layer's sinks, `[heads]`; None = it has none.
         others: `sliding_window` is how many tokens each attends to, itself among them; None = all before.
 
@@ -127,7 +128,7 @@ def tree_attention(
 
 
 def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value with which torch's attention, which has no sinks, computes those of a layer that has.
+    """Make query, key and value with which torch's attention, which has no sinks, computes those of a layer that has.
 
     One more key is last, whose value is zero. Of the heads that share it, each finds its own sink there: a vector is
     longer by as many numbers as these heads, of which a query has 1 in its own head's and the key the sinks. What the
@@ -137,8 +138,8 @@ def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: 
         query: `[rows, heads, queries, size]`.
         key: `[rows, key heads, keys, size]`, as `value`.
         value: see `key`.
-        sinks: `[heads]`.
-        scale: of the scores.
+        sinks: the sink of each head, `[heads]`.
+        scale: factor of the scores, by which sinks are not multiplied.
     """
     rows, heads, queries, size = query.shape
     sharing = heads // key.shape[1]

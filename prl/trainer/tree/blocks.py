@@ -44,6 +44,7 @@ class Blocks:
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return the mask that is added to the scores, `[blocks, 1, queries, keys]`."""
+        # Layers of one kind have the same mask: it is made once a forward, not once a layer.
         if (window, dtype) not in self.masks:
             query, key = self.queries[:, :, None], self.keys[:, None]
             hidden = (key > query) | (query >= self.ends[:, None])
@@ -103,7 +104,7 @@ class BlockTree(TokenTree):
 
 
 def queries_of_blocks(blocks: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Places of blocks' queries in the row, int64 `[blocks, queries]`; short blocks are filled with their last."""
+    """Return where queries of blocks are in the row, int64 `[blocks, queries]`; their last one fills short blocks."""
     first, stop = np.array(blocks).T[:, :, None]  # both [blocks, 1]
     longest = (stop - first).max()
     filled: np.ndarray = np.minimum(first + np.arange(longest), stop - 1)
@@ -113,7 +114,7 @@ def queries_of_blocks(blocks: Sequence[tuple[int, int]]) -> np.ndarray:
 def keys_of_blocks(
     blocks: Sequence[tuple[int, int]], paths: Mapping[int, np.ndarray], ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Places of the keys of blocks in the row, and where what goes on from each ends, both int64 `[blocks, keys]`.
+    """Return where keys of blocks are in the row, and where what goes on from each ends, int64 `[blocks, keys]` both.
 
     The keys of a block are the path before its first token and the block itself; 0 fills up, with an end of 0.
     """
@@ -137,6 +138,7 @@ def block_ranges(depths: np.ndarray, starts: Sequence[int]) -> list[tuple[int, i
     parts, start, vain = [], 0, 0
     for branch, stop in pairwise([*starts, len(depth_of)]):
         shared = depth_of[branch]
+        # Queries of this branch times keys of the block that are not on their path.
         vain += (stop - branch) * (depth_of[start] + branch - start - shared)
         if branch > start and (stop - start > MOST or vain > BLOCK + GATHER * shared):
             parts.append((start, branch))
@@ -148,7 +150,7 @@ def block_ranges(depths: np.ndarray, starts: Sequence[int]) -> list[tuple[int, i
 
 
 def group_sizes(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Numbers of the blocks that go through one call, by their count of queries and of keys.
+    """Group the numbers of blocks that go through one call, by their count of queries and of keys.
 
     A group grows until its padding costs more than another call, or a third of its own work if that is more.
     """

@@ -122,13 +122,14 @@ class LongSequences(TokenTree):
 def row_on_gpu(depths: np.ndarray, starts: Sequence[int], device: torch.device) -> TokenTree:
     """Return how a row attends, by the place of each token on its path and where in the row branches start."""
     tree = FlexTree.of_row(depths, starts, device)
+    # A branch that starts deeper than 0 shares a prefix: only the tree knows it.
     if len(depths) < LONG * len(starts) or depths[list(starts)].any():
         return tree
     return LongSequences(np.diff([*starts, len(depths)]).tolist(), tree)
 
 
 def block_mask(depths: Tensor, ends: Tensor, until: Tensor) -> BlockMask:
-    """The mask of a row.
+    """Make the mask of a row.
 
     A token sees another that is not after it, whose range in the row has not ended, and which is near enough.
 
@@ -159,7 +160,7 @@ def block_mask(depths: Tensor, ends: Tensor, until: Tensor) -> BlockMask:
 
 
 def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of a bool `[rows, columns]`, how many columns it has, and the columns, its own first."""
+    """Return how many columns each row of a bool `[rows, columns]` has, and the columns, its own first."""
     numbers = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1)[None, None].int(), numbers[None, None].int()
 

@@ -26,7 +26,7 @@ UNUSED_PER_REPEATED = 8
 def tree_stacks(
     rows: list[MicroBatch], tokens_per_forward: int, device: torch.device, *, share: bool = True
 ) -> Iterator[Stack]:
-    """Like `stacks`, over the same sequences in another order, with each token that they share once per row.
+    """Make stacks like `stacks`, of the same sequences in another order, with each token that they share once per row.
 
     Sequences without a wanted token are left out. Without `share` each has all of its tokens.
     """
@@ -37,6 +37,7 @@ def tree_stacks(
         for number, part in enumerate(sequence_slices(whole.sequence_lengths))
         if any(wanted[part])
     }
+    # Sorted by their tokens, each sequence shares most with its neighbour.
     numbers = sorted(tokens, key=tokens.__getitem__)
     shared = [0, *(share and count_shared(tokens[one], tokens[other]) for one, other in pairwise(numbers))]
     if not numbers:  # a dummy: nothing to train, but backward has to run on every rank
@@ -47,12 +48,12 @@ def tree_stacks(
 
 
 def last_of(wanted: Sequence[bool]) -> int:
-    """Place of the last wanted token: it and those after it need not go through the model."""
+    """Return the place of the last wanted token: it and those after it need not go through the model."""
     return len(wanted) - 1 - wanted[::-1].index(True)
 
 
 def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens that two sequences both begin with."""
+    """Count the tokens that two sequences both begin with."""
     for place, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return place
@@ -97,13 +98,13 @@ def _end_of_run(lengths: Sequence[int], shared: Sequence[int], budget: int, star
 
 
 def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], device: torch.device) -> Stack:
-    """A stack of one row.
+    """Make a stack of one row.
 
     Args:
         whole: all sequences, packed.
         tokens: by number in `whole`, the first tokens of each sequence, which go through the model.
         shared: how many of them each shares with the one before it.
-        device: of the stack.
+        device: where the stack goes.
     """
     slices = sequence_slices(whole.sequence_lengths)
     lengths = [whole.sequence_lengths[number] for number in tokens]
@@ -112,6 +113,7 @@ def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], d
     path = np.empty(max(lengths), dtype=np.int64)
     first = 0
     for (ids, common), length in zip(zip(tokens.values(), shared, strict=True), lengths, strict=True):
+        # Else it says nothing new: its tokens are all on the path before it.
         if len(ids) > common:
             starts.append(len(input_ids))
             path[common : len(ids)] = np.arange(starts[-1], starts[-1] + len(ids) - common)
@@ -145,8 +147,13 @@ def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], d
 
 
 def row_tree(depths: np.ndarray, starts: Sequence[int], device: torch.device) -> TokenTree:
-    """Return how a row attends on `device`, by the place of each token on its path and where in the row branches
-    start."""
+    """Return the tree by which a row attends on `device`.
+
+    Args:
+        depths: place of each token on its path, int64 `[tokens]`.
+        starts: where in the row branches start, in order, 0 among them.
+        device: where the model runs.
+    """
     if device.type == "cpu":
         return BlockTree.of_row(depths, starts, device)
     return row_on_gpu(depths, starts, device)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 SOURCE = "prl_source"
 """Our key in the forward context: for each token of the batch, which of those that run it is."""
 PER_TOKEN = ("input_ids", "positions")
-"""What a model is given that takes nothing but tokens."""
+"""Inputs of a model that takes nothing but tokens."""
 SAVED = 0.1
-"""Of the tokens of a pass, the share that must be saved: to leave tokens out takes time, too."""
+"""Least share of the tokens of a pass that is worth leaving out: to leave tokens out takes time, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,7 @@ METHOD = "prl_sample"
 
 
 def takes(engine: "AsyncLLM", params: "SamplingParams") -> bool:
-    """Return whether the core can sample this: it is patched, and nothing is searched for in text or asked of the
-    prompt."""
+    """Return whether the core can sample this: it is patched, no text is searched, nothing is asked of the prompt."""
     from vllm.v1.engine.core import EngineCoreProc
 
     plain = not params.detokenize and params.prompt_logprobs is None and params.structured_outputs is None
