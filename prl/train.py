@@ -10,12 +10,14 @@ From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.config.comp
 
 import multiprocessing.spawn
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from prl.base.errors import ConfigError
 from prl.base.metric_names import SAMPLED, held_out
 from prl.config.compose import CONF, to_config, typed
 from prl.config.hardware import Machine
@@ -31,16 +33,20 @@ from prl.runs.run_dir import absolute
 from prl.tools import report, sweep
 
 
-def main(config: TrainConfig) -> RunResult:
+def main(config: TrainConfig, typed_arguments: Sequence[str] | None = None) -> RunResult:
     """One run, from the config to its `result.json`, whose content is returned.
 
     Raises ConfigError before anything has started, PrlError when the run failed, KeyboardInterrupt when it was stopped.
-    A dry run (`dry_run=true`), and one that a queue gets, end before they begin.
+    A dry run (`dry_run=true`), and one that a queue gets, end before they begin: a queue gets the command whose
+    `typed_arguments` are given.
     """
     # Refuses a script that calls this without `if __name__ == "__main__":`, where a process of graders imports it.
     multiprocessing.spawn.get_preparation_data("prl")
     memory = hold_log()
     with launcher_of(config.launcher, keeps_engines=config.sweep.share_engine) as launcher:
+        # The command of a sweep would be the whole sweep in each of its jobs.
+        if launcher.submits and typed_arguments is None and not config.dry_run:
+            raise ConfigError("launcher=slurm submits the command of one run: for jobs of a sweep choose sweep=slurm")
         machine = Machine(launcher.machine(config.machine))
         validate(config, machine)
         outcome = run.prepare(config, plan(config, machine), launcher)
@@ -53,7 +59,7 @@ def main(config: TrainConfig) -> RunResult:
             show(prepared)
             return RunResult("dry run")
         if launcher.submits:
-            launcher.submit(config.run, config.checkpoint.grace_s, sys.argv[1:])
+            launcher.submit(config.run, config.checkpoint.grace_s, typed_arguments or ())
             return RunResult("submitted")
         return run.own(prepared, launcher, started, memory, report.try_to_write)
 
@@ -68,7 +74,7 @@ def _job(cfg: DictConfig) -> float | None:
         resume.check_named(cfg)
         config = to_config(TrainConfig, cfg, typed(job))
         config.run.dir = absolute(config.run.dir)
-        result = main(config)
+        result = main(config, sys.argv[1:])
     if result.status == "completed":
         rewards = {key: value for key, value in result.metrics.items() if key == SAMPLED} | held_out(result.metrics)
         summary = ", ".join(f"{key} {value:.3f}" for key, value in rewards.items() if value is not None)

@@ -8,6 +8,7 @@ import pytest
 from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.launch.slurm import SlurmLauncher
+from prl.train import main
 
 
 @pytest.fixture
@@ -32,6 +33,12 @@ def test_a_job_is_refused_before_it_is_submitted(sbatch, tmp_path, options, over
     launcher, config = SlurmLauncher(**options), compose([f"run.dir={tmp_path / 'x'}", *overrides])
     with pytest.raises(ConfigError, match=message):
         launcher.submit(config.run, config.checkpoint.grace_s, overrides)
+    assert not (sbatch / "flags").exists()
+
+
+def test_a_job_of_a_sweep_submits_nothing(sbatch, tmp_path):
+    with pytest.raises(ConfigError, match="for jobs of a sweep choose sweep=slurm"):
+        main(compose([f"run.dir={tmp_path / 'x'}", "launcher=slurm"]))
     assert not (sbatch / "flags").exists()
 
 
