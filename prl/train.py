@@ -10,6 +10,7 @@ From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.config.comp
 
 import multiprocessing.spawn
 import sys
+from collections.abc import Sequence
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -29,11 +30,11 @@ from prl.runs.run_dir import absolute
 from prl.tools import report, sweep
 
 
-def main(config: TrainConfig) -> RunResult:
+def main(config: TrainConfig, typed_arguments: Sequence[str] = ()) -> RunResult:
     """One run, from the config to its `result.json`, whose content is returned.
 
     Raises ConfigError before anything has started, PrlError when the run failed, KeyboardInterrupt when it was stopped.
-    A dry run (`dry_run=true`), and one that a queue gets, end before they begin.
+    A dry run (`dry_run=true`), and one that a queue gets with its `typed_arguments`, end before they begin.
     """
     # Refuses a script that calls this without `if __name__ == "__main__":`, where a process of graders imports it.
     multiprocessing.spawn.get_preparation_data("prl")
@@ -51,7 +52,7 @@ def main(config: TrainConfig) -> RunResult:
             show(prepared)
             return RunResult("dry run")
         if launcher.submits:
-            launcher.submit(config.run, config.checkpoint.grace_s, sys.argv[1:])
+            launcher.submit(config.run, config.checkpoint.grace_s, typed_arguments)
             return RunResult("submitted")
         return run.own(prepared, launcher, started, memory, report.try_to_write)
 
@@ -66,7 +67,7 @@ def _job(cfg: DictConfig) -> float | None:
         resume.check_named(cfg)
         config = to_config(TrainConfig, cfg, typed(job))
         config.run.dir = absolute(config.run.dir)
-        result = main(config)
+        result = main(config, sys.argv[1:])
     if result.status == "completed":
         report.sum_up(result, config.run.dir)
     return None

@@ -44,8 +44,14 @@ class Launcher(ABC):
         """Return what is known of the machine that the run gets, where the config has `described` it."""
         return described
 
-    def check_plan(self, plan: RunPlan) -> None:  # noqa: B027
+    def check_plan(self, plan: RunPlan) -> None:
         """Raise ConfigError for a run whose processes it cannot start."""
+        if self.places_processes and not plan.policy.is_server:
+            raise ConfigError("launcher=ray places processes, and engine=transformers has none: choose engine=default")
+        if self.places_processes and plan.keeps_engines:
+            raise ConfigError(
+                "sweep.share_engine keeps engines of one process for the next run: not those of launcher=ray"
+            )
 
     def reserve(self, bundles: Sequence[Bundle]) -> None:  # noqa: B027
         """Reserve the resources of the processes before one is started. Raises ConfigError if they are missing."""

@@ -24,13 +24,13 @@ from prl.base.text import in_one_line
 from prl.config.build import build
 from prl.config.hardware import cores
 from prl.config.validate import THIS_MACHINE
-from prl.engines.base import EngineSpec, ServerEngine
+from prl.engines.base import EngineSpec
 from prl.launch import children
 from prl.launch.cluster import connect
 from prl.launch.host import Host, Node
 from prl.launch.launcher import Launcher, ProcessDied
 from prl.launch.local import base_url, rank_log
-from prl.launch.plan import Bundle, RunPlan, TrainerSpec, amounts, bundle_of, in_words, worker_name
+from prl.launch.plan import Bundle, TrainerSpec, amounts, bundle_of, in_words, worker_name
 from prl.launch.relay import Relay
 from prl.transport.events import TRAINER
 from prl.transport.files import FileTransport
@@ -77,14 +77,6 @@ class RayLauncher(Launcher):
     """It was this launcher that connected this process to Ray."""
 
     # --- the cluster --------------------------------------------------------------------------------------------------
-
-    def check_plan(self, plan: RunPlan) -> None:
-        if not issubclass(plan.policy.engine, ServerEngine):
-            raise ConfigError("launcher=ray places processes, and engine=transformers has none: choose engine=default")
-        if plan.keeps_engines:
-            raise ConfigError(
-                "sweep.share_engine keeps engines of one process for the next run: not those of launcher=ray"
-            )
 
     def reserve(self, bundles: Sequence[Bundle]) -> None:
         self.bundles = list(bundles)

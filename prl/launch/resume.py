@@ -23,7 +23,7 @@ from prl.base import checkpoint_folders
 from prl.base.errors import ConfigError
 from prl.base.files import content_of, lines_of, naming, read_json, write_atomically
 from prl.base.text import safe
-from prl.config.compose import options
+from prl.config.compose import MOVED, options
 from prl.config.run_yaml import data_of, flat, has_config, load, quoted, text_of, without_run
 from prl.config.schema import AUTO, TrainConfig
 from prl.config.suggestions import override_key
@@ -181,7 +181,7 @@ def check_changes(now: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[s
     if before != after:
         names = [", ".join(sorted(each)) for each in (before, after)]
         raise ConfigError(f"a run goes on with the envs that it began with: {names[0]}; now {names[1]}")
-    old, new = flat(recorded), flat(now)
+    old, new = _by_todays_names(recorded), _by_todays_names(now)
     changed = {
         key: (old.get(key, ABSENT), new.get(key, ABSENT))
         for key in [*new, *(key for key in old if key not in new)]
@@ -192,6 +192,17 @@ def check_changes(now: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[s
             if _matches(key.split("."), fixed.split(".")):
                 raise ConfigError(f"{key} was {was!r} and is {is_now!r}: a run must go on with it as it was ({why})")
     return changed
+
+
+def _by_todays_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a flat config as one of an older version would be today, without Hydra's marks that say nothing of a run.
+
+    Else a run that ended early under an older version would begin to train again.
+    """
+    values = {key: value for key, value in flat(config).items() if not key.endswith("._partial_")}
+    if "weights._target_" in values:
+        values["weights._target_"] = MOVED.get(values["weights._target_"], values["weights._target_"])
+    return values
 
 
 def check_tasks(run_dir: Path, tasks: Tasks) -> None:

@@ -55,6 +55,8 @@ class SlurmLauncher(Launcher):
         return replace(described, gpus=self.nodes * self.gpus_per_node)
 
     def submit(self, run: TrainRunConfig, grace_s: float, arguments: Sequence[str]) -> None:
+        if not arguments:  # the command of a sweep would be the whole sweep in each of its jobs
+            raise ConfigError("launcher=slurm submits the command of one run: for jobs of a sweep choose sweep=slurm")
         sbatch = shutil.which("sbatch")
         if sbatch is None:
             raise ConfigError("launcher=slurm: there is no sbatch here: submit from a machine of the cluster")

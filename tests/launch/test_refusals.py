@@ -204,6 +204,8 @@ TABLE = [
     # data
     ([*JSONL, "envs.jsonl.args.path=chat.jsonl"], "envs.jsonl.args: chat.jsonl, line 1 has no answer, which grader=ex"),
     # workers
+    (["launcher=slurm", "sweep.share_engine=true"], "sweep.share_engine keeps engines of one process"),
+    (["launcher=slurm", "engine=transformers"], "launcher=ray places processes, and engine=transformers has none"),
     (["envs.math.workers={count: 4, where: ray}"], "envs.math.workers.where=ray: choose launcher=ray as well"),
     (["launcher=ray", "envs.math.in_process=true", "envs.math.workers.where=ray"], "envs.math.workers.where=ray: its"),
     # models and checkpoints

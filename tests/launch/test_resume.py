@@ -142,6 +142,19 @@ def test_run_that_ended_early_needs_a_changed_setting(run, change):
         assert completed(change, "max_steps=4").steps == 4
 
 
+def test_run_that_ended_early_under_an_older_version_is_completed(run):
+    """Classes of `weights` have moved since, and more nodes have Hydra's `_partial_`."""
+    folder = run("max_steps=8", steps=(4,))
+    write_result(folder, RunResult(status="completed", steps=4, ended_because="every env has run out of tasks"))
+    older = OmegaConf.load(folder / "config.yaml")
+    older.weights._target_ = "prl.transport.files.FileTransport"
+    for node in (older.orchestrator, older.orchestrator.batcher, older.trainer):
+        del node["_partial_"]
+    OmegaConf.save(older, folder / "config.yaml")
+    assert resume.completed(config_of(folder, "max_steps=8", at="auto")).steps == 4
+    assert resume.completed(config_of(folder, "max_steps=8", "weights=ray", at="auto")) is None
+
+
 def test_refused_directory_is_named_as_given(run, tmp_path):
     folder = run(steps=(2,))
     for at, printed in ((folder, "is not of the run in run.dir"), (tmp_path, "is neither"), ("", "is neither")):

@@ -8,6 +8,7 @@ import pytest
 from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.launch.slurm import SlurmLauncher
+from prl.train import main
 
 
 @pytest.fixture
@@ -31,20 +32,26 @@ def sbatch(tmp_path, monkeypatch):
 def test_a_job_is_refused_before_it_is_submitted(sbatch, tmp_path, options, overrides, message):
     launcher, config = SlurmLauncher(**options), compose([f"run.dir={tmp_path / 'x'}", *overrides])
     with pytest.raises(ConfigError, match=message):
-        launcher.submit(config.run, config.checkpoint.grace_s, overrides)
+        launcher.submit(config.run, config.checkpoint.grace_s, ["seed=1", *overrides])
+    assert not (sbatch / "flags").exists()
+
+
+def test_a_job_of_a_sweep_submits_nothing(sbatch, tmp_path):
+    with pytest.raises(ConfigError, match="for jobs of a sweep choose sweep=slurm"):
+        main(compose([f"run.dir={tmp_path / 'x'}", "launcher=slurm"]))
     assert not (sbatch / "flags").exists()
 
 
 def test_a_machine_without_slurm_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="no sbatch here"):
-        SlurmLauncher().submit(compose([f"run.dir={tmp_path / 'x'}"]).run, 60.0, [])
+        SlurmLauncher().submit(compose([f"run.dir={tmp_path / 'x'}"]).run, 60.0, ["seed=1"])
 
 
 def test_what_sbatch_refuses_is_passed_on(sbatch, tmp_path):
     (sbatch / "sbatch").write_text("#!/bin/sh\ncat > /dev/null\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
     with pytest.raises(ConfigError, match="invalid partition"):
-        SlurmLauncher().submit(compose([f"run.dir={tmp_path / 'x'}"]).run, 60.0, [])
+        SlurmLauncher().submit(compose([f"run.dir={tmp_path / 'x'}"]).run, 60.0, ["seed=1"])
 
 
 def test_a_job_runs_the_typed_command_with_ray(sbatch, tmp_path, capsys):

@@ -23,6 +23,7 @@ from prl.engines.tokenizers import load_tokenizer
 from prl.envs.environment import Environment, reason_ungraded
 from prl.launch.checks import check_loadable
 from prl.launch.components import renderer_of
+from prl.launch.launcher import Launcher
 from prl.launch.plan import NO_NEED, POLICY_NAME, model_plan, need_of, placed, token_of
 from prl.launch.prompts import rendered_prompts
 from prl.launch.shared_engines import launcher_of
@@ -169,6 +170,10 @@ def plan_engines(config: EvaluationConfig, log: Path) -> list[Served]:
         if target.endpoint is None:
             validate_server(target.model, config.engine, machine)
             check_loadable(target.model, plans[target.name], "model.", trained=False)
+    if launcher.submits or (
+        type(launcher).start_engine is Launcher.start_engine and any(each.is_started for each in plans.values())
+    ):
+        raise ConfigError(f"launcher: {type(launcher).__name__} starts no server here: choose launcher=local or ray")
     engines = [Served(group, plans.get(group[0].name)) for group in by_engine(targets)]
     loaded = [served.targets[0].name for served in engines if served.plan is not None]
     if config.engine.urls and len(loaded) > 1:

@@ -97,6 +97,8 @@ def test_a_model_that_does_not_answer_has_no_score(serve):
         (["tiny", "envs.math.eval_args=null"], r"envs.math.eval_args is null: the env has no held-out tasks"),
         (["tiny", "~envs.math"], "no env: choose one"),
         (["tiny", "engine.urls=[http://h]"], "set PRL_TOKEN to their token"),
+        (["tiny", "launcher=slurm"], "SlurmLauncher starts no server here"),
+        (["tiny", "launcher=inline"], "InlineLauncher starts no server here"),
         (["tiny", "model.renderer=glm5"], "model.renderer"),
         (["tiny", "sampling.stop=['']"], "sampling.stop has an empty string"),
     ],
