@@ -227,7 +227,7 @@ async def load_first_weights(run: PreparedRun, policy: PolicyPool) -> None:
     version = run.first_version
     timeout_s = run.plan.policy.spec.config.update_timeout_s
     if version:
-        await run.plan.weights.load(policy, version, timeout_s)
+        await run.components.weights.load(policy, version, timeout_s)
     else:
         await policy.update_weights(version, run.plan.trainer.model.path, timeout_s)
 
@@ -258,7 +258,7 @@ def assemble(
         envs=[train_env(run, name, services.policy, clients) for name in run.config.envs],
         pool=services.policy,
         transport=transport,
-        weights=run.plan.weights,
+        weights=run.components.weights,
         monitors=run.components.monitors,
         run_dir=run.run_dir,
         model=run.plan.trainer.model,

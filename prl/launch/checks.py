@@ -28,7 +28,7 @@ def check_weights(plan: RunPlan, *, placed: bool, keep_best: bool) -> None:
         raise ConfigError("weights=ray goes between the nodes of launcher=ray: choose weights=files, or that launcher")
     if not weights.needs_shared_folder and plan.policy.urls:
         raise ConfigError("engine.urls are servers that the run does not start: they load weights=files alone")
-    if weights.receiver == "nccl" and "cpu" in (plan.policy.spec.device, plan.trainer.device):
+    if plan.policy.spec.weight_transfer == "nccl" and "cpu" in (plan.policy.spec.device, plan.trainer.device):
         raise ConfigError("weights.backend=nccl goes between GPUs, of trainer and engine: choose weights.backend=gloo")
     if weights.writes_model:
         return

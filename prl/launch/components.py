@@ -25,6 +25,7 @@ from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.replay import check_replay
 from prl.orchestrator.types import EnvComponents
 from prl.trainer.schedule import Schedule
+from prl.weights.base import Weights
 
 SCHEMAS: dict[str, Any] = {
     schema._target_: schema
@@ -46,6 +47,7 @@ class RunComponents:
     """Takes its live objects."""
     batcher: Callable[..., Batcher]
     """Takes the sizes of a batch and the envs that it mixes."""
+    weights: Weights
     monitors: Monitors
     hosted: list[FrozenModelConfig]
     """References to the frozen model that the launcher is to host; empty = none is hosted."""
@@ -67,6 +69,7 @@ def build_components(config: TrainConfig) -> RunComponents:
         keys={env: {name: config.node_of(env, name)[0] for name in NODES} for env in envs},
         orchestrator=maker(orchestrator, Orchestrator, "orchestrator"),
         batcher=maker(config.orchestrator.batcher, Batcher, "orchestrator.batcher"),
+        weights=build(config.weights, Weights, "weights"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         hosted=hosted_references(
             [*(env.algorithm for env in envs.values()), *(env.references for env in config.envs.values())], config.hosts

@@ -161,7 +161,7 @@ class RunPlan:
     """The trainer, as far as it is known before tasks and checkpoint have been read."""
     workers: tuple[Bundle, ...]
     """The workers of envs on Ray."""
-    weights: Weights
+    weights: type[Weights]
     """The way of policy versions to the engines."""
     shares_gpu: bool
     """Several processes have one GPU together."""
@@ -224,7 +224,7 @@ def plan(config: TrainConfig, machine: Machine) -> RunPlan:
     sharing = servers_on_cpu(config.engine, machine) + servers_on_cpu(teacher, machine)
     if config.orchestrator.max_async_level > 0 and ranks_on == "cpu":  # else sampling and training take turns
         sharing += ranks
-    weights = build(config.weights, Weights, "weights")
+    weights = build(config.weights, Weights, "weights")  # to be asked alone: the one that the run uses is a component
     of_model = partial(model_plan, machine=machine, token=token, seed=config.seed, sharing=sharing)
     policy = of_model(
         config.engine,
@@ -241,9 +241,9 @@ def plan(config: TrainConfig, machine: Machine) -> RunPlan:
         token=token,
         policy=policy,
         teacher=None if teacher is None else _teacher(config.teacher, placement.teachers, policy.spec.log, of_model),
-        trainer=_trainer(config, policy, weights, ranks_on, tuple(placement.ranks), machine.cores),
+        trainer=_trainer(config, policy, type(weights), ranks_on, tuple(placement.ranks), machine.cores),
         workers=_workers(config.envs),
-        weights=weights,
+        weights=type(weights),
         shares_gpu=placement.shares_gpu,
         keeps_engines=config.sweep.share_engine,
         is_dry=dry,
@@ -276,7 +276,7 @@ def _workers(envs: Mapping[str, EnvConfig]) -> tuple[Bundle, ...]:
 
 
 def _trainer(
-    config: TrainConfig, policy: ModelPlan, weights: Weights, device: str, gpus: tuple[Gpus, ...], cores: int
+    config: TrainConfig, policy: ModelPlan, weights: type[Weights], device: str, gpus: tuple[Gpus, ...], cores: int
 ) -> TrainerSpec:
     """Plan the trainer. Its payload lacks what tasks and checkpoint say (`prl.launch.builder.trainer_of`).
 

@@ -200,9 +200,8 @@ def _by_todays_names(config: Mapping[str, Any]) -> dict[str, Any]:
     Else a run that ended early under an older version would begin to train again.
     """
     values = {key: value for key, value in flat(config).items() if not key.endswith("._partial_")}
-    if "weights._target_" in values:
-        values["weights._target_"] = MOVED.get(values["weights._target_"], values["weights._target_"])
-    return values
+    name = values.get("weights._target_", ABSENT)
+    return values | {"weights._target_": MOVED.get(name, name)}
 
 
 def check_tasks(run_dir: Path, tasks: Tasks) -> None:

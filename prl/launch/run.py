@@ -177,8 +177,8 @@ async def run(prepared: "PreparedRun", launcher: Launcher, started: list[str], r
     from prl.launch import builder
 
     config, monitors, run_dir = prepared.config, prepared.components.monitors, prepared.run_dir
-    transport = launcher.transport(run_dir, prepared.plan.weights)
-    prepared.plan.weights.attach(transport)
+    transport = launcher.transport(run_dir, prepared.components.weights)
+    prepared.components.weights.attach(transport)
     first = prepared.first_version
     monitors.start(run_dir, max_steps=config.max_steps, run_config=data_of(config), resumed_at=first)
     if first:

@@ -19,11 +19,12 @@ def listening(address: str) -> socket.socket:
     return socket.create_server((address, 0))
 
 
-def gather(listener: socket.socket, size: int, timeout_s: float, given_up: Callable[[], bool]) -> Group:
+def gather(listener: socket.socket, secret: str, size: int, timeout_s: float, given_up: Callable[[], bool]) -> Group:
     """Make a group, as its sender. Raises RuntimeError where not all other members have come in time.
 
     Args:
         listener: of `listening`, which is closed.
+        secret: what the other members have been told: who does not know it finds nobody at the port.
         size: the number of members, this one among them.
         timeout_s: how long it waits for another member, here and in each broadcast, seconds.
         given_up: says whether the others will not come, so that waiting has no use.
@@ -40,14 +41,15 @@ def gather(listener: socket.socket, size: int, timeout_s: float, given_up: Calla
         master_listen_fd=listener.detach(),
         use_libuv=False,
     )
-    while not store.check([f"member {rank}" for rank in range(1, size)]):
+    meeting = dist.PrefixStore(secret, store)
+    while not meeting.check([f"member {rank}" for rank in range(1, size)]):
         if given_up() or time.monotonic() > deadline:
             raise RuntimeError(f"it has not come to {address}, port {port}")
         time.sleep(POLL_S)
-    return _group(store, 0, size, timeout_s, address)
+    return _group(meeting, 0, size, timeout_s, address)
 
 
-def join(address: str, port: int, rank: int, size: int, timeout_s: float) -> Group:
+def join(address: str, port: int, secret: str, rank: int, size: int, timeout_s: float) -> Group:
     """Join the group of a sender, who listens at `address`, as its member number `rank`. The rest is as of `gather`."""
     store = dist.TCPStore(
         address,
@@ -57,13 +59,14 @@ def join(address: str, port: int, rank: int, size: int, timeout_s: float) -> Gro
         wait_for_workers=False,
         use_libuv=False,
     )
-    store.set(f"member {rank}", "")
+    meeting = dist.PrefixStore(secret, store)
+    meeting.set(f"member {rank}", "")
     with socket.create_connection((address, port)) as way:
         own = way.getsockname()[0]
-    return _group(store, rank, size, timeout_s, own)
+    return _group(meeting, rank, size, timeout_s, own)
 
 
-def _group(store: dist.TCPStore, rank: int, size: int, timeout_s: float, own: str) -> Group:
+def _group(store: dist.PrefixStore, rank: int, size: int, timeout_s: float, own: str) -> Group:
     """Return a group whose member here listens at the address `own`.
 
     By itself gloo listens where the machine's name points, or at the loopback that a run's environment names.

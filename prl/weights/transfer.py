@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import secrets
 import sys
 import time
 from collections import Counter
@@ -50,7 +51,8 @@ class TransferWeights(Weights):
     backend: Literal["gloo", "nccl"] = "gloo"
     """gloo: over TCP, from host memory to host memory. nccl: the engine's own, between GPUs."""
     timeout_s: Seconds = 60.0
-    """How long trainer and engine wait for each other's next tensor, seconds. Then the engine counts as lost."""
+    """Deadline for trainer and engine to get each other's next tensor by gloo, seconds. An engine that has died is
+    started again; one that lives and is too slow ends the run. nccl has a deadline of its own."""
 
     writes_model: ClassVar[bool] = False
     rank: int = field(default=0, init=False, repr=False)
@@ -128,9 +130,12 @@ class TransferWeights(Weights):
         listener = gloo.listening(os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"))
         place = dict(zip(("master_address", "master_port"), listener.getsockname()[:2], strict=True))
         size = 1 + self.workers
-        self._offer(request, place | {"rank_offset": 1, "world_size": size, "timeout_s": self.timeout_s})
+        secret = secrets.token_hex(16)
+        self._offer(
+            request, place | {"secret": secret, "rank_offset": 1, "world_size": size, "timeout_s": self.timeout_s}
+        )
         lost = functools.partial(self.transport.receive, f"{request}/lost")
-        group = gloo.gather(listener, size, self.timeout_s, lambda: lost() is not None)
+        group = gloo.gather(listener, secret, size, self.timeout_s, lambda: lost() is not None)
         for _, tensor in tensors:
             gloo.broadcast(group, tensor.cpu())
         gloo.part(group)

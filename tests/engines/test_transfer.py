@@ -52,14 +52,21 @@ def sender(engine):
 
     def send():
         try:
-            group = gloo.gather(listener, 2, limit_s, lambda: False)
+            group = gloo.gather(listener, "s", 2, limit_s, lambda: False)
             gloo.broadcast(group, WEIGHT)
             gloo.part(group)
         except RuntimeError as error:
             found.error = error
 
     thread = threading.Thread(target=send)
-    init = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": 2, "timeout_s": limit_s}
+    init = {
+        "master_address": address,
+        "master_port": port,
+        "rank_offset": 1,
+        "world_size": 2,
+        "timeout_s": limit_s,
+        "secret": "s",
+    }
     found = SimpleNamespace(init=init, thread=thread, error=None)
     thread.start()
     yield found
@@ -103,7 +110,14 @@ def test_an_engine_that_finds_no_sender_keeps_its_weights(engine):
     listener = gloo.listening("127.0.0.1")
     address, port = listener.getsockname()
     listener.close()
-    info = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": 2, "timeout_s": 0.3}
+    info = {
+        "master_address": address,
+        "master_port": port,
+        "rank_offset": 1,
+        "world_size": 2,
+        "timeout_s": 0.3,
+        "secret": "s",
+    }
     before = engine.model.weight.clone()
     with pytest.raises(RuntimeError):
         engine.init_transfer_engine(engine.parse_init_info(info))

@@ -53,7 +53,9 @@ class Engine:
     def load(self, init, update):
         if self.fails == 0:
             raise EngineError("it is dead")
-        group = gloo.join(init["master_address"], init["master_port"], 1, init["world_size"], init["timeout_s"])
+        group = gloo.join(
+            init["master_address"], init["master_port"], init["secret"], 1, init["world_size"], init["timeout_s"]
+        )
         held = {}
         for name, dtype, shape in zip(update["names"], update["dtype_names"], update["shapes"], strict=True):
             if len(held) == self.fails:
@@ -182,8 +184,8 @@ async def test_an_engine_that_says_nothing_is_given_up_at_the_deadline(make_weig
     assert_holds(engine.held[0], Policy())
 
 
-def joined(master_address, master_port, rank_offset, world_size, timeout_s):
-    return gloo.join(master_address, master_port, rank_offset, world_size, timeout_s)
+def joined(master_address, master_port, secret, rank_offset, world_size, timeout_s):
+    return gloo.join(master_address, master_port, secret, rank_offset, world_size, timeout_s)
 
 
 async def test_an_engine_that_is_started_again_gets_the_version_before_the_next_batch(make_weights, in_thread):

@@ -27,6 +27,8 @@ class Meeting(WeightTransferInitInfo):
 
     master_address: str
     master_port: int
+    secret: str
+    """What the members of the group know alone."""
     rank_offset: int
     """The place of the engine's first worker in the group."""
     world_size: int
@@ -62,6 +64,7 @@ class PolicyTransfer(WeightTransferEngine[Meeting, NewWeights]):
         self.group = gloo.join(
             init_info.master_address,
             init_info.master_port,
+            init_info.secret,
             init_info.rank_offset + place,
             init_info.world_size,
             init_info.timeout_s,
