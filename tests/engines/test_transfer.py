@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from patience import patient
+from safetensors.torch import save_file
 from vllm.distributed.weight_transfer import nccl_engine
 
 from prl.engines.vllm import nccl
 from prl.engines.vllm.transfer import PolicyTransfer
+from prl.engines.vllm.weights import WeightsError
 from prl.models import model_path
 from prl.transport import gloo
 
@@ -33,14 +35,22 @@ class Model(torch.nn.Linear):
 
 
 @pytest.fixture
-def engine():
+def engine(tmp_path):
     parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
     model = SimpleNamespace(model=model_path("tiny"))
     config = SimpleNamespace(parallel_config=parallel, model_config=model, lora_config=None)
     engine = PolicyTransfer(None, config, torch.device("cpu"), Model())
-    engine.start_weight_update()  # the first imports for seconds, which a sender would not wait
-    engine.finish_weight_update()
+    load(engine, tmp_path / "first", torch.ones(2, 3))  # the first imports for seconds, which no sender would wait
     return engine
+
+
+def load(engine, folder, weight):
+    """Have the engine load a folder with this weight."""
+    folder.mkdir()
+    save_file({"weight": weight}, folder / "model.safetensors")
+    engine.start_weight_update()
+    engine.update_weights({"path": str(folder)})
+    engine.finish_weight_update()
 
 
 @pytest.fixture
@@ -93,7 +103,6 @@ def test_a_model_gets_what_is_sent(engine, sender):
         ({"shapes": [[2, 4]]}, "must match"),  # the model's own loader says so
         ({"dtype_names": ["float99"]}, "float99"),
         ({"names": ["bias"]}, "the model does not take new weights for weight"),
-        ({"unknown": 1}, "unknown"),
     ],
 )
 def test_what_does_not_fit_breaks_the_update_off_and_no_other_begins(engine, sender, damage, error):
@@ -104,6 +113,17 @@ def test_what_does_not_fit_breaks_the_update_off_and_no_other_begins(engine, sen
     with pytest.raises(RuntimeError, match="start the engine again"):
         engine.start_weight_update()
     engine.shutdown()
+
+
+@pytest.mark.parametrize("gone", [{"path": "no/such/folder"}, {"unknown": 1}])
+def test_an_update_with_nothing_to_load_leaves_the_weights_and_the_next_one_goes(engine, tmp_path, gone):
+    before = engine.model.weight.clone()
+    engine.start_weight_update()
+    with pytest.raises((WeightsError, ValueError, TypeError)):
+        engine.update_weights(gone)
+    assert torch.equal(engine.model.weight, before)
+    load(engine, tmp_path / "next", WEIGHT)
+    assert torch.equal(engine.model.weight, WEIGHT)
 
 
 def test_an_engine_that_finds_no_sender_keeps_its_weights(engine):

@@ -77,8 +77,6 @@ class PolicyTransfer(WeightTransferEngine[Meeting, NewWeights]):
             # Before the first update alone: what a layer was made with is not to be told afterwards.
             self.base = folder_of(self.model_config.model)
             self.update = self.first_update()
-        self.halfway = True
-        self.update.start()
 
     def first_update(self) -> Update:
         """Look at the model, which stays the same in further updates."""
@@ -94,16 +92,23 @@ class PolicyTransfer(WeightTransferEngine[Meeting, NewWeights]):
     def receive_weights(self, update_info: NewWeights) -> None:
         assert self.update is not None  # vLLM calls `start_weight_update` before
         if update_info.path is not None:
-            return self.update.load(policy_tensors(update_info.path, self.base))
-        self.update.load(self._sent(update_info))
-        gloo.part(self.group)
-        self.group = None
+            tensors = policy_tensors(update_info.path, self.base)
+        elif self.group is not None:
+            tensors = self._sent(update_info)
+        else:
+            raise RuntimeError("there is no sender: the first phase has not been")
+        # Not before there is something to load: a folder may be gone by now, as an older version is. Then the weights
+        # stay as they are, and the engine takes the next version.
+        self.halfway = True
+        self.update.start()
+        self.update.load(tensors)
+        if self.group is not None:
+            gloo.part(self.group)
+            self.group = None
 
     def _sent(self, info: NewWeights) -> Iterator[tuple[str, torch.Tensor]]:
         """Receive one tensor after the other. Each has memory of its own: vLLM may keep it until
         its layer is complete."""
-        if self.group is None:
-            raise RuntimeError("there is no sender: the first phase has not been")
         for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             gloo.broadcast(self.group, tensor)
