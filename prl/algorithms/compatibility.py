@@ -4,7 +4,7 @@ import ast
 import inspect
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from prl.algorithms.base import Algorithm
@@ -118,13 +118,3 @@ def assigned_names(kind: type) -> set[str]:
         return set()
     stored = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
     return {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
-
-
-def hosted_references(components: Iterable[Any], hosts: Callable[[FrozenModelConfig], bool]) -> list[FrozenModelConfig]:
-    """The references of algorithms, and of envs' `references`, to models that the launcher serves; equal ones once."""
-    references = [reference for component in components for _, reference in frozen_models(component, "")]
-    hosted: list[FrozenModelConfig] = []
-    for reference in references:
-        if hosts(reference) and reference not in hosted:
-            hosted.append(reference)
-    return hosted

@@ -167,19 +167,3 @@ class TrainerConfig:
     """Deadline for the next batch to arrive, seconds."""
     finish_timeout_s: Seconds = 1800.0
     """Deadline for the trainer to write its last checkpoint and end, seconds."""
-
-
-@dataclass
-class FileTransportConfig:
-    """Batches and weights as files of the run directory, which all processes of the run must see."""
-
-    _target_: str = "prl.transport.files.FileTransport"
-    _partial_: bool = True
-
-
-@dataclass
-class RayTransportConfig:
-    """With launcher=ray: batches as calls, weights from node to node, into memory there. No folder in common."""
-
-    _target_: str = "prl.transport.ray.RayTransport"
-    _partial_: bool = True

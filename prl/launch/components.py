@@ -7,12 +7,12 @@ from typing import Any, get_args
 from renderers.base import Renderer
 
 from prl.algorithms.base import Algorithm
-from prl.algorithms.compatibility import hosted_references, validate_algorithm
+from prl.algorithms.compatibility import validate_algorithm
 from prl.base.errors import ConfigError
 from prl.base.user_code import contained, hook
 from prl.config import trainer as trainer_config
 from prl.config.build import build, maker, overridden, read, sampling_of
-from prl.config.model_reference import POLICY, FrozenModelConfig, frozen_models
+from prl.config.model_reference import POLICY, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.curriculum.base import Curriculum
 from prl.engines.sampler import Sampler, derive_seed, validate_for_training
@@ -49,8 +49,6 @@ class RunComponents:
     """Takes the sizes of a batch and the envs that it mixes."""
     weights: Weights
     monitors: Monitors
-    hosted: list[FrozenModelConfig]
-    """References to the frozen model that the launcher is to host; empty = none is hosted."""
     references: list[str]
     """The models that the trainer has to hold as references of samples (`Algorithm.trainer_references`)."""
 
@@ -71,9 +69,6 @@ def build_components(config: TrainConfig) -> RunComponents:
         batcher=maker(config.orchestrator.batcher, Batcher, "orchestrator.batcher"),
         weights=build(config.weights, Weights, "weights"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
-        hosted=hosted_references(
-            [*(env.algorithm for env in envs.values()), *(env.references for env in config.envs.values())], config.hosts
-        ),
         references=sorted({name for env in envs.values() for name in env.algorithm.trainer_references()}),
     )
 

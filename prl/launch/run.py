@@ -180,9 +180,8 @@ async def run(prepared: "PreparedRun", launcher: Launcher, started: list[str], r
     transport = launcher.transport(run_dir, prepared.components.weights)
     prepared.components.weights.attach(transport)
     first = prepared.first_version
-    monitors.start(run_dir, max_steps=config.max_steps, run_config=data_of(config), resumed_at=first)
-    if first:
-        monitors.last |= last_metrics(run_dir)
+    last = last_metrics(run_dir) if first else None
+    monitors.start(run_dir, max_steps=config.max_steps, run_config=data_of(config), resumed_at=first, last=last)
     track = Track(events.ORCHESTRATOR, run_dir)
     with contextlib.closing(track), contextlib.closing(monitors), contextlib.ExitStack() as processes:
         processes.callback(transport.close)

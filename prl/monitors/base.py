@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,8 +63,20 @@ class Monitors:
         """The newest value of every metric."""
         self._started: dict[str, Monitor] = {}
 
-    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any], resumed_at: int = 0) -> None:
-        """Start all monitors. Raises PrlError naming one that cannot start, after closing those that did."""
+    def start(
+        self,
+        run_dir: Path,
+        *,
+        max_steps: int,
+        run_config: dict[str, Any],
+        resumed_at: int = 0,
+        last: Mapping[str, float] | None = None,
+    ) -> None:
+        """Start all monitors. Raises PrlError naming one that cannot start, after closing those that did.
+
+        `last` has the newest value of every metric in an earlier part of the run. The rest is as of `Monitor.start`.
+        """
+        self.last |= last or {}
         for name, monitor in self.monitors.items():
             try:
                 monitor.start(run_dir, max_steps=max_steps, run_config=run_config, resumed_at=resumed_at)

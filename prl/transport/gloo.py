@@ -32,16 +32,7 @@ def gather(listener: socket.socket, secret: str, size: int, timeout_s: float, gi
     address, port = listener.getsockname()[:2]
     deadline = time.monotonic() + timeout_s
     # A store that listens by itself does so at all addresses of the machine.
-    store = dist.TCPStore(
-        address,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-        use_libuv=False,
-    )
-    meeting = dist.PrefixStore(secret, store)
+    meeting = _meeting(address, port, secret, timeout_s, is_master=True, master_listen_fd=listener.detach())
     while not meeting.check([f"member {rank}" for rank in range(1, size)]):
         if given_up() or time.monotonic() > deadline:
             raise RuntimeError(f"it has not come to {address}, port {port}")
@@ -51,19 +42,18 @@ def gather(listener: socket.socket, secret: str, size: int, timeout_s: float, gi
 
 def join(address: str, port: int, secret: str, rank: int, size: int, timeout_s: float) -> Group:
     """Join the group of a sender, who listens at `address`, as its member number `rank`. The rest is as of `gather`."""
-    store = dist.TCPStore(
-        address,
-        port,
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        use_libuv=False,
-    )
-    meeting = dist.PrefixStore(secret, store)
+    meeting = _meeting(address, port, secret, timeout_s, is_master=False)
     meeting.set(f"member {rank}", "")
     with socket.create_connection((address, port)) as way:
         own = way.getsockname()[0]
     return _group(meeting, rank, size, timeout_s, own)
+
+
+def _meeting(address: str, port: int, secret: str, timeout_s: float, **side: Any) -> dist.PrefixStore:
+    """Return the store where the members of a group meet; `side` says which one this is."""
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(address, port, timeout=timeout, wait_for_workers=False, use_libuv=False, **side)
+    return dist.PrefixStore(secret, store)
 
 
 def _group(store: dist.PrefixStore, rank: int, size: int, timeout_s: float, own: str) -> Group:

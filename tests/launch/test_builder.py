@@ -341,5 +341,5 @@ async def test_each_env_has_its_own_renderer_and_loss(run):
 )
 def test_reference_and_teacher_are_kept_where_an_algorithm_asks(overrides, initial, hosted):
     """The initial one by the trainer, the teacher by the launcher."""
-    components = build_components(config(*overrides))
-    assert (bool(components.references), bool(components.hosted)) == (initial, hosted)
+    chosen = config(*overrides)
+    assert (bool(build_components(chosen).references), planned(chosen).teacher is not None) == (initial, hosted)

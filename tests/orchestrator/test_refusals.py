@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import verifiers.v1 as vf
-from prepared_run import validated
+from prepared_run import planned, validated
 
 from prl.algorithms.base import Algorithm
 from prl.base.errors import ConfigError
 from prl.config.compose import compose
-from prl.config.model_reference import FrozenModelConfig
 from prl.config.orchestrator import OrchestratorConfig
 from prl.curriculum.pools import TaskCurriculum, write_pools
 from prl.filters.base import Filter
@@ -21,6 +20,12 @@ from prl.launch.components import build_components
 FROZEN = "{name:big,base_url:http://h/v1}"
 FN = "algo.fn._target_=prl.models.model_path"
 SLOT, ENV_SLOT = "filters.post_batch", "envs.math.filters.pre_batch"
+
+
+def hosted(overrides):
+    """The names of the servers of frozen models that a run starts."""
+    teacher = planned(compose(["run.name=x", *overrides.split()])).teacher
+    return [] if teacher is None else [server.served_name for server in teacher.servers]
 
 
 def components(overrides):
@@ -193,10 +198,10 @@ def test_settings_that_make_no_sense_together_warn(overrides, warns):
 
 
 def test_references_to_the_served_teacher_are_hosted_once():
-    assert components("algo=opd teacher=local env=[math,reverse_text]").hosted == [FrozenModelConfig("teacher")]
-    assert components(f"algo=opd algo.teacher={FROZEN}").hosted == []
-    kl = components("teacher=local algo.kl.coef=1 algo.kl.reference={name:teacher}")
-    assert kl.hosted == [FrozenModelConfig("teacher")] and not kl.references
+    assert hosted("algo=opd teacher=local env=[math,reverse_text]") == ["teacher"]
+    assert hosted(f"algo=opd algo.teacher={FROZEN}") == []
+    kl = "teacher=local algo.kl.coef=1 algo.kl.reference={name:teacher}"
+    assert hosted(kl) == ["teacher"] and not components(kl).references
     assert components("algo.kl.coef=1").references == ["initial"]
 
 
