@@ -6,6 +6,7 @@ The others are compared with the first. Results are in a run directory of their 
 """
 
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from prl.base import garbage
 from prl.base.terminal import Console
 from prl.config.compose import CONF, to_config, typed
 from prl.config.evaluation import EvaluationConfig
@@ -39,13 +41,16 @@ def main(config: EvaluationConfig) -> "EvaluationResult":
 
     Raises ConfigError before anything has started, PrlError when it failed, KeyboardInterrupt when it was stopped.
     """
+    began = time.monotonic()
     memory = hold_log()
     run_dir = Path(config.run.dir)
     refuse_other_files(run_dir)
     refuse_existing(run_dir)
-    from prl.tools.evaluation import play  # verifiers and transformers
+    print("reading the tasks", file=sys.stderr, flush=True)
+    with garbage.loading():
+        from prl.tools.evaluation import play  # verifiers and transformers
 
-    evaluation = play.evaluation_of(config)
+        evaluation = play.evaluation_of(config)
     if config.k > 1 and any(env.eval_sampler.temperature == 0 for env in evaluation.envs):
         warnings.warn(f"k={config.k} with temperature 0: all samples of a task get the same replies", stacklevel=2)
     with owned(run_dir):
@@ -53,7 +58,7 @@ def main(config: EvaluationConfig) -> "EvaluationResult":
         log_to(run_dir / "logs" / "orchestrator.log", memory)
         print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
         try:
-            with recorded(run_dir, evaluation.result):
+            with recorded(run_dir, evaluation.result, began):
                 run_to_end(evaluation.run())
         finally:
             report.try_to_write(run_dir)

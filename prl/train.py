@@ -45,7 +45,7 @@ def main(config: TrainConfig, typed_arguments: Sequence[str] = ()) -> RunResult:
         outcome = run.prepare(config, plan(config, machine), launcher)
         if isinstance(outcome, RunResult):
             return outcome
-        prepared, started = outcome
+        prepared, start = outcome
         if config.dry_run:
             from prl.tools.dry_run import show  # torch and transformers, once the config has passed
 
@@ -54,7 +54,8 @@ def main(config: TrainConfig, typed_arguments: Sequence[str] = ()) -> RunResult:
         if launcher.submits:
             launcher.submit(config.run, config.checkpoint.grace_s, typed_arguments)
             return RunResult("submitted")
-        return run.own(prepared, launcher, started, memory, report.try_to_write)
+        report.load_early()
+        return run.own(prepared, launcher, start, memory, report.try_to_write)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")

@@ -77,7 +77,7 @@ def test_files_older_than_a_config_block_no_run(tmp_path):
 
 
 def test_a_directory_that_was_removed_is_not_made_again(tmp_path):
-    with pytest.raises(PrlError, match="gone"), recorded(tmp_path / "x", RunResult()):
+    with pytest.raises(PrlError, match="gone"), recorded(tmp_path / "x", RunResult(), 0.0):
         raise PrlError("gone")
     assert not (tmp_path / "x").exists()
 
@@ -85,6 +85,6 @@ def test_a_directory_that_was_removed_is_not_made_again(tmp_path):
 def test_exit_of_user_code_is_a_failure_with_line(tmp_path):
     result = RunResult()
     printed = rf"^the run was ended from within: SystemExit: 0 \({__file__}, line \d+\)$"
-    with pytest.raises(PrlError, match=printed), recorded(tmp_path, result):
+    with pytest.raises(PrlError, match=printed), recorded(tmp_path, result, 0.0):
         raise SystemExit(0)
     assert result.status == "failed" and result.error.startswith("the run was ended from within")

@@ -30,7 +30,7 @@ async def work():
         await asyncio.sleep({shutdown_s})
         print("in order", flush=True)
 try:
-    with recorded(pathlib.Path(sys.argv[1]), RunResult()):
+    with recorded(pathlib.Path(sys.argv[1]), RunResult(), 0.0):
         run_to_end(work())
 except Stopped as end:
     sys.exit(128 + end.number)

@@ -73,7 +73,10 @@ def leave_none() -> None:
     """Have this process, a command, end what it has started when it exits, and what that has left."""
     import multiprocessing.util  # noqa: F401  its exit handler, which waits for children, has to run after this one
 
+    from prl.base import garbage  # not there where this file is a supervisor
+
     prctl(PR_SET_CHILD_SUBREAPER, 1)
+    garbage.skip_last()
     atexit.register(end_descendants, os.getpid(), GRACE_S)
 
 
@@ -82,7 +85,7 @@ def supervise(launcher: int, folder: str, command: list[str]) -> int:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # for the command, which would inherit SIG_IGN
         signal.signal(number, lambda *_: None)
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    child = subprocess.Popen(command, preexec_fn=die_with_parent)
     status = 0
     while os.getppid() == launcher:
         ended, status = os.waitpid(-1, os.WNOHANG)  # -1: also those that it has adopted

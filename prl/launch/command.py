@@ -1,10 +1,12 @@
 """Parts that the commands have in common: suggestions for keys that do not exist, and errors as exit codes."""
 
 import contextlib
+import inspect
 import os
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 
 import hydra
@@ -24,6 +26,10 @@ PRINTING = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info")
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """With this variable of the environment Hydra raises what is wrong with a config, which it would print in its way."""
+HELP = """\
+Every key with its value: --cfg job --resolve. Each option is a file that says what its keys do: conf/README.md.
+Further flags of Hydra: --hydra-help."""
+"""The end of each command's help."""
 LINE = 400
 """Longest line of somebody else's that is shown as it is, characters."""
 
@@ -99,6 +105,9 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what this process computes itself, and an env's graders
     if any(argument.split("=")[0] in PRINTING for argument in arguments):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends any program that prints
+    if {"-h", "--help"} & set(arguments):
+        print(help_of(job))
+        return
     given, groups = [arg for arg in arguments if "=" in arg and not arg.startswith("-")], options()
     sys.argv[1:] = allow_new_filters(arguments)  # Hydra reads its arguments there
     for number in stopping():
@@ -118,6 +127,22 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
         for hint in filter(None, (suggestions.hint(argument, config, groups) for argument in given + removed)):
             print(as_message(hint), file=sys.stderr)
         raise SystemExit(REFUSED) from None
+
+
+def help_of(job: Callable[[], None]) -> str:
+    """Return what a command does, and the options of its config groups. Hydra's own help takes seconds."""
+    groups = [
+        textwrap.fill(
+            f"{group}: {', '.join(names)}",
+            110,
+            initial_indent="    ",
+            subsequent_indent="        ",
+            break_on_hyphens=False,
+        )
+        for group, names in options().items()
+    ]
+    usage = inspect.cleandoc(sys.modules[job.__module__].__doc__ or "")
+    return "\n".join([usage, "", "Groups and their options (group=option):", "", *groups, "", HELP])
 
 
 def composed(arguments: list[str], groups: Iterable[str], root: str = "train") -> DictConfig:

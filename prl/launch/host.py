@@ -1,7 +1,6 @@
 """A run on a node of a Ray cluster: an actor for each process, which owns it and the folders it works in."""
 
 import asyncio
-import json
 import os
 import shutil
 import subprocess
@@ -118,8 +117,9 @@ class Host:
         usual = local.trainer_environment(spec.model, spec.threads)
         if apart:
             usual = {key: value for key, value in usual.items() if key not in LOOPBACK}
-        env = usual | {"PRL_CONFIG": json.dumps(spec.payload)} | environment
-        self._start(name, local.trainer_command(spec), env, Path(cwd) if self.sees(cwd) else None)
+        place = Path(cwd) if self.sees(cwd) else None
+        process = self._start(name, local.trainer_command(spec), usual | environment, place, stdin=subprocess.PIPE)
+        process.tell(spec.payload)
 
     def _start(
         self,
@@ -128,10 +128,12 @@ class Host:
         env: dict[str, str],
         cwd: Path | None = None,
         explain: Explain | None = None,
-    ) -> None:
+        stdin: int = subprocess.DEVNULL,
+    ) -> Process:
         scratch = self.disk / "tmp"
         scratch.mkdir(exist_ok=True)
-        self.process = Process(name, command, env, self.log, scratch, cwd, explain)
+        self.process = Process(name, command, env, self.log, scratch, cwd, explain, stdin)
+        return self.process
 
     async def ended(self, log: str) -> tuple[int, str]:
         """Wait for the process to end. Returns its status and why it ended; its output is copied to `log`."""

@@ -70,8 +70,11 @@ class Launcher(ABC):
         """Start a model server and return its base URL, before it is ready. Raises PrlError if it cannot start."""
         raise PrlError(f"{type(self).__name__} starts no server")
 
+    def warm_trainer(self, spec: TrainerSpec) -> None:  # noqa: B027
+        """Start the processes of the trainer before its config is whole: their imports take seconds."""
+
     def start_trainer(self, spec: TrainerSpec) -> None:
-        """Start the trainer's ranks. They end by themselves after the last step."""
+        """Start the trainer's ranks, or go on with those that are warm. They end by themselves after the last step."""
         raise PrlError(f"{type(self).__name__} starts no trainer")
 
     def ensure_alive(self) -> None:  # noqa: B027

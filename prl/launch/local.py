@@ -1,8 +1,8 @@
 """The launcher for one machine: every process of the run is a child of this one, and none is left behind."""
 
 import errno
-import json
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +30,8 @@ class LocalLauncher(Launcher):
     """Starts engine and trainer as children of this process, under a supervisor each (`prl.launch.children`)."""
 
     processes: list[Process] = field(default_factory=list, init=False, repr=False)
+    ranks: list[Process] = field(default_factory=list, init=False, repr=False)
+    """Those of the processes that are the trainer's."""
     engines: dict[str, tuple[EngineSpec, int]] = field(default_factory=dict, init=False, repr=False)
     """Engines and their ports, by process."""
     leaving: list[Process] = field(default_factory=list, init=False, repr=False)
@@ -47,10 +49,17 @@ class LocalLauncher(Launcher):
         return Path(self.folder.name)
 
     def start(
-        self, name: str, command: list[str], *, env: dict[str, str], log: Path, explain: Explain | None = None
+        self,
+        name: str,
+        command: list[str],
+        *,
+        env: dict[str, str],
+        log: Path,
+        explain: Explain | None = None,
+        stdin: int = subprocess.DEVNULL,
     ) -> Process:
         """Start any command as a process of the run. `explain` finds the reason of its end in its log."""
-        process = Process(name, command, env, log, self.scratch, explain=explain)
+        process = Process(name, command, env, log, self.scratch, explain=explain, stdin=stdin)
         self.processes.append(process)
         return process
 
@@ -80,12 +89,18 @@ class LocalLauncher(Launcher):
         self.start(name, server.command(spec, port), env=env, log=spec.log, explain=server.explain)
         return base_url(spec.config.host, port)
 
-    def start_trainer(self, spec: TrainerSpec) -> None:
-        payload = {"PRL_CONFIG": json.dumps(spec.payload)}
+    def warm_trainer(self, spec: TrainerSpec) -> None:
         for rank, (name, env) in enumerate(self._ranks(spec).items()):
-            self.start(
-                name, trainer_command(spec), env=env | payload, log=rank_log(spec.run_dir, rank)
-            ).may_finish = True
+            log = rank_log(spec.run_dir, rank)
+            process = self.start(name, trainer_command(spec), env=env, log=log, stdin=subprocess.PIPE)
+            process.may_finish = True
+            self.ranks.append(process)
+
+    def start_trainer(self, spec: TrainerSpec) -> None:
+        if not self.ranks:
+            self.warm_trainer(spec)
+        for process in self.ranks:
+            process.tell(spec.payload)
 
     def _ranks(self, spec: TrainerSpec) -> dict[str, dict[str, str]]:
         """Return what each rank of the trainer has in its environment, by the name of its process."""

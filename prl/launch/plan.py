@@ -176,6 +176,12 @@ class RunPlan:
         return [self.policy] if self.teacher is None else [self.policy, self.teacher]
 
     @property
+    def starting(self) -> str:
+        """Say which processes are to start."""
+        servers = [server.process for model in self.models for server in model.servers]
+        return f"starting {', '.join([*servers, *self.trainer.names])}"
+
+    @property
     def threads(self) -> dict[str, int | None]:
         """Return the threads of each engine and each rank; None of engines that run already."""
         return {"engine": None if self.policy.urls else self.policy.spec.threads, "trainer": self.trainer.threads}

@@ -1,6 +1,7 @@
 """One process of a run: its start, its end, and the reason for that in its log."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from prl.base.errors import signal_name
 from prl.base.files import naming
@@ -43,6 +45,7 @@ class Process(subprocess.Popen[bytes]):
         scratch: Path,
         cwd: Path | None = None,
         explain: Explain | None = None,
+        stdin: int = subprocess.DEVNULL,
     ):
         self.name = name
         self.explain = explain
@@ -57,13 +60,19 @@ class Process(subprocess.Popen[bytes]):
             """Place in the log where its own output begins."""
             super().__init__(
                 [sys.executable, "-P", children.__file__, str(os.getpid()), str(scratch), *self.command],
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=output,
                 stderr=output,
                 env={**os.environ, "TMPDIR": str(scratch), **env},
                 cwd=cwd,
                 start_new_session=True,
             )
+
+    def tell(self, message: Any) -> None:
+        """Write what a process waits for, as JSON, to its stdin, which is a pipe and ends with it."""
+        assert self.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.stdin as pipe:  # of one that has ended its status tells
+            pipe.write(json.dumps(message).encode())
 
     @property
     def status(self) -> int | None:

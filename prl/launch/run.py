@@ -6,13 +6,14 @@ import functools
 import gc
 import logging
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prl.base import checkpoint_folders
+from prl.base import checkpoint_folders, garbage
 from prl.base.errors import NoSignal, PrlError, of_disk
 from prl.base.text import safe
 from prl.config.run_yaml import data_of, text_of
@@ -52,10 +53,21 @@ YOUNG = 50_000
 """Objects that a run makes between two garbage collections: those of about two steps of 256 short rollouts."""
 
 
+@dataclass(frozen=True)
+class Start:
+    """What has been started before a run is prepared."""
+
+    began: float
+    """When the command began (`time.monotonic`)."""
+    engines: list[str]
+    """The addresses of the policy's engines; none where they start later."""
+
+
 # --- before it begins -------------------------------------------------------------------------------------------------
 
 
-def prepare(config: TrainConfig, plan: RunPlan, launcher: Launcher) -> "tuple[PreparedRun, list[str]] | RunResult":
+@garbage.loading()
+def prepare(config: TrainConfig, plan: RunPlan, launcher: Launcher) -> "tuple[PreparedRun, Start] | RunResult":
     """Refuse what is left to refuse of a planned run. Raises ConfigError.
 
     A dry run and a run have this in common. Only a run starts its engines, whose start takes as long as the checks that
@@ -67,8 +79,9 @@ def prepare(config: TrainConfig, plan: RunPlan, launcher: Launcher) -> "tuple[Pr
         launcher: Starts the engines.
 
     Returns:
-        The run and the addresses of the engines that have been started; or its result where it is completed already.
+        The run and what of it has been started; or its result where it is completed already.
     """
+    began = time.monotonic()
     run_dir = plan.trainer.run_dir
     launcher.check_plan(plan)
     check_weights(plan, placed=launcher.places_processes, keep_best=config.orchestrator.eval.keep_best)
@@ -81,11 +94,12 @@ def prepare(config: TrainConfig, plan: RunPlan, launcher: Launcher) -> "tuple[Pr
         print(f"{run_dir} is completed already: {result.steps} steps; it goes on with {how}", file=sys.stderr)
         return result
     refuse_owned(run_dir)
+    print(f"{plan.starting}; reading the tasks", file=sys.stderr, flush=True)
     # What a refused run has made must go again, and nothing else: these are not there yet.
     absent = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     if launcher.places_processes and not plan.is_dry:
         launcher.reserve(plan.bundles)
-    started = [] if plan.is_dry else start_early(plan, launcher)
+    engines = [] if plan.is_dry else start_early(plan, launcher)
     try:
         from prl.launch import builder  # verifiers and transformers are imported once the config has passed
         from prl.launch.components import build_components
@@ -99,20 +113,22 @@ def prepare(config: TrainConfig, plan: RunPlan, launcher: Launcher) -> "tuple[Pr
         launcher.stop()
         remove_logs(run_dir, absent)
         raise
-    return prepared, started
+    return prepared, Start(began, engines)
 
 
 def start_early(plan: RunPlan, launcher: Launcher) -> list[str]:
-    """Start the policy's engines before the run is prepared. Returns their addresses; none where that goes wrong.
+    """Start the policy's engines and the trainer's imports before the run is prepared.
 
-    The error comes again where they are started later, once all has been read that may be refused.
+    Returns the addresses of the engines; none where that goes wrong. The error comes again where they start later,
+    once all has been read that may be refused.
     """
-    if not plan.policy.is_started:
-        return []
+    engines: list[str] = []
     with contextlib.suppress(OSError, PrlError, UnicodeError):
         plan.trainer.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return plan.policy.start(launcher.start_engine)
-    return []
+        if plan.policy.is_started:
+            engines = plan.policy.start(launcher.start_engine)
+        launcher.warm_trainer(plan.trainer)
+    return engines
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -121,7 +137,7 @@ def start_early(plan: RunPlan, launcher: Launcher) -> list[str]:
 def own(
     prepared: "PreparedRun",
     launcher: Launcher,
-    started: list[str],
+    start: Start,
     memory: MemoryHandler,
     write_page: Callable[[Path], None],
 ) -> RunResult:
@@ -130,7 +146,7 @@ def own(
     Args:
         prepared: The run.
         launcher: Starts its processes, and has started some.
-        started: The addresses of the engines that have been started.
+        start: What of it has been started.
         memory: The log so far, which goes to the run's directory.
         write_page: Writes the page of the run, which has ended.
     """
@@ -155,8 +171,8 @@ def own(
         if launcher.places_processes:  # Ray ends a process that has lost its head, before Python can do anything
             write_result(run_dir, RunResult(error=ENDED_BY_RAY))
         try:
-            with recorded(run_dir, result):
-                run_to_end(run(prepared, launcher, started, result))
+            with recorded(run_dir, result, start.began):
+                run_to_end(run(prepared, launcher, start, result))
         finally:
             if holds_run(run_dir):
                 write_page(run_dir)
@@ -165,13 +181,13 @@ def own(
     return result
 
 
-async def run(prepared: "PreparedRun", launcher: Launcher, started: list[str], result: RunResult) -> None:
+async def run(prepared: "PreparedRun", launcher: Launcher, start: Start, result: RunResult) -> None:
     """Start the servers, train, and wait for the last checkpoint.
 
     Args:
         prepared: The run.
         launcher: Starts its processes, and has started some.
-        started: The addresses of the engines that have been started.
+        start: What of it has been started.
         result: Gets the reason of an early end, and the last metrics, however the run ends.
     """
     from prl.launch import builder
@@ -187,10 +203,10 @@ async def run(prepared: "PreparedRun", launcher: Launcher, started: list[str], r
         processes.callback(transport.close)
         processes.callback(launcher.stop)  # before the monitors hear the end; entered it was by `main`
         with track.doing(events.PREPARING, first):
-            monitors.status(f"starting {'' if config.engine.urls else 'the engine and '}the trainer")
+            monitors.status(f"tasks read in {time.monotonic() - start.began:.1f} s")
             supervisor = builder.supervise(prepared, launcher, track)
         with track.doing(events.PROCESSES, first):
-            servers = await supervisor.guard(builder.start_services(prepared, supervisor, transport, started))
+            servers = await supervisor.guard(builder.start_services(prepared, supervisor, transport, start.engines))
         orchestrator = None
         try:
             set_loaded_apart(processes)

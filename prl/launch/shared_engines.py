@@ -69,6 +69,9 @@ class WarmLauncher(Launcher):
         self.used[name] = _warm[name].launcher
         return _warm[name].url
 
+    def warm_trainer(self, spec: TrainerSpec) -> None:
+        self.own.warm_trainer(spec)
+
     def start_trainer(self, spec: TrainerSpec) -> None:
         self.own.start_trainer(spec)
 

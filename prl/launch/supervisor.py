@@ -59,11 +59,13 @@ class Supervisor:
     def awaiting(self, what: str, tracks: Sequence[str]) -> Iterator[None]:
         """The start waits for `what` inside the block, which is recorded in `tracks`."""
         self.starting.append(what)
+        began = time.monotonic()
         try:
             with contextlib.ExitStack() as stack:
                 for name in tracks:
                     stack.enter_context(self.track.beside(name).doing(STARTING, self.track.step))
                 yield
+            self.say(f"waited {time.monotonic() - began:.1f} s for {what}")
         finally:
             self.starting.remove(what)
 

@@ -103,10 +103,10 @@ def new_run_dir(run_dir: Path, config: str) -> None:
 
 
 def remove_logs(run_dir: Path, absent: Iterable[Path]) -> None:
-    """Remove the logs of engines whose run was refused, and what was made for them of the folders `absent` before."""
+    """Remove the logs of processes whose run was refused, and what was made for them of the folders `absent` before."""
     if not holds_run(run_dir) and not (run_dir / LOCK).exists():
         with contextlib.suppress(OSError):
-            for log in (run_dir / "logs").glob("engine*.log"):
+            for log in (run_dir / "logs").glob("[et]*.log"):  # of engines and the trainer
                 log.unlink()
             (run_dir / "logs").rmdir()
             for folder in dict.fromkeys((run_dir, *absent)):
@@ -200,12 +200,11 @@ def _remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
+def recorded(run_dir: Path, result: RunResult, began: float) -> Iterator[None]:
     """Write `result.json` when the work inside has ended, however it ended: status, error and seconds are filled in.
 
-    Raises PrlError where code called `sys.exit`.
+    The seconds are those since the command `began` (`time.monotonic`). Raises PrlError where code called `sys.exit`.
     """
-    started = time.monotonic()
     try:
         yield
         result.status = "completed"
@@ -221,6 +220,6 @@ def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
         result.error = str(error) if isinstance(error, PrlError) else of_disk(error) or whole
         raise
     finally:
-        result.seconds = round(time.monotonic() - started, 3)
+        result.seconds = round(time.monotonic() - began, 3)
         if run_dir.is_dir():  # else somebody has removed it
             write_result(run_dir, result)

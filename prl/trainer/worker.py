@@ -44,9 +44,11 @@ PREFIX = "trainer: "
 
 def main() -> None:
     """Run one rank; an error meant for the user is printed without a traceback."""
-    config = json.loads(os.environ["PRL_CONFIG"])
+    config = sys.stdin.read()  # which comes once all is read that may be refused
+    if not config:
+        raise SystemExit
     try:
-        run(config, Path(sys.argv[1]))
+        run(json.loads(config), Path(sys.argv[1]))
     except Exception as error:
         text = reason(error)
         if text is None:

@@ -147,7 +147,7 @@ def test_each_process_of_a_run_sees_its_own(monkeypatch, config):
     assert [engine.config.port for engine in engines] == [9000, 9001]
     started = {}
     with LocalLauncher() as launcher:
-        take = lambda name, *_, env, **__: started.update({name: env}) or SimpleNamespace()  # noqa: E731
+        take = lambda name, *_, env, **__: started.update({name: env}) or SimpleNamespace(tell=id)  # noqa: E731
         monkeypatch.setattr(launcher, "start", take)
         for spec in engines:
             launcher.start_engine(spec)

@@ -179,10 +179,11 @@ class Processes:
     def __init__(self):
         self.started = {}
 
-    def start(self, name, command, *, env, log, explain=None):
+    def start(self, name, command, *, env, log, explain=None, stdin=None):
         assert name not in self.started
-        self.started[name] = SimpleNamespace(command=command, env=env, log=log)
-        return SimpleNamespace(may_finish=False)
+        told = []
+        self.started[name] = SimpleNamespace(command=command, env=env, log=log, told=told)
+        return SimpleNamespace(may_finish=False, tell=told.append)
 
 
 @pytest.fixture
@@ -319,8 +320,8 @@ async def test_each_env_has_its_own_renderer_and_loss(run):
     assert type(envs["math"].sampler.renderer).__name__ == "Qwen3Renderer"
     assert type(envs["reverse_text"].sampler.renderer).__name__ == "TemplateRenderer"
     assert (envs["math"].loss, envs["reverse_text"].loss) == ("", "reverse_text")
-    shipped = json.loads(made.processes.started["trainer"].env["PRL_CONFIG"])["losses"]
-    assert {name: node["_target_"] for name, node in shipped.items()} == {
+    (shipped,) = made.processes.started["trainer"].told
+    assert {name: node["_target_"] for name, node in shipped["losses"].items()} == {
         "": "prl.losses.default_loss",
         "reverse_text": "prl.losses.aipo_loss",
     }

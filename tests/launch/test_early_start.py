@@ -1,4 +1,4 @@
-"""Engines that start before their run is prepared: the run uses them, and a refused one leaves nothing of them."""
+"""Processes that start before their run is prepared: the run uses them, and a refused one leaves nothing of them."""
 
 import sys
 
@@ -23,13 +23,16 @@ def launcher(monkeypatch):
         yield launcher
 
 
-async def test_a_prepared_run_has_its_engines_started_once(launcher, tmp_path):
-    config = compose([f"run.dir={tmp_path}/run", *FEW, "engine.servers=2"])
-    prepared, urls = prepare(config, planned(config), launcher)
-    assert [process.name for process in launcher.processes] == ["engine", "engine 2"]
-    pool = prepared.plan.policy.policy(launcher.start_engine, urls)
+async def test_a_prepared_run_has_its_processes_started_once(launcher, tmp_path):
+    config = compose([f"run.dir={tmp_path}/run", *FEW, "engine.servers=2", "trainer.num_processes=2"])
+    prepared, start = prepare(config, planned(config), launcher)
+    names = ["engine", "engine 2", "trainer rank 0", "trainer rank 1"]
+    assert [process.name for process in launcher.processes] == names
+    pool = prepared.plan.policy.policy(launcher.start_engine, start.engines)
     await pool.close()
-    assert list(pool.urls) == urls and len(launcher.processes) == 2
+    launcher.start_trainer(prepared.plan.trainer)
+    assert list(pool.urls) == start.engines and len(launcher.processes) == 4
+    assert all(process.stdin.closed for process in launcher.ranks), "each has its config"
     assert (tmp_path / "run" / "logs" / "engine.log").exists() and (tmp_path / "run").stat().st_mode & 0o77 == 0
 
 
@@ -42,12 +45,13 @@ def test_a_refused_run_leaves_neither_engine_nor_directory(launcher, tmp_path, t
     config = compose([f"run.dir={run_dir}", "env=jsonl", "envs.jsonl.args.path=none.jsonl"])
     with pytest.raises(ConfigError, match="not a file"):
         prepare(config, planned(config), launcher)
-    assert [process.status is None for process in launcher.processes] == [False]
+    assert [process.status is None for process in launcher.processes] == [False, False]
     assert not run_dir.exists()
 
 
-@pytest.mark.parametrize("overrides", [["dry_run=true"], ["engine=transformers"]])
-def test_no_server_is_started_where_none_is_needed(launcher, tmp_path, overrides):
+@pytest.mark.parametrize(("overrides", "started"), [(["dry_run=true"], []), (["engine=transformers"], ["trainer"])])
+def test_no_process_is_started_that_is_not_needed(launcher, tmp_path, overrides, started):
     config = compose([f"run.dir={tmp_path}/run", *FEW, *overrides])
     prepare(config, planned(config), launcher)
-    assert not launcher.processes and not (tmp_path / "run").exists()
+    assert [process.name for process in launcher.processes] == started
+    assert (tmp_path / "run").exists() == bool(started)

@@ -1,6 +1,7 @@
 """Engines that die in the middle of a run and are started again, and who waits for whom."""
 
 import asyncio
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -175,7 +176,8 @@ async def test_waiting_is_reported_once_who_waits_for_whom(monkeypatch):
     supervisor = Supervisor(Engines(), lines.append)
     with supervisor.awaiting("the trainer to load the model", ["trainer"]):
         await supervisor.guard(asyncio.sleep(0.7))
-    assert len(lines) == 1 and "the start waits for the trainer to load the model" in lines[0]
+    assert "the start waits for the trainer to load the model" in lines[0]
+    assert re.fullmatch(r"waited 0\.\d s for the trainer to load the model", lines[1]) and len(lines) == 2
     lines.clear()
 
     async def work():

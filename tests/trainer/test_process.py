@@ -122,10 +122,11 @@ def test_two_steps_of_a_process(config, make_sample, tiny, tiny_path, transport,
     config["losses"][""]["_target_"] = "mine.loss"
     config["losses"]["math"] = {"_target_": "prl.losses.aipo_loss", "_partial_": True, "delta": 2.0}
     config["trainer"]["optim"] = SGD
-    env = {"OMP_NUM_THREADS": "1", "PRL_CONFIG": json.dumps(config)}
-    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     command = [sys.executable, "-m", "prl.trainer", str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, input=json.dumps(config), env=os.environ | env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
     assert transport.receive_metrics(0) == {}

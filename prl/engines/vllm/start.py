@@ -9,6 +9,7 @@ import signal
 from argparse import Namespace
 from importlib.metadata import entry_points
 
+from prl.base import garbage
 from prl.base.errors import signal_name
 
 OPEN_REQUESTS_S = 2
@@ -39,11 +40,13 @@ def plugin_names(listed: str | None) -> list[str]:
 
 def serve() -> None:
     """Run vLLM's OpenAI-compatible server with the arguments of this process's command line."""
-    import uvloop
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.logger import configure_logging_from_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    with garbage.loading():
+        import uvloop
+        from vllm.entrypoints.launchers.api_server import entry  # noqa: F401  what `run_server` imports
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+        from vllm.logger import configure_logging_from_args
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from prl.engines.vllm import cpu
 

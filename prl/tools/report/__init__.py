@@ -4,8 +4,10 @@ Start with `page.py` (of a run) and `sweep.py` (of several); `runs.py` reads a r
 makes a page safe.
 """
 
+import importlib
 import logging
 import sys
+import threading
 from pathlib import Path
 
 from prl.base.errors import of_disk
@@ -39,10 +41,15 @@ def try_to_sum_up(run_dir: Path) -> str | None:
         return None
 
 
+def load_early() -> None:
+    """Load what a page takes, pandas and matplotlib, in a thread: the start of a run waits, and its end does not."""
+    threading.Thread(target=importlib.import_module, args=("prl.tools.report.page",), daemon=True).start()
+
+
 def try_to_write(run_dir: Path) -> None:
     """Write the page of a run that has just ended; a warning where that fails, for the run's own end matters more."""
     try:
-        from prl.tools.report.page import write_page  # pandas and matplotlib, which a run needs at its end alone
+        from prl.tools.report.page import write_page  # seconds of imports, which a run needs at its end alone
 
         write_page(run_dir)
     except Exception as error:

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pandas as pd
-from scipy.stats import t
+from scipy.special import stdtrit
 
 LEVEL = 0.95
 """Level of the intervals."""
@@ -47,7 +47,7 @@ def half_interval(values: pd.Series | pd.DataFrame, axis: int = 0) -> Any:
 
     NaN values are left out. NaN for fewer than two: one seed says nothing about the spread.
     """
-    return values.sem(axis=axis) * t.ppf((1 + LEVEL) / 2, values.notna().sum(axis=axis) - 1)
+    return values.sem(axis=axis) * stdtrit(values.notna().sum(axis=axis) - 1, (1 + LEVEL) / 2)
 
 
 def plus_minus(values: pd.Series, sign: str = "") -> str:
