@@ -27,4 +27,4 @@ def skip_last() -> None:
 
     Where Triton is loaded there is one: its bindings would print what is left.
     """
-    atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
+    atexit.register(lambda: gc.unfreeze() if "triton" in sys.modules else gc.freeze())
