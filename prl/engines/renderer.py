@@ -79,12 +79,14 @@ def make_renderer(
     from renderers.default import DefaultRenderer
 
     from prl.engines.template import TemplateRenderer, with_declared_ends  # importing the package takes seconds
+    from prl.engines.tokenizers import Remembering
 
     key = name_key or f"{where}.name"
     is_harmony = "gpt-oss" in (name, MODEL_RENDERER_MAP.get(tokenizer.name_or_path))
     try:
         with harmony_vocabulary(tokenizer) if is_harmony else contextlib.nullcontext():
-            renderer = create_renderer(tokenizer, renderer_config(name, settings, where=where, name_key=key))
+            own = tokenizer if name == "custom" else Remembering(tokenizer)
+            renderer = create_renderer(own, renderer_config(name, settings, where=where, name_key=key))
         if type(renderer) is DefaultRenderer:
             return TemplateRenderer(tokenizer, renderer.config)
         return renderer if name == "custom" else with_declared_ends(renderer, tokenizer)
