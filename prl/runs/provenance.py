@@ -22,7 +22,7 @@ import prl
 from prl.base.errors import ConfigError
 from prl.base.files import write_atomically
 from prl.base.masking import masked, masked_text
-from prl.config.hardware import listed
+from prl.config.hardware import instruction_set, listed
 
 MAX_DIFF = 1_000_000
 """Longest `provenance.diff`, bytes."""
@@ -62,6 +62,7 @@ def write_provenance(
         "platform": platform.platform(),
         "host": platform.node(),
         "cpus": os.cpu_count(),
+        "instruction_set": instruction_set(),
         "threads": dict(threads),
         "gpus": gpus(),
         "seed": seed,
