@@ -149,7 +149,7 @@ pd.DataFrame(last).round(3)
 # writes a page with intervals over them and a verdict:
 #
 # ```bash
-# prl train -m algo=grpo,opd seed=0,1,2 max_steps=40 sweep.share_engine=true run.name=first
+# prl train -m algo=grpo,opd seed=0,1,2 max_steps=40 run.name=first
 # ```
 #
 # From here: `prl/FIRST_STEPS.md` for an algorithm of your own, `prl/algorithms/README.md` for those that come with prl.

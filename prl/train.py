@@ -11,6 +11,7 @@ From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.config.comp
 import multiprocessing.spawn
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -23,26 +24,28 @@ from prl.config.validate import validate
 from prl.launch import command, resume, run
 from prl.launch.children import leave_none
 from prl.launch.plan import plan
-from prl.launch.shared_engines import launcher_of
+from prl.launch.shared_engines import keeps_engines, launcher_of
 from prl.monitors.log import hold_log
 from prl.runs.result import RunResult
 from prl.runs.run_dir import absolute
 from prl.tools import report, sweep
 
 
-def main(config: TrainConfig, typed_arguments: Sequence[str] = ()) -> RunResult:
+def main(config: TrainConfig, typed_arguments: Sequence[str] = (), *, in_series: bool = False) -> RunResult:
     """One run, from the config to its `result.json`, whose content is returned.
 
     Raises ConfigError before anything has started, PrlError when the run failed, KeyboardInterrupt when it was stopped.
     A dry run (`dry_run=true`), and one that a queue gets with its `typed_arguments`, end before they begin.
+    Runs `in_series` follow one another in this process, and may share engines (`sweep.share_engine`).
     """
     # Refuses a script that calls this without `if __name__ == "__main__":`, where a process of graders imports it.
     multiprocessing.spawn.get_preparation_data("prl")
     memory = hold_log()
-    with launcher_of(config.launcher, keeps_engines=config.sweep.share_engine) as launcher:
+    keeps = keeps_engines(config, in_series=in_series)
+    with launcher_of(config.launcher, keeps_engines=keeps) as launcher:
         machine = Machine(launcher.machine(config.machine))
         validate(config, machine)
-        outcome = run.prepare(config, plan(config, machine), launcher)
+        outcome = run.prepare(config, plan(config, machine, keeps_engines=keeps), launcher)
         if isinstance(outcome, RunResult):
             return outcome
         prepared, start = outcome
@@ -64,7 +67,7 @@ def _job(cfg: DictConfig) -> float | None:
     job = HydraConfig.get()
     with command.errors_as_exit_codes():
         if job.mode == hydra.types.RunMode.MULTIRUN:
-            return sweep.job.run_job(cfg, main)
+            return sweep.job.run_job(cfg, partial(main, in_series=sweep.job.follow_one_another()))
         resume.check_named(cfg)
         config = to_config(TrainConfig, cfg, typed(job))
         config.run.dir = absolute(config.run.dir)

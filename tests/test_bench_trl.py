@@ -48,6 +48,23 @@ def test_reward_is_reached_by_mean_of_five_steps(rewards, at):
     assert BENCH.Run(times, list(rewards), [3.0] * len(rewards), 99.0).reached() == at
 
 
+def test_a_step_is_the_mean_of_its_run_and_a_ratio_that_of_means():
+    """Steps of 9, 1 and 9 s in one turn, and of 3 s in the other: 19 / 3 and 3, whose mean is 14 / 3."""
+    ours = [
+        BENCH.Run([6.0, 15.0, 16.0, 25.0], [1.0] * 4, [3.0], 28.0),
+        BENCH.Run([6.0, 9.0, 12.0, 15.0], [1.0] * 4, [3.0], 20.0),
+    ]
+    first = ours[0].figures()
+    assert first["a step, s"] == pytest.approx(19 / 3)
+    assert first["from the last step to the prompt, s"] == 3.0
+    theirs = [BENCH.Run([4.0, 12.0], [1.0] * 2, [3.0], 20.0), BENCH.Run([4.0, 10.0], [1.0] * 2, [3.0], 12.0)]
+    rows = [line.split(" | ") for line in BENCH.table({"TRL, 1 thread": theirs, "prl": ours}).splitlines()]
+    by_name = {row[0].strip("| "): [cell.strip("| ") for cell in row[1:]] for row in rows}
+    assert by_name["a step, s"] == ["7.00", "4.67", "0.67"]
+    assert by_name["whole command, s"] == ["16.00", "24.00", "1.50"]
+    assert by_name[BENCH.REACHED] == ["never in 2 of 2", "never in 2 of 2", ""]
+
+
 def test_trl_is_given_prls_settings():
     config = compose(
         [

@@ -3,9 +3,11 @@
 import contextlib
 import math
 import os
+import platform
 import re
 import subprocess
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import distributions
 from itertools import takewhile
@@ -26,6 +28,7 @@ DEVICE = re.compile(r"\d+|(GPU|MIG)-.+")
 """The name of a GPU there."""
 ANSWER_S = 20.0
 """Deadline for `nvidia-smi` to answer, seconds: a node's first question may wake the driver."""
+CPU_INFO = Path("/proc/cpuinfo")
 BYTES_PER_PARAMETER = 8
 """Least memory of a copy of the model for each parameter: weight and gradient, 4 bytes each. AdamW: 8 more."""
 
@@ -90,6 +93,21 @@ def memory_bytes() -> int:
     with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return min(limits)
+
+
+def instruction_set() -> str:
+    """Return the widest vectors of this processor and its matrix unit: `AVX-512 with AMX`, `AVX2`, or its kind."""
+    flags: set[str] = set()
+    with contextlib.suppress(OSError):  # not Linux
+        flags.update(CPU_INFO.read_text(encoding="utf-8", errors="replace").split())
+    vectors = {"avx512f": "AVX-512", "avx2": "AVX2"}
+    widest = next((name for flag, name in vectors.items() if flag in flags), platform.machine())
+    return f"{widest} with AMX" if "amx_tile" in flags else widest
+
+
+def machine_now() -> str:
+    """Return a line on this machine, to stand beside a measurement: `2026-11-29, 2 cores, AVX2, load 0.5`."""
+    return f"{datetime.now(UTC):%Y-%m-%d}, {cores()} cores, {instruction_set()}, load {os.getloadavg()[0]:.1f}"
 
 
 # --- the machine of a config ------------------------------------------------------------------------------------------

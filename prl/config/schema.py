@@ -259,8 +259,9 @@ class OptimizedMetricConfig:
 class SweepConfig:
     """Settings that the jobs of a sweep have in common."""
 
-    share_engine: bool = False
-    """Keep engines for the next job of the same process, if its model and engine settings are the same."""
+    share_engine: bool | None = None
+    """Keep engines for the next job of the same process, if its model and engine settings are the same; null = where
+    jobs of a sweep follow one another in a process, with `launcher=local` and `weights=files`."""
 
 
 @dataclass

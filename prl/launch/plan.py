@@ -208,16 +208,17 @@ class RunPlan:
 # --- a training run ---------------------------------------------------------------------------------------------------
 
 
-def plan(config: TrainConfig, machine: Machine) -> RunPlan:
+def plan(config: TrainConfig, machine: Machine, *, keeps_engines: bool = False) -> RunPlan:
     """Decide what the processes of a run are. Raises ConfigError where the machine cannot have them.
 
     Args:
         config: A config that has passed `validate`.
         machine: The machine that its processes get, unless its launcher places them on others.
+        keeps_engines: Whether engines stay for the next run of this process.
     """
     launcher = located(config.launcher, "launcher")
     dry = config.dry_run or getattr(launcher, "submits", False)
-    token = token_of(config.engine.urls, WARM_TOKEN if config.sweep.share_engine else None)
+    token = token_of(config.engine.urls, WARM_TOKEN if keeps_engines else None)
     ranks = config.trainer.num_processes
     ranks_on = machine.device_of(config.trainer.device)
     teacher = config.teacher.engine if hosts_teacher(config) else None
@@ -251,7 +252,7 @@ def plan(config: TrainConfig, machine: Machine) -> RunPlan:
         workers=_workers(config.envs),
         weights=type(weights),
         shares_gpu=placement.shares_gpu,
-        keeps_engines=config.sweep.share_engine,
+        keeps_engines=keeps_engines,
         is_dry=dry,
     )
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import msgspec
 
-from prl.config.build import build, plain
-from prl.config.schema import ModelConfig
+from prl.config.build import build, class_of, plain
+from prl.config.schema import ModelConfig, TrainConfig
 from prl.engines.base import EngineSpec
-from prl.launch.launcher import Launcher
+from prl.launch.launcher import Launcher, ProcessDied
+from prl.launch.local import LocalLauncher
 from prl.launch.plan import RunPlan, TrainerSpec
+from prl.weights.base import Weights
 
 ENGINES = "engines"
 
@@ -26,6 +28,14 @@ class WarmEngine:
     launcher: Launcher
     """Has started it and nothing else."""
     url: str
+
+    @property
+    def is_alive(self) -> bool:
+        try:
+            self.launcher.ensure_alive()
+        except ProcessDied:
+            return False
+        return True
 
 
 _warm: dict[str, WarmEngine] = {}
@@ -47,7 +57,11 @@ class WarmLauncher(Launcher):
         self.used: dict[str, Launcher] = {}
 
     def check_plan(self, plan: RunPlan) -> None:
+        """Check the run, and stop the engines of earlier runs that it does not ask: it may need their memory or GPU."""
         self.own.check_plan(plan)
+        asked = {server.process for model in plan.models for server in model.servers}
+        for name in _warm.keys() - asked:
+            _warm.pop(name).launcher.stop()
 
     def key(self, spec: EngineSpec) -> bytes:
         """Return what two engines must have in common to stand for each other."""
@@ -59,7 +73,7 @@ class WarmLauncher(Launcher):
 
     def start_engine(self, spec: EngineSpec) -> str:
         key, name = self.key(spec), spec.process
-        if name in _warm and _warm[name].key != key:
+        if name in _warm and (_warm[name].key != key or not _warm[name].is_alive):
             _warm.pop(name).launcher.stop()
         if name not in _warm:
             folder = spec.log.resolve().parents[2] / ENGINES  # beside the run's directory
@@ -95,6 +109,19 @@ class WarmLauncher(Launcher):
             for name, launcher in self.used.items():
                 launcher.stop()
                 _warm.pop(name, None)
+
+
+def keeps_engines(config: TrainConfig, *, in_series: bool = False) -> bool:
+    """Return whether a run leaves its engines to the next one of this process.
+
+    Without `sweep.share_engine` it does so if it is one of several in this process (`in_series`), the launcher starts
+    its engines here, and they can load the base weights from a folder.
+    """
+    if config.sweep.share_engine is not None:
+        return config.sweep.share_engine
+    if not in_series or class_of(config.launcher, Launcher, "launcher") is not LocalLauncher:
+        return False
+    return class_of(config.weights, Weights, "weights").writes_model
 
 
 def launcher_of(node: Any, *, keeps_engines: bool = False) -> Launcher:

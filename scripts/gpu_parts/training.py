@@ -1,5 +1,6 @@
 """A whole run of the tiny model, sampled by transformers: `python -m prl.train` as a user starts it."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from statistics import mean
 
 from gpu_parts import Row, row
+from prl.base.step_time import mean_step
 
 GAPS = {"float32": 1e-5, "bfloat16": 0.02}
 """By which logprobs of engine and trainer may differ, in the mean of a step, on-policy."""
@@ -37,7 +39,8 @@ def check(*, device: str, dtype: str, steps: int, batch: int, reward: float) -> 
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     found = [metrics for metrics in lines if "reward/all/mean" in metrics]
     rewards, gaps = ([metrics[key] for metrics in found] for key in ("reward/all/mean", "logprob_gap/mean"))
-    seconds, last = mean(metrics["time/step"] for metrics in found[1:]), mean(rewards[-3:])
+    seconds = mean_step([*itertools.accumulate(metrics["time/step"] for metrics in found)])
+    last = mean(rewards[-3:])
     measured = f"{rewards[0]:.2f} at first, {last:.2f} in the last three; {seconds:.2f} s a step"
     yield row(f"{name}: reward", measured, f"{reward} at least", last >= reward, rewards=rewards)
     measured = f"{mean(gaps):.1e} in the mean, {max(gaps):.1e} at most"

@@ -1,6 +1,7 @@
 """What a machine cannot hold is refused with numbers."""
 
 import os
+import platform
 
 import pytest
 from prepared_run import validated
@@ -32,6 +33,23 @@ def refused(config):
 def test_the_memory_of_this_machine_is_known():
     found = MEMORY()
     assert found is not None and 2**20 < found <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        ("fpu sse4_2 avx avx2", "AVX2"),
+        ("avx avx2 avx512f avx512_bf16", "AVX-512"),
+        ("avx2 avx512f amx_bf16 amx_tile", "AVX-512 with AMX"),
+        ("sse2 avx", platform.machine()),
+    ],
+)
+def test_a_measurement_names_the_instruction_set(flags, name, tmp_path, monkeypatch):
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(hardware, "CPU_INFO", path)
+    assert hardware.instruction_set() == name
+    assert f", 2 cores, {name}, load " in hardware.machine_now()
 
 
 def test_a_cache_larger_than_the_memory(config):

@@ -166,7 +166,7 @@ def test_a_signal_stops_the_sweep_and_leaves_no_process(inline_command, tmp_path
 def test_jobs_share_a_warm_engine(train, command, exchanges, tmp_path):
     """Each begins from the base weights; its seed gives it the tasks and replies that it would have alone."""
     fixed = (*TINY, "experiment=on_policy")
-    argv, env = command(*fixed, "seed=7,8", "run.name=s", "sweep.share_engine=true")
+    argv, env = command(*fixed, "seed=7,8", "run.name=s")
     argv = [arg for arg in sweep_of(argv, env)[0] if not arg.startswith("engine.urls=")]
     done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr

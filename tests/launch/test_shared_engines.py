@@ -3,16 +3,19 @@
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from prl.config.compose import compose
 from prl.config.schema import LoraConfig, PolicyModelConfig
 from prl.engines.base import EngineConfig, EngineSpec
-from prl.launch.launcher import Launcher
-from prl.launch.shared_engines import WarmLauncher, stop_all
+from prl.launch.launcher import Launcher, ProcessDied
+from prl.launch.shared_engines import WarmLauncher, keeps_engines, stop_all
 
 alive: list[str] = []
 numbers = count()
+OF_THIS_MACHINE = {"keeps_engines": True, "policy": SimpleNamespace(is_server=True)}
 
 
 class Noted(Launcher):
@@ -30,7 +33,9 @@ class Noted(Launcher):
         raise AssertionError("not asked for")
 
     def ensure_alive(self):
-        pass
+        for engine in self.started:
+            if engine not in alive:
+                raise ProcessDied(f"process {engine!r} ended", engine)
 
     async def finish(self, timeout_s):
         pass
@@ -58,6 +63,7 @@ def run(*specs, error=None):
     """The addresses of a run's engines."""
     launcher = WarmLauncher({"_target_": f"{__name__}.Noted"})
     launcher.__enter__()
+    launcher.check_plan(SimpleNamespace(models=[SimpleNamespace(servers=[spec]) for spec in specs], **OF_THIS_MACHINE))
     urls = [launcher.start_engine(spec) for spec in specs]
     launcher.__exit__(type(error) if error else None, error, None)
     return urls
@@ -79,3 +85,33 @@ def test_another_engine_takes_the_place_of_the_one_before(spec):
 def test_a_run_that_fails_leaves_none_warm(spec):
     failed = run(spec, error=RuntimeError())
     assert alive == [] and run(spec) != failed
+
+
+def test_an_engine_that_the_next_run_does_not_ask_is_stopped_before_it_begins(spec):
+    """The trainer of the next run may need its GPU."""
+    teacher = replace(spec, process="teacher")
+    policy, _ = run(spec, teacher)
+    assert run(spec) == alive == [policy]
+
+
+def test_an_engine_that_died_between_two_runs_is_started_again(spec):
+    first = run(spec)
+    alive.clear()
+    second = run(spec)
+    assert second != first and alive == second
+
+
+@pytest.mark.parametrize(
+    "overrides, alone, in_series",
+    [
+        ([], False, True),
+        (["sweep.share_engine=false"], False, False),
+        (["sweep.share_engine=true"], True, True),
+        (["weights=transfer"], False, False),
+        (["launcher=ray"], False, False),
+        (["debug=fast"], False, False),
+    ],
+)
+def test_runs_in_series_keep_engines_where_these_can_be_used_again(overrides, alone, in_series):
+    config = compose(["run.name=a", *overrides])
+    assert (keeps_engines(config), keeps_engines(config, in_series=True)) == (alone, in_series)

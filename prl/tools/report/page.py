@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.base.files import write_atomically
+from prl.base.step_time import mean_step
 from prl.config.run_yaml import flat
 from prl.tools.report import curves
 from prl.tools.report.examples import read_rollouts
@@ -62,7 +63,10 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     if run.result.seconds:
         facts.append(("whole run", duration(run.result.seconds)))
     if "time/step" in steps:
-        facts.append(("per step, median", f"{steps['time/step'].median():,.3g} s"))
+        seconds = steps["time/step"].dropna()
+        if len(seconds) > 1:
+            facts.append(("per step, mean", f"{mean_step([*seconds.cumsum()]):,.3g} s"))
+        facts.append(("per step, median", f"{seconds.median():,.3g} s"))
     if "tokens/generated_per_second" in steps:
         facts.append(("tokens/s generated, median", f"{steps['tokens/generated_per_second'].median():,.0f}"))
     if "rollouts/trained" in steps:

@@ -66,6 +66,11 @@ def run_job(cfg: DictConfig, main: Callable[[TrainConfig], RunResult]) -> float 
     return record_metric(folder, cfg) if status_of(folder) == "completed" else None
 
 
+def follow_one_another() -> bool:
+    """Return whether this process does several jobs of the sweep, one after another: one of Ray or Slurm does one."""
+    return HydraConfig.get().runtime.choices["hydra/launcher"] in ("basic", "joblib")
+
+
 def attempt(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[[TrainConfig], RunResult]) -> None:
     """Run the job; say and record how it ended. Raises SystemExit where it was stopped."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,17 @@ def test_page_loads_nothing_and_admits_only_its_script(written):
     assert " style=" not in text.replace(script, "")  # the policy would refuse it
 
 
+def test_the_mean_step_stands_beside_the_median(run):
+    """Ends at 20, 21, 24, 25, 28 and 29 s: (29 - 20) / 5, where the median of the six lines is (1 + 3) / 2."""
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    seconds = dict(zip(range(1, 7), [20, 1, 3, 1, 3, 1], strict=True))
+    timed = [line | {"time/step": seconds[line["step"]]} for line in lines if line["step"] in seconds]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in timed))
+    shown = page.page(read_run(run))
+    assert "<b>1.8 s</b><span>per step, mean</span>" in shown and "<b>2 s</b><span>per step, median</span>" in shown
+
+
 def test_data_cannot_leave_its_block():
     value = {"text": '</script><!-- & \\u2028 é \\ " \n\t', "</b>\x1b\x7f\x9b\u2028": ["\b\r\u202e\\x1b"]}
     block = str(data_block("data", value))
