@@ -22,7 +22,8 @@ COPY scripts/setup scripts/setup
 COPY scripts/locks scripts/locks
 COPY prl/__init__.py prl/__init__.py
 ENV PRL_ENGINE=$ENGINE PATH=/prl/.venv/bin:$PATH
-RUN mkdir conf && touch README.md && PIP_NO_CACHE_DIR=1 scripts/setup
+# All bytecode, since who runs the image may write none. A file may be written for a later Python.
+RUN mkdir conf && touch README.md && scripts/setup && rm -r ~/.cache && (python -m compileall -q -j 0 .venv/lib || true)
 COPY . .
 RUN scripts/setup && python -m compileall -q prl && mkdir -p -m 1777 outputs
 # A home that any user may write to, and a name for one that the image does not know.
