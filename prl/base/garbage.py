@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Collect no garbage inside, nor later among the objects that are there at its end.
+    """Collect no garbage inside.
 
     The modules of a run make half a million objects, which stay. To look for garbage among them takes a fifth of the
     time that they take to load.
@@ -19,7 +19,6 @@ def loading() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.freeze()
 
 
 def skip_last() -> None:

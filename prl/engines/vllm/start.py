@@ -4,6 +4,7 @@ Written for the version of vLLM in `worker.py`, and tested with it. vLLM is impo
 server sets the environment before the import.
 """
 
+import gc
 import os
 import signal
 from argparse import Namespace
@@ -50,6 +51,7 @@ def serve() -> None:
 
     from prl.engines.vllm import cpu
 
+    gc.freeze()  # vLLM collects three times before it serves, and so does its engine core, a fork of this process
     cli_env_setup()
     args = make_arg_parser(FlexibleArgumentParser()).parse_args()
     configure_logging_from_args(args)
