@@ -82,7 +82,7 @@ async def test_rewards_are_those_of_local_workers(nodes, name):
         found = await scores(name, there, launcher.place_of_worker)
     assert found == await scores(name, local)
     assert len({str(each) for each in found}) > 1
-    wait_until(lambda: not nodes.running(ACTOR), 20, "no worker stays")
+    wait_until(lambda: not nodes.running(ACTOR), LIMIT_S, "no worker stays")
 
 
 async def test_each_misdeed_costs_only_its_own_call(nodes, monkeypatch):
