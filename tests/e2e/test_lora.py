@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from prl.base.checkpoint_folders import checkpoint_path
 from prl.models import model_path
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.xdist_group("engine")]
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 KNOBS = (
     "experiment=on_policy",

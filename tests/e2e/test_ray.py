@@ -10,7 +10,7 @@ import pytest
 from ray_nodes import ray_nodes
 from run_processes import wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.xdist_group("engine")]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 OVERRIDES = (
     *("launcher=ray", "run.resume=auto", "monitor.console.mode=plain", "checkpoint.every=1"),

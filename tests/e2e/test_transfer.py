@@ -9,7 +9,7 @@ from engines import finished
 
 from prl.base.checkpoint_folders import steps_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.xdist_group("engine")]
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 KNOBS = (
     *("weights=transfer", "orchestrator.strict_async_level=true", "orchestrator.max_async_level=2", "max_steps=7"),
