@@ -4,6 +4,7 @@ Nothing that looks like a secret is recorded (`prl/base/masking.py`), and nothin
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -102,8 +103,9 @@ def gpus() -> list[str]:
     return []
 
 
+@functools.cache
 def packages() -> dict[str, str]:
-    """The versions of all installed packages."""
+    """The versions of all installed packages, which are read once: that takes nearly a second."""
     return {each.name: each.version for each in sorted(importlib.metadata.distributions(), key=lambda each: each.name)}
 
 
