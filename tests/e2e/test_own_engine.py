@@ -13,7 +13,13 @@ from run_processes import family, running, wait_until
 
 PAGE = Path(__file__).parents[2] / "prl" / "EXTENDING.md"
 OWN = ("engine=mine", "hydra.searchpath=[file://my_conf]", "model=tiny")
-ON_POLICY = ("filters=none", "orchestrator.batch_size=16", "orchestrator.max_async_level=0", "max_steps=100000", "engine.servers=2")
+ON_POLICY = (
+    "filters=none",
+    "orchestrator.batch_size=16",
+    "orchestrator.max_async_level=0",
+    "max_steps=100000",
+    "engine.servers=2",
+)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ OVERRIDES = (
     *("orchestrator.batch_size=32", "orchestrator.eval.every=null"),
 )
 ENDS_S = 240.0
-"""[s] Deadline for a run to end that has lost a rank, on a busy machine. A collective would wait for more than an hour."""
+"""[s] Deadline for a run that has lost a rank to end, on a busy machine. A collective would wait for an hour."""
 
 
 @pytest.fixture

@@ -26,8 +26,10 @@ def inline_command(tmp_path):
 
 @pytest.fixture
 def inline(tmp_path, monkeypatch):
-    """`inline(*overrides)`: what `python -m prl.train` would do with them, in this process, to its end, but for the page,
-    whose faults no run fails by."""
+    """`inline(*overrides)`: what `python -m prl.train` would do with them, in this process, to its end.
+
+    Without the page, whose faults no run fails by.
+    """
     from prl.base.errors import ConfigError, PrlError
     from prl.config.compose import compose
     from prl.train import main
