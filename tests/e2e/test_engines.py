@@ -83,7 +83,7 @@ def test_run_goes_on_while_one_engine_restarts(tmp_path):
     assert set(run.column("off_policy/max")) == {0}
     spans = read_spans(folder, problems := [])
     tracks = [name for name in shares(spans).did if name != "evaluation"]
-    assert not problems and tracks == ["orchestrator", "engine 1", "engine 2", "trainer"]
+    assert not problems and tracks == ["orchestrator", "engine 1", "engine 2", "trainer", "trainer rank 1"]
     after = [span for span in spans if span.step > back_at + 1]
     for engine in tracks[1:3]:
         done = {what: {span.step for span in after if (span.process, span.what) == (engine, what)} for what in WORK}

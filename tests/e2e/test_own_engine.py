@@ -18,7 +18,7 @@ ON_POLICY = (
     "orchestrator.batch_size=16",
     "orchestrator.max_async_level=0",
     "max_steps=100000",
-    "engine.servers=2",
+    "+engine.servers=2",
 )
 
 
