@@ -28,15 +28,13 @@ def sweep_of(argv, env):
 
 
 @pytest.fixture
-def sweep(inline_command, run_command, tmp_path):
+def sweep(inline_command, tmp_path):
     """Run a sweep, of which each job is one process or one after another in the same."""
 
-    def run(*overrides, below=None, variables=()):
+    def run(*overrides, below=(), variables=(), timeout=300):
         argv, env = sweep_of(*inline_command(*TINY, *overrides))
-        if below is None:
-            done = run_command(tmp_path, "prl.train", *argv[3:], env=dict(variables), timeout=300)
-        else:
-            done = subprocess.run([below, *argv], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        env |= variables
+        done = subprocess.run([*below, *argv], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=timeout)
         folders = list(tmp_path.glob("outputs/*"))
         assert len(folders) == 1, done.stderr
         return done, folders[0]
@@ -118,7 +116,7 @@ def test_jobs_run_on_the_nodes_of_a_ray_cluster(sweep):
 
 @pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed")
 def test_jobs_run_on_slurm(sweep):
-    run_jobs_twice(sweep, "sweep=slurm", below=SLURM_HERE)
+    run_jobs_twice(sweep, "sweep=slurm", below=[SLURM_HERE])
 
 
 def descendants(pid):

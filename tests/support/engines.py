@@ -7,11 +7,9 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 
@@ -177,19 +175,14 @@ def run_command(forks, tmp_path_factory):
     """`run_command(folder, module, *arguments)`: `python -m <module> <arguments>` in a folder, to its end."""
 
     def run(
-        folder: Path,
-        module: str,
-        *arguments: str,
-        typed: str = "",
-        env: Mapping[str, str] = MappingProxyType({}),
-        timeout: float = 100.0,
+        folder: Path, module: str, *arguments: str, typed: str = "", timeout: float = 100.0
     ) -> subprocess.CompletedProcess[str]:
         said = tmp_path_factory.mktemp("said")
         (said / "stdin").write_text(typed)
         given = {
             "module": module,
             "arguments": list(arguments),
-            "env": {**os.environ, "OMP_NUM_THREADS": "1", **env},
+            "env": {**os.environ, "OMP_NUM_THREADS": "1"},
             "folder": str(folder),
             **{name: str(said / name) for name in ("stdin", "stdout", "stderr")},
         }
