@@ -28,6 +28,9 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # for few kernels, a pool of 
 _apart = f"torchinductor_{os.getuid()}_{os.environ.get('ATEN_CPU_CAPABILITY', 'all')}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), _apart))
 
+# A shell that starts the tests in the background has them ignore SIGINT, and what they start would ignore it too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 gc.disable()  # nothing of what is imported and collected goes again: looking through it takes seconds
 
 

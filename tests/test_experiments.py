@@ -83,8 +83,8 @@ def test_no_job_of_a_sweep_is_refused(words):
         check(overrides)
 
 
-@pytest.mark.parametrize("name", sorted(BASES))
-def test_no_base_is_refused(name):
+@pytest.mark.parametrize("name", sorted(SINGLE))
+def test_no_single_run_is_refused(name):
     check([f"experiment={name}", "run.name=x"])
 
 

@@ -4,6 +4,7 @@ Nothing that looks like a secret is recorded (`prl/base/masking.py`), and nothin
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -103,6 +104,7 @@ def gpus() -> list[str]:
     return []
 
 
+@functools.cache
 def packages() -> dict[str, str]:
     """The versions of all installed packages."""
     # A distribution parses its file of metadata again for each attribute: three times .3 s, while the run waits.

@@ -16,6 +16,7 @@ from prl.launch.components import build_components
 PAGE = Path(__file__).parents[2] / "prl" / "FROM_TRL_AND_VERL.md"
 JSONL = "env=jsonl envs.jsonl.args.path"
 EXTERNAL = "algo=opd teacher=endpoint teacher.name=my-model teacher.base_url=http://127.0.0.1:8001/v1"
+OPTIONS = options()
 PPO = "loss=ppo loss.clip_low=0.2 loss.clip_high=0.2"
 OF_OTHERS = {
     # TRL: GRPOConfig, SFTConfig, GKDConfig, ModelConfig; and TrainingArguments of transformers
@@ -275,7 +276,7 @@ SILENT = [
 
 @pytest.fixture(scope="module")
 def config():
-    return composed([], options())
+    return composed([], OPTIONS)
 
 
 def overrides_in(text: str) -> list[str]:
@@ -288,7 +289,7 @@ def overrides_in(text: str) -> list[str]:
 
 def chooses(override: str) -> bool:
     """Whether an override chooses an option of a group."""
-    return re.split("[@=]", override.lstrip("+"))[0] in options()
+    return re.split("[@=]", override.lstrip("+"))[0] in OPTIONS
 
 
 def commands(rows: list[list[str]]) -> list[list[str]]:
@@ -316,8 +317,8 @@ def sensible(word: str, text: str, config) -> str:
     meant = re.search(r"([\w.]+)=(\[?)\{value\}", text)
     if meant is None or "=" in word:
         return word if "=" in word else f"{word}=true"
-    if meant[1] in options():
-        usable = [option for option in options()[meant[1]] if option != "tools"]  # which needs a class
+    if meant[1] in OPTIONS:
+        usable = [option for option in OPTIONS[meant[1]] if option != "tools"]  # which needs a class
         return f"{word}={usable[-1]}"
     present = OmegaConf.select(config, meant[1], throw_on_resolution_failure=False)
     wanted = "[q_proj]" if meant[1].endswith("target_modules") else 8
@@ -327,7 +328,7 @@ def sensible(word: str, text: str, config) -> str:
 
 @pytest.mark.parametrize(("argument", "meant"), [*OF_OTHERS.items(), *OF_PRL.items()])
 def test_a_hint_has_the_overrides_to_write(config, argument, meant):
-    text = hint(argument, config, options())
+    text = hint(argument, config, OPTIONS)
     assert "\n" not in text and overrides_in(text) == meant.split()
 
 
@@ -338,7 +339,7 @@ def test_what_hints_say_composes():
 
 def test_every_word_of_the_table_has_a_hint_that_composes(config):
     words = [sensible(word, text, config) for word, text in table()["words"].items()]
-    hints = {word: hint(word, config, options()) for word in words}
+    hints = {word: hint(word, config, OPTIONS) for word in words}
     assert len(words) > 400 and [word for word, text in hints.items() if text is None] == []
     for overrides in commands([overrides_in(text) for text in hints.values()]):
         compose(overrides)
@@ -346,13 +347,13 @@ def test_every_word_of_the_table_has_a_hint_that_composes(config):
 
 @pytest.mark.parametrize("argument", REASONS)
 def test_a_word_without_a_counterpart_has_a_reason(config, argument):
-    text = hint(argument, config, options())
+    text = hint(argument, config, OPTIONS)
     assert text.startswith(f"prl has no {argument.split('=')[0].split('.optim')[0]}; ") and "=" not in text
 
 
 @pytest.mark.parametrize("argument", SILENT)
 def test_what_is_there_or_like_nothing_has_no_hint(config, argument):
-    assert hint(argument, config, options()) is None
+    assert hint(argument, config, OPTIONS) is None
 
 
 def test_no_key_that_there_is_has_another_in_its_place(config):
@@ -376,16 +377,16 @@ def test_the_page_of_other_names_says_what_hints_say(config):
     assert len(names) > 60
     for name in names:
         own = keys[name.rpartition(".")[2]]
-        text = hint(name if "=" in name else f"{name}=8", config, options())
+        text = hint(name if "=" in name else f"{name}=8", config, OPTIONS)
         said = {override.lstrip("+").split("=")[0] for override in overrides_in(text or "")}
         assert said & own or name in keys_of(config), f"{name}: the hint is {text!r}, the page has {own}"
 
 
 @pytest.mark.parametrize("command", ["eval", "serve"])
 def test_a_hint_names_keys_of_the_command_alone(command):
-    config = composed([], options(), command)
-    assert hint("learning_rate=1", config, options()) is None
-    assert overrides_in(hint("max_model_len=64", config, options())) == ["model.max_model_len=64"]
+    config = composed([], OPTIONS, command)
+    assert hint("learning_rate=1", config, OPTIONS) is None
+    assert overrides_in(hint("max_model_len=64", config, OPTIONS)) == ["model.max_model_len=64"]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def bodies(record):
 @pytest.mark.engine
 def test_echo_learns_a_tool_by_its_answers(train, tokenizer):
     run = train(
-        *("algo=echo", "env=calculator", "max_steps=6", "orchestrator.batch_size=128", "trainer.optim.lr=2e-4"),
+        *("algo=echo", "env=calculator", "max_steps=5", "orchestrator.batch_size=64", "trainer.optim.lr=2e-4"),
         *("trainer.token_export=true", QUIET),
     )
     assert run.status == 0, run.stderr
@@ -69,7 +69,7 @@ class Till:
 
 @pytest.mark.slow
 def test_a_class_is_learnt_by_calls_of_its_methods(inline):
-    run = inline("debug=fast", "env=tools", f"envs.tools.args.env={__name__}.Till", "orchestrator.eval.num_tasks=8")
+    run = inline("debug=fast", "env=tools", f"envs.tools.args.env={__name__}.Till", "max_steps=4", QUIET)
     assert run.status == 0, run.stderr
     assert rise(run.column("reward/all/mean"), base=1) > 0.2
     assert max(run.column("logprob_gap/mean")) < 1e-5
@@ -80,7 +80,7 @@ def test_a_class_is_learnt_by_calls_of_its_methods(inline):
 
 @pytest.mark.slow
 def test_guessing_over_many_turns_trains_on_exactly_what_was_sampled(inline):
-    run = inline("env=guess", "max_steps=3", "experiment=on_policy", "orchestrator.batch_size=128", QUIET)
+    run = inline("env=guess", "max_steps=2", "experiment=on_policy", "orchestrator.batch_size=64", QUIET)
     assert run.status == 0, run.stderr
     assert max(run.column("logprob_gap/mean")) < 1e-5, "what was sampled over several turns is what is trained on"
     records = run.rollouts(1)
@@ -96,10 +96,11 @@ def test_guessing_over_many_turns_trains_on_exactly_what_was_sampled(inline):
 @pytest.mark.slow
 def test_envs_of_every_kind_train_in_one_run(inline):
     envs = ("kuhn_poker", "alphabet_sort", "reasoning_gym")
-    run = inline(f"env=[{','.join(envs)}]", "max_steps=4", "orchestrator.eval.every=4", "orchestrator.eval.num_tasks=8")
+    few = ("orchestrator.batch_size=96", "orchestrator.eval.every=2", "orchestrator.eval.num_tasks=4")
+    run = inline(f"env=[{','.join(envs)}]", "max_steps=2", *few)
     assert run.status == 0, run.stderr
     assert all(0 <= run.steps[-1][f"eval/{env}/avg@1"] <= 1 for env in envs)
-    records = [record for step in range(1, 5) for record in run.rollouts(step)]
+    records = [record for step in (1, 2) for record in run.rollouts(step)]
     assert {record["env"] for record in records if (record["outcome"]["stage"] == "trained")} == set(envs)
     games = {}
     for record in records:

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from other_tokenizers import byte_level
-from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
 
@@ -13,6 +12,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def other_family(tmp_path):
     """The folder of a random model with another tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # takes a second, of each process that collects tests
+
     folder = tmp_path / "other"
     tokenizer = byte_level()
     tokenizer.save_pretrained(folder)

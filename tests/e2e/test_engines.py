@@ -28,6 +28,8 @@ ON_POLICY = (
     *("env=jsonl", "envs.jsonl.args.path=sums.jsonl", "envs.jsonl.args.grader=unhurried.unhurried"),
     "filters=none",  # a group whose replies are all wrong trains too
     "engine.servers=2",
+    "weights=transfer",  # by files: `test_own_engine.py`
+    "trainer.num_processes=2",
     "max_steps=100000",
     "orchestrator.batch_size=16",
     "orchestrator.max_async_level=0",
@@ -36,13 +38,12 @@ ON_POLICY = (
 )
 
 
-@pytest.mark.parametrize("weights", ["files", "transfer"])
-def test_run_goes_on_while_one_engine_restarts(weights, tmp_path):
+def test_run_goes_on_while_one_engine_restarts(tmp_path):
     folder, printed = tmp_path / "run", tmp_path / "stderr"
     (tmp_path / "unhurried.py").write_text(GRADER)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 30) for b in range(10, 30)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "prl.train", *ON_POLICY, f"weights={weights}", f"run.dir={folder}"]
+    command = [sys.executable, "-m", "prl.train", *ON_POLICY, f"run.dir={folder}"]
     with printed.open("w") as stderr:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=stderr)
@@ -53,17 +54,16 @@ def test_run_goes_on_while_one_engine_restarts(weights, tmp_path):
         return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
     try:
-        wait_until(lambda: len(steps()) > 5, 240, "the run trains", pause_s=0.02)
+        wait_until(lambda: len(steps()) > 2, 240, "the run trains", pause_s=0.02)
         engines = {pid: line for pid, line in family(process.pid).items() if "-m prl.engines.vllm.server" in line}
         servers = sorted(pid for pid, line in engines.items() if "children.py" not in line)
         assert len(servers) == 2, engines
-        if weights == "transfer":  # in the middle of an update
-            offered = set(folder.glob("weights/*/*/offer"))
-            wait_until(lambda: set(folder.glob("weights/*/*/offer")) - offered, 60, "an update", 0.0005)
+        offered = set(folder.glob("weights/*/*/offer"))
+        wait_until(lambda: set(folder.glob("weights/*/*/offer")) - offered, 60, "an update", 0.0005)
         killed_at = steps()[-1]["step"]
         os.kill(servers[0], signal.SIGKILL)
         wait_until(lambda: not running(servers[0]), 10, "the engine's end")
-        wait_until(lambda: len(steps()) > killed_at + 5, 60, "steps with one engine", pause_s=0.02)
+        wait_until(lambda: len(steps()) > killed_at + 3, 60, "steps with one engine", pause_s=0.02)
         assert "answers again" not in printed.read_text(), "it goes on before the other is back"
         wait_until(lambda: "answers again" in printed.read_text(), 240, lambda: f"the engine is back at {steps()[-1]}")
         back_at = steps()[-1]["step"]
@@ -83,7 +83,7 @@ def test_run_goes_on_while_one_engine_restarts(weights, tmp_path):
     assert set(run.column("off_policy/max")) == {0}
     spans = read_spans(folder, problems := [])
     tracks = [name for name in shares(spans).did if name != "evaluation"]
-    assert not problems and tracks == ["orchestrator", "engine 1", "engine 2", "trainer"]
+    assert not problems and tracks == ["orchestrator", "engine 1", "engine 2", "trainer", "trainer rank 1"]
     after = [span for span in spans if span.step > back_at + 1]
     for engine in tracks[1:3]:
         done = {what: {span.step for span in after if (span.process, span.what) == (engine, what)} for what in WORK}

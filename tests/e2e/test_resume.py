@@ -110,17 +110,18 @@ def test_killed_stopped_and_gone_on(train_until, train, tmp_path):
     assert late.steps[-1].keys() - done.steps[-1].keys() == set() and "eval/math/avg@1" in late.steps[-1]
 
 
-def test_run_without_reward_leaves_a_checkpoint(train, tmp_path):
+def test_run_without_reward_leaves_a_checkpoint(inline, tmp_path):
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(
         "".join(json.dumps({"prompt": f"say {n}", "answer": f"nothing like {n}"}) + "\n" for n in "abcdefgh")
     )
     env = ("env=jsonl", f"envs.jsonl.args.path={tasks}", "envs.jsonl.args.eval_fraction=0.25", "sampling.max_tokens=8")
-    run = train(*env, "orchestrator.batch_size=8", "max_steps=2")
+    short = ("orchestrator.batch_size=8", "max_steps=2")
+    run = inline(*env, *short)
     assert run.status == 1 and run.result["status"] == "failed" and run.result["steps"] == 0
     assert run.stderr.count("Every reward is 0") == 3, "after the first evaluation, the first batch, and at the end"
     assert steps_of(tmp_path / "run") == [0] and verify(checkpoint_path(tmp_path / "run", 0)) == 0
-    again = train(f"run.resume={tmp_path / 'run'}", "filters=none")
+    again = inline(*env, *short, f"run.resume={tmp_path / 'run'}", "filters=none")
     assert again.status == 0, again.stderr
     assert [line["step"] for line in again.steps] == [0, 1, 2]
 
@@ -160,12 +161,13 @@ def test_run_whose_code_fails_goes_on_after_its_last_step(inline, tmp_path, how)
     assert set(range(18)) <= {group for group, _ in places}, "and none that was played before it failed is skipped"
 
 
-def test_fork_trains_as_its_source_did(train, tmp_path):
+def test_fork_trains_as_its_source_did(inline, tmp_path):
     on_policy = ("orchestrator.batch_size=16", "orchestrator.max_async_level=0", "orchestrator.eval.every=null")
-    source = train(*on_policy, "max_steps=3", "checkpoint.every=1", "checkpoint.keep_last=3")
+    short = ("max_steps=3", "checkpoint.every=1", "checkpoint.keep_last=3")
+    source = inline(*on_policy, *short)
     assert source.status == 0, source.stderr
     there = checkpoint_path(tmp_path / "run", 1)
-    fork = train(f"run.fork={there}", name="fork")
+    fork = inline(*on_policy, *short, f"run.fork={there}", name="fork")
     assert fork.status == 0, fork.stderr
     assert [line["step"] for line in fork.steps] == [2, 3]
     for ours, theirs in zip(fork.steps, source.steps[2:], strict=True):

@@ -11,7 +11,7 @@ import pytest
 from run_processes import family, wait_until
 
 pytestmark = [
-    *(pytest.mark.engine, pytest.mark.slow, pytest.mark.xdist_group("engine")),
+    *(pytest.mark.engine, pytest.mark.slow),
     pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed"),
 ]
 

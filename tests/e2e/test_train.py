@@ -196,6 +196,8 @@ def test_a_taskset_of_the_users_whose_tasks_use_a_runtime(train, tmp_path):
 
 @pytest.mark.slow
 def test_graders_in_workers_start_without_a_word(inline_command):
-    argv, env = inline_command("max_steps=1", "envs.math.in_process=false")
+    argv, env = inline_command(
+        "max_steps=1", "orchestrator.batch_size=16", "orchestrator.eval.every=null", "envs.math.in_process=false"
+    )
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""A run whose weights go from process to process: exact versions, two ranks, checkpoints, evaluations, and no files."""
+"""A run whose weights, with their adapters merged, go from process to process: exact versions, and no files."""
 
 import os
 import subprocess
@@ -9,12 +9,12 @@ from engines import finished
 
 from prl.base.checkpoint_folders import steps_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.xdist_group("engine")]
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 KNOBS = (
     *("weights=transfer", "orchestrator.strict_async_level=true", "orchestrator.max_async_level=2", "max_steps=7"),
     *("orchestrator.batch_size=32", "orchestrator.eval.every=3", "orchestrator.eval.num_tasks=8", "checkpoint.every=2"),
-    *("checkpoint.keep_last=null", "trainer.num_processes=2", "monitor.console.mode=plain"),
+    *("checkpoint.keep_last=null", "trainer.num_processes=2", "model.lora.rank=8", "monitor.console.mode=plain"),
 )
 
 

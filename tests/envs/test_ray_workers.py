@@ -22,7 +22,7 @@ from prl.launch.plan import Bundle, worker_name
 from prl.launch.ray import RayLauncher
 from prl.tools.env_check import ROOM, Script
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray workers")]  # of one cluster
 
 LIMIT_S = 90.0
 """For what takes a moment, on a busy machine."""
@@ -30,12 +30,13 @@ ACTOR = "ray::WorkerHost"
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "6*7"}}\n</tool_call>'
 
 
-@pytest.fixture
-def nodes(monkeypatch):
-    with ray_nodes(token=False) as nodes:
-        nodes.add("head", 0)
+@pytest.fixture(scope="module")
+def nodes():
+    with ray_nodes(token=False) as nodes, pytest.MonkeyPatch.context() as patch:
+        for name, cpus in (("head", 0), ("one", 1), ("two", 1)):
+            nodes.add(name, cpus)
         for name, value in nodes.environment.items():
-            monkeypatch.setenv(name, value)
+            patch.setenv(name, value)
         yield nodes
 
 
@@ -74,7 +75,6 @@ async def scores(name, config, place=None):
 
 @pytest.mark.parametrize("name", ["math", "calculator"])
 async def test_rewards_are_those_of_local_workers(nodes, name):
-    nodes.add("one", 2)
     local = compose(["run.name=one", f"env={name}", f"envs.{name}.in_process=false"])
     there = compose(["run.name=one", f"env={name}", "launcher=ray", f"envs.{name}.workers={{count: 2, where: ray}}"])
     with RayLauncher() as launcher:
@@ -82,11 +82,10 @@ async def test_rewards_are_those_of_local_workers(nodes, name):
         found = await scores(name, there, launcher.place_of_worker)
     assert found == await scores(name, local)
     assert len({str(each) for each in found}) > 1
-    wait_until(lambda: not nodes.running(ACTOR), 20, "no worker stays")
+    wait_until(lambda: not nodes.running(ACTOR), LIMIT_S, "no worker stays")
 
 
 async def test_each_misdeed_costs_only_its_own_call(nodes, monkeypatch):
-    nodes.add("one", 1)
     ends = {
         "os_exit": "EnvProcessEnded: the env's code ended its process: exit status 3",
         "crashes": "EnvProcessEnded: the env's code ended its process: SIGSEGV",
@@ -112,8 +111,6 @@ async def test_each_misdeed_costs_only_its_own_call(nodes, monkeypatch):
 
 
 async def test_a_worker_is_replaced_with_its_node(nodes):
-    nodes.add("one", 1)
-    nodes.add("two", 1)
     with RayLauncher() as launcher:
         async with working(launcher, 2, "waits", "blocks") as (waits, blocks):
             blocked = [asyncio.create_task(graded(blocks, 20)) for _ in range(2)]

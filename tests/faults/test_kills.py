@@ -3,12 +3,11 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from engines import started
 from run_processes import family, running, wait_until
 from safetensors import safe_open
 
@@ -33,15 +32,19 @@ MOMENTS = {
 class Run:
     """One command in one directory, begun again after each kill."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, forks):
         self.dir = folder / "run"
         self.stderr = folder / "stderr"
+        self.forks = forks
 
     def begin(self, *overrides: str) -> None:
-        argv = [sys.executable, "-m", "prl.train", f"run.dir={self.dir}", *OVERRIDES, *overrides]
-        with self.stderr.open("w") as stderr:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            self.process = subprocess.Popen(argv, env=environment, stderr=stderr, start_new_session=True)
+        given = {
+            "arguments": [f"run.dir={self.dir}", *OVERRIDES, *overrides],
+            "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+            "folder": str(self.dir.parent),
+            "stderr": str(self.stderr),
+        }
+        self.process = started(self.forks, given)
 
     def lines(self) -> list[dict]:
         path = self.dir / "metrics.jsonl"
@@ -53,7 +56,7 @@ class Run:
         before = len(self.lines())
 
         def further() -> bool:
-            assert self.process.poll() is None, self.stderr.read_text()
+            assert self.process.is_alive(), self.stderr.read_text()
             return len(self.lines()) > before and bool(steps_of(self.dir))
 
         wait_until(further, 240, "the run trains")
@@ -65,7 +68,7 @@ class Run:
         seen = set(self.dir.glob(pattern))
         wait_until(lambda: set(self.dir.glob(pattern)) - seen, 30, pattern, 0.0005)
         os.kill(pid, number)
-        self.process.wait(30)
+        self.process.join(30)
         wait_until(lambda: not any(map(running, processes)), 10, "all processes are gone")
 
 
@@ -82,13 +85,12 @@ def check_whole(run_dir: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    run = Run(tmp_path_factory.mktemp("killed"))
+def run(tmp_path_factory, forks):
+    run = Run(tmp_path_factory.mktemp("killed"), forks)
     run.begin("max_steps=100000")
     yield run
-    if run.process.poll() is None:
-        run.process.terminate()
-        run.process.wait(120)
+    run.process.terminate()
+    run.process.join(120)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -98,7 +100,7 @@ def test_a_killed_run_leaves_nothing_and_goes_on(run, moment):
     run.kill(number, words, pattern)
     printed = run.stderr.read_text()
     if not moment.startswith("launcher"):
-        assert run.process.returncode == 1 and "process 'trainer' ended with status" in printed, printed
+        assert run.process.exitcode == 1 and "process 'trainer' ended with status" in printed, printed
         assert "Traceback" not in printed
         result = read_result(run.dir)
         assert result.status == "failed" and "process 'trainer'" in result.error and result.steps > 0

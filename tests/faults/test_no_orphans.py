@@ -15,10 +15,9 @@ from prl.launch.launcher import ProcessDied
 from prl.launch.local import LocalLauncher
 
 LAUNCHER = """
-import os, signal, sys, time
+import os, sys, time
 from pathlib import Path
 from prl.launch.local import LocalLauncher
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has put the tests into the background
 folder = Path(sys.argv[1])
 with LocalLauncher() as processes:
     for name in ("one", "two"):

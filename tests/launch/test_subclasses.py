@@ -1,8 +1,6 @@
 """A user's subclass of a launcher, weights or an engine is treated as the class that it extends."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 from prepared_run import planned, validated
@@ -11,6 +9,7 @@ from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.launch.run import prepare
 from prl.launch.shared_engines import launcher_of
+from prl.train import main as train
 
 MODULE = """
 from prl.engines.vllm.engine import VLLMEngine
@@ -66,16 +65,10 @@ def test_an_engine_with_priorities_has_evaluations_come_last(tmp_path):
     assert "--scheduling-policy" not in spec.server.command(spec, 8000)
 
 
-def test_a_launcher_that_submits_starts_nothing_here(tmp_path):
+def test_a_launcher_that_submits_starts_nothing_here(tmp_path, monkeypatch, capsys):
     (tmp_path / "sbatch").write_text(f'#!/bin/sh\ncat > {tmp_path}/script\necho "7;prl"\n')
     (tmp_path / "sbatch").chmod(0o755)
-    env = {
-        **os.environ,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
-    }
-    chosen = ["launcher=slurm", "launcher._target_=subclasses_mine.MySlurm", "run.name=x"]
-    command = [sys.executable, "-m", "prl.train", *chosen]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and "job 7" in done.stderr, done.stderr
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    chosen = ["launcher=slurm", "launcher._target_=subclasses_mine.MySlurm", f"run.dir={tmp_path / 'x'}"]
+    assert train(compose(chosen), chosen).status == "submitted" and "job 7" in capsys.readouterr().err
     assert "launcher=ray" in (tmp_path / "script").read_text()

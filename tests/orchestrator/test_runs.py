@@ -127,11 +127,11 @@ async def test_rollouts_may_take_longer_than_the_policy_timeout(train, make_env,
 
 async def test_long_evaluation_counts_against_no_deadline(make_env, train, monkeypatch):
     async def slow(envs, config, run_dir, version):
-        await asyncio.sleep(patient(1.6))
+        await asyncio.sleep(patient(0.8))
         return {"eval/toy/avg@1": 0.0}
 
     monkeypatch.setattr("prl.orchestrator.evaluate.evaluate", slow)
-    deadlines = {"policy_timeout_s": patient(0.8), "batch_timeout_s": patient(0.8)}
+    deadlines = {"policy_timeout_s": patient(0.4), "batch_timeout_s": patient(0.4)}
     run = await train([make_env(held_out=2)], steps=2, eval=EvalConfig(every=1), **deadlines)
     assert [line["step"] for line in run.all_lines] == [0, 1, 2]
 

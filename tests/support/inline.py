@@ -26,11 +26,15 @@ def inline_command(tmp_path):
 
 @pytest.fixture
 def inline(tmp_path, monkeypatch):
-    """`inline(*overrides)`: what `python -m prl.train` would do with them, in this process, to its end."""
+    """`inline(*overrides)`: what `python -m prl.train` would do with them, in this process, to its end.
+
+    Without the page, whose faults no run fails by.
+    """
     from prl.base.errors import ConfigError, PrlError
     from prl.config.compose import compose
     from prl.train import main
 
+    monkeypatch.setattr("prl.tools.report.try_to_write", lambda run_dir: None)
     monkeypatch.syspath_prepend(tmp_path)  # where the command would be typed
 
     def run(*overrides, name="run"):

@@ -6,7 +6,6 @@ Written for the private parts of hydra-core 1.3 and omegaconf 2.3; `tests/config
 it, too.
 """
 
-import copy
 import dataclasses
 import functools
 import os
@@ -155,8 +154,8 @@ def _remembered_file(load):
             return load(source, config_path)
         key = (source.provider, source.path, config_path, *_version(os.stat(path)))
         if key not in known:
-            known[key] = load(source, config_path)
-        return copy.deepcopy(known[key])
+            known[key] = _Frozen(load(source, config_path))
+        return known[key].copy()
 
     return remembering
 

@@ -19,6 +19,8 @@ from prl.launch.local import free_port
 RAY = str(Path(sys.executable).with_name("ray"))
 OURS = ("prl.trainer", "prl.engines.vllm.server", "VLLM::", "children.py", "ray::Host")
 """Parts of the command lines of what a run starts."""
+START_S = 240.0
+"""[s] Deadline for a node to start: one of a busy machine took 110 s."""
 BLIND = "mount -t tmpfs none {folder} && exec {command}"
 """A node with a mount of its own over a folder: it sees nothing of what is there."""
 
@@ -60,7 +62,7 @@ class Nodes:
         with (self.folder / f"{name}.log").open("wb") as log:
             env = os.environ | self.environment
             self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
-        wait_until(lambda: b"--block" in (self.folder / f"{name}.log").read_bytes(), 60, f"{name} has started")
+        wait_until(lambda: b"--block" in (self.folder / f"{name}.log").read_bytes(), START_S, f"{name} has started")
 
     def kill(self, name: str) -> None:
         """Kill a node's raylet, which is what Ray sees of the end of a machine."""

@@ -2,14 +2,12 @@
 
 import json
 import math
-import os
 
 import forking
 import pytest
 import rounding
 import sharded
 import torch
-from filelock import FileLock
 from safetensors.torch import load_file
 
 from prl.base.checkpoint_folders import part_path
@@ -17,20 +15,17 @@ from prl.rollouts.components import COMPONENTS
 from prl.trainer.lora import save_adapters, weights_of
 from prl.trainer.sharding import gradient_norm, scale_gradients
 
+pytestmark = pytest.mark.xdist_group("sharding")  # of the same ranks
+
 OF_ALL = ("loss/", "grad_norm", "entropy/", "samples/", "tokens/")
 """Metrics that are sums over all tokens of a step."""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Folder, and by number of ranks the lines of each rank; pytest's workers share what the first of them has run."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sharded"
-    folder.mkdir(exist_ok=True)
-    with FileLock(folder / "lock"):
-        if not (folder / "lines.json").exists():
-            (folder / "lines.json").write_text(json.dumps(list(ranks_of(folder).items())))
-    return folder, dict(json.loads((folder / "lines.json").read_text()))
+    """Folder, and by number of ranks the lines of each rank."""
+    folder = tmp_path_factory.mktemp("sharded")
+    return folder, ranks_of(folder)
 
 
 def ranks_of(folder):

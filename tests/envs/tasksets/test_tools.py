@@ -361,6 +361,12 @@ def rows_of(**options):
     return [task.data.row for task in taskset]
 
 
+@pytest.fixture
+def few(monkeypatch):
+    """As many rows are read of a class as are enough for a test."""
+    monkeypatch.setattr("prl.envs.tasksets.tools.MOST", 100)
+
+
 class Endless(Shop):
     @staticmethod
     def rows():
@@ -370,14 +376,14 @@ class Endless(Shop):
             yield {"number": number % 20}
 
 
-def test_rows_of_the_class_are_divided_by_their_content():
+def test_rows_of_the_class_are_divided_by_their_content(few):
     train, held_out = rows_of(), rows_of(split="eval")
     assert sorted(row["number"] for row in train + held_out) == list(range(20)) and len(held_out) == 2
     assert rows_of(seed=1) != train and sorted(map(str, rows_of(seed=1))) == sorted(map(str, train))
     assert len(rows_of(num_tasks=5)) == 5 and len(rows_of(eval_fraction=0)) == 20
 
 
-def test_held_out_rows_of_a_file_are_not_trained_on(tmp_path):
+def test_held_out_rows_of_a_file_are_not_trained_on(few, tmp_path):
     (tmp_path / "eval.jsonl").write_text('{"number": 3}\n{"number": 99}\n')
     options = {"eval_path": str(tmp_path / "eval.jsonl")}
     assert sorted(row["number"] for row in rows_of(split="eval", **options)) == [3, 99]
