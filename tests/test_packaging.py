@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 LOCKS = {path.stem: path.read_text() for path in (ROOT / "scripts" / "locks").glob("*.txt")}
-NOT_ON_CPU = {"torchvision", "torchaudio", "torchcodec"}  # see scripts/lock
+NOT_ON_CPU = {"torchvision", "torchaudio", "torchcodec", "triton"}  # see scripts/lock
 LEFT_OUT = {("hydra-ray-launcher", "boto3"), ("hydra-ray-launcher", "cloudpickle")}  # see pyproject.toml
 SCRIPTS = sorted(path for path in [*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"] if path.is_file())
 

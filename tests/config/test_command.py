@@ -79,6 +79,6 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_error(refused, tmp_p
     (tmp_path / "my_broken_algo.py").write_text("raise RuntimeError('\\x1b]0;at the top\\x07')\n")
     monkeypatch.syspath_prepend(tmp_path)
     output = refused("algo=mine", f"hydra.searchpath=[file://{tmp_path}/conf]", f"run.dir={tmp_path}/a/run")
-    assert output.startswith("error: algo._target_='my_broken_algo.Best': ")
+    assert output.splitlines()[-1].startswith("error: algo._target_='my_broken_algo.Best': ")
     assert r"\x1b]0;at the top\x07" in output, "as a terminal may show it"
     assert not (tmp_path / "a").exists()
