@@ -11,7 +11,6 @@ From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.config.comp
 import multiprocessing.spawn
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -24,24 +23,23 @@ from prl.config.validate import validate
 from prl.launch import command, resume, run
 from prl.launch.children import leave_none
 from prl.launch.plan import plan
-from prl.launch.shared_engines import keeps_engines, launcher_of
+from prl.launch.shared_engines import launcher_of, may_keep_engines
 from prl.monitors.log import hold_log
 from prl.runs.result import RunResult
 from prl.runs.run_dir import absolute
-from prl.tools import report, sweep
+from prl.tools import dry_run, report, sweep
 
 
 def main(config: TrainConfig, typed_arguments: Sequence[str] = (), *, in_series: bool = False) -> RunResult:
     """One run, from the config to its `result.json`, whose content is returned.
 
     Raises ConfigError before anything has started, PrlError when the run failed, KeyboardInterrupt when it was stopped.
-    A dry run (`dry_run=true`), and one that a queue gets with its `typed_arguments`, end before they begin.
-    Runs `in_series` follow one another in this process, and may share engines (`sweep.share_engine`).
+    A dry run, and one that a queue gets with its `typed_arguments`, end early. Runs `in_series` may share engines.
     """
     # Refuses a script that calls this without `if __name__ == "__main__":`, where a process of graders imports it.
     multiprocessing.spawn.get_preparation_data("prl")
     memory = hold_log()
-    keeps = keeps_engines(config, in_series=in_series)
+    keeps = config.sweep.shares(in_series and may_keep_engines(config.launcher, config.weights))
     with launcher_of(config.launcher, keeps_engines=keeps) as launcher:
         machine = Machine(launcher.machine(config.machine))
         validate(config, machine)
@@ -50,9 +48,7 @@ def main(config: TrainConfig, typed_arguments: Sequence[str] = (), *, in_series:
             return outcome
         prepared, start = outcome
         if config.dry_run:
-            from prl.tools.dry_run import show  # torch and transformers, once the config has passed
-
-            show(prepared)
+            dry_run.show(prepared)
             return RunResult("dry run")
         if launcher.submits:
             launcher.submit(config.run, config.checkpoint.grace_s, typed_arguments)
@@ -67,7 +63,7 @@ def _job(cfg: DictConfig) -> float | None:
     job = HydraConfig.get()
     with command.errors_as_exit_codes():
         if job.mode == hydra.types.RunMode.MULTIRUN:
-            return sweep.job.run_job(cfg, partial(main, in_series=sweep.job.follow_one_another()))
+            return sweep.job.run_job(cfg, main)
         resume.check_named(cfg)
         config = to_config(TrainConfig, cfg, typed(job))
         config.run.dir = absolute(config.run.dir)

@@ -263,6 +263,10 @@ class SweepConfig:
     """Keep engines for the next job of the same process, if its model and engine settings are the same; null = where
     jobs of a sweep follow one another in a process, with `launcher=local` and `weights=files`."""
 
+    def shares(self, possible: bool) -> bool:
+        """Return whether a run keeps its engines, where it is `possible` or not for others to use them again."""
+        return possible if self.share_engine is None else self.share_engine
+
 
 @dataclass
 class TrainConfig:

@@ -55,7 +55,7 @@ YOUNG = 50_000
 
 @dataclass(frozen=True)
 class Start:
-    """What has been started before a run is prepared."""
+    """The processes of a run that are started before it is prepared."""
 
     began: float
     """When the command began (`time.monotonic`)."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from prl.config.build import build, class_of, plain
-from prl.config.schema import ModelConfig, TrainConfig
+from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec
 from prl.launch.launcher import Launcher, ProcessDied
 from prl.launch.local import LocalLauncher
@@ -111,17 +111,13 @@ class WarmLauncher(Launcher):
                 _warm.pop(name, None)
 
 
-def keeps_engines(config: TrainConfig, *, in_series: bool = False) -> bool:
-    """Return whether a run leaves its engines to the next one of this process.
+def may_keep_engines(launcher: Any, weights: Any) -> bool:
+    """Return whether a run can leave its engines to the next one of this process, by the nodes of its config.
 
-    Without `sweep.share_engine` it does so if it is one of several in this process (`in_series`), the launcher starts
-    its engines here, and they can load the base weights from a folder.
+    It can if the launcher starts its engines here, and they can load the base weights from a folder.
     """
-    if config.sweep.share_engine is not None:
-        return config.sweep.share_engine
-    if not in_series or class_of(config.launcher, Launcher, "launcher") is not LocalLauncher:
-        return False
-    return class_of(config.weights, Weights, "weights").writes_model
+    starts_here = issubclass(class_of(launcher, Launcher, "launcher"), LocalLauncher)
+    return starts_here and class_of(weights, Weights, "weights").writes_model
 
 
 def launcher_of(node: Any, *, keeps_engines: bool = False) -> Launcher:

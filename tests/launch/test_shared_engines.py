@@ -11,7 +11,7 @@ from prl.config.compose import compose
 from prl.config.schema import LoraConfig, PolicyModelConfig
 from prl.engines.base import EngineConfig, EngineSpec
 from prl.launch.launcher import Launcher, ProcessDied
-from prl.launch.shared_engines import WarmLauncher, keeps_engines, stop_all
+from prl.launch.shared_engines import WarmLauncher, may_keep_engines, stop_all
 
 alive: list[str] = []
 numbers = count()
@@ -114,4 +114,5 @@ def test_an_engine_that_died_between_two_runs_is_started_again(spec):
 )
 def test_runs_in_series_keep_engines_where_these_can_be_used_again(overrides, alone, in_series):
     config = compose(["run.name=a", *overrides])
-    assert (keeps_engines(config), keeps_engines(config, in_series=True)) == (alone, in_series)
+    possible = may_keep_engines(config.launcher, config.weights)
+    assert (config.sweep.shares(False), config.sweep.shares(possible)) == (alone, in_series)

@@ -9,12 +9,12 @@ from prl.config.validate import validate
 from prl.launch.builder import PreparedRun, read_tasks
 from prl.launch.components import build_components
 from prl.launch.plan import RunPlan, plan
-from prl.launch.shared_engines import keeps_engines, launcher_of
+from prl.launch.shared_engines import launcher_of
 from prl.runs.run_dir import new_run_dir
 
 
 def planned(config: TrainConfig) -> RunPlan:
-    return plan(config, Machine(config.machine), keeps_engines=keeps_engines(config))
+    return plan(config, Machine(config.machine), keeps_engines=config.sweep.shares(False))
 
 
 def validated(config: TrainConfig) -> None:
@@ -22,7 +22,7 @@ def validated(config: TrainConfig) -> None:
 
 
 def prepared_run(config: TrainConfig, resume=None) -> PreparedRun:
-    with launcher_of(config.launcher, keeps_engines=keeps_engines(config)) as launcher:
+    with launcher_of(config.launcher, keeps_engines=config.sweep.shares(False)) as launcher:
         run = planned(config)
         launcher.check_plan(run)
         return read_tasks(config, run, build_components(config), launcher.place_of_worker, resume)

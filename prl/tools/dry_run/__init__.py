@@ -4,10 +4,13 @@ Start with `prediction.py`; `memory.py` is the arithmetic, `shape.py` counts a m
 a first step with invented models.
 """
 
-from prl.launch.builder import PreparedRun
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prl.launch.builder import PreparedRun
 
 
-def show(run: PreparedRun) -> None:
+def show(run: "PreparedRun") -> None:
     """Rehearse a prepared run, and print its first tasks and what it would take on the machine of its plan.
 
     Starts no process, loads no weights and writes nothing. Raises ConfigError for what a first step would end with,

@@ -34,7 +34,7 @@ from prl.tools.sweep.metric import optimized
 EARLIER = "earlier"
 
 
-def run_job(cfg: DictConfig, main: Callable[[TrainConfig], RunResult]) -> float | None:
+def run_job(cfg: DictConfig, main: Callable[..., RunResult]) -> float | None:
     """One job of a sweep, from Hydra's config of it.
 
     Returns:
@@ -71,12 +71,12 @@ def follow_one_another() -> bool:
     return HydraConfig.get().runtime.choices["hydra/launcher"] in ("basic", "joblib")
 
 
-def attempt(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[[TrainConfig], RunResult]) -> None:
+def attempt(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[..., RunResult]) -> None:
     """Run the job; say and record how it ended. Raises SystemExit where it was stopped."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with isolated():
-            main(to_config(TrainConfig, cfg, overrides))
+            main(to_config(TrainConfig, cfg, overrides), in_series=follow_one_another())
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
     except (Exception, SystemExit) as error:  # none of prl's own ends a job so

@@ -52,7 +52,7 @@ def job(composed, tmp_path, monkeypatch):
 
 
 def completes(reward=0.5):
-    def main(config):
+    def main(config, **_):
         folder = Path(config.run.dir)
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "eval/math/avg@1": reward}) + "\n")
         result = RunResult(status="completed", steps=1)
@@ -63,7 +63,7 @@ def completes(reward=0.5):
 
 
 def fails(error, status=None):
-    def main(config):
+    def main(config, **_):
         if status is not None:
             write_result(Path(config.run.dir), RunResult(status=status, error=str(error)))
         raise error
@@ -71,7 +71,7 @@ def fails(error, status=None):
     return main
 
 
-def never(config):
+def never(config, **_):
     raise AssertionError("it is not run")
 
 
@@ -81,7 +81,7 @@ def result(folder):
 
 def test_job_runs_in_its_folder_and_returns_its_metric(job):
     seen = []
-    assert job(lambda config: seen.append(config) or completes(0.25)(config)) == 0.25
+    assert job(lambda config, **_: seen.append(config) or completes(0.25)(config)) == 0.25
     assert (seen[0].run.dir, seen[0].run.name, seen[0].seed) == (str(job.folder), "seed=3", 3)
     assert result(job.folder)["optimized_metric"] == 0.25
 
@@ -100,7 +100,7 @@ def test_a_killed_job_restarts_or_resumes(job, capsys, resume):
     kept.parent.mkdir(parents=True)
     kept.write_text("{}")
     found = []
-    job(lambda config: found.append(kept.exists()) or completes()(config), ("run.resume", resume))
+    job(lambda config, **_: found.append(kept.exists()) or completes()(config), ("run.resume", resume))
     assert found == [resume == "auto"]
     assert ("crashed before: goes on from its last checkpoint" in capsys.readouterr().err) == (resume == "auto")
 
