@@ -53,7 +53,8 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
         (line,) = [line for line in done.stderr.splitlines() if f"  step {step}/25  " in line]
         assert line.split("  ", 1)[1] in log
     known = re.compile(
-        r"starting engine, trainer; |\d+:\d\d  |run dir|completed|engine \d+ % busy \(\d+ % loading weights\), trainer \d+ %: |look at"
+        r"starting engine, trainer; |\d+:\d\d  |run dir|completed|look at"
+        r"|engine \d+ % busy \(\d+ % loading weights\), trainer \d+ %: "
     )
     others = [line for line in done.stderr.splitlines() if not known.match(line)]
     assert not others, "nothing else is said"
