@@ -14,11 +14,13 @@ def loading() -> Iterator[None]:
     The modules of a run make half a million objects, which stay. To look for garbage among them takes a fifth of the
     time that they take to load.
     """
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def skip_last() -> None:

@@ -58,10 +58,13 @@ class Remembering:
         self._whole = tokenizer
         self._once = functools.lru_cache(SHORT_TEXTS)(tokenizer.encode)
 
-    def encode(self, text: Any, **options: Any) -> list[int]:
+    def encode(self, text: Any, *given: Any, **options: Any) -> list[int]:
         if isinstance(text, str) and len(text) <= SHORT:
-            return list(self._once(text, **options))
-        return list(self._whole.encode(text, **options))
+            return list(self._once(text, *given, **options))
+        return list(self._whole.encode(text, *given, **options))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Remembering, (self._whole,)
 
     def __call__(self, *given: Any, **options: Any) -> Any:
         return self._whole(*given, **options)

@@ -71,7 +71,10 @@ class Launcher(ABC):
         raise PrlError(f"{type(self).__name__} starts no server")
 
     def warm_trainer(self, spec: TrainerSpec) -> None:  # noqa: B027
-        """Start the processes of the trainer before its config is whole: their imports take seconds."""
+        """Start the processes of the trainer before its config is whole: their imports take seconds.
+
+        What `start_trainer` is given later differs in `payload` alone.
+        """
 
     def start_trainer(self, spec: TrainerSpec) -> None:
         """Start the trainer's ranks, or go on with those that are warm. They end by themselves after the last step."""

@@ -90,15 +90,17 @@ class LocalLauncher(Launcher):
         return base_url(spec.config.host, port)
 
     def warm_trainer(self, spec: TrainerSpec) -> None:
+        started = {process.name for process in self.ranks}
         for rank, (name, env) in enumerate(self._ranks(spec).items()):
+            if name in started:
+                continue
             log = rank_log(spec.run_dir, rank)
             process = self.start(name, trainer_command(spec), env=env, log=log, stdin=subprocess.PIPE)
             process.may_finish = True
             self.ranks.append(process)
 
     def start_trainer(self, spec: TrainerSpec) -> None:
-        if not self.ranks:
-            self.warm_trainer(spec)
+        self.warm_trainer(spec)  # also the ranks that could not be started early
         for process in self.ranks:
             process.tell(spec.payload)
 

@@ -69,10 +69,13 @@ class Process(subprocess.Popen[bytes]):
             )
 
     def tell(self, message: Any) -> None:
-        """Write what a process waits for, as JSON, to its stdin, which is a pipe and ends with it."""
+        """Write what a process waits for, a line of JSON, to its stdin, which is a pipe and ends with it.
+
+        A line, because a process that an env has forked may hold the pipe open.
+        """
         assert self.stdin is not None
         with contextlib.suppress(BrokenPipeError), self.stdin as pipe:  # of one that has ended its status tells
-            pipe.write(json.dumps(message).encode())
+            pipe.write(json.dumps(message).encode() + b"\n")
 
     @property
     def status(self) -> int | None:

@@ -94,7 +94,7 @@ def prepare(config: TrainConfig, plan: RunPlan, launcher: Launcher) -> "tuple[Pr
         print(f"{run_dir} is completed already: {result.steps} steps; it goes on with {how}", file=sys.stderr)
         return result
     refuse_owned(run_dir)
-    print(f"{plan.starting}; reading the tasks", file=sys.stderr, flush=True)
+    print("reading the tasks" if plan.is_dry else f"{plan.starting}; reading the tasks", file=sys.stderr, flush=True)
     # What a refused run has made must go again, and nothing else: these are not there yet.
     absent = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     if launcher.places_processes and not plan.is_dry:

@@ -59,9 +59,10 @@ class WarmLauncher(Launcher):
     def check_plan(self, plan: RunPlan) -> None:
         """Check the run, and stop the engines of earlier runs that it does not ask: it may need their memory or GPU."""
         self.own.check_plan(plan)
-        asked = {server.process for model in plan.models for server in model.servers}
-        for name in _warm.keys() - asked:
-            _warm.pop(name).launcher.stop()
+        asked = {server.process: self.key(server) for model in plan.models for server in model.servers}
+        for name, engine in list(_warm.items()):
+            if asked.get(name) != engine.key:
+                _warm.pop(name).launcher.stop()
 
     def key(self, spec: EngineSpec) -> bytes:
         """Return what two engines must have in common to stand for each other."""
@@ -116,7 +117,8 @@ def may_keep_engines(launcher: Any, weights: Any) -> bool:
 
     It can if the launcher starts its engines here, and they can load the base weights from a folder.
     """
-    starts_here = issubclass(class_of(launcher, Launcher, "launcher"), LocalLauncher)
+    # Not a subclass: what it overrides beside the start of engines would not be asked.
+    starts_here = class_of(launcher, Launcher, "launcher") is LocalLauncher
     return starts_here and class_of(weights, Weights, "weights").writes_model
 
 

@@ -106,9 +106,11 @@ def remove_logs(run_dir: Path, absent: Iterable[Path]) -> None:
     """Remove the logs of processes whose run was refused, and what was made for them of the folders `absent` before."""
     if not holds_run(run_dir) and not (run_dir / LOCK).exists():
         with contextlib.suppress(OSError):
-            for log in (run_dir / "logs").glob("[et]*.log"):  # of engines and the trainer
-                log.unlink()
+            for process in ("engine", "trainer"):
+                for log in (run_dir / "logs").glob(f"{process}*.log"):
+                    log.unlink()
             (run_dir / "logs").rmdir()
+        with contextlib.suppress(OSError):
             for folder in dict.fromkeys((run_dir, *absent)):
                 folder.rmdir()
 

@@ -1,4 +1,4 @@
-"""The trainer process, one per rank: `python -m prl.trainer RUN_DIR` with the config as JSON on stdin."""
+"""The trainer process, one per rank: `python -m prl.trainer RUN_DIR` with the config as a line of JSON on stdin."""
 
 import gc
 

@@ -44,7 +44,7 @@ PREFIX = "trainer: "
 
 def main() -> None:
     """Run one rank; an error meant for the user is printed without a traceback."""
-    config = sys.stdin.read()  # which comes once all is read that may be refused
+    config = sys.stdin.readline()  # which comes once all is read that may be refused
     if not config:
         raise SystemExit
     try:

@@ -1,6 +1,7 @@
 """Making a renderer: the right one, or a message with the key."""
 
 import base64
+import copy
 import os
 import re
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from prl.base.errors import ConfigError
 from prl.config.build import maker, plain
 from prl.config.compose import options
 from prl.engines.renderer import RendererConfig, make_renderer
+from prl.engines.tokenizers import Remembering
 
 PAGE = Path(__file__).parents[2] / "experiments" / "benchmarks" / "renderers.md"
 FAMILIES = sorted(variant.model_fields["name"].default for variant in get_args(get_args(PackageConfig)[0]))
@@ -130,3 +132,14 @@ def test_a_renderer_of_ones_own(tokenizer, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     made = composed(name="custom", import_path="my_renderers.Mine", enable_thinking=False)(tokenizer)
     assert type(made).__name__ == "Mine" and made.config.enable_thinking is False
+
+
+def test_a_remembering_tokenizer_is_the_tokenizer(tokenizer):
+    once = Remembering(tokenizer)
+    for text in ("<|im_start|>assistant\n", "12+34=", "x" * 200):
+        for given in ({}, {"add_special_tokens": False}):
+            first = once.encode(text, **given)
+            first.append(0)  # the reader's own list
+            assert once.encode(text, **given) == tokenizer.encode(text, **given) == first[:-1]
+    again = copy.deepcopy(once)
+    assert again.encode("12") == again("12")["input_ids"] == tokenizer.encode("12") and len(again) == len(tokenizer)

@@ -69,6 +69,16 @@ def run(*specs, error=None):
     return urls
 
 
+def test_what_another_run_left_is_stopped_before_an_engine_starts(spec):
+    """A teacher of another model may hold the GPU or the port that the policy's engine is about to take."""
+    teacher = replace(spec, process="teacher", model=replace(spec.model, path="t"))
+    run(spec, teacher)
+    other = replace(teacher, model=replace(spec.model, path="other"))
+    plan = SimpleNamespace(models=[SimpleNamespace(servers=[each]) for each in (spec, other)], **OF_THIS_MACHINE)
+    WarmLauncher({"_target_": f"{__name__}.Noted"}).check_plan(plan)
+    assert len(alive) == 1 and alive[0].startswith("engine ")
+
+
 def test_what_the_trainer_alone_reads_asks_for_no_other_engine(spec):
     lora = replace(spec.model, lr=0.1, lora=LoraConfig(rank=4))
     assert run(spec) == run(replace(spec, model=lora, seed=7, log=Path("/a/b/c"))) == alive
