@@ -25,7 +25,7 @@ from prl.launch.builder import read_tasks
 from prl.launch.command import about, one_line, refused
 from prl.launch.components import build_components
 from prl.launch.plan import plan
-from prl.launch.shared_engines import keeps_engines, launcher_of
+from prl.launch.shared_engines import launcher_of
 
 QUICK = ("run.name=fuzz", "engine.device=cpu", "trainer.device=cpu")
 """Overrides of every base: what takes no time, on any machine."""
@@ -170,7 +170,7 @@ def outcome(case: Case, config: DictConfig) -> Finding:
             typed = to_config(TrainConfig, config, overrides)
             machine = Machine(typed.machine)
             validate(typed, machine)
-            keeps = keeps_engines(typed)
+            keeps = typed.sweep.shares(False)
             with launcher_of(typed.launcher, keeps_engines=keeps) as launcher:
                 planned = plan(typed, machine, keeps_engines=keeps)
                 launcher.check_plan(planned)
