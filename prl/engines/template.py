@@ -15,6 +15,7 @@ from renderers.default import DefaultRenderer
 
 from prl.config.model_folder import file_of
 from prl.engines.renderer import call_id
+from prl.engines.tokenizers import Remembering
 
 THOUGHT = "<think>"
 """Beginning of a thought."""
@@ -26,20 +27,14 @@ ENDS_IN = ("generation_config.json", "config.json")
 """The files of a model that name its end tokens; the first that names any counts."""
 
 
-class WithoutSpecials:
-    """A tokenizer that names no special tokens; the rest is as it was.
+class WithoutSpecials(Remembering):
+    """A tokenizer that names no special tokens, and encodes each short text once; the rest is as it was.
 
     The package's renderer removes special tokens from replies, and a model may have been taught some as marks, such as
     `<answer>`. Not needed once the package removes the end of a turn alone.
     """
 
     all_special_tokens = ()
-
-    def __init__(self, tokenizer: Any):
-        self._whole = tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
 
 
 class TemplateRenderer(DefaultRenderer):

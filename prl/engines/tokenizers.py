@@ -15,10 +15,10 @@ PIECES = 64
 """Tokens of the vocabulary whose texts make the probe, evenly spread over it."""
 MAX_TOKENS = 200
 """Longest probe."""
-
-
-SHORT, SHORT_TEXTS = 64, 256
-"""Longest text that is encoded once, in characters, and how many of them are remembered."""
+SHORT = 64
+"""Longest text that a tokenizer remembers, characters."""
+REMEMBERED = 256
+"""Short texts that a tokenizer remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Remembering:
 
     def __init__(self, tokenizer: Any):
         self._whole = tokenizer
-        self._once = functools.lru_cache(SHORT_TEXTS)(tokenizer.encode)
+        self._once = functools.lru_cache(REMEMBERED)(tokenizer.encode)
 
     def encode(self, text: Any, *given: Any, **options: Any) -> list[int]:
         if isinstance(text, str) and len(text) <= SHORT:
@@ -64,7 +64,7 @@ class Remembering:
         return list(self._whole.encode(text, *given, **options))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Remembering, (self._whole,)
+        return type(self), (self._whole,)
 
     def __call__(self, *given: Any, **options: Any) -> Any:
         return self._whole(*given, **options)
