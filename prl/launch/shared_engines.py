@@ -57,11 +57,14 @@ class WarmLauncher(Launcher):
         self.used: dict[str, Launcher] = {}
 
     def check_plan(self, plan: RunPlan) -> None:
-        """Check the run, and stop the engines of earlier runs that it does not ask: it may need their memory or GPU."""
+        """Check the run, and stop the engines of earlier runs that it does not ask: it may need their memory or GPU.
+
+        Those that have died are stopped as well: `start_engine` takes each one that is left for the one that is asked.
+        """
         self.own.check_plan(plan)
         asked = {server.process: self.key(server) for model in plan.models for server in model.servers}
         for name, engine in list(_warm.items()):
-            if asked.get(name) != engine.key:
+            if asked.get(name) != engine.key or not engine.is_alive:
                 _warm.pop(name).launcher.stop()
 
     def key(self, spec: EngineSpec) -> bytes:
@@ -74,8 +77,6 @@ class WarmLauncher(Launcher):
 
     def start_engine(self, spec: EngineSpec) -> str:
         key, name = self.key(spec), spec.process
-        if name in _warm and (_warm[name].key != key or not _warm[name].is_alive):
-            _warm.pop(name).launcher.stop()
         if name not in _warm:
             folder = spec.log.resolve().parents[2] / ENGINES  # beside the run's directory
             launcher = build(self.node, Launcher, "launcher")
