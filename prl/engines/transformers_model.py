@@ -72,8 +72,9 @@ class TransformersModel(ModelPool):
         await asyncio.shield(asyncio.wrap_future(self._ready))
 
     async def close(self) -> None:
+        """Return once the thread has ended, which it does at the next token; Python's own end would wait as long."""
         self._closed = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     # --- in the thread ---
 

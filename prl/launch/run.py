@@ -172,6 +172,7 @@ def own(
             write_result(run_dir, RunResult(error=ENDED_BY_RAY))
         try:
             with recorded(run_dir, result, start.began):
+                start_monitors(prepared)
                 run_to_end(run(prepared, launcher, start, result))
         finally:
             if holds_run(run_dir):
@@ -179,6 +180,15 @@ def own(
             if result.status != "completed" and checkpoint_folders.steps_of(run_dir):
                 print(f"go on with: {resume.going_on(run_dir)}", file=sys.stderr)
     return result
+
+
+def start_monitors(prepared: "PreparedRun") -> None:
+    """Start the monitors, outside of the event loop: W&B waits there for a process of its own, for seconds."""
+    config, first, run_dir = prepared.config, prepared.first_version, prepared.run_dir
+    last = last_metrics(run_dir) if first else None
+    prepared.components.monitors.start(
+        run_dir, max_steps=config.max_steps, run_config=data_of(config), resumed_at=first, last=last
+    )
 
 
 async def run(prepared: "PreparedRun", launcher: Launcher, start: Start, result: RunResult) -> None:
@@ -196,8 +206,6 @@ async def run(prepared: "PreparedRun", launcher: Launcher, start: Start, result:
     transport = launcher.transport(run_dir, prepared.components.weights)
     prepared.components.weights.attach(transport)
     first = prepared.first_version
-    last = last_metrics(run_dir) if first else None
-    monitors.start(run_dir, max_steps=config.max_steps, run_config=data_of(config), resumed_at=first, last=last)
     track = Track(events.ORCHESTRATOR, run_dir)
     with contextlib.closing(track), contextlib.closing(monitors), contextlib.ExitStack() as processes:
         processes.callback(transport.close)

@@ -30,7 +30,7 @@ class Monitor(ABC):
             raise ConfigError(f"{where} needs the package {package}: pip install 'prl[{package}]'")
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any], resumed_at: int = 0) -> None:  # noqa: B027
-        """Open files and connections. Called once, before everything else but `check`.
+        """Open files and connections. Called once, before everything else but `check` and before the event loop.
 
         Args:
             run_dir: The run's directory; what the monitor writes belongs under it.
@@ -82,6 +82,8 @@ class Monitors:
                 monitor.start(run_dir, max_steps=max_steps, run_config=run_config, resumed_at=resumed_at)
             except BaseException as error:  # it may be the user's own class (`prl.base.user_code.called`)
                 self.close()
+                if isinstance(error, KeyboardInterrupt):
+                    raise
                 raise failure(name, monitor, "start", error) from error
             self._started[name] = monitor
 

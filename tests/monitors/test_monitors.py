@@ -1,5 +1,7 @@
 """All monitors of a run as one, and what becomes of one that fails."""
 
+import signal
+
 import pytest
 
 from prl.base.errors import PrlError
@@ -67,6 +69,14 @@ def test_a_monitor_that_cannot_start_leaves_none_open(tmp_path):
     with pytest.raises(PrlError, match=r"^monitor\.mine: Notes\.start failed: RuntimeError: no start today"):
         begin(tmp_path, first=first, mine=Notes(fails=("start",)), last=last)
     assert [what for what, *_ in first.told] == ["start", "close"] and not last.told
+
+
+def test_ctrl_c_while_one_starts_stays_what_it_is(tmp_path):
+    first, waits = Notes(), Notes()
+    waits.start = lambda *_, **__: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        begin(tmp_path, first=first, waits=waits)
+    assert [what for what, *_ in first.told] == ["start", "close"]
 
 
 def test_a_failing_close_is_a_warning_and_others_close(tmp_path, caplog):
