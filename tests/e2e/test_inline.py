@@ -1,9 +1,12 @@
 """A run in one process: `engine=transformers`, and the trainer in a thread."""
 
+import json
 import os
 import signal
 import statistics
 import threading
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,6 +16,9 @@ pytestmark = pytest.mark.slow
 SHORT = ("max_steps=2", "orchestrator.batch_size=16", "orchestrator.eval.every=null")
 
 
+GAP = SourceFileLoader("bench_gap", str(Path(__file__).parents[2] / "scripts" / "bench_gap")).load_module()
+
+
 def left_threads():
     names = ("prl-trainer", "prl-engine", "prl-teacher")
     return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
@@ -20,15 +26,31 @@ def left_threads():
 
 def test_debug_fast_learns_on_policy_and_starts_nothing(inline):
     before = psutil.Process().children(recursive=True)
-    run = inline("debug=fast")
+    run = inline("debug=fast", "trainer.token_export=true")
     assert run.status == 0, run.stderr
     rewards = run.column("reward/all/mean")
     assert len(rewards) == 10 and statistics.mean(rewards[-3:]) > statistics.mean(rewards[:3]) + 0.15
+    gaps = GAP.differences(run.dir)
+    assert len(gaps) > 1000 and GAP.kl_sample_train(gaps)[1] < 1e-9
     assert max(run.column("logprob_gap/mean")) < 1e-5 and set(run.column("off_policy/max")) == {0.0}
     assert psutil.Process().children(recursive=True) == before
     assert [path.name for path in (run.dir / "logs").iterdir()] == ["orchestrator.log"]
     assert (run.dir / "checkpoints" / "step_000010" / "model.safetensors").exists()
     assert left_threads() == []
+
+
+def test_the_gap_by_hand(tmp_path):
+    """d is .1, -.3 and .2 over two files; a token that was not sampled counts nothing."""
+    for rank, line in enumerate(
+        [
+            {"mask": [0, 1, 1], "inference_logprobs": [0.0, -1.0, -2.0], "trainer_logprobs": [-5.0, -1.1, -1.7]},
+            {"mask": [1], "inference_logprobs": [-0.5], "trainer_logprobs": [-0.7]},
+        ]
+    ):
+        path = tmp_path / "tokens" / "step_000001" / f"rank_{rank}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(line) + "\n")
+    assert GAP.kl_sample_train(GAP.differences(tmp_path)) == pytest.approx((0.0, 0.14 / 6), abs=1e-12)
 
 
 def test_it_repeats_itself(inline):
