@@ -1,6 +1,7 @@
 """A verdict on the variants of a sweep, in sentences: the best one against each other, seed by seed."""
 
 import contextlib
+import functools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,14 +10,18 @@ from dataclasses import dataclass, field, replace
 import pandas as pd
 
 from prl.base.errors import PrlError
-from prl.base.metric_names import HELD_OUT, REWARDS, SAMPLED
+from prl.base.metric_names import HELD_OUT, REWARDS, SAMPLED, held_out
 from prl.config.build import read
 from prl.config.schema import OptimizedMetricConfig
-from prl.tools.report.statistics import half_interval
+from prl.tools.report.effects import Effect, effects, relation, several
+from prl.tools.report.runs import Run
+from prl.tools.report.statistics import ROUNDING
 from prl.tools.report.variants import Variants, number, seed_of
-from prl.tools.sweep.metric import optimized
+from prl.tools.sweep.metric import optimized, source_of
 
 NAMES = {HELD_OUT: "held-out reward", SAMPLED: "training reward"}
+NAMED = 3
+"""Most variants with the best mean that are named."""
 LISTED = 8
 """Most variants that the best one is compared with in sentences, and that a table has a column each for."""
 
@@ -37,6 +42,26 @@ class Comparison:
     """Variant -> its completed runs that are left out: the metric is missing, or was not finite."""
     unfinished: Mapping[str, int] = field(default_factory=dict)
     """Variant -> its runs that have not completed, where there are any."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Variant -> whose rewards its completed runs have, where they have none of the policy's own (`source_of`)."""
+    keys: Sequence[str] = ()
+    """Keys that vary between the variants."""
+    settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Variant -> its values of the keys."""
+
+    @functools.cached_property
+    def effects(self) -> list[Effect]:
+        """The effects of the keys, where the variants are a grid; all of them must have the same envs."""
+        return effects(self.values, self.keys, self.settings, self.sign) if self.settings else []
+
+    @property
+    def parts(self) -> dict[str, "Comparison"]:
+        """The comparisons of the variants with the same envs, by what to write in front of a sentence about one."""
+        by_envs = self.by_envs
+        return {
+            f"{envs}: " if len(by_envs) > 1 else "": replace(self, values=self.values[labels].dropna(how="all"))
+            for envs, labels in by_envs.items()
+        }
 
     @property
     def by_envs(self) -> dict[str, list[str]]:
@@ -49,12 +74,15 @@ class Comparison:
     @property
     def verdict(self) -> list[str]:
         """The best variant against each other with the same envs, in sentences."""
-        by_envs = self.by_envs
-        found = [] if by_envs else ["Nothing to compare: no run has completed with this metric."]
-        for envs, labels in by_envs.items():
-            part = replace(self, values=self.values[labels].dropna(how="all"))
-            start = f"{envs}: " if len(by_envs) > 1 else ""
+        parts = self.parts
+        found = [] if parts else ["Nothing to compare: no run has completed with this metric."]
+        for start, part in parts.items():
             found += [start + sentence for sentence in part._sentences()]
+        for label, source in self.sources.items():
+            found.append(
+                f"{word(label)} is left out: its rewards in training are those of {source}, not the policy's. Evaluate "
+                "it (orchestrator.eval.every=5)."
+            )
         if self.without:
             found.append(f"Completed runs without a finite value of it are left out: {counted(self.without)}.")
         if self.unfinished:
@@ -63,30 +91,33 @@ class Comparison:
 
     def _sentences(self) -> list[str]:
         best, *others = self.values
-        level = f"{number(self.values[best].mean())}, {seeds(self.values[best].count())}"
+        means = self.sign * self.values.mean()
+        level = f"{number(self.values[best].mean())}, {several(self.values[best].count(), 'seed')}"
         if not others:
             return [f"One variant, nothing to compare: {level}."]
-        if len(self.values) == 1:
-            return [f"{word(best)} is best: {level}. One seed shows no spread: run each with seed=0,1,2."]
         # The first column has most seeds. With fewer, another may have the better mean by luck.
-        highest = (self.sign * self.values.mean()).idxmax()
-        among = "the best mean" if highest == best else "the best mean of those with most seeds"
-        first = [f"{word(best)} has {among}: {level}."] if len(others) > 1 or highest != best else []
-        subject = "It" if first else word(best)
+        highest = means[best] >= means.max() - ROUNDING
+        leaders = [label for label in self.values if abs(means[label] - means[best]) < ROUNDING]
+        subject, plural = several_words(leaders), len(leaders) > 1
+        effects = [f"{effect.sentence}." for effect in self.effects]
+        if len(self.values) == 1:
+            advice = "One seed shows no spread: run each with seed=0,1,2."
+            return [f"{subject} {'are' if plural else 'is'} best: {level}. {advice}", *effects]
+        among = "the best mean" if highest else "the best mean of those with most seeds"
+        first = [f"{subject} {'have' if plural else 'has'} {among}: {level}."]
+        if effects:
+            return [*first, *effects]
         more = [f"The table has {len(others) - LISTED} more."] if len(others) > LISTED else []
-        return [*first, *(f"{subject} {self.related(best, other)}" for other in others[:LISTED]), *more]
+        if len(others) == 1 and highest:
+            first = []
+        subject = "It" if first and not plural else word(best)
+        return [*first, *(f"{subject} {self.related(best, other)}." for other in others[:LISTED]), *more]
 
     def related(self, best: str, other: str) -> str:
         """Return how a variant is related to another: the mean of the differences by seed, and its t interval."""
         # Seed by seed: what a seed does to both variants cancels out of the difference.
         ahead = self.sign * (self.values[best] - self.values[other])
-        mean, half, count = ahead.mean(), half_interval(ahead), ahead.count()
-        if count < 2:
-            return f"has {seeds(count)} in common with {word(other)}: run both with seed=0,1,2."
-        interval = f"{number(abs(mean))} ± {number(half)}, {seeds(count)}."
-        if abs(mean) <= half:
-            return f"can't be told apart from {word(other)}: {'-' if mean < 0 else '+'}{interval}"
-        return f"is {'ahead of' if mean > 0 else 'behind'} {word(other)} by {interval}"
+        return relation(ahead, word(other), "seed", "run both with seed=0,1,2")
 
 
 def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
@@ -100,17 +131,22 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     labelled = [(variants.label(values), run) for values, runs in variants.members.items() for run in runs]
     completed = [(label, run) for label, run in labelled if run.status == "completed"]
     unfinished = Counter(label for label, run in labelled if run.status != "completed")
-    given = completed[0][1].config.get("optimized_metric", {}) if completed else {}
-    options = read(OptimizedMetricConfig, given, "optimized_metric")
+    options = options_of([run for _, run in completed])
     asked = next((name for name in metrics if re.match(r"eval/.*(avg|pass)@|reward/", name)), options.key)
     for key in [asked] if asked else REWARDS:
         rows = []
         for label, run in completed:
             with contextlib.suppress(PrlError):  # it has no such metric
-                rows.append((seed_of(run), label, optimized(run.dir, replace(options, key=key))))
+                rows.append((seed_of(run), label, optimized(run.dir, replace(options, key=key), run.config)))
         if rows:
             break
     without = Counter(label for label, _ in completed) - Counter(label for _, label, _ in rows)
+    sources = {}
+    for label, run in completed:
+        source = source_of(run.config, asked or SAMPLED)
+        if label in without and source and (asked or not held_out(run.metrics)):
+            sources[label] = source
+            del without[label]
     table = pd.DataFrame(rows, columns=["seed", "variant", "value"])
     sign = -1 if key == options.key and options.direction == "minimize" else 1
     # Runs of one seed are no further evidence: they count as one, their mean.
@@ -120,7 +156,15 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     places = [place[envs[label]] for label in values]
     order = pd.DataFrame({"envs": places, "seeds": values.count(), "mean": sign * values.mean()})
     ranked = order.sort_values(["envs", "seeds", "mean"], ascending=[True, False, False], kind="stable").index
-    return Comparison(NAMES.get(key, key), sign, values[ranked], envs, without, unfinished)
+    settings = {variants.label(values): values for values in variants.members}
+    name = NAMES.get(key, key)
+    return Comparison(name, sign, values[ranked], envs, without, unfinished, sources, variants.heads, settings)
+
+
+def options_of(runs: Sequence[Run]) -> OptimizedMetricConfig:
+    """The first run's options of the objective. Raises ConfigError for those of another version of prl."""
+    given = runs[0].config.get("optimized_metric", {}) if runs else {}
+    return read(OptimizedMetricConfig, given, "optimized_metric")
 
 
 def counted(runs: Mapping[str, int]) -> str:
@@ -134,6 +178,11 @@ def word(label: str) -> str:
     return match[1] if match else label.replace(", ", " ")
 
 
-def seeds(count: int) -> str:
-    """`5 seeds`."""
-    return f"{count} seeds" if count != 1 else "1 seed"
+def several_words(labels: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b, c and 4 others`."""
+    words = [word(label) for label in labels]
+    rest = len(words) - NAMED
+    if rest > 1:
+        words = [*words[:NAMED], f"{rest} others"]
+    *before, last = words
+    return f"{', '.join(before)} and {last}" if before else last

@@ -36,7 +36,7 @@ def write_page(run_dir: Path) -> Path:
 
 def page(run: Run) -> str:
     """The page as HTML."""
-    panels = curves.panels(run.metrics)
+    panels = curves.panels(run.whole)  # a fork's begin with those of its source
     rollouts = read_rollouts(run.dir)
     run.problems.extend(rollouts.problems)
     data = {"panels": [panel.data() for panel in panels], "rows": rollouts.rows, "examples": rollouts.examples}

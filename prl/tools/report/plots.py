@@ -1,8 +1,8 @@
-"""Curves as matplotlib's SVG, which a page shows as a picture that brings nothing along, and as one PNG of several."""
+"""Curves as matplotlib's SVG, which a page shows as a picture that brings nothing along, and as files of several."""
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
+from prl.base.text import safe
 from prl.tools.report.html import rounded
 
 POINTS = 500
@@ -20,10 +21,16 @@ SMOOTH_FROM = 30
 """Curves of at least so many points are drawn faint, with a running mean over a 25th of them on top."""
 COLOURS = ("#4a86c8", "#d9772e", "#3f9c66", "#9a70d0", "#cf5a8d", "#9c8c1f", "#3a9aa5", "#957b6e")
 """As the style sheet has them, for its legends; they can be read on white and on black."""
-DASHES = ("-", "--", "-.")
+DASHES = ("-", "-.", ":")
 """Dashes of the first `COLOURS` curves, the next, and the next; the style sheet's classes d0 to d2."""
+INCOMPLETE = "--"
+"""Dashes of a run that has not completed."""
 GREY, FAINT = "#7d868f", "#7d868f55"
 SIZE = (5.0, 2.5)  # [inch]
+PAPER = (3.35, 2.1)
+"""Size of a panel in a paper's column [inch]."""
+LINE = 1.6 / 72
+"""Height of a line of the legend [inch] for each point of its text."""
 BOX = (0.125, 0.14, 0.845, 0.82)  # the axes in the figure: left, bottom, width, height
 
 
@@ -40,7 +47,7 @@ class Panel:
     thin: Mapping[str, list[pd.Series]] = field(default_factory=dict)
     """Curves that a series is the mean of, thin in its colour, by its name."""
     single: Mapping[str, list[pd.Series]] = field(default_factory=dict)
-    """Curves of single runs of a series, dotted in its colour, by its name."""
+    """Curves of runs of a series that have not completed, dashed in its colour, by its name."""
     zero: bool = False
     """The axis begins at 0."""
     peaks: bool = False
@@ -48,7 +55,11 @@ class Panel:
     log: bool = False
     """The axis is logarithmic, where all values are above 0."""
     scatter: Literal["", "linear", "log"] = ""
-    """The x axis of a chart of points, where the index has numbers or names in the place of steps."""
+    """The x axis of a chart of points, where the index has numbers in the place of steps."""
+    names: Sequence[str] = ()
+    """What the numbers 0, 1, … of a chart of points stand for."""
+    line: pd.Series | None = None
+    """A line of steps through a chart of points, which are numbered."""
     y: tuple[float, float] | None = None
     """Both ends of the y axis; None = all that is drawn is in sight."""
 
@@ -74,13 +85,12 @@ class Panel:
         """The chart as the source of a page's `img`."""
         figure = Figure(figsize=SIZE, facecolor="none")
         self.draw(figure.add_axes(BOX))
-        file = io.BytesIO()
         with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "prl"}):
-            figure.savefig(file, format="svg", metadata={"Date": None})
-        return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
+            picture = _saved(figure, "svg", metadata={"Date": None})
+        return f"data:image/svg+xml;base64,{base64.b64encode(picture).decode()}"
 
-    def draw(self, axes: Any) -> None:
-        """Draw the curves into matplotlib's axes."""
+    def draw(self, axes: Any, size: float = 11) -> None:
+        """Draw the curves into matplotlib's axes, whose numbers get this size [pt]."""
         for place, (name, whole) in enumerate(self.series.items()):
             values, colour = whole.dropna(), COLOURS[place % len(COLOURS)]
             if self.scatter:
@@ -97,8 +107,12 @@ class Panel:
             for curve in self.thin.get(name, []):
                 axes.plot(smoothed(curve), linewidth=0.7, alpha=0.7, linestyle=dash, color=colour)
             for curve in self.single.get(name, []):
-                axes.plot(smoothed(curve), color=colour, linestyle=":")
+                axes.plot(smoothed(curve), linewidth=1.2, color=colour, linestyle=INCOMPLETE)
+        if self.line is not None:
+            axes.step(self.line.index, self.line, where="post", linewidth=1.5, color=COLOURS[1])
+            axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         self._scale(axes)
+        axes.tick_params(length=0, labelsize=size, labelcolor=GREY, pad=4)
 
     def _scale(self, axes: Any) -> None:
         values = self.values
@@ -113,12 +127,14 @@ class Panel:
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         if self.scatter == "log":
             axes.set_xscale("log")
+        elif self.names:
+            axes.set_xticks(range(len(self.names)), self.names)
+            axes.set_xlim(-0.5, len(self.names) - 0.5)
         elif not self.scatter:
             axes.set_xlim(*self.limits)
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
         if self.y is not None:
             axes.set_ylim(*self.y)
-        axes.tick_params(length=0, labelsize=11, labelcolor=GREY, pad=4)
         axes.grid(axis="y", color=FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.patch.set_visible(False)
@@ -136,22 +152,49 @@ class Panel:
         return {"box": [left, 1 - bottom - height, width, height], "x": list(self.limits), "series": values}
 
 
-def png(panels: list[Panel]) -> bytes:
-    """The panels as a picture, two in a row."""
-    columns = min(2, len(panels))
+def pictures(panels: list[Panel]) -> dict[str, bytes]:
+    """Files of the panels by name: a PNG, two panels in a row, for a screen; PDF and SVG as wide as a paper's column.
+
+    The PDF brings its fonts along, and the text of the SVG is text.
+    """
+    options = {"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "prl"}
+    with matplotlib.rc_context(options):
+        wide, narrow = _figure(panels, min(2, len(panels)), (6.0, 3.8), 11), _figure(panels, 1, PAPER, 7)
+        return {
+            "curves.png": _saved(wide, "png", dpi=110),
+            "curves.pdf": _saved(narrow, "pdf", metadata={"CreationDate": None}),
+            "curves.svg": _saved(narrow, "svg", metadata={"Date": None}),
+        }
+
+
+def _figure(panels: list[Panel], columns: int, size: tuple[float, float], text: float) -> Figure:
+    """The panels in columns, each of this size [inch], with text of so many points and a legend below."""
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(6 * columns, 3.8 * rows), layout="constrained")
+    names = [_plain(name) for name in panels[0].series]
+    lines = -(-len(names) // columns)
+    height = rows * size[1] + lines * text * LINE
+    figure = Figure(figsize=(size[0] * columns, height), layout="constrained")
     grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, panel in zip(grid, panels, strict=False):
-        panel.draw(axes)
-        axes.set_title(panel.title.replace("$", r"\$"), fontsize=11)
+        panel.draw(axes, text)
+        axes.set_title(_plain(panel.title), fontsize=text)
+        if not panel.scatter:
+            axes.set_xlabel("step", fontsize=text, color=GREY)
     for axes in grid[len(panels) :]:
         axes.remove()
-    lines, names = grid[0].get_legend_handles_labels()
-    names = [name.replace("$", r"\$") for name in names]
-    figure.legend(lines, names, loc="outside lower center", ncols=columns, fontsize=9)
+    handles, _ = grid[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=text - 1)
+    return figure
+
+
+def _plain(text: str) -> str:
+    """The text as a figure shows it: harmless, and none of it a formula."""
+    return safe(text).replace("$", r"\$")
+
+
+def _saved(figure: Figure, kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=110)
+    figure.savefig(file, format=kind, **options)
     return file.getvalue()
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 from prl.base.errors import ConfigError
 from prl.base.files import lines_of
 from prl.base.text import in_one_line
-from prl.config.run_yaml import yaml_of
+from prl.config.run_yaml import flat, yaml_of
 from prl.config.suggestions import override_key
 from prl.runs.owner import is_owned
 from prl.runs.result import RunResult
@@ -43,11 +43,18 @@ class Run:
     """Files that could not be read, and why, each in a line."""
     searched: list[str] = field(default_factory=list)
     """Config keys that the sweep of this job varies."""
+    before: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """Of a fork the metrics of the run that it began from, up to where it did."""
 
     @property
     def status(self) -> str:
         """completed, failed, stopped or refused, as `result.json` has it; without one running or crashed."""
         return self.result.status
+
+    @property
+    def whole(self) -> pd.DataFrame:
+        """The metrics of the run, behind those of the run that it forked."""
+        return pd.concat([self.before, self.metrics]) if len(self.before) else self.metrics
 
 
 def read_run(folder: str | Path) -> Run:
@@ -67,14 +74,16 @@ def read_run(folder: str | Path) -> Run:
     sweep = json_of(folder.parent / "sweep.json", dict[str, Any], problems)
     of_all = (sweep or {}).get("fixed")
     fixed = {key.lstrip("~") for key in of_all} if of_all is not None else set(map(override_key, overrides))
+    config = _yaml(folder / "config.yaml", dict[str, Any], problems) or {}
     return Run(
         dir=folder,
-        config=_yaml(folder / "config.yaml", dict[str, Any], problems) or {},
+        config=config,
         overrides=overrides,
         searched=[key for key in map(override_key, overrides) if key not in fixed],
         result=result,
         metrics=metrics,
         problems=problems,
+        before=_before(folder, config, metrics, problems),
     )
 
 
@@ -121,6 +130,32 @@ def _metrics(path: Path, problems: list[str]) -> pd.DataFrame:
     frame = pd.DataFrame.from_records(lines, columns=None if lines else ["step"]).astype(float)
     frame["step"] = frame["step"].astype(int)
     return frame.groupby("step").last()
+
+
+def _before(folder: Path, config: dict[str, Any], metrics: pd.DataFrame, problems: list[str]) -> pd.DataFrame:
+    """The metrics before a fork's own, of the run that it forked and of those that this came of."""
+    found, seen = metrics.iloc[:0], {folder}
+    source = _forked(config)
+    while source is not None and len(metrics):
+        if not is_run(source) or source in seen:
+            problems.append(
+                f"{source}, the run that it forked, is not there: its curves begin at step {metrics.index[0]}"
+            )
+            break
+        seen.add(source)
+        metrics = _metrics(source / "metrics.jsonl", problems).loc[: metrics.index[0] - 1]
+        found = pd.concat([metrics, found])
+        source = _forked(_yaml(source / "config.yaml", dict[str, Any], problems) or {})
+    return found
+
+
+def _forked(config: dict[str, Any]) -> Path | None:
+    """The directory of the run that a config forks, of which `run.fork` may name a checkpoint."""
+    given = flat(config).get("run.fork")
+    if not isinstance(given, str):
+        return None
+    path = Path(given).absolute()
+    return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
 def _yaml(path: Path, kind: type[T], problems: list[str]) -> T | None:

@@ -8,6 +8,8 @@ from scipy.special import stdtrit
 
 LEVEL = 0.95
 """Level of the intervals."""
+ROUNDING = 1e-12
+"""Smaller differences of rewards come of rounding: they are none."""
 FEW = 4
 """Fewer seeds than this are shown one by one and with their range: a t interval of so few is many times as wide."""
 
@@ -15,11 +17,6 @@ FEW = 4
 def curve(metrics: pd.DataFrame, metric: str) -> pd.Series:
     """A metric where it was recorded; empty for a run without it."""
     return metrics[metric].dropna() if metric in metrics else pd.Series(dtype=float)
-
-
-def final(values: pd.Series, last: int) -> float:
-    """Mean of the last `last` values, or of all where there are fewer."""
-    return values.iloc[-last:].mean()
 
 
 def until(metrics: pd.DataFrame, values: pd.Series, threshold: float) -> dict[str, float]:

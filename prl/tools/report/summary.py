@@ -1,22 +1,25 @@
 """Several runs added up: each run's numbers for each metric, and their means over seeds."""
 
+import contextlib
 import difflib
+import glob
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import pandas as pd
 
-from prl.base.errors import ConfigError
+from prl.base.errors import ConfigError, PrlError
 from prl.base.metric_names import REWARDS
+from prl.config.schema import OptimizedMetricConfig
 from prl.tools.report import statistics
-from prl.tools.report.comparison import Comparison, compare
-from prl.tools.report.runs import Run
+from prl.tools.report.comparison import Comparison, compare, options_of
+from prl.tools.report.runs import COMPLETED, Run
 from prl.tools.report.variants import Variants, seed_of, variants
+from prl.tools.sweep.metric import objective, trained_steps
 
-LAST, LAST_OF_EVAL = 5, 1
-"""Number of last values that make up a metric's final one."""
 STATISTICS = ("final", "highest")
 TO_THRESHOLD = ("steps", "tokens", "seconds")
 COLUMNS = ["metric", "variant", "run", "seed", "status"]
@@ -36,27 +39,35 @@ class Summary:
     comparison: Comparison
 
 
-def summarise(runs: list[Run], metrics: Sequence[str] = (), threshold: float | None = None) -> Summary:
+def summarise(
+    runs: list[Run], metrics: Sequence[str] = (), threshold: float | None = None, *, named: bool = False
+) -> Summary:
     """Add up runs.
 
     Args:
-        runs: in the order in which they are listed.
+        runs: those of a variant in the order in which they are listed.
         metrics: names, or patterns with `*`; none = `REWARDS`.
         threshold: of every metric; None = none is asked for.
+        named: The runs are of several places, and are told apart by their names.
 
     Raises:
         ConfigError: a metric was asked for that no run has.
     """
-    chosen, by_variant = _chosen(runs, metrics), variants(runs)
+    chosen, by_variant = _chosen(runs, metrics), variants(runs, named=named)
+    found = compare(by_variant, metrics)
+    ordered = [run for group in by_variant.members.values() for run in group]
+    options = options_of([run for run in ordered if run.status == COMPLETED])
+    finals = {run.dir: _finals(run, chosen, options) for run in ordered}
     rows = [
-        {"metric": metric, "variant": by_variant.label(values)} | _numbers(run, metric, threshold)
+        {"metric": metric, "variant": by_variant.label(values), "final": finals[run.dir][metric]}
+        | _numbers(run, metric, threshold)
         for metric in chosen
         for values, group in by_variant.members.items()
         for run in group
     ]
     columns = [*COLUMNS, *STATISTICS, *(TO_THRESHOLD if threshold is not None else ())]
     table = pd.DataFrame.from_records(rows, columns=columns)
-    found = compare(by_variant, metrics)
+    runs = ordered + [run for run in runs if not run.config]
     return Summary(runs=runs, variants=by_variant, metrics=chosen, threshold=threshold, table=table, comparison=found)
 
 
@@ -71,6 +82,17 @@ def _chosen(runs: list[Run], patterns: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for names in matched.values() for name in names))
 
 
+def _finals(run: Run, metrics: Sequence[str], options: OptimizedMetricConfig) -> dict[str, float]:
+    """Return what a run has of each metric in its last steps, averaged as the objective is; NaN without a number."""
+    finals = dict.fromkeys(metrics, math.nan)
+    with contextlib.suppress(PrlError):
+        lines = trained_steps(run.dir)
+        for metric in metrics:
+            with contextlib.suppress(PrlError):
+                finals[metric] = objective(lines, replace(options, key=glob.escape(metric)), {})
+    return finals
+
+
 def _numbers(run: Run, metric: str, threshold: float | None) -> dict[str, Any]:
     """Return what a run has of a metric."""
     curve = statistics.curve(run.metrics, metric)
@@ -78,7 +100,6 @@ def _numbers(run: Run, metric: str, threshold: float | None) -> dict[str, Any]:
         "run": str(run.dir),
         "seed": seed_of(run),
         "status": run.status,
-        "final": statistics.final(curve, LAST_OF_EVAL if metric.startswith("eval/") else LAST),
         "highest": curve.max(),
     }
     return numbers if threshold is None else numbers | statistics.until(run.metrics, curve, threshold)

@@ -3,6 +3,7 @@
 `write_summary` is what `prl report <sweep>` does, and what a sweep does when its last job ends.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,21 +15,24 @@ from prl.base.files import write_atomically
 from prl.base.text import safe
 from prl.tools.report import try_to_write
 from prl.tools.report.html import render
-from prl.tools.report.plots import Panel, png, with_margin
-from prl.tools.report.runs import COMPLETED, find_runs, read_run
+from prl.tools.report.plots import Panel, pictures, with_margin
+from prl.tools.report.runs import COMPLETED, Run, find_runs, json_of, read_run
 from prl.tools.report.statistics import FEW, band, curve
 from prl.tools.report.summary import Summary, summarise
 from prl.tools.report.tables import METHOD, PAGE, escaped, markdown, names, statuses, tables
-from prl.tools.report.variants import seed_of
+from prl.tools.report.variants import in_order, seed_of
 
-LOG_FROM = 20
-"""Ratio of the largest to the smallest number of a key, from which on its axis is logarithmic."""
+WIDE, WIDEST = 3, 20
+"""Ratios of the largest to the smallest number of a key: an axis is linear below the first, and logarithmic from the
+second on."""
+STUDIES = ("study.db", "optimization_results.yaml")
+"""Files that an optimiser leaves in the directory of a sweep."""
 
 
 def write_summary(
     *folders: str | Path, out: str | Path | None = None, metrics: Sequence[str] = (), threshold: float | None = None
 ) -> Summary:
-    """Add up the runs among and below `folders` into `summary.md`, `.csv` and `.html` and `curves.png`.
+    """Add up the runs among and below `folders` into `summary.{md,csv,html}` and `curves.{png,pdf,svg}`.
 
     Runs without a page of their own get one, and those that still run a new one, for the summary to link to.
 
@@ -41,12 +45,18 @@ def write_summary(
         ConfigError: there is no run, or none with a metric that was asked for.
         OSError: the files cannot be written.
     """
-    summary = summarise([read_run(folder) for folder in find_runs(folders)], metrics, threshold)
+    runs = [read_run(folder) for folder in find_runs(folders)]
+    summary = summarise(runs, metrics, threshold, named=len(folders) > 1)
     out = Path(out or folders[0]).absolute()
     for run in summary.runs:
         if run.status == "running" or not (run.dir / PAGE).exists():
             try_to_write(run.dir)
-    parts, charts, points, heading = tables(summary), panels(summary), scatters(summary), title(summary, folders)
+    parts, charts, points, heading = (
+        tables(summary),
+        panels(summary),
+        searches(summary) + scatters(summary),
+        title(summary, folders),
+    )
     picture = ["![curves](curves.png)\n"] if charts else []
     verdict = [f"## Verdict: {escaped(summary.comparison.metric)}\n"]
     verdict += [f"- {escaped(sentence)}" for sentence in summary.comparison.verdict]
@@ -65,8 +75,8 @@ def write_summary(
     table = summary.table.assign(run=summary.table["run"].map(paths))
     write_atomically(out / "summary.csv", table.to_csv(index=False).encode())
     write_atomically(out / "summary.html", html.encode())
-    if charts:
-        write_atomically(out / "curves.png", png([*charts, *points]))
+    for name, content in pictures([*charts, *points]).items() if charts else ():
+        write_atomically(out / name, content)
     return summary
 
 
@@ -88,8 +98,8 @@ def panels(summary: Summary) -> list[Panel]:
         series, bands, thin, single = {}, {}, {}, {}
         for values, runs in summary.variants.members.items():
             label = summary.variants.label(values)
-            completed = {run.dir: curve(run.metrics, metric) for run in runs if run.status == COMPLETED}
-            single[label] = [curve(run.metrics, metric) for run in runs if run.status != COMPLETED]
+            completed = {run.dir: curve(run.whole, metric) for run in runs if run.status == COMPLETED}
+            single[label] = [curve(run.whole, metric) for run in runs if run.status != COMPLETED]
             seeds = {run.dir: seed_of(run) for run in runs}
             by_seed = pd.DataFrame(completed).sort_index().T.groupby(seeds).mean().T
             interval = band(by_seed)
@@ -104,16 +114,58 @@ def panels(summary: Summary) -> list[Panel]:
 def scatters(summary: Summary) -> list[Panel]:
     """A chart for each key that varies: what is compared in each seed, over the key's values."""
     found = summary.comparison.values.unstack().dropna()  # (variant, seed) -> value
-    of_label = {summary.variants.label(values): values for values in summary.variants.members}
+    best = found.index.get_level_values(0).isin([labels[0] for labels in summary.comparison.by_envs.values()])
     charts = []
-    for place, head in enumerate(summary.variants.heads if len(found) else []):
-        texts = pd.Series([safe(of_label[label][place]).replace("$", r"\$") for label, _ in found.index])
-        numbers = pd.to_numeric(texts, errors="coerce")
-        parts = texts.str.split("_", n=1).str
-        names = parts[-1] if parts[0].nunique() == 1 else texts  # `sft` for `forgetting_sft`, as arms have it
-        scale: Any = "log" if numbers.max() >= LOG_FROM * numbers.min() > 0 and not numbers.hasnans else "linear"
-        points = pd.Series(found.to_numpy(), index=names if numbers.hasnans else numbers)
-        best = found.index.get_level_values(0).isin([labels[0] for labels in summary.comparison.by_envs.values()])
+    for place, key in enumerate(summary.variants.columns if len(found) else []):
+        values = [summary.comparison.settings[label][place] for label, _ in found.index]
+        order = in_order(of_variant[place] for of_variant in summary.comparison.settings.values())
+        numbers = pd.to_numeric(pd.Series(values), errors="coerce")
+        named = bool(numbers.hasnans)
+        points = pd.Series(found.to_numpy(), index=[order.index(value) for value in values] if named else numbers)
+        scale: Any = "linear" if named or not _is_log(key, numbers) else "log"
+        title = f"{summary.comparison.metric} by {summary.variants.heads[place]}"
         series = {"others": points[~best], "best": points[best]}
-        charts.append(Panel(title=f"{summary.comparison.metric} by {head}", series=series, scatter=scale))
+        charts.append(Panel(title=title, series=series, scatter=scale, names=_short(order) if named else ()))
     return charts
+
+
+def searches(summary: Summary) -> list[Panel]:
+    """The chart of an optimiser's search: the objective of each trial, in the order of their starts, and the best so
+    far; none of other runs."""
+    found = summary.comparison
+    folders = {run.dir.parent for run in summary.runs}
+    studies = [summary.runs[0].dir.parent / name for name in STUDIES]
+    if found.values.empty or len(folders) > 1 or not any(path.exists() for path in studies):
+        return []
+    starts = {
+        summary.variants.label(values): min(map(_start, runs)) for values, runs in summary.variants.members.items()
+    }
+    trials = found.values.mean()[sorted(found.values, key=starts.__getitem__)]
+    trials.index = range(1, len(trials) + 1)
+    best = found.sign * (found.sign * trials).cummax()
+    return [
+        Panel(title=f"{found.metric} by trial, and the best so far", series={"": trials}, scatter="linear", line=best)
+    ]
+
+
+def _start(run: Run) -> str:
+    """The moment when a run began, which sorts as text; empty where its provenance does not say it."""
+    return str((json_of(run.dir / "provenance.json", dict[str, Any], []) or {}).get("started", ""))
+
+
+def _is_log(key: str, numbers: pd.Series) -> bool:
+    """Return whether the axis of a key is logarithmic: its values are rates, or are spaced as rates are."""
+    low, middle, high = numbers.min(), numbers.drop_duplicates().median(), numbers.max()
+    if low <= 0 or high < WIDE * low:
+        return False
+    geometric = middle**2 < math.sqrt(low * high) * (low + high) / 2  # nearer to the geometric than to the linear mean
+    return geometric or high >= WIDEST * low or key.split(".")[-1] == "lr"
+
+
+def _short(names: list[str]) -> list[str]:
+    """The names on an axis without the beginning that all have: `sft` for `forgetting_sft`, as arms have it."""
+    starts = {name.partition("_")[0] for name in names}
+    shown = (
+        [name.partition("_")[2] for name in names] if len(starts) == 1 and all("_" in name for name in names) else names
+    )
+    return [safe(name).replace("$", r"\$") for name in shown]

@@ -11,10 +11,11 @@ import pandas as pd
 
 from prl.base.text import safe
 from prl.tools import line_of
-from prl.tools.report.comparison import LISTED, seeds
+from prl.tools.report.comparison import LISTED, Comparison
+from prl.tools.report.effects import several
 from prl.tools.report.html import TEMPLATES
 from prl.tools.report.runs import COMPLETED, Run
-from prl.tools.report.statistics import FEW, half_interval
+from prl.tools.report.statistics import FEW, ROUNDING, half_interval
 from prl.tools.report.summary import COLUMNS, TO_THRESHOLD, Summary
 from prl.tools.report.variants import ABSENT, number, seed_of
 
@@ -22,6 +23,8 @@ PAGE = "report.html"
 """A run's own page, in its directory."""
 SHOWN = 2
 """Metrics of which the table of jobs has the final value."""
+DARKEST = 5
+"""Shade of the best cell of a table of two keys."""
 OWN = str(Path(__file__).parents[3]) + os.sep
 HOME = str(Path.home()) + os.sep
 """A table does not say whose home it is, nor where prl is installed (`OWN`)."""
@@ -40,6 +43,8 @@ class Table:
     """Columns, by their heads, that are aligned to the right."""
     links: list[Path | None] = field(default_factory=list)
     """For each row the file that its first cell is a link to."""
+    shades: list[list[int]] = field(default_factory=list)
+    """For each cell how dark it is on a page, from 0 to `DARKEST`."""
 
 
 def tables(summary: Summary) -> list[Table]:
@@ -50,7 +55,8 @@ def tables(summary: Summary) -> list[Table]:
     rows = [[key, *(value.removeprefix(OWN).replace(HOME, "~/") for value in values)] for key, values in compared]
     differs = [Table(title="What differs", head=["config key", *labels], rows=rows)] if rows else []
     ranked = [] if summary.comparison.values.empty else [_compared(summary)]
-    return [*ranked, *measured, *differs, _jobs(summary)]
+    grids = [table for start, part in summary.comparison.parts.items() for table in _of_grid(start, part)]
+    return [*ranked, *grids, *measured, *differs, _jobs(summary)]
 
 
 def names(runs: list[Run]) -> list[str]:
@@ -83,6 +89,51 @@ def _compared(summary: Summary) -> Table:
     return Table(title=title, head=head, rows=rows, numbers=frozenset(head[-2:]))
 
 
+def _of_grid(start: str, part: Comparison) -> list[Table]:
+    """The effects of a grid's keys, and its cells by the two keys with the largest; none of what is no grid."""
+    if not part.effects:
+        return []
+    against = "less the best, all else equal"
+    rows = []
+    for effect in part.effects:
+        best = effect.ranked[0]
+        for value, column in effect.runs.items():
+            difference = (column - effect.runs[best]).dropna()
+            sign = "-" if difference.mean() < -ROUNDING else "+"
+            of_pairs = [
+                f"{sign}{number(abs(difference.mean()))} ± {number(half_interval(difference))}",
+                str(len(difference)),
+            ]
+            shown = [ABSENT, ABSENT] if value == best or difference.empty else of_pairs
+            rows.append([effect.key, str(value), str(column.count()), number(column.mean()), *shown])
+    head = ["key", "value", "runs", part.metric, against, "pairs"]
+    return [
+        Table(title=f"{start}Effect of each key", head=head, rows=rows, numbers=frozenset(head[2:])),
+        _heat(start, part),
+    ]
+
+
+def _heat(start: str, part: Comparison) -> Table:
+    """The two keys with the largest effects: the mean over the others and the seeds, and its runs if not all are there.
+
+    The best cell is the darkest.
+    """
+    across, down = part.effects[:2]
+    cells = across.runs.groupby(level=f"key {part.keys.index(down.key)}")
+    means, counts = cells.mean(), cells.count()
+    ranks = part.sign * means
+    lowest, width = ranks.min(axis=None), ranks.max(axis=None) - ranks.min(axis=None)
+    rows, shades = [], []
+    for value in down.runs:
+        of_runs = [f" ({count})" if 0 < count < counts.max(axis=None) else "" for count in counts.loc[value]]
+        rows.append([str(value), *(number(mean) + of for mean, of in zip(means.loc[value], of_runs, strict=True))])
+        levels = ((ranks.loc[value] - lowest) / (width or 1) * DARKEST).fillna(0)
+        shades.append([0, *(round(level) for level in levels)])
+    head = [f"{down.key}, {across.key}:", *map(str, means)]
+    title = f"{start}{part.metric} by {down.key} and {across.key}"
+    return Table(title=title, head=head, rows=rows, numbers=frozenset(head[1:]), shades=shades)
+
+
 def _measured(summary: Summary, metric: str) -> Table:
     shown = summary.table.columns[len(COLUMNS) :]
     heads = [f"{name} to {number(summary.threshold or 0.0)}" if name in TO_THRESHOLD else name for name in shown]
@@ -93,7 +144,7 @@ def _measured(summary: Summary, metric: str) -> Table:
         ended = str(len(runs)) if len(completed) == len(runs) else statuses(runs)
         distinct = completed["seed"].nunique()
         if distinct < len(completed):
-            ended += f" ({seeds(distinct)})"
+            ended += f" ({several(distinct, 'seed')})"
         rows.append([*values, ended, *(_cell(completed, name) for name in shown)])
     head = [*summary.variants.heads, "runs", *heads]
     return Table(title=metric, head=head, rows=rows, numbers=frozenset(heads))

@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
@@ -16,7 +17,14 @@ from prl.tools.report.runs import Run
 
 NOT_COMPARED = ("*.urls", "*.port", "*.base_url")
 """Config keys that say which servers a run used; they make no variant, as those of `NOT_OF_A_RUN` make none."""
+LENGTH = ("max_steps", "checkpoint.", "monitor.", "orchestrator.eval.")
+"""Beginnings of keys that say for how long a run trains and what it records: others tell runs apart better."""
+RUN = "run"
+"""Column with the names of runs of several places."""
+TYPED = 3
+"""Most typed keys that stand beside the names of runs of several places."""
 ABSENT = "–"
+NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
 LONG_NUMBER = r"-?\d+\.\d{5,}(e[-+]?\d+)?"
 
 
@@ -25,9 +33,11 @@ class Variants:
     """Runs sorted by what differs between their configs. A run without a config is in none of these."""
 
     columns: list[str]
-    """Keys that a sweep varies, and the fewest others that tell the variants apart; typed ones come first."""
+    """Keys that a sweep varies, and the fewest others that tell the variants apart; typed ones come first. Before them
+    `RUN`, where the runs are of several places."""
     members: dict[tuple[str, ...], list[Run]]
-    """Values of `columns` -> the runs of the variant, in the order in which they were given."""
+    """Values of `columns` -> the runs of the variant, in the order in which they were given; the variants in the order
+    of their values."""
     differences: dict[str, list[str]]
     """Config key -> its value in each variant, for all keys that vary, seeds left out."""
 
@@ -39,13 +49,15 @@ class Variants:
         return [next((end for end in mine if counts[end] == 1), mine[-1]) for mine in ends]
 
     def label(self, values: tuple[str, ...]) -> str:
-        """`algo=grpo, lr=0.001`; where nothing varies, `all runs`."""
-        pairs = zip(self.heads, values, strict=True)
-        return ", ".join(f"{key}={value}" for key, value in pairs) or "all runs"
+        """`algo=grpo, lr=0.001`; of several places `first (algo=grpo)`; where nothing varies, `all runs`."""
+        pairs = [f"{key}={value}" for key, value in zip(self.heads, values, strict=True)]
+        if self.columns[:1] != [RUN]:
+            return ", ".join(pairs) or "all runs"
+        return f"{values[0]} ({', '.join(pairs[1:])})" if pairs[1:] else values[0]
 
 
-def variants(runs: list[Run]) -> Variants:
-    """Sort runs by their configs."""
+def variants(runs: list[Run], *, named: bool = False) -> Variants:
+    """Sort runs by their configs; `named` says that they are of several places, whose names tell more than a key."""
     known = [run for run in runs if run.config]
     configs = [{key: shown(value) for key, value in flat(run.config).items()} for run in known]
     keys = [key for key in dict.fromkeys(key for config in configs for key in config) if _compared(key)]
@@ -53,14 +65,27 @@ def variants(runs: list[Run]) -> Variants:
     same = [tuple(values[place] for values in varying.values()) for place in range(len(known))]
     searched = [key for key in dict.fromkeys(key for run in runs for key in run.searched) if _compared(key)]
     typed = [key for key in dict.fromkeys(key for run in known for key in overrides_of(run)) if _compared(key)]
-    chosen = _telling({key: _values(key, known, configs) for key in [*searched, *typed]} | varying, same, searched)
-    columns = {key: _short(values) for key, values in chosen.items()}
+    candidates = {key: _values(key, known, configs) for key in [*searched, *typed]} | varying
+    if named:
+        told = [key for key in typed if len(set(candidates[key])) > 1]
+        searched += [key for key in sorted(told, key=_of_length)[:TYPED] if key not in searched]
+    chosen = _telling(candidates, same, searched)
+    columns = {RUN: _places(known, same)} if named else {}
+    columns |= {key: _short(values) for key, values in chosen.items()}
     members: dict[tuple[str, ...], list[Run]] = {}
     for place, run in enumerate(known):
         members.setdefault(tuple(values[place] for values in columns.values()), []).append(run)
+    members = _sorted(members)
     firsts = [known.index(group[0]) for group in members.values()]
     differences = {key: [values[place] for place in firsts] for key, values in varying.items()}
     return Variants(columns=list(columns), members=members, differences=differences)
+
+
+def in_order(values: Iterable[str]) -> list[str]:
+    """The values of a key, each once: numbers by their size, then texts in the order in which they are given."""
+    distinct = dict.fromkeys(values)
+    numbers = [value for value in distinct if re.fullmatch(NUMBER, value)]
+    return sorted(numbers, key=float) + [value for value in distinct if value not in numbers]
 
 
 def seed_of(run: Run) -> str:
@@ -101,6 +126,33 @@ def _values(key: str, runs: list[Run], configs: list[dict[str, str]]) -> list[st
     return [config.get(key, overrides_of(run).get(key, "default")) for run, config in zip(runs, configs, strict=True)]
 
 
+def _of_length(key: str) -> bool:
+    """Return whether a key is one of `LENGTH`."""
+    return key.startswith(LENGTH)
+
+
+def _places(runs: list[Run], same: list[tuple[str, ...]]) -> list[str]:
+    """For each run the names of the runs that differ from it in their seed alone; its own where two have one seed.
+
+    Jobs of a sweep have the name of the sweep.
+    """
+    names = [run.dir.parent.name if run.searched else run.dir.name for run in runs]
+    groups = [[place for place, config in enumerate(same) if config == own] for own in same]
+    distinct = [len({seed_of(runs[place]) for place in group}) == len(group) for group in groups]
+    joined = [", ".join(dict.fromkeys(names[place] for place in group)) for group in groups]
+    return [joined[place] if distinct[place] else name for place, name in enumerate(names)]
+
+
+def _sorted(members: dict[tuple[str, ...], list[Run]]) -> dict[tuple[str, ...], list[Run]]:
+    """The variants in the order of their values, column by column."""
+    columns = [in_order(column) for column in zip(*members, strict=True)]
+
+    def place(values: tuple[str, ...]) -> list[int]:
+        return [column.index(value) for column, value in zip(columns, values, strict=True)]
+
+    return {values: members[values] for values in sorted(members, key=place)}
+
+
 def _short(values: list[str]) -> list[str]:
     """The long numbers among values of a key in four digits, where that tells as many values apart."""
     short = [f"{float(value):.4g}" if re.fullmatch(LONG_NUMBER, value) else value for value in values]
@@ -119,7 +171,7 @@ def _telling(
         return len(set(zip(same, candidates[key], strict=True))) > len(set(same))
 
     chosen = [key for key in searched if not parts_the_same(key)]
-    for key in sorted(candidates, key=lambda key: -len(set(candidates[key]))):
+    for key in sorted(candidates, key=lambda key: (_of_length(key), -len(set(candidates[key])))):
         if parts([*chosen, key]) > parts(chosen) and not parts_the_same(key):
             chosen.append(key)
     return {key: values for key, values in candidates.items() if key in chosen}

@@ -29,7 +29,7 @@ from prl.launch.command import INTERRUPTED
 from prl.runs.owner import is_owned
 from prl.runs.result import RunResult, read_result, write_result
 from prl.runs.run_dir import move_aside
-from prl.tools.sweep.metric import optimized
+from prl.tools.sweep.metric import check_objective, optimized
 
 EARLIER = "earlier"
 
@@ -76,6 +76,8 @@ def attempt(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with isolated():
+            if "direction" in HydraConfig.get().sweeper:  # a search: without an objective the job is of no use to it
+                check_objective(objective_of(cfg), plain(cfg))
             main(to_config(TrainConfig, cfg, overrides), in_series=follow_one_another())
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
@@ -104,7 +106,7 @@ def record_metric(folder: Path, cfg: DictConfig) -> float | None:
     result = result_of(folder)
     assert result is not None
     try:
-        value = optimized(folder, read(OptimizedMetricConfig, plain(cfg.optimized_metric), "optimized_metric"))
+        value = optimized(folder, objective_of(cfg), plain(cfg))
     except PrlError as error:
         say(folder, f"error: {error}")
         value = None
@@ -114,6 +116,11 @@ def record_metric(folder: Path, cfg: DictConfig) -> float | None:
     if value is not None:
         say(folder, f"{cfg.optimized_metric.key or 'reward'} {value:.4f}")
     return value
+
+
+def objective_of(cfg: DictConfig) -> OptimizedMetricConfig:
+    """The options of the objective."""
+    return read(OptimizedMetricConfig, plain(cfg.optimized_metric), "optimized_metric")
 
 
 @contextlib.contextmanager

@@ -36,7 +36,29 @@ def test_the_interval_is_that_of_the_differences_by_seed():
     [
         # differences 0, 0.03, 0: mean 0.01, standard error 0.01, quantile with 2 degrees 4.302653
         ({"a": [0.5, 0.53, 0.5], "b": [0.5, 0.5, 0.5]}, ["a can't be told apart from b: +0.010 ± 0.043, 3 seeds."]),
-        ({"a": [0.5, 0.6], "b": [0.5, 0.6]}, ["a can't be told apart from b: +0.000 ± 0.000, 2 seeds."]),
+        (
+            {"a": [0.5, 0.6], "b": [0.5, 0.6]},
+            ["a equals b in every seed, 2 seeds."],
+        ),
+        # differences 0.1 and -0.1: standard error 0.1, quantile with 1 degree 12.706205
+        (
+            {"a": [0.5, 0.6], "b": [0.4, 0.7]},
+            [
+                "a ties with b: the means are equal, the difference is 0 ± 1.271, 2 seeds.",
+            ],
+        ),
+        (
+            {"a": [0.5], "b": [0.5], "c": [0.4]},
+            ["a and b are best: 0.500, 1 seed. One seed shows no spread: run each with seed=0,1,2."],
+        ),
+        (
+            {"a": [0.5, 0.6], "b": [0.5, 0.6], "c": [0.4, 0.5]},
+            [
+                "a and b have the best mean: 0.550, 2 seeds.",
+                "a equals b in every seed, 2 seeds.",
+                "a is ahead of c by 0.100 ± 0.000, 2 seeds.",
+            ],
+        ),
         # ahead by a seed that the other lacks, behind in those that both have
         (
             {"a": [0.1, 0.2, 0.3, 5], "b": [0.2, 0.3, 0.4, None]},

@@ -5,7 +5,7 @@ import math
 import pandas as pd
 import pytest
 
-from prl.tools.report.statistics import band, curve, final, half_interval, until
+from prl.tools.report.statistics import band, curve, half_interval, until
 
 T = {1: 12.706205, 2: 4.302653, 3: 3.182446}
 """97.5 % quantile of Student's t, from a printed table: degrees of freedom -> value."""
@@ -19,12 +19,6 @@ def test_a_curve_is_where_the_metric_was_recorded():
     metrics = pd.DataFrame({"a": [1.0, math.nan, 3.0]}, index=[0, 5, 10])
     assert curve(metrics, "a").to_dict() == {0: 1, 10: 3}
     assert curve(metrics, "b").empty
-
-
-def test_final_is_the_mean_of_the_last_values():
-    assert final(series({0: 9, 1: 1, 2: 2, 3: 6}), 3) == 3
-    assert final(series({0: 1, 1: 2}), 5) == 1.5
-    assert math.isnan(final(series({}), 5))
 
 
 def test_what_it_took_to_a_threshold():

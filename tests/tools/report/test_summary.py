@@ -32,8 +32,8 @@ def test_each_run_has_its_numbers(runs):
     crashed = rows.loc[EVAL, str(runs[3].dir)]
     assert crashed[["status", "final", "steps", "tokens"]].tolist() == ["crashed", 0.9, 2, 20]
     reward = rows.loc["reward/all/mean", str(runs[0].dir)]
-    # 0.1, 0.2, 0.3, 0.4 at steps 1 to 4: fewer than five values
-    assert reward[["final", "highest"]].tolist() == pytest.approx([0.25, 0.4])
+    # 0.3 and 0.4 at the last two steps
+    assert reward[["final", "highest"]].tolist() == pytest.approx([0.35, 0.4])
 
 
 def test_without_a_threshold_nothing_is_counted_to_it(runs):
@@ -48,8 +48,8 @@ def test_metrics_are_chosen_by_pattern(runs):
 
 def test_runs_with_other_metrics_or_none(tmp_path, write_run):
     done = {"status": "completed"}
-    write_run(tmp_path / "a", [{"step": 0, EVAL: 0.5}], result=done)
-    write_run(tmp_path / "b", [{"step": 0, "eval/other/avg@4": 0.25}], "seed: 1\n", result=done)
+    write_run(tmp_path / "a", [{"step": 1, EVAL: 0.5}], result=done)
+    write_run(tmp_path / "b", [{"step": 1, "eval/other/avg@4": 0.25}], "seed: 1\n", result=done)
     summary = summarise([read_run(tmp_path / name) for name in "ab"])
     assert summary.metrics == [EVAL, "eval/other/avg@4"]
     of_a = next(table for table in tables(summary) if table.title == EVAL)

@@ -36,13 +36,13 @@ def run_dir(tmp_path):
     ids=str,
 )
 def test_mean_over_what_matches_then_over_the_last_steps(run_dir, options, value):
-    assert optimized(run_dir, OptimizedMetricConfig(**options)) == pytest.approx(value)
+    assert optimized(run_dir, OptimizedMetricConfig(**options), {}) == pytest.approx(value)
 
 
 def test_run_without_evaluation_is_compared_by_training_reward(run_dir):
     lines = [{key: value for key, value in line.items() if "eval" not in key} for line in LINES]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert optimized(run_dir, OptimizedMetricConfig()) == pytest.approx(0.45)
+    assert optimized(run_dir, OptimizedMetricConfig(), {}) == pytest.approx(0.45)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_run_without_evaluation_is_compared_by_training_reward(run_dir):
 def test_a_metric_that_is_not_there_is_named(run_dir, lines, key, says):
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(PrlError, match=says):
-        optimized(run_dir, OptimizedMetricConfig(key=key))
+        optimized(run_dir, OptimizedMetricConfig(key=key), {})
 
 
 def test_without_a_metrics_file_the_monitor_is_named(tmp_path):
     with pytest.raises(PrlError, match="monitor jsonl"):
-        optimized(tmp_path, OptimizedMetricConfig())
+        optimized(tmp_path, OptimizedMetricConfig(), {})
