@@ -168,8 +168,8 @@ def options_of(runs: Sequence[Run]) -> OptimizedMetricConfig:
 
 
 def counted(runs: Mapping[str, int]) -> str:
-    """`grpo 1, max_rl 2`."""
-    return ", ".join(f"{word(label)} {count}" for label, count in runs.items())
+    """`grpo (1), max_rl (2)`."""
+    return ", ".join(f"{word(label)} ({count})" for label, count in runs.items())
 
 
 def word(label: str) -> str:

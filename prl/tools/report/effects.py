@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from prl.tools.report.statistics import ROUNDING, half_interval
-from prl.tools.report.variants import in_order, number
+from prl.tools.report.variants import in_order, interval, number
 
 LEAST = 2
 """Fewest pairs of runs that an interval can be made of."""
@@ -89,10 +89,10 @@ def relation(ahead: pd.Series, other: str, unit: str, advice: str) -> str:
         return f"equals {other} in every {unit}, {several(count, unit)}"
     if abs(mean) < ROUNDING:
         return f"ties with {other}: the means are equal, the difference is 0 ± {number(half)}, {several(count, unit)}"
-    interval = f"{number(abs(mean))} ± {number(half)}, {several(count, unit)}"
+    apart = f"{interval(abs(mean), half)}, {several(count, unit)}"
     if abs(mean) <= half:
-        return f"can't be told apart from {other}: {'-' if mean < 0 else '+'}{interval}"
-    return f"is {'ahead of' if mean > 0 else 'behind'} {other} by {interval}"
+        return f"can't be told apart from {other}: {'-' if mean < 0 else '+'}{apart}"
+    return f"is {'ahead of' if mean > 0 else 'behind'} {other} by {apart}"
 
 
 def several(count: int, unit: str) -> str:

@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,8 +56,8 @@ class Panel:
     """The axis is logarithmic, where all values are above 0."""
     scatter: Literal["", "linear", "log"] = ""
     """The x axis of a chart of points, where the index has numbers in the place of steps."""
-    names: Sequence[str] = ()
-    """What the numbers 0, 1, … of a chart of points stand for."""
+    ticks: Mapping[float, str] = field(default_factory=dict)
+    """Numbers that the x axis of a chart of points names, and how; empty = as they come."""
     line: pd.Series | None = None
     """A line of steps through a chart of points, which are numbered."""
     y: tuple[float, float] | None = None
@@ -127,9 +127,9 @@ class Panel:
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         if self.scatter == "log":
             axes.set_xscale("log")
-        elif self.names:
-            axes.set_xticks(range(len(self.names)), self.names)
-            axes.set_xlim(-0.5, len(self.names) - 0.5)
+        if self.ticks:
+            axes.set_xticks(list(self.ticks), list(self.ticks.values()))
+            axes.xaxis.set_minor_locator(NullLocator())
         elif not self.scatter:
             axes.set_xlim(*self.limits)
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
@@ -170,8 +170,7 @@ def pictures(panels: list[Panel]) -> dict[str, bytes]:
 def _figure(panels: list[Panel], columns: int, size: tuple[float, float], text: float) -> Figure:
     """The panels in columns, each of this size [inch], with text of so many points and a legend below."""
     rows = -(-len(panels) // columns)
-    names = [_plain(name) for name in panels[0].series]
-    lines = -(-len(names) // columns)
+    lines = -(-len(panels[0].series) // columns)
     height = rows * size[1] + lines * text * LINE
     figure = Figure(figsize=(size[0] * columns, height), layout="constrained")
     grid = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -182,8 +181,8 @@ def _figure(panels: list[Panel], columns: int, size: tuple[float, float], text: 
             axes.set_xlabel("step", fontsize=text, color=GREY)
     for axes in grid[len(panels) :]:
         axes.remove()
-    handles, _ = grid[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=text - 1)
+    handles, names = grid[0].get_legend_handles_labels()
+    figure.legend(handles, map(_plain, names), loc="outside lower center", ncols=columns, fontsize=text - 1)
     return figure
 
 

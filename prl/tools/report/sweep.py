@@ -25,6 +25,8 @@ from prl.tools.report.variants import in_order, seed_of
 WIDE, WIDEST = 3, 20
 """Ratios of the largest to the smallest number of a key: an axis is linear below the first, and logarithmic from the
 second on."""
+TICKS = 6
+"""Most numbers of a key that its axis names one by one."""
 STUDIES = ("study.db", "optimization_results.yaml")
 """Files that an optimiser leaves in the directory of a sweep."""
 
@@ -119,13 +121,16 @@ def scatters(summary: Summary) -> list[Panel]:
     for place, key in enumerate(summary.variants.columns if len(found) else []):
         values = [summary.comparison.settings[label][place] for label, _ in found.index]
         order = in_order(of_variant[place] for of_variant in summary.comparison.settings.values())
-        numbers = pd.to_numeric(pd.Series(values), errors="coerce")
+        numbers = pd.to_numeric(pd.Series(order, index=order), errors="coerce")
         named = bool(numbers.hasnans)
-        points = pd.Series(found.to_numpy(), index=[order.index(value) for value in values] if named else numbers)
-        scale: Any = "linear" if named or not _is_log(key, numbers) else "log"
+        if named:
+            numbers[:] = range(len(order))
+        points = pd.Series(found.to_numpy(), index=[numbers[value] for value in values])
+        ticks = dict(zip(numbers, _short(order), strict=True)) if named or len(order) <= TICKS else {}
+        scale: Any = "log" if not named and _is_log(key, numbers) else "linear"
         title = f"{summary.comparison.metric} by {summary.variants.heads[place]}"
         series = {"others": points[~best], "best": points[best]}
-        charts.append(Panel(title=title, series=series, scatter=scale, names=_short(order) if named else ()))
+        charts.append(Panel(title=title, series=series, scatter=scale, ticks=ticks))
     return charts
 
 

@@ -17,7 +17,7 @@ from prl.tools.report.html import TEMPLATES
 from prl.tools.report.runs import COMPLETED, Run
 from prl.tools.report.statistics import FEW, ROUNDING, half_interval
 from prl.tools.report.summary import COLUMNS, TO_THRESHOLD, Summary
-from prl.tools.report.variants import ABSENT, number, seed_of
+from prl.tools.report.variants import ABSENT, interval, number, seed_of
 
 PAGE = "report.html"
 """A run's own page, in its directory."""
@@ -43,6 +43,8 @@ class Table:
     """Columns, by their heads, that are aligned to the right."""
     links: list[Path | None] = field(default_factory=list)
     """For each row the file that its first cell is a link to."""
+    first: bool = False
+    """It belongs to the verdict."""
     shades: list[list[int]] = field(default_factory=list)
     """For each cell how dark it is on a page, from 0 to `DARKEST`."""
 
@@ -56,7 +58,7 @@ def tables(summary: Summary) -> list[Table]:
     differs = [Table(title="What differs", head=["config key", *labels], rows=rows)] if rows else []
     ranked = [] if summary.comparison.values.empty else [_compared(summary)]
     grids = [table for start, part in summary.comparison.parts.items() for table in _of_grid(start, part)]
-    return [*ranked, *grids, *measured, *differs, _jobs(summary)]
+    return [*grids, *ranked, *measured, *differs, _jobs(summary)]
 
 
 def names(runs: list[Run]) -> list[str]:
@@ -86,7 +88,7 @@ def _compared(summary: Summary) -> Table:
     rows = [[*of_label[label], str(column.count()), spread(column)] for label, column in found.values.items()]
     head = [*summary.variants.heads, "seeds", found.metric]
     title = "Best first, envs by envs" if len(found.by_envs) > 1 else "Best first"
-    return Table(title=title, head=head, rows=rows, numbers=frozenset(head[-2:]))
+    return Table(title=title, head=head, rows=rows, numbers=frozenset(head[-2:]), first=True)
 
 
 def _of_grid(start: str, part: Comparison) -> list[Table]:
@@ -101,14 +103,14 @@ def _of_grid(start: str, part: Comparison) -> list[Table]:
             difference = (column - effect.runs[best]).dropna()
             sign = "-" if difference.mean() < -ROUNDING else "+"
             of_pairs = [
-                f"{sign}{number(abs(difference.mean()))} ± {number(half_interval(difference))}",
+                f"{sign}{interval(abs(difference.mean()), half_interval(difference))}",
                 str(len(difference)),
             ]
             shown = [ABSENT, ABSENT] if value == best or difference.empty else of_pairs
             rows.append([effect.key, str(value), str(column.count()), number(column.mean()), *shown])
     head = ["key", "value", "runs", part.metric, against, "pairs"]
     return [
-        Table(title=f"{start}Effect of each key", head=head, rows=rows, numbers=frozenset(head[2:])),
+        Table(title=f"{start}Effect of each key", head=head, rows=rows, numbers=frozenset(head[2:]), first=True),
         _heat(start, part),
     ]
 
@@ -131,7 +133,7 @@ def _heat(start: str, part: Comparison) -> Table:
         shades.append([0, *(round(level) for level in levels)])
     head = [f"{down.key}, {across.key}:", *map(str, means)]
     title = f"{start}{part.metric} by {down.key} and {across.key}"
-    return Table(title=title, head=head, rows=rows, numbers=frozenset(head[1:]), shades=shades)
+    return Table(title=title, head=head, rows=rows, numbers=frozenset(head[1:]), first=True, shades=shades)
 
 
 def _measured(summary: Summary, metric: str) -> Table:
@@ -164,7 +166,7 @@ def spread(values: pd.Series) -> str:
     count, mean = values.count(), number(values.mean())
     if count < FEW:
         return mean if count < 2 else f"{mean} ({number(values.min())} to {number(values.max())})"
-    return f"{mean} ± {number(half_interval(values))}"
+    return interval(values.mean(), half_interval(values))
 
 
 def _jobs(summary: Summary) -> Table:

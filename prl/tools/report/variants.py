@@ -114,6 +114,11 @@ def number(value: float) -> str:
     return f"{value:,.{3 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
 
 
+def interval(mean: float, half: float) -> str:
+    """`0.285 ± 0.004`: a mean and half the width of its interval, in no more digits than it."""
+    return f"{number(mean)} ± {half:.3f}" if half < 0.01 <= abs(mean) else f"{number(mean)} ± {number(half)}"
+
+
 def _compared(key: str) -> bool:
     """Return whether a key makes a difference; seeds, the env's own included, are what a variant varies in."""
     if key.split(".")[-1] == "seed" or f"{key}.".startswith(NOT_OF_A_RUN):  # with a dot: a group's own choice, `sweep`

@@ -118,7 +118,7 @@ def test_runs_that_have_not_completed_are_named(tmp_path, write_run):
         lines = [{"step": 1, "reward/all/mean": 0.5}]
         write_run(tmp_path / f"{name}{seed}", lines, f"seed: {seed}\nname: {name}\n", {"status": status})
     found = compare(variants([read_run(folder) for folder in sorted(tmp_path.iterdir())]))
-    assert found.verdict[-1] == "Runs that have not completed are left out: b 1, c 2."
+    assert found.verdict[-1] == "Runs that have not completed are left out: b (1), c (2)."
 
 
 def test_less_can_be_better():
@@ -188,7 +188,7 @@ def test_a_run_without_the_metric_is_not_left_out_in_silence(tmp_path, write_run
     found = compare(variants([read_run(tmp_path / str(place)) for place in range(3)]))
     assert found.verdict == [
         "One variant, nothing to compare: 0.300, 2 seeds.",
-        "Completed runs without a finite value of it are left out: all runs 1.",
+        "Completed runs without a finite value of it are left out: all runs (1).",
     ]
 
 
