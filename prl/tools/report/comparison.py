@@ -20,8 +20,6 @@ from prl.tools.report.variants import Variants, number, seed_of
 from prl.tools.sweep.metric import optimized, source_of
 
 NAMES = {HELD_OUT: "held-out reward", SAMPLED: "training reward"}
-NAMED = 3
-"""Most variants with the best mean that are named."""
 LISTED = 8
 """Most variants that the best one is compared with in sentences, and that a table has a column each for."""
 
@@ -57,32 +55,21 @@ class Comparison:
     @property
     def parts(self) -> dict[str, "Comparison"]:
         """The comparisons of the variants with the same envs, by what to write in front of a sentence about one."""
-        by_envs = self.by_envs
-        return {
-            f"{envs}: " if len(by_envs) > 1 else "": replace(self, values=self.values[labels].dropna(how="all"))
-            for envs, labels in by_envs.items()
-        }
-
-    @property
-    def by_envs(self) -> dict[str, list[str]]:
-        """Names of envs -> the variants that have these, best first."""
-        found: dict[str, list[str]] = {}
+        by_envs: dict[str, list[str]] = {}
         for label in self.values:
-            found.setdefault(self.envs.get(label, ""), []).append(label)
-        return found
+            by_envs.setdefault(self.envs.get(label, ""), []).append(label)
+        tables = {f"{envs}: ": self.values[labels].dropna(how="all") for envs, labels in by_envs.items()}
+        return {start if len(tables) > 1 else "": replace(self, values=table) for start, table in tables.items()}
 
     @property
     def verdict(self) -> list[str]:
         """The best variant against each other with the same envs, in sentences."""
-        parts = self.parts
-        found = [] if parts else ["Nothing to compare: no run has completed with this metric."]
-        for start, part in parts.items():
+        found = [] if len(self.values) else ["Nothing to compare: no run has completed with this metric."]
+        for start, part in self.parts.items():
             found += [start + sentence for sentence in part._sentences()]
         for label, source in self.sources.items():
-            found.append(
-                f"{word(label)} is left out: its rewards in training are those of {source}, not the policy's. Evaluate "
-                "it (orchestrator.eval.every=5)."
-            )
+            why = f"its rewards in training are those of {source}, not the policy's"
+            found.append(f"{word(label)} is left out: {why}. Evaluate it (orchestrator.eval.every=5).")
         if self.without:
             found.append(f"Completed runs without a finite value of it are left out: {counted(self.without)}.")
         if self.unfinished:
@@ -98,20 +85,23 @@ class Comparison:
         # The first column has most seeds. With fewer, another may have the better mean by luck.
         highest = means[best] >= means.max() - ROUNDING
         leaders = [label for label in self.values if abs(means[label] - means[best]) < ROUNDING]
-        subject, plural = several_words(leaders), len(leaders) > 1
-        effects = [f"{effect.sentence}." for effect in self.effects]
-        if len(self.values) == 1:
-            advice = "One seed shows no spread: run each with seed=0,1,2."
-            return [f"{subject} {'are' if plural else 'is'} best: {level}. {advice}", *effects]
+        plural = len(leaders) > 1
         among = "the best mean" if highest else "the best mean of those with most seeds"
-        first = [f"{subject} {'have' if plural else 'has'} {among}: {level}."]
-        if effects:
-            return [*first, *effects]
+        predicate = f"have {among}" if plural else f"has {among}"
+        advice = ""
+        if len(self.values) == 1:
+            predicate, advice = (
+                "are best" if plural else "is best",
+                " One seed shows no spread: run each with seed=0,1,2.",
+            )
+        first = f"{' and '.join(map(word, leaders))} {predicate}: {level}.{advice}"
+        if advice or self.effects:
+            return [first, *(f"{effect.sentence}." for effect in self.effects)]
         more = [f"The table has {len(others) - LISTED} more."] if len(others) > LISTED else []
-        if len(others) == 1 and highest:
-            first = []
-        subject = "It" if first and not plural else word(best)
-        return [*first, *(f"{subject} {self.related(best, other)}." for other in others[:LISTED]), *more]
+        alone = len(others) == 1 and highest
+        subject = word(best) if alone or plural else "It"
+        related = [f"{subject} {self.related(best, other)}." for other in others[:LISTED]]
+        return related if alone else [first, *related, *more]
 
     def related(self, best: str, other: str) -> str:
         """Return how a variant is related to another: the mean of the differences by seed, and its t interval."""
@@ -176,13 +166,3 @@ def word(label: str) -> str:
     """A variant in a sentence: `grpo` for `algo=grpo`; `lr=0.1 loss=aipo` where a value alone does not say enough."""
     match = re.fullmatch(r"[^=,]+=(?!(?:true|false|null|none)$)([A-Za-z][\w.-]*)", label)
     return match[1] if match else label.replace(", ", " ")
-
-
-def several_words(labels: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b, c and 4 others`."""
-    words = [word(label) for label in labels]
-    rest = len(words) - NAMED
-    if rest > 1:
-        words = [*words[:NAMED], f"{rest} others"]
-    *before, last = words
-    return f"{', '.join(before)} and {last}" if before else last

@@ -83,7 +83,7 @@ def read_run(folder: str | Path) -> Run:
         result=result,
         metrics=metrics,
         problems=problems,
-        before=_before(folder, config, metrics, problems),
+        before=_before(config, metrics, problems),
     )
 
 
@@ -132,30 +132,20 @@ def _metrics(path: Path, problems: list[str]) -> pd.DataFrame:
     return frame.groupby("step").last()
 
 
-def _before(folder: Path, config: dict[str, Any], metrics: pd.DataFrame, problems: list[str]) -> pd.DataFrame:
+def _before(config: dict[str, Any], metrics: pd.DataFrame, problems: list[str]) -> pd.DataFrame:
     """The metrics before a fork's own, of the run that it forked and of those that this came of."""
-    found, seen = metrics.iloc[:0], {folder}
-    source = _forked(config)
-    while source is not None and len(metrics):
-        if not is_run(source) or source in seen:
-            problems.append(
-                f"{source}, the run that it forked, is not there: its curves begin at step {metrics.index[0]}"
-            )
+    found = metrics.iloc[:0]
+    given = flat(config).get("run.fork")
+    while isinstance(given, str) and len(metrics):  # each round has earlier steps than the one before, or none
+        path = Path(given).absolute()
+        source = path.parent.parent if path.parent.name == "checkpoints" else path
+        if not is_run(source):
+            problems.append(f"{source}, which it forked, is not there: curves begin at step {metrics.index[0]}")
             break
-        seen.add(source)
         metrics = _metrics(source / "metrics.jsonl", problems).loc[: metrics.index[0] - 1]
         found = pd.concat([metrics, found])
-        source = _forked(_yaml(source / "config.yaml", dict[str, Any], problems) or {})
+        given = flat(_yaml(source / "config.yaml", dict[str, Any], problems) or {}).get("run.fork")
     return found
-
-
-def _forked(config: dict[str, Any]) -> Path | None:
-    """The directory of the run that a config forks, of which `run.fork` may name a checkpoint."""
-    given = flat(config).get("run.fork")
-    if not isinstance(given, str):
-        return None
-    path = Path(given).absolute()
-    return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
 def _yaml(path: Path, kind: type[T], problems: list[str]) -> T | None:

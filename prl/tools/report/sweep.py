@@ -21,10 +21,10 @@ from prl.tools.report.statistics import FEW, band, curve
 from prl.tools.report.summary import Summary, summarise
 from prl.tools.report.tables import METHOD, PAGE, escaped, markdown, names, statuses, tables
 from prl.tools.report.variants import in_order, seed_of
+from prl.tools.sweep.metric import source_of
 
-WIDE, WIDEST = 3, 20
-"""Ratios of the largest to the smallest number of a key: an axis is linear below the first, and logarithmic from the
-second on."""
+WIDE = 3
+"""Ratio of the largest to the smallest number of a key, below which its axis is linear."""
 TICKS = 6
 """Most numbers of a key that its axis names one by one."""
 STUDIES = ("study.db", "optimization_results.yaml")
@@ -93,22 +93,27 @@ def title(summary: Summary, folders: Sequence[str | Path]) -> str:
 def panels(summary: Summary) -> list[Panel]:
     """A chart a metric: the mean of each variant's completed runs with its interval; each other run by itself.
 
-    Of fewer than `FEW` seeds the band is their range, and each seed is drawn.
+    Of fewer than `FEW` seeds the band is their range, and each seed is drawn. Training rewards that are not the
+    policy's are left out.
     """
     charts = []
     for metric in summary.metrics:
+        curves = {run.dir: curve(run.whole, metric) for run in summary.runs if not source_of(run.config, metric)}
+        if not any(map(len, curves.values())):
+            continue
         series, bands, thin, single = {}, {}, {}, {}
         for values, runs in summary.variants.members.items():
             label = summary.variants.label(values)
-            completed = {run.dir: curve(run.whole, metric) for run in runs if run.status == COMPLETED}
-            single[label] = [curve(run.whole, metric) for run in runs if run.status != COMPLETED]
+            runs = [run for run in runs if run.dir in curves]
+            completed = {run.dir: curves[run.dir] for run in runs if run.status == COMPLETED}
+            single[label] = [curves[run.dir] for run in runs if run.status != COMPLETED]
             seeds = {run.dir: seed_of(run) for run in runs}
             by_seed = pd.DataFrame(completed).sort_index().T.groupby(seeds).mean().T
             interval = band(by_seed)
             series[label] = interval["mean"]
             bands[label] = (interval["low"], interval["high"])
             thin[label] = [by_seed[seed].dropna() for seed in by_seed if 1 < by_seed.shape[1] < FEW]
-        ends = with_margin(pd.concat([curve(run.metrics, metric) for run in summary.runs]), 0.06)
+        ends = with_margin(pd.concat(curves.values()), 0.06)
         charts.append(Panel(title=metric, series=series, bands=bands, thin=thin, single=single, y=ends))
     return charts
 
@@ -116,7 +121,7 @@ def panels(summary: Summary) -> list[Panel]:
 def scatters(summary: Summary) -> list[Panel]:
     """A chart for each key that varies: what is compared in each seed, over the key's values."""
     found = summary.comparison.values.unstack().dropna()  # (variant, seed) -> value
-    best = found.index.get_level_values(0).isin([labels[0] for labels in summary.comparison.by_envs.values()])
+    best = found.index.get_level_values(0).isin([part.values.columns[0] for part in summary.comparison.parts.values()])
     charts = []
     for place, key in enumerate(summary.variants.columns if len(found) else []):
         values = [summary.comparison.settings[label][place] for label, _ in found.index]
@@ -135,22 +140,19 @@ def scatters(summary: Summary) -> list[Panel]:
 
 
 def searches(summary: Summary) -> list[Panel]:
-    """The chart of an optimiser's search: the objective of each trial, in the order of their starts, and the best so
-    far; none of other runs."""
-    found = summary.comparison
-    folders = {run.dir.parent for run in summary.runs}
+    """The chart of an optimiser's search, none of other runs: the objective of the trials in the order of their starts,
+    and the best so far."""
+    found, folders = summary.comparison, {run.dir.parent for run in summary.runs}
     studies = [summary.runs[0].dir.parent / name for name in STUDIES]
-    if found.values.empty or len(folders) > 1 or not any(path.exists() for path in studies):
+    if found.values.empty or len(folders) > 1 or not any(map(Path.exists, studies)):
         return []
-    starts = {
-        summary.variants.label(values): min(map(_start, runs)) for values, runs in summary.variants.members.items()
-    }
+    members = summary.variants.members.items()
+    starts = {summary.variants.label(values): min(map(_start, runs)) for values, runs in members}
     trials = found.values.mean()[sorted(found.values, key=starts.__getitem__)]
     trials.index = range(1, len(trials) + 1)
     best = found.sign * (found.sign * trials).cummax()
-    return [
-        Panel(title=f"{found.metric} by trial, and the best so far", series={"": trials}, scatter="linear", line=best)
-    ]
+    name = f"{found.metric} by trial, and the best so far"
+    return [Panel(title=name, series={"": trials}, scatter="linear", line=best)]
 
 
 def _start(run: Run) -> str:
@@ -160,17 +162,13 @@ def _start(run: Run) -> str:
 
 def _is_log(key: str, numbers: pd.Series) -> bool:
     """Return whether the axis of a key is logarithmic: its values are rates, or are spaced as rates are."""
-    low, middle, high = numbers.min(), numbers.drop_duplicates().median(), numbers.max()
-    if low <= 0 or high < WIDE * low:
-        return False
-    geometric = middle**2 < math.sqrt(low * high) * (low + high) / 2  # nearer to the geometric than to the linear mean
-    return geometric or high >= WIDEST * low or key.split(".")[-1] == "lr"
+    low, middle, high = numbers.min(), numbers.median(), numbers.max()
+    geometric = middle**2 < math.sqrt(max(low, 0) * high) * (low + high) / 2  # nearer to that than to the linear mean
+    return bool(low > 0 and high >= WIDE * low and (geometric or key.split(".")[-1] == "lr"))
 
 
 def _short(names: list[str]) -> list[str]:
     """The names on an axis without the beginning that all have: `sft` for `forgetting_sft`, as arms have it."""
-    starts = {name.partition("_")[0] for name in names}
-    shown = (
-        [name.partition("_")[2] for name in names] if len(starts) == 1 and all("_" in name for name in names) else names
-    )
+    parts = [name.split("_", 1) for name in names]
+    shown = [part[-1] for part in parts] if len({part[0] for part in parts}) == 1 else names
     return [safe(name).replace("$", r"\$") for name in shown]

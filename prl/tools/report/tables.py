@@ -5,6 +5,7 @@ import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 
 import pandas as pd
@@ -18,6 +19,7 @@ from prl.tools.report.runs import COMPLETED, Run
 from prl.tools.report.statistics import FEW, ROUNDING, half_interval
 from prl.tools.report.summary import COLUMNS, TO_THRESHOLD, Summary
 from prl.tools.report.variants import ABSENT, interval, number, seed_of
+from prl.tools.sweep.metric import source_of
 
 PAGE = "report.html"
 """A run's own page, in its directory."""
@@ -57,8 +59,8 @@ def tables(summary: Summary) -> list[Table]:
     rows = [[key, *(value.removeprefix(OWN).replace(HOME, "~/") for value in values)] for key, values in compared]
     differs = [Table(title="What differs", head=["config key", *labels], rows=rows)] if rows else []
     ranked = [] if summary.comparison.values.empty else [_compared(summary)]
-    grids = [table for start, part in summary.comparison.parts.items() for table in _of_grid(start, part)]
-    return [*grids, *ranked, *measured, *differs, _jobs(summary)]
+    grids = [(start, part) for start, part in summary.comparison.parts.items() if part.effects]
+    return [*starmap(_of_keys, grids), *starmap(_heat, grids), *ranked, *measured, *differs, _jobs(summary)]
 
 
 def names(runs: list[Run]) -> list[str]:
@@ -87,32 +89,22 @@ def _compared(summary: Summary) -> Table:
     found = summary.comparison
     rows = [[*of_label[label], str(column.count()), spread(column)] for label, column in found.values.items()]
     head = [*summary.variants.heads, "seeds", found.metric]
-    title = "Best first, envs by envs" if len(found.by_envs) > 1 else "Best first"
+    title = "Best first, envs by envs" if len(found.parts) > 1 else "Best first"
     return Table(title=title, head=head, rows=rows, numbers=frozenset(head[-2:]), first=True)
 
 
-def _of_grid(start: str, part: Comparison) -> list[Table]:
-    """The effects of a grid's keys, and its cells by the two keys with the largest; none of what is no grid."""
-    if not part.effects:
-        return []
-    against = "less the best, all else equal"
+def _of_keys(start: str, part: Comparison) -> Table:
+    """The effect of each key of a grid: its values less the best one, pair by pair."""
     rows = []
     for effect in part.effects:
         best = effect.ranked[0]
         for value, column in effect.runs.items():
-            difference = (column - effect.runs[best]).dropna()
-            sign = "-" if difference.mean() < -ROUNDING else "+"
-            of_pairs = [
-                f"{sign}{interval(abs(difference.mean()), half_interval(difference))}",
-                str(len(difference)),
-            ]
-            shown = [ABSENT, ABSENT] if value == best or difference.empty else of_pairs
+            less = (column - effect.runs[best]).dropna()
+            apart = f"{'-' if less.mean() < -ROUNDING else '+'}{interval(abs(less.mean()), half_interval(less))}"
+            shown = [ABSENT, ABSENT] if value == best or less.empty else [apart, str(len(less))]
             rows.append([effect.key, str(value), str(column.count()), number(column.mean()), *shown])
-    head = ["key", "value", "runs", part.metric, against, "pairs"]
-    return [
-        Table(title=f"{start}Effect of each key", head=head, rows=rows, numbers=frozenset(head[2:]), first=True),
-        _heat(start, part),
-    ]
+    head = ["key", "value", "runs", part.metric, "less the best, all else equal", "pairs"]
+    return Table(title=f"{start}Effect of each key", head=head, rows=rows, numbers=frozenset(head[2:]), first=True)
 
 
 def _heat(start: str, part: Comparison) -> Table:
@@ -123,17 +115,19 @@ def _heat(start: str, part: Comparison) -> Table:
     across, down = part.effects[:2]
     cells = across.runs.groupby(level=f"key {part.keys.index(down.key)}")
     means, counts = cells.mean(), cells.count()
+    fewer = (counts < counts.max(axis=None)) & (counts > 0)
+    texts = means.map(number) + counts.map(" ({})".format).where(fewer, "")
     ranks = part.sign * means
-    lowest, width = ranks.min(axis=None), ranks.max(axis=None) - ranks.min(axis=None)
-    rows, shades = [], []
-    for value in down.runs:
-        of_runs = [f" ({count})" if 0 < count < counts.max(axis=None) else "" for count in counts.loc[value]]
-        rows.append([str(value), *(number(mean) + of for mean, of in zip(means.loc[value], of_runs, strict=True))])
-        levels = ((ranks.loc[value] - lowest) / (width or 1) * DARKEST).fillna(0)
-        shades.append([0, *(round(level) for level in levels)])
-    head = [f"{down.key}, {across.key}:", *map(str, means)]
-    title = f"{start}{part.metric} by {down.key} and {across.key}"
-    return Table(title=title, head=head, rows=rows, numbers=frozenset(head[1:]), first=True, shades=shades)
+    above = ranks - ranks.min(axis=None)
+    shades = (DARKEST * above / (above.max(axis=None) or 1)).fillna(0).round().astype(int)
+    return Table(
+        title=f"{start}{part.metric} by {down.key} and {across.key}",
+        head=[f"{down.key}, {across.key}:", *texts],
+        rows=[[str(value), *texts.loc[value]] for value in down.runs],
+        numbers=frozenset(texts),
+        first=True,
+        shades=[[0, *shades.loc[value]] for value in down.runs],
+    )
 
 
 def _measured(summary: Summary, metric: str) -> Table:
@@ -147,6 +141,9 @@ def _measured(summary: Summary, metric: str) -> Table:
         distinct = completed["seed"].nunique()
         if distinct < len(completed):
             ended += f" ({several(distinct, 'seed')})"
+        source = source_of(runs[0].config, metric)
+        if source:
+            ended += f", rewards of {source}"
         rows.append([*values, ended, *(_cell(completed, name) for name in shown)])
     head = [*summary.variants.heads, "runs", *heads]
     return Table(title=metric, head=head, rows=rows, numbers=frozenset(heads))

@@ -68,14 +68,16 @@ def variants(runs: list[Run], *, named: bool = False) -> Variants:
     candidates = {key: _values(key, known, configs) for key in [*searched, *typed]} | varying
     if named:
         told = [key for key in typed if len(set(candidates[key])) > 1]
-        searched += [key for key in sorted(told, key=_of_length)[:TYPED] if key not in searched]
+        searched += [key for key in sorted(told, key=lambda key: key.startswith(LENGTH))[:TYPED] if key not in searched]
     chosen = _telling(candidates, same, searched)
     columns = {RUN: _places(known, same)} if named else {}
     columns |= {key: _short(values) for key, values in chosen.items()}
+    orders = {key: in_order(values) for key, values in columns.items()}
     members: dict[tuple[str, ...], list[Run]] = {}
-    for place, run in enumerate(known):
-        members.setdefault(tuple(values[place] for values in columns.values()), []).append(run)
-    members = _sorted(members)
+    for place in sorted(
+        range(len(known)), key=lambda place: [orders[key].index(columns[key][place]) for key in columns]
+    ):
+        members.setdefault(tuple(values[place] for values in columns.values()), []).append(known[place])
     firsts = [known.index(group[0]) for group in members.values()]
     differences = {key: [values[place] for place in firsts] for key, values in varying.items()}
     return Variants(columns=list(columns), members=members, differences=differences)
@@ -131,11 +133,6 @@ def _values(key: str, runs: list[Run], configs: list[dict[str, str]]) -> list[st
     return [config.get(key, overrides_of(run).get(key, "default")) for run, config in zip(runs, configs, strict=True)]
 
 
-def _of_length(key: str) -> bool:
-    """Return whether a key is one of `LENGTH`."""
-    return key.startswith(LENGTH)
-
-
 def _places(runs: list[Run], same: list[tuple[str, ...]]) -> list[str]:
     """For each run the names of the runs that differ from it in their seed alone; its own where two have one seed.
 
@@ -144,18 +141,8 @@ def _places(runs: list[Run], same: list[tuple[str, ...]]) -> list[str]:
     names = [run.dir.parent.name if run.searched else run.dir.name for run in runs]
     groups = [[place for place, config in enumerate(same) if config == own] for own in same]
     distinct = [len({seed_of(runs[place]) for place in group}) == len(group) for group in groups]
-    joined = [", ".join(dict.fromkeys(names[place] for place in group)) for group in groups]
+    joined = ["+".join(dict.fromkeys(names[place] for place in group)) for group in groups]
     return [joined[place] if distinct[place] else name for place, name in enumerate(names)]
-
-
-def _sorted(members: dict[tuple[str, ...], list[Run]]) -> dict[tuple[str, ...], list[Run]]:
-    """The variants in the order of their values, column by column."""
-    columns = [in_order(column) for column in zip(*members, strict=True)]
-
-    def place(values: tuple[str, ...]) -> list[int]:
-        return [column.index(value) for column, value in zip(columns, values, strict=True)]
-
-    return {values: members[values] for values in sorted(members, key=place)}
 
 
 def _short(values: list[str]) -> list[str]:
@@ -176,7 +163,7 @@ def _telling(
         return len(set(zip(same, candidates[key], strict=True))) > len(set(same))
 
     chosen = [key for key in searched if not parts_the_same(key)]
-    for key in sorted(candidates, key=lambda key: (_of_length(key), -len(set(candidates[key])))):
+    for key in sorted(candidates, key=lambda key: (key.startswith(LENGTH), -len(set(candidates[key])))):
         if parts([*chosen, key]) > parts(chosen) and not parts_the_same(key):
             chosen.append(key)
     return {key: values for key, values in candidates.items() if key in chosen}

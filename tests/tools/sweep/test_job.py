@@ -86,6 +86,17 @@ def test_job_runs_in_its_folder_and_returns_its_metric(job):
     assert result(job.folder)["optimized_metric"] == 0.25
 
 
+def test_a_search_does_not_run_a_job_without_an_objective(job, capsys):
+    """Of imitation without evaluation; a grid runs it all the same, and its summary leaves it out."""
+    imitation = (("algo.sampling.source", "demonstrations"), ("orchestrator.eval.every", None))
+    with read_write(HydraConfig.get()), open_dict(HydraConfig.get()):
+        HydraConfig.get().sweeper = OmegaConf.create({"direction": "maximize"})
+    assert job(never, *imitation) is None and result(job.folder)["status"] == "refused"
+    says = "rewards in training are those of demonstrations, not the policy's: evaluate it (orchestrator.eval.every=5)"
+    assert says in capsys.readouterr().err
+    assert job(completes(0.25)) == 0.25
+
+
 def test_completed_job_is_skipped_with_its_recorded_metric(job, capsys):
     assert job(completes(0.25)) == job(never) == 0.25
     assert "job seed=3: completed already: skipped" in capsys.readouterr().err

@@ -1,12 +1,13 @@
 """The number that a sweeper optimises, against numbers worked out by hand."""
 
+import contextlib
 import json
 
 import pytest
 
-from prl.base.errors import PrlError
+from prl.base.errors import ConfigError, PrlError
 from prl.config.schema import OptimizedMetricConfig
-from prl.tools.sweep.metric import optimized
+from prl.tools.sweep.metric import check_objective, objective, optimized, source_of
 
 LINES = [
     {"step": 0, "eval/a/avg@1": 0.9, "eval/b/avg@1": 0.9},
@@ -63,3 +64,65 @@ def test_a_metric_that_is_not_there_is_named(run_dir, lines, key, says):
 def test_without_a_metrics_file_the_monitor_is_named(tmp_path):
     with pytest.raises(PrlError, match="monitor jsonl"):
         optimized(tmp_path, OptimizedMetricConfig(), {})
+
+
+def of_source(source, **envs):
+    """The config of a run with this source of rollouts, and with another for some envs."""
+    algo = {"sampling": {"source": source}}
+    own = {name: env and {"weight": 1, "algo": {"sampling": {"source": env}}} for name, env in envs.items()}
+    return {"algo": algo, "envs": {"math": {"weight": 1, "algo": None}} | own}
+
+
+TEACHER = {"name": "large", "base_url": None}
+TRAINED = [
+    {"step": 1, "reward/all/mean": 0.9, "reward/math/mean": 1.0, "reward/maze/mean": 0.8, "eval/math/avg@1": 0.3}
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "metric", "source"),
+    [
+        (of_source("policy"), "reward/all/mean", ""),
+        (of_source("demonstrations"), "reward/all/mean", "demonstrations"),
+        (of_source("demonstrations"), "metric/math/answer", "demonstrations"),
+        (of_source(TEACHER), "reward/math/mean", "a frozen model"),
+        (of_source(TEACHER), "eval/math/avg@1", ""),
+        (of_source(TEACHER), "loss/mean", ""),
+        (of_source("policy", maze=TEACHER), "reward/all/mean", "a frozen model"),  # of some of its rollouts
+        (of_source("policy", maze=TEACHER), "reward/math/mean", ""),
+        (of_source(TEACHER, maze="policy"), "reward/maze/mean", ""),
+        ({"envs": {"math": {"weight": 0}}, "algo": {"sampling": {"source": TEACHER}}}, "reward/all/mean", ""),
+        ({}, "reward/all/mean", ""),
+        ({"envs": ["math"], "algo": None}, "reward/all/mean", ""),
+    ],
+)
+def test_whose_rewards_a_metric_has(config, metric, source):
+    assert source_of(config, metric) == source
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        ({}, 0.3),
+        ({"key": "reward/*/mean"}, 1.0),  # of the env whose rollouts the policy samples
+        ({"key": "reward/all/mean"}, None),
+        ({"key": "reward/maze/*"}, None),
+    ],
+)
+def test_rewards_of_a_source_are_no_objective(options, value):
+    config, options = of_source("policy", maze=TEACHER), OptimizedMetricConfig(**options)
+    if value is not None:
+        assert objective(TRAINED, options, config) == value
+        return
+    with pytest.raises(PrlError, match="those of a frozen model, not the policy's: evaluate it"):
+        objective(TRAINED, options, config)
+
+
+@pytest.mark.parametrize(
+    ("every", "key", "refused"),
+    [(None, None, True), (5, None, False), (5, "reward/all/mean", True), (None, "loss/mean", False)],
+)
+def test_a_run_that_will_have_no_objective_is_refused(every, key, refused):
+    config = of_source("demonstrations") | {"orchestrator": {"eval": {"every": every}}}
+    with pytest.raises(ConfigError, match="demonstrations") if refused else contextlib.nullcontext():
+        check_objective(OptimizedMetricConfig(key=key), config)
