@@ -248,7 +248,7 @@ class OptimizedMetricConfig:
 
     key: str | None = None
     """Name of the metric; `*` stands for anything, and all matches are averaged. null = the held-out reward,
-    `eval/*/avg@*`, or in a run without evaluation `reward/all/mean`."""
+    `eval/*/avg@*`, or in a run without evaluation `reward/all/mean`, if the policy samples."""
     last: Annotated[int, Ge(1)] = 2
     """Number of last steps with the metric to average."""
     direction: Literal["maximize", "minimize"] = "maximize"

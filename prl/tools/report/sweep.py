@@ -23,7 +23,7 @@ from prl.tools.report.tables import METHOD, PAGE, escaped, markdown, names, stat
 from prl.tools.report.variants import in_order, seed_of
 from prl.tools.sweep.metric import source_of
 
-WIDE = 3
+WIDE = 2.5
 """Ratio of the largest to the smallest number of a key, below which its axis is linear."""
 TICKS = 6
 """Most numbers of a key that its axis names one by one."""

@@ -9,7 +9,7 @@ from scipy.stats import ttest_rel
 from prl.tools.report.comparison import LISTED, Comparison, compare
 from prl.tools.report.runs import read_run
 from prl.tools.report.summary import summarise
-from prl.tools.report.sweep import scatters
+from prl.tools.report.sweep import panels, scatters
 from prl.tools.report.tables import tables
 from prl.tools.report.variants import variants
 
@@ -207,3 +207,41 @@ def test_runs_of_one_seed_are_one_of_the_seeds(tmp_path, write_run):
         write_run(tmp_path / str(place), lines, f"seed: {seed}\n", {"status": "completed"})
     found = compare(variants([read_run(tmp_path / str(place)) for place in range(3)]))
     assert found.values["all runs"].to_dict() == pytest.approx({"0": 0.3, "1": 0.5})
+
+
+@pytest.fixture
+def arms(tmp_path, write_run):
+    """`arms(held_out)`: two seeds of grpo and of sft on demonstrations, with a held-out reward or without."""
+
+    def write(held_out):
+        for name, source, seed in ((name, source, seed) for name, source in SOURCES.items() for seed in (0, 1)):
+            lines = [{"step": 1, "reward/all/mean": 0.9 if name == "sft" else 0.2 + seed / 10}]
+            lines[0] |= {"eval/m/avg@1": 0.4} if held_out else {}
+            algo = f"{{_target_: prl.{name}, sampling: {{source: {source}}}}}"
+            config = f"seed: {seed}\nenvs: {{m: {{weight: 1}}}}\nalgo: {algo}\n"
+            write_run(tmp_path / f"{name}{seed}", lines, config, {"status": "completed"}, f"- algo={name}\n")
+        return summarise([read_run(folder) for folder in sorted(tmp_path.iterdir())])
+
+    return write
+
+
+SOURCES = {"grpo": "policy", "sft": "demonstrations"}
+
+
+def test_nobody_is_ranked_by_the_rewards_of_a_teacher(arms):
+    summary = arms(held_out=False)
+    assert list(summary.comparison.values) == ["algo=grpo"]
+    assert summary.comparison.verdict == [
+        "One variant, nothing to compare: 0.250, 2 seeds.",
+        "sft is left out: its rewards in training are those of demonstrations, not the policy's. Evaluate it "
+        "(orchestrator.eval.every=5).",
+    ]
+    measured = next(table for table in tables(summary) if table.title == "reward/all/mean")
+    assert [row[1] for row in measured.rows] == ["2", "2, rewards of demonstrations"]
+    [chart] = panels(summary)
+    assert [len(series) for series in chart.series.values()] == [1, 0] and chart.y[1] < 0.9
+
+
+def test_imitation_is_ranked_by_its_held_out_reward(arms):
+    found = arms(held_out=True).comparison
+    assert found.metric == "held-out reward" and found.verdict == ["grpo equals sft in every seed, 2 seeds."]

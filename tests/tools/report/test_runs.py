@@ -1,12 +1,14 @@
 """A run directory read back."""
 
 import math
+import shutil
 
 import pytest
 
 from prl.base.errors import ConfigError
 from prl.config.run_yaml import flat
 from prl.runs.owner import owned
+from prl.tools.report import curves
 from prl.tools.report.runs import find_runs, read_run
 
 
@@ -89,3 +91,26 @@ def test_job_of_a_sweep_knows_what_it_varies(tmp_path, write_run):
     alone = read_run(write_run(tmp_path / "a", overrides=typed))
     (tmp_path / "sweep.json").write_text('{"varied": ["max"], "fixed": {"algo": "grpo", "~filters.x": "null"}}')
     assert (alone.searched, read_run(tmp_path / "a").searched) == ([], ["optim.lr", "max"])
+
+
+def test_a_fork_begins_with_the_curve_of_its_source(tmp_path, write_run):
+    def forked(name, steps, value, source=None):
+        config = f"run: {{fork: {source}}}\n" if source else "seed: 0\n"
+        return write_run(tmp_path / name, [{"step": step, "reward/all/mean": value} for step in steps], config)
+
+    first = forked("first", range(0, 9), 1.0)
+    second = forked("second", range(5, 8), 2.0, first / "checkpoints" / "step_000004")
+    found = read_run(forked("third", range(7, 10), 3.0, second))
+    assert found.whole["reward/all/mean"].to_dict() == dict.fromkeys(range(5), 1) | {5: 2, 6: 2, 7: 3, 8: 3, 9: 3}
+    assert list(found.metrics.index) == [7, 8, 9] and found.problems == []
+    assert list(curves.panels(found.whole)[0].series["all"].index) == list(range(10)), "the page of the run"
+    shutil.rmtree(first)
+    found = read_run(tmp_path / "third")
+    assert list(found.whole.index) == [5, 6, 7, 8, 9]
+    assert found.problems == [f"{first}, which it forked, is not there: curves begin at step 5"]
+
+
+def test_a_run_that_forks_itself_ends(tmp_path, write_run):
+    """One that has taken the name of the run that it forked."""
+    found = read_run(write_run(tmp_path / "a", [{"step": 3}], f"run: {{fork: {tmp_path}/a}}\n"))
+    assert list(found.whole.index) == [3]

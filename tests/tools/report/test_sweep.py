@@ -1,6 +1,8 @@
 """The files of a summary, and the command that writes them."""
 
+import json
 import re
+import xml.dom.minidom
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from prl.runs.owner import owned
 from prl.tools.report.__main__ import main
 from prl.tools.report.runs import find_runs, read_run
 from prl.tools.report.summary import summarise
-from prl.tools.report.sweep import panels, scatters, write_summary
+from prl.tools.report.sweep import _is_log, panels, scatters, searches, write_summary
 from prl.tools.report.tables import markdown, tables
 
 EVAL = "eval/m/avg@1"
@@ -136,3 +138,76 @@ def test_runs_get_their_pages(tmp_path, write_run):
         write_summary(tmp_path)
     written = {name: (tmp_path / name / "report.html").stat().st_size > 0 for name in ("done", "crashed", "running")}
     assert written == {"done": False, "crashed": True, "running": True}
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "scale"),
+    [
+        ("trainer.optim.lr", (1e-4, 3e-4), "log"),
+        ("trainer.optim.lr", (1e-4, 2e-4), "linear"),
+        ("group_size", (4, 8, 16), "log"),
+        ("beta", (0.1, 0.5, 1.0), "linear"),
+        ("beta", (0, 10, 1000), "linear"),
+        ("beta", (-1, 10, 1000), "linear"),
+    ],
+)
+def test_rates_have_a_logarithmic_axis(key, values, scale):
+    assert _is_log(key, pd.Series(values)) == (scale == "log")
+
+
+def test_a_search_shows_the_best_so_far(tmp_path, write_run, refuse_pages):
+    rewards = {0.3: 0.2, 0.1: 0.5, 0.2: 0.4, 0.4: 0.7}  # by rate, in the order in which they were tried
+    for place, (lr, reward) in enumerate(rewards.items()):
+        for seed in (0, 1):
+            lines, config = [{"step": 1, "reward/all/mean": reward + seed / 10}], f"seed: {seed}\nlr: {lr}\n"
+            folder = write_run(tmp_path / f"lr={lr},seed={seed}", lines, config, {"status": "completed"})
+            (folder / "provenance.json").write_text(json.dumps({"started": f"2026-11-29T0{place}:00:0{seed}+00:00"}))
+    runs = [read_run(folder) for folder in find_runs([tmp_path])]
+    assert searches(summarise(runs)) == [], "a grid"
+    (tmp_path / "study.db").touch()
+    [chart] = searches(summarise(runs))
+    assert chart.series[""].to_dict() == pytest.approx({1: 0.25, 2: 0.55, 3: 0.45, 4: 0.75})
+    assert chart.line.to_dict() == pytest.approx({1: 0.25, 2: 0.55, 3: 0.55, 4: 0.75})
+    axes = Figure().add_subplot()
+    chart.draw(axes)
+    assert [len(line.get_xdata()) for line in axes.lines] == [4, 4]
+    write_summary(tmp_path)
+    assert "by trial, and the best so far" in (tmp_path / "summary.html").read_text()
+
+
+def test_pictures_for_papers(sweep, refuse_pages):
+    write_summary(sweep)
+    pdf, svg = (sweep / "curves.pdf").read_bytes(), (sweep / "curves.svg").read_text()
+    assert b"/FontFile2" in pdf and b"/Type3" not in pdf, "its fonts are in it"
+    assert '<svg ' in svg and 'width="241.2pt"' in svg and b"/MediaBox [ 0 0 241.2 " in pdf, "3.35 inches, a column"
+    assert ">reward/all/mean</text>" in svg and ">lr=0.1</text>" in svg
+    xml.dom.minidom.parseString(svg)
+
+
+def test_a_hostile_name_is_text_in_a_picture(tmp_path, write_run, refuse_pages):
+    for name in ("a", "b"):
+        config = f'seed: 0\nname: "$x^{{{name} <b>\\e[31m"\n'
+        write_run(tmp_path / name, [{"step": 1, "reward/all/mean": 0.5}], config, {"status": "completed"})
+    write_summary(tmp_path / "a", tmp_path / "b", out=tmp_path)
+    svg = (tmp_path / "curves.svg").read_text()
+    xml.dom.minidom.parseString(svg)
+    assert "\\x1b[31m" in svg and "\x1b" not in svg and "<b>" not in svg
+
+
+def test_runs_of_several_places_are_drawn_by_name(tmp_path, write_run, refuse_pages):
+    """A fork from its source's beginning, a run that has crashed as far as it came."""
+    base = write_run(tmp_path / "x" / "base", steps(1, 5), "seed: 0\n", {"status": "completed"})
+    write_run(tmp_path / "y" / "fork", steps(4, 7), f"seed: 0\nlr: 2\nrun: {{fork: {base}}}\n", {"status": "completed"})
+    write_run(tmp_path / "y" / "died", steps(1, 3), "seed: 0\nlr: 3\n")
+    places = [tmp_path / "x" / "base", tmp_path / "y" / "fork", tmp_path / "y" / "died"]
+    summary = write_summary(*places, out=tmp_path)
+    [chart] = panels(summary)
+    assert {label: list(series.index) for label, series in chart.series.items() if len(series)} == {
+        "base (lr=–)": [1, 2, 3, 4, 5],
+        "fork (lr=2)": [1, 2, 3, 4, 5, 6, 7],
+    }
+    assert [list(curve.index) for curve in chart.single["died (lr=3)"]] == [[1, 2, 3]]
+
+
+def steps(first, last):
+    return [{"step": step, "reward/all/mean": step / 10} for step in range(first, last + 1)]

@@ -7,7 +7,7 @@ import pytest
 
 from prl.runs.result import RunResult
 from prl.tools.report.runs import Run
-from prl.tools.report.variants import seed_of, variants
+from prl.tools.report.variants import in_order, seed_of, variants
 
 
 def run(name, config, overrides=(), searched=(), status="completed"):
@@ -114,3 +114,42 @@ def test_override_that_changes_nothing_is_no_column():
 def test_long_numbers_have_four_digits(values, shown):
     found = variants([run(str(place), grpo(0, value)) for place, value in enumerate(values)])
     assert [value for (value,) in found.members] == shown
+
+
+def test_runs_of_several_places_have_their_names():
+    """Their length tells them apart as well, and says less than the rate that was typed."""
+    runs = [
+        run("base", grpo(0, max_steps=40), ["optim.lr=0.001", "max_steps=40", "seed=0"]),
+        run("base-again", grpo(1, max_steps=40), ["optim.lr=0.001", "max_steps=40", "seed=1"]),
+        run("hot", grpo(0, 0.01, max_steps=60), ["optim.lr=0.01", "max_steps=60"]),
+    ]
+    found = variants(runs, named=True)
+    assert names(found) == {
+        "base+base-again (lr=0.001, max_steps=40)": ["base", "base-again"],
+        "hot (lr=0.01, max_steps=60)": ["hot"],
+    }
+    assert names(variants(runs)) == {"lr=0.001": ["base", "base-again"], "lr=0.01": ["hot"]}
+
+
+def test_equal_runs_of_one_seed_are_two_names():
+    found = variants([run("before", grpo(0)), run("after", grpo(0))], named=True)
+    assert names(found) == {"before": ["before"], "after": ["after"]}
+
+
+def test_jobs_of_a_sweep_have_its_name():
+    jobs = [
+        run(f"{sweep}/lr={lr}", grpo(0, lr), [f"optim.lr={lr}"], ["optim.lr"]) for sweep in "ab" for lr in (0.1, 0.2)
+    ]
+    assert list(names(variants(jobs, named=True))) == ["a (lr=0.1)", "a (lr=0.2)", "b (lr=0.1)", "b (lr=0.2)"]
+
+
+@pytest.mark.parametrize(
+    ("values", "ordered"),
+    [
+        (["10", "9", "1e-05", "0.0001", "9"], ["1e-05", "0.0001", "9", "10"]),
+        (["null", "2", "-1", "b", "a"], ["-1", "2", "null", "b", "a"]),
+        (["nan", "inf", "3"], ["3", "nan", "inf"]),
+    ],
+)
+def test_numbers_are_ordered_by_their_size(values, ordered):
+    assert in_order(values) == ordered
