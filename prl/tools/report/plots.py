@@ -112,7 +112,7 @@ class Panel:
             axes.step(self.line.index, self.line, where="post", linewidth=1.5, color=COLOURS[1])
             axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         self._scale(axes)
-        axes.tick_params(length=0, labelsize=size, labelcolor=GREY, pad=4)
+        axes.tick_params(which="both", length=0, labelsize=size, labelcolor=GREY, pad=4)
 
     def _scale(self, axes: Any) -> None:
         values = self.values

@@ -26,7 +26,7 @@ from prl.tools.sweep.metric import source_of
 WIDE = 2.5
 """Ratio of the largest to the smallest number of a key, below which its axis is linear."""
 TICKS = 6
-"""Most numbers of a key that its axis names one by one."""
+"""Numbers of a key are named one by one on its axis where so many of them would have room."""
 STUDIES = ("study.db", "optimization_results.yaml")
 """Files that an optimiser leaves in the directory of a sweep."""
 
@@ -131,8 +131,10 @@ def scatters(summary: Summary) -> list[Panel]:
         if named:
             numbers[:] = range(len(order))
         points = pd.Series(found.to_numpy(), index=[numbers[value] for value in values])
-        ticks = dict(zip(numbers, _short(order), strict=True)) if named or len(order) <= TICKS else {}
         scale: Any = "log" if not named and _is_log(key, numbers) else "linear"
+        places = numbers.map(math.log) if scale == "log" else numbers
+        roomy = TICKS * places.diff().min() >= places.max() - places.min()
+        ticks = dict(zip(numbers, _short(order), strict=True)) if named or roomy else {}
         title = f"{summary.comparison.metric} by {summary.variants.heads[place]}"
         series = {"others": points[~best], "best": points[best]}
         charts.append(Panel(title=title, series=series, scatter=scale, ticks=ticks))

@@ -81,7 +81,7 @@ def source_of(config: Mapping[str, Any], metric: str) -> str:
 def no_own_reward(source: str) -> str:
     """A sentence that says why a run has no objective."""
     return (
-        f"optimized_metric: the run's rewards in training are those of {source}, not the policy's: evaluate it "
+        f"optimized_metric: the run's rewards in training are those of {source}, not the policy's: evaluate the run "
         "(orchestrator.eval.every=5), or name another metric as optimized_metric.key"
     )
 

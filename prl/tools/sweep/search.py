@@ -1,5 +1,6 @@
 """Searches over several seeds: what Hydra's Optuna sweeper optimises is their mean."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -9,6 +10,9 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
 from hydra_plugins.hydra_optuna_sweeper import _impl
+
+NO_BEST = "Record does not exist."
+"""What Optuna 2.10 says when it is asked for the best of a study whose trials have all failed."""
 
 
 class MeanOverSeeds(_impl.OptunaSweeperImpl):
@@ -23,7 +27,12 @@ class MeanOverSeeds(_impl.OptunaSweeperImpl):
             self.launcher: Any = SimpleNamespace(launch=partial(launch_each, self.launcher, seeds))
             self.params = None  # they are among the arguments now
             arguments = [str(override.input_line) for override in given if override not in of_seed]
-        super().sweep(arguments)
+        try:
+            super().sweep(arguments)
+        except ValueError as error:
+            if str(error) != NO_BEST:
+                raise
+            print("the search has no result: none of its trials has an objective", file=sys.stderr, flush=True)
 
 
 def launch_each(launcher: Any, seeds: list[str], trials: Any, initial_job_idx: int) -> list[JobReturn]:

@@ -80,6 +80,7 @@ def test_what_is_compared_is_drawn_over_each_key(tmp_path, write_run):
     runs = [replace(read_run(folder), searched=["lr", "loss"]) for folder in find_runs([tmp_path])]
     rate, loss = scatters(summarise(runs))
     assert (rate.title, rate.scatter, loss.scatter) == ("training reward by lr", "log", "linear")
+    assert rate.ticks == {1e-4: "0.0001", 1e-3: "0.001", 1e-2: "0.01"}
     others = {(x, y) for x, y in rate.series["others"].items()}
     assert others == {(1e-4, 0.1), (1e-4, 1.1), (1e-3, 0.2), (1e-3, 1.2)}
     assert list(loss.series["best"].items()) == [(1, 0.9), (1, 1.9)] and loss.ticks == {0: r"\$x^{", 1: "ipo"}
@@ -163,6 +164,7 @@ def test_a_search_shows_the_best_so_far(tmp_path, write_run, refuse_pages):
             folder = write_run(tmp_path / f"lr={lr},seed={seed}", lines, config, {"status": "completed"})
             (folder / "provenance.json").write_text(json.dumps({"started": f"2026-11-29T0{place}:00:0{seed}+00:00"}))
     runs = [read_run(folder) for folder in find_runs([tmp_path])]
+    assert scatters(summarise(runs))[0].ticks == {0.1: "0.1", 0.2: "0.2", 0.3: "0.3", 0.4: "0.4"}
     assert searches(summarise(runs)) == [], "a grid"
     (tmp_path / "study.db").touch()
     [chart] = searches(summarise(runs))
@@ -179,7 +181,7 @@ def test_pictures_for_papers(sweep, refuse_pages):
     write_summary(sweep)
     pdf, svg = (sweep / "curves.pdf").read_bytes(), (sweep / "curves.svg").read_text()
     assert b"/FontFile2" in pdf and b"/Type3" not in pdf, "its fonts are in it"
-    assert '<svg ' in svg and 'width="241.2pt"' in svg and b"/MediaBox [ 0 0 241.2 " in pdf, "3.35 inches, a column"
+    assert "<svg " in svg and 'width="241.2pt"' in svg and b"/MediaBox [ 0 0 241.2 " in pdf, "3.35 inches, a column"
     assert ">reward/all/mean</text>" in svg and ">lr=0.1</text>" in svg
     xml.dom.minidom.parseString(svg)
 

@@ -92,7 +92,7 @@ def test_a_search_does_not_run_a_job_without_an_objective(job, capsys):
     with read_write(HydraConfig.get()), open_dict(HydraConfig.get()):
         HydraConfig.get().sweeper = OmegaConf.create({"direction": "maximize"})
     assert job(never, *imitation) is None and result(job.folder)["status"] == "refused"
-    says = "rewards in training are those of demonstrations, not the policy's: evaluate it (orchestrator.eval.every=5)"
+    says = "those of demonstrations, not the policy's: evaluate the run (orchestrator.eval.every=5)"
     assert says in capsys.readouterr().err
     assert job(completes(0.25)) == 0.25
 

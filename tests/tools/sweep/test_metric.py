@@ -114,7 +114,7 @@ def test_rewards_of_a_source_are_no_objective(options, value):
     if value is not None:
         assert objective(TRAINED, options, config) == value
         return
-    with pytest.raises(PrlError, match="those of a frozen model, not the policy's: evaluate it"):
+    with pytest.raises(PrlError, match="those of a frozen model, not the policy's: evaluate the run"):
         objective(TRAINED, options, config)
 
 

@@ -75,3 +75,11 @@ def test_one_seed_is_one_job(search_for):
     launches, study = search_for(RATE, "seed=4", value=reward)
     assert [len(jobs) for _, jobs in launches] == [1, 1, 1]
     assert [trial.value for trial in study.trials] == [trial.params["trainer.optim.lr"] + 4 for trial in study.trials]
+
+
+def test_a_search_without_a_result_ends_in_a_sentence(search_for, capsys):
+    _, study = search_for(RATE, value=lambda job: None)
+    assert [trial.state.name for trial in study.trials] == ["FAIL"] * 3
+    assert capsys.readouterr().err.splitlines()[-1] == "the search has no result: none of its trials has an objective"
+    with pytest.raises(ValueError, match="low"):
+        search_for("trainer.optim.lr=interval(0.9,0.1)")
