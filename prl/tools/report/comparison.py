@@ -141,7 +141,7 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     sign = -1 if key == options.key and options.direction == "minimize" else 1
     # Runs of one seed are no further evidence: they count as one, their mean.
     values = table.groupby(["seed", "variant"], sort=False)["value"].mean().unstack()
-    envs = {label: ", ".join(run.config.get("envs", ())) for label, run in completed}
+    envs = {label: ", ".join(map(str, run.config.get("envs") or ())) for label, run in completed}
     place = {names: number for number, names in enumerate(dict.fromkeys(envs.values()))}
     places = [place[envs[label]] for label in values]
     order = pd.DataFrame({"envs": places, "seeds": values.count(), "mean": sign * values.mean()})

@@ -38,12 +38,6 @@ class Effect:
         return [str(value) for value in pd.Series(means).dropna().sort_values(ascending=False, kind="stable").index]
 
     @property
-    def largest(self) -> float:
-        """The largest mean gain of the best value over another."""
-        best, *others = self.ranked
-        return max(self.gains(best, other).mean() for other in others)
-
-    @property
     def sentence(self) -> str:
         """`lr: 0.001 is ahead of 0.01 by 0.300 ± 0.050, 9 pairs`; of several values the next and the last are named."""
         best, *others = self.ranked
@@ -74,10 +68,10 @@ def effects(
         table = runs.pivot(index=[*others, "seed"], columns=columns[place], values="objective")
         order = in_order(values[place] for values in settings.values())
         effect = Effect(key, sign, table[[value for value in order if value in table]])
-        best, *rest = effect.ranked or [""]
-        if any(len(effect.gains(best, other)) >= LEAST for other in rest):
+        if (effect.runs.count(axis=1) > 1).sum() >= LEAST:  # rows with a pair
             found.append(effect)
-    return sorted(found, key=lambda effect: -effect.largest) if len(found) > 1 else []
+    found.sort(key=lambda effect: -effect.gains(effect.ranked[0], effect.ranked[-1]).mean())
+    return found if len(found) > 1 else []
 
 
 def relation(ahead: pd.Series, other: str, unit: str, advice: str) -> str:

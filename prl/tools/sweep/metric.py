@@ -14,7 +14,7 @@ from prl.base.metric_names import HELD_OUT, REWARDS, SAMPLED
 from prl.config.model_reference import DEMONSTRATIONS, POLICY
 from prl.config.schema import OptimizedMetricConfig
 
-Line = Mapping[str, float | None]
+Line = dict[str, float | None]
 """The metrics of a step; None is how a number that is not finite is written."""
 
 
@@ -31,7 +31,7 @@ def trained_steps(run_dir: Path) -> list[Line]:
     """The lines of a run's `metrics.jsonl` without that of step 0, the model before training. Raises PrlError."""
     path = run_dir / "metrics.jsonl"
     problems = [] if path.is_file() else [f"{path} is not there; leave the monitor jsonl on for a sweep"]
-    lines = [line for line in lines_of(path, dict[str, float | None], problems) if line.get("step")]
+    lines = [line for line in lines_of(path, Line, problems) if line.get("step")]
     if problems:
         raise PrlError(f"optimized_metric: {problems[0]}")
     return lines
