@@ -25,3 +25,9 @@ def in_one_line(error: BaseException | str) -> str:
     """A library's message or a model's reply, which may have many lines, as one."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:400]} …"
+
+
+def natural(name: str) -> list[tuple[float, str]]:
+    """A key that sorts names by the numbers in them: step_9 before step_10, lr=1e-05 before lr=0.0001."""
+    parts = re.split(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", name)
+    return [(float(part), "") if place % 2 else (-1, part) for place, part in enumerate(parts)]

@@ -128,7 +128,7 @@ class Panel:
         if self.scatter == "log":
             axes.set_xscale("log")
         if self.ticks:
-            axes.set_xticks(list(self.ticks), list(self.ticks.values()))
+            axes.set_xticks(list(self.ticks), [_plain(name) for name in self.ticks.values()])
             axes.xaxis.set_minor_locator(NullLocator())
         elif not self.scatter:
             axes.set_xlim(*self.limits)

@@ -11,7 +11,7 @@ import pandas as pd
 
 from prl.base.errors import ConfigError
 from prl.base.files import lines_of
-from prl.base.text import in_one_line
+from prl.base.text import in_one_line, natural
 from prl.config.run_yaml import flat, yaml_of
 from prl.config.suggestions import override_key
 from prl.runs.owner import is_owned
@@ -113,15 +113,10 @@ def _below(folder: Path) -> Iterator[Path]:
     if is_run(folder):
         yield folder
     elif folder.is_dir():
-        for path in sorted(folder.iterdir(), key=lambda path: _natural(path.name)):
+        for path in sorted(folder.iterdir(), key=lambda path: natural(path.name)):
             aside = path.name.startswith(".") or MOVED_ASIDE.search(path.name) or path.is_symlink()
             if not aside:
                 yield from _below(path)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts names with numbers by number."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _metrics(path: Path, problems: list[str]) -> pd.DataFrame:

@@ -12,7 +12,6 @@ from typing import Any
 import pandas as pd
 
 from prl.base.files import write_atomically
-from prl.base.text import safe
 from prl.tools.report import try_to_write
 from prl.tools.report.html import render
 from prl.tools.report.plots import Panel, pictures, with_margin
@@ -20,7 +19,7 @@ from prl.tools.report.runs import COMPLETED, Run, find_runs, json_of, read_run
 from prl.tools.report.statistics import FEW, band, curve
 from prl.tools.report.summary import Summary, summarise
 from prl.tools.report.tables import METHOD, PAGE, escaped, markdown, names, statuses, tables
-from prl.tools.report.variants import in_order, seed_of
+from prl.tools.report.variants import in_order, is_number, seed_of
 from prl.tools.sweep.metric import source_of
 
 WIDE = 2.5
@@ -53,12 +52,8 @@ def write_summary(
     for run in summary.runs:
         if run.status == "running" or not (run.dir / PAGE).exists():
             try_to_write(run.dir)
-    parts, charts, points, heading = (
-        tables(summary),
-        panels(summary),
-        searches(summary) + scatters(summary),
-        title(summary, folders),
-    )
+    parts, charts, heading = tables(summary), panels(summary), title(summary, folders)
+    points = searches(summary) + scatters(summary)
     picture = ["![curves](curves.png)\n"] if charts else []
     verdict = [f"## Verdict: {escaped(summary.comparison.metric)}\n"]
     verdict += [f"- {escaped(sentence)}" for sentence in summary.comparison.verdict]
@@ -126,10 +121,8 @@ def scatters(summary: Summary) -> list[Panel]:
     for place, key in enumerate(summary.variants.columns if len(found) else []):
         values = [summary.comparison.settings[label][place] for label, _ in found.index]
         order = in_order(of_variant[place] for of_variant in summary.comparison.settings.values())
-        numbers = pd.to_numeric(pd.Series(order, index=order), errors="coerce")
-        named = bool(numbers.hasnans)
-        if named:
-            numbers[:] = range(len(order))
+        named = not all(map(is_number, order))
+        numbers = pd.Series(range(len(order)) if named else map(float, order), index=order, dtype=float)
         points = pd.Series(found.to_numpy(), index=[numbers[value] for value in values])
         scale: Any = "log" if not named and _is_log(key, numbers) else "linear"
         places = numbers.map(math.log) if scale == "log" else numbers
@@ -172,5 +165,4 @@ def _is_log(key: str, numbers: pd.Series) -> bool:
 def _short(names: list[str]) -> list[str]:
     """The names on an axis without the beginning that all have: `sft` for `forgetting_sft`, as arms have it."""
     parts = [name.split("_", 1) for name in names]
-    shown = [part[-1] for part in parts] if len({part[0] for part in parts}) == 1 else names
-    return [safe(name).replace("$", r"\$") for name in shown]
+    return [part[-1] for part in parts] if len({part[0] for part in parts}) == 1 else names

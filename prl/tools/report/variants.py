@@ -86,8 +86,11 @@ def variants(runs: list[Run], *, named: bool = False) -> Variants:
 def in_order(values: Iterable[str]) -> list[str]:
     """The values of a key, each once: numbers by their size, then texts in the order in which they are given."""
     distinct = dict.fromkeys(values)
-    numbers = [value for value in distinct if re.fullmatch(NUMBER, value)]
-    return sorted(numbers, key=float) + [value for value in distinct if value not in numbers]
+    return sorted(filter(is_number, distinct), key=float) + [value for value in distinct if not is_number(value)]
+
+
+def is_number(value: str) -> bool:
+    return re.fullmatch(NUMBER, value) is not None
 
 
 def seed_of(run: Run) -> str:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from prl.base.errors import ConfigError
 from prl.base.files import read_json, write_atomically
 from prl.base.masking import masked
-from prl.base.text import as_message, safe
+from prl.base.text import as_message, natural, safe
 from prl.config.schema import AUTO
 from prl.launch import command
 from prl.launch.cluster import connect
@@ -149,8 +149,9 @@ def checked(config: DictConfig, folder: Path) -> tuple[SweepRecord, tuple[str, .
 
 
 def jobs(folder: Path) -> list[Path]:
-    """The folders of the jobs that a sweep has begun, by name."""
-    return sorted(path for path in folder.glob("[!.]*") if path.is_dir() and path.name not in NO_JOBS)
+    """The folders of the jobs that a sweep has begun, by name and by the numbers in it."""
+    paths = [path for path in folder.glob("[!.]*") if path.is_dir() and path.name not in NO_JOBS]
+    return sorted(paths, key=lambda path: natural(path.name))
 
 
 def summary(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ from prl.config.run_yaml import flat
 from prl.runs.owner import owned
 from prl.tools.report import curves
 from prl.tools.report.runs import find_runs, read_run
+from prl.tools.sweep.command import jobs
 
 
 def test_a_finished_run(tmp_path, write_run):
@@ -75,6 +76,13 @@ def test_runs_below_are_listed_without_those_moved_aside(tmp_path, write_run):
     assert [path.relative_to(tmp_path).as_posix() for path in find_runs([tmp_path])] == ["2-a", "10-b", "x/y"]
     named = [tmp_path / name for name in ("10-b", "2-a.failed-1", "10-b")]
     assert [path.name for path in find_runs(named)] == ["10-b", "2-a.failed-1"]
+
+
+def test_runs_are_listed_by_the_numbers_in_their_names(tmp_path, write_run):
+    names = ["lr=1e-05,seed=2", "lr=1e-05,seed=10", "lr=0.0001,seed=0", "lr=0.5", "lr=2", "lr=10", "lr=x"]
+    for name in sorted(names):
+        write_run(tmp_path / name, result={"status": "completed"})
+    assert [path.name for path in find_runs([tmp_path])] == names == [path.name for path in jobs(tmp_path)]
 
 
 def test_folder_without_a_run_is_refused(tmp_path):

@@ -83,7 +83,7 @@ def test_what_is_compared_is_drawn_over_each_key(tmp_path, write_run):
     assert rate.ticks == {1e-4: "0.0001", 1e-3: "0.001", 1e-2: "0.01"}
     others = {(x, y) for x, y in rate.series["others"].items()}
     assert others == {(1e-4, 0.1), (1e-4, 1.1), (1e-3, 0.2), (1e-3, 1.2)}
-    assert list(loss.series["best"].items()) == [(1, 0.9), (1, 1.9)] and loss.ticks == {0: r"\$x^{", 1: "ipo"}
+    assert list(loss.series["best"].items()) == [(1, 0.9), (1, 1.9)] and loss.ticks == {0: "$x^{", 1: "ipo"}
     for chart in (rate, loss):
         axes = Figure().add_subplot()
         chart.draw(axes)
