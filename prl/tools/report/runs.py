@@ -1,5 +1,6 @@
 """A run directory read back: finished, running, crashed or refused; nothing in it is instantiated."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import pandas as pd
 from prl.base.errors import ConfigError
 from prl.base.files import lines_of
 from prl.base.text import in_one_line, natural
-from prl.config.run_yaml import flat, yaml_of
+from prl.config.run_yaml import yaml_of
 from prl.config.suggestions import override_key
 from prl.runs.owner import is_owned
 from prl.runs.result import RunResult
@@ -23,6 +24,12 @@ COMPLETED = "completed"
 """Status of a run that came to its end."""
 MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
 """End of the name of a directory that a sweep moved aside, to do the job again."""
+
+
+class Resume(msgspec.Struct):
+    """The field that is read of a line of `resumes.jsonl`."""
+
+    checkpoint: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +81,15 @@ def read_run(folder: str | Path) -> Run:
     sweep = json_of(folder.parent / "sweep.json", dict[str, Any], problems)
     of_all = (sweep or {}).get("fixed")
     fixed = {key.lstrip("~") for key in of_all} if of_all is not None else set(map(override_key, overrides))
-    config = _yaml(folder / "config.yaml", dict[str, Any], problems) or {}
     return Run(
         dir=folder,
-        config=config,
+        config=_yaml(folder / "config.yaml", dict[str, Any], problems) or {},
         overrides=overrides,
         searched=[key for key in map(override_key, overrides) if key not in fixed],
         result=result,
         metrics=metrics,
         problems=problems,
-        before=_before(config, metrics, problems),
+        before=_before(folder, metrics, problems),
     )
 
 
@@ -127,19 +133,21 @@ def _metrics(path: Path, problems: list[str]) -> pd.DataFrame:
     return frame.groupby("step").last()
 
 
-def _before(config: dict[str, Any], metrics: pd.DataFrame, problems: list[str]) -> pd.DataFrame:
+def _before(folder: Path, metrics: pd.DataFrame, problems: list[str]) -> pd.DataFrame:
     """The metrics before a fork's own, of the run that it forked and of those that this came of."""
     found = metrics.iloc[:0]
-    given = flat(config).get("run.fork")
-    while isinstance(given, str) and len(metrics):  # each round has earlier steps than the one before, or none
-        path = Path(given).absolute()
-        source = path.parent.parent if path.parent.name == "checkpoints" else path
-        if not is_run(source):
-            problems.append(f"{source}, which it forked, is not there: curves begin at step {metrics.index[0]}")
+    while len(metrics):  # each round has earlier steps than the one before, or none
+        first = metrics.index[0]
+        resumes = lines_of(folder / "resumes.jsonl", Resume, problems)
+        # The checkpoint of a run that went on in its own directory is named from there.
+        sources = [Path(line.checkpoint).parent.parent for line in resumes if os.path.isabs(line.checkpoint)]
+        if not sources:
             break
-        metrics = _metrics(source / "metrics.jsonl", problems).loc[: metrics.index[0] - 1]
+        folder = sources[0]
+        if not is_run(folder):
+            problems.append(f"{folder}, which it forked, is not there: curves begin at step {first}")
+        metrics = _metrics(folder / "metrics.jsonl", problems).loc[: first - 1]
         found = pd.concat([metrics, found])
-        given = flat(_yaml(source / "config.yaml", dict[str, Any], problems) or {}).get("run.fork")
     return found
 
 

@@ -67,11 +67,11 @@ def variants(runs: list[Run], *, named: bool = False) -> Variants:
     typed = [key for key in dict.fromkeys(key for run in known for key in overrides_of(run)) if _compared(key)]
     candidates = {key: _values(key, known, configs) for key in [*searched, *typed]} | varying
     if named:
-        told = [key for key in typed if len(set(candidates[key])) > 1]
-        searched += [key for key in sorted(told, key=lambda key: key.startswith(LENGTH))[:TYPED] if key not in searched]
+        told = sorted((key for key in typed if key in varying), key=_says_little)
+        searched += [key for key in told[:TYPED] if key not in searched]
     chosen = _telling(candidates, same, searched)
     columns = {RUN: _places(known, same)} if named else {}
-    columns |= {key: _short(values) for key, values in chosen.items()}
+    columns |= {key: _short(chosen[key]) for key in sorted(chosen, key=_says_little)}
     orders = {key: in_order(values) for key, values in columns.items()}
     members: dict[tuple[str, ...], list[Run]] = {}
     for place in sorted(
@@ -136,6 +136,11 @@ def _values(key: str, runs: list[Run], configs: list[dict[str, str]]) -> list[st
     return [config.get(key, overrides_of(run).get(key, "default")) for run, config in zip(runs, configs, strict=True)]
 
 
+def _says_little(key: str) -> bool:
+    """Return whether a key is one of `LENGTH`."""
+    return key.startswith(LENGTH)
+
+
 def _places(runs: list[Run], same: list[tuple[str, ...]]) -> list[str]:
     """For each run the names of the runs that differ from it in their seed alone; its own where two have one seed.
 
@@ -166,7 +171,7 @@ def _telling(
         return len(set(zip(same, candidates[key], strict=True))) > len(set(same))
 
     chosen = [key for key in searched if not parts_the_same(key)]
-    for key in sorted(candidates, key=lambda key: (key.startswith(LENGTH), -len(set(candidates[key])))):
+    for key in sorted(candidates, key=lambda key: (_says_little(key), -len(set(candidates[key])))):
         if parts([*chosen, key]) > parts(chosen) and not parts_the_same(key):
             chosen.append(key)
     return {key: values for key, values in candidates.items() if key in chosen}

@@ -1,5 +1,6 @@
 """A run directory read back."""
 
+import json
 import math
 import shutil
 
@@ -101,24 +102,39 @@ def test_job_of_a_sweep_knows_what_it_varies(tmp_path, write_run):
     assert (alone.searched, read_run(tmp_path / "a").searched) == ([], ["optim.lr", "max"])
 
 
-def test_a_fork_begins_with_the_curve_of_its_source(tmp_path, write_run):
-    def forked(name, steps, value, source=None):
-        config = f"run: {{fork: {source}}}\n" if source else "seed: 0\n"
-        return write_run(tmp_path / name, [{"step": step, "reward/all/mean": value} for step in steps], config)
+def forked(folder, step, checkpoint):
+    """A run that went on from a checkpoint of this step."""
+    (folder / "resumes.jsonl").write_text(json.dumps({"step": step, "checkpoint": str(checkpoint), "at": "now"}) + "\n")
+    return folder
 
-    first = forked("first", range(0, 9), 1.0)
-    second = forked("second", range(5, 8), 2.0, first / "checkpoints" / "step_000004")
-    found = read_run(forked("third", range(7, 10), 3.0, second))
+
+def rewards(steps, value):
+    return [{"step": step, "reward/all/mean": value} for step in steps]
+
+
+def test_a_fork_begins_with_the_curve_of_its_source(tmp_path, write_run):
+    first = write_run(tmp_path / "first", rewards(range(9), 1.0))
+    second = write_run(tmp_path / "second", rewards(range(5, 8), 2.0))
+    third = write_run(tmp_path / "third", rewards(range(7, 10), 3.0))
+    forked(second, 4, first / "checkpoints" / "step_000004")
+    found = read_run(forked(third, 6, second / "checkpoints" / "step_000006"))
     assert found.whole["reward/all/mean"].to_dict() == dict.fromkeys(range(5), 1) | {5: 2, 6: 2, 7: 3, 8: 3, 9: 3}
     assert list(found.metrics.index) == [7, 8, 9] and found.problems == []
     assert list(curves.panels(found.whole)[0].series["all"].index) == list(range(10)), "the page of the run"
     shutil.rmtree(first)
-    found = read_run(tmp_path / "third")
+    found = read_run(third)
     assert list(found.whole.index) == [5, 6, 7, 8, 9]
     assert found.problems == [f"{first}, which it forked, is not there: curves begin at step 5"]
 
 
+def test_a_run_that_was_resumed_is_no_fork(tmp_path, write_run):
+    found = read_run(forked(write_run(tmp_path / "a", rewards(range(1, 9), 1.0)), 4, "checkpoints/step_000004"))
+    assert list(found.whole.index) == list(range(1, 9)) and found.problems == []
+
+
 def test_a_run_that_forks_itself_ends(tmp_path, write_run):
     """One that has taken the name of the run that it forked."""
-    found = read_run(write_run(tmp_path / "a", [{"step": 3}], f"run: {{fork: {tmp_path}/a}}\n"))
+    found = read_run(
+        forked(write_run(tmp_path / "a", [{"step": 3}]), 2, tmp_path / "a" / "checkpoints" / "step_000002")
+    )
     assert list(found.whole.index) == [3]

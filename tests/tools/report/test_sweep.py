@@ -199,7 +199,9 @@ def test_a_hostile_name_is_text_in_a_picture(tmp_path, write_run, refuse_pages):
 def test_runs_of_several_places_are_drawn_by_name(tmp_path, write_run, refuse_pages):
     """A fork from its source's beginning, a run that has crashed as far as it came."""
     base = write_run(tmp_path / "x" / "base", steps(1, 5), "seed: 0\n", {"status": "completed"})
-    write_run(tmp_path / "y" / "fork", steps(4, 7), f"seed: 0\nlr: 2\nrun: {{fork: {base}}}\n", {"status": "completed"})
+    fork = write_run(tmp_path / "y" / "fork", steps(4, 7), "seed: 0\nlr: 2\n", {"status": "completed"})
+    checkpoint = base / "checkpoints" / "step_000003"
+    (fork / "resumes.jsonl").write_text(json.dumps({"step": 3, "checkpoint": str(checkpoint)}) + "\n")
     write_run(tmp_path / "y" / "died", steps(1, 3), "seed: 0\nlr: 3\n")
     places = [tmp_path / "x" / "base", tmp_path / "y" / "fork", tmp_path / "y" / "died"]
     summary = write_summary(*places, out=tmp_path)

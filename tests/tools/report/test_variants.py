@@ -119,7 +119,7 @@ def test_long_numbers_have_four_digits(values, shown):
 def test_runs_of_several_places_have_their_names():
     """Their length tells them apart as well, and says less than the rate that was typed."""
     runs = [
-        run("base", grpo(0, max_steps=40), ["optim.lr=0.001", "max_steps=40", "seed=0"]),
+        run("base", grpo(0, max_steps=40), ["max_steps=40", "optim.lr=0.001", "debug=fast", "seed=0"]),
         run("base-again", grpo(1, max_steps=40), ["optim.lr=0.001", "max_steps=40", "seed=1"]),
         run("hot", grpo(0, 0.01, max_steps=60), ["optim.lr=0.01", "max_steps=60"]),
     ]
