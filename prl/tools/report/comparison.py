@@ -84,24 +84,21 @@ class Comparison:
             return [f"One variant, nothing to compare: {level}."]
         # The first column has most seeds. With fewer, another may have the better mean by luck.
         highest = means[best] >= means.max() - ROUNDING
-        leaders = [label for label in self.values if abs(means[label] - means[best]) < ROUNDING]
-        plural = len(leaders) > 1
-        among = "the best mean" if highest else "the best mean of those with most seeds"
-        predicate = f"have {among}" if plural else f"has {among}"
-        advice = ""
+        leaders = [word(label) for label in self.values if abs(means[label] - means[best]) < ROUNDING]
+        names, plural = " and ".join(leaders), len(leaders) > 1
+        effects = [f"{effect.sentence}." for effect in self.effects]
         if len(self.values) == 1:
-            predicate, advice = (
-                "are best" if plural else "is best",
-                " One seed shows no spread: run each with seed=0,1,2.",
-            )
-        first = f"{' and '.join(map(word, leaders))} {predicate}: {level}.{advice}"
-        if advice or self.effects:
-            return [first, *(f"{effect.sentence}." for effect in self.effects)]
+            first = f"{names} {'are' if plural else 'is'} best: {level}."
+            return [f"{first} One seed shows no spread: run each with seed=0,1,2.", *effects]
+        among = "the best mean" if highest else "the best mean of those with most seeds"
+        first = f"{names} {'have' if plural else 'has'} {among}: {level}."
+        if effects:
+            return [first, *effects]
+        if len(others) == 1 and highest:
+            return [f"{word(best)} {self.related(best, others[0])}."]
+        subject = word(best) if plural else "It"
         more = [f"The table has {len(others) - LISTED} more."] if len(others) > LISTED else []
-        alone = len(others) == 1 and highest
-        subject = word(best) if alone or plural else "It"
-        related = [f"{subject} {self.related(best, other)}." for other in others[:LISTED]]
-        return related if alone else [first, *related, *more]
+        return [first, *(f"{subject} {self.related(best, other)}." for other in others[:LISTED]), *more]
 
     def related(self, best: str, other: str) -> str:
         """Return how a variant is related to another: the mean of the differences by seed, and its t interval."""

@@ -120,14 +120,10 @@ def _heat(start: str, part: Comparison) -> Table:
     ranks = part.sign * means
     above = ranks - ranks.min(axis=None)
     shades = (DARKEST * above / (above.max(axis=None) or 1)).fillna(0).round().astype(int)
-    return Table(
-        title=f"{start}{part.metric} by {down.key} and {across.key}",
-        head=[f"{down.key}, {across.key}:", *texts],
-        rows=[[str(value), *texts.loc[value]] for value in down.runs],
-        numbers=frozenset(texts),
-        first=True,
-        shades=[[0, *shades.loc[value]] for value in down.runs],
-    )
+    title, head = f"{start}{part.metric} by {down.key} and {across.key}", [f"{down.key}, {across.key}:", *texts]
+    rows = [[str(value), *texts.loc[value]] for value in down.runs]
+    dark = [[0, *shades.loc[value]] for value in down.runs]
+    return Table(title=title, head=head, rows=rows, numbers=frozenset(texts), first=True, shades=dark)
 
 
 def _measured(summary: Summary, metric: str) -> Table:
