@@ -5,7 +5,9 @@ import itertools
 import json
 import math
 import random
+import shutil
 import warnings
+from fractions import Fraction
 from pathlib import Path
 
 import hydra
@@ -14,10 +16,13 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from prepared_run import validated
 
+from experiments import recompute
 from experiments.credit import check as check_credit
 from experiments.forgetting.kl import mean_kl
 from experiments.max_rl.maze import Maze, MazeConfig, MazeTaskset
+from experiments.smollm2 import baselines
 from prl.config.compose import CONF, compose
+from prl.envs.tasksets.guess import answer
 from prl.launch.components import build_components
 from prl.tools.sweep.naming import folder_of, overrides_of
 
@@ -151,8 +156,60 @@ def test_credit_is_compared_at_the_tokens_of_the_run_that_sampled_fewest(tmp_pat
                 for step, more in enumerate(tokens, 1)
             ]
             (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    [grpo, turn] = check_credit.table(tmp_path).to_dict("records")
+    [grpo, turn] = check_credit.table(check_credit.at_equal_tokens(tmp_path)).to_dict("records")
     half = 12.706204736 / 2  # Student's t of one degree of freedom, times the standard error of two values
     assert grpo["tokens"] == "200" and grpo["held-out"] == f"0.650 ± {0.1 * half:.3f}"
     lead = [0.6 - 0.6, 1.0 * 2 / 3 - 0.7]
     assert turn["against grpo"] == f"{sum(lead) / 2:+.3f} ± {abs(lead[0] - lead[1]) * half:.3f}"
+
+
+@pytest.mark.parametrize("name", recompute.PAGES)
+def test_a_page_has_the_numbers_of_its_files(name):
+    assert recompute.missing(name) == []
+
+
+def test_another_number_on_a_page_is_found(tmp_path, monkeypatch):
+    shutil.copytree(recompute.HERE / "lora", tmp_path / "lora")
+    page = tmp_path / "lora" / "README.md"
+    page.write_text(page.read_text().replace("(.801 to .875)", "(.801 to .876)"))
+    monkeypatch.setattr(recompute, "HERE", tmp_path)
+    [row] = recompute.missing("lora")
+    assert row[0] == "1e-3"
+
+
+def played(secret, left, guesses):
+    """The chance of finding a secret among the numbers left, every course of the game counted."""
+    if not guesses:
+        return Fraction(0)
+    chances = []
+    for guess in left:
+        said = answer(str(guess), secret)
+        still = [number for number in left if number != guess and (number > guess) == (said == "higher")]
+        chances.append(Fraction(1) if said is None else played(secret, still, guesses - 1))
+    return sum(chances) / len(chances)
+
+
+@pytest.mark.parametrize(("n", "guesses"), [(3, 1), (6, 3), (9, 4)])
+def test_players_that_learn_nothing_are_counted_course_by_course(n, guesses):
+    courses = list(itertools.permutations(range(1, n + 1), guesses))
+    for secret in range(1, n + 1):
+        assert baselines.never_listens(n, guesses) == pytest.approx(sum(secret in c for c in courses) / len(courses))
+        expected = float(played(secret, list(range(1, n + 1)), guesses))
+        assert baselines.within_bounds(secret, 1, n, guesses) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_baselines_on_the_page_are_those_of_their_script(capsys):
+    baselines.main()
+    shown = capsys.readouterr().out
+    page = (recompute.HERE / "smollm2" / "README.md").read_text()
+    assert (
+        "never listens, repeats nothing 0.373; at random 0.886" in shown and "| .886 |" in page and "| .373 |" in page
+    )
+    assert "never listens, repeats nothing 0.385; at random 0.870" in shown and "they have .385 and .870" in page
+    bounds = [f"± {baselines.widest_half(*of_mean):.3f}".replace("0.", ".") for of_mean in baselines.MEANS.values()]
+    assert all(bound in page for bound in bounds)
+
+
+def test_no_rewards_of_a_mean_spread_wider_than_the_bound():
+    """Of four rewards with mean .5, two zeros and two ones spread widest: a standard error of 1 / sqrt(12)."""
+    assert baselines.widest_half(0.5, 4) == pytest.approx(3.182446305 / math.sqrt(12), rel=1e-8)

@@ -3,8 +3,8 @@
     python experiments/credit/check.py <sweep>
 
 Of each env, the number of tokens is that of the run that sampled fewest. Between two evaluations the reward is taken to
-rise in a straight line. Intervals are 95 %, Student's t over seeds. The table goes to `equal_tokens.md` beside this
-file.
+rise in a straight line. Intervals are 95 %, Student's t over seeds. The table goes to `equal_tokens.md`, the rewards
+by seed to `equal_tokens.csv`, both beside this file.
 """
 
 import sys
@@ -39,24 +39,41 @@ def curves(sweep: Path) -> dict[tuple[str, str, str], Curve]:
     return found
 
 
-def table(sweep: Path) -> pd.DataFrame:
-    """Return reward and lead of each arm on each env, at equal tokens."""
+def at_equal_tokens(sweep: Path) -> pd.DataFrame:
+    """Return rewards at the number of tokens of an env: a row an env, its tokens and an arm, a column a seed."""
     found = curves(sweep)
+    budgets: dict[str, float] = {}
+    for (env, _, _), (tokens, _) in found.items():
+        budgets[env] = min(tokens.iloc[-1], budgets.get(env, np.inf))
+    at = {
+        (env, budgets[env], arm, seed): float(np.interp(budgets[env], *points))
+        for (env, arm, seed), points in found.items()
+    }
+    return pd.Series(at).rename_axis(["env", "tokens", "arm", "seed"]).unstack()
+
+
+def table(rewards: pd.DataFrame) -> pd.DataFrame:
+    """Return reward and lead of each arm on each env."""
     rows = []
-    for env in sorted({env for env, _, _ in found}):
-        budget = min(tokens.iloc[-1] for (of, _, _), (tokens, _) in found.items() if of == env)
-        at = {key[1:]: float(np.interp(budget, *points)) for key, points in found.items() if key[0] == env}
-        rewards = pd.Series(at).unstack()  # an arm a row, a seed a column
-        for arm in rewards.index:
-            lead = rewards.loc[arm] - rewards.loc[BASELINE]
-            own = plus_minus(rewards.loc[arm])
-            ahead = "" if arm == BASELINE else plus_minus(lead, "+")
-            rows.append({"env": env, "arm": arm, "tokens": f"{budget:,.0f}", "held-out": own, "against grpo": ahead})
+    for env, budget, arm in rewards.index:
+        own = rewards.loc[env, budget, arm]
+        ahead = "" if arm == BASELINE else plus_minus(own - rewards.loc[env, budget, BASELINE], "+")
+        rows.append(
+            {
+                "env": env,
+                "arm": arm,
+                "tokens": f"{budget:,.0f}",
+                "held-out": plus_minus(own),
+                "against grpo": ahead,
+            }
+        )
     return pd.DataFrame(rows)
 
 
 if __name__ == "__main__":
-    found = table(Path(sys.argv[1]))
+    rewards = at_equal_tokens(Path(sys.argv[1]))
+    rewards.to_csv(Path(__file__).with_name("equal_tokens.csv"), float_format="%.4f")
+    found = table(rewards)
     text = markdown(Table(title="At equal tokens", head=list(found), rows=found.to_numpy().tolist()))
     print(text)
     Path(__file__).with_name("equal_tokens.md").write_text(text)

@@ -3,7 +3,8 @@
     python experiments/distil_back/check.py outputs/exp-distil-back outputs/exp-distil-back-5e-4
 
 Compared is with grpo at the rate of the first sweep. The geometric mean over seeds of the ratio, with its 95 % interval
-(Student's t of its logarithm); no ratio where a seed did not get there. The table goes to `ratios.md` beside this file.
+(Student's t of its logarithm); no ratio where a seed did not get there. The table goes to `ratios.md`, the steps and
+tokens by seed to `reached.csv`, both beside this file.
 """
 
 import sys
@@ -49,10 +50,8 @@ def steps(found: pd.Series) -> str:
     return f"{found.mean():.1f}" if found.notna().all() else f"{found.notna().sum()} of {len(found)} seeds"
 
 
-def table(sweeps: Sequence[Path]) -> Table:
+def table(found: pd.DataFrame, rate_of_baseline: float) -> Table:
     """Return the ratios: a row an arm, rate and threshold."""
-    found = reached(sweeps)
-    rate_of_baseline = read_run(find_runs(sweeps[:1])[0]).config["model"]["lr"]
     rows = []
     variants = found.index.droplevel(["threshold", "seed"]).unique().drop((BASELINE, rate_of_baseline))
     for arm, rate in variants:
@@ -75,6 +74,9 @@ def table(sweeps: Sequence[Path]) -> Table:
 
 
 if __name__ == "__main__":
-    text = markdown(table([Path(sweep) for sweep in sys.argv[1:]]))
+    sweeps = [Path(sweep) for sweep in sys.argv[1:]]
+    found = reached(sweeps)
+    found.to_csv(Path(__file__).with_name("reached.csv"))
+    text = markdown(table(found, read_run(find_runs(sweeps[:1])[0]).config["model"]["lr"]))
     print(text)
     Path(__file__).with_name("ratios.md").write_text(text)

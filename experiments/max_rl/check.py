@@ -3,7 +3,8 @@
     python experiments/max_rl/check.py outputs/exp-max-rl-eval
 
 Reads what `prl eval` has written of the base and of each run of the sweep. Intervals are 95 %, Student's t over seeds.
-The table goes to `pass_at_k.md`, the picture to `pass_at_k.png`, both beside this file.
+The table goes to `pass_at_k.md`, the values by seed to `pass_at_k.csv`, the picture to `pass_at_k.png`, all beside this
+file.
 """
 
 import json
@@ -64,4 +65,5 @@ if __name__ == "__main__":
     text = markdown(Table(title="pass@k", head=head, rows=table(found)))
     print(text)
     Path(__file__).with_name("pass_at_k.md").write_text(text)
+    found.to_csv(Path(__file__).with_name("pass_at_k.csv"), index_label=["variant", "seed"], float_format="%.4f")
     draw(found, Path(__file__).with_name("pass_at_k.png"))

@@ -1,12 +1,23 @@
-"""The rewards of players of `guess` that learn nothing, exactly, on the pairs that smollm2_guess holds out.
+"""What the held-out rewards of SmolLM2 are to be compared with.
 
-python experiments/smollm2/baselines.py
+    python experiments/smollm2/baselines.py
+
+The rewards of players of `guess` that learn nothing, exactly, on the pairs that smollm2_guess holds out and on all. And
+the widest interval that each mean can have over tasks: rewards are from 0 to 1, so a mean m of n tasks has a variance
+of at most m (1 - m) n / (n - 1). All seeds hold out the same tasks.
 """
 
 from functools import cache
+from math import sqrt
 from statistics import mean
 
+from scipy.special import stdtrit
+
 from prl.envs.tasksets.guess import GuessConfig, GuessTaskset
+
+LEVEL = 0.95
+MEANS = {"sums, sft": (0.525, 128), "sums, grpo": (0.352, 128), "game, grpo": (0.778, 15), "game, opd": (0.750, 15)}
+"""Held-out reward of the page, and the number of its tasks."""
 
 
 @cache
@@ -23,12 +34,22 @@ def within_bounds(secret: int, low: int, high: int, guesses: int) -> float:
     return mean(chances)
 
 
+def never_listens(n: int, guesses: int) -> float:
+    """Return the chance of a player that guesses at random and repeats nothing."""
+    return min(guesses / n, 1.0)
+
+
+def widest_half(reward: float, tasks: int) -> float:
+    """Return half the widest interval over tasks that a mean reward can have: Student's t, 95 %."""
+    return stdtrit(tasks - 1, (1 + LEVEL) / 2) * sqrt(reward * (1 - reward) / (tasks - 1))
+
+
 def report(name: str, pairs: list[tuple[int, int]]) -> None:
     """Print the rewards of both players over pairs of range and secret."""
     guesses = {n: n.bit_length() + 1 for n, _ in pairs}
-    never_listens = mean(guesses[n] / n for n, _ in pairs)
+    deaf = mean(never_listens(n, guesses[n]) for n, _ in pairs)
     at_random = mean(within_bounds(secret, 1, n, guesses[n]) for n, secret in pairs)
-    print(f"{name}: {len(pairs)} pairs; never listens, repeats nothing {never_listens:.3f}; at random {at_random:.3f}")
+    print(f"{name}: {len(pairs)} pairs; never listens, repeats nothing {deaf:.3f}; at random {at_random:.3f}")
 
 
 def main() -> None:
@@ -37,6 +58,8 @@ def main() -> None:
     report(
         "held out", [(int(task.data.prompt.split("-")[1]), task.data.secret) for task in GuessTaskset(config).load()]
     )
+    for label, (reward, tasks) in MEANS.items():
+        print(f"{label}: {reward:.3f} on {tasks} tasks, over tasks at most ± {widest_half(reward, tasks):.3f}")
 
 
 if __name__ == "__main__":

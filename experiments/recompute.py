@@ -1,0 +1,227 @@
+"""Work out the tables of the pages again from the files beside them.
+
+    python experiments/recompute.py [page ...]
+
+Prints a line a row, and exits with 1 where a page has another number. Most files have a value a run; where only the
+means of seeds were kept (`pass_at_k.md`, `equal_tokens.md`, `ratios.md`) these are compared, and the page says so.
+Intervals are 95 %, Student's t over seeds.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from prl.tools.report.statistics import half_interval, plus_minus
+
+HERE = Path(__file__).parent
+TIMES = "\u00d7"
+Row = list[str]
+"""The first cells of a row as the page has them."""
+
+
+def by_seed(page: str, metric: str, statistic: str = "final") -> pd.DataFrame:
+    """Return a statistic of the runs of a page: a row a variant, a column a seed."""
+    runs = pd.read_csv(HERE / page / "summary.csv")
+    return runs[runs["metric"] == metric].pivot(index="variant", columns="seed", values=statistic)
+
+
+def written(page: str, file: str) -> list[list[str]]:
+    """Return the cells of the tables in a Markdown file beside a page, without heads."""
+    return table_cells((HERE / page / file).read_text())
+
+
+def table_cells(text: str) -> list[list[str]]:
+    """Return the cells of each row of the tables in a Markdown text."""
+    rows = [line.strip().strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return [[cell.replace("**", "").replace(" fewer", "").strip() for cell in row] for row in rows]
+
+
+def short(text: str) -> str:
+    """Return numbers as the pages write them: `.5` and `−.5`."""
+    return re.sub(r"(?<![\d.])0\.", ".", text).replace("-", "−").replace(" x ", f" {TIMES} ")
+
+
+def interval(values: pd.Series, sign: str = "") -> str:
+    """Return mean ± half the interval."""
+    return short(plus_minus(values, sign))
+
+
+def span(values: pd.Series) -> str:
+    """Return the mean, and the lowest and the highest value."""
+    return short(f"{values.mean():.3f} ({values.min():.3f} to {values.max():.3f})")
+
+
+def whole(values: pd.Series) -> str:
+    """Return mean ± half the interval in whole numbers."""
+    return f"{values.mean():,.0f} ± {half_interval(values):,.0f}"
+
+
+def ratio(before: pd.Series, after: pd.Series) -> str:
+    """Return the geometric mean of a ratio by seed, and its interval."""
+    logs = np.log(before / after)
+    half = half_interval(logs)
+    low, mean, high = np.exp([logs.mean() - half, logs.mean(), logs.mean() + half])
+    return short(f"{mean:.1f} x ({low:.1f} to {high:.1f})")
+
+
+def sanity() -> Iterable[Row]:
+    reward, gap, kl = (by_seed("sanity", f"{name}/mean") for name in ("reward/all", "logprob_gap", "mismatch_kl/all"))
+    for engine in ("float32", "bfloat16"):
+        for correction in ("none", "tis"):
+            variant = f"dtype={engine}, correction={correction}"
+            small = [f"{values.loc[variant].mean():.0e}".replace("e-0", "e-") for values in (gap, kl)]
+            yield [engine, correction, span(reward.loc[variant]), *(text.replace("0e+00", "0") for text in small)]
+
+
+def max_rl() -> Iterable[Row]:
+    for label, *cells in written("max_rl", "pass_at_k.md")[2:]:
+        name = re.sub(r" − grpo, \d+", " − grpo", label)
+        chosen = [short(cells[place]) for place in (0, 2, 4, 6, 8)]
+        yield [name.replace(", ", ", groups of "), *chosen]
+
+
+def forgetting() -> Iterable[Row]:
+    runs = pd.read_csv(HERE / "forgetting" / "kl.csv")
+    envs = ("math", "guess", "alphabet_sort")
+    ends = {env: by_seed("forgetting", f"eval/{env}/avg@1") for env in envs}
+    for arm, of_arm in runs.groupby("arm"):
+        if arm == "start":
+            yield ["start", *(interval(of_arm[env]) for env in envs), "0"]
+            continue
+        moved = short(f"{of_arm['kl'].mean():.1f} ± {half_interval(of_arm['kl']):.1f}")
+        yield [str(arm), *(interval(ends[env].loc[f"arm=forgetting_{arm}"]) for env in envs), moved]
+
+
+def distil_back() -> Iterable[Row]:
+    steps = by_seed("distil_back", "eval/math/avg@1", "steps")
+    before = steps.loc["arm=distil_back_grpo, lr=0.0002"]
+    means = {(arm, rate, reward): cells for arm, rate, reward, *cells in written("distil_back", "ratios.md")[2:]}
+    names = {"grpo": "grpo", "sampled": "opd, sampled token", "top_k": "opd, top 32", "full": "opd, all 304"}
+    steps_before = [means["full", "0.0002", reward][1] for reward in ("0.75", "0.8")]
+    yield ["grpo, steps", "2e-4", *steps_before, f"{before.mean():.1f}"]
+    for arm, name in names.items():
+        for rate, label in (("0.0001", "1e-4"), ("0.0002", "2e-4"), ("0.0005", "5e-4")):
+            if (arm, rate, "0.75") not in means:
+                continue
+            at = [short(means[arm, rate, reward][3].replace(" (", " x (")) for reward in ("0.75", "0.8")]
+            own = steps.loc[f"arm=distil_back_{arm}, lr={rate}"]
+            yield [name, label, *at, ratio(before, own) if own.notna().all() else "no seed"]
+
+
+def staleness() -> Iterable[Row]:
+    rewards = by_seed("staleness", "eval/math/avg@1")
+    losses = {name: (name, "false") for name in ("default", "cispo", "ppo", "aipo", "ipo")}
+    for name, (loss, proximal) in (losses | {"ppo, decoupled": ("ppo", "true")}).items():
+        at = [rewards.loc[f"loss={loss}, max_async_level={level}, proximal={proximal}"] for level in (0, 2, 4, 8, 16)]
+        yield [name, *map(interval, at), interval(at[0] - at[-1])]
+
+
+def lora() -> Iterable[Row]:
+    rewards = by_seed("lora", "eval/math/avg@1")
+    for rate, label in (("0.0001", "1e-4"), ("0.0003", "3e-4"), ("0.001", "1e-3"), ("0.003", "3e-3")):
+        yield [label, *(span(rewards.loc[f"rank={rank}, lr={rate}"]) for rank in ("1", "4", "16", "null"))]
+
+
+def credit() -> Iterable[Row]:
+    rows = written("credit", "equal_tokens.md")[2:]
+    means = {(env, arm): [short(own), short(lead)] for env, arm, _, own, lead in rows}
+    found = {env: by_seed("credit", f"eval/{env}/avg@1") for env in ("guess", "alphabet_sort")}
+    for arm in ("grpo", "turn", "replay", "echo"):
+        yield [arm, *means["guess", f"credit_{arm}"], *means["alphabet_sort", f"credit_{arm}"]]
+        cells = [f"{arm}, at the end"]
+        for env, rewards in found.items():
+            own, grpo = (rewards.loc[f"env={env}, arm=credit_{each}"] for each in (arm, "grpo"))
+            cells += [interval(own), "" if arm == "grpo" else interval(own - grpo, "+")]
+        yield cells
+
+
+def smollm2() -> Iterable[Row]:
+    learned = pd.read_csv(HERE / "smollm2" / "learning.csv")
+    ends = {
+        "sums, sft": ("sums", "eval/math/avg@1", "batch_size=32"),
+        "sums, grpo": ("sums-grpo", "eval/math/avg@1", "batch_size=256"),
+        "game, grpo": ("guess", "eval/guess/avg@4", "batch_size=128"),
+        "game, opd": ("guess-opd", "eval/guess/avg@4", "batch_size=64"),
+    }
+    for name, (sweep, metric, variant) in ends.items():
+        rows = learned[learned["run"] == sweep]
+        first = rows.iloc[0]
+        before = f"{first['mean']:.3f}"
+        if first["highest"]:
+            before += f" ({first['lowest']:.3f} to {first['highest']:.3f})"
+        yield [name, short(before), span(by_seed("smollm2", metric).loc[variant]), f"{rows['trained'].iloc[-1]:,}"]
+
+
+def opd_grpo_sft() -> Iterable[Row]:
+    held_out, sampled = (by_seed("opd_grpo_sft", name) for name in ("eval/math/avg@1", "reward/all/mean"))
+    tokens = by_seed("opd_grpo_sft", "eval/math/avg@1", "tokens")
+    for arm in ("grpo", "opd", "sft"):
+        variant = f"algo={arm}"
+        spent = "not reached" if tokens.loc[variant].isna().any() else whole(tokens.loc[variant])
+        yield [arm, interval(held_out.loc[variant]), interval(sampled.loc[variant]), spent]
+
+
+def opsd_drift() -> Iterable[Row]:
+    first, best, last = (by_seed("opsd_drift", "eval/math/avg@1", name) for name in ("first", "best", "final"))
+    cut = by_seed("opsd_drift", "truncated/all") * 100
+    for limit in ("", "3"):
+        for rate, label in (("0.0002", "2e-4"), ("0.0005", "5e-4")):
+            variant = f"lr={rate}, max_tokens={limit or 'null'}"
+            half = half_interval(cut.loc[variant])
+            share = f"{cut.loc[variant].mean():.0f} %" + (f" ± {half:.0f}" if half >= 0.5 else "")
+            base = short(f"{first.loc[variant].mean():.2f}")
+            yield [label, limit, base, interval(best.loc[variant]), interval(last.loc[variant]), share]
+
+
+def mixed() -> Iterable[Row]:
+    for env, label in (("math", "math (grpo)"), ("reverse_text", "reverse_text (opd)")):
+        first, last = (by_seed("mixed", f"eval/{env}/avg@1", name).iloc[0] for name in ("first", "final"))
+        yield [label, short(f"{first.mean():.2f}"), interval(last)]
+
+
+def difficulty() -> Iterable[Row]:
+    rewards = by_seed("difficulty", "eval/math/avg@1")
+    means = [by_seed("difficulty", name, "area") for name in ("rollouts/arrived", "rollouts/trained", "tokens/rl")]
+    pools = [by_seed("difficulty", f"pool/math/{name}") for name in ("easy", "hard")]
+    for name in ("default", "pools", "odf", "pools_odf"):
+        variant = f"curriculum={name}"
+        shares = ", ".join(f"{pool.loc[variant].mean():.0%}".replace("%", " %") for pool in pools)
+        pooled = shares if name.startswith("pools") else ""
+        yield [name, interval(rewards.loc[variant]), *(whole(mean.loc[variant]) for mean in means), pooled]
+
+
+PAGES: dict[str, Callable[[], Iterable[Row]]] = {
+    each.__name__: each
+    for each in (
+        sanity, max_rl, forgetting, distil_back, staleness, lora, credit, smollm2,
+        opd_grpo_sft, opsd_drift, mixed, difficulty,
+    )
+}  # fmt: skip
+
+
+def agrees(row: Row, cells: list[str]) -> bool:
+    """Return whether a row of a page has what was worked out. A label or number may have words behind it."""
+    return len(cells) >= len(row) and all(
+        cell.startswith(own) if own else not cell for own, cell in zip(row, cells, strict=False)
+    )
+
+
+def missing(name: str) -> list[Row]:
+    """Print the rows of a page's tables, and return those that the page does not have."""
+    on_page = table_cells((HERE / name / "README.md").read_text())
+    lost = []
+    for row in PAGES[name]():
+        found = any(agrees(row, cells) for cells in on_page)
+        print(f"{name}: {' | '.join(row)}{'' if found else '   NOT ON THE PAGE'}")
+        if not found:
+            lost.append(row)
+    return lost
+
+
+if __name__ == "__main__":
+    lost = [row for name in sys.argv[1:] or PAGES for row in missing(name)]
+    raise SystemExit(bool(lost))
