@@ -1,5 +1,6 @@
 """Collects the pages of the tree, and what they link to, for mkdocs: they stay where they are."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -10,15 +11,28 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("prl", "conf", "experiments", ".github")
-NOTEBOOK = "experiments/tour.ipynb"
+NOTEBOOKS = "experiments/*.ipynb"
 OPTIONS = "conf/*.yaml"
 LINK = re.compile(r"\]\(([^)#:\s]+)")
+CODES = "# --- what follows is the code's"
+"""Beginning of the line above which a conf file is written by hand."""
 API = {
-    "Components": ("algorithms.base", "losses.rl", "filters.base", "curriculum.base", "monitors.base"),
-    "Seams": ("engines.base", "transport.files", "launch.launcher"),
-    "Data": ("rollouts.rollout", "rollouts.messages"),
+    "algorithms": ("base", "grpo", "advantage"),
+    "losses": ("interface", "rl"),
+    "filters": ("base",),
+    "curriculum": ("base", "pools"),
+    "rollouts": ("rollout", "messages"),
+    "envs": ("models", "tasksets.base"),
+    "engines": ("base", "protocol"),
+    "orchestrator": ("batcher",),
+    "trainer": ("schedule",),
+    "monitors": ("base",),
+    "transport": ("files",),
+    "weights": ("base",),
+    "launch": ("launcher", "local"),
+    "config": ("compose", "schema", "model_reference"),
 }
-"""Modules whose docstrings are the API pages."""
+"""Modules that code of one's own imports, by package: their docstrings are the API pages."""
 
 
 def pages() -> list[Path]:
@@ -34,10 +48,22 @@ def option_pages() -> dict[str, str]:
     texts = {}
     for path in sorted((ROOT / "conf").iterdir()):
         files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
-        blocks = [f"## {file.stem}\n\n```yaml\n{file.read_text()}```" for file in files if file.suffix == ".yaml"]
+        blocks = [
+            f"## {file.stem}\n\n```{{.yaml .options}}\n{unwrapped(file.read_text())}```"
+            for file in files
+            if file.suffix == ".yaml"
+        ]
         if blocks:
             texts[f"conf/{path.stem}.md"] = "\n\n".join([f"# `{path.name}`", *blocks])
     return texts
+
+
+def unwrapped(text: str) -> str:
+    """Return a conf file with each comment of the code's in one line: the browser breaks it where its window ends."""
+    head, line, fields = text.partition(CODES)
+    while (joined := re.sub(r"^( *)(#.*)\n\1# ", r"\1\2 ", fields, flags=re.MULTILINE)) != fields:
+        fields = joined
+    return head + line + fields
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -47,10 +73,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def expanded(entry: Any) -> list[Any]:
-    """An entry of the navigation, with a pattern replaced by the pages that it matches."""
+    """An entry of the navigation, with a pattern replaced by the pages that it matches, `API/` by those of packages."""
     ((title, value),) = entry.items()
     if isinstance(value, list):
         return [{title: [page for each in value for page in expanded(each)]}]
+    if value == "API/":
+        return [{title: ["API.md", *({package: f"API/{package}.md"} for package in API)]}]
     if "*" in value:
         found = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(value))]
         return [{title: list(option_pages()) if value == OPTIONS else found}]
@@ -65,19 +93,30 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted(sources):
         if path.is_file() and path.suffix != ".yaml":  # see `option_pages`
             files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
-    files.append(File.generated(config, NOTEBOOK.replace(".ipynb", ".md"), content=as_page(ROOT / NOTEBOOK)))
-    for name, options in option_pages().items():
-        files.append(File.generated(config, name, content=options))
-    text = ["# API", "Made from the docstrings."]
-    for title, modules in API.items():
-        text += [f"## {title}", *(f"::: prl.{module}" for module in modules)]
-    files.append(File.generated(config, "API.md", content="\n\n".join(text)))
+    made = {
+        str(notebook.relative_to(ROOT).with_suffix(".md")): as_page(notebook) for notebook in ROOT.glob(NOTEBOOKS)
+    }
+    for name, text in (made | option_pages() | api_pages()).items():
+        files.append(File.generated(config, name, content=text))
     return files
+
+
+def api_pages() -> dict[str, str]:
+    """A page of the docstrings of each package, and one that lists them."""
+    texts, listed = {}, ["# API", "Made from the docstrings of the modules that code of your own imports."]
+    for package, modules in API.items():
+        about = ast.get_docstring(ast.parse((ROOT / "prl" / package / "__init__.py").read_text())) or ""
+        first = about.split("\n\n")[0].replace("\n", " ")
+        texts[f"API/{package}.md"] = "\n\n".join(
+            [f"# prl.{package}", first, *(f"::: prl.{package}.{module}" for module in modules)]
+        )
+        listed.append(f"- [prl.{package}](API/{package}.md): {first}")
+    return texts | {"API.md": "\n\n".join([*listed[:2], "\n".join(listed[2:])])}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Link to the pages that are made of files and folders, instead of these."""
-    markdown = re.sub(r"(\]\([^)\s]*tour)\.ipynb\)", r"\1.md)", markdown)
+    markdown = re.sub(r"(\]\([^)\s]*)\.ipynb\)", r"\1.md)", markdown)
     markdown = re.sub(r"(\]\([^)\s]*\w)/(\w+)\.yaml\)", r"\1.md#\2)", markdown)  # conf/algo/opd.yaml: conf/algo.md#opd
     return re.sub(r"(\]\(\w+)(?:/|\.yaml)\)", r"\1.md)", markdown)  # of conf/README.md: algo/, train.yaml
 

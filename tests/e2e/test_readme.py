@@ -24,7 +24,7 @@ from prl.launch.components import build_components
 from prl.tools.evaluation.arguments import to_overrides
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("prl", "conf", "experiments", ".github")
+FOLDERS = ("prl", "conf", "experiments", ".github", "skills")
 PAGES = {
     path: path.read_text()
     for path in (
