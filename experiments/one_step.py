@@ -9,6 +9,7 @@
 import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from prl.algorithms.advantage import centred
 from prl.engines.decoding import Request, sample
@@ -19,6 +20,7 @@ from prl.models import model_path
 GROUP_SIZE = 8
 LEARNING_RATE = 4e-4
 
+logging.disable_progress_bar()
 tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))
 model = AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype=torch.float32)
 print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens in the vocabulary")
@@ -86,7 +88,7 @@ def logprobs_of(reply):
     return logits.log_softmax(-1).gather(1, torch.tensor(reply.token_ids)[:, None])[:, 0]
 
 
-model.train()
+_ = model.train()
 reply = replies[0]
 tokens = pd.DataFrame(
     {
@@ -105,7 +107,8 @@ tokens.round(4)
 # probability now divided by its probability when it was drawn. Here r is 1, so the value says little: it is the
 # gradient that counts, −A times the gradient of the logprob. `default_loss` adds a mask for tokens whose probability
 # has moved by more than .2, and a small penalty on (trainer − engine)²; on-policy both are 0. The sum is divided by
-# the number of all sampled tokens of the step.
+# the number of all sampled tokens of the step. These replies have the same length, so the advantages cancel and the
+# loss is 0; the gradient is not.
 
 # %%
 count = sum(len(reply.token_ids) for reply in replies)
