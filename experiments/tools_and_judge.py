@@ -11,6 +11,7 @@
 
 # %%
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -127,7 +128,8 @@ for path, text in {"my_till.py": module, "my_conf/env/till.yaml": conf}.items():
 # %%
 call = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'
 model = "models.judge={name: stand-in}"
-print(prl("env", "check", "my_till", model, "--reply", call, "--reply", "42", "--judge", "Not the bill.\nScore: 2"))
+shown = prl("env", "check", "my_till", model, "--reply", call, "--reply", "42", "--judge", "Not the bill.\nScore: 2")
+print(re.sub(", in the template of .*", ":", shown))
 
 # %% [markdown]
 # ## 3. A judge
