@@ -8,11 +8,14 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("prl", "conf", "experiments", ".github")
 NOTEBOOKS = "experiments/*.ipynb"
 OPTIONS = "conf/*.yaml"
+REFERENCE = ("API", "CHANGELOG", "experiments/benchmarks/", "skills/")
+"""Beginnings of pages that are looked up rather than read."""
 LINK = re.compile(r"\]\(([^)#:\s]+)")
 CODES = "# --- what follows is the code's"
 """Beginning of the line above which a conf file is written by hand."""
@@ -93,9 +96,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted(sources):
         if path.is_file() and path.suffix != ".yaml":  # see `option_pages`
             files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
-    made = {
-        str(notebook.relative_to(ROOT).with_suffix(".md")): as_page(notebook) for notebook in ROOT.glob(NOTEBOOKS)
-    }
+    made = {str(notebook.relative_to(ROOT).with_suffix(".md")): as_page(notebook) for notebook in ROOT.glob(NOTEBOOKS)}
     for name, text in (made | option_pages() | api_pages()).items():
         files.append(File.generated(config, name, content=text))
     return files
@@ -114,8 +115,10 @@ def api_pages() -> dict[str, str]:
     return texts | {"API.md": "\n\n".join([*listed[:2], "\n".join(listed[2:])])}
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Link to the pages that are made of files and folders, instead of these."""
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Link to the pages that are made of files and folders, instead of these. Search finds guides first."""
+    if page.file.src_uri.startswith(REFERENCE):
+        page.meta["search"] = {"boost": 0.5}
     markdown = re.sub(r"(\]\([^)\s]*)\.ipynb\)", r"\1.md)", markdown)
     markdown = re.sub(r"(\]\([^)\s]*\w)/(\w+)\.yaml\)", r"\1.md#\2)", markdown)  # conf/algo/opd.yaml: conf/algo.md#opd
     return re.sub(r"(\]\(\w+)(?:/|\.yaml)\)", r"\1.md)", markdown)  # of conf/README.md: algo/, train.yaml
