@@ -183,9 +183,9 @@ def played(secret, left, guesses):
         return Fraction(0)
     chances = []
     for guess in left:
-        said = answer(str(guess), secret)
-        still = [number for number in left if number != guess and (number > guess) == (said == "higher")]
-        chances.append(Fraction(1) if said is None else played(secret, still, guesses - 1))
+        hint = answer(str(guess), secret)
+        still = [number for number in left if number != guess and (number > guess) == (hint == "higher")]
+        chances.append(Fraction(1) if hint is None else played(secret, still, guesses - 1))
     return sum(chances) / len(chances)
 
 

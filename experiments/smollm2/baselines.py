@@ -47,9 +47,11 @@ def widest_half(reward: float, tasks: int) -> float:
 def report(name: str, pairs: list[tuple[int, int]]) -> None:
     """Print the rewards of both players over pairs of range and secret."""
     guesses = {n: n.bit_length() + 1 for n, _ in pairs}
-    deaf = mean(never_listens(n, guesses[n]) for n, _ in pairs)
+    without_listening = mean(never_listens(n, guesses[n]) for n, _ in pairs)
     at_random = mean(within_bounds(secret, 1, n, guesses[n]) for n, secret in pairs)
-    print(f"{name}: {len(pairs)} pairs; never listens, repeats nothing {deaf:.3f}; at random {at_random:.3f}")
+    print(
+        f"{name}: {len(pairs)} pairs; never listens, repeats nothing {without_listening:.3f}; at random {at_random:.3f}"
+    )
 
 
 def main() -> None:
