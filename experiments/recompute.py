@@ -194,11 +194,23 @@ def difficulty() -> Iterable[Row]:
         yield [name, interval(rewards.loc[variant]), *(whole(mean.loc[variant]) for mean in means), pooled]
 
 
+def recipes() -> Iterable[Row]:
+    rewards = by_seed("recipes", "eval/math/avg@1")
+    updates = {"dapo": 1, "gkd": 1, "default": 1, "rloo": 1, "tis": 2, "gspo": 4, "cispo": 4}
+    sweeps = {1: "recipes", 2: "recipes-half", 4: "recipes-lower"}
+    for recipe, count in updates.items():
+        sweep = "recipes-grpo" if recipe == "default" else "recipes"
+        cells = ["grpo" if recipe == "default" else recipe, f"{count}"]
+        cells += [span(rewards.loc[f"{sweep} (experiment={recipe}, lr=0.0005)"])]
+        lower = f"{sweeps[count]} (experiment={recipe}, lr={0.0005 / count:g})"
+        yield [*cells, span(rewards.loc[lower]) if count > 1 else ""]
+
+
 PAGES: dict[str, Callable[[], Iterable[Row]]] = {
     each.__name__: each
     for each in (
         sanity, max_rl, forgetting, distil_back, staleness, lora, credit, smollm2,
-        opd_grpo_sft, opsd_drift, mixed, difficulty,
+        opd_grpo_sft, opsd_drift, mixed, difficulty, recipes,
     )
 }  # fmt: skip
 
