@@ -1,13 +1,12 @@
-"""The panels of a run's page: which curves there are, from its metrics."""
+"""The panels of a run's page: which curves there are, and their numbers. `templates/run.js` draws them."""
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
-
-from prl.tools.report.plots import Panel
+from prl.tools.report.html import rounded
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,13 @@ class Kind:
     shows_zeros: bool = False
     """The panel is there even where all its curves are zero throughout."""
     options: Mapping[str, Any] | None = None
-    """Further fields of `Panel`."""
+    """`log`: the axis is logarithmic where all values are above 0; `peaks`: a few peaks far above the rest are cut."""
 
 
+POINTS = 2_000
+"""Most points of a curve in a page's file."""
+Columns = dict[str, tuple[list[int], list[float | None]]]
+"""Metric -> the steps where it was recorded, and its values there."""
 PHASES = {
     "rollouts": "time/rollout",
     "update": "time/train",
@@ -64,30 +67,29 @@ KINDS = (
 """All panels, in the order in which a page shows them."""
 
 
-def panels(metrics: pd.DataFrame) -> list[Panel]:
-    """The panels that have anything to show; most have nothing where their curves are zero throughout."""
-    shown = []
-    for kind in KINDS:
-        series = named_series(kind, metrics)
-        nonzero = {name: values for name, values in series.items() if (values.fillna(0) != 0).any()}
-        if nonzero or (series and kind.shows_zeros):
-            drawn = nonzero if kind.only_nonzero else series
-            shown.append(Panel(title=kind.title, unit=kind.unit, series=drawn, zero=kind.zero, **(kind.options or {})))
-    return shown
+@functools.cache
+def is_drawn(key: str) -> bool:
+    """Return whether a panel has a curve of the metric."""
+    return any(
+        re.fullmatch(kind.curves, key) if isinstance(kind.curves, str) else key in kind.curves.values()
+        for kind in KINDS
+    )
 
 
-def named_series(kind: Kind, metrics: pd.DataFrame) -> dict[str, pd.Series]:
-    """The curves of a panel by name."""
-    if not isinstance(kind.curves, str):
-        return {name: metrics[key].dropna() for name, key in kind.curves.items() if key in metrics}
-    series: dict[str, pd.Series] = {}
-    for key in metrics:
-        if match := re.fullmatch(kind.curves, str(key)):
-            series[" ".join(match.groups())] = metrics[key].dropna() * kind.sign
-    return distinct(series)
+def columns(lines: Iterable[Mapping[str, float | None]]) -> Columns:
+    """The metrics that are drawn. Of several lines of a step the last one counts."""
+    values: dict[str, dict[int, float | None]] = {}
+    for line in lines:
+        step = line.get("step")
+        for key, value in line.items() if step is not None else ():
+            if value is not None and is_drawn(key):
+                values.setdefault(key, {})[int(step)] = rounded(value)
+    return {key: (list(column), list(column.values())) for key, column in values.items()}
 
 
-def distinct(series: dict[str, pd.Series]) -> dict[str, pd.Series]:
-    """The curves without what all envs have together where there is but one, else that last."""
-    of_all = {"all": series.pop("all")} if "all" in series else {}
-    return series if len(series) == 1 else series | of_all
+def thinned(whole: Columns) -> Columns:
+    """Every so-manieth point of each curve, at most `POINTS` of them, the last among them."""
+    return {
+        key: (steps[:: -(len(steps) // POINTS + 1)][::-1], values[:: -(len(steps) // POINTS + 1)][::-1])
+        for key, (steps, values) in whole.items()
+    }

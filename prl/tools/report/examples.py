@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from prl.base.files import lines_of
+from prl.base.files import lines_of, step_name
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.record_lines import Message, Record
 from prl.rollouts.rollout import Stage
@@ -58,8 +58,7 @@ class Rollouts:
 
 def read_rollouts(run_dir: Path) -> Rollouts:
     """The rollouts that the page shows."""
-    paths = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
-    files = {int(match[1]): path for path in paths if (match := STEP.fullmatch(path.stem))}
+    files = step_files(run_dir)
     folders = exports(run_dir)
     page = Rollouts()
     if not files:
@@ -77,6 +76,22 @@ def read_rollouts(run_dir: Path) -> Rollouts:
     add_examples(page, records, {step: folders.get(step) for step in sorted(shown)})
     add_messages(page, records)
     return page
+
+
+def read_step(run_dir: Path, step: int) -> Rollouts:
+    """The rollouts of a step, with its example groups and their tokens."""
+    page = Rollouts()
+    records = lines_of(run_dir / "rollouts" / f"{step_name(step)}.jsonl", Record, page.problems)
+    page.rows = [row_of(record) for record in records]
+    add_examples(page, records, {step: exports(run_dir).get(step)})
+    add_messages(page, records)
+    return page
+
+
+def step_files(run_dir: Path) -> dict[int, Path]:
+    """Step -> the file of its rollouts, in the order of the steps."""
+    paths = (run_dir / "rollouts").glob("step_*.jsonl")
+    return dict(sorted((int(match[1]), path) for path in paths if (match := STEP.fullmatch(path.stem))))
 
 
 def example_steps(steps: list[int], exported: Collection[int]) -> set[int]:
@@ -145,6 +160,7 @@ def entry_of(group: Group, places: list[int]) -> dict[str, Any]:
 def row_of(record: Record) -> dict[str, Any]:
     """Return what the table shows; floats in four digits. Fields without anything are left out."""
     outcome = record.outcome
+    turns = turns_of(record)
     row = {
         "step": record.step,
         "env": record.env[:NAME],
@@ -163,8 +179,14 @@ def row_of(record: Record) -> dict[str, Any]:
         "pool": record.difficulty_pool,
         "stop": record.stop,
         "matched": record.matched,
+        "turns": turns if turns != 1 else None,
     }
     return {name: value for name, value in row.items() if value not in (None, {})}
+
+
+def turns_of(record: Record) -> int:
+    """Replies that the model sampled in a rollout."""
+    return sum(message.role == "assistant" and message.sampled for message in record.messages)
 
 
 def add_messages(page: Rollouts, records: list[Record]) -> None:

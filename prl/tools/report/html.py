@@ -5,8 +5,9 @@ hashes; data for the script lies in a block of JSON, which the browser does not 
 """
 
 import base64
+import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +22,45 @@ UNSAFE = "<>&"
 """Characters that HTML could take for the end of a block of JSON."""
 
 
-def render(template: str, *, title: str, script: str = "", **values: Any) -> str:
+def render(template: str, *, title: str, scripts: Sequence[str] = (), live: bool = False, **values: Any) -> str:
     """A page as HTML.
 
     Args:
         template: file in `templates/` that extends `base.html.j2`: blocks `main` and `data`.
         title: of the window.
-        script: file in `templates/` that the page runs at its end, or "".
+        scripts: files in `templates/` that the page runs at its end, as one.
+        live: the page may ask the server that it came from, and nobody else.
         values: for the template.
     """
-    environment = jinja2.Environment(
+    style, code = (
+        "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in names) for names in (["style.css"], scripts)
+    )
+    return fragment(
+        template,
+        title=title,
+        style=Markup(style),
+        style_hash=digest(style),
+        script=Markup(code),
+        script_hash=digest(code),
+        live=live,
+        **values,
+    )
+
+
+def fragment(template: str, **values: Any) -> str:
+    """A template of `templates/` as HTML."""
+    return _environment().get_template(template).render(**values)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         finalize=lambda value: safe(value) if type(value) is str else value,  # not Markup, which is our own
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    )
-    style, code = ((TEMPLATES / name).read_text(encoding="utf-8") if name else "" for name in ("style.css", script))
-    return environment.get_template(template).render(
-        title=title,
-        style=Markup(style),
-        style_hash=digest(style),
-        script=Markup(code),
-        script_hash=digest(code),
-        **values,
     )
 
 

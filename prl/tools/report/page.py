@@ -6,14 +6,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from prl.base.files import write_atomically
+from prl.base.files import lines_of, write_atomically
 from prl.base.step_time import mean_step
 from prl.config.run_yaml import flat
 from prl.tools.report import curves
 from prl.tools.report.examples import read_rollouts
 from prl.tools.report.html import data_block, render
 from prl.tools.report.runs import Run, json_of, read_run
-from prl.tools.report.shares import read_spans, shares
+from prl.tools.report.shares import read_spans, rows, shares
 from prl.tools.report.variants import shown
 from prl.tools.report.verdict import duration, verdict
 
@@ -36,24 +36,33 @@ def write_page(run_dir: Path) -> Path:
 
 def page(run: Run) -> str:
     """The page as HTML."""
-    panels = curves.panels(run.whole)  # a fork's begin with those of its source
     rollouts = read_rollouts(run.dir)
     run.problems.extend(rollouts.problems)
-    data = {"panels": [panel.data() for panel in panels], "rows": rollouts.rows, "examples": rollouts.examples}
+    lines = lines_of(run.dir / "metrics.jsonl", dict[str, float | None], [])
+    metrics = curves.thinned(curves.columns(lines))
+    data = {"kinds": curves.KINDS, "metrics": metrics, "rows": rollouts.rows, "examples": rollouts.examples}
     return render(
         "run.html.j2",
-        script="run.js",
+        scripts=["curves.js", "run.js"],
         title=f"{run.dir.name} · prl",
-        run=run,
-        verdict=verdict(run, shares(read_spans(run.dir, run.problems))),
-        facts=_facts(run),
-        panels=panels,
         rollouts=rollouts,
-        config=[(key, shown(value)) for key, value in flat(run.config).items()],
-        provenance=_provenance(run),
         written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
         data=data_block("data", data),
+        **state(run),
+        **origin(run),
     )
+
+
+def state(run: Run) -> dict[str, Any]:
+    """Values for the fragments that change while a run goes on: `head.html.j2` and `waits.html.j2`."""
+    times = shares(read_spans(run.dir, run.problems))
+    waits = rows(times) if times else []
+    return {"run": run, "verdict": verdict(run, times), "facts": _facts(run), "waits": waits}
+
+
+def origin(run: Run) -> dict[str, Any]:
+    """Values for the fragment that says what a run was asked to do: `origin.html.j2`."""
+    return {"config": [(key, shown(value)) for key, value in flat(run.config).items()], "provenance": _provenance(run)}
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from prl.base.text import safe
-from prl.tools.report.html import rounded
 
 POINTS = 500
 """Most points of a drawn curve."""
@@ -140,16 +139,6 @@ class Panel:
         axes.patch.set_visible(False)
         axes.spines[["top", "left", "right"]].set_visible(False)
         axes.spines["bottom"].set_color(FAINT)
-
-    def data(self) -> dict[str, Any]:
-        """Return what the script shows under the pointer: the box of the axes, their limits, the
-        values of the curves."""
-        left, bottom, width, height = BOX
-        values = {}
-        for name, whole in self.series.items():
-            series = thinned(whole.dropna())
-            values[name] = [[float(step) for step in series.index], [rounded(value) for value in series]]
-        return {"box": [left, 1 - bottom - height, width, height], "x": list(self.limits), "series": values}
 
 
 def pictures(panels: list[Panel]) -> dict[str, bytes]:

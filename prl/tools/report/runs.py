@@ -64,18 +64,18 @@ class Run:
         return pd.concat([self.before, self.metrics]) if len(self.before) else self.metrics
 
 
-def read_run(folder: str | Path) -> Run:
-    """Read a run directory. Raises ConfigError for a folder that is not one."""
+def read_run(folder: str | Path, *, with_metrics: bool = True) -> Run:
+    """Read a run directory; without metrics, where its config is all that matters, in a tenth of the time.
+
+    Raises ConfigError for a folder that is not one.
+    """
     folder = Path(folder).absolute()
     if not is_run(folder):
         raise ConfigError(f"{folder} is not a run directory: it has none of {', '.join(RUN_FILES)}")
     problems: list[str] = []
-    metrics = _metrics(folder / "metrics.jsonl", problems)
-    result = json_of(folder / "result.json", RunResult, problems)
+    metrics = _metrics(folder / "metrics.jsonl" if with_metrics else folder / "no metrics", problems)
+    result = result_of(folder, problems)
     last = int(metrics.index[-1]) if len(metrics) else 0
-    if (result is None or not result.seconds) and is_owned(folder):  # one on Ray has a result from the start
-        result = RunResult(status="running")
-    result = result or RunResult(status="crashed")
     result.steps = max(result.steps, last)
     overrides = _yaml(folder / ".hydra" / "overrides.yaml", list[str], problems) or []
     sweep = json_of(folder.parent / "sweep.json", dict[str, Any], problems)
@@ -91,6 +91,25 @@ def read_run(folder: str | Path) -> Run:
         problems=problems,
         before=_before(folder, metrics, problems),
     )
+
+
+def result_of(folder: Path, problems: list[str]) -> RunResult:
+    """The `result.json` of a run; of one without: running or crashed."""
+    result = json_of(folder / "result.json", RunResult, problems)
+    if (result is None or not result.seconds) and is_owned(folder):  # one on Ray has a result from the start
+        return RunResult(status="running")
+    return result or RunResult(status="crashed")
+
+
+def resumes(folder: Path) -> list[str]:
+    """A sentence for each time that a run went on, and for the run that it forked."""
+    sentences = []
+    for line in lines_of(folder / "resumes.jsonl", dict[str, Any], []):
+        source, step = str(line.get("checkpoint")), line.get("step")
+        # A run goes on from a checkpoint of its own, which has no path.
+        forked = source.startswith("/")
+        sentences.append(f"forked from {source}" if forked else f"resumed after step {step}, {line.get('at')}")
+    return sentences
 
 
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:

@@ -50,6 +50,17 @@ class Shares:
         return f"{engine}, trainer {100 * self.busy(events.TRAINER):.0f} %: {self.bound}"
 
 
+def rows(times: Shares) -> list[tuple[str, float, str, str]]:
+    """Each process with its share at work, with what, and what else it did."""
+    found = []
+    for name, did in times.did.items():
+        shown = {what: f"{what} {100 * share:.0f} %" for what, share in did.items() if share >= 0.005}
+        work = ", ".join(text for what, text in shown.items() if is_work(what))
+        rest = ", ".join(text for what, text in shown.items() if not is_work(what))
+        found.append((name, times.busy(name), work, rest))
+    return found
+
+
 def shares(spans: Sequence[Span]) -> Shares | None:
     """Who was at work while the steps were made; None where none was made."""
     spans = latest(spans)

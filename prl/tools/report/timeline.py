@@ -11,18 +11,15 @@ from rich.text import Text
 from prl.base.files import write_atomically
 from prl.base.terminal import Console
 from prl.base.text import safe
-from prl.tools.report.shares import Shares, is_work, processes, read_spans, shares
+from prl.tools.report.shares import Shares, is_work, processes, read_spans, rows, shares
 from prl.transport.events import Span
 
 
 def table(times: Shares) -> Table:
     """A row for each process: its share at work, with what, and what else it did."""
     drawn = Table("process", "busy", "with", "otherwise", title=times.sentence, box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, did in times.did.items():
-        shown = {what: f"{what} {100 * share:.0f} %" for what, share in did.items() if share >= 0.005}
-        work = ", ".join(text for what, text in shown.items() if is_work(what))
-        rest = ", ".join(text for what, text in shown.items() if not is_work(what))
-        drawn.add_row(Text(name), f"{100 * times.busy(name):.0f} %", Text(work), Text(rest))
+    for name, busy, work, rest in rows(times):
+        drawn.add_row(Text(name), f"{100 * busy:.0f} %", Text(work), Text(rest))
     return drawn
 
 

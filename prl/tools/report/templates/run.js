@@ -1,83 +1,28 @@
-"use strict";
-// All text of the run gets onto the page by textContent; nothing here makes markup from data.
-const data = JSON.parse(document.getElementById("data").textContent);
-const $ = id => document.getElementById(id);
-
-function el(tag, cls, text) {
-  const made = document.createElement(tag);
-  if (cls) made.className = cls;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
-function number(value, digits = 4) {
-  if (value === null || value === undefined) return "–";
-  if (value === 0) return "0";
-  const size = Math.abs(value);
-  const text = size >= 1e6 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(digits)));
-  return text.replace("-", "−");
-}
-
-// --- curves: values under the pointer ---------------------------------------------------------------------------------
-
-function nearest(xs, x) {
-  let low = 0, high = xs.length - 1;
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (xs[middle] < x) low = middle; else high = middle;
-  }
-  return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
-}
-
-for (const figure of document.querySelectorAll("figure.panel")) {
-  const panel = data.panels[figure.dataset.panel], chart = figure.querySelector(".chart");
-  const series = Object.values(panel.series), outputs = figure.querySelectorAll(".legend b");
-  const all = [...new Set(series.flatMap(([xs]) => xs))].sort((a, b) => a - b);
-  const [left, top, width, height] = panel.box, [x0, x1] = panel.x;
-  const cursor = el("div", "cursor");
-  let at = -1;
-  chart.append(cursor);
-  cursor.hidden = true;
-  const show = (place, pointed = true) => {
-    at = Math.max(0, Math.min(all.length - 1, place));
-    const x = all[at], box = chart.getBoundingClientRect();
-    cursor.hidden = !pointed;
-    cursor.style.left = `${box.width * (left + width * (x - x0) / (x1 - x0))}px`;
-    cursor.style.top = `${box.height * top}px`;
-    cursor.style.height = `${box.height * height}px`;
-    figure.querySelector(".at").textContent = `step ${number(x)}`;
-    series.forEach(([xs, ys], index) => {
-      const found = xs.length ? nearest(xs, x) : -1;
-      const close = found >= 0 && Math.abs(xs[found] - x) <= (x1 - x0) / 100 + 0.5;
-      outputs[index].textContent = close ? number(ys[found], 3) : "–";
-    });
-  };
-  const hide = () => show(all.length - 1, false);  // the newest values, unless another step is pointed at
-  hide();
-  chart.addEventListener("pointermove", event => {
-    const box = chart.getBoundingClientRect();
-    show(nearest(all, x0 + (x1 - x0) * ((event.clientX - box.left) / box.width - left) / width));
-  });
-  chart.addEventListener("pointerleave", hide);
-  chart.addEventListener("blur", hide);
-  chart.addEventListener("keydown", event => {
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (by) { show(at + by); event.preventDefault(); }
-  });
-}
-
 // --- tokens -----------------------------------------------------------------------------------------------------------
 
 const USE = "use", SIGNED = ["advantage", "log-ratio", "teacher divergence"];
-const sequences = data.rows.flatMap(row => row.sequences || []);
-const uses = [...new Set(sequences.flatMap(sequence => sequence.uses))].filter(use => !["context", "weight 0"].includes(use));
 const scales = new Map();  // of a mode: the size that gets the full colour, that of 98 of 100 tokens at least
-for (const name of [...SIGNED, ...new Set(sequences.flatMap(s => Object.keys(s.values).filter(n => n.endsWith(" weight"))))]) {
-  const sizes = sequences.flatMap(s => s.values[name] || []).filter(value => value !== null && value !== 0).map(Math.abs);
-  if (sizes.length) scales.set(name, sizes.sort((a, b) => a - b)[Math.floor(0.98 * (sizes.length - 1))]);
-}
-let mode = scales.size ? scales.keys().next().value : USE;
 const views = new Set();
+let uses = [], mode = "";
+
+function showModes(rows) {
+  const sequences = rows.flatMap(row => row.sequences || []);
+  uses = [...new Set(sequences.flatMap(sequence => sequence.uses))].filter(use => !["context", "weight 0"].includes(use));
+  scales.clear();
+  for (const name of [...SIGNED, ...new Set(sequences.flatMap(s => Object.keys(s.values).filter(n => n.endsWith(" weight"))))]) {
+    const sizes = sequences.flatMap(s => s.values[name] || []).filter(value => value !== null && value !== 0).map(Math.abs);
+    if (sizes.length) scales.set(name, sizes.sort((a, b) => a - b)[Math.floor(0.98 * (sizes.length - 1))]);
+  }
+  $("tokenbar").hidden = !sequences.length;
+  $("no-tokens").hidden = !!sequences.length;
+  $("modes").replaceChildren(el("span", "dim small", "Tokens coloured by"));
+  for (const name of [...scales.keys(), USE]) {
+    const button = el("button", "", name);
+    button.addEventListener("click", () => setMode(name));
+    $("modes").append(button);
+  }
+  setMode(scales.has(mode) || mode === USE ? mode : [...scales.keys(), USE][0]);
+}
 
 function colour(sequence, place) {
   if (mode === USE) {
@@ -176,15 +121,6 @@ function setMode(name) {
   }
 }
 
-if ($("modes")) {
-  for (const name of [...scales.keys(), USE]) {
-    const button = el("button", "", name);
-    button.addEventListener("click", () => setMode(name));
-    $("modes").append(button);
-  }
-  setMode(mode);
-}
-
 // --- a rollout --------------------------------------------------------------------------------------------------------
 
 function named(values) {
@@ -197,6 +133,7 @@ function line(row) {
     `reward ${number(row.reward)}${row.parts ? ` (${named(row.parts)})` : ""}`,
     row.advantage === undefined ? "no advantage" : `advantage ${number(row.advantage)}`,
     named(row.metrics), versions || "frozen model", row.agent && `agent ${row.agent}`, row.pool && `pool ${row.pool}`,
+    row.turns !== undefined && `${row.turns} turns`,
     `${row.tokens} tokens sampled`, row.stop && `stop ${row.stop}`,
     ...Object.entries(row.matched || {}).map(([slot, name]) => `matched by ${name} (${slot})`),
     row.outcome + (row.reason ? `: ${row.reason}` : ""),
@@ -229,9 +166,9 @@ function lastText(row) {
 
 // --- example groups ---------------------------------------------------------------------------------------------------
 
-function groupCard(group) {
+function groupCard(group, all) {
   const card = el("details", "group"), title = el("summary", "", group.title);
-  const rows = group.rollouts.map(place => data.rows[place]), first = rows.find(row => row.messages);
+  const rows = group.rollouts.map(place => all[place]), first = rows.find(row => row.messages);
   const rewards = [...new Set(rows.map(row => number(row.reward, 3)))];
   const about = [`${rows.length + group.more} rollout${rows.length + group.more > 1 ? "s" : ""}`,
     rewards.length > 1 ? `rewards ${rewards.slice(0, 4).join(", ")}` : `reward ${rewards[0]}`];
@@ -257,27 +194,31 @@ function groupCard(group) {
   return card;
 }
 
-function showStep(index) {
-  const { step, groups } = data.examples[index];
-  [...$("steps").querySelectorAll("button")].forEach((button, place) => button.setAttribute("aria-selected", place === index));
-  const cards = groups.map(groupCard);
+function showGroups(groups, all) {
+  const cards = groups.map(group => groupCard(group, all));
   $("groups").replaceChildren(...cards);
   cards.forEach((card, place) => { card.open = place < 2; });
   // One rollout is open to begin with: one that has tokens, of those one that trained.
-  const items = [...$("groups").querySelectorAll(".members details")], rows = groups.flatMap(group => group.rollouts).map(place => data.rows[place]);
+  const items = [...$("groups").querySelectorAll(".members details")], rows = groups.flatMap(group => group.rollouts).map(place => all[place]);
   const merit = row => ((row.sequences || []).length ? 2 : 0) + (row.outcome === "trained");
   const open = rows.reduce((best, row, place) => merit(row) > merit(rows[best]) ? place : best, 0);
   if (items[open]) { items[open].open = true; items[open].closest(".group").open = true; }
 }
 
-if ($("groups")) {
-  data.examples.forEach(({ step }, index) => {
+function showExamples(examples, rows) {
+  const showStep = index => {
+    [...$("steps").querySelectorAll("button")].forEach((button, place) => button.setAttribute("aria-selected", place === index));
+    showGroups(examples[index].groups, rows);
+  };
+  examples.forEach(({ step }, index) => {
     const button = el("button", "", `step ${step}`);
     button.setAttribute("role", "tab");
     button.addEventListener("click", () => showStep(index));
     $("steps").append(button);
   });
-  showStep(data.examples.length - 1);
+  showModes(rows);
+  showStep(examples.length - 1);
+  $("examples").hidden = false;
 }
 
 // --- the table of rollouts: only the rows in sight are in the document --------------------------------------------------
@@ -285,22 +226,50 @@ if ($("groups")) {
 const COLUMNS = [["step", "num"], ["env", ""], ["task", ""], ["group", "num"], ["reward", "num"], ["advantage", "num"], ["tokens", "num"], ["outcome", ""], ["reply", "text"]];
 const HEIGHT = 28;
 
-function table() {
-  const texts = data.rows.map(row => [row.env, row.task, row.group, row.outcome, row.reason || "", ...(row.messages || []).flatMap(m => [m.text || "", m.reasoning || "", ...(m.calls || [])])].join("\n").toLowerCase());
-  let order = data.rows.map((_, place) => place), sorting = ["step", 1], found = order;
+const SELECTS = { "by-step": ["all steps", "step"], "by-env": ["all envs", "env"], "by-outcome": ["all outcomes", "outcome"], "by-filter": ["all filters", "filter"] };
+
+function textOf(row) {
+  const said = (row.messages || []).flatMap(m => [m.text || "", m.reasoning || "", ...(m.calls || [])]);
+  return [row.env, row.task, row.group, row.outcome, row.reason || "", ...said].join("\n").toLowerCase();
+}
+
+function filtersOf(row) { return Object.values(row.matched || {}); }
+
+// What the controls ask for; empty ones are left out.
+function asked() {
+  const found = { text: $("filter").value, least: $("least").value, most: $("most").value, turns: $("turns").value };
+  for (const [id, [, name]] of Object.entries(SELECTS)) found[name] = $(id).value;
+  return Object.fromEntries(Object.entries(found).filter(([, value]) => value !== ""));
+}
+
+function admits(row, wanted) {
+  return (wanted.step === undefined || String(row.step) === wanted.step) && (wanted.env === undefined || row.env === wanted.env)
+    && (wanted.outcome === undefined || row.outcome === wanted.outcome)
+    && (wanted.filter === undefined || filtersOf(row).includes(wanted.filter))
+    && (wanted.least === undefined || row.reward >= Number(wanted.least)) && (wanted.most === undefined || row.reward <= Number(wanted.most))
+    && (wanted.turns === undefined || (row.turns ?? 1) >= Number(wanted.turns))
+    && (wanted.text === undefined || textOf(row).includes(wanted.text.toLowerCase()));
+}
+
+// The table over `rows`. `ask`, of a live page, is called where the controls have changed: it gets the rows from the server.
+function makeTable(ask) {
+  let rows = [], order = [], found = [], sorting = ["step", ask ? -1 : 1];
   const value = (row, key) => key === "reply" ? lastText(row) : row[key];
-  const options = (id, label, values) => {
-    $(id).append(new Option(label, ""), ...values.map(v => new Option(`${id === "by-step" ? "step " : ""}${v}`, v)));
-    $(id).hidden = values.length < 2;
-    $(id).addEventListener("change", filter);
-  };
-  const distinct = key => [...new Set(data.rows.map(row => row[key]))];
+  function options(id, values) {
+    const [label] = SELECTS[id], chosen = $(id).value;
+    const wanted = [...new Set(values)].filter(v => v !== undefined), signature = wanted.join("\n");
+    if ($(id).dataset.values === signature) return;
+    $(id).dataset.values = signature;
+    $(id).replaceChildren(new Option(label, ""), ...wanted.map(v => new Option(`${id === "by-step" ? "step " : ""}${v}`, v)));
+    $(id).value = chosen;
+    $(id).hidden = wanted.length < 2 && !chosen;
+  }
   function draw() {
     const top = $("scroll").scrollTop, first = Math.max(0, Math.floor(top / HEIGHT) - 4);
     const count = Math.ceil($("scroll").clientHeight / HEIGHT) + 8;
     $("window").style.transform = `translateY(${first * HEIGHT}px)`;
     $("window").replaceChildren(...found.slice(first, first + count).map(place => {
-      const row = data.rows[place], item = el("div", "row");
+      const row = rows[place], item = el("div", "row");
       item.setAttribute("role", "row");
       item.tabIndex = 0;
       for (const [key, cls] of COLUMNS) {
@@ -314,42 +283,50 @@ function table() {
     }));
   }
   function filter() {
-    const wanted = $("filter").value.toLowerCase(), step = $("by-step").value, env = $("by-env").value, outcome = $("by-outcome").value;
-    found = order.filter(place => {
-      const row = data.rows[place];
-      return (!step || String(row.step) === step) && (!env || row.env === env) && (!outcome || row.outcome === outcome) && (!wanted || texts[place].includes(wanted));
-    });
-    $("count").textContent = `${found.length.toLocaleString("en")} of ${data.rows.length.toLocaleString("en")}`;
+    const wanted = asked();
+    found = order.filter(place => admits(rows[place], wanted));
+    $("count").textContent = ask ? `${found.length.toLocaleString("en")} rollouts` : `${found.length.toLocaleString("en")} of ${rows.length.toLocaleString("en")}`;
     $("space").style.height = `${found.length * HEIGHT}px`;
-    $("scroll").scrollTop = 0;
     draw();
   }
-  function sort(key) {
-    sorting = [key, sorting[0] === key ? -sorting[1] : 1];
-    const [, sign] = sorting, keys = data.rows.map(row => value(row, key));
-    order = data.rows.map((_, place) => place).sort((a, b) => {
+  function sort() {
+    const [key, sign] = sorting, keys = rows.map(row => value(row, key));
+    order = rows.map((_, place) => place).sort((a, b) => {
       const [x, y] = [keys[a], keys[b]];
       if (x === undefined || y === undefined) return (x === undefined) - (y === undefined) || a - b;
       return sign * (x < y ? -1 : x > y ? 1 : 0) || a - b;
     });
     filter();
   }
+  const changed = () => { $("scroll").scrollTop = 0; if (ask) ask(); else filter(); };
   const head = $("table").querySelector(".head");
   for (const [key, cls] of COLUMNS) {
     const cell = el("span", cls), button = el("button", "", key);
-    button.addEventListener("click", () => sort(key));
+    button.addEventListener("click", () => { sorting = [key, sorting[0] === key ? -sorting[1] : 1]; $("scroll").scrollTop = 0; sort(); });
     cell.append(button);
     head.append(cell);
   }
-  options("by-step", "all steps", distinct("step").sort((a, b) => a - b));
-  options("by-env", "all envs", distinct("env").sort());
-  options("by-outcome", "all outcomes", distinct("outcome").sort());
   let due = 0;
-  $("filter").addEventListener("input", () => { clearTimeout(due); due = setTimeout(filter, 60); });
+  for (const id of ["filter", "least", "most", "turns"]) $(id).addEventListener("input", () => { clearTimeout(due); due = setTimeout(changed, ask ? 250 : 60); });
+  for (const id of Object.keys(SELECTS)) $(id).addEventListener("change", changed);
   $("scroll").addEventListener("scroll", () => requestAnimationFrame(draw));
-  addEventListener("resize", draw);
-  sorting = ["", 1];
-  sort("step");
+  new ResizeObserver(draw).observe($("scroll"));
+  return {
+    show(given, offered = {}) {  // `offered`: further values for the controls
+      rows = given;
+      const distinct = key => [...new Set(rows.map(row => row[key]))];
+      options("by-step", offered.steps || distinct("step").sort((a, b) => a - b));
+      options("by-env", [...(offered.envs || []), ...distinct("env").sort()]);
+      options("by-outcome", [...(offered.outcomes || []), ...distinct("outcome").sort()]);
+      options("by-filter", [...(offered.filters || []), ...rows.flatMap(filtersOf).sort()]);
+      $("rollouts").hidden = false;
+      sort();
+    },
+  };
 }
 
-if ($("table")) table();
+if (!data.live) {
+  showPanels(panelsOf(data.metrics, data.before));
+  if (data.examples.length) showExamples(data.examples, data.rows);
+  if (data.rows.length) makeTable().show(data.rows);
+}
