@@ -6,6 +6,7 @@ prl rollouts <run> [--step N] …                python -m prl.tools.rollouts
 prl eval <target> … [key=value …]              python -m prl.eval
 prl chat <target> [key=value …]                python -m prl.tools.chat
 prl report <run or sweep> …                    python -m prl.tools.report
+prl watch [run or folder …]                    python -m prl.tools.watch
 prl env check math …                           python -m prl.tools.env_check check
 prl doctor [key=value …]                       python -m prl.tools.doctor
 """
@@ -20,6 +21,7 @@ SUBCOMMANDS = {
     "rollouts": ("prl.tools.rollouts", "page through the rollouts of a run"),
     "eval": ("prl.eval", "evaluate checkpoints, runs, models or endpoints"),
     "report": ("prl.tools.report", "write the page and the trace of a run, or the summary of several"),
+    "watch": ("prl.tools.watch", "show runs in a browser while they train"),
     "chat": ("prl.tools.chat", "talk to one of them"),
     "env": ("prl.tools.env_check", "check a taskset: prl env check <taskset>"),
     "doctor": ("prl.tools.doctor", "say what is installed, what a run would choose here, and what is missing"),

@@ -42,7 +42,7 @@ def try_to_sum_up(run_dir: Path) -> str | None:
 
 
 def load_early() -> None:
-    """Load what a page takes, pandas and matplotlib, in a thread: the start of a run waits, and its end does not."""
+    """Load what a page takes, pandas and scipy, in a thread: the start of a run waits, and its end does not."""
     threading.Thread(target=importlib.import_module, args=("prl.tools.report.page",), daemon=True).start()
 
 

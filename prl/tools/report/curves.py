@@ -83,13 +83,14 @@ def columns(lines: Iterable[Mapping[str, float | None]]) -> Columns:
         step = line.get("step")
         for key, value in line.items() if step is not None else ():
             if value is not None and is_drawn(key):
-                values.setdefault(key, {})[int(step)] = rounded(value)
+                values.setdefault(key, {})[int(step)] = value
     return {key: (list(column), list(column.values())) for key, column in values.items()}
 
 
 def thinned(whole: Columns) -> Columns:
-    """Every so-manieth point of each curve, at most `POINTS` of them, the last among them."""
-    return {
-        key: (steps[:: -(len(steps) // POINTS + 1)][::-1], values[:: -(len(steps) // POINTS + 1)][::-1])
-        for key, (steps, values) in whole.items()
-    }
+    """Every so-manieth point of each curve, at most `POINTS` of them, the last among them; values in four digits."""
+    found = {}
+    for key, (steps, values) in whole.items():
+        places = range(len(steps))[:: -(len(steps) // POINTS + 1)][::-1]
+        found[key] = ([steps[place] for place in places], [rounded(values[place]) for place in places])
+    return found

@@ -101,15 +101,32 @@ def result_of(folder: Path, problems: list[str]) -> RunResult:
     return result or RunResult(status="crashed")
 
 
-def resumes(folder: Path) -> list[str]:
-    """A sentence for each time that a run went on, and for the run that it forked."""
-    sentences = []
-    for line in lines_of(folder / "resumes.jsonl", dict[str, Any], []):
-        source, step = str(line.get("checkpoint")), line.get("step")
-        # A run goes on from a checkpoint of its own, which has no path.
-        forked = source.startswith("/")
-        sentences.append(f"forked from {source}" if forked else f"resumed after step {step}, {line.get('at')}")
-    return sentences
+class Resume(msgspec.Struct):
+    """A line of `resumes.jsonl`, as much of it as pages show."""
+
+    step: int
+    checkpoint: str
+    """Name of the run's own checkpoint that it went on from; a path: that of the run which it forked."""
+    at: str = ""
+
+    @property
+    def source(self) -> Path | None:
+        """The directory of the run that was forked; None where none was."""
+        return Path(self.checkpoint).parents[1] if self.checkpoint.count("/") > 1 else None
+
+    @property
+    def sentence(self) -> str:
+        """`resumed after step 40, 2026-11-02 10:30`, or which run was forked."""
+        when = f"after step {self.step}, {self.at[:16].replace('T', ' ')}"
+        if self.source is None:
+            return f"resumed {when}"
+        gone = "" if self.source.is_dir() else ", which is gone"
+        return f"forked from {self.source.name}{gone}, {when}"
+
+
+def resumes(folder: Path) -> list[Resume]:
+    """The times that a run went on, and the beginning of a fork."""
+    return lines_of(folder / "resumes.jsonl", Resume, [])
 
 
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:

@@ -10,6 +10,7 @@ import pytest
 from made_run import HOSTILE, make_run
 from playwright.sync_api import expect, sync_playwright
 
+from prl.tools.report.curves import KINDS
 from prl.tools.report.page import write_page
 
 pytestmark = pytest.mark.slow
@@ -59,9 +60,8 @@ def opened(browser, tmp_path_factory):
 
 
 def quiet(opened):
-    """Nothing in the console, nothing asked for but the page itself; pictures are in it."""
-    asked = [url for url in opened.requests if not url.startswith("data:image/svg+xml")]
-    return (opened.printed, asked) == ([], [opened.path.as_uri()])
+    """Nothing in the console, nothing asked for but the page itself."""
+    return (opened.printed, opened.requests) == ([], [opened.path.as_uri()])
 
 
 def number(value):
@@ -117,8 +117,8 @@ def test_tokens_have_colours_and_numbers(opened):
 def test_what_a_model_wrote_stays_text(browser, tmp_path):
     opened = open_page(browser, tmp_path, steps=2, rollouts=16, text=HOSTILE, tokens_at=(1, 2))
     page = opened.page
-    for kind in ("script", "img:not([src^='data:image/svg+xml'])", "svg", "[onload]", "[onerror]"):
-        assert page.locator(kind).count() == (2 if kind == "script" else 0)
+    for kind in ("script", "img", "svg:not(.chart svg)", "[onload]", "[onerror]"):
+        assert page.locator(kind).count() == (2 if kind == "script" else 0), kind
     written = page.locator(".message pre").nth(1).inner_text()
     assert HOSTILE[:100] in written and r"\u202eright to left\u202c \u2028 \x1b[31m ]]>" in written
     assert page.locator(".tokens .t", has_text="</script><img").count() == 1
@@ -150,6 +150,60 @@ def test_a_curve_shows_its_values(opened):
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2)
     assert chart.locator(".at").inner_text() in ("step 1", "step 2")
     assert quiet(opened), (opened.printed, opened.requests)
+
+
+def panels_of(page, metrics):
+    """The curves of each panel that a page would show of these metrics: {title: {name: values}}."""
+    script = "metrics => panelsOf(metrics).map(({title, curves}) => [title, curves().map(({name, ys}) => [name, ys])])"
+    columns = {key: [list(range(1, len(values) + 1)), values] for key, values in metrics.items()}
+    return {title: dict(drawn) for title, drawn in page.evaluate(script, columns)}
+
+
+def test_the_panels_by_env(opened):
+    metrics = {
+        **{"reward/m/mean": [0.5], "reward/m/arrived": [0.4], "reward/m/p50": [0.5], "off_policy/mean": [0.0]},
+        **{"metric/m/correct": [0.25], "ref_kl/m/mean": [-1.0], "ref_kl/is_masked": [0.1], "reward/all/mean": [0.5]},
+    }
+    assert panels_of(opened.page, metrics) == {
+        "Reward": {"m": [0.5]},  # what all envs have together is that of the only one
+        "Parts and metrics": {"m correct": [0.25]},
+        "Divergence from the reference": {"m": [1.0]},
+    }
+    two = {"reward/all/mean": [0.5], "reward/b/mean": [0.25], "reward/a/mean": [0.75]}
+    assert list(panels_of(opened.page, two)["Reward"].items()) == [("b", [0.25]), ("a", [0.75]), ("all", [0.5])]
+
+
+def test_zero_rewards_are_drawn_and_zero_counts_are_not(opened):
+    zeros = {"reward/math/mean": [0.0, 0.0], "truncated/math": [0.0, 0.0], "loss/rl": [0.0, 0.1], "loss/ce": [0.0, 0.0]}
+    assert panels_of(opened.page, zeros) == {"Reward": {"math": [0.0, 0.0]}, "Loss": {"rl": [0.0, 0.1]}}
+
+
+def test_a_page_has_each_panel_once_in_their_order(opened):
+    titles = [text.split("\n")[0] for text in opened.page.locator("figcaption").all_inner_texts()]
+    known = [kind.title for kind in KINDS]
+    places = [next(place for place, title in enumerate(known) if text.startswith(title)) for text in titles]
+    assert places == sorted(set(places)) and len(places) > 9
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "ticks"),
+    [
+        ({"zero": True}, [0.3, 0.9], ["0", "0.25", "0.5", "0.75"]),
+        ({"zero": True}, [0.0, 0.0], ["0", "0.25", "0.5", "0.75", "1"]),
+        ({"zero": False}, [-0.02, 0.01], ["−0.02", "−0.01", "0", "0.01"]),
+        ({"zero": False, "options": {"log": True}}, [1e-5, 1e-2], ["1e−5", "1e−4", "0.001", "0.01"]),
+        ({"zero": True, "options": {"peaks": True}}, [500.0, *[1.0] * 39], ["0", "0.5", "1"]),
+    ],
+    ids=["from zero", "nothing but zero", "below zero", "logarithmic", "a peak cut off"],
+)
+def test_the_ticks_of_an_axis(opened, options, values, ticks):
+    script = """([kind, values]) => {
+        const chart = new Chart(), curves = [{name: "x", xs: values.map((_, place) => place), ys: values}];
+        chart.update({title: "made", unit: "", kind, curves: () => curves});
+        chart.draw();
+        return [...chart.figure.querySelectorAll("text[text-anchor=end]")].map(text => text.textContent);
+    }"""
+    assert opened.page.evaluate(script, [options, values]) == ticks
 
 
 def test_the_table_of_rollouts_is_searched_filtered_and_sorted(opened):

@@ -10,8 +10,8 @@ from made_run import make_run
 from metrics_page import entry_of
 
 from prl.runs.result import RunResult, write_result
-from prl.tools.report import examples, page, plots
-from prl.tools.report.curves import KINDS, named_series, panels
+from prl.tools.report import curves, examples, page, plots
+from prl.tools.report.curves import KINDS
 from prl.tools.report.examples import columns
 from prl.tools.report.html import data_block, digest
 from prl.tools.report.runs import read_run
@@ -140,7 +140,7 @@ def test_damaged_lines_of_tokens_are_left_out_and_named(run, caplog):
 def test_run_that_failed_before_step_one_has_a_page(tmp_path):
     write_result(tmp_path, RunResult("failed", "a\n<b>the engine</b> did not start"))
     text = page.write_page(tmp_path).read_text()
-    assert "&lt;b&gt;the engine&lt;/b&gt; did not start" in text and "Curves" not in text
+    assert "&lt;b&gt;the engine&lt;/b&gt; did not start" in text and data_of(tmp_path)["metrics"] == {}
 
 
 def test_columns_are_what_the_loss_had():
@@ -171,13 +171,27 @@ def test_columns_are_what_the_loss_had():
     }
 
 
-def test_a_page_has_each_panel_once_in_their_order(written):
-    drawn = panels(read_run(written).metrics)
-    titles = [panel.title for panel in drawn]
-    assert titles == [kind.title for kind in KINDS if kind.title in titles]
-    assert {"Reward", "Parts and metrics", "Evaluation", "Entropy", "Throughput"} <= set(titles)
-    text = (written / "report.html").read_text()
-    assert [text.count(f"<figcaption>{title} ") for title in titles] == [1] * len(titles)
+def test_a_page_has_the_metrics_that_it_draws_and_no_others(written):
+    lines = [json.loads(line) for line in (written / "metrics.jsonl").read_text().splitlines()]
+    found = data_of(written)["metrics"]
+    steps, values = found["entropy/all/mean"]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert values == [float(f"{line['entropy/all/mean']:.4g}") for line in lines[1:]], "in four digits"
+    assert found["eval/math/avg@1"] == [[0], [0.25]] and "rollouts/batch" not in found
+
+
+def test_of_the_lines_of_a_step_the_last_counts_and_null_is_no_value():
+    lines = [{"step": 1, "grad_norm": 3.0}, {"step": 2, "grad_norm": None}, {"step": 1, "grad_norm": 2.0}, {"grad_norm": 1}]
+    assert curves.columns(lines) == {"grad_norm": ([1], [2.0])}
+
+
+def test_a_fork_begins_with_the_curves_of_its_source(run, tmp_path):
+    fork = make_run(tmp_path / "fork", **SIZE)
+    line = {"step": 2, "checkpoint": f"{run}/checkpoints/step_000002", "at": "2026-11-02T10:30:00+00:00"}
+    (fork / "resumes.jsonl").write_text(json.dumps(line) + "\n")
+    page.write_page(fork)
+    assert data_of(fork)["before"]["entropy/all/mean"][0] == [1, 2]
+    assert page.write_page(run) and data_of(run)["before"] == {}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.title)
@@ -188,7 +202,7 @@ def test_a_panel_shows_metrics_of_the_catalogue(kind):
     else:
         keys = list(kind.curves.values())
     assert all(map(entry_of, keys))
-    assert len(named_series(kind, pd.DataFrame([dict.fromkeys(keys, 1.0)]))) == len(keys)
+    assert all(map(curves.is_drawn, keys))
 
 
 def test_legends_have_the_colours_of_the_curves():
@@ -197,33 +211,9 @@ def test_legends_have_the_colours_of_the_curves():
         assert f"--s{place}: {colour};" in style
 
 
-def test_the_panels_by_env():
-    of_step = {"reward/m/mean": 0.5, "reward/m/arrived": 0.4, "reward/m/min": 0.0, "reward/m/p50": 0.5}
-    more = {
-        "off_policy/mean": 0.0,
-        "metric/m/correct": 0.25,
-        "ref_kl": -2.0,
-        "ref_kl/m/mean": -1.0,
-        "ref_kl/is_masked": 0.1,
-    }
-    drawn = panels(pd.DataFrame([of_step | more] * 2, index=[1, 2]))
-    shown = {panel.title: {name: list(curve) for name, curve in panel.series.items()} for panel in drawn}
-    assert shown == {
-        "Reward": {"m": [0.5, 0.5]},
-        "Parts and metrics": {"m correct": [0.25, 0.25]},
-        "Divergence from the reference": {"m": [1.0, 1.0]},
-    }
-
-
-def test_zero_rewards_are_drawn_and_zero_counts_are_not():
-    zeros = pd.DataFrame({"reward/math/mean": [0.0, 0.0], "truncated/math": [0.0, 0.0]}, index=[1, 2])
-    assert [panel.title for panel in panels(zeros)] == ["Reward"]
-
-
 def test_long_curves_are_thinned_to_their_last_point():
     curve = pd.Series(range(12_345), dtype=float)
     assert len(plots.thinned(curve)) <= plots.POINTS and plots.thinned(curve).index[-1] == 12_344
-    [panel] = panels(pd.DataFrame({"entropy/all/mean": curve}))
-    steps, values = panel.data()["series"]["entropy"]
+    steps, values = curves.thinned({"entropy": (list(range(12_345)), [*curve])})["entropy"]
+    assert len(steps) == len(values) <= curves.POINTS
     assert (steps[-1], values[-1]) == (12_344, 12_340), "steps whole, values in four digits"
-    assert panel.limits[0] < 0 < 12_344 < panel.limits[1]

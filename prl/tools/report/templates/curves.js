@@ -51,7 +51,7 @@ function panelsOf(metrics, before = {}) {
     const curves = (kind.only_nonzero && nonzero.length ? nonzero : named).map(({ name, key }) => ({
       name, ...signed(kind, metrics[key]), before: before[key] && signed(kind, before[key]),
     }));
-    return [{ title: kind.title, unit: kind.unit, kind, curves }];
+    return [{ title: kind.title, unit: kind.unit, kind, curves: () => curves }];
   });
 }
 
@@ -80,16 +80,18 @@ function nearest(xs, x) {
   return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
 }
 
-function thinned(values) {
-  const every = Math.floor(values.length / POINTS) + 1;
-  return every === 1 ? values : values.filter((_, place) => (values.length - 1 - place) % every === 0);
+function thinned(count) {  // places of so many points that are drawn, the last among them
+  const every = Math.floor(count / POINTS) + 1, places = [];
+  for (let place = (count - 1) % every; place < count; place += every) places.push(place);
+  return places;
 }
 
-function smoothed(values) {
-  if (values.length < SMOOTH_FROM) return values;
-  const window = Math.max(2, Math.floor(values.length / 25)), sums = [0];
-  for (const value of values) sums.push(sums.at(-1) + value);
-  return values.map((_, place) => {
+function smoothed(values) {  // the values at the places that are drawn
+  const places = thinned(values.length);
+  if (values.length < SMOOTH_FROM) return places.map(place => values[place]);
+  const window = Math.max(2, Math.floor(values.length / 25)), sums = new Float64Array(values.length + 1);
+  values.forEach((value, place) => { sums[place + 1] = sums[place] + value; });
+  return places.map(place => {
     const from = Math.max(0, place - (window >> 1)), to = Math.min(values.length, place - (window >> 1) + window);
     return (sums[to] - sums[from]) / (to - from);
   });
@@ -103,8 +105,12 @@ function stepsOf(low, high, most) {  // round numbers between low and high
   return found;
 }
 
-function extent(values, start = [Infinity, -Infinity]) {  // Math.min(...values) has a limit
-  return values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], start);
+function extent(values, low = Infinity, high = -Infinity) {  // Math.min(...values) has a limit
+  for (const value of values) {
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  return [low, high];
 }
 
 function verticalOf(panel, values) {  // {low, high, log, ticks} of the y axis
@@ -134,7 +140,18 @@ const sight = new IntersectionObserver(entries => {
   for (const { target, isIntersecting } of entries) target.chart.seen(isIntersecting);
 }, { rootMargin: "400px" });
 
-// A panel: {title, unit, kind, curves: [{name, xs, ys, band: {xs, low, high}, thin: [{xs, ys}], before: {xs, ys}}]}.
+const waiting = new Set();  // charts in sight that are to be drawn: as many a frame as leave the page quick
+
+function drawSome() {
+  const began = performance.now();
+  for (const chart of waiting) {
+    if (performance.now() - began > 12) { requestAnimationFrame(drawSome); return; }
+    waiting.delete(chart);
+    if (chart.visible) chart.draw();
+  }
+}
+
+// A panel: {title, unit, kind, curves: () => [{name, xs, ys, band: {low, high}, thin: [{xs, ys}], before: {xs, ys}}]}.
 class Chart {
   constructor() {
     this.figure = el("figure", "panel");
@@ -154,6 +171,7 @@ class Chart {
     });
     const hide = () => this.show(this.steps.length - 1, false);  // the newest values, unless another step is pointed at
     this.box.addEventListener("pointerleave", hide);
+    this.box.addEventListener("focus", () => this.draw());
     this.box.addEventListener("blur", hide);
     this.box.addEventListener("keydown", event => {
       const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
@@ -164,40 +182,52 @@ class Chart {
 
   seen(visible) {
     this.visible = visible;
-    if (visible && this.stale) this.draw();
+    if (!visible || !this.panel) return;
+    if (!waiting.size) requestAnimationFrame(drawSome);
+    waiting.add(this);
   }
 
   update(panel) {
-    const names = panel.curves.map(curve => curve.name).join("\n"), follows = this.cursor.hidden;
+    this.panel = panel;
+    this.caption.replaceChildren(`${panel.title} `, el("span", "dim", panel.unit));
+    this.seen(this.visible);
+  }
+
+  get curves() {
+    if (this.known !== this.panel) this.take();
+    return this.taken;
+  }
+
+  take() {  // compute the curves, which takes time where they are means of many
+    const { panel } = this, curves = panel.curves();
+    [this.known, this.taken] = [panel, curves];
+    const names = curves.map(curve => curve.name).join("\n"), follows = this.cursor.hidden;
     if (names !== this.names) {
       this.names = names;
-      this.legend.replaceChildren(el("span", "at"), ...panel.curves.map(({ name }, place) => {
+      this.legend.replaceChildren(el("span", "at"), ...curves.map(({ name }, place) => {
         const entry = el("span");
         entry.append(el("i", `s${place % 8} d${Math.floor(place / 8) % 3}`), `${name} `, el("b"));
         return entry;
       }));
     }
-    this.panel = panel;
-    this.caption.replaceChildren(`${panel.title} `, el("span", "dim", panel.unit));
-    const ends = panel.curves.slice(0, 8).filter(curve => curve.ys.length).map(({ name, ys }) => `${name} ${number(ys[0], 3)} to ${number(ys.at(-1), 3)}`);
+    const ends = curves.slice(0, 8).filter(curve => curve.ys.length).map(({ name, ys }) => `${name} ${number(ys[0], 3)} to ${number(ys.at(-1), 3)}`);
     this.box.setAttribute("aria-label", `${panel.title}, ${panel.unit}: ${ends.join(", ")}`);
-    this.steps = [...new Set(panel.curves.flatMap(curve => curve.xs))].sort((a, b) => a - b);
-    const [first, last] = extent(panel.curves.flatMap(curve => curve.before ? [curve.before.xs[0]] : []), extent(this.steps));
+    this.steps = [...new Set(curves.flatMap(curve => curve.xs))].sort((a, b) => a - b);
+    const [first, last] = extent(curves.flatMap(curve => curve.before ? [curve.before.xs[0]] : []), ...extent(this.steps));
     const margin = 0.015 * (last - first) || 0.5;
     [this.from, this.to] = [first - margin, last + margin];
     this.show(follows ? this.steps.length - 1 : this.at, !follows);
-    this.stale = true;
-    if (this.visible) this.draw();
   }
 
   show(place, pointed = true) {
+    const { curves } = this;
     this.at = Math.max(0, Math.min(this.steps.length - 1, place));
     const x = this.steps[this.at], share = (this.x(x) / WIDTH * 100).toFixed(3);
     this.cursor.hidden = !pointed;
     this.cursor.style.left = `${share}%`;
     this.legend.querySelector(".at").textContent = `step ${number(x, 7)}`;
     const outputs = this.legend.querySelectorAll("b");
-    this.panel.curves.forEach(({ xs, ys, band }, index) => {
+    curves.forEach(({ xs, ys, band }, index) => {
       const found = xs.length ? nearest(xs, x) : -1, close = found >= 0 && Math.abs(xs[found] - x) <= (this.to - this.from) / 100 + 0.5;
       const range = close && band && band.low[found] !== band.high[found] ? ` (${number(band.low[found], 3)} to ${number(band.high[found], 3)})` : "";
       outputs[index].textContent = close ? number(ys[found], 3) + range : "–";
@@ -207,11 +237,12 @@ class Chart {
   x(step) { return LEFT + (RIGHT - LEFT) * (step - this.from) / (this.to - this.from); }
 
   draw() {
-    this.stale = false;
-    const { panel } = this, drawn = svg("svg", { viewBox: `0 0 ${WIDTH} ${HIGH}`, "aria-hidden": "true" });
-    const axis = verticalOf(panel, panel.curves.flatMap(({ ys, before, band, thin }) => [...ys, ...(before ? before.ys : []), ...(band ? [...band.low, ...band.high] : []), ...(thin || []).flatMap(curve => curve.ys)]));
+    const { panel, curves } = this, drawn = svg("svg", { viewBox: `0 0 ${WIDTH} ${HIGH}`, "aria-hidden": "true" });
+    const axis = verticalOf(panel, curves.flatMap(({ ys, before, band }) => [before?.ys || [], ...(band ? [ys, band.low, band.high].map(smoothed) : [ys])]).flat());
     const y = value => BOTTOM - (BOTTOM - TOP) * ((axis.log ? Math.log10(value) : value) - axis.low) / (axis.high - axis.low);
-    const path = (xs, ys) => thinned(xs.map((step, place) => `${this.x(step).toFixed(1)} ${Math.max(-900, Math.min(900, y(ys[place]))).toFixed(1)}`));
+    const point = (step, value) => `${this.x(step).toFixed(1)} ${Math.max(-900, Math.min(900, y(value))).toFixed(1)}`;
+    const path = (xs, ys) => thinned(xs.length).map(place => point(xs[place], ys[place]));
+    const smooth = (xs, ys) => { const means = smoothed(ys); return thinned(xs.length).map((place, at) => point(xs[place], means[at])); };
     const line = (points, options) => inside.append(svg("path", { d: `M${points.join("L")}`, class: "line", ...options }));
     const inside = svg("svg", { x: LEFT, y: 0, width: WIDTH - LEFT, height: BOTTOM + 1, viewBox: `${LEFT} 0 ${WIDTH - LEFT} ${BOTTOM + 1}` });  // it cuts peaks off
     for (const tick of axis.ticks) {
@@ -223,17 +254,17 @@ class Chart {
       drawn.append(svg("text", { x: this.x(tick).toFixed(1), y: BOTTOM + 17, "text-anchor": "middle" }, number(tick, 7)));
     }
     drawn.append(svg("path", { d: `M${LEFT} ${BOTTOM}H${RIGHT}`, class: "grid" }), inside);
-    panel.curves.forEach((curve, place) => {
+    curves.forEach((curve, place) => {
       const look = { class: `line s${place % 8}` }, dash = { "stroke-dasharray": DASHES[Math.floor(place / 8) % 3] };
       if (curve.band) {
-        const { low, high } = curve.band, points = [...path(curve.xs, smoothed(high)), ...path(curve.xs, smoothed(low)).reverse()];
+        const { low, high } = curve.band, points = [...smooth(curve.xs, high), ...smooth(curve.xs, low).reverse()];
         inside.append(svg("path", { d: `M${points.join("L")}Z`, class: `band s${place % 8}` }));
-      } else if (curve.ys.length >= SMOOTH_FROM) {
+      } else if (curve.ys.length >= SMOOTH_FROM && curves.length <= 8) {  // of more, nobody sees what lies below what
         line(path(curve.xs, curve.ys), { ...look, opacity: 0.3, "stroke-width": 0.8 });
       }
-      for (const { xs, ys } of curve.thin || []) line(path(xs, smoothed(ys)), { ...look, ...dash, opacity: 0.6, "stroke-width": 0.7 });
-      if (curve.before) line(path(curve.before.xs, smoothed(curve.before.ys)), { ...look, opacity: 0.7, "stroke-dasharray": "1.5 2.5" });
-      const points = path(curve.xs, smoothed(curve.ys));
+      for (const { xs, ys } of curve.thin || []) line(smooth(xs, ys), { ...look, ...dash, opacity: 0.6, "stroke-width": 0.7 });
+      if (curve.before) line(smooth(curve.before.xs, curve.before.ys), { ...look, opacity: 0.7, "stroke-dasharray": "1.5 2.5" });
+      const points = smooth(curve.xs, curve.ys);
       line(points, { ...look, ...dash });
       if (points.length <= 12) for (const point of points) line([point, point], { ...look, "stroke-width": 5 });
     });

@@ -253,6 +253,7 @@ function admits(row, wanted) {
 
 // The table over `rows`. `ask`, of a live page, is called where the controls have changed: it gets the rows from the server.
 function makeTable(ask) {
+  const scroll = $("scroll");
   let rows = [], order = [], found = [], sorting = ["step", ask ? -1 : 1];
   const value = (row, key) => key === "reply" ? lastText(row) : row[key];
   function options(id, values) {
@@ -265,8 +266,9 @@ function makeTable(ask) {
     $(id).hidden = wanted.length < 2 && !chosen;
   }
   function draw() {
-    const top = $("scroll").scrollTop, first = Math.max(0, Math.floor(top / HEIGHT) - 4);
-    const count = Math.ceil($("scroll").clientHeight / HEIGHT) + 8;
+    if (!scroll.isConnected) return;  // another run is shown
+    const first = Math.max(0, Math.floor(scroll.scrollTop / HEIGHT) - 4);
+    const count = Math.ceil(scroll.clientHeight / HEIGHT) + 8;
     $("window").style.transform = `translateY(${first * HEIGHT}px)`;
     $("window").replaceChildren(...found.slice(first, first + count).map(place => {
       const row = rows[place], item = el("div", "row");
@@ -284,7 +286,7 @@ function makeTable(ask) {
   }
   function filter() {
     const wanted = asked();
-    found = order.filter(place => admits(rows[place], wanted));
+    found = ask ? order : order.filter(place => admits(rows[place], wanted));  // the server has seen all of long messages
     $("count").textContent = ask ? `${found.length.toLocaleString("en")} rollouts` : `${found.length.toLocaleString("en")} of ${rows.length.toLocaleString("en")}`;
     $("space").style.height = `${found.length * HEIGHT}px`;
     draw();
@@ -298,19 +300,19 @@ function makeTable(ask) {
     });
     filter();
   }
-  const changed = () => { $("scroll").scrollTop = 0; if (ask) ask(); else filter(); };
+  const changed = () => { scroll.scrollTop = 0; if (ask) ask(); else filter(); };
   const head = $("table").querySelector(".head");
   for (const [key, cls] of COLUMNS) {
     const cell = el("span", cls), button = el("button", "", key);
-    button.addEventListener("click", () => { sorting = [key, sorting[0] === key ? -sorting[1] : 1]; $("scroll").scrollTop = 0; sort(); });
+    button.addEventListener("click", () => { sorting = [key, sorting[0] === key ? -sorting[1] : 1]; scroll.scrollTop = 0; sort(); });
     cell.append(button);
     head.append(cell);
   }
   let due = 0;
   for (const id of ["filter", "least", "most", "turns"]) $(id).addEventListener("input", () => { clearTimeout(due); due = setTimeout(changed, ask ? 250 : 60); });
   for (const id of Object.keys(SELECTS)) $(id).addEventListener("change", changed);
-  $("scroll").addEventListener("scroll", () => requestAnimationFrame(draw));
-  new ResizeObserver(draw).observe($("scroll"));
+  scroll.addEventListener("scroll", () => requestAnimationFrame(draw));
+  new ResizeObserver(draw).observe(scroll);
   return {
     show(given, offered = {}) {  // `offered`: further values for the controls
       rows = given;

@@ -1,0 +1,135 @@
+"""News for a page in the browser: what runs have written since it was asked last."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from prl.base.errors import UNREADABLE, PrlError
+from prl.tools.report.curves import Columns, columns
+from prl.tools.report.html import fragment
+from prl.tools.report.page import state
+from prl.tools.report.runs import read_run
+from prl.tools.watch.listing import Entry, Listing
+
+RARELY_S = 2.0
+"""[s] What takes longer to read than a line is read at most this often, …"""
+SHARE = 0.01
+"""… and takes at most this share of a core."""
+News = tuple[str, Any]
+"""Name and data of an event."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in a file: what was read before it is known. `inode` tells a new file of the same name."""
+
+    inode: int = 0
+    offset: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.inode}-{self.offset}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Place":
+        """A place as `str` wrote it; the beginning for anything else."""
+        inode, _, offset = text.partition("-")
+        return cls(int(inode), int(offset)) if inode.isdecimal() and offset.isdecimal() else cls()
+
+
+def read_on(path: Path, place: Place) -> tuple[Place, Columns, bool]:
+    """Read the whole lines of metrics behind a place.
+
+    Returns:
+        The place behind them, their metrics, and whether the file is another one than before: a run that goes on
+        writes its file anew, without the lines behind its checkpoint.
+    """
+    try:
+        found = path.stat()
+        if Place(found.st_ino, found.st_size) == place:
+            return place, {}, False
+        with path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            file.seek(max(0, place.offset - 1))
+            goes_on = place.inode == inode and (place.offset == 0 or file.read(1) == b"\n")
+            start = place.offset if goes_on else 0
+            file.seek(start)
+            written = file.read()
+    except OSError:  # not there yet, or no longer
+        return Place(), {}, place.offset > 0
+    whole = written[: written.rfind(b"\n") + 1]
+    return Place(inode, start + len(whole)), columns(map(_decoded, whole.splitlines())), not goes_on
+
+
+def _decoded(line: bytes) -> dict[str, float | None]:
+    try:
+        return msgspec.json.decode(line, type=dict[str, float | None])
+    except UNREADABLE:
+        return {}
+
+
+class Feed:
+    """The news for one page. Whatever it knows is read again where it is lost."""
+
+    def __init__(self, listing: Listing, chosen: dict[str, Place]):
+        self.listing = listing
+        self.chosen = chosen
+        """The runs whose curves the page shows, and the places up to which it has them."""
+        self.paths: dict[str, Path] = {}
+        self.listed: list[Entry] | None = None
+        self.shown: Entry | None = None
+        """The only run that is chosen, as it was when the page got its state."""
+        self._next: dict[str, float] = {}
+
+    def news(self) -> Iterator[News]:
+        """Read what has come: `runs`, `lines` of a run, and the `state` of one that is shown alone."""
+        yield from self._rarely("runs", self._runs)
+        for name, place in self.chosen.items():
+            if name in self.paths:
+                self.chosen[name], found, anew = read_on(self.paths[name] / "metrics.jsonl", place)
+                if found or anew:
+                    # As bytes: nothing among numbers has to be made harmless.
+                    metrics = {key: msgspec.Raw(msgspec.json.encode(column)) for key, column in found.items()}
+                    yield "lines", {"run": name, "at": str(self.chosen[name]), "anew": anew, "metrics": metrics}
+        if len(self.chosen) == 1:
+            yield from self._rarely("state", self._state)
+
+    def _runs(self) -> Sequence[News]:
+        self.paths = self.listing.runs()
+        entries = self.listing.entries(self.paths)
+        if entries == self.listed:
+            return []
+        self.listed = entries
+        if self.shown and (self.shown.name, self.shown.status) not in [(entry.name, entry.status) for entry in entries]:
+            self._next.pop("state", None)  # a run's end is shown at once
+        return [("runs", entries)]
+
+    def _state(self) -> Sequence[News]:
+        [name] = self.chosen
+        entry = next((entry for entry in self.listed or () if entry.name == name), None)
+        if entry is None or entry == self.shown:
+            return []
+        self.shown = entry
+        return [("state", {"run": name, "parts": state_of(self.paths[name])})]
+
+    def _rarely(self, name: str, read: Callable[[], Sequence[News]]) -> Sequence[News]:
+        began = time.monotonic()
+        if began < self._next.get(name, 0.0):
+            return []
+        try:
+            return read()
+        except (PrlError, OSError):  # the run is just being removed
+            return []
+        finally:
+            took = time.monotonic() - began
+            self._next[name] = began + max(RARELY_S, took / SHARE)
+
+
+def state_of(run_dir: Path) -> dict[str, str]:
+    """The fragments of a run's page that change while it goes on, as HTML by the id of their element."""
+    values = state(read_run(run_dir))
+    return {name: fragment(f"{name}.html.j2", **values) for name in ("head", "waits")}

@@ -1,0 +1,152 @@
+"""The server of the live page. It answers this machine alone, and only whoever knows the token in the address.
+
+A request names a run as the list does; no path of a request reaches the file system.
+"""
+
+import asyncio
+import functools
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from scipy.special import stdtrit
+from starlette.applications import Starlette
+from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from prl.base.errors import ConfigError, PrlError
+from prl.base.text import as_message
+from prl.tools.report.curves import KINDS
+from prl.tools.report.examples import read_step
+from prl.tools.report.html import data_block, encoded, fragment, render
+from prl.tools.report.page import before, origin
+from prl.tools.report.runs import Run, read_run
+from prl.tools.report.statistics import FEW, LEVEL
+from prl.tools.report.variants import seed_of, variants
+from prl.tools.watch.feed import Feed, Place
+from prl.tools.watch.listing import Listing, changed
+from prl.tools.watch.rollouts import number, search, wanted
+
+PAUSE_S = 1.0
+"""[s] Between two looks at the files of the runs that a page shows."""
+MOST_SEEDS = 100
+"""Seeds of a variant for which the page has the width of an interval."""
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+class Site:
+    """The answers to the requests for `/<token>/<name>`, by name."""
+
+    def __init__(self, listing: Listing, token: str):
+        self.listing = listing
+        self.token = token
+        self.answers = {
+            "": self.page,
+            "run": self.run,
+            "rollouts": self.rollouts,
+            "examples": self.examples,
+            "compare": self.compare,
+        }
+
+    def app(self) -> Starlette:
+        """The server's application."""
+        return Starlette(routes=[Route("/{path:path}", self.answer, methods=["GET"])])
+
+    async def answer(self, request: Request) -> Response:
+        """Answer a request, and refuse one without the token whatever it asks for."""
+        token, slash, name = request.path_params["path"].partition("/")
+        if not secrets.compare_digest(token.encode(), self.token.encode()):
+            return PlainTextResponse("The token in the address is not that of this server.\n", 403, HEADERS)
+        if not slash:  # what the page asks for is beside it
+            return RedirectResponse(f"/{self.token}/", headers=HEADERS)
+        if name == "news":
+            stream = self.news(request.query_params)
+            return StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
+        if name not in self.answers:
+            return PlainTextResponse("There is no such page.\n", 404, HEADERS)
+        try:
+            answer = await run_in_threadpool(self.answers[name], request.query_params)
+        except (PrlError, OSError) as error:  # the run has been removed, say
+            return PlainTextResponse(as_message(str(error)), 404, HEADERS)
+        kind = HTMLResponse if name == "" else JSON
+        return kind(answer, headers=HEADERS)
+
+    def page(self, query: QueryParams) -> str:
+        """The page, which asks for all else."""
+        quantiles = [float(stdtrit(seeds - 1, (1 + LEVEL) / 2)) for seeds in range(2, MOST_SEEDS + 1)]
+        data = {"live": True, "kinds": KINDS, "quantiles": quantiles, "few": FEW}
+        folders = ", ".join(map(str, self.listing.folders))
+        return render(
+            "watch.html.j2",
+            scripts=["curves.js", "run.js", "watch.js"],
+            title="prl watch",
+            live=True,
+            folders=folders,
+            data=data_block("data", data),
+        )
+
+    async def news(self, query: QueryParams) -> AsyncIterator[str]:
+        """Server-sent events without end: what `Feed` has, and a `tick` that says that the server is there."""
+        places = zip(query.getlist("run"), map(Place.parse, query.getlist("at")), strict=False)
+        feed = Feed(self.listing, dict(places))
+        while True:
+            async for event, values in iterate_in_threadpool(feed.news()):
+                yield f"event: {event}\ndata: {encoded(values)}\n\n"
+            yield "event: tick\ndata: 0\n\n"
+            await asyncio.sleep(PAUSE_S)
+
+    def run(self, query: QueryParams) -> dict[str, Any]:
+        """The fragments of one run's page, as its file has them, but for those that `Feed` sends again and again."""
+        run = read_run(self._path(query), with_metrics=False)
+        return {"html": fragment("body.html.j2", live=True, run=run, **origin(run)), "before": before(run.dir)}
+
+    def rollouts(self, query: QueryParams) -> dict[str, Any]:
+        """A page of results of a search in a run's rollouts."""
+        return search(self._path(query), wanted(query), number(query, "before", int))
+
+    def examples(self, query: QueryParams) -> dict[str, Any]:
+        """The example groups of a step, with their tokens."""
+        found = read_step(self._path(query), number(query, "step", int) or 0)
+        return {"rows": found.rows, "examples": found.examples}
+
+    def compare(self, query: QueryParams) -> dict[str, Any]:
+        """The variant and the seed of each run that is chosen, and what differs between their configs."""
+        runs = self.listing.runs()
+        chosen = {name: _configured(runs[name], changed(runs[name] / "config.yaml")) for name in query.getlist("run") if name in runs}
+        found = variants([*chosen.values()])
+        labels = {run.dir: found.label(values) for values, members in found.members.items() for run in members}
+        html = fragment("differences.html.j2", labels=[*dict.fromkeys(labels.values())], differences=found.differences)
+        of_run = {name: {"label": labels.get(run.dir, name), "seed": seed_of(run)} for name, run in chosen.items()}
+        return {"html": html, "runs": of_run}
+
+    def _path(self, query: QueryParams) -> Path:
+        """The directory of the run that a request names. Raises ConfigError where no run has this name."""
+        name = query.get("run", "")
+        path = self.listing.runs().get(name)
+        if path is None:
+            raise ConfigError(f"there is no run {name}")
+        return path
+
+
+@functools.lru_cache(1000)
+def _configured(run_dir: Path, changed: int) -> Run:
+    """A run without its metrics, read once for each time that its config `changed`: YAML takes its time."""
+    return read_run(run_dir, with_metrics=False)
+
+
+class JSON(Response):
+    """An answer as JSON, whose texts are harmless."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encoded(content).encode()
