@@ -37,9 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="dir",
         help="a run directory, or a folder of some; or its name under outputs/. By default outputs/",
     )
-    parser.add_argument(
-        "--port", type=int, metavar="N", help=f"of the address; by default {PORT}, or one that is free"
-    )
+    parser.add_argument("--port", type=int, metavar="N", help=f"of the address; by default {PORT}, or one that is free")
     try:
         return run_command(watch, parser, argv)
     except KeyboardInterrupt:
@@ -55,7 +53,7 @@ def watch(args: argparse.Namespace) -> None:
         raise ConfigError(f"there is no folder {', '.join(missing)}; without arguments all of {OUTPUTS}/ is watched")
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(18)
     if not re.fullmatch(r"[\w-]{16,}", token, re.ASCII):
-        raise ConfigError(f"{TOKEN_VARIABLE}: at least 16 letters, digits, _ or -")
+        raise ConfigError(f"a token in {TOKEN_VARIABLE} has at least 16 letters, digits, _ or -")
     listening = bound(args.port)
     import uvicorn
 

@@ -121,7 +121,11 @@ class Site:
     def compare(self, query: QueryParams) -> dict[str, Any]:
         """The variant and the seed of each run that is chosen, and what differs between their configs."""
         runs = self.listing.runs()
-        chosen = {name: _configured(runs[name], changed(runs[name] / "config.yaml")) for name in query.getlist("run") if name in runs}
+        chosen = {
+            name: _configured(runs[name], changed(runs[name] / "config.yaml"))
+            for name in query.getlist("run")
+            if name in runs
+        }
         found = variants([*chosen.values()])
         labels = {run.dir: found.label(values) for values, members in found.members.items() for run in members}
         html = fragment("differences.html.j2", labels=[*dict.fromkeys(labels.values())], differences=found.differences)

@@ -181,7 +181,12 @@ def test_a_page_has_the_metrics_that_it_draws_and_no_others(written):
 
 
 def test_of_the_lines_of_a_step_the_last_counts_and_null_is_no_value():
-    lines = [{"step": 1, "grad_norm": 3.0}, {"step": 2, "grad_norm": None}, {"step": 1, "grad_norm": 2.0}, {"grad_norm": 1}]
+    lines = [
+        {"step": 1, "grad_norm": 3.0},
+        {"step": 2, "grad_norm": None},
+        {"step": 1, "grad_norm": 2.0},
+        {"grad_norm": 1},
+    ]
     assert curves.columns(lines) == {"grad_norm": ([1], [2.0])}
 
 

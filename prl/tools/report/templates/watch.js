@@ -2,6 +2,7 @@
 
 const stored = new Map();  // run -> {at, metrics: {name: [steps, values]}} as far as the page has read
 let entries = [], chosen = new URLSearchParams(location.hash.slice(1)).getAll("run");
+const NONE = "No run yet: the page shows the first one that begins here.";
 let source = null, heard = Date.now(), variants = null, table = null, bySeed = true;
 
 async function asks(name, query) {
@@ -105,7 +106,7 @@ function showRuns(given) {
   $("find").hidden = entries.length < 8;
   filterRuns();
   const there = chosen.filter(run => entries.some(entry => entry.name === run));
-  if (!entries.length) $("content").replaceChildren(el("p", "dim", "No run yet: the page shows the first one that begins here."));
+  if (!entries.length) $("content").replaceChildren(el("p", "dim", NONE));
   else if (!there.length) choose([entries[0].name]);
 }
 
@@ -134,7 +135,7 @@ async function openChosen() {
     if (runs !== chosen) return;
     if (runs.length === 1) openRun(runs[0], answer); else openCompared(answer.runs, answer.html);
   } catch (error) {
-    if (runs === chosen) $("content").replaceChildren(el("p", "bad", error.message));
+    if (runs === chosen) $("content").replaceChildren(el("p", entries.length ? "bad" : "dim", entries.length ? error.message : NONE));
   }
   redraw();
 }
