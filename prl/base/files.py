@@ -62,8 +62,15 @@ def read_json(path: Path, kind: type[T]) -> T:
 
 def lines_of(path: Path, kind: type[T], problems: list[str]) -> list[T]:
     """The lines of a JSON Lines file but for those that cannot be read, and a last one that is still being written."""
+    lines, damaged = lines_in(content_of(path), kind)
+    if damaged:
+        problems.append(f"{path}: {damaged} line{'s' * (damaged != 1)} cannot be read")
+    return lines
+
+
+def lines_in(written: bytes, kind: type[T]) -> tuple[list[T], int]:
+    """The lines of JSON Lines but for a last one that is still being written, and how many cannot be read."""
     decoder = msgspec.json.Decoder(kind)
-    written = content_of(path)
     lines, damaged = [], 0
     # Up to the last newline: a run that goes on may be writing the line behind it.
     for line in written[: written.rfind(b"\n") + 1].splitlines():
@@ -71,9 +78,7 @@ def lines_of(path: Path, kind: type[T], problems: list[str]) -> list[T]:
             lines += [decoder.decode(line)] if line.strip() else []
         except UNREADABLE:
             damaged += 1
-    if damaged:
-        problems.append(f"{path}: {damaged} line{'s' * (damaged != 1)} cannot be read")
-    return lines
+    return lines, damaged
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The panels of a run's page: which curves there are, and their numbers. `templates/run.js` draws them."""
 
 import functools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def columns(lines: Iterable[Mapping[str, float | None]]) -> Columns:
     for line in lines:
         step = line.get("step")
         for key, value in line.items() if step is not None else ():
-            if value is not None and is_drawn(key):
+            if value is not None and not math.isnan(value) and is_drawn(key):
                 values.setdefault(key, {})[int(step)] = value
     return {key: (list(column), list(column.values())) for key, column in values.items()}
 

@@ -12,7 +12,7 @@ from prl.config.run_yaml import flat
 from prl.tools.report import curves
 from prl.tools.report.examples import read_rollouts
 from prl.tools.report.html import data_block, render
-from prl.tools.report.runs import Run, json_of, read_run, resumes
+from prl.tools.report.runs import Run, json_of, read_run
 from prl.tools.report.shares import read_spans, rows, shares
 from prl.tools.report.variants import shown
 from prl.tools.report.verdict import duration, verdict
@@ -40,7 +40,7 @@ def page(run: Run) -> str:
     run.problems.extend(rollouts.problems)
     lines = lines_of(run.dir / "metrics.jsonl", dict[str, float | None], [])
     metrics = curves.thinned(curves.columns(lines))
-    data = {"kinds": curves.KINDS, "metrics": metrics, "before": before(run.dir)}
+    data = {"kinds": curves.KINDS, "metrics": metrics, "before": before(run)}
     data |= {"rows": rollouts.rows, "examples": rollouts.examples}
     return render(
         "run.html.j2",
@@ -61,13 +61,9 @@ def state(run: Run) -> dict[str, Any]:
     return {"run": run, "verdict": verdict(run, times), "facts": _facts(run), "waits": waits}
 
 
-def before(run_dir: Path) -> curves.Columns:
-    """The metrics of the run that this one forked, up to where it did; none where it forked none, or that is gone."""
-    forked = next((resume for resume in resumes(run_dir) if resume.source), None)
-    if forked is None:
-        return {}
-    lines = lines_of(forked.source / "metrics.jsonl", dict[str, float | None], [])
-    return curves.thinned(curves.columns(line for line in lines if (line.get("step") or 0) <= forked.step))
+def before(run: Run) -> curves.Columns:
+    """The metrics of the run that this one forked, up to where it did."""
+    return curves.thinned(curves.columns(run.before.reset_index().to_dict("records")))
 
 
 def origin(run: Run) -> dict[str, Any]:

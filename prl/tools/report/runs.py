@@ -81,9 +81,10 @@ def read_run(folder: str | Path, *, with_metrics: bool = True) -> Run:
     sweep = json_of(folder.parent / "sweep.json", dict[str, Any], problems)
     of_all = (sweep or {}).get("fixed")
     fixed = {key.lstrip("~") for key in of_all} if of_all is not None else set(map(override_key, overrides))
+    config = _yaml(folder / "config.yaml", dict[str, Any], problems) or {}
     return Run(
         dir=folder,
-        config=_yaml(folder / "config.yaml", dict[str, Any], problems) or {},
+        config=config,
         overrides=overrides,
         searched=[key for key in map(override_key, overrides) if key not in fixed],
         result=result,
@@ -99,34 +100,6 @@ def result_of(folder: Path, problems: list[str]) -> RunResult:
     if (result is None or not result.seconds) and is_owned(folder):  # one on Ray has a result from the start
         return RunResult(status="running")
     return result or RunResult(status="crashed")
-
-
-class Resume(msgspec.Struct):
-    """A line of `resumes.jsonl`, as much of it as pages show."""
-
-    step: int
-    checkpoint: str
-    """Name of the run's own checkpoint that it went on from; a path: that of the run which it forked."""
-    at: str = ""
-
-    @property
-    def source(self) -> Path | None:
-        """The directory of the run that was forked; None where none was."""
-        return Path(self.checkpoint).parents[1] if self.checkpoint.count("/") > 1 else None
-
-    @property
-    def sentence(self) -> str:
-        """`resumed after step 40, 2026-11-02 10:30`, or which run was forked."""
-        when = f"after step {self.step}, {self.at[:16].replace('T', ' ')}"
-        if self.source is None:
-            return f"resumed {when}"
-        gone = "" if self.source.is_dir() else ", which is gone"
-        return f"forked from {self.source.name}{gone}, {when}"
-
-
-def resumes(folder: Path) -> list[Resume]:
-    """The times that a run went on, and the beginning of a fork."""
-    return lines_of(folder / "resumes.jsonl", Resume, [])
 
 
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:

@@ -8,7 +8,6 @@ Prints the address, which has a token in it: nobody else on this machine can ope
 
 import argparse
 import os
-import re
 import secrets
 import socket
 import sys
@@ -17,27 +16,17 @@ from pathlib import Path
 from prl.base.errors import ConfigError
 from prl.tools import OUTPUTS, named, run_command
 
-PORT = 8765
 TOKEN_VARIABLE = "PRL_WATCH_TOKEN"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     summary, *_ = str(__doc__).splitlines()
-    parser = argparse.ArgumentParser(
-        prog="prl watch",
-        description=summary,
-        epilog=f"The address stays the same with a token of your own: {TOKEN_VARIABLE}, at least 16 letters or digits.",
-    )
-    parser.add_argument(
-        "dirs",
-        nargs="*",
-        type=Path,
-        default=[OUTPUTS],
-        metavar="dir",
-        help="a run directory, or a folder of some; or its name under outputs/. By default outputs/",
-    )
-    parser.add_argument("--port", type=int, metavar="N", help=f"of the address; by default {PORT}, or one that is free")
+    same = f"With --port and a token of your own in {TOKEN_VARIABLE} the address stays the same."
+    parser = argparse.ArgumentParser(prog="prl watch", description=summary, epilog=same)
+    what = "a run directory, or a folder of some; or its name under outputs/. By default outputs/"
+    parser.add_argument("dirs", nargs="*", type=Path, default=[OUTPUTS], metavar="dir", help=what)
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="of the address; by default one that is free")
     try:
         return run_command(watch, parser, argv)
     except KeyboardInterrupt:
@@ -46,41 +35,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def watch(args: argparse.Namespace) -> None:
-    """Serve the page until stopped. Raises ConfigError for a folder that is not there, and for a port that is taken."""
+    """Serve the page until stopped. Raises ConfigError for a folder that is not there, or a port that cannot be had."""
     folders = [named(path) for path in args.dirs]
     missing = [str(folder) for folder in folders if not folder.is_dir() and folder != OUTPUTS]
     if missing:
         raise ConfigError(f"there is no folder {', '.join(missing)}; without arguments all of {OUTPUTS}/ is watched")
-    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(18)
-    if not re.fullmatch(r"[\w-]{16,}", token, re.ASCII):
-        raise ConfigError(f"a token in {TOKEN_VARIABLE} has at least 16 letters, digits, _ or -")
-    listening = bound(args.port)
-    import uvicorn
+    try:
+        listening = socket.create_server(("127.0.0.1", args.port))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--port {args.port}: {error}") from error
+    import uvicorn  # once the arguments have passed, since it and pandas take their time
 
-    from prl.tools.watch.listing import Listing
     from prl.tools.watch.server import Site
 
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(18)
     address = f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/"
     print(f"{', '.join(map(str, folders))} is at {address} until Ctrl-C", flush=True)
-    # Its log of requests would have the token.
-    config = uvicorn.Config(
-        Site(Listing(folders), token).app(),
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=1,
-    )
-    uvicorn.Server(config).run([listening])
-
-
-def bound(port: int | None) -> socket.socket:
-    """A socket of this machine alone. Raises ConfigError where the port that was asked for is taken."""
-    try:
-        return socket.create_server(("127.0.0.1", PORT if port is None else port))
-    except (OSError, OverflowError) as error:
-        if port is None:
-            return socket.create_server(("127.0.0.1", 0))
-        raise ConfigError(f"--port {port}: {error}") from error
+    app = Site([folder.absolute() for folder in folders], token).app()
+    # A log of requests would have the token.
+    quiet = {"log_level": "critical", "access_log": False, "lifespan": "off"}
+    uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **quiet)).run([listening])
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ from typing import Any
 
 import msgspec
 
-from prl.base.errors import UNREADABLE, PrlError
+from prl.base.errors import PrlError
+from prl.base.files import lines_in
 from prl.tools.report.curves import Columns, columns
 from prl.tools.report.html import fragment
-from prl.tools.report.page import state
+from prl.tools.report.page import before, state
 from prl.tools.report.runs import read_run
-from prl.tools.watch.listing import Entry, Listing
+from prl.tools.watch.listing import Entry, entries, find
 
 RARELY_S = 2.0
 """[s] What takes longer to read than a line is read at most this often, …"""
@@ -61,22 +62,15 @@ def read_on(path: Path, place: Place) -> tuple[Place, Columns, bool]:
             written = file.read()
     except OSError:  # not there yet, or no longer
         return Place(), {}, place.offset > 0
-    whole = written[: written.rfind(b"\n") + 1]
-    return Place(inode, start + len(whole)), columns(map(_decoded, whole.splitlines())), not goes_on
-
-
-def _decoded(line: bytes) -> dict[str, float | None]:
-    try:
-        return msgspec.json.decode(line, type=dict[str, float | None])
-    except UNREADABLE:
-        return {}
+    lines, _ = lines_in(written, dict[str, float | None])
+    return Place(inode, start + written.rfind(b"\n") + 1), columns(lines), not goes_on
 
 
 class Feed:
     """The news for one page. Whatever it knows is read again where it is lost."""
 
-    def __init__(self, listing: Listing, chosen: dict[str, Place]):
-        self.listing = listing
+    def __init__(self, folders: Sequence[Path], chosen: dict[str, Place]):
+        self.folders = folders
         self.chosen = chosen
         """The runs whose curves the page shows, and the places up to which it has them."""
         self.paths: dict[str, Path] = {}
@@ -99,14 +93,12 @@ class Feed:
             yield from self._rarely("state", self._state)
 
     def _runs(self) -> Sequence[News]:
-        self.paths = self.listing.runs()
-        entries = self.listing.entries(self.paths)
-        if entries == self.listed:
-            return []
-        self.listed = entries
-        if self.shown and (self.shown.name, self.shown.status) not in [(entry.name, entry.status) for entry in entries]:
+        self.paths = find(self.folders)
+        known = self.listed
+        self.listed = entries(self.paths)
+        if self.shown and (self.shown.name, self.shown.status) not in [(run.name, run.status) for run in self.listed]:
             self._next.pop("state", None)  # a run's end is shown at once
-        return [("runs", entries)]
+        return [] if self.listed == known else [("runs", self.listed)]
 
     def _state(self) -> Sequence[News]:
         [name] = self.chosen
@@ -114,7 +106,7 @@ class Feed:
         if entry is None or entry == self.shown:
             return []
         self.shown = entry
-        return [("state", {"run": name, "parts": state_of(self.paths[name])})]
+        return [("state", {"run": name} | state_of(self.paths[name]))]
 
     def _rarely(self, name: str, read: Callable[[], Sequence[News]]) -> Sequence[News]:
         began = time.monotonic()
@@ -129,7 +121,9 @@ class Feed:
             self._next[name] = began + max(RARELY_S, took / SHARE)
 
 
-def state_of(run_dir: Path) -> dict[str, str]:
-    """The fragments of a run's page that change while it goes on, as HTML by the id of their element."""
-    values = state(read_run(run_dir))
-    return {name: fragment(f"{name}.html.j2", **values) for name in ("head", "waits")}
+def state_of(run_dir: Path) -> dict[str, Any]:
+    """The fragments of a run's page that change while it goes on, as HTML, and the metrics of the run it forked."""
+    run = read_run(run_dir)
+    values = state(run)
+    parts = {name: fragment(f"{name}.html.j2", **values) for name in ("head", "waits")}
+    return {"parts": parts, "before": before(run)}

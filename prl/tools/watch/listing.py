@@ -1,19 +1,21 @@
-"""The runs below the watched folders, each with what a list says of it in a line: read without its metrics."""
+"""The runs below the watched folders, each with what a list says of it: read without its metrics."""
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import msgspec
-
-from prl.base.errors import UNREADABLE, ConfigError
+from prl.base.errors import ConfigError
+from prl.base.files import lines_in, lines_of
 from prl.base.metric_names import SAMPLED
 from prl.base.text import safe
+from prl.runs.owner import is_owned
 from prl.runs.run_dir import RUN_FILES
 from prl.tools import line_of
 from prl.tools.report.html import rounded
-from prl.tools.report.runs import find_runs, is_run, resumes, result_of
+from prl.tools.report.runs import find_runs, result_of
 
 TAIL = 256 * 1024
 """Bytes at the end of `metrics.jsonl` in which the last line is looked for."""
@@ -31,74 +33,32 @@ class Entry:
     max_steps: int | None
     reward: float | None
     remarks: list[str]
-    """Sentences: from where it went on, which metrics are not finite, its error."""
+    """Where it went on, which metrics are not finite, its error."""
 
 
-class Listing:
-    """The runs among and below some folders."""
+def find(folders: Sequence[Path]) -> dict[str, Path]:
+    """The runs among and below some folders by name, the one that began last first.
 
-    def __init__(self, folders: Sequence[Path]):
-        self.folders = [folder.absolute() for folder in folders]
-        self._read: dict[Path, tuple[list[int], Entry]] = {}
-
-    def runs(self) -> dict[str, Path]:
-        """Name -> run directory, the run that was started last first. A name is the path from its watched folder."""
-        found = {}
-        for folder in self.folders:
-            paths = _found(folder)
-            for path in sorted(paths, key=lambda path: -changed(path / "config.yaml")):
-                name = safe(str(path.relative_to(folder.parent if path == folder else folder)))
-                found[name if name not in found else safe(str(path))] = path
-        return found
-
-    def entries(self, runs: dict[str, Path]) -> list[Entry]:
-        """The list of `runs`. Only what has changed is read again."""
-        return [self._entry(name, path) for name, path in runs.items()]
-
-    def _entry(self, name: str, path: Path) -> Entry:
-        before = [changed(path / file) for file in (*RUN_FILES, "resumes.jsonl")]
-        read, entry = self._read.get(path, (None, None))
-        # Whether a run without a result is alive is in no file.
-        if entry is None or read != before or entry.name != name or entry.status in ("running", "crashed"):
-            entry = entry_of(name, path)
-            self._read[path] = before, entry
-        return entry
+    A name is the path from the folder; of two that have the same the second is known by its whole path.
+    """
+    found: dict[str, Path] = {}
+    for folder in folders:
+        try:
+            paths = find_runs([folder])
+        except (ConfigError, OSError):  # there is none yet, or one is just being removed
+            continue
+        for path in sorted(paths, key=lambda path: -changed(path / "config.yaml")):
+            name = safe(str(path.relative_to(folder.parent if path == folder else folder)))
+            found[name if name not in found else safe(str(path))] = path
+    return found
 
 
-def entry_of(name: str, path: Path) -> Entry:
-    """Read what the list says of a run."""
-    result, last = result_of(path, []), last_line(path / "metrics.jsonl")
-    broken = [key for key, value in last.items() if value is None]
-    remarks = [resume.sentence for resume in resumes(path)]
-    if broken:
-        remarks.append(f"not finite: {', '.join(broken[:3])}{', …' * (len(broken) > 3)}")
-    remarks += filter(None, [line_of(result.error), result.ended_because])
-    return Entry(
-        name=name,
-        status=result.status,
-        step=max(result.steps, int(last.get("step") or 0)),
-        max_steps=_max_steps(path / "config.yaml"),
-        reward=rounded(last.get(SAMPLED, result.metrics.get(SAMPLED))),
-        remarks=[safe(remark[:REMARK]) for remark in remarks],
-    )
-
-
-def last_line(path: Path) -> dict[str, float | None]:
-    """The last whole line of a file of metrics; empty where there is none that can be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL))
-            *lines, _ = file.read().split(b"\n")
-        return msgspec.json.decode(lines[-1], type=dict[str, float | None])
-    except (OSError, IndexError, *UNREADABLE):
-        return {}
-
-
-def _found(folder: Path) -> list[Path]:
-    try:
-        return find_runs([folder])
-    except (ConfigError, OSError):  # there is none yet, or one is just being removed
-        return [folder] if is_run(folder) else []
+def entries(runs: Mapping[str, Path]) -> list[Entry]:
+    """The list of runs. Only what has changed is read again."""
+    files = (*RUN_FILES, "resumes.jsonl")
+    return [
+        _entry(name, path, tuple(changed(path / file) for file in files), is_owned(path)) for name, path in runs.items()
+    ]
 
 
 def changed(path: Path) -> int:
@@ -109,10 +69,47 @@ def changed(path: Path) -> int:
         return 0
 
 
-def _max_steps(path: Path) -> int | None:
-    """The option of a config; a pattern, since to parse YAML takes a hundred times as long."""
+@functools.lru_cache(10_000)
+def _entry(name: str, path: Path, changed: tuple[int, ...], alive: bool) -> Entry:
+    """Read what the list says of a run; `changed` and `alive` tell when that is to be done again."""
+    result, last = result_of(path, []), _last_line(path / "metrics.jsonl")
+    config = _text(path / "config.yaml")
+    # A pattern, since to parse YAML takes a hundred times as long.
+    steps = re.search(rb"^max_steps: (\d{1,12})$", config, re.MULTILINE)
+    broken = [key for key, value in last.items() if value is None]
+    remarks = [*_history(path), line_of(result.error), result.ended_because or ""]
+    remarks += [f"not finite: {', '.join(broken[:3])}{', …' * (len(broken) > 3)}"] if broken else []
+    return Entry(
+        name=name,
+        status=result.status,
+        step=max(result.steps, int(last.get("step") or 0)),
+        max_steps=int(steps[1]) if steps else None,
+        reward=rounded(last.get(SAMPLED, result.metrics.get(SAMPLED))),
+        remarks=[safe(remark[:REMARK]) for remark in remarks if remark],
+    )
+
+
+def _history(path: Path) -> list[str]:
+    """The times that a run went on, and the run that it forked."""
+    found = []
+    for line in lines_of(path / "resumes.jsonl", dict[str, Any], []):
+        source = Path(str(line.get("checkpoint")))
+        forked = f"forked from {source.parent.parent.name}, step {line.get('step')}"
+        found.append(forked if source.is_absolute() else f"resumed after step {line.get('step')}")
+    return found
+
+
+def _last_line(path: Path) -> dict[str, float | None]:
+    """The last whole line of a file of metrics; empty where none can be read."""
+    lines, _ = lines_in(_text(path, TAIL), dict[str, float | None])
+    return lines[-1] if lines else {}
+
+
+def _text(path: Path, size: int | None = None) -> bytes:
+    """A file's content, or the end of it; empty for one that cannot be read."""
     try:
-        match = re.search(r"^max_steps: (\d{1,12})$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - size) if size else 0)
+            return file.read()
     except OSError:
-        return None
-    return int(match[1]) if match else None
+        return b""

@@ -6,7 +6,7 @@ A request names a run as the list does; no path of a request reaches the file sy
 import asyncio
 import functools
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,17 @@ from prl.base.text import as_message
 from prl.tools.report.curves import KINDS
 from prl.tools.report.examples import read_step
 from prl.tools.report.html import data_block, encoded, fragment, render
-from prl.tools.report.page import before, origin
+from prl.tools.report.page import origin
 from prl.tools.report.runs import Run, read_run
 from prl.tools.report.statistics import FEW, LEVEL
 from prl.tools.report.variants import seed_of, variants
 from prl.tools.watch.feed import Feed, Place
-from prl.tools.watch.listing import Listing, changed
-from prl.tools.watch.rollouts import number, search, wanted
+from prl.tools.watch.listing import changed, find
+from prl.tools.watch.rollouts import asked, search
 
 PAUSE_S = 1.0
 """[s] Between two looks at the files of the runs that a page shows."""
+SCRIPTS = ("curves.js", "run.js", "watch.js")
 MOST_SEEDS = 100
 """Seeds of a variant for which the page has the width of an interval."""
 HEADERS = {
@@ -46,16 +47,11 @@ HEADERS = {
 class Site:
     """The answers to the requests for `/<token>/<name>`, by name."""
 
-    def __init__(self, listing: Listing, token: str):
-        self.listing = listing
+    def __init__(self, folders: Sequence[Path], token: str):
+        self.folders = folders
         self.token = token
-        self.answers = {
-            "": self.page,
-            "run": self.run,
-            "rollouts": self.rollouts,
-            "examples": self.examples,
-            "compare": self.compare,
-        }
+        named = (self.run, self.rollouts, self.examples, self.compare)
+        self.answers = {"": self.page} | {answer.__name__: answer for answer in named}
 
     def app(self) -> Starlette:
         """The server's application."""
@@ -84,20 +80,13 @@ class Site:
         """The page, which asks for all else."""
         quantiles = [float(stdtrit(seeds - 1, (1 + LEVEL) / 2)) for seeds in range(2, MOST_SEEDS + 1)]
         data = {"live": True, "kinds": KINDS, "quantiles": quantiles, "few": FEW}
-        folders = ", ".join(map(str, self.listing.folders))
-        return render(
-            "watch.html.j2",
-            scripts=["curves.js", "run.js", "watch.js"],
-            title="prl watch",
-            live=True,
-            folders=folders,
-            data=data_block("data", data),
-        )
+        values = {"folders": ", ".join(map(str, self.folders)), "data": data_block("data", data)}
+        return render("watch.html.j2", scripts=SCRIPTS, title="prl watch", live=True, **values)
 
     async def news(self, query: QueryParams) -> AsyncIterator[str]:
         """Server-sent events without end: what `Feed` has, and a `tick` that says that the server is there."""
         places = zip(query.getlist("run"), map(Place.parse, query.getlist("at")), strict=False)
-        feed = Feed(self.listing, dict(places))
+        feed = Feed(self.folders, dict(places))
         while True:
             async for event, values in iterate_in_threadpool(feed.news()):
                 yield f"event: {event}\ndata: {encoded(values)}\n\n"
@@ -105,22 +94,22 @@ class Site:
             await asyncio.sleep(PAUSE_S)
 
     def run(self, query: QueryParams) -> dict[str, Any]:
-        """The fragments of one run's page, as its file has them, but for those that `Feed` sends again and again."""
+        """The page of one run as its file has it, but for what `Feed` sends again and again."""
         run = read_run(self._path(query), with_metrics=False)
-        return {"html": fragment("body.html.j2", live=True, run=run, **origin(run)), "before": before(run.dir)}
+        return {"html": fragment("body.html.j2", live=True, run=run, **origin(run))}
 
     def rollouts(self, query: QueryParams) -> dict[str, Any]:
         """A page of results of a search in a run's rollouts."""
-        return search(self._path(query), wanted(query), number(query, "before", int))
+        return search(self._path(query), asked(query))
 
     def examples(self, query: QueryParams) -> dict[str, Any]:
         """The example groups of a step, with their tokens."""
-        found = read_step(self._path(query), number(query, "step", int) or 0)
+        found = read_step(self._path(query), asked(query).get("step", 0))
         return {"rows": found.rows, "examples": found.examples}
 
     def compare(self, query: QueryParams) -> dict[str, Any]:
         """The variant and the seed of each run that is chosen, and what differs between their configs."""
-        runs = self.listing.runs()
+        runs = find(self.folders)
         chosen = {
             name: _configured(runs[name], changed(runs[name] / "config.yaml"))
             for name in query.getlist("run")
@@ -134,11 +123,10 @@ class Site:
 
     def _path(self, query: QueryParams) -> Path:
         """The directory of the run that a request names. Raises ConfigError where no run has this name."""
-        name = query.get("run", "")
-        path = self.listing.runs().get(name)
-        if path is None:
+        runs, name = find(self.folders), query.get("run", "")
+        if name not in runs:
             raise ConfigError(f"there is no run {name}")
-        return path
+        return runs[name]
 
 
 @functools.lru_cache(1000)

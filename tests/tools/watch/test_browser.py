@@ -76,6 +76,9 @@ def test_a_number_follows_the_file(page):
         expect(legend).to_contain_text(f"entropy {step / 8:.3g}")
         took.append(time.monotonic() - began)
     assert min(took) < 2
+    page.page.locator(
+        "figure.panel", has_text="Difficulty pools"
+    ).scroll_into_view_if_needed()  # drawn where it is seen
     expect(newest(page.page, "Difficulty pools")).to_contain_text("math_easy 0.25")
     expect(page.page.locator("#runs")).to_contain_text("step 7/4")
     expect(page.page.locator(".verdict")).to_contain_text("Reward")

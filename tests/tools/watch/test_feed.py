@@ -7,7 +7,6 @@ import pytest
 
 from prl.tools.watch import feed
 from prl.tools.watch.feed import Feed, Place, read_on
-from prl.tools.watch.listing import Listing
 
 
 def news(page):
@@ -56,7 +55,7 @@ def test_a_place_that_is_none_is_the_beginning(text):
 def test_a_page_is_told_what_changed_and_no_more(folder, append, monkeypatch):
     monkeypatch.setattr(feed, "RARELY_S", 0.0)
     monkeypatch.setattr(feed, "SHARE", 1e9)
-    page = Feed(Listing([folder]), {"a": Place()})
+    page = Feed([folder], {"a": Place()})
     first = dict(news(page))
     assert [entry.name for entry in first["runs"]] and first["lines"]["anew"]
     assert first["state"]["run"] == "a" and "Completed 3 steps" in first["state"]["parts"]["head"]
@@ -79,7 +78,7 @@ def test_what_takes_long_is_read_rarely_but_a_new_status_is_shown_at_once(folder
         return {}
 
     monkeypatch.setattr(feed, "state_of", slow)
-    page = Feed(Listing([folder]), {"a": Place()})
+    page = Feed([folder], {"a": Place()})
     told = []
     for second in range(1, 61):
         now[0] = 100.0 + second
@@ -93,7 +92,7 @@ def test_what_takes_long_is_read_rarely_but_a_new_status_is_shown_at_once(folder
 def test_a_run_that_is_removed_takes_nothing_with_it(folder, monkeypatch):
     monkeypatch.setattr(feed, "RARELY_S", 0.0)
     monkeypatch.setattr(feed, "SHARE", 1e9)
-    page = Feed(Listing([folder]), {"a": Place(), "gone": Place()})
+    page = Feed([folder], {"a": Place(), "gone": Place()})
     news(page)
     for path in sorted((folder / "a").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()

@@ -7,7 +7,7 @@ import pytest
 
 from prl.base.errors import ConfigError
 from prl.tools.watch import rollouts
-from prl.tools.watch.rollouts import search, wanted
+from prl.tools.watch.rollouts import asked, search
 
 
 @pytest.fixture
@@ -32,26 +32,26 @@ def ids(rows):
     return [(row["step"], row["group"], row.get("rollout", 0)) for row in rows]
 
 
+def fits(row, name, value):
+    """Whether a line of a file has what one part of a search names."""
+    reward = row["reward"]
+    return {
+        "step": str(row["step"]) == value,
+        "env": row["env"] == value,
+        "outcome": value.split(" ")[0] == row["outcome"]["stage"].replace("_", "-"),
+        "filter": value in row["matched"].values(),
+        "turns": value.isdecimal() and [each["role"] for each in row["messages"]].count("assistant") >= int(value),
+        "least": reward is not None and name == "least" and reward >= float(value),
+        "most": reward is not None and name == "most" and reward <= float(value),
+        "text": value.lower() in json.dumps([row["messages"], row["task"], row["outcome"]]).lower(),
+    }[name]
+
+
 def expected(run, query):
     """The rollouts of the newest step first, each tried by the query's own words."""
-    found = []
-    for path in sorted((run / "rollouts").glob("step_*.jsonl"), reverse=True):
-        for row in map(json.loads, path.read_text().splitlines()):
-            said = json.dumps([row["messages"], row["task"], row["outcome"]]).lower()
-            turns = [message["role"] for message in row["messages"]].count("assistant")
-            tests = {
-                "step": lambda value: row["step"] == int(value),
-                "env": lambda value: row["env"] == value,
-                "outcome": lambda value: value.split(" ")[0] == row["outcome"]["stage"].replace("_", "-"),
-                "filter": lambda value: value in row["matched"].values(),
-                "turns": lambda value: turns >= int(value),
-                "least": lambda value: row["reward"] is not None and row["reward"] >= float(value),
-                "most": lambda value: row["reward"] is not None and row["reward"] <= float(value),
-                "text": lambda value: value.lower() in said,
-            }
-            if all(tests[name](value) for name, value in query.items()):
-                found.append(row)
-    return ids(found)
+    paths = sorted((run / "rollouts").glob("step_*.jsonl"), reverse=True)
+    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return ids([row for row in rows if all(fits(row, name, value) for name, value in query.items())])
 
 
 ASKED = {
@@ -70,29 +70,29 @@ QUERIES += [{"text": "ROOM at 3"}, {"text": "calculate"}, {"outcome": "failed (e
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: ",".join(query) or "all")
 def test_a_search_finds_what_a_plain_reading_finds(run, query):
-    found = search(run, wanted(query))
+    found = search(run, asked(query))
     assert ids(found["rows"]) == expected(run, query)
     assert found["before"] is None and found["steps"] == [1, 2, 3] and found["exported"] == [3]
 
 
 def test_a_search_goes_on_where_it_ended(run, monkeypatch):
     monkeypatch.setattr(rollouts, "PAGE", 10)
-    parts, before = [], None
+    parts, before = [], {}
     for last in (3, 2, None):
-        found = search(run, wanted({}), before)
+        found = search(run, before)
         parts += found["rows"]
-        before = found["before"]
-        assert before == last
+        before = {"before": found["before"]}
+        assert found["before"] == last
     assert ids(parts) == expected(run, {})
 
 
 def test_a_search_without_results_ends_in_time(run, monkeypatch):
     monkeypatch.setattr(rollouts, "SECONDS", 0.0)
-    found = search(run, wanted({"text": "in none of them"}))
+    found = search(run, {"text": "in none of them"})
     assert (found["rows"], found["before"]) == ([], 3), "it says how far it looked"
 
 
 @pytest.mark.parametrize("query", [{"step": "x"}, {"least": "much"}, {"turns": "--"}, {"step": "1e999"}])
 def test_what_is_no_number_is_refused(query):
     with pytest.raises(ConfigError, match="is no number"):
-        wanted(query)
+        asked(query)

@@ -9,7 +9,6 @@ from starlette.testclient import TestClient
 
 from prl.tools.report.html import digest
 from prl.tools.watch.__main__ import main
-from prl.tools.watch.listing import Listing
 from prl.tools.watch.server import Site
 
 TOKEN = "a-token-of-16-letters"
@@ -17,7 +16,7 @@ TOKEN = "a-token-of-16-letters"
 
 @pytest.fixture
 def site(folder):
-    return Site(Listing([folder]), TOKEN)
+    return Site([folder], TOKEN)
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_a_run_is_named_as_in_the_list_and_no_path_is_taken(get, folder, name, r
 
 
 def test_a_step_is_a_number(get):
-    for step in ("../../b/rollouts/step_000003", "x"):
+    for step in ("../../b/rollouts/step_000003", "x", ""):
         assert get("examples", run="a", step=step).status_code == 404
     assert get("examples", run="a", step="-1").json() == {"rows": [], "examples": []}
 
@@ -103,15 +102,12 @@ async def test_news_come_as_events(site, folder):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "token", "reason"),
+    ("arguments", "reason"),
     [
-        (["no/such/folder"], "", "there is no folder no/such/folder"),
-        (["--port", "99999"], "", "--port 99999"),
-        ([], "short", "PRL_WATCH_TOKEN has at least 16"),
-        ([], "../../../../../..", "PRL_WATCH_TOKEN has at least 16"),
+        (["no/such/folder"], "there is no folder no/such/folder"),
+        (["--port", "99999"], "--port 99999"),
     ],
 )
-def test_the_command_refuses(arguments, token, reason, monkeypatch, capsys, tmp_path):
+def test_the_command_refuses(arguments, reason, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PRL_WATCH_TOKEN", token)
     assert main(arguments) == 2 and reason in capsys.readouterr().err

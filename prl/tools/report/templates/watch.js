@@ -60,10 +60,11 @@ function takeLines({ run, at, anew, metrics }) {
 }
 
 let state = {};
-function takeState({ run, parts }) {
-  state = { run, parts };
-  if (run !== chosen[0] || chosen.length > 1) return;
-  for (const [id, html] of Object.entries(parts)) if ($(id)) $(id).innerHTML = html;
+function takeState(given) {
+  state = given;
+  if (state.run !== chosen[0] || chosen.length > 1) return;
+  for (const [id, html] of Object.entries(state.parts)) if ($(id)) $(id).innerHTML = html;
+  redraw();
 }
 
 let due = 0;
@@ -71,7 +72,7 @@ function redraw() {
   due ||= setTimeout(() => {
     due = 0;
     if (!$("panels")) return;
-    if (chosen.length === 1) showPanels(panelsOf(stored.get(chosen[0])?.metrics || {}, earlier));
+    if (chosen.length === 1) showPanels(panelsOf(stored.get(chosen[0])?.metrics || {}, state.run === chosen[0] ? state.before : {}));
     else if (variants) showPanels(comparedPanels());
   }, chosen.length > 1 ? 250 : 50);
 }
@@ -143,11 +144,9 @@ async function openChosen() {
 // --- one run: its rollouts are searched by the server ------------------------------------------------------------------------
 
 let rows = [], before = null, steps = [], asking = 0;
-let earlier = {};  // metrics of the run that this one forked
 
 function openRun(run, answer) {
   $("content").innerHTML = answer.html;
-  earlier = answer.before;
   if (state.run === run) takeState(state);
   [rows, before, steps] = [[], null, []];
   table = makeTable(() => searchRollouts(run));
