@@ -1,9 +1,8 @@
 """The panels of a run's page: which curves there are, and their numbers. `templates/run.js` draws them."""
 
 import functools
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,15 +76,15 @@ def is_drawn(key: str) -> bool:
     )
 
 
-def columns(lines: Iterable[Mapping[str, float | None]]) -> Columns:
+def columns(lines: Sequence[Mapping[str, float | None]]) -> Columns:
     """The metrics that are drawn. Of several lines of a step the last one counts."""
-    values: dict[str, dict[int, float | None]] = {}
-    for line in lines:
-        step = line.get("step")
-        for key, value in line.items() if step is not None else ():
-            if value is not None and not math.isnan(value) and is_drawn(key):
-                values.setdefault(key, {})[int(step)] = value
-    return {key: (list(column), list(column.values())) for key, column in values.items()}
+    found = {}
+    timed = [(int(line["step"] or 0), line) for line in lines if line.get("step") is not None]
+    for key in dict.fromkeys(key for _, line in timed for key in line):
+        if is_drawn(key):
+            values = {step: line[key] for step, line in timed if line.get(key) is not None}
+            found[key] = (list(values), list(values.values()))
+    return {key: column for key, column in found.items() if column[0]}
 
 
 def thinned(whole: Columns) -> Columns:

@@ -63,7 +63,8 @@ def state(run: Run) -> dict[str, Any]:
 
 def before(run: Run) -> curves.Columns:
     """The metrics of the run that this one forked, up to where it did."""
-    return curves.thinned(curves.columns(run.before.reset_index().to_dict("records")))
+    columns = {key: run.before[key].dropna() for key in run.before if curves.is_drawn(key)}
+    return curves.thinned({key: (list(column.index), list(column)) for key, column in columns.items() if len(column)})
 
 
 def origin(run: Run) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A run directory read back: finished, running, crashed or refused; nothing in it is instantiated."""
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from prl.runs.run_dir import RUN_FILES
 T = TypeVar("T")
 COMPLETED = "completed"
 """Status of a run that came to its end."""
+_content = functools.lru_cache(200)(yaml_of)  # a page that is live reads the same texts again and again
 MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
 """End of the name of a directory that a sweep moved aside, to do the job again."""
 
@@ -81,10 +83,9 @@ def read_run(folder: str | Path, *, with_metrics: bool = True) -> Run:
     sweep = json_of(folder.parent / "sweep.json", dict[str, Any], problems)
     of_all = (sweep or {}).get("fixed")
     fixed = {key.lstrip("~") for key in of_all} if of_all is not None else set(map(override_key, overrides))
-    config = _yaml(folder / "config.yaml", dict[str, Any], problems) or {}
     return Run(
         dir=folder,
-        config=config,
+        config=_yaml(folder / "config.yaml", dict[str, Any], problems) or {},
         overrides=overrides,
         searched=[key for key in map(override_key, overrides) if key not in fixed],
         result=result,
@@ -161,7 +162,7 @@ def _before(folder: Path, metrics: pd.DataFrame, problems: list[str]) -> pd.Data
 
 
 def _yaml(path: Path, kind: type[T], problems: list[str]) -> T | None:
-    return _decoded(path, lambda text: msgspec.convert(yaml_of(text.decode()), kind), problems)
+    return _decoded(path, lambda text: msgspec.convert(_content(text.decode()), kind), problems)
 
 
 def _decoded(path: Path, decode: Callable[[bytes], T], problems: list[str]) -> T | None:

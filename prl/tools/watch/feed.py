@@ -19,7 +19,7 @@ from prl.tools.watch.listing import Entry, entries, find
 
 RARELY_S = 2.0
 """[s] What takes longer to read than a line is read at most this often, …"""
-SHARE = 0.01
+SHARE = 0.005
 """… and takes at most this share of a core."""
 News = tuple[str, Any]
 """Name and data of an event."""
@@ -109,16 +109,15 @@ class Feed:
         return [("state", {"run": name} | state_of(self.paths[name]))]
 
     def _rarely(self, name: str, read: Callable[[], Sequence[News]]) -> Sequence[News]:
-        began = time.monotonic()
-        if began < self._next.get(name, 0.0):
+        if time.monotonic() < self._next.get(name, 0.0):
             return []
+        began = time.thread_time()  # work, not the wait for a core that a run has
         try:
             return read()
         except (PrlError, OSError):  # the run is just being removed
             return []
         finally:
-            took = time.monotonic() - began
-            self._next[name] = began + max(RARELY_S, took / SHARE)
+            self._next[name] = time.monotonic() + max(RARELY_S, (time.thread_time() - began) / SHARE)
 
 
 def state_of(run_dir: Path) -> dict[str, Any]:

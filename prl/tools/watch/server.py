@@ -4,7 +4,6 @@ A request names a run as the list does; no path of a request reaches the file sy
 """
 
 import asyncio
-import functools
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -24,11 +23,11 @@ from prl.tools.report.curves import KINDS
 from prl.tools.report.examples import read_step
 from prl.tools.report.html import data_block, encoded, fragment, render
 from prl.tools.report.page import origin
-from prl.tools.report.runs import Run, read_run
+from prl.tools.report.runs import read_run
 from prl.tools.report.statistics import FEW, LEVEL
 from prl.tools.report.variants import seed_of, variants
 from prl.tools.watch.feed import Feed, Place
-from prl.tools.watch.listing import changed, find
+from prl.tools.watch.listing import find
 from prl.tools.watch.rollouts import asked, search
 
 PAUSE_S = 1.0
@@ -110,11 +109,7 @@ class Site:
     def compare(self, query: QueryParams) -> dict[str, Any]:
         """The variant and the seed of each run that is chosen, and what differs between their configs."""
         runs = find(self.folders)
-        chosen = {
-            name: _configured(runs[name], changed(runs[name] / "config.yaml"))
-            for name in query.getlist("run")
-            if name in runs
-        }
+        chosen = {name: read_run(runs[name], with_metrics=False) for name in query.getlist("run") if name in runs}
         found = variants([*chosen.values()])
         labels = {run.dir: found.label(values) for values, members in found.members.items() for run in members}
         html = fragment("differences.html.j2", labels=[*dict.fromkeys(labels.values())], differences=found.differences)
@@ -127,12 +122,6 @@ class Site:
         if name not in runs:
             raise ConfigError(f"there is no run {name}")
         return runs[name]
-
-
-@functools.lru_cache(1000)
-def _configured(run_dir: Path, changed: int) -> Run:
-    """A run without its metrics, read once for each time that its config `changed`: YAML takes its time."""
-    return read_run(run_dir, with_metrics=False)
 
 
 class JSON(Response):

@@ -70,11 +70,12 @@ def test_a_page_is_told_what_changed_and_no_more(folder, append, monkeypatch):
 
 
 def test_what_takes_long_is_read_rarely_but_a_new_status_is_shown_at_once(folder, append, monkeypatch):
-    now = [100.0]
+    now, worked = [100.0], [0.0]
     monkeypatch.setattr(feed.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(feed.time, "thread_time", lambda: worked[0])
 
     def slow(run_dir):
-        now[0] += 0.5
+        worked[0] += 0.25
         return {}
 
     monkeypatch.setattr(feed, "state_of", slow)
@@ -86,7 +87,7 @@ def test_what_takes_long_is_read_rarely_but_a_new_status_is_shown_at_once(folder
         if second == 57:
             (folder / "a" / "result.json").write_text('{"status": "failed", "seconds": 1}')
         told += [second for name, _ in news(page) if name == "state"]
-    assert told == [1, 51, 57], "half a second of work is a hundredth of fifty"
+    assert told == [1, 51, 57], "a quarter of a second is half a hundredth of fifty"
 
 
 def test_a_run_that_is_removed_takes_nothing_with_it(folder, monkeypatch):

@@ -243,7 +243,6 @@ class Chart {
     const point = (step, value) => `${this.x(step).toFixed(1)} ${Math.max(-900, Math.min(900, y(value))).toFixed(1)}`;
     const path = (xs, ys) => thinned(xs.length).map(place => point(xs[place], ys[place]));
     const smooth = (xs, ys) => { const means = smoothed(ys); return thinned(xs.length).map((place, at) => point(xs[place], means[at])); };
-    const line = (points, options) => inside.append(svg("path", { d: `M${points.join("L")}`, class: "line", ...options }));
     const inside = svg("svg", { x: LEFT, y: 0, width: WIDTH - LEFT, height: BOTTOM + 1, viewBox: `${LEFT} 0 ${WIDTH - LEFT} ${BOTTOM + 1}` });  // it cuts peaks off
     for (const tick of axis.ticks) {
       const at = (BOTTOM - (BOTTOM - TOP) * (tick - axis.low) / (axis.high - axis.low)).toFixed(1);
@@ -255,18 +254,19 @@ class Chart {
     }
     drawn.append(svg("path", { d: `M${LEFT} ${BOTTOM}H${RIGHT}`, class: "grid" }), inside);
     curves.forEach((curve, place) => {
-      const look = { class: `line s${place % 8}` }, dash = { "stroke-dasharray": DASHES[Math.floor(place / 8) % 3] };
+      const dash = DASHES[Math.floor(place / 8) % 3];
+      const line = (points, look, dashes = "") => inside.append(svg("path", { d: `M${points.join("L")}`, class: `line s${place % 8} ${look}`, "stroke-dasharray": dashes }));
       if (curve.band) {
         const { low, high } = curve.band, points = [...smooth(curve.xs, high), ...smooth(curve.xs, low).reverse()];
         inside.append(svg("path", { d: `M${points.join("L")}Z`, class: `band s${place % 8}` }));
       } else if (curve.ys.length >= SMOOTH_FROM && curves.length <= 8) {  // of more, nobody sees what lies below what
-        line(path(curve.xs, curve.ys), { ...look, opacity: 0.3, "stroke-width": 0.8 });
+        line(path(curve.xs, curve.ys), "faint");
       }
-      for (const { xs, ys } of curve.thin || []) line(smooth(xs, ys), { ...look, ...dash, opacity: 0.6, "stroke-width": 0.7 });
-      if (curve.before) line(smooth(curve.before.xs, curve.before.ys), { ...look, opacity: 0.7, "stroke-dasharray": "1.5 2.5" });
+      for (const { xs, ys } of curve.thin || []) line(smooth(xs, ys), "thin", dash);
+      if (curve.before) line(smooth(curve.before.xs, curve.before.ys), "before");
       const points = smooth(curve.xs, curve.ys);
-      line(points, { ...look, ...dash });
-      if (points.length <= 12) for (const point of points) line([point, point], { ...look, "stroke-width": 5 });
+      line(points, "", dash);
+      if (points.length <= 12) for (const point of points) line([point, point], "dot");
     });
     this.box.replaceChildren(drawn, this.cursor);
     this.caption.lastChild.textContent = panel.unit + (axis.cut ? ", peaks cut off" : "");

@@ -92,7 +92,7 @@ function showRuns(given) {
     name.addEventListener("click", () => choose([entry.name]));
     label.append(box);
     const of = entry.max_steps === null ? "" : `/${entry.max_steps}`;
-    const about = el("div", "dim small", `step ${entry.step}${of}${entry.reward === null ? "" : ` · reward ${number(entry.reward, 3)}`}`);
+    const about = el("div", "dim small", `${entry.step}${of}${entry.reward === null ? "" : ` · reward ${number(entry.reward, 3)}`}`);
     about.prepend(el("span", STATUS[entry.status] || "dim", entry.status), " · ");
     const text = el("div");
     text.append(name, about, ...entry.remarks.map(remark => el("div", "dim small remark", remark)));
