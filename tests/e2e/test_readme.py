@@ -16,6 +16,7 @@ from prepared_run import validated
 import prl.tools.env_check
 import prl.tools.report.__main__
 import prl.tools.rollouts.__main__
+import prl.tools.watch.__main__
 from prl.__main__ import SUBCOMMANDS
 from prl.config.compose import CONF, compose, options, to_config
 from prl.config.evaluation import EvaluationConfig
@@ -144,10 +145,11 @@ def test_another_command_parses(words, tmp_path, monkeypatch):
     elif program == "serve":  # its name follows what Hydra chose when it runs
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             assert hydra.compose("serve", arguments)
-    elif program in ("report", "rollouts"):
+    elif program in ("report", "rollouts", "watch"):
         module, last = {
             "report": (prl.tools.report.__main__, "report"),
             "rollouts": (prl.tools.rollouts.__main__, "page"),
+            "watch": (prl.tools.watch.__main__, "watch"),
         }[program]
         monkeypatch.setattr(module, last, lambda *args, **how: True)
         assert module.main(arguments) == 0

@@ -12,6 +12,7 @@ import secrets
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from prl.base.errors import ConfigError
 from prl.tools import OUTPUTS, named, run_command
@@ -53,7 +54,7 @@ def watch(args: argparse.Namespace) -> None:
     print(f"{', '.join(map(str, folders))} is at {address} until Ctrl-C", flush=True)
     app = Site([folder.absolute() for folder in folders], token).app()
     # A log of requests would have the token.
-    quiet = {"log_level": "critical", "access_log": False, "lifespan": "off"}
+    quiet: dict[str, Any] = {"log_level": "critical", "access_log": False, "lifespan": "off"}
     uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **quiet)).run([listening])
 
 
