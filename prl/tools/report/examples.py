@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from prl.base.files import lines_of, step_name
+from prl.base.files import lines_of
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.record_lines import Message, Record
 from prl.rollouts.rollout import Stage
@@ -56,9 +56,9 @@ class Rollouts:
     has_tokens: bool = False
 
 
-def read_rollouts(run_dir: Path) -> Rollouts:
-    """The rollouts that the page shows."""
-    files = step_files(run_dir)
+def read_rollouts(run_dir: Path, only: int | None = None) -> Rollouts:
+    """The rollouts that the page shows: of one step, or of as many as there is room for."""
+    files = {step: path for step, path in step_files(run_dir).items() if only in (None, step)}
     folders = exports(run_dir)
     page = Rollouts()
     if not files:
@@ -74,16 +74,6 @@ def read_rollouts(run_dir: Path) -> Rollouts:
         page.left_out.append(f"{len(files) - read} of {len(files)} steps")
     page.rows = [row_of(record) for record in records]
     add_examples(page, records, {step: folders.get(step) for step in sorted(shown)})
-    add_messages(page, records)
-    return page
-
-
-def read_step(run_dir: Path, step: int) -> Rollouts:
-    """The rollouts of a step, with its example groups and their tokens."""
-    page = Rollouts()
-    records = lines_of(run_dir / "rollouts" / f"{step_name(step)}.jsonl", Record, page.problems)
-    page.rows = [row_of(record) for record in records]
-    add_examples(page, records, {step: exports(run_dir).get(step)})
     add_messages(page, records)
     return page
 

@@ -131,7 +131,7 @@ def _below(folder: Path) -> Iterator[Path]:
     elif folder.is_dir():
         for path in sorted(folder.iterdir(), key=lambda path: natural(path.name)):
             aside = path.name.startswith(".") or MOVED_ASIDE.search(path.name) or path.is_symlink()
-            if not aside:
+            if not aside and os.access(path, os.R_OK | os.X_OK):  # others' runs are theirs to read
                 yield from _below(path)
 
 

@@ -1,9 +1,9 @@
 """News for a page in the browser: what runs have written since it was asked last."""
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,51 +25,32 @@ News = tuple[str, Any]
 """Name and data of an event."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place in a file: what was read before it is known. `inode` tells a new file of the same name."""
-
-    inode: int = 0
-    offset: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.inode}-{self.offset}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Place":
-        """A place as `str` wrote it; the beginning for anything else."""
-        inode, _, offset = text.partition("-")
-        return cls(int(inode), int(offset)) if inode.isdecimal() and offset.isdecimal() else cls()
-
-
-def read_on(path: Path, place: Place) -> tuple[Place, Columns, bool]:
-    """Read the whole lines of metrics behind a place.
+def read_on(path: Path, at: str) -> tuple[str, Columns, bool]:
+    """Read the whole lines of metrics behind a place: `<inode>-<offset>`, anything else is the beginning.
 
     Returns:
         The place behind them, their metrics, and whether the file is another one than before: a run that goes on
         writes its file anew, without the lines behind its checkpoint.
     """
+    inode, offset = map(int, at.split("-")) if re.fullmatch(r"\d+-\d+", at) else (0, 0)
     try:
-        found = path.stat()
-        if Place(found.st_ino, found.st_size) == place:
-            return place, {}, False
         with path.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            file.seek(max(0, place.offset - 1))
-            goes_on = place.inode == inode and (place.offset == 0 or file.read(1) == b"\n")
-            start = place.offset if goes_on else 0
+            found = os.fstat(file.fileno()).st_ino
+            file.seek(max(0, offset - 1))
+            goes_on = found == inode and (offset == 0 or file.read(1) == b"\n")
+            start = offset if goes_on else 0
             file.seek(start)
             written = file.read()
     except OSError:  # not there yet, or no longer
-        return Place(), {}, place.offset > 0
+        return "", {}, offset > 0
     lines, _ = lines_in(written, dict[str, float | None])
-    return Place(inode, start + written.rfind(b"\n") + 1), columns(lines), not goes_on
+    return f"{found}-{start + written.rfind(b'\n') + 1}", columns(lines), not goes_on
 
 
 class Feed:
     """The news for one page. Whatever it knows is read again where it is lost."""
 
-    def __init__(self, folders: Sequence[Path], chosen: dict[str, Place]):
+    def __init__(self, folders: Sequence[Path], chosen: dict[str, str]):
         self.folders = folders
         self.chosen = chosen
         """The runs whose curves the page shows, and the places up to which it has them."""
@@ -82,13 +63,13 @@ class Feed:
     def news(self) -> Iterator[News]:
         """Read what has come: `runs`, `lines` of a run, and the `state` of one that is shown alone."""
         yield from self._rarely("runs", self._runs)
-        for name, place in self.chosen.items():
+        for name, at in self.chosen.items():
             if name in self.paths:
-                self.chosen[name], found, anew = read_on(self.paths[name] / "metrics.jsonl", place)
+                self.chosen[name], found, anew = read_on(self.paths[name] / "metrics.jsonl", at)
                 if found or anew:
                     # As bytes: nothing among numbers has to be made harmless.
                     metrics = {key: msgspec.Raw(msgspec.json.encode(column)) for key, column in found.items()}
-                    yield "lines", {"run": name, "at": str(self.chosen[name]), "anew": anew, "metrics": metrics}
+                    yield "lines", {"run": name, "at": self.chosen[name], "anew": anew, "metrics": metrics}
         if len(self.chosen) == 1:
             yield from self._rarely("state", self._state)
 

@@ -45,7 +45,7 @@ def find(folders: Sequence[Path]) -> dict[str, Path]:
     for folder in folders:
         try:
             paths = find_runs([folder])
-        except (ConfigError, OSError):  # there is none yet, or one is just being removed
+        except ConfigError:  # there is none yet
             continue
         for path in sorted(paths, key=lambda path: -changed(path / "config.yaml")):
             name = safe(str(path.relative_to(folder.parent if path == folder else folder)))

@@ -20,13 +20,13 @@ from starlette.routing import Route
 from prl.base.errors import ConfigError, PrlError
 from prl.base.text import as_message
 from prl.tools.report.curves import KINDS
-from prl.tools.report.examples import read_step
+from prl.tools.report.examples import read_rollouts
 from prl.tools.report.html import data_block, encoded, fragment, render
 from prl.tools.report.page import origin
 from prl.tools.report.runs import read_run
 from prl.tools.report.statistics import FEW, LEVEL
 from prl.tools.report.variants import seed_of, variants
-from prl.tools.watch.feed import Feed, Place
+from prl.tools.watch.feed import Feed
 from prl.tools.watch.listing import find
 from prl.tools.watch.rollouts import asked, search
 
@@ -84,7 +84,7 @@ class Site:
 
     async def news(self, query: QueryParams) -> AsyncIterator[str]:
         """Server-sent events without end: what `Feed` has, and a `tick` that says that the server is there."""
-        places = zip(query.getlist("run"), map(Place.parse, query.getlist("at")), strict=False)
+        places = zip(query.getlist("run"), query.getlist("at"), strict=False)
         feed = Feed(self.folders, dict(places))
         while True:
             async for event, values in iterate_in_threadpool(feed.news()):
@@ -103,7 +103,7 @@ class Site:
 
     def examples(self, query: QueryParams) -> dict[str, Any]:
         """The example groups of a step, with their tokens."""
-        found = read_step(self._path(query), asked(query).get("step", 0))
+        found = read_rollouts(self._path(query), asked(query).get("step", 0))
         return {"rows": found.rows, "examples": found.examples}
 
     def compare(self, query: QueryParams) -> dict[str, Any]:

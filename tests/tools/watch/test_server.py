@@ -2,6 +2,7 @@
 
 import json
 import re
+from html import escape
 
 import pytest
 from starlette.datastructures import QueryParams
@@ -83,6 +84,15 @@ def test_runs_are_compared_by_what_differs(get, folder):
     assert "Nothing but seeds" in get("compare", run=["a", "b"]).json()["html"], (
         "a config is read again once it changed"
     )
+
+
+def test_a_run_may_have_any_name(get, folder):
+    name = "a \x1b[2J<b>&run=b?#%2e\udcff"
+    (folder / "b").rename(folder / name)
+    shown = r"a \x1b[2J<b>&run=b?#%2e\udcff"
+    answer = get("run", run=shown)
+    assert answer.status_code == 200 and f"<h1>{escape(shown)}</h1>" in answer.json()["html"]
+    assert get("rollouts", run=shown).json()["steps"] == [1, 2, 3]
 
 
 async def test_news_come_as_events(site, folder):

@@ -51,7 +51,7 @@ function panelsOf(metrics, before = {}) {
     const curves = (kind.only_nonzero && nonzero.length ? nonzero : named).map(({ name, key }) => ({
       name, ...signed(kind, metrics[key]), before: before[key] && signed(kind, before[key]),
     }));
-    return [{ title: kind.title, unit: kind.unit, kind, curves: () => curves }];
+    return [{ title: kind.title, unit: kind.unit, kind, curves: () => curves, begins: curves.some(curve => curve.before) }];
   });
 }
 
@@ -285,4 +285,5 @@ function showPanels(panels) {
   const figures = titles.map(title => charts.get(title).figure), box = $("panels");
   if (figures.length !== box.children.length || figures.some((figure, place) => figure !== box.children[place])) box.replaceChildren(...figures);
   $("curves").hidden = !panels.length;
+  if ($("of-source")) $("of-source").hidden = !panels.some(panel => panel.begins);
 }

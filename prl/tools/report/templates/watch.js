@@ -249,7 +249,9 @@ function comparedPanels() {
         const having = runs.filter(run => metricsOf(run)[key]);
         if (!having.length) return [];
         const own = having.map(run => signed(kind, metricsOf(run)[key]));
-        return [{ name: label, ...(own.length > 1 ? banded(own, having.map(run => variants[run]?.seed ?? run)) : own[0]) }];
+        const { status } = entries.find(entry => entry.name === having[0]) || {};
+        const name = own.length > 1 || ["completed", "running", undefined].includes(status) ? label : `${label} (${status})`;
+        return [{ name, ...(own.length > 1 ? banded(own, having.map(run => variants[run]?.seed ?? run)) : own[0]) }];
       });
       if (!kind.shows_zeros && chosen.every(run => isZero(metricsOf(run)[key]?.[1] || []))) return [];
       return [{ title: named.length > 1 ? `${kind.title} · ${name}` : kind.title, unit: kind.unit, kind, curves }];
