@@ -44,7 +44,8 @@ def read_on(path: Path, at: str) -> tuple[str, Columns, bool]:
     except OSError:  # not there yet, or no longer
         return "", {}, offset > 0
     lines, _ = lines_in(written, dict[str, float | None])
-    return f"{found}-{start + written.rfind(b'\n') + 1}", columns(lines), not goes_on
+    end = start + written.rfind(b"\n") + 1
+    return f"{found}-{end}", columns(lines), not goes_on
 
 
 class Feed:
