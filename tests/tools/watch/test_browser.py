@@ -142,7 +142,7 @@ def test_seeds_are_compared_and_a_new_run_shows_up(page):
     for seed in range(5):
         opened.get_by_label(f"compare sweep/seed={seed}").check()
     opened.get_by_label("compare a").uncheck()
-    expect(opened.get_by_text("Nothing but seeds")).to_be_visible()
+    expect(opened.get_by_text("Nothing, but for seeds")).to_be_visible()
     for count in (5, 3):  # an interval from four seeds on, the range below
         expect(opened.get_by_role("heading", name=f"{count} runs")).to_be_visible()
         values = pd.DataFrame({seed: {2: 2 * (seed + 1) ** 2 / 10} for seed in range(5 - count, 5)})

@@ -3,7 +3,8 @@
 const stored = new Map();  // run -> {at, metrics: {name: [steps, values]}} as far as the page has read
 let entries = [], chosen = new URLSearchParams(location.hash.slice(1)).getAll("run");
 const NONE = "No run yet: the page shows the first one that begins here.";
-let source = null, heard = Date.now(), variants = null, table = null, bySeed = true;
+let source = null, heard = Date.now(), variants = null, table = null;
+let bySeed = true, several = false;  // means over seeds are wanted; a variant has several
 
 async function asks(name, query) {
   const answer = await fetch(`${name}?${new URLSearchParams(query)}`);
@@ -214,7 +215,9 @@ async function openExamples(run, step) {
 function openCompared(runs, html) {
   variants = runs;
   $("content").innerHTML = html;
-  const several = new Set(Object.values(runs).map(({ label }) => label)).size < Object.keys(runs).length;
+  const seeds = new Map();
+  for (const { label, seed } of Object.values(runs)) seeds.set(label, new Set([...(seeds.get(label) || []), seed]));
+  several = [...seeds.values()].some(those => those.size > 1);
   const head = el("header"), panels = el("div", "panels"), curves = el("div"), bar = el("div", "bar");
   head.append(el("h1", "", `${chosen.length} runs`));
   for (const [text, value] of several ? [["mean over seeds", true], ["each run", false]] : []) {
@@ -239,7 +242,7 @@ function comparedPanels() {
   const keys = [...new Set(chosen.flatMap(run => Object.keys(metricsOf(run))))];
   const groups = new Map();
   for (const run of chosen) {
-    const { label = run } = variants[run] || {}, name = bySeed ? label : run;
+    const { label = run } = variants[run] || {}, name = bySeed && several ? label : run;
     groups.set(name, [...(groups.get(name) || []), run]);
   }
   return data.kinds.flatMap(kind => {
