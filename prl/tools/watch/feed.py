@@ -21,12 +21,16 @@ RARELY_S = 2.0
 """[s] What takes longer to read than a line is read at most this often, …"""
 SHARE = 0.005
 """… and takes at most this share of a core."""
+LINES = 20_000
+"""Lines of metrics that a page gets at once, of all its runs together: more steps than it has pixels for."""
 News = tuple[str, Any]
 """Name and data of an event."""
 
 
-def read_on(path: Path, at: str) -> tuple[str, Columns, bool]:
+def read_on(path: Path, at: str, most: int = LINES) -> tuple[str, Columns, bool]:
     """Read the whole lines of metrics behind a place: `<inode>-<offset>`, anything else is the beginning.
+
+    Of more lines than `most` every so-manieth is read, and each that has an evaluation.
 
     Returns:
         The place behind them, their metrics, and whether the file is another one than before: a run that goes on
@@ -43,9 +47,12 @@ def read_on(path: Path, at: str) -> tuple[str, Columns, bool]:
             written = file.read()
     except OSError:  # not there yet, or no longer
         return "", {}, offset > 0
-    lines, _ = lines_in(written, dict[str, float | None])
-    end = start + written.rfind(b"\n") + 1
-    return f"{found}-{end}", columns(lines), not goes_on
+    whole = written[: written.rfind(b"\n") + 1]
+    every = whole.count(b"\n") // most + 1
+    numbered = enumerate(reversed(whole.splitlines(keepends=True)))
+    kept = [line for number, line in numbered if number % every == 0 or b'"eval/' in line]
+    lines, _ = lines_in(b"".join(reversed(kept)), dict[str, float | None])
+    return f"{found}-{start + len(whole)}", columns(lines), not goes_on
 
 
 class Feed:
@@ -66,7 +73,9 @@ class Feed:
         yield from self._rarely("runs", self._runs)
         for name, at in self.chosen.items():
             if name in self.paths:
-                self.chosen[name], found, anew = read_on(self.paths[name] / "metrics.jsonl", at)
+                self.chosen[name], found, anew = read_on(
+                    self.paths[name] / "metrics.jsonl", at, LINES // len(self.chosen)
+                )
                 if found or anew:
                     # As bytes: nothing among numbers has to be made harmless.
                     metrics = {key: msgspec.Raw(msgspec.json.encode(column)) for key, column in found.items()}

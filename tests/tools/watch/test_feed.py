@@ -31,6 +31,18 @@ def test_a_line_arrives_once_it_is_whole(folder, append):
     assert read_on(path, behind) == (behind, {}, False)
 
 
+def test_of_long_runs_every_so_manieth_step_is_read_and_each_evaluation(folder):
+    path = folder / "a" / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "entropy/all/mean": {step}.5}}\n' for step in range(1, 101)))
+    with path.open("a") as file:
+        file.write('{"step": 101, "eval/math/avg@1": 0.5}\n{"step": 102, "entropy/all/mean": 1}\n{"step": 103, "ent')
+    at, found, _ = read_on(path, "", most=30)
+    steps, values = found["entropy/all/mean"]
+    assert steps == [*range(2, 100, 4), 102] and values[0] == 2.5, "a fourth of 102 lines, back from the last"
+    assert found["eval/math/avg@1"] == ([101], [0.5])
+    assert read_on(path, at, most=30) == (at, {}, False)
+
+
 @pytest.mark.parametrize("way", ["replaced", "shortened", "removed"])
 def test_another_file_is_told_anew(folder, way):
     path = folder / "a" / "metrics.jsonl"

@@ -120,6 +120,7 @@ $("find").addEventListener("input", filterRuns);
 
 function choose(runs) {
   if (!runs.length) return;
+  if (runs.length === 1) stored.clear();  // of several that are long, not every step was read
   chosen = runs;
   history.replaceState(null, "", `#${new URLSearchParams(runs.map(run => ["run", run]))}`);
   connect();
