@@ -73,9 +73,8 @@ class Feed:
         yield from self._rarely("runs", self._runs)
         for name, at in self.chosen.items():
             if name in self.paths:
-                self.chosen[name], found, anew = read_on(
-                    self.paths[name] / "metrics.jsonl", at, LINES // len(self.chosen)
-                )
+                path = self.paths[name] / "metrics.jsonl"
+                self.chosen[name], found, anew = read_on(path, at, LINES // len(self.chosen))
                 if found or anew:
                     # As bytes: nothing among numbers has to be made harmless.
                     metrics = {key: msgspec.Raw(msgspec.json.encode(column)) for key, column in found.items()}

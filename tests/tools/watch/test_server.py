@@ -80,6 +80,7 @@ def test_runs_are_compared_by_what_differs(get, folder):
     found = get("compare", run=["a", "b", "none"]).json()
     assert found["runs"] == {"a": {"label": "lr=0.1", "seed": "0"}, "b": {"label": "lr=0.2", "seed": "1"}}
     assert re.search(r"optim\.lr</td><td>0\.1</td><td>0\.2</td>", found["html"]) and "<b>" not in found["html"]
+    assert get("compare", run=["gone"]).json()["runs"] == {}
     (folder / "b" / "config.yaml").write_text("seed: 7\noptim: {lr: 0.1, name: <b>}\n")
     assert "Nothing, but for seeds" in get("compare", run=["a", "b"]).json()["html"], (
         "a config is read again once it changed"
