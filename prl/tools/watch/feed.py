@@ -19,7 +19,7 @@ from prl.tools.watch.listing import Entry, entries, find
 
 RARELY_S = 2.0
 """[s] What takes longer to read than a line is read at most this often, …"""
-SHARE = 0.005
+SHARE = 0.003
 """… and takes at most this share of a core."""
 LINES = 20_000
 """Lines of metrics that a page gets at once, of all its runs together: more steps than it has pixels for."""

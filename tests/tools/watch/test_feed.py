@@ -88,7 +88,7 @@ def test_what_takes_long_is_read_rarely_but_a_new_status_is_shown_at_once(folder
     monkeypatch.setattr(feed.time, "thread_time", lambda: worked[0])
 
     def slow(run_dir):
-        worked[0] += 0.25
+        worked[0] += 0.15
         return {}
 
     monkeypatch.setattr(feed, "state_of", slow)
@@ -100,7 +100,7 @@ def test_what_takes_long_is_read_rarely_but_a_new_status_is_shown_at_once(folder
         if second == 57:
             (folder / "a" / "result.json").write_text('{"status": "failed", "seconds": 1}')
         told += [second for name, _ in news(page) if name == "state"]
-    assert told == [1, 51, 57], "a quarter of a second is half a hundredth of fifty"
+    assert told == [1, 51, 57], "0.15 s is 0.3 % of fifty"
 
 
 def test_a_run_that_is_removed_takes_nothing_with_it(folder, monkeypatch):

@@ -181,11 +181,12 @@ async function searchRollouts(run, from = null) {
   }
 }
 
-// Rollouts of a new step appear where the reader looks at the newest anyway.
+// Rollouts of a new step appear where the reader looks at the newest anyway: to read them takes the server some time.
 let searched = 0;
 function newRollouts() {
   if (chosen.length > 1 || !table || asking || Date.now() - searched < 5000) return;
-  if (steps.length && ($("scroll").scrollTop > 0 || $("chosen").children.length)) return;
+  const box = $("rollouts").getBoundingClientRect(), seen = box.top < innerHeight && box.bottom > 0;
+  if (steps.length && (!seen || $("scroll").scrollTop > 0 || $("chosen").children.length)) return;
   searched = Date.now();
   searchRollouts(chosen[0]);
 }
