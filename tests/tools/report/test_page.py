@@ -192,7 +192,8 @@ def test_of_the_lines_of_a_step_the_last_counts_and_null_is_no_value():
 
 def test_a_fork_begins_with_the_curves_of_its_source(run, tmp_path):
     fork = make_run(tmp_path / "fork", **SIZE)
-    (fork / "config.yaml").write_text(f"run: {{fork: {run}/checkpoints/step_000002}}\n")
+    line = {"step": 2, "checkpoint": f"{run}/checkpoints/step_000002"}
+    (fork / "resumes.jsonl").write_text(json.dumps(line) + "\n")
     lines = (fork / "metrics.jsonl").read_text().splitlines(keepends=True)
     (fork / "metrics.jsonl").write_text("".join(lines[3:]))
     page.write_page(fork)
