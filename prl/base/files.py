@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -45,6 +45,16 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def write_tensors(tensors: Any, path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file with the mode that any other file gets: the library's own is for its owner alone."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode  # by the umask, which no thread may ask for without changing it for all
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
 
 
 def content_of(path: Path) -> bytes:

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from prl.base.checkpoint_folders import STATE, checkpoint_path, part_path
 from prl.base.errors import UNREADABLE, ConfigError, PrlError
-from prl.base.files import naming, writing
+from prl.base.files import naming, write_tensors, writing
 from prl.trainer.lora import ADAPTER, adapters_of, write_adapters
 from prl.trainer.model import write_model
 from prl.trainer.optim import Optimizers
@@ -101,7 +100,7 @@ def write_part(run_dir: Path, step: int, part: Part, model: PreTrainedModel, fil
             write_adapters(folder / ADAPTER, model, part.adapters)
         (folder / STATE).mkdir()
         (folder / STATE / "trainer.json").write_text(part.state, encoding="utf-8")
-        save_file(part.tensors, folder / STATE / "trainer.safetensors")
+        write_tensors(part.tensors, folder / STATE / "trainer.safetensors")
 
 
 def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from prl.base.errors import ConfigError
+from prl.base.files import write_tensors
 from prl.base.text import in_one_line
 from prl.config.tensor_names import as_in_files
 from prl.trainer.sharding import whole
@@ -164,7 +165,7 @@ def save_adapters(model: PreTrainedModel, folder: Path | None) -> None:
 def write_adapters(folder: Path, model: PreTrainedModel, matrices: dict[str, torch.Tensor]) -> None:
     """Write the folder that `save_adapters` does: the config of the model's adapters, and these matrices."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(matrices, folder / WEIGHTS, {"format": "pt"})
+    write_tensors(matrices, folder / WEIGHTS, {"format": "pt"})
     config = copy.copy(model.peft_config[NAME])
     config.inference_mode = True
     config.save_pretrained(str(folder))

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from prl.base.errors import ConfigError
+from prl.base.files import write_tensors
 from prl.config.model_folder import positions, write_files
 from prl.config.tensor_names import check_names
 from prl.engines.rope import fix_rope
@@ -336,7 +336,7 @@ def write_model(
         files: further files by path, such as `companion_files` or a tokenizer.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    write_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
     write_files(files, folder)  # before the config, of which it may have the one that the model was loaded with
     model.config.save_pretrained(folder)
     # The tokens that end a turn, among others. Its own `save_pretrained` would check temperatures.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import pytest
@@ -162,6 +163,19 @@ def test_training_goes_on_while_a_checkpoint_is_written(train, monkeypatch):
         alone = train(f"alone {step}", range(1, step + 1), **how)
         for name in ("model.safetensors", "state/trainer.safetensors", "state/trainer.json"):
             assert (part_path(run, step) / name).read_bytes() == (part_path(alone, step) / name).read_bytes()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_weights_and_state_follow_the_umask(train, mask):
+    before = os.umask(mask)
+    try:
+        folder = train("one", [1], lora=LORA)
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in folder.rglob("*.safetensors")}
+    names = {path.name for path in modes}
+    assert names == {"model.safetensors", "adapter_model.safetensors", "trainer.safetensors"}
+    assert set(modes.values()) == {0o666 & ~mask}
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
