@@ -25,7 +25,7 @@ from prl.launch.children import leave_none
 from prl.launch.signals import run_to_end
 from prl.monitors.log import hold_log, log_to
 from prl.runs.owner import owned
-from prl.runs.run_dir import absolute, new_run_dir, recorded, refuse_existing, refuse_other_files
+from prl.runs.run_dir import new_run_dir, recorded, refuse_existing, refuse_other_files
 from prl.tools import report
 from prl.tools.evaluation.arguments import start
 
@@ -69,7 +69,6 @@ def main(config: EvaluationConfig) -> "EvaluationResult":
 def _job(cfg: DictConfig) -> None:
     with command.errors_as_exit_codes():
         config = to_config(EvaluationConfig, cfg, typed(HydraConfig.get()))
-        config.run.dir = absolute(config.run.dir)
         result = main(config)
     from prl.tools.evaluation.table import table
 

@@ -26,7 +26,6 @@ from prl.launch.plan import plan
 from prl.launch.shared_engines import launcher_of, may_keep_engines
 from prl.monitors.log import hold_log
 from prl.runs.result import RunResult
-from prl.runs.run_dir import absolute
 from prl.tools import dry_run, report, sweep
 
 
@@ -64,9 +63,7 @@ def _job(cfg: DictConfig) -> float | None:
     with command.errors_as_exit_codes():
         if job.mode == hydra.types.RunMode.MULTIRUN:
             return sweep.job.run_job(cfg, main)
-        resume.check_named(cfg)
         config = to_config(TrainConfig, cfg, typed(job))
-        config.run.dir = absolute(config.run.dir)
         result = main(config, sys.argv[1:])
     if result.status == "completed":
         report.sum_up(result, config.run.dir)

@@ -19,6 +19,7 @@ from prl.base.errors import ConfigError
 from prl.config.build import check_node, located, plain, read
 from prl.config.groups import CONF as CONF
 from prl.config.groups import options as options
+from prl.config.named_run import absolute, check_named, over_named_run
 from prl.config.orchestrator import OrchestratorConfig
 from prl.config.run_yaml import quoted
 from prl.config.schema import EngineConfig, TrainConfig
@@ -37,6 +38,7 @@ MOVED = {
     "prl.transport.ray.RayTransport": "prl.weights.ray.RayWeights",
 }
 """Classes of `weights` by the names that the configs of older runs have for them: those runs can be gone on with."""
+SEARCHED = "hydra.searchpath=["
 SLOT_MAPPING = re.compile(r"\+*([\w.-]+\.)?filters(\.(pre|post)_batch)?=\s*\{")
 
 T = TypeVar("T")
@@ -52,12 +54,21 @@ def choice(group: str, root: Any) -> str:
 
 
 def compose(overrides: list[str], run_dir: Path | None = None) -> TrainConfig:
-    """The config that `python -m prl.train <overrides>` would use; with `run_dir`, over the config of that run."""
+    """The config that `python -m prl.train <overrides>` would use; with `run_dir`, over the config of that run.
+
+    Raises ConfigError for values that are refused, and Hydra's errors for keys and options that do not exist.
+    """
+    if run_dir is None:
+        run_dir, overrides = over_named_run(overrides)
     name, folder = ("train", CONF) if run_dir is None else ("config", run_dir.absolute())
-    searched = [] if run_dir is None else [f"hydra.searchpath=[{quoted(f'file://{CONF}')}]"]
+    if run_dir is not None:
+        added = [override for override in overrides if override.startswith(SEARCHED)]
+        paths = [quoted(f"file://{CONF}"), *(override.removeprefix(SEARCHED).removesuffix("]") for override in added)]
+        overrides = [override for override in overrides if override not in added]
+        overrides = [f"{SEARCHED}{','.join(paths)}]", *overrides]
     with hydra.initialize_config_dir(str(folder), version_base="1.3"):
-        cfg = hydra.compose(name, [*searched, *allow_new_filters(overrides)], return_hydra_config=True)
-        return job_config(cfg, [*searched, *overrides])
+        cfg = hydra.compose(name, allow_new_filters(overrides), return_hydra_config=True)
+        return job_config(cfg, overrides)
 
 
 def job_config(cfg: DictConfig, overrides: list[str]) -> TrainConfig:
@@ -88,7 +99,7 @@ def to_config(kind: type[T], cfg: DictConfig, overrides: list[str]) -> T:
     """The typed config of a composed one. `kind` is its dataclass.
 
     Raises ConfigError for a key without a value, for one that nothing reads, for a value of a wrong type or out of its
-    bounds, and for an interpolation that does not resolve.
+    bounds, for an interpolation that does not resolve, and for a run that cannot go on in its directory.
     """
     try:
         replace_chosen(cfg, overrides)
@@ -99,6 +110,10 @@ def to_config(kind: type[T], cfg: DictConfig, overrides: list[str]) -> T:
         raise ConfigError(f"{missing} has no value: give one, {missing}=<value>") from None
     except InterpolationResolutionError as error:  # of a key that is not there too
         raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
+    if kind is TrainConfig:
+        check_named(cfg)
+    if "run" in data:
+        data["run"]["dir"] = absolute(data["run"]["dir"])
     return typed_config(kind, data)
 
 

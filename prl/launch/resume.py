@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-from omegaconf import DictConfig, OmegaConf
 
 from prl.base import checkpoint_folders
 from prl.base.errors import ConfigError
 from prl.base.files import content_of, lines_of, naming, read_json, write_atomically
 from prl.base.text import safe
-from prl.config.compose import MOVED, options
-from prl.config.run_yaml import data_of, flat, has_config, load, quoted, text_of, without_run
+from prl.config.compose import MOVED
+from prl.config.named_run import over_named_run, run_of
+from prl.config.run_yaml import data_of, flat, has_config, load, text_of, without_run
 from prl.config.schema import AUTO, TrainConfig
-from prl.config.suggestions import override_key
 from prl.runs import run_dir as directory
 from prl.runs.owner import LOCK
 from prl.runs.provenance import command_line, data_hash
@@ -50,8 +49,6 @@ FIXED = {
     "envs.*.args": "the position among the tasks is that of the tasks that it makes",
 }
 """Keys that a run must go on with as it began, and why; everything else may change."""
-NOW = "${now:%Y%m%d-%H%M%S-%f}"
-"""The time in the name of a run that was given none (conf/train.yaml)."""
 ABSENT = "<absent>"
 Tasks = Mapping[str, Mapping[str, Iterable[str]]]
 """The hashes of each env's tasks, by env and by `train` or `eval`."""
@@ -73,51 +70,13 @@ def expanded(arguments: list[str]) -> list[str]:
     Hydra composes the run's `config.yaml` with the other overrides; with `run.fork` too, which names the config alone.
     Raises ConfigError where there is no such run.
     """
-    typed = {override_key(argument): argument.partition("=")[2].strip("'\"") for argument in arguments}
-    given = {key: typed[key] for key in ("run.resume", "run.fork") if typed.get(key, "") not in ("", AUTO, "null")}
-    if not given:
-        return arguments
-    key, text = given.popitem()
-    if given:
-        raise ConfigError("run.resume=<run> goes on with a run, and run.fork=<run> begins a new one: leave one out")
-    path = Path(os.path.abspath(Path(text).expanduser()))  # as Hydra writes run.dir
-    run_dir = run_of(path, text, key)
-    load(run_dir / "config.yaml")  # raises ConfigError
-    named = {key: path} | ({"run.dir": run_dir, "run.name": run_dir.name} if key == "run.resume" else {})
-    for argument in arguments:
-        key, value = override_key(argument), argument.partition("=")[2].strip("'\"")
-        there = os.path.abspath(value) if key == "run.dir" else value
-        if key not in ("run.resume", "run.fork") and there != str(named.get(key, there)):
-            raise ConfigError(f"{argument}: a run goes on in its own directory, {run_dir}: leave {key} out")
-    rest = [argument for argument in arguments if override_key(argument) not in named]  # `resume=auto` of a fork stays
-    groups = options()  # of which the run's config lists none, so that Hydra wants a `+`
-    rest = [f"+{each}" if each.partition("=")[0].partition("@")[0] in groups else each for each in rest]
-    own = [f"{key}={quoted(value)}" for key, value in named.items()]
-    return ["--config-dir", str(run_dir), "--config-name", "config", *rest, *own]
+    run_dir, overrides = over_named_run(arguments)
+    return overrides if run_dir is None else ["--config-dir", str(run_dir), "--config-name", "config", *overrides]
 
 
 def going_on(run_dir: Path) -> str:
     """The command that goes on with the run in `run_dir`, as a shell takes it."""
     return f"python -m prl.train {shlex.quote(f'run.resume={run_dir}')}"
-
-
-def run_of(path: Path, given: str, key: str = "run.resume") -> Path:
-    """The run directory that `path` is, or is a checkpoint of; `given` was typed for `key`. Raises ConfigError."""
-    for folder in (path, path.parent.parent):
-        if given and (folder / "config.yaml").is_file() and (folder == path or path.parent.name == "checkpoints"):
-            return folder
-    auto = ", or run.resume=auto for the run of run.dir" if key == "run.resume" else ""
-    raise ConfigError(f"{key}={given!r} is neither a run directory nor a checkpoint of one: give one of them{auto}")
-
-
-def check_named(cfg: DictConfig) -> None:
-    """Raise ConfigError for `run.resume=auto` in a directory that is named after the time: it never holds a run.
-
-    `cfg` is the composed config, its interpolations as they are.
-    """
-    run = cast(dict[str, Any], OmegaConf.to_container(cfg.run, resolve=False))
-    if run["resume"] == AUTO and NOW in str(run["dir"]).replace("${run.name}", str(run["name"])):
-        raise ConfigError("run.resume=auto: by default a run's name has the time in it: name it, run.name=<name>")
 
 
 # --- where it goes on -------------------------------------------------------------------------------------------------

@@ -39,11 +39,6 @@ class Best(msgspec.Struct):
     step: int
 
 
-def absolute(path: str) -> str:
-    """The path of a run directory from the root; an empty one stays as it is, to be refused."""
-    return os.path.abspath(os.path.expanduser(path)) if path.strip() else path
-
-
 def refuse_existing(run_dir: Path) -> None:
     """Raise ConfigError for a directory that holds a run."""
     if holds_run(run_dir):

@@ -17,6 +17,7 @@ from prl.base.checkpoint_folders import STATE, checkpoint_path, finish, part_pat
 from prl.base.errors import ConfigError
 from prl.base.files import writing
 from prl.config.compose import CONF, compose
+from prl.config.named_run import check_named
 from prl.config.run_yaml import yaml_of
 from prl.launch import resume
 from prl.launch.command import errors_as_exit_codes
@@ -433,6 +434,31 @@ def test_the_command_line_of_a_run_or_a_checkpoint(run, monkeypatch):
         assert resume.expanded([none]) == [none]
 
 
+def test_from_python_a_run_is_named_as_on_the_command_line(run, monkeypatch):
+    folder = run("algo=max_rl", "seed=3", name="a run", steps=(10,))
+    monkeypatch.chdir(folder.parent)
+    config = compose(["run.resume=a run", "max_steps=300", "loss=aipo"])
+    assert (config.run.dir, config.run.name, config.seed) == (str(folder), "a run", 3)
+    found = resume.find(config)
+    assert (found.step, found.run_dir) == (10, folder) and {"max_steps", "loss._target_"} <= set(found.changed)
+    fork = compose([f"run.fork={checkpoint_path(folder, 10)}", "run.name=y"])
+    assert (fork.run.dir, fork.seed, resume.find(fork).forks) == (str(folder.parent / "outputs" / "y"), 3, True)
+    with pytest.raises(ConfigError, match="^run.dir=z: a run goes on in its own directory"):
+        compose(["run.resume=a run", "run.dir=z"])
+    with pytest.raises(ConfigError, match="^run.resume='nowhere' is neither"):
+        compose(["run.resume=nowhere"])
+    with pytest.raises(ConfigError, match="^run.resume=auto: .*: name it"):
+        compose(["run.resume=auto"])
+
+
+def test_an_option_of_ones_own_goes_over_a_named_run(run, tmp_path):
+    folder = run(steps=(10,))
+    (tmp_path / "my conf" / "loss").mkdir(parents=True)
+    (tmp_path / "my conf" / "loss" / "mine.yaml").write_text("_target_: prl.losses.aipo_loss\n_partial_: true\n")
+    config = compose([f"run.resume={folder}", f"hydra.searchpath=['file://{tmp_path}/my conf']", "loss=mine"])
+    assert config.loss == {"_target_": "prl.losses.aipo_loss", "_partial_": True}
+
+
 def test_recomposed_config_of_a_run_is_unchanged(run):
     folder = run("algo=echo", "+algo.roles.user.alpha=0.5", "trainer.optim._target_=torch.optim.SGD", steps=(10,))
     config = compose([f"run.dir={folder}", "run.name=x", "run.resume=auto"], folder)
@@ -472,6 +498,6 @@ def test_auto_wants_a_name_that_does_not_change(given, named):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = hydra.compose("train", ["run.resume=auto", *given])
     with nullcontext() if named else pytest.raises(ConfigError, match="run.resume=auto: .*: name it, run.name="):
-        resume.check_named(cfg)
+        check_named(cfg)
     cfg.run.resume = None
-    resume.check_named(cfg)
+    check_named(cfg)
