@@ -248,3 +248,32 @@ def test_work_leaves_signal_handlers_as_they_were():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+IN_A_NOTEBOOK = """
+import asyncio, signal, sys
+from prl.launch.signals import Stopped, run_to_end
+async def work():
+    try:
+        print("ready", flush=True)
+        await asyncio.sleep(float(sys.argv[1]))
+    finally:
+        print("in order", flush=True)
+async def cell():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as a notebook's kernel has it
+    try:
+        run_to_end(work())
+        print("done", flush=True)
+    except Stopped as end:
+        print("stopped", end.number, flush=True)
+asyncio.run(cell())
+"""
+
+
+@pytest.mark.parametrize(("seconds", "last"), [("0.1", "done"), ("60", f"stopped {signal.SIGINT:d}")])
+def test_where_an_event_loop_runs_already_the_work_runs_and_an_interrupt_stops_it(seconds, last):
+    process = subprocess.Popen([sys.executable, "-c", IN_A_NOTEBOOK, seconds], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    if seconds == "60":
+        process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=patient(20))[0].splitlines() == ["in order", last]

@@ -1,6 +1,7 @@
 """The signals that stop a command in order, and the name of what holds its event loop up."""
 
 import asyncio
+import concurrent.futures
 import faulthandler
 import signal
 import threading
@@ -58,11 +59,15 @@ def stopping() -> tuple[signal.Signals, ...]:
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:
     """Run `work` to its end. The signals of `stopping` cancel it, so that everything is shut down in order.
 
+    In a notebook, where this thread's event loop runs already, a thread has it.
+
     A second Ctrl-C ends that at once. Another SIGTERM or SIGHUP does not: schedulers and terminals send several.
 
     Raises:
         Stopped: One of them came.
     """
+    if asyncio._get_running_loop() is not None:
+        return run_in_thread(work)
     before = {number: signal.getsignal(number) for number in stopping()}
     if before:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio takes Ctrl-C over from no other handler
@@ -75,6 +80,26 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def run_in_thread(work: Coroutine[Any, Any, None]) -> None:
+    """Do `run_to_end` in a thread, and wait for it. Ctrl-C, or a notebook's "interrupt", cancels `work`."""
+    cancel: concurrent.futures.Future[Callable[[], object]] = concurrent.futures.Future()
+
+    async def cancellable() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        cancel.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        await work
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run_to_end, cancellable())
+        try:
+            running.result()
+        except KeyboardInterrupt:
+            if not running.done():
+                cancel.result()()
+            running.result()
 
 
 async def cancelled_by_signals(work: Coroutine[Any, Any, None], received: list[int]) -> None:
