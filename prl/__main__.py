@@ -9,6 +9,7 @@ prl report <run or sweep> …                    python -m prl.tools.report
 prl watch [run or folder …]                    python -m prl.tools.watch
 prl env check math …                           python -m prl.tools.env_check check
 prl doctor [key=value …]                       python -m prl.tools.doctor
+prl completion bash|zsh|fish                   python -m prl.tools.completion
 """
 
 import os
@@ -25,6 +26,7 @@ SUBCOMMANDS = {
     "chat": ("prl.tools.chat", "talk to one of them"),
     "env": ("prl.tools.env_check", "check a taskset: prl env check <taskset>"),
     "doctor": ("prl.tools.doctor", "say what is installed, what a run would choose here, and what is missing"),
+    "completion": ("prl.tools.completion", "print the script with which bash, zsh or fish completes all this"),
 }
 """The module of each subcommand, and what it does. Only the chosen one is imported."""
 

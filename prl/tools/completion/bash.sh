@@ -1,0 +1,15 @@
+# Completes prl in bash: eval "$(prl completion bash)"
+_prl() {
+    local line="${COMP_LINE:0:COMP_POINT}" word typed=
+    [[ $line =~ (\\.|[^[:space:]\\])*$ ]]
+    word=${BASH_REMATCH[0]}
+    # Where readline breaks words at = and :, it puts the reply behind the last of them.
+    [[ $COMP_WORDBREAKS == *=* ]] && typed=${word%"${word##*[=:]}"}
+    COMPREPLY=()
+    while IFS= read -r word; do
+        [[ $word == *[=.] ]] && compopt -o nospace 2>/dev/null
+        word=${word// /\\ }
+        COMPREPLY+=("${word#"$typed"}")
+    done < <("$1" completion words "$line" 2>/dev/null)
+}
+complete -o default -F _prl prl
