@@ -1,8 +1,27 @@
-"""Evaluate models without training them.
+"""Evaluate models on held-out tasks without training them.
 
-    python -m prl.eval <checkpoint | run | model | endpoint> … [env=name] [k=8] [key=value …]
+    prl eval <target> … [group=option …] [key=value …]
 
-The others are compared with the first. Results are in a run directory of their own.
+A target is a run or a checkpoint of one, a model folder, a model of prl or of
+the hub, or the URL of an endpoint. The others are compared with the first.
+
+options:
+  env=math                      tasks; by default those of the target's run
+  k=8                           samples of each task, for avg@k and pass@k
+  num_tasks=64                  held-out tasks of each env
+  sampling.temperature=1.0      0 = greedy
+  sampling.max_tokens=null      the longest reply, in tokens
+  correct_at=1.0                the reward from which an episode is correct
+  seed=0                        the seed of sampling
+  model.dtype=null              number format; null = the model's own
+  engine.urls=[…]               servers that run already
+  run.name=…                    the folder of the results under outputs/
+
+examples:
+  prl eval tiny env=math
+  prl eval tiny outputs/hello k=16
+  prl eval outputs/hello/checkpoints/step_000020 env=guess num_tasks=128
+  prl eval http://127.0.0.1:8001/v1 endpoint.api_key_var=PRL_TOKEN
 """
 
 import sys

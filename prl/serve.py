@@ -1,14 +1,36 @@
-"""Serve a frozen model, for runs to distil from, or an engine for runs to train with.
+"""Serve what a run has trained, or any model, behind OpenAI's API.
 
-    python -m prl.serve model=tiny-teacher [key=value …]
-    python -m prl.serve policy=true model=tiny [key=value …]    runs begin seconds sooner than with one of their own
+    prl serve <run | checkpoint | model> [key=value …]
+    prl serve policy=true model=tiny [key=value …]     an engine for runs
 
-Prints how a run refers to it, and serves until it is stopped. Its port is `engine.port` (8001); its key is
-PRL_TOKEN, or a fresh one where the environment has none.
+A target is a run or a checkpoint of one, with the settings of its model, a
+model folder, or a model of prl or of the hub. It prints its address, its key
+and how to ask it, and serves until Ctrl-C.
+
+options:
+  name=…                        the model's name in requests
+  tools=false                   true: replies have tool calls
+  policy=false                  true: an engine that runs train with, in turn
+  engine.port=8001              the TCP port
+  engine.host=127.0.0.1         the address; another one opens it to the network
+  engine.device=auto            cpu or cuda
+  engine.max_num_seqs=256       replies at once
+  engine.gpu_memory_utilization=0.5   the share of a GPU's memory
+  model.max_model_len=…         prompt and reply together, in tokens
+  model.dtype=auto              number format of the weights
+
+examples:
+  prl serve outputs/hello
+  prl serve outputs/hello/checkpoints/step_000020 engine.port=8002 name=mine
+  prl serve Qwen/Qwen3-0.6B tools=true
+  PRL_TOKEN=my-key prl serve tiny-teacher       a key that stays the same
+
 """
 
 import os
+import re
 import secrets
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +39,16 @@ import hydra
 from omegaconf import DictConfig
 
 from prl.base.errors import ConfigError
-from prl.config.compose import CONF, to_config
+from prl.base.text import safe
+from prl.config.build import class_of
+from prl.config.compose import CONF, options, to_config
 from prl.config.hardware import Machine
 from prl.config.model_reference import FrozenModelConfig
-from prl.config.schema import ServeConfig
+from prl.config.run_yaml import quoted
+from prl.config.schema import ModelConfig, ServeConfig
+from prl.config.suggestions import override_key
 from prl.config.validate import validate_server
+from prl.engines.base import Engine
 from prl.engines.protocol import TOKEN_VARIABLE
 from prl.launch import command
 from prl.launch.children import leave_none
@@ -32,20 +59,44 @@ from prl.launch.signals import run_to_end
 KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model need not command a run's engine
 
 
+def with_target(arguments: list[str]) -> list[str]:
+    """Arguments in which overrides stand for a run, a checkpoint, a model folder or a model's name.
+
+    Raises ConfigError for one that is not there, for several, and beside a model that an override chooses.
+    """
+    from prl.tools.evaluation.arguments import is_target
+    from prl.tools.evaluation.targets import model_of, served_name
+
+    targets = [argument for place, argument in enumerate(arguments) if is_target(arguments, place)]
+    if not targets:
+        return arguments
+    overrides = [argument for argument in arguments if argument not in targets]
+    if len(targets) > 1:
+        raise ConfigError(f"{' '.join(targets)}: this command serves one model: start it once for each")
+    if any(override_key(override) in ("model", "model.path") for override in overrides):
+        raise ConfigError(f"{targets[0]} is the model to serve: leave model=… out")
+    model = {f"model.{key}": value for key, value in vars(model_of(targets[0])).items() if value is not None}
+    named = {"name": served_name(targets[0])} | model
+    return ["model=hf", *(f"{key}={quoted(v) if isinstance(v, str) else v}" for key, v in named.items()), *overrides]
+
+
 def main(config: ServeConfig) -> None:
     """Serve until stopped. Raises ConfigError before anything has started, PrlError when the server ends by itself."""
     machine = Machine()
-    validate_server(config.model, config.engine, machine)
-    if config.engine.urls:
+    engine = config.engine
+    if config.tools:
+        engine = class_of(engine, Engine, "engine").with_tools(engine, family_of(config.model))
+    validate_server(config.model, engine, machine)
+    if engine.urls:
         raise ConfigError("engine.urls names servers that already run; nothing is left to serve")
-    if config.engine.servers > 1:
-        raise ConfigError(f"engine.servers={config.engine.servers}: this command serves one: start it once for each")
+    if engine.servers > 1:
+        raise ConfigError(f"engine.servers={engine.servers}: this command serves one: start it once for each")
     from prl.launch.checks import check_loadable  # transformers, once the config has passed
 
     plan = model_plan(
-        config.engine,
+        engine,
         config.model,
-        placed([need_of(config.engine, "engine", machine), NO_NEED, NO_NEED], machine, elsewhere=False).engines,
+        placed([need_of(engine, "engine", machine), NO_NEED, NO_NEED], machine, elsewhere=False).engines,
         machine,
         process=config.name,
         served_name=POLICY_NAME if config.policy else config.name,
@@ -56,6 +107,13 @@ def main(config: ServeConfig) -> None:
     )
     check_loadable(config.model, plan, "model.", trained=False)
     run_to_end(serve(plan, lambda url: how_to_use(config, url, plan.spec.token)))
+
+
+def family_of(model: ModelConfig) -> str | None:
+    """Return the renderer that a model's family has; None where neither the config nor the model's name says it."""
+    from renderers.base import MODEL_RENDERER_MAP  # takes seconds
+
+    return model.renderer or MODEL_RENDERER_MAP.get(model.path)
 
 
 async def serve(plan: ModelPlan, how_to_use: Callable[[str], str]) -> None:
@@ -71,24 +129,31 @@ async def serve(plan: ModelPlan, how_to_use: Callable[[str], str]) -> None:
             await pool.wait_ready(spec.config.startup_timeout_s, launcher.ensure_alive)
         finally:
             await pool.close()
-        print(f"{how_to_use(url)}\n\nCtrl-C ends it.", file=sys.stderr, flush=True)
+        print(f"{safe(how_to_use(url))}\n\nCtrl-C ends it.", file=sys.stderr, flush=True)
         await launcher.watch()
 
 
 def how_to_use(config: ServeConfig, url: str, token: str) -> str:
     """Return how a run uses what is served at `url`; its `token` is shown unless the environment has it."""
-    given = os.environ.get(TOKEN_VARIABLE)
+    shown = f"${TOKEN_VARIABLE}" if os.environ.get(TOKEN_VARIABLE) else token
+    name = config.name if re.fullmatch(r"[\w.-]+", config.name) else quoted(config.name)
     if config.policy:
-        key = "" if given else f"  export {TOKEN_VARIABLE}={token}\n"
+        key = "" if shown != token else f"  export {TOKEN_VARIABLE}={token}\n"
+        model = (
+            [f"model={name}"] if name in options()["model"] else ["model=hf", f"model.path={quoted(config.model.path)}"]
+        )
         return (
             f"an engine for {config.name} is at {url}. Train with it in another terminal, one run at a time:\n\n{key}"
-            f"  python -m prl.train model={config.name} engine.urls=[{url}]"
+            f"  python -m prl.train {shlex.join(model)} engine.urls=[{url}]"
         )
+    teacher = shlex.join(["algo=opd", "teacher=endpoint", f"teacher.name={name}"])
     return (
-        f"{config.name} is served at {url}/v1. Distil from it in another terminal:\n\n"
-        f"  export {KEY_VARIABLE}={f'${TOKEN_VARIABLE}' if given else token}\n"
-        f"  python -m prl.train algo=opd teacher=endpoint teacher.name={config.name} teacher.base_url={url}/v1 "
-        f"teacher.api_key_var={KEY_VARIABLE}"
+        f"{config.name} is served at {url}/v1. In another terminal OpenAI's clients find it by\n\n"
+        f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}\n\n"
+        f"under the name {config.name} (prl/SERVING.md){'' if config.tools else '; tools=true: with tool calls'}. "
+        "Or distil from it:\n\n"
+        f"  export {KEY_VARIABLE}={shown}\n"
+        f"  python -m prl.train {teacher} teacher.base_url={url}/v1 teacher.api_key_var={KEY_VARIABLE}"
     )
 
 
@@ -100,4 +165,6 @@ def _job(cfg: DictConfig) -> None:
 
 if __name__ == "__main__":
     leave_none()
-    command.run(_job, sys.argv[1:], "serve")
+    with command.errors_as_exit_codes():
+        arguments = with_target(sys.argv[1:])
+    command.run(_job, arguments, "serve")

@@ -1,11 +1,30 @@
-"""Train a policy.
+"""Train a policy by reinforcement learning, distillation or imitation.
 
-    python -m prl.train [group=option …] [key=value …]
-    python -m prl.train -m seed=0,1,2          a sweep: one run directory each (conf/sweep/README.md)
-    python -m prl.train experiment=lora        another, which the experiment describes
-    python -m prl.train … dry_run=true         starts nothing: what the run would start, and whether it fits
+    prl train [group=option …] [key=value …]
+    prl train -m key=a,b …                      a sweep: a run for each value
 
-From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.config.compose.compose`).
+options:
+  model=tiny                    the policy; any other: model=hf model.path=…
+  env=math                      tasks and their grader; env=[math,guess]: both
+  algo=grpo                     the algorithm, such as max_rl, opd or sft
+  max_steps=200                 training steps
+  trainer.optim.lr=…            the peak learning rate; a model has its own
+  orchestrator.batch_size=256   rollouts of a step
+  orchestrator.group_size=4     rollouts of a task
+  sampling.max_tokens=null      the longest reply, in tokens
+  monitor=[]                    further trackers: wandb, tensorboard, trackio
+  run.name=…                    the run's folder under outputs/
+
+examples:
+  prl train run.name=hello
+  prl train model=hf model.path=Qwen/Qwen3-0.6B env=gsm8k dry_run=true
+  prl train -m algo=grpo,max_rl seed=0,1,2
+  prl train experiment=lora                     a recipe: conf/experiment/
+  prl train run.resume=outputs/hello            goes on with a run
+  prl train run.fork=outputs/hello max_steps=400
+
+dry_run=true starts nothing: it prints the processes and whether they fit.
+From Python: prl.train.main(prl.config.compose.compose(["env=math"])).
 """
 
 import multiprocessing.spawn

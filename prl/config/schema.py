@@ -117,6 +117,8 @@ class ServeConfig:
     """Name that a frozen model is served under."""
     policy: bool = False
     """Serve an engine for runs to train with, one after another (their `engine.urls`), instead of a frozen model."""
+    tools: bool = False
+    """Replies to requests with `tools` have tool calls, read by the parser of the model's family (`model.renderer`)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: Any = MISSING
     log: str = MISSING

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 
+from prl.base.errors import ConfigError
 from prl.config.build import Seconds, class_of
 from prl.config.environment import model_environment
 from prl.config.gpus import Gpus, visible_devices
@@ -170,6 +171,16 @@ class Engine(ABC):
         # An update lies beside the weights until it has been copied into them.
         weights = float(shape.parameters * NUMBER_BYTES[dtype])
         return EngineMemory({"weights": weights, "update": weights} if updated else {"weights": weights})
+
+    @classmethod
+    def with_tools(cls, config: Any, renderer: str | None) -> Any:
+        """Return the options with which replies have tool calls. Raises ConfigError where that cannot be.
+
+        Args:
+            config: The options.
+            renderer: The renderer of the model's family; None = not known.
+        """
+        raise ConfigError(f"tools=true: {cls.__name__} reads no tool calls: choose engine=default")
 
     @classmethod
     @abstractmethod

@@ -26,10 +26,12 @@ PRINTING = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info")
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """With this variable of the environment Hydra raises what is wrong with a config, which it would print in its way."""
-HELP = """\
+MORE = "\nall options: --help=all"
+"""The end of each command's help."""
+ALL = """\
 Every key with its value: --cfg job --resolve. Each option is a file that says what its keys do: conf/README.md.
 Further flags of Hydra: --hydra-help."""
-"""The end of each command's help."""
+"""The end of the help with all options."""
 LINE = 400
 """Longest line of somebody else's that is shown as it is, characters."""
 
@@ -105,8 +107,10 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what this process computes itself, and an env's graders
     if any(argument.split("=")[0] in PRINTING for argument in arguments):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends any program that prints
-    if {"-h", "--help"} & set(arguments):
-        print(help_of(job))
+    asked = {"-h", "--help", "--help=all"} & set(arguments)
+    if asked:
+        usage = inspect.cleandoc(sys.modules[job.__module__].__doc__ or "")
+        print(f"{usage}\n{all_options() if '--help=all' in asked else MORE}")
         return
     given, groups = [arg for arg in arguments if "=" in arg and not arg.startswith("-")], options()
     sys.argv[1:] = allow_new_filters(arguments)  # Hydra reads its arguments there
@@ -129,20 +133,19 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
         raise SystemExit(REFUSED) from None
 
 
-def help_of(job: Callable[[], None]) -> str:
-    """Return what a command does, and the options of its config groups. Hydra's own help takes seconds."""
+def all_options() -> str:
+    """Return the options of all config groups. Hydra's own help takes seconds."""
     groups = [
         textwrap.fill(
             f"{group}: {', '.join(names)}",
-            110,
+            79,
             initial_indent="    ",
             subsequent_indent="        ",
             break_on_hyphens=False,
         )
         for group, names in options().items()
     ]
-    usage = inspect.cleandoc(sys.modules[job.__module__].__doc__ or "")
-    return "\n".join([usage, "", "Groups and their options (group=option):", "", *groups, "", HELP])
+    return "\n".join(["", "Groups and their options (group=option):", "", *groups, "", ALL])
 
 
 def composed(arguments: list[str], groups: Iterable[str], root: str = "train") -> DictConfig:

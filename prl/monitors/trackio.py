@@ -1,4 +1,4 @@
-"""Metrics in Trackio."""
+"""Metrics and some rollouts in Trackio."""
 
 import contextlib
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from prl.monitors.base import Monitor
+from prl.monitors.examples import examples, facts_of, message_of
 from prl.monitors.wandb import sweep_of
 
 
@@ -25,6 +26,7 @@ class Trackio(Monitor):
         self.check("Trackio")
         import trackio
 
+        self._run_dir, self._max_steps = run_dir, max_steps
         with contextlib.redirect_stdout(None):
             self._run = trackio.init(
                 project=self.project,
@@ -37,8 +39,14 @@ class Trackio(Monitor):
         self._first_step = self._run._next_step  # 0.43 has no public way to ask for it
 
     def step(self, line: dict[str, float]) -> None:
-        if line["step"] >= self._first_step:
-            self._run.log({key: value for key, value in line.items() if key != "step"}, step=int(line["step"]))
+        import trackio
+
+        step = int(line["step"])
+        if step >= self._first_step:
+            records = examples(self._run_dir, step, self._max_steps)
+            traces = [trackio.Trace(list(map(message_of, each.messages)), facts_of(each)) for each in records]
+            metrics = {key: value for key, value in line.items() if key != "step"}
+            self._run.log(metrics | ({"rollouts": traces} if traces else {}), step=step)
 
     def close(self) -> None:
         import trackio

@@ -33,6 +33,7 @@ class Wandb(Monitor):
 
         if "weave" not in sys.modules:  # else wandb advertises it in the terminal
             os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
+        print("starting Weights & Biases: its service takes up to 30 s", file=sys.stderr, flush=True)
         self._run = wandb.init(
             project=self.project,
             group=self.group or sweep_of(run_dir),

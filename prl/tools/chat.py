@@ -1,8 +1,26 @@
-"""Talk to a model by hand.
+"""Talk to a model by hand, on a terminal or line by line from a pipe.
 
-    python -m prl.tools.chat <checkpoint | run | model | endpoint> [sampling.temperature=0.7] [key=value …]
+    prl chat <target> [group=option …] [key=value …]
 
-On a terminal, or line by line from a pipe: echo "12+34=" | python -m prl.tools.chat tiny
+A target is a run or a checkpoint of one, a model folder, a model of prl or of
+the hub, or the URL of an endpoint.
+
+options:
+  sampling.temperature=1.0      0 = greedy
+  sampling.max_tokens=null      the longest reply, in tokens
+  sampling.top_p=1.0            nucleus sampling
+  sampling.top_k=0              the most likely tokens alone; 0 = all
+  sampling.stop=[]              strings that end a reply
+  seed=0                        the seed of sampling
+  model.max_model_len=null      prompt and reply together, in tokens
+  renderer=auto                 how messages become tokens
+  engine=default                engine=transformers needs no vLLM
+  endpoint.api_key_var=null     the variable that holds an endpoint's key
+
+examples:
+  prl chat outputs/hello sampling.temperature=0
+  echo "12+34=" | prl chat tiny
+  prl chat http://127.0.0.1:8001/v1 endpoint.api_key_var=PRL_TOKEN
 """
 
 import signal

@@ -126,7 +126,9 @@ def typed_in(shell, folder, keys):
 def here(tmp_path):
     """A folder with a program `prl` and a run."""
     program = tmp_path / "prl"
-    program.write_text(f'#!/bin/sh\n[ "$1" = train ] && shift && echo "given<$*>" && exit\nexec {sys.executable} -m prl "$@"\n')
+    program.write_text(
+        f'#!/bin/sh\n[ "$1" = train ] && shift && echo "given<$*>" && exit\nexec {sys.executable} -m prl "$@"\n'
+    )
     program.chmod(0o755)
     (tmp_path / "outputs" / "my run").mkdir(parents=True)
     (tmp_path / "outputs" / "my run" / "config.yaml").touch()

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from ctypes.util import find_library
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import util
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from prl.config.hardware import Machine
 from prl.config.model_shape import ModelShape
 from prl.engines.base import EngineMemory, EngineSpec, ServerConfig, ServerEngine
 from prl.engines.vllm import command, memory
-from prl.engines.vllm.options import check_options
+from prl.engines.vllm.options import check_options, with_tool_parser
 
 CORE = re.compile(r"\(EngineCore\b.*\[core\.py:\d+\] (\w+(?:\.\w+)*(?:: .*|Error))$|^(its engine core was .*)")
 """Error that vLLM's core ends with, or the signal that prl's server names; the server then ends with another
@@ -76,6 +76,10 @@ class VLLMEngine(ServerEngine):
         if device == "cpu" and not find_library("numa"):
             return "no libnuma, which vLLM takes on a CPU: install libnuma1, or choose engine=transformers"
         return None
+
+    @classmethod
+    def with_tools(cls, config: VLLMConfig, renderer: str | None) -> VLLMConfig:
+        return replace(config, args=with_tool_parser(config.args, renderer))
 
     @classmethod
     def memory(

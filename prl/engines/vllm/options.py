@@ -32,6 +32,29 @@ ON_A_CPU = frozenset({
     "long-prefill-token-threshold",
 })  # fmt: skip
 """Those that prl sets on a CPU, where vLLM cannot prefill the prompt of a seeded request in parts."""
+TOOL_PARSERS = {
+    "deepseek": "deepseek_v3", "deepseek-v4": "deepseek_v4", "gemma4": "gemma4", "glm-4.5": "glm45", "glm-5": "glm47",
+    "gpt-oss": "openai", "hy3": "hy_v3", "inkling": "inkling", "kimi-k2": "kimi_k2", "laguna": "poolside_v1",
+    "llama-3": "llama3_json", "minimax-m2": "minimax_m2", "nemotron": "qwen3_coder", "prime-qwen3": "hermes",
+    "qwen3": "hermes", "qwen3.": "qwen3_coder",
+}  # fmt: skip
+"""vLLM's parsers of tool calls, by the beginnings of the names of renderers."""
+
+
+def with_tool_parser(args: Mapping[str, Any], renderer: str | None) -> dict[str, Any]:
+    """Options with which replies have tool calls; a parser that they name stays. Raises ConfigError without any."""
+    own = {str(name).replace("_", "-"): value for name, value in args.items()}
+    families = [family for family in TOOL_PARSERS if (renderer or "").startswith(family)]
+    if families:
+        own = {"tool-call-parser": TOOL_PARSERS[max(families, key=len)]} | own
+    if "tool-call-parser" not in own:
+        family = (
+            f"no tool parser is known for model.renderer={renderer}" if renderer else "the model's family is unknown"
+        )
+        raise ConfigError(
+            f"tools=true: {family}: give model.renderer=qwen3 or the like, or +engine.args.tool-call-parser=…"
+        )
+    return {"enable-auto-tool-choice": True} | own
 
 
 def as_arguments(options: Mapping[str, Any]) -> list[str]:

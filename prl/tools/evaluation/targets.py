@@ -73,6 +73,13 @@ def _name(argument: str) -> str:
     return f"{run.name}/{(checkpoint_of(run) if run == folder else folder).name}"
 
 
+def served_name(argument: str) -> str:
+    """The name under which the model of an argument is served: of a run its own, with a checkpoint that is named."""
+    folder = named(Path(argument).expanduser()).absolute()
+    run = run_of(folder)
+    return f"{run.name}-{folder.name}" if run not in (None, folder) else folder.name
+
+
 def model_of(argument: str) -> ModelConfig:
     """The model that an argument names: prl's own by name, a run's checkpoint, a model folder, or one on the hub.
 

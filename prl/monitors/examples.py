@@ -1,0 +1,35 @@
+"""Some rollouts of a run, for monitors that show texts. Whatever stands in them is harmless in a terminal."""
+
+from pathlib import Path
+from typing import Any
+
+from prl.base.files import lines_of, step_name
+from prl.base.text import safe
+from prl.rollouts.record_lines import Message, Record
+
+TIMES, ROLLOUTS = 20, 8
+"""Times in a run that rollouts are shown, and how many."""
+
+
+def examples(run_dir: Path, step: int, max_steps: int) -> list[Record]:
+    """The first rollouts of a step, by groups; none of most steps."""
+    if step < 1 or (step - 1) % max(1, max_steps // TIMES):
+        return []
+    return lines_of(run_dir / "rollouts" / f"{step_name(step)}.jsonl", Record, [])[:ROLLOUTS]
+
+
+def facts_of(record: Record) -> dict[str, Any]:
+    """What a rollout is, and what became of it."""
+    names = ("step", "env", "task", "group", "rollout", "reward", "advantage", "stop")
+    return {name: getattr(record, name) for name in names} | {"stage": record.stage and str(record.stage)}
+
+
+def message_of(message: Message) -> dict[str, Any]:
+    """A message as OpenAI's API has it."""
+    shown: dict[str, Any] = {"role": message.role, "content": safe(message.content)}
+    if message.reasoning:
+        shown["reasoning_content"] = safe(message.reasoning)
+    if message.tool_calls:
+        calls = [{"name": safe(call.name), "arguments": safe(call.arguments)} for call in message.tool_calls]
+        shown["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return shown
