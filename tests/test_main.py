@@ -2,14 +2,18 @@
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
 from importlib.metadata import version
 
+import hydra
 import pytest
 
 from prl import __main__ as command
+from prl.config.compose import CONF, options
+from prl.config.suggestions import keys_of
 
 
 @pytest.fixture
@@ -94,11 +98,52 @@ def test_a_folder_that_is_gone_is_a_line(tmp_path, arguments):
     assert done.returncode == 2 and done.stderr.startswith("error: the current folder") and done.stderr.count("\n") == 1
 
 
-def test_hydra_completes_options_in_the_shell():
-    """As the script asks that the README has Hydra print."""
-    asked = {"COMP_LINE": "python prl/train.py algo=", "COMP_POINT": "25"}
-    train = command.__file__.replace("__main__", "train")
-    done = subprocess.run(
-        [sys.executable, train, "-sc", "query=bash"], env=os.environ | asked, capture_output=True, text=True
-    )
-    assert {"algo=grpo", "algo=opd", "algo=sft"} <= set(done.stdout.split()), done.stderr
+OF_HYDRA = {"train": "train", "eval": "eval", "chat": "eval", "serve": "serve"}
+
+
+@pytest.fixture(scope="module")
+def helps():
+    """What the commands print for `--help`."""
+    return {name: printed(name, "--help") for name in OF_HYDRA}
+
+
+def printed(*arguments):
+    code = f"""if True:
+        import atexit, sys
+        from prl.__main__ import main
+        sys.argv = ["prl", *{arguments!r}]
+        heavy = {{"torch", "vllm", "transformers", "verifiers"}}
+        atexit.register(lambda: print(sorted(heavy & set(sys.modules))))
+        main()
+    """
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("name", OF_HYDRA)
+def test_help_fits_a_screen_and_names_options_that_there_are(helps, name):
+    *lines, last, imported = helps[name].splitlines()
+    assert (last, imported) == ("all options: --help=all", "[]"), "nothing heavy is imported"
+    assert len(lines) < 40 and max(map(len, lines)) <= 80
+    options = re.findall(r"^  ([\w.]+)=(\S*)  ", helps[name], re.M)
+    assert len(options) == 10
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        config = hydra.compose(OF_HYDRA[name], [])
+        shown = [f"{key}={default}" for key, default in options if "…" not in default]
+        assert hydra.compose(OF_HYDRA[name], shown)._content == config._content, "defaults as they are"
+        assert {key for key, default in options if "…" in default} <= set(keys_of(config))
+
+
+@pytest.mark.parametrize("name", OF_HYDRA)
+def test_the_examples_of_help_compose(helps, name, monkeypatch):
+    examples = re.findall(rf"^  (?:.*[|] )?(?:\w+=\S+ )?prl {name} (.*?)(?:   .*)?$", helps[name], re.M)
+    assert len(examples) >= 3
+    for example in examples:
+        overrides = [each.replace("0,1,2", "0").replace("grpo,max_rl", "grpo") for each in example.split()]
+        overrides = [each for each in overrides if "=" in each and "run.resume" not in each and "run.fork" not in each]
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            assert hydra.compose(OF_HYDRA[name], overrides)
+
+
+def test_all_options_are_behind_help_all():
+    shown = printed("train", "--help=all")
+    assert all(f"    {group}: " in shown for group in options()) and "--cfg job --resolve" in shown

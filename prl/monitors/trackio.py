@@ -1,6 +1,7 @@
 """Metrics and some rollouts in Trackio."""
 
 import contextlib
+import contextvars
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +29,9 @@ class Trackio(Monitor):
 
         self._run_dir, self._max_steps = run_dir, max_steps
         with contextlib.redirect_stdout(None):
-            self._run = trackio.init(
+            # In a context of its own: Trackio would finish, at the exit, the run that it finds in this one's.
+            self._run = contextvars.copy_context().run(
+                trackio.init,
                 project=self.project,
                 name=run_dir.name,
                 group=sweep_of(run_dir),
@@ -49,7 +52,5 @@ class Trackio(Monitor):
             self._run.log(metrics | ({"rollouts": traces} if traces else {}), step=step)
 
     def close(self) -> None:
-        import trackio
-
         with contextlib.redirect_stdout(None):
-            trackio.finish()
+            self._run.finish()
