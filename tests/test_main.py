@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 import hydra
 import pytest
+from omegaconf import OmegaConf
 
 from prl import __main__ as command
 from prl.config.compose import CONF, options
@@ -129,7 +130,8 @@ def test_help_fits_a_screen_and_names_options_that_there_are(helps, name):
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         config = hydra.compose(OF_HYDRA[name], [])
         shown = [f"{key}={default}" for key, default in options if "…" not in default]
-        assert hydra.compose(OF_HYDRA[name], shown)._content == config._content, "defaults as they are"
+        again = hydra.compose(OF_HYDRA[name], shown)
+        assert OmegaConf.to_container(again) == OmegaConf.to_container(config), "defaults as they are"
         assert {key for key, default in options if "…" in default} <= set(keys_of(config))
 
 

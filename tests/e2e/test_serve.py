@@ -1,10 +1,17 @@
-"""`python -m prl.serve policy=true`: an engine that runs train with, one after another."""
+"""`python -m prl.serve`: an engine that runs train with, one after another, and what was trained for other programs."""
 
 import contextlib
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from engines import serve
+from openai import OpenAI
+
+from prl.launch.local import LocalLauncher
 
 pytestmark = pytest.mark.engine
 
@@ -32,3 +39,36 @@ def check_that_none_has(token, run):
                 lines.append((folder / "cmdline").read_bytes())
     assert any(b"prl.engines.vllm.server" in line for line in lines)
     assert [line for line in lines if token in line] == []
+
+
+PAGE = Path(__file__).parents[2] / "prl" / "SERVING.md"
+PROGRAMS = dict(re.findall(r"^```py\n# (\w+).*?\n(.*?)^```", PAGE.read_text(), re.M | re.S))
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_other_programs_use_a_run_as_the_page_says(inline, tmp_path):
+    """All that are installed beside prl get the same reply of the same adapters."""
+    run = inline("max_steps=2", "orchestrator.batch_size=32", "model.lora.rank=4", name="outputs/hello")
+    assert run.status == 0, run.stderr
+    with LocalLauncher() as launcher:
+        printed = serve(launcher, tmp_path, "server", str(run.dir), "tools=true", token="the-key")
+        [url] = re.findall(r"^  export OPENAI_BASE_URL=(\S+) OPENAI_API_KEY=\$PRL_TOKEN$", printed, re.M)
+        client = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "the-key", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        replies = {name: said_by(PROGRAMS[name], tmp_path, client) for name in ("openai", "transformers", "peft", "vllm")}
+        asked = OpenAI(base_url=url, api_key="the-key").chat.completions
+        reply = asked.create(model="hello", messages=[{"role": "user", "content": "1+1="}], tools=[ADD])
+        assert reply.choices[0].finish_reason in ("stop", "length", "tool_calls")
+    assert replies.pop("peft") == ""
+    [text] = set(replies.values())
+    assert re.fullmatch(r"-?\d+", text)
+
+
+def said_by(program, folder, client):
+    """The last line that a program of the page prints."""
+    program = program.replace("step_000200", "step_000002")
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=os.environ | client, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line and not line.startswith(("(", "INFO", "WARNING"))]
+    return lines[-1] if lines else ""

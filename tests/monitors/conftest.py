@@ -2,7 +2,10 @@
 
 import json
 
+import msgspec
 import pytest
+
+from prl.rollouts.record_lines import Message, Record, ToolCall
 
 
 def make_line(step, **more):
@@ -46,3 +49,27 @@ def started():
     yield start
     for monitor in made:
         monitor.close()
+
+
+HOSTILE = "\x1b[2J![x](http://127.0.0.1/x.png)\n<img src=x onerror=alert(1)>\n\n# 46"
+
+
+@pytest.fixture
+def write_rollouts():
+    """`write_rollouts(run_dir, step, count)`: a step's rollout file, whose last line is still being written."""
+
+    def write(run_dir, step, count):
+        messages = [
+            Message("user", "12+34="),
+            Message("assistant", HOSTILE, reasoning="carry", tool_calls=[ToolCall("add", '{"a": 12}')]),
+            Message("tool", "46", name="add"),
+        ]
+        lines = [
+            Record(step=step, env="math", group=0, rollout=n, reward=float("nan"), task=3, messages=messages)
+            for n in range(count)
+        ]
+        text = b"\n".join(map(msgspec.json.encode, lines))
+        (run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
+        (run_dir / "rollouts" / f"step_{step:06d}.jsonl").write_bytes(text + b'\n{"step": 1, "en')
+
+    return write

@@ -42,3 +42,18 @@ def test_a_run_that_goes_on_is_one_run_and_one_that_begins_anew_another(tmp_path
     assert metrics == ({"loss/mean": 0.0}, {"loss/mean": 0.5}, {"eval/math/pass@8": 1.0}, {"loss/mean": 7.0})
     assert len(set(runs[:3])) == 1 and runs[3] != runs[0]
     assert capfd.readouterr() == ("", "")
+
+
+def test_rollouts_are_traces(tmp_path, rows, write_rollouts):
+    run_dir = tmp_path / "hello"
+    write_rollouts(run_dir, 1, 9)
+    record(run_dir, [{"step": step, "loss/mean": 0.5} for step in range(3)])
+    with closing(sqlite3.connect(tmp_path / "trackio" / "prl.db")) as database:
+        traces = database.execute("select run_name, step, messages, metadata from traces").fetchall()
+    assert {(name, step) for name, step, *_ in traces} == {("hello", 1)} and len(traces) == 8
+    messages, facts = map(msgspec.json.decode, traces[0][2:])
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert messages[1]["reasoning_content"] == "carry" and r"\x1b[2J" in messages[1]["content"]
+    assert messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": '{"a": 12}'}}]
+    assert (facts["env"], facts["task"], facts["rollout"], facts["reward"]) == ("math", 3, 0, None)
+    assert all(set(metrics) == {"loss/mean"} for *_, metrics in rows())

@@ -38,11 +38,17 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "resumed_at", "resume"), [("online", 7, "allow"), ("offline", 7, None)])
-def test_what_it_asks_for_when_a_run_goes_on(tmp_path, monkeypatch, mode, resumed_at, resume):
+def test_what_it_asks_for_when_a_run_goes_on(tmp_path, monkeypatch, capsys, mode, resumed_at, resume):
+    """And a line before that, since it may take half a minute."""
     asked = {}
-    monkeypatch.setattr("wandb.init", lambda **given: asked.update(given))
+
+    def init(**given):
+        asked.update(given, printed=capsys.readouterr().err)
+
+    monkeypatch.setattr("wandb.init", init)
     monitor = Wandb(mode=mode)
     monitor.start(tmp_path, max_steps=9, run_config={}, resumed_at=resumed_at)
+    assert asked["printed"].count("\n") == 1 and "Weights & Biases" in asked["printed"]
     assert asked["resume"] == resume and asked["id"] == run_id(tmp_path, goes_on=True)
 
 
