@@ -38,10 +38,11 @@ def over_named_run(arguments: list[str]) -> tuple[Path | None, list[str]]:
         if key not in ("run.resume", "run.fork") and there != str(named.get(key, there)):
             raise ConfigError(f"{argument}: a run goes on in its own directory, {run_dir}: leave {key} out")
     rest = [argument for argument in arguments if override_key(argument) not in named]  # `resume=auto` of a fork stays
-    groups = options()  # of which the run's config lists none, so that Hydra wants a `+`
-    rest = [f"+{each}" if each.partition("=")[0].partition("@")[0] in groups else each for each in rest]
+    groups = options()  # of which the run's config lists none, so that Hydra wants a `+`, and takes none twice
+    options_of = [each for each in rest if each.partition("=")[0].partition("@")[0] in groups]
+    chosen = {override_key(each): f"+{each}" for each in options_of}
     own = [f"{key}={quoted(value)}" for key, value in named.items()]
-    return run_dir, [*rest, *own]
+    return run_dir, [*chosen.values(), *(each for each in rest if each not in options_of), *own]
 
 
 def run_of(path: Path, given: str, key: str = "run.resume") -> Path:

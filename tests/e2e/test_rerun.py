@@ -29,6 +29,6 @@ def test_from_python_a_run_goes_on_by_its_folder_alone(inline):
     assert first.status == 0, first.stderr
     result = main(compose([f"run.resume={first.dir}", "max_steps=2"]))
     assert (result.status, result.steps) == ("completed", 2)
-    assert [json.loads(line)["step"] for line in (first.dir / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert [json.loads(line)["step"] for line in (first.dir / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
     [line] = (first.dir / "resumes.jsonl").read_text().splitlines()
     assert list(json.loads(line)["changed"]) == ["max_steps"]

@@ -54,7 +54,9 @@ def test_other_programs_use_a_run_as_the_page_says(inline, tmp_path):
         printed = serve(launcher, tmp_path, "server", str(run.dir), "tools=true", token="the-key")
         [url] = re.findall(r"^  export OPENAI_BASE_URL=(\S+) OPENAI_API_KEY=\$PRL_TOKEN$", printed, re.M)
         client = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "the-key", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        replies = {name: said_by(PROGRAMS[name], tmp_path, client) for name in ("openai", "transformers", "peft", "vllm")}
+        replies = {
+            name: said_by(PROGRAMS[name], tmp_path, client) for name in ("openai", "transformers", "peft", "vllm")
+        }
         asked = OpenAI(base_url=url, api_key="the-key").chat.completions
         reply = asked.create(model="hello", messages=[{"role": "user", "content": "1+1="}], tools=[ADD])
         assert reply.choices[0].finish_reason in ("stop", "length", "tool_calls")
@@ -67,7 +69,12 @@ def said_by(program, folder, client):
     """The last line that a program of the page prints."""
     program = program.replace("step_000200", "step_000002")
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, env=os.environ | client, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env=os.environ | client,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line and not line.startswith(("(", "INFO", "WARNING"))]

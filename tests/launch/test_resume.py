@@ -437,10 +437,11 @@ def test_the_command_line_of_a_run_or_a_checkpoint(run, monkeypatch):
 def test_from_python_a_run_is_named_as_on_the_command_line(run, monkeypatch):
     folder = run("algo=max_rl", "seed=3", name="a run", steps=(10,))
     monkeypatch.chdir(folder.parent)
-    config = compose(["run.resume=a run", "max_steps=300", "loss=aipo"])
+    config = compose(["loss=ppo", "run.resume=a run", "max_steps=300", "loss=aipo"])
     assert (config.run.dir, config.run.name, config.seed) == (str(folder), "a run", 3)
     found = resume.find(config)
     assert (found.step, found.run_dir) == (10, folder) and {"max_steps", "loss._target_"} <= set(found.changed)
+    assert config.loss["_target_"].endswith("aipo_loss"), "of two options the last"
     fork = compose([f"run.fork={checkpoint_path(folder, 10)}", "run.name=y"])
     assert (fork.run.dir, fork.seed, resume.find(fork).forks) == (str(folder.parent / "outputs" / "y"), 3, True)
     with pytest.raises(ConfigError, match="^run.dir=z: a run goes on in its own directory"):
