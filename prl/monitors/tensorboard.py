@@ -28,7 +28,7 @@ class TensorBoard(Monitor):
         from torch.utils.tensorboard.summary import hparams
 
         purge = resumed_at + 1 if resumed_at else None  # what an earlier part of the run wrote after it
-        self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=purge)
+        self._writer: Any = SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=purge)
         self._run_dir, self._max_steps = run_dir, max_steps
         self._writer.add_text("config", as_code(yaml.safe_dump(run_config, sort_keys=False)), resumed_at)
         values = {key: value if isinstance(value, Scalar) else str(value) for key, value in flat(run_config).items()}

@@ -47,6 +47,7 @@ def test_the_keys_are_those_that_hydra_composes(root, overrides):
 @pytest.mark.parametrize(
     ("line", "found"),
     [
+        ("prl", set()),
         ("prl tr", {"train"}),
         ("prl completion z", {"zsh"}),
         ("prl env ", {"check"}),

@@ -41,16 +41,17 @@ def main(arguments: list[str]) -> None:
         print("\n".join(sorted(words(" ".join(arguments[1:])))))
     elif len(arguments) == 1 and arguments[0] in SHELLS:
         print(Path(__file__).with_name(f"{arguments[0]}.sh").read_text(encoding="utf-8"), end="")
+    elif {"-h", "--help"} & set(arguments):
+        print(__doc__)
     else:
-        asked = bool({"-h", "--help"} & set(arguments))
-        print(__doc__, file=sys.stdout if asked else sys.stderr)
-        sys.exit(0 if asked else 2)
+        print(__doc__, file=sys.stderr)  # a shell executes what is printed
+        sys.exit(2)
 
 
 def words(line: str) -> set[str]:
     """Return what the last word of a command line can become; `line` ends at the cursor."""
     parts = [re.sub(r"\\(.)|['\"]", r"\1", part) for part in re.findall(r"(?:\\.|[^\s\\])+", line)]
-    word = "" if line[-1:].isspace() else parts.pop()
+    word = parts.pop() if parts and not line[-1].isspace() else ""
     command, *typed = parts[1:] or [""]
     if not command:
         found = [*SUBCOMMANDS, "--help", "--version"]
