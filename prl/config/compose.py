@@ -110,10 +110,10 @@ def to_config(kind: type[T], cfg: DictConfig, overrides: list[str]) -> T:
         raise ConfigError(f"{missing} has no value: give one, {missing}=<value>") from None
     except InterpolationResolutionError as error:  # of a key that is not there too
         raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
-    if kind is TrainConfig:
+    run = data.get("run")
+    if isinstance(run, dict):
+        run["dir"] = absolute(run["dir"])
         check_named(cfg)
-    if "run" in data:
-        data["run"]["dir"] = absolute(data["run"]["dir"])
     return typed_config(kind, data)
 
 

@@ -54,9 +54,10 @@ def run_of(path: Path, given: str, key: str = "run.resume") -> Path:
     raise ConfigError(f"{key}={given!r} is neither a run directory nor a checkpoint of one: give one of them{auto}")
 
 
-def absolute(path: str) -> str:
-    """The path of a run directory from the root; an empty one stays as it is, to be refused."""
-    return os.path.abspath(os.path.expanduser(path)) if path.strip() else path
+def absolute(path: Any) -> Any:
+    """The path of a run directory from the root; an empty one, or no path, stays as it is, to be refused."""
+    text = str(path) if isinstance(path, str | int) else ""
+    return os.path.abspath(os.path.expanduser(text)) if text.strip() else path
 
 
 def check_named(cfg: DictConfig) -> None:
@@ -65,5 +66,5 @@ def check_named(cfg: DictConfig) -> None:
     `cfg` is the composed config, its interpolations as they are.
     """
     run = cast(dict[str, Any], OmegaConf.to_container(cfg.run, resolve=False))
-    if run["resume"] == AUTO and NOW in str(run["dir"]).replace("${run.name}", str(run["name"])):
+    if run.get("resume") == AUTO and NOW in str(run["dir"]).replace("${run.name}", str(run["name"])):
         raise ConfigError("run.resume=auto: by default a run's name has the time in it: name it, run.name=<name>")

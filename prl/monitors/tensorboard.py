@@ -3,7 +3,7 @@
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import yaml
 
@@ -28,12 +28,12 @@ class TensorBoard(Monitor):
         from torch.utils.tensorboard.summary import hparams
 
         purge = resumed_at + 1 if resumed_at else None  # what an earlier part of the run wrote after it
-        self._writer: Any = SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=purge)
+        self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=purge)
         self._run_dir, self._max_steps = run_dir, max_steps
         self._writer.add_text("config", as_code(yaml.safe_dump(run_config, sort_keys=False)), resumed_at)
         values = {key: value if isinstance(value, Scalar) else str(value) for key, value in flat(run_config).items()}
         for part in hparams(values, {SAMPLED: 0.0}):
-            self._writer.file_writer.add_summary(part)
+            cast(Any, self._writer).file_writer.add_summary(part)
 
     def step(self, line: dict[str, float]) -> None:
         step = int(line["step"])

@@ -216,6 +216,7 @@ def test_a_run_needs_no_name_from_python(tmp_path):
     config = compose([f"run.dir={tmp_path}/x", "algo=reward"])
     assert config.run.dir == f"{tmp_path}/x" and config.run.name.startswith("reward-")
     assert compose([]).run.dir.startswith(os.path.abspath("outputs/grpo-")), "as on the command line"
+    assert compose(["run.dir=5"]).run.dir == os.path.abspath("5")
 
 
 def test_it_composes_to_the_same_again(tmp_path):

@@ -103,7 +103,9 @@ COMPOSED = sorted(  # `tests/conf` composes each option alone
     {
         choices(each)
         for each in TRAIN
-        if each not in OWN and not {"--help", "--config-dir"} & set(each) and "run.resume=" not in str(each)
+        if each not in OWN
+        and not {"--help", "--help=all", "--config-dir"} & set(each)
+        and not re.search("run.(resume|fork)=", str(each))
     }
     - OPTIONS
 )
@@ -173,7 +175,7 @@ def test_every_way_to_go_on_is_understood(tmp_path, monkeypatch):
     (run / "checkpoints" / "step_000040").mkdir(parents=True)
     (run / "config.yaml").write_text("envs: {}")
     ways = [each for arguments in TRAIN for each in [[a.replace("<run>", "outputs/my-run") for a in arguments]]]
-    ways = [arguments for arguments in ways if any(each.startswith("run.resume=") for each in arguments)]
+    ways = [arguments for arguments in ways if any(each.startswith(("run.resume=", "run.fork=")) for each in arguments)]
     assert len(ways) > 3
     for arguments in ways:
         auto = "run.resume=auto" in arguments

@@ -53,7 +53,12 @@ def test_other_programs_use_a_run_as_the_page_says(inline, tmp_path):
     with LocalLauncher() as launcher:
         printed = serve(launcher, tmp_path, "server", str(run.dir), "tools=true", token="the-key")
         [url] = re.findall(r"^  export OPENAI_BASE_URL=(\S+) OPENAI_API_KEY=\$PRL_TOKEN$", printed, re.M)
-        client = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "the-key", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        client = {
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_KEY": "the-key",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
         replies = {
             name: said_by(PROGRAMS[name], tmp_path, client) for name in ("openai", "transformers", "peft", "vllm")
         }
