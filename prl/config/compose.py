@@ -111,7 +111,7 @@ def to_config(kind: type[T], cfg: DictConfig, overrides: list[str]) -> T:
     except InterpolationResolutionError as error:  # of a key that is not there too
         raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
     run = data.get("run")
-    if isinstance(run, dict):
+    if isinstance(run, dict) and "dir" in run:
         run["dir"] = absolute(run["dir"])
         check_named(cfg)
     return typed_config(kind, data)

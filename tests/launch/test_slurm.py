@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -22,17 +23,23 @@ def sbatch(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "overrides", "message"),
+    ("options", "message"),
     [
-        ({"args": {"time": 10}}, (), "launcher.args.time: the launcher sets that option of sbatch itself"),
-        ({"time_min": 1}, (), "launcher.time_min=1: checkpoint.grace_s and the end take 90 s"),
-        ({}, ("run.resume=/tmp/x",), "launcher=slurm goes on with run.resume=auto"),
+        ({"args": {"time": 10}}, "launcher.args.time: the launcher sets that option of sbatch itself"),
+        ({"time_min": 1}, "launcher.time_min=1: checkpoint.grace_s and the end take 90 s"),
     ],
 )
-def test_a_job_is_refused_before_it_is_submitted(sbatch, tmp_path, options, overrides, message):
-    launcher, config = SlurmLauncher(**options), compose([f"run.dir={tmp_path / 'x'}", *overrides])
+def test_a_job_is_refused_before_it_is_submitted(sbatch, tmp_path, options, message):
+    launcher, config = SlurmLauncher(**options), compose([f"run.dir={tmp_path / 'x'}"])
     with pytest.raises(ConfigError, match=message):
-        launcher.submit(config.run, config.checkpoint.grace_s, ["seed=1", *overrides])
+        launcher.submit(config.run, config.checkpoint.grace_s, ["seed=1"])
+    assert not (sbatch / "flags").exists()
+
+
+def test_a_job_goes_on_by_itself_alone(sbatch, tmp_path):
+    run = replace(compose([f"run.dir={tmp_path / 'x'}"]).run, resume="/tmp/x")
+    with pytest.raises(ConfigError, match="launcher=slurm goes on with run.resume=auto"):
+        SlurmLauncher().submit(run, 60.0, ["run.resume=/tmp/x"])
     assert not (sbatch / "flags").exists()
 
 
