@@ -17,7 +17,8 @@ STILL_S = 10.0
 """[s] Code that holds the event loop up for longer is named."""
 BEAT_S = 1.0
 noted: list[int] = []
-"""Signals that `stop` has raised for: Python drops what is raised in a weak reference's callback, as imports have."""
+"""Signals that `stop` has raised for: Python drops what is raised in a weak reference's callback, as imports
+have. Another thread's loop looks for them."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -84,22 +85,23 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
 
 def run_in_thread(work: Coroutine[Any, Any, None]) -> None:
     """Do `run_to_end` in a thread, and wait for it. Ctrl-C, or a notebook's "interrupt", cancels `work`."""
-    cancel: concurrent.futures.Future[Callable[[], object]] = concurrent.futures.Future()
+    ended: concurrent.futures.Future[None] = concurrent.futures.Future()
 
-    async def cancellable() -> None:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        cancel.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
-        await work
-
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        running = thread.submit(run_to_end, cancellable())
+    def run() -> None:
         try:
-            running.result()
-        except KeyboardInterrupt:
-            if not running.done():
-                cancel.result()()
-            running.result()
+            run_to_end(work)
+            ended.set_result(None)
+        except BaseException as error:
+            ended.set_exception(error)
+
+    try:
+        threading.Thread(target=run).start()
+        ended.result()
+    except KeyboardInterrupt:
+        noted.append(signal.SIGINT)
+        ended.result()
+    finally:
+        noted.clear()
 
 
 async def cancelled_by_signals(work: Coroutine[Any, Any, None], received: list[int]) -> None:
@@ -124,11 +126,11 @@ async def cancelled_by_signals(work: Coroutine[Any, Any, None], received: list[i
                 signal.signal(number, interrupt)
             else:
                 loop.add_signal_handler(number, cancel, number)
+        if noted:
+            cancel(noted.pop())
 
     handle()
     watching = asyncio.create_task(beat(handle))
-    if noted:
-        cancel(noted.pop())
     try:
         await asyncio.sleep(0)  # that begins
         await work
