@@ -150,8 +150,8 @@ def how_to_use(config: ServeConfig, url: str, token: str) -> str:
     return (
         f"{config.name} is served at {url}/v1. In another terminal OpenAI's clients find it by\n\n"
         f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}\n\n"
-        f"under the name {config.name} (prl/SERVING.md){'' if config.tools else '; tools=true: with tool calls'}. "
-        "Or distil from it:\n\n"
+        f"under the name {config.name}{'' if config.tools else ', without tool calls (tools=true has them)'}. "
+        "Examples: prl/SERVING.md. Or distil from it:\n\n"
         f"  export {KEY_VARIABLE}={shown}\n"
         f"  python -m prl.train {teacher} teacher.base_url={url}/v1 teacher.api_key_var={KEY_VARIABLE}"
     )
