@@ -1,7 +1,7 @@
 """The `prl` command, whose subcommands are the modules that `python -m` starts.
 
 prl train [group=option …] [key=value …]       python -m prl.train
-prl serve model=tiny-teacher [key=value …]     python -m prl.serve
+prl serve <target> [key=value …]               python -m prl.serve
 prl rollouts <run> [--step N] …                python -m prl.tools.rollouts
 prl eval <target> … [key=value …]              python -m prl.eval
 prl chat <target> [key=value …]                python -m prl.tools.chat
@@ -18,7 +18,7 @@ import sys
 
 SUBCOMMANDS = {
     "train": ("prl.train", "train a policy, or sweep over configs with -m"),
-    "serve": ("prl.serve", "serve a frozen model, for runs to distil from"),
+    "serve": ("prl.serve", "serve what a run has trained, or any model"),
     "rollouts": ("prl.tools.rollouts", "page through the rollouts of a run"),
     "eval": ("prl.eval", "evaluate checkpoints, runs, models or endpoints"),
     "report": ("prl.tools.report", "write the page and the trace of a run, or the summary of several"),
