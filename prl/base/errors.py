@@ -25,6 +25,10 @@ class DeadlinePassed(PrlError, TimeoutError):
     """Something that was waited for did not come in time."""
 
 
+SIGNAL_REMEDY = "easier tasks, curriculum=odf, a larger orchestrator.group_size or sampling.temperature"
+"""What helps where the rollouts of a group earn the same."""
+
+
 class NoSignal(PrlError):
     """No rollout brings a signal to train on: the run ends, with a checkpoint."""
 

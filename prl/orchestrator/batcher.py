@@ -162,8 +162,11 @@ class Batcher:
                 rollout.leave(stage, reason.format(start=group.start_version))
         return [rollout for group in dropped for rollout in group.rollouts]
 
-    def check_batch(self, step: int, rollouts: list[Rollout]) -> None:
-        """Warn if at most a tenth of a cut batch trains. Raises NoSignal for one empty batch too many."""
+    def check_batch(self, step: int, rollouts: list[Rollout], metrics: Mapping[str, float] | None = None) -> None:
+        """Warn if at most a tenth of a cut batch trains. Raises NoSignal for one empty batch too many.
+
+        `metrics` are the run's newest, which say whether there was a signal before.
+        """
         if trained := count(rollouts, Stage.TRAINED):
             self.empty_in_a_row = 0
             placed = [rollout for rollout in rollouts if rollout.stage in IN_BATCH]
@@ -173,7 +176,7 @@ class Batcher:
                 )
             return
         self.empty_in_a_row += 1
-        why, look = why_untrained(rollouts), what_to_look_at(rollouts)
+        why, look = why_untrained(rollouts), what_to_look_at(rollouts, metrics)
         message = (
             f"step {step}: nothing to train in a batch of {len(rollouts)} rollouts ({self.empty_in_a_row} in a row)"
         )

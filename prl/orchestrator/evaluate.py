@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from verifiers.v1.task import Task
 
 from prl.config.model_folder import tokenizer_files
@@ -165,7 +166,7 @@ async def evaluate_env(env: EvalEnv, k: int, run_dir: Path, version: int) -> tup
 
     Returns:
         The rollouts, in the order of the tasks; and `eval/<env>/avg@k`, the mean reward, a failed rollout counted as 0,
-        `eval/<env>/errored`, and the env's metrics.
+        its standard error over the tasks, `eval/<env>/errored`, and the env's metrics.
     """
     rollouts = await play_all(env, k)
     # A failed rollout earns 0. Left out, an env would look the better the more of them fail.
@@ -173,6 +174,12 @@ async def evaluate_env(env: EvalEnv, k: int, run_dir: Path, version: int) -> tup
         f"eval/{env.name}/avg@{k}": mean(0.0 if r.failed else r.reward for r in rollouts),
         f"eval/{env.name}/errored": mean(rollout.failed for rollout in rollouts),
     }
+    tasks: dict[int, list[float]] = {}
+    for rollout in rollouts:
+        tasks.setdefault(rollout.group_id, []).append(0.0 if rollout.failed else rollout.reward)
+    if len(tasks) > 1:
+        spread = float(np.std([mean(rewards) for rewards in tasks.values()], ddof=1))
+        metrics[f"eval/{env.name}/stderr"] = spread / math.sqrt(len(tasks))
     for key in {key: None for rollout in rollouts if not rollout.failed for key in rollout.metrics}:
         values = [0.0 if rollout.failed else rollout.metrics.get(key) or 0.0 for rollout in rollouts]
         # A grader may have written nan, which would be the mean.

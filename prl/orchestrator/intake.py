@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prl.base.errors import NoSignal, PrlError
 from prl.filters.base import apply_filters
@@ -116,11 +116,11 @@ class Intake:
         if not (failed and group.excused):
             self._recent[name].extend(ends)
 
-    def check(self, step: int, limit: int) -> None:
+    def check(self, step: int, limit: int, metrics: Mapping[str, float] | None = None) -> None:
         """Raise PrlError if too many rollouts of an env failed, with the kinds and the last reason.
 
         Raise NoSignal if `limit` in a row were dropped before a batch, of tasks that are sampled again; of the number
-        for one batch in a row, warn.
+        for one batch in a row, warn. `metrics` are the run's newest.
         """
         for name, recent in self._recent.items():
             failed = [end for end in recent if end is not None]
@@ -138,7 +138,8 @@ class Intake:
         by_odf = self._dropped_in_a_row[-1].stage is Stage.DIFFICULTY
         message = (
             f"step {step}: {'online difficulty filtering' if by_odf else 'filters.pre_batch'} dropped {dropped} "
-            f"rollouts in a row ({why_untrained(self._dropped_in_a_row)}). {what_to_look_at(self._dropped_in_a_row)}"
+            f"rollouts in a row ({why_untrained(self._dropped_in_a_row)}). "
+            f"{what_to_look_at(self._dropped_in_a_row, metrics)}"
         )
         if dropped >= limit:
             raise NoSignal(message)

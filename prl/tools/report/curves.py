@@ -58,6 +58,7 @@ KINDS = (
     Kind("Difficulty pools", "share of tasks", r"pool/(.+)"),
     Kind("Staleness", "policy versions", {"mean": "off_policy/mean", "max": "off_policy/max"}),
     Kind("Rollouts not trained on", "per step", LOST, only_nonzero=True),
+    Kind("Learning rate", "of trainer.optim", {"rate": "lr"}, options={"log": True}),
     Kind("Loss", "nats per token", LOSSES, zero=False, only_nonzero=True),
     Kind("Gradient norm", "before clipping", {"norm": "grad_norm"}),
     Kind("Time by phase", "seconds per step", PHASES, options={"peaks": True}),

@@ -1,22 +1,21 @@
-"""The verdict on a run, in sentences computed from its metrics; the thresholds stand at the top.
-
-"First" and "last" are means over `ENDS` steps at either end (of a short run, over a third of it).
-"""
+"""The verdict on a run, in sentences computed from its metrics; the thresholds stand at the top, and in `falls.py`."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pandas as pd
 
-from prl.base.metric_names import SAMPLED
+from prl.base.errors import SIGNAL_REMEDY
+from prl.base.files import lines_of
+from prl.base.metric_names import SAMPLED, held_out
 from prl.tools import line_of
+from prl.tools.report.falls import WINDOW, course, explained, held_out_course, score
 from prl.tools.report.runs import Run
 from prl.tools.report.shares import Shares
 from prl.tools.report.statistics import curve
 
-ENDS = 5
-"""Steps over which the first and the last value of a metric are averaged."""
 NO_SIGNAL = 0.5
 """Share of the last batches that nothing is learnt from, from which on it is said."""
 LOST = (("off_policy/dropped", 0.05, "were dropped as too old"), ("rollouts/errored", 0.01, "failed"))
@@ -36,25 +35,69 @@ class Finding:
 
 
 def verdict(run: Run, times: Shares | None = None) -> list[Finding]:
-    """The verdict, its headline first: how a run ended where that is not as it should be, else what it came to.
+    """The verdict, its headline first: how a run failed, else that its reward fell, else what it came to.
 
     `times` says who was at work while its steps were made; None where that is not known.
     """
     steps = run.metrics[run.metrics.index > 0]
-    state, signal = state_of(run), missing_signal(steps)
-    ends = first_last(curve(steps, SAMPLED))
-    reward = f"reward {score(ends[0])} to {score(ends[1])}" if ends else ""
-    facts = [reward, times.bound if times else "", signal]
+    state, signal, judged = state_of(run), missing_signal(steps), judged_rewards(run)
+    facts = [*judged.texts, times.bound if times else "", signal]
     text = "; ".join(filter(None, facts)) or "no training step was recorded"
-    summary = Finding(f"{capitalised(text)}.")
-    findings = [summary, state] if state.mood == "good" else [state, summary]
-    findings += [*rewards(steps), *evaluations(run.metrics)]
+    summary = Finding(f"{capitalised(text)}.", judged.mood)
+    ended_badly = state.mood == "bad" or (state.mood != "good" and judged.mood != "bad")
+    findings = [state, summary] if ended_badly else [summary, state]
+    if judged.why:
+        findings.append(Finding(judged.why, judged.mood))
+    findings += [*starts(run), *rewards(steps), *evaluations(run)]
     if times is not None:
         findings.append(Finding(f"{capitalised(times.sentence)}."))
     if signal:
-        why = "its rollouts were dropped by a filter, or none of their tokens trained"
-        findings.append(Finding(f"{signal}: {why}.", "warn"))
+        findings.append(Finding(f"{signal}: {why_no_signal(steps)}.", "warn"))
     return findings + [Finding(text, "warn") for text in warnings(steps)]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The rewards that a run is judged by."""
+
+    texts: list[str]
+    """Of the held-out reward, if it was evaluated twice, else of the sampled one; of that too where it fell."""
+    mood: Mood
+    why: str
+    """What moved first where they fell."""
+
+
+def judged_rewards(run: Run) -> Judged:
+    """The courses of the rewards, held-out before sampled.
+
+    A fall of sampled rewards alone is a warning while the held-out reward contradicts it: their tasks may be others.
+    """
+    sampled = course("sampled reward", curve(run.metrics, SAMPLED))
+    held = held_out_course("held-out reward", run.metrics, held_out_tasks(run))
+    if held is not None and sampled is not None and held.last_step == run.metrics.index[0]:
+        held = None  # before training alone
+    courses = [one for one in (held, sampled) if one is not None]
+    fallen = [one for one in courses if one.fell]
+    if not fallen:
+        return Judged([one.text for one in courses[:1]], "plain", "")
+    fall = fallen[-1]  # of every step more is known than of an evaluation
+    contradicted = held is not None and not held.fell and held.last_step >= fall.bad
+    if contradicted and held is not None and held.best - held.last <= (fall.best - fall.last) / 2:
+        why = f"{explained(run.metrics, fall)} The held-out reward did not fall with it."
+        return Judged([held.text, fall.text], "warn", why)
+    return Judged([one.text for one in fallen], "bad", explained(run.metrics, fall))
+
+
+def summary(run: Run, times: Shares | None) -> list[str]:
+    """The verdict for a terminal: the rewards, what moved where they fell, and who was at work."""
+    judged = judged_rewards(run)
+    return list(filter(None, ["; ".join(judged.texts), judged.why, times.sentence if times else ""]))
+
+
+def held_out_tasks(run: Run) -> int:
+    """The number of held-out tasks that a run asked for."""
+    number = dict(dict(run.config.get("orchestrator") or {}).get("eval") or {}).get("num_tasks")
+    return number if isinstance(number, int) and number > 0 else 64
 
 
 def capitalised(text: str) -> str:
@@ -78,60 +121,72 @@ def state_of(run: Run) -> Finding:
     return Finding(f"{run.status.capitalize()} at {of}: {why}", "bad")
 
 
-def rewards(steps: pd.DataFrame) -> list[Finding]:
-    """The reward of each env, first and last."""
+def starts(run: Run) -> list[Finding]:
+    """Where a run went on, with the keys that changed, and which run it forked."""
     findings = []
-    envs = [match[1] for key in steps if (match := re.fullmatch(r"reward/(.+)/mean", key))]
-    for env in [env for env in envs if env != "all"] or envs:
-        if ends := first_last(curve(steps, f"reward/{env}/mean")):
-            findings.append(Finding(f"{env}: sampled reward {score(ends[0])} to {score(ends[1])}."))
+    for line in lines_of(run.dir / "resumes.jsonl", dict[str, Any], []):
+        source, changed = str(line.get("checkpoint")), line.get("changed")
+        how = f"Forked from {source}" if source.startswith("/") else f"Resumed after step {line.get('step')}"
+        keys = changed.items() if isinstance(changed, Mapping) else ()
+        with_keys = ", ".join(f"{key}={values[1]} (before {values[0]})" for key, values in keys)
+        findings.append(Finding(f"{how}{' with ' if with_keys else ''}{with_keys}."))
     return findings
 
 
-def evaluations(metrics: pd.DataFrame) -> list[Finding]:
-    """The held-out reward of each env, first and last."""
+def rewards(steps: pd.DataFrame) -> list[Finding]:
+    """The sampled reward of each env."""
+    envs = [match[1] for key in steps if (match := re.fullmatch(r"reward/(.+)/mean", key))]
+    named = [env for env in envs if env != "all"] or envs
+    courses = [course(f"{env}: sampled reward", curve(steps, f"reward/{env}/mean")) for env in named]
+    return [Finding(f"{one.text}.", "warn" if one.fell else "plain") for one in courses if one]
+
+
+def evaluations(run: Run) -> list[Finding]:
+    """The held-out reward of each env."""
     findings = []
-    for key in metrics:
-        match = re.fullmatch(r"eval/(.+)/(avg@\d+)", str(key))
-        series = curve(metrics, str(key))
-        if match and len(series):
-            last = f", {score(series.iloc[-1])} at {series.index[-1]}" if len(series) > 1 else ""
-            first = f"{score(series.iloc[0])} at step {series.index[0]}"
-            findings.append(Finding(f"{match[1]}: held-out reward ({match[2]}) {first}{last}."))
+    for key in held_out({str(key): None for key in run.metrics}):
+        _, env, metric = key.split("/")
+        columns = run.metrics.filter(items=[key, f"eval/{env}/stderr"])
+        one = held_out_course(f"{env}: held-out reward ({metric})", columns, held_out_tasks(run))
+        if one is not None:
+            best = f", the best {score(one.best)} at {one.best_steps[0]}"
+            at = f" at step {one.last_step}" + best * (not one.fell and score(one.best) != score(one.last))
+            findings.append(Finding(f"{one.text}{at}.", "warn" if one.fell else "plain"))
     return findings
 
 
 def missing_signal(steps: pd.DataFrame) -> str:
     """The share of the last batches that nothing was learnt from, where it is NO_SIGNAL or more; else empty."""
     batch, trained = curve(steps, "rollouts/batch"), curve(steps, "rollouts/trained")
-    share = (1 - trained / batch.where(batch > 0)).dropna().iloc[-ENDS:]
-    missing = len(share) == ENDS and share.mean() >= NO_SIGNAL
+    share = (1 - trained / batch.where(batch > 0)).dropna().iloc[-WINDOW:]
+    missing = len(share) == WINDOW and share.mean() >= NO_SIGNAL
     return f"{percent(share.mean())} of each of the last batches had no signal" if missing else ""
+
+
+def why_no_signal(steps: pd.DataFrame) -> str:
+    """What most of the rollouts without signal were, and the remedy."""
+    equal, reward = curve(steps, "filters/all/zero_advantage"), curve(steps, SAMPLED).iloc[-WINDOW:].mean()
+    if not equal.iloc[-WINDOW:].mean() >= NO_SIGNAL / 2:
+        return "its rollouts were dropped by a filter, or none of their tokens trained"
+    highest = curve(steps, "reward/all/max").max()
+    low = curve(steps, "reward/all/min").min()
+    if reward > (highest + low) / 2:
+        return "in their groups all earned the same, mostly since nearly all is solved: harder tasks, or curriculum=odf"
+    return f"in their groups all earned the same: {SIGNAL_REMEDY}"
 
 
 def warnings(steps: pd.DataFrame) -> list[str]:
     """Return what is not as it should be, by the thresholds above."""
     texts = []
-    cut_off = first_last(curve(steps, "truncated/all"))
-    if cut_off and cut_off[1] >= TRUNCATED:
-        texts.append(f"A length limit cut off {percent(cut_off[1])} of the last rollouts.")
+    cut_off = curve(steps, "truncated/all").iloc[-WINDOW:].mean()
+    if cut_off >= TRUNCATED:
+        texts.append(f"A length limit cut off {percent(cut_off)} of the last rollouts: raise sampling.max_tokens.")
     finished = curve(steps, "rollouts/arrived").sum()
     for metric, least, how in LOST:
         lost = curve(steps, metric).sum()
         if finished and lost and lost >= least * finished:
             texts.append(f"{lost:.0f} rollouts {how}, {percent(lost / finished)} of those finished.")
     return texts
-
-
-def first_last(series: pd.Series) -> tuple[float, float] | None:
-    """The means of the first and of the last values; None without any."""
-    count = min(ENDS, max(1, len(series) // 3))
-    return (float(series.iloc[:count].mean()), float(series.iloc[-count:].mean())) if len(series) else None
-
-
-def score(value: float) -> str:
-    """A reward: two decimals, and three digits where it is large."""
-    return f"{value:.2f}" if abs(value) < 10 else f"{value:.3g}"
 
 
 def percent(share: float) -> str:

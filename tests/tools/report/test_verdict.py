@@ -31,7 +31,9 @@ DID = {
 def test_a_headline_has_reward_bound_and_signal():
     columns = {"reward/all/mean": [0.32] * 5 + [0.6] * 10 + [0.88] * 5, "rollouts/batch": 100}
     found = verdict(run_of(columns | {"rollouts/trained": [90] * 15 + [34] * 5}), Shares(60.0, DID, "generation-bound"))
-    assert found[0].text == "Reward 0.32 to 0.88; generation-bound; 66 % of each of the last batches had no signal."
+    assert found[0].text == (
+        "Sampled reward 0.32 to 0.88; generation-bound; 66 % of each of the last batches had no signal."
+    )
     assert found[3].text.startswith("Engine 92 % busy (18 % loading weights), trainer 31 %: generation-bound")
 
 
@@ -48,7 +50,7 @@ def test_a_headline_has_reward_bound_and_signal():
 )  # fmt: skip
 def test_how_it_ended_comes_first(status, result, text, mood):
     found = verdict(run_of({"reward/all/mean": 1.0}, status=status, **result))
-    reward = "Reward 1.00 to 1.00."
+    reward = "Sampled reward 1.00 to 1.00."
     if mood == "good":
         assert (found[0].text, found[1].text, found[1].mood) == (reward, text, mood)
     else:
@@ -56,7 +58,7 @@ def test_how_it_ended_comes_first(status, result, text, mood):
 
 
 WARNINGS = [
-    ({"truncated/all": [0.0] * 15 + [0.1] * 5}, "A length limit cut off 10 % of the last rollouts.", True),
+    ({"truncated/all": [0.0] * 15 + [0.1] * 5}, "cut off 10 % of the last rollouts: raise sampling.max_tokens.", True),
     ({"truncated/all": [0.9] * 15 + [0.09] * 5}, "cut off", False),
     ({"off_policy/dropped": 5, "rollouts/arrived": 100}, "100 rollouts were dropped as too old, 5 % of", True),
     ({"off_policy/dropped": 4.9, "rollouts/arrived": 100}, "too old", False),
@@ -74,9 +76,9 @@ def test_warnings(columns, text, there):
     assert any(text in sentence for sentence in said(columns)) == there, said(columns)
 
 
-def test_evaluations_go_from_the_first_to_the_last():
-    columns = {"eval/math/avg@4": [float("nan"), 0.25, *[float("nan")] * 17, 0.75], "eval/x/avg@1": [0.5] + [None] * 19}
+def test_evaluations_go_from_the_first_to_the_last_and_name_the_best():
+    columns = {"eval/math/avg@4": [None, 0.25, 0.8, *[None] * 16, 0.75], "eval/x/avg@1": [0.5] + [None] * 19}
     assert said(columns)[1:] == [
-        "math: held-out reward (avg@4) 0.25 at step 2, 0.75 at 20.",
-        "x: held-out reward (avg@1) 0.50 at step 1.",
+        "math: held-out reward (avg@4) 0.25 to 0.75 at step 20, the best 0.80 at 3.",
+        "x: held-out reward (avg@1) 0.50 to 0.50 at step 1.",
     ]

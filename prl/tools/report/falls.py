@@ -1,0 +1,201 @@
+"""Falls of a reward: the best of a run against its end, and what moved before it fell.
+
+A run has one beginning and one end, on its page, in the terminal and in the README: a reward begins at its first
+recorded value, and ends at the mean of its last `WINDOW` steps; a held-out reward at its last evaluation.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from prl.base.metric_names import held_out
+from prl.tools.report.statistics import curve
+
+WINDOW = 5
+"""Steps that sampled rewards are averaged over."""
+SURE = 2.5
+"""Standard errors of the difference that a fall exceeds, beyond those by which the best of so many means is lucky."""
+LEAST_SHARE = 0.1
+"""Share of the range of a run's reward that a fall is at least."""
+HISTORY, NEAR, FEWEST = 30, 10, 5
+"""Steps of a signal's history, which ends so many steps before the reward fell; the fewest steps of a history."""
+FACTOR = 1.5
+"""Ratio by which a signal leaves its history at least."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A metric that may say why a reward fell."""
+
+    name: str
+    metric: str
+    least: float
+    """Values below count as this one: they are healthy, and their ratios mean nothing."""
+    remedy: str
+    both_ways: bool = False
+    """It harms when it falls, too."""
+
+
+LOWER = "lower trainer.optim.lr"
+SIGNALS = (
+    Signal("learning rate", "lr", 1e-12, f"{LOWER}, or begin with trainer.schedule.warmup_steps"),
+    Signal("truncated share", "truncated/all", 0.05, "raise sampling.max_tokens, or read why replies do not end"),
+    Signal("staleness", "off_policy/mean", 1.0, "lower orchestrator.max_async_level"),
+    Signal("gap to the sampler", "logprob_gap/mean", 0.01, f"{LOWER} or orchestrator.max_async_level"),
+    Signal("KL to the reference", "ref_kl", 0.01, f"raise algo.kl.coef, or {LOWER}"),
+    Signal("gradient norm", "grad_norm", 0.001, f"{LOWER} or trainer.max_grad_norm"),
+    Signal("entropy", "entropy/all/mean", 0.01, f"{LOWER}, or raise loss.entropy_coef if it fell", both_ways=True),
+    Signal("length", "length/all/mean", 1.0, "read what the grader rewards in the replies", both_ways=True),
+)
+
+
+@dataclass(frozen=True)
+class Course:
+    """A reward over a run."""
+
+    name: str
+    first: float
+    best: float
+    best_steps: tuple[int, int]
+    """The first and the last of the steps with the highest mean."""
+    last: float
+    last_step: int
+    fell: bool
+    """It ends below its best by more than noise."""
+    good: int
+    """The last step at which it was as good as its best, up to noise."""
+    bad: int
+    """The first step from which on it was not."""
+    begins_best: bool
+    """The best is the beginning."""
+
+    @property
+    def text(self) -> str:
+        """`held-out reward fell from 0.50 (step 0, its best) to 0.01`, or only its beginning and its end."""
+        if not self.fell:
+            return f"{self.name} {score(self.first)} to {score(self.last)}"
+        first, last = self.best_steps
+        best = f"{score(self.best)} ({f'step {last}' if first == last else f'steps {first} to {last}'}, its best)"
+        if self.begins_best:
+            return f"{self.name} fell from {best} to {score(self.last)}"
+        return f"{self.name} rose from {score(self.first)} to {best} and fell to {score(self.last)}"
+
+
+def course(name: str, values: pd.Series, window: int = WINDOW, errors: pd.Series | None = None) -> Course | None:
+    """The course of a reward; None where it was never recorded.
+
+    Args:
+        name: of the reward, in sentences.
+        values: step -> reward.
+        window: steps that make a mean.
+        errors: step -> standard error of the reward, where more is known than its spread over the steps.
+    """
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return None
+    whole = min(window, len(values))
+    means, medians = values.rolling(whole).mean().dropna(), values.rolling(whole).median().dropna()
+    place, last = int(medians.to_numpy().argmax()), means.iloc[-1]  # of medians: a single lucky step is not the best
+    known = [] if errors is None else [errors[means.index[place]], errors[means.index[-1]]]
+    error = np.nanmax([*known, spread(values) / math.sqrt(window), spread(means.iloc[::-window]), -1.0])
+    chances = SURE * math.sqrt(2) + math.sqrt(2 * math.log(max(2.0, len(values) / window)))
+    limit = medians.iloc[place] - max(error * chances, LEAST_SHARE * (medians.max() - medians.min()), 1e-9)
+    good = medians.index[medians >= limit][-1]
+    after = values[values.index > good - window]
+    low = (after < limit) & (after.shift(-1, fill_value=-math.inf) < limit)
+    return Course(
+        name=name,
+        first=float(values.iloc[0]),
+        best=float(means.iloc[place]),
+        best_steps=(int(values.index[place]), int(means.index[place])),
+        last=float(last),
+        last_step=int(means.index[-1]),
+        fell=bool(error >= 0 and max(last, medians.iloc[-1]) < limit),
+        good=int(good),
+        bad=int(low.idxmax()) if low.any() else int(means.index[-1]),
+        begins_best=place == 0,
+    )
+
+
+def spread(values: pd.Series) -> float:
+    """The standard deviation around a slow course, by the median of second differences: jumps and trends do not count.
+
+    NaN for too few values, and the larger the fewer there are.
+    """
+    second = np.abs(np.diff(values.to_numpy(), 2))
+    return float(1.4826 * np.median(second) / math.sqrt(6) * (1 + 5 / len(second))) if len(second) >= 8 else math.nan
+
+
+def held_out_course(name: str, metrics: pd.DataFrame, tasks: int) -> Course | None:
+    """The course of the mean over all held-out rewards in `metrics`.
+
+    `tasks` is how many an env has at most, for runs that recorded no standard error.
+    """
+    rewards = metrics[list(held_out({str(key): None for key in metrics}))].dropna(how="all")
+    largest = max(1.0, float(np.nanmax(rewards.abs().to_numpy(), initial=0.0)))
+    squares = pd.Series(0.0, index=rewards.index)
+    for key in rewards:
+        error = curve(metrics, f"{str(key).rpartition('/')[0]}/stderr").reindex(rewards.index)
+        squares += error.fillna(largest / 2 / math.sqrt(tasks)) ** 2  # of rewards from 0 to the largest the most
+    return course(name, rewards.mean(axis=1), 1, squares**0.5 / max(1, len(rewards.columns)))
+
+
+@dataclass(frozen=True)
+class Move:
+    """A signal that left its range, and stayed outside."""
+
+    signal: Signal
+    step: int
+    before: float
+    """Its median over the steps before."""
+    after: float
+    """Its value where the reward fell."""
+
+    def __str__(self) -> str:
+        return f"{self.signal.name} (step {self.step}: {self.before:.3g} to {self.after:.3g})"
+
+
+def explained(metrics: pd.DataFrame, fall: Course) -> str:
+    """What moved before a reward fell, in sentences with the values, and what to do about it."""
+    steps, fell = metrics[metrics.index > 0], fall.bad
+    found = sorted(filter(None, (move(steps, signal, fall) for signal in SIGNALS)), key=lambda one: one.step)
+    before = [one for one in found if one.step < fell]
+    if before:
+        moves = ", then ".join(map(str, before[:3]))
+        return f"The reward fell at step {fell}. First moved: {moves}. Try: {before[0].signal.remedy}."
+    if (steps.index < fell).sum() < FEWEST:
+        return f"It fell in the first steps, by step {fell}. Try: {LOWER}."
+    beside = ", ".join(map(str, found)) or "no other"
+    names = ", ".join(signal.name for signal in SIGNALS if signal.metric in steps)
+    cut = [one.signal.remedy for one in found if one.signal.metric == "truncated/all"]
+    todo = cut[0] if cut else f"compare rollouts of steps {fell - 1} and {fell}: the tasks or the grader changed"
+    return f"The reward fell at step {fell}; before it none of {names} moved, in that step {beside}. Try: {todo}."
+
+
+def move(steps: pd.DataFrame, signal: Signal, fall: Course) -> Move | None:
+    """Return where a signal left its range, not later than the reward fell; None where it did not.
+
+    It has left where, in two steps in a row, it is farther outside of the range of its history than that is wide, and
+    by `FACTOR` at least. Ratios count. What drifts has a range as wide as it needs.
+    """
+    values = curve(steps, signal.metric).abs().clip(lower=signal.least)
+    early = values.index[:FEWEST]
+    start = max([fall.good - NEAR, *early])
+    before, near = np.log(values[values.index <= start].iloc[-HISTORY:]), np.log(values[values.index > start])
+    if len(before) < FEWEST:
+        return None
+    margin = max(before.max() - before.min(), math.log(FACTOR))
+    outside = near > before.max() + margin
+    if signal.both_ways:
+        outside |= near < before.min() - margin
+    left = near.index[outside & outside.shift(-1, fill_value=True)]
+    if not len(left) or left[0] > fall.bad:
+        return None
+    return Move(signal, int(left[0]), math.exp(before.median()), math.exp(near[near.index <= fall.bad].iloc[-1]))
+
+
+def score(value: float) -> str:
+    """A reward: two decimals, and three digits where it is large."""
+    return f"{value:.2f}" if abs(value) < 10 else f"{value:.3g}"

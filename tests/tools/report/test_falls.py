@@ -1,0 +1,206 @@
+"""Falls of a reward in made runs: the cause is known, or there is none."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from prl.runs.result import RunResult
+from prl.tools.report.falls import course, explained
+from prl.tools.report.runs import Run, read_run
+from prl.tools.report.verdict import verdict
+
+STEPS = np.arange(1, 101)
+
+
+def healthy(seed, rate=lambda step: 5e-4 * (1 - 0.9 * step / 100)):
+    """Metrics of a run that learns: 100 steps of 64 rollouts, an evaluation of 64 tasks every 20."""
+    rng = np.random.default_rng(seed)
+    learnt = 1 - np.exp(-STEPS / 15)
+    metrics = pd.DataFrame(
+        {
+            "lr": rate(STEPS),
+            "reward/all/mean": rng.binomial(64, 0.3 + 0.5 * learnt) / 64,
+            "entropy/all/mean": 0.9 * np.exp(-1.2 * learnt + 0.08 * rng.standard_normal(100)),
+            "logprob_gap/mean": 0.02 * np.exp(0.2 * rng.standard_normal(100)),
+            "grad_norm": 0.6 * np.exp(0.3 * rng.standard_normal(100)),
+            "length/all/mean": 12 + 0.3 * rng.standard_normal(100),
+            "truncated/all": rng.binomial(64, 0.02, 100) / 64,
+            "off_policy/mean": np.ones(100),
+        },
+        index=pd.Index(STEPS, name="step"),
+    )
+    metrics.loc[0] = np.nan
+    metrics = metrics.sort_index()
+    for step in range(0, 101, 20):
+        share = rng.binomial(64, 0.8 if step else 0.3) / 64
+        metrics.loc[step, ["eval/m/avg@1", "eval/m/stderr"]] = share, np.sqrt(share * (1 - share) / 63)
+    return metrics
+
+
+def run_of(metrics, status="completed", folder="/a"):
+    ended = RunResult(status=status, steps=100, seconds=60.0)
+    return Run(dir=Path(folder), config={"max_steps": 100}, overrides=[], result=ended, metrics=metrics, problems=[])
+
+
+def falls_from(metrics, step, sampled=0.02, held_out=0.01):
+    """The rewards fall at a step."""
+    rng = np.random.default_rng(step)
+    after = metrics.index >= step
+    metrics.loc[after, "reward/all/mean"] = rng.binomial(64, sampled, after.sum()) / 64
+    evaluated = after & metrics["eval/m/avg@1"].notna()
+    metrics.loc[evaluated, ["eval/m/avg@1", "eval/m/stderr"]] = held_out, 0.012
+
+
+def later(metrics, name, step, factor):
+    metrics.loc[metrics.index >= step, name] *= factor
+
+
+def rate(metrics):
+    later(metrics, "lr", 50, 60)
+    later(metrics, "grad_norm", 51, 30)
+    later(metrics, "entropy/all/mean", 51, 5)
+    later(metrics, "logprob_gap/mean", 51, 20)
+    falls_from(metrics, 52)
+
+
+def grader(metrics):
+    later(metrics, "grad_norm", 50, 0.01)  # equal rewards have no gradient
+    falls_from(metrics, 50, 0.0, 0.0)
+
+
+def harder_tasks(metrics):
+    later(metrics, "length/all/mean", 50, 1.3)
+    falls_from(metrics, 50, 0.1, 0.8)
+
+
+def staleness(metrics):
+    later(metrics, "off_policy/mean", 44, 6)
+    later(metrics, "logprob_gap/mean", 45, 8)
+    falls_from(metrics, 50)
+
+
+def limit(metrics):
+    metrics.loc[50:, "truncated/all"] = 0.9
+    later(metrics, "length/all/mean", 50, 0.5)
+    falls_from(metrics, 50)
+
+
+def growing_length(metrics):
+    grown = np.exp(0.25 * np.clip(metrics.index - 44, 0, 12))
+    metrics["length/all/mean"] *= grown
+    metrics.loc[50:, "truncated/all"] = 0.9
+    falls_from(metrics, 50)
+
+
+def collapse(metrics):
+    later(metrics, "entropy/all/mean", 47, 0.05)
+    falls_from(metrics, 50)
+
+
+BROKEN = [
+    (rate, "held-out", "fell at step 52. First moved: learning rate (step 50: 0.", "lower trainer.optim.lr"),
+    (grader, "held-out", "fell at step 50; before it none of", "the tasks or the grader changed"),
+    (staleness, "held-out", "First moved: staleness (step 44: 1 to 6), then gap", "orchestrator.max_async_level"),
+    (limit, "held-out", "in that step truncated share (step 50: 0.05 to 0.9)", "sampling.max_tokens"),
+    (growing_length, "held-out", "First moved: length (step ", "what the grader rewards"),
+    (collapse, "held-out", "First moved: entropy (step 47: ", "lower trainer.optim.lr"),
+]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("break_it", "which", "cause", "remedy"), BROKEN)
+def test_a_fall_is_the_headline_with_what_moved_first(break_it, which, cause, remedy, seed):
+    metrics = healthy(seed)
+    break_it(metrics)
+    headline, state, why, *_ = verdict(run_of(metrics))
+    assert headline.text.startswith(f"{which.capitalize()} reward rose from 0.") and headline.mood == "bad"
+    assert "its best) and fell to 0.0" in headline.text
+    assert state.text.startswith("Completed") and why.mood == "bad"
+    assert cause in why.text and remedy in why.text
+    failed = verdict(run_of(metrics, status="failed"))
+    assert failed[0].text.startswith("Failed") and failed[1] == headline and failed[2] == why
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", ["learns", "constant", "noise", "plateau"])
+def test_noise_is_no_fall(kind, seed):
+    metrics = healthy(seed)
+    rng = np.random.default_rng(100 + seed)
+    if kind == "constant":
+        metrics[["reward/all/mean", "eval/m/avg@1"]] *= 0
+    elif kind == "noise":
+        metrics["reward/all/mean"] = 0.5 + 0.2 * rng.standard_normal(len(metrics))
+        metrics = metrics.drop(columns=["eval/m/avg@1", "eval/m/stderr"])
+    elif kind == "plateau":
+        metrics.loc[metrics["eval/m/avg@1"].notna(), "eval/m/avg@1"] = rng.binomial(64, 0.5, 6) / 64
+    assert all("fell" not in finding.text for finding in verdict(run_of(metrics)))
+
+
+def test_sampled_rewards_alone_fall_where_the_training_tasks_are_harder():
+    metrics = healthy(0)
+    harder_tasks(metrics)
+    headline, _, why, *_ = verdict(run_of(metrics))
+    assert re.fullmatch(
+        r"Held-out reward 0.\d\d to 0.80; sampled reward rose from .* and fell to 0.\d\d.", headline.text
+    )
+    assert headline.mood == why.mood == "warn"
+    assert "The reward fell at step 50; before it none of" in why.text and "did not fall with it." in why.text
+
+
+def test_one_run_has_one_beginning():
+    """The evaluation before training where there is one, else the first step: no mean over steps that learn."""
+    metrics = healthy(0)
+    first, last = metrics["eval/m/avg@1"].iloc[[0, -1]]
+    assert verdict(run_of(metrics))[0].text == f"Held-out reward {first:.2f} to {last:.2f}."
+    sampled = metrics.drop(columns=["eval/m/avg@1", "eval/m/stderr"])
+    first, last = sampled["reward/all/mean"].iloc[1], sampled["reward/all/mean"].iloc[-5:].mean()
+    assert verdict(run_of(sampled))[0].text == f"Sampled reward {first:.2f} to {last:.2f}."
+
+
+def test_a_fall_from_the_beginning_and_one_of_few_evaluations():
+    evaluations = pd.DataFrame({"eval/m/avg@1": {0: 0.5, 20: 0.02, 40: 0.01}, "eval/m/stderr": {0: 0.06, 20: 0.02}})
+    headline = verdict(run_of(evaluations))[0]
+    assert headline.text == "Held-out reward fell from 0.50 (step 0, its best) to 0.01." and headline.mood == "bad"
+    within = evaluations.assign(**{"eval/m/avg@1": [0.5, 0.45, 0.35]})
+    assert verdict(run_of(within))[0].mood == "plain", "0.15 is 2.4 standard errors of one evaluation"
+    of_another_version = evaluations[["eval/m/avg@1"]]
+    assert verdict(run_of(of_another_version))[0].mood == "bad", "without its standard error at most 0.0625"
+
+
+def test_a_lucky_step_is_not_the_best():
+    values = pd.Series([0.5, 0.52] * 20, index=range(1, 41))
+    values[20] = 3.0
+    assert not course("x", values).fell and course("x", values).best < 1
+
+
+@pytest.mark.parametrize("values", [{}, {1: np.nan}, {1: np.inf}, {1: 0.5}, {1: 0.5, 2: 0.1}])
+def test_few_values_are_no_fall(values):
+    found = course("x", pd.Series(values, dtype=float))
+    assert found is None or not found.fell
+
+
+def test_signals_may_be_missing_or_end_before_the_fall():
+    metrics = healthy(0)
+    falls_from(metrics, 50)
+    metrics.loc[48:, "entropy/all/mean"] = np.nan
+    fall = course("x", metrics["reward/all/mean"])
+    assert "gradient norm, entropy, length" in explained(metrics, fall)
+    assert "before it none of learning rate moved" in explained(metrics[["lr"]], fall)
+
+
+def test_a_resumed_or_forked_run_says_so(write_run, tmp_path):
+    run = write_run(tmp_path / "run with space", [{"step": 1, "reward/all/mean": 0.5}], result={"status": "completed"})
+    lines = [
+        {"step": 3, "checkpoint": "/other/checkpoints/step_000003", "changed": {}},
+        {"step": 40, "checkpoint": "step_000040", "changed": {"trainer.optim.lr": [0.0005, 0.03]}},
+        {"step": 50, "checkpoint": "step_000050"},
+    ]
+    (run / "resumes.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 60, "check')
+    texts = [finding.text for finding in verdict(read_run(run))]
+    assert "Forked from /other/checkpoints/step_000003." in texts
+    assert "Resumed after step 40 with trainer.optim.lr=0.03 (before 0.0005)." in texts
+    assert "Resumed after step 50." in texts
