@@ -30,7 +30,11 @@ SIGNAL_REMEDY = "easier tasks, curriculum=odf, a larger orchestrator.group_size 
 
 
 class NoSignal(PrlError):
-    """No rollout brings a signal to train on: the run ends, with a checkpoint."""
+    """No rollout brings a signal to train on: the run ends, with a checkpoint. `reward` is the mean of the last."""
+
+    def __init__(self, message: str, reward: float | None = None):
+        super().__init__(message)
+        self.reward = reward
 
 
 class EngineError(PrlError):

@@ -4,11 +4,12 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from prl.base.errors import NoSignal
 from prl.filters.base import apply_filters
 from prl.orchestrator.metrics import count, why_untrained
-from prl.orchestrator.no_signal import what_to_look_at
+from prl.orchestrator.no_signal import mean_reward, what_to_look_at
 from prl.orchestrator.state import BatcherState, restored, saved_group
 from prl.orchestrator.types import Group, TrainEnv, attribute_errors_to
 from prl.rollouts.components import COMPONENTS
@@ -162,10 +163,10 @@ class Batcher:
                 rollout.leave(stage, reason.format(start=group.start_version))
         return [rollout for group in dropped for rollout in group.rollouts]
 
-    def check_batch(self, step: int, rollouts: list[Rollout], metrics: Mapping[str, float] | None = None) -> None:
+    def check_batch(self, step: int, rollouts: list[Rollout], run_dir: Path | None = None) -> None:
         """Warn if at most a tenth of a cut batch trains. Raises NoSignal for one empty batch too many.
 
-        `metrics` are the run's newest, which say whether there was a signal before.
+        `run_dir` has the metrics so far, which say whether there was a signal before.
         """
         if trained := count(rollouts, Stage.TRAINED):
             self.empty_in_a_row = 0
@@ -176,14 +177,15 @@ class Batcher:
                 )
             return
         self.empty_in_a_row += 1
-        why, look = why_untrained(rollouts), what_to_look_at(rollouts, metrics)
+        why, look = why_untrained(rollouts), what_to_look_at(rollouts, run_dir)
         message = (
             f"step {step}: nothing to train in a batch of {len(rollouts)} rollouts ({self.empty_in_a_row} in a row)"
         )
         # The advice has a reply in it: once is enough.
         log.warning("%s: %s%s", message, why, f". {look}" if self.empty_in_a_row == 1 else "")
         if self.empty_in_a_row >= MAX_EMPTY_BATCHES:
-            raise NoSignal(f"step {step}: {self.empty_in_a_row} batches in a row had nothing to train ({why}). {look}")
+            message = f"step {step}: {self.empty_in_a_row} batches in a row had nothing to train ({why}). {look}"
+            raise NoSignal(message, mean_reward(rollouts))
 
     def size_of(self, rollouts: list[Rollout]) -> int:
         """Return how much of a batch these rollouts are: their number, or that of their tokens."""

@@ -58,7 +58,7 @@ class Collector:
                 self._handle(self.dispatcher.events.get_nowait())
             # The estimate of a token batch changes with each rollout that arrives.
             batch = self.batcher.batch_rollouts(self.dispatcher.largest_group)
-            self.intake.check(step, MAX_EMPTY_BATCHES * batch, self.steps.monitors.last)
+            self.intake.check(step, MAX_EMPTY_BATCHES * batch, self.next_step.run_dir)
             rollout_s = time.monotonic() - started - idle_s
             # The deadline is that of the rollouts: engines that load weights or evaluate play none.
             left_s = self.config.batch_timeout_s + (self.weight_sync.updates_s - updates_before_s) - rollout_s

@@ -2,13 +2,14 @@
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from pathlib import Path
 
 from prl.base.errors import NoSignal, PrlError
 from prl.filters.base import apply_filters
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.metrics import by_env, count, mean, why_untrained
-from prl.orchestrator.no_signal import what_to_look_at
+from prl.orchestrator.no_signal import mean_reward, what_to_look_at
 from prl.orchestrator.state import IntakeState
 from prl.orchestrator.types import Group, TrainEnv, attribute_errors_to, by_seat
 from prl.rollouts.rewards import equal
@@ -116,11 +117,11 @@ class Intake:
         if not (failed and group.excused):
             self._recent[name].extend(ends)
 
-    def check(self, step: int, limit: int, metrics: Mapping[str, float] | None = None) -> None:
+    def check(self, step: int, limit: int, run_dir: Path | None = None) -> None:
         """Raise PrlError if too many rollouts of an env failed, with the kinds and the last reason.
 
         Raise NoSignal if `limit` in a row were dropped before a batch, of tasks that are sampled again; of the number
-        for one batch in a row, warn. `metrics` are the run's newest.
+        for one batch in a row, warn. `run_dir` has the metrics so far.
         """
         for name, recent in self._recent.items():
             failed = [end for end in recent if end is not None]
@@ -139,10 +140,10 @@ class Intake:
         message = (
             f"step {step}: {'online difficulty filtering' if by_odf else 'filters.pre_batch'} dropped {dropped} "
             f"rollouts in a row ({why_untrained(self._dropped_in_a_row)}). "
-            f"{what_to_look_at(self._dropped_in_a_row, metrics)}"
+            f"{what_to_look_at(self._dropped_in_a_row, run_dir)}"
         )
         if dropped >= limit:
-            raise NoSignal(message)
+            raise NoSignal(message, mean_reward(self._dropped_in_a_row))
         log.warning("%s", message)
 
     def take(self) -> dict[str, float]:

@@ -283,7 +283,7 @@ class Orchestrator:
         with self.track.doing(events.PACKING, step):
             # Packed even if nothing trains: a stream of the wrong length is an error, whatever else is wrong.
             rows, truncated = self.shipper.pack(step, to_ship + replayed)
-            self.batcher.check_batch(step, rollouts, self.monitors.last)
+            self.batcher.check_batch(step, rollouts, self.run_dir)
         if trained:  # what trains nothing makes no step: its rollouts count with the next batch
             with self.track.doing(events.SHIPPING, step):
                 # Curricula and components are asked, and may fail, while no rank has its part.

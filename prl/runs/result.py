@@ -19,6 +19,8 @@ class RunResult(msgspec.Struct):
     """Why the run ended before `max_steps`; null where it did not."""
     steps: int = 0
     seconds: float = 0.0
+    reward_without_signal: float | None = None
+    """The mean reward of the batches that trained nothing and so ended the run; null where none did."""
     metrics: dict[str, float | None] = {}
     """The newest value of every metric."""
     optimized_metric: float | None = None

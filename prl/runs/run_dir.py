@@ -13,7 +13,7 @@ import msgspec
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from prl.base.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
+from prl.base.errors import UNREADABLE, ConfigError, NoSignal, PrlError, of_disk, of_own_code
 from prl.base.files import content_of, naming, read_json, write_atomically
 from prl.base.masking import masked
 from prl.config.run_yaml import has_config
@@ -215,6 +215,7 @@ def recorded(run_dir: Path, result: RunResult, began: float) -> Iterator[None]:
         # An error of prl's own says it all. Of any other the traceback is what one needs afterwards.
         whole = "".join(traceback.format_exception(error))
         result.error = str(error) if isinstance(error, PrlError) else of_disk(error) or whole
+        result.reward_without_signal = error.reward if isinstance(error, NoSignal) else None
         raise
     finally:
         result.seconds = round(time.monotonic() - began, 3)

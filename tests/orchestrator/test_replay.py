@@ -108,7 +108,7 @@ async def test_batches_keep_their_size_and_replay_what_was_stamped(train, make_e
 async def test_run_that_goes_on_replays_the_same(make_orchestrator, make_trainer, make_env, pool, tmp_path):
     options = {"checkpoint": CheckpointConfig(every=1, keep_last=None), "max_off_policy_steps": 6}
     replaying = {"replay": ReplayConfig(share=0.5, max_uses=2)}
-    monitors = SimpleNamespace(last={}, step=lambda line: None, status=lambda text: None)
+    monitors = SimpleNamespace(step=lambda line: None, status=lambda text: None)
     run = make_orchestrator([make_env(curriculum=replaying)], monitors, 6, **options)
     pool.delay, trainer = 0.004, make_trainer(delay=0.004, stop_after=6)
     async with asyncio.timeout(20):

@@ -63,7 +63,7 @@ def start(make_orchestrator, make_trainer, pool):
 
     def make(envs, state=None, *, steps, every=1, late=0, monitors=None, **options):
         lines, step = [], 0 if state is None else state.step
-        monitors = monitors or SimpleNamespace(last={}, step=lines.append, status=lambda text: None)
+        monitors = monitors or SimpleNamespace(step=lines.append, status=lambda text: None)
         checkpoint = CheckpointConfig(every=every, keep_last=None)
         orchestrator = make_orchestrator(envs, monitors, steps, checkpoint=checkpoint, state=state, **options)
         pool.version, pool.delay = step, 0.004

@@ -111,7 +111,7 @@ class Run:
         for env in envs:
             env.environment.play = self.play
         limits = {"batch_timeout_s": 200, "policy_timeout_s": 200, "max_error_share": 0.9}
-        monitors = SimpleNamespace(last={}, step=self.lines.append)
+        monitors = SimpleNamespace(step=self.lines.append)
         self.orchestrator = make_orchestrator(envs, monitors, steps, batch_size=batch_size, **limits | options)
         self.transport = self.orchestrator.weight_sync.transport
         self.config, self.rule = self.orchestrator.weight_sync.config, self.orchestrator.staleness

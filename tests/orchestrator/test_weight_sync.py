@@ -18,7 +18,7 @@ def make_sync(make_orchestrator, make_env):
 
     def make(steps, envs=None, **options):
         lines = []
-        sync = make_orchestrator(envs or [make_env()], SimpleNamespace(last={}, step=lines.append), steps, **options).weight_sync
+        sync = make_orchestrator(envs or [make_env()], SimpleNamespace(step=lines.append), steps, **options).weight_sync
         sync.lines = lines
         return sync
 

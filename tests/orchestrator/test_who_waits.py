@@ -14,7 +14,7 @@ async def running(make_orchestrator):
     tasks = []
 
     def start(envs):
-        orchestrator = make_orchestrator(envs, SimpleNamespace(last={}, step=lambda line: None), 5, max_async_level=0)
+        orchestrator = make_orchestrator(envs, SimpleNamespace(step=lambda line: None), 5, max_async_level=0)
         tasks.append(asyncio.create_task(orchestrator.run()))
         return orchestrator
 

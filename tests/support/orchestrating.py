@@ -365,7 +365,7 @@ def train(make_orchestrator, make_trainer, pool):
 
     async def run(envs, *, steps=8, delay=0.003, stop_after=10**9, limit_s=20.0, monitors=None, every=None, **options):
         lines, messages = [], []
-        monitors = monitors or SimpleNamespace(last={}, step=lines.append, status=messages.append)
+        monitors = monitors or SimpleNamespace(step=lines.append, status=messages.append)
         checkpoint = CheckpointConfig(every=every, keep_last=None)
         orchestrator = make_orchestrator(envs, monitors, steps, checkpoint=checkpoint, **options)
         pool.delay = pool.delay or delay

@@ -96,13 +96,14 @@ def course(name: str, values: pd.Series, window: int = WINDOW, errors: pd.Series
     if not len(values):
         return None
     whole = min(window, len(values))
-    means, medians = values.rolling(whole).mean().dropna(), values.rolling(whole).median().dropna()
-    place, last = int(medians.to_numpy().argmax()), means.iloc[-1]  # of medians: a single lucky step is not the best
+    means = values.rolling(whole).mean().dropna()
+    typical = np.minimum(means, values.rolling(whole).median().dropna())  # a single lucky step does not make the best
+    place, last = int(typical.to_numpy().argmax()), means.iloc[-1]
     known = [] if errors is None else [errors[means.index[place]], errors[means.index[-1]]]
     error = np.nanmax([*known, spread(values) / math.sqrt(window), spread(means.iloc[::-window]), -1.0])
     chances = SURE * math.sqrt(2) + math.sqrt(2 * math.log(max(2.0, len(values) / window)))
-    limit = medians.iloc[place] - max(error * chances, LEAST_SHARE * (medians.max() - medians.min()), 1e-9)
-    good = medians.index[medians >= limit][-1]
+    limit = typical.iloc[place] - max(error * chances, LEAST_SHARE * (typical.max() - typical.min()), 1e-9)
+    good = typical.index[typical >= limit][-1]
     after = values[values.index > good - window]
     low = (after < limit) & (after.shift(-1, fill_value=-math.inf) < limit)
     return Course(
@@ -112,7 +113,7 @@ def course(name: str, values: pd.Series, window: int = WINDOW, errors: pd.Series
         best_steps=(int(values.index[place]), int(means.index[place])),
         last=float(last),
         last_step=int(means.index[-1]),
-        fell=bool(error >= 0 and max(last, medians.iloc[-1]) < limit),
+        fell=bool(error >= 0 and last < limit),
         good=int(good),
         bad=int(low.idxmax()) if low.any() else int(means.index[-1]),
         begins_best=place == 0,
@@ -167,11 +168,11 @@ def explained(metrics: pd.DataFrame, fall: Course) -> str:
         return f"The reward fell at step {fell}. First moved: {moves}. Try: {before[0].signal.remedy}."
     if (steps.index < fell).sum() < FEWEST:
         return f"It fell in the first steps, by step {fell}. Try: {LOWER}."
-    beside = ", ".join(map(str, found)) or "no other"
     names = ", ".join(signal.name for signal in SIGNALS if signal.metric in steps)
+    beside = f"; with it moved {', '.join(map(str, found))}" if found else ""
     cut = [one.signal.remedy for one in found if one.signal.metric == "truncated/all"]
-    todo = cut[0] if cut else f"compare rollouts of steps {fell - 1} and {fell}: the tasks or the grader changed"
-    return f"The reward fell at step {fell}; before it none of {names} moved, in that step {beside}. Try: {todo}."
+    todo = cut[0] if cut else f"compare the rollouts of steps {fell - 1} and {fell}: the tasks or the grader changed"
+    return f"The reward fell at step {fell}; none of {names} moved before{beside}. Try: {todo}."
 
 
 def move(steps: pd.DataFrame, signal: Signal, fall: Course) -> Move | None:

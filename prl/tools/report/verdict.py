@@ -51,7 +51,7 @@ def verdict(run: Run, times: Shares | None = None) -> list[Finding]:
     findings += [*starts(run), *rewards(steps), *evaluations(run)]
     if times is not None:
         findings.append(Finding(f"{capitalised(times.sentence)}."))
-    if signal:
+    if signal and judged.mood != "bad":  # else it follows from the fall
         findings.append(Finding(f"{signal}: {why_no_signal(steps)}.", "warn"))
     return findings + [Finding(text, "warn") for text in warnings(steps)]
 
@@ -72,7 +72,13 @@ def judged_rewards(run: Run) -> Judged:
 
     A fall of sampled rewards alone is a warning while the held-out reward contradicts it: their tasks may be others.
     """
-    sampled = course("sampled reward", curve(run.metrics, SAMPLED))
+    rewards = curve(run.metrics, SAMPLED)
+    if run.result.reward_without_signal is not None and len(rewards):
+        last = int(rewards.index[-1])  # batches that train nothing make no steps
+        rewards = rewards.reindex(
+            [*rewards.index, *range(last + 1, last + 1 + WINDOW)], fill_value=run.result.reward_without_signal
+        )
+    sampled = course("sampled reward", rewards)
     held = held_out_course("held-out reward", run.metrics, held_out_tasks(run))
     if held is not None and sampled is not None and held.last_step == run.metrics.index[0]:
         held = None  # before training alone
@@ -180,7 +186,7 @@ def warnings(steps: pd.DataFrame) -> list[str]:
     texts = []
     cut_off = curve(steps, "truncated/all").iloc[-WINDOW:].mean()
     if cut_off >= TRUNCATED:
-        texts.append(f"A length limit cut off {percent(cut_off)} of the last rollouts: raise sampling.max_tokens.")
+        texts.append(f"A length limit cut off {percent(cut_off)} of the last rollouts.")
     finished = curve(steps, "rollouts/arrived").sum()
     for metric, least, how in LOST:
         lost = curve(steps, metric).sum()

@@ -58,7 +58,7 @@ def test_how_it_ended_comes_first(status, result, text, mood):
 
 
 WARNINGS = [
-    ({"truncated/all": [0.0] * 15 + [0.1] * 5}, "cut off 10 % of the last rollouts: raise sampling.max_tokens.", True),
+    ({"truncated/all": [0.0] * 15 + [0.1] * 5}, "A length limit cut off 10 % of the last rollouts.", True),
     ({"truncated/all": [0.9] * 15 + [0.09] * 5}, "cut off", False),
     ({"off_policy/dropped": 5, "rollouts/arrived": 100}, "100 rollouts were dropped as too old, 5 % of", True),
     ({"off_policy/dropped": 4.9, "rollouts/arrived": 100}, "too old", False),
