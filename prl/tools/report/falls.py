@@ -18,7 +18,7 @@ WINDOW = 5
 SURE = 2.5
 """Standard errors of the difference that a fall exceeds, beyond those by which the best of so many means is lucky."""
 LEAST_SHARE = 0.1
-"""Share of the range of a run's reward that a fall is at least."""
+"""Share of the range of a run's reward, and of its best up to 1, that a fall is at least."""
 HISTORY, NEAR, FEWEST = 30, 10, 5
 """Steps of a signal's history, which ends so many steps before the reward fell; the fewest steps of a history."""
 FACTOR = 1.5
@@ -65,11 +65,13 @@ class Course:
     fell: bool
     """It ends below its best by more than noise."""
     good: int
-    """The last step at which it was as good as its best, up to noise."""
+    """The last step before its largest fall, to the mean of some steps, from that of those before."""
     bad: int
-    """The first step from which on it was not."""
+    """The next one."""
     begins_best: bool
     """The best is the beginning."""
+    evaluated: bool
+    """Evaluations have it, not every step."""
 
     @property
     def text(self) -> str:
@@ -83,7 +85,14 @@ class Course:
         return f"{self.name} rose from {score(self.first)} to {best} and fell to {score(self.last)}"
 
 
-def course(name: str, values: pd.Series, window: int = WINDOW, errors: pd.Series | None = None) -> Course | None:
+def sampled_course(name: str, values: pd.Series) -> Course | None:
+    """The course of a reward that every step has: longer means find smaller falls, the shortest says when."""
+    wider = [window for window in (2 * WINDOW, 4 * WINDOW, 8 * WINDOW) if 3 * window <= len(values)]
+    found = [course(name, values, window) for window in (WINDOW, *wider)]
+    return next((one for one in found if one is not None and one.fell), found[0])
+
+
+def course(name: str, values: pd.Series, window: int, errors: pd.Series | None = None) -> Course | None:
     """The course of a reward; None where it was never recorded.
 
     Args:
@@ -98,25 +107,29 @@ def course(name: str, values: pd.Series, window: int = WINDOW, errors: pd.Series
     whole = min(window, len(values))
     means = values.rolling(whole).mean().dropna()
     typical = np.minimum(means, values.rolling(whole).median().dropna())  # a single lucky step does not make the best
-    place, last = int(typical.to_numpy().argmax()), means.iloc[-1]
+    place, last = int(typical.to_numpy().argmax()), values.iloc[-min(window, WINDOW) :].mean()
     known = [] if errors is None else [errors[means.index[place]], errors[means.index[-1]]]
-    error = np.nanmax([*known, spread(values) / math.sqrt(window), spread(means.iloc[::-window]), -1.0])
+    of_means = spread(values.rolling(WINDOW).mean().dropna().iloc[::-WINDOW])
+    error = np.nanmax([*known, spread(values) / math.sqrt(window), of_means / math.sqrt(window / WINDOW), -1.0])
     chances = SURE * math.sqrt(2) + math.sqrt(2 * math.log(max(2.0, len(values) / window)))
-    limit = typical.iloc[place] - max(error * chances, LEAST_SHARE * (typical.max() - typical.min()), 1e-9)
-    good = typical.index[typical >= limit][-1]
-    after = values[values.index > good - window]
-    low = (after < limit) & (after.shift(-1, fill_value=-math.inf) < limit)
+    best = typical.iloc[place]
+    limit = best - max(error * chances, LEAST_SHARE * max(best - typical.min(), min(abs(best), 1.0)), 1e-9)
+    short = min(whole, WINDOW)
+    before, after = values.rolling(short).mean().shift(1), values[::-1].rolling(short, min_periods=1).mean()[::-1]
+    drops = (before - after)[values.index > values.index[place]].dropna()
+    bad = drops.idxmax() if len(drops) else values.index[-1]
     return Course(
         name=name,
         first=float(values.iloc[0]),
-        best=float(means.iloc[place]),
+        best=float(best),
         best_steps=(int(values.index[place]), int(means.index[place])),
         last=float(last),
         last_step=int(means.index[-1]),
-        fell=bool(error >= 0 and last < limit),
-        good=int(good),
-        bad=int(low.idxmax()) if low.any() else int(means.index[-1]),
+        fell=bool(error >= 0 and means.iloc[-1] < limit and last < best),
+        good=int(max(values.index[values.index < bad], default=bad)),
+        bad=int(bad),
         begins_best=place == 0,
+        evaluated=window == 1,
     )
 
 
@@ -161,18 +174,19 @@ class Move:
 def explained(metrics: pd.DataFrame, fall: Course) -> str:
     """What moved before a reward fell, in sentences with the values, and what to do about it."""
     steps, fell = metrics[metrics.index > 0], fall.bad
+    when = f"between the evaluations of steps {fall.good} and {fell}" if fall.evaluated else f"at step {fell}"
     found = sorted(filter(None, (move(steps, signal, fall) for signal in SIGNALS)), key=lambda one: one.step)
     before = [one for one in found if one.step < fell]
     if before:
         moves = ", then ".join(map(str, before[:3]))
-        return f"The reward fell at step {fell}. First moved: {moves}. Try: {before[0].signal.remedy}."
+        return f"The reward fell {when}. First moved: {moves}. Try: {before[0].signal.remedy}."
     if (steps.index < fell).sum() < FEWEST:
         return f"It fell in the first steps, by step {fell}. Try: {LOWER}."
     names = ", ".join(signal.name for signal in SIGNALS if signal.metric in steps)
     beside = f"; with it moved {', '.join(map(str, found))}" if found else ""
     cut = [one.signal.remedy for one in found if one.signal.metric == "truncated/all"]
-    todo = cut[0] if cut else f"compare the rollouts of steps {fell - 1} and {fell}: the tasks or the grader changed"
-    return f"The reward fell at step {fell}; none of {names} moved before{beside}. Try: {todo}."
+    todo = cut[0] if cut else f"compare the rollouts of steps {fall.good} and {fell}: the tasks or the grader changed"
+    return f"The reward fell {when}; none of {names} moved before{beside}. Try: {todo}."
 
 
 def move(steps: pd.DataFrame, signal: Signal, fall: Course) -> Move | None:

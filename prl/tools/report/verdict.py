@@ -11,7 +11,7 @@ from prl.base.errors import SIGNAL_REMEDY
 from prl.base.files import lines_of
 from prl.base.metric_names import SAMPLED, held_out
 from prl.tools import line_of
-from prl.tools.report.falls import WINDOW, course, explained, held_out_course, score
+from prl.tools.report.falls import WINDOW, explained, held_out_course, sampled_course, score
 from prl.tools.report.runs import Run
 from prl.tools.report.shares import Shares
 from prl.tools.report.statistics import curve
@@ -78,7 +78,7 @@ def judged_rewards(run: Run) -> Judged:
         rewards = rewards.reindex(
             [*rewards.index, *range(last + 1, last + 1 + WINDOW)], fill_value=run.result.reward_without_signal
         )
-    sampled = course("sampled reward", rewards)
+    sampled = sampled_course("sampled reward", rewards)
     held = held_out_course("held-out reward", run.metrics, held_out_tasks(run))
     if held is not None and sampled is not None and held.last_step == run.metrics.index[0]:
         held = None  # before training alone
@@ -143,7 +143,7 @@ def rewards(steps: pd.DataFrame) -> list[Finding]:
     """The sampled reward of each env."""
     envs = [match[1] for key in steps if (match := re.fullmatch(r"reward/(.+)/mean", key))]
     named = [env for env in envs if env != "all"] or envs
-    courses = [course(f"{env}: sampled reward", curve(steps, f"reward/{env}/mean")) for env in named]
+    courses = [sampled_course(f"{env}: sampled reward", curve(steps, f"reward/{env}/mean")) for env in named]
     return [Finding(f"{one.text}.", "warn" if one.fell else "plain") for one in courses if one]
 
 

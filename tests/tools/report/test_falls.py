@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from prl.runs.result import RunResult
-from prl.tools.report.falls import course, explained
+from prl.tools.report.falls import explained, sampled_course
 from prl.tools.report.runs import Run, read_run
 from prl.tools.report.verdict import verdict
 
@@ -174,12 +174,21 @@ def test_a_fall_from_the_beginning_and_one_of_few_evaluations():
 def test_a_lucky_step_is_not_the_best():
     values = pd.Series([0.5, 0.52] * 20, index=range(1, 41))
     values[20] = 3.0
-    assert not course("x", values).fell and course("x", values).best < 1
+    found = sampled_course("x", values)
+    assert not found.fell and found.best < 0.6
+
+
+def test_many_noisy_steps_show_a_small_fall():
+    values = pd.Series(np.random.default_rng(1).normal(0.6, 0.14, 60), index=range(1, 61))
+    assert not sampled_course("x", values).fell
+    values[values.index > 30] -= 0.35
+    found = sampled_course("x", values)
+    assert found.fell and found.last == pytest.approx(values.iloc[-5:].mean())
 
 
 @pytest.mark.parametrize("values", [{}, {1: np.nan}, {1: np.inf}, {1: 0.5}, {1: 0.5, 2: 0.1}])
 def test_few_values_are_no_fall(values):
-    found = course("x", pd.Series(values, dtype=float))
+    found = sampled_course("x", pd.Series(values, dtype=float))
     assert found is None or not found.fell
 
 
@@ -187,7 +196,7 @@ def test_signals_may_be_missing_or_end_before_the_fall():
     metrics = healthy(0)
     falls_from(metrics, 50)
     metrics.loc[48:, "entropy/all/mean"] = np.nan
-    fall = course("x", metrics["reward/all/mean"])
+    fall = sampled_course("x", metrics["reward/all/mean"])
     assert "gradient norm, entropy, length" in explained(metrics, fall)
     assert "none of learning rate moved before. Try" in explained(metrics[["lr"]], fall)
 
