@@ -20,7 +20,7 @@ SURE = 2.5
 LEAST_SHARE = 0.1
 """Share of the range of a run's reward, and of its best up to 1, that a fall is at least."""
 HISTORY, NEAR, FEWEST = 30, 10, 5
-"""Steps of a signal's history, which ends so many steps before the reward fell; the fewest steps of a history."""
+"""Steps of a signal's history, and the fewest; steps between it and the start of the rollouts whose reward fell."""
 FACTOR = 1.5
 """Ratio by which a signal leaves its history at least."""
 
@@ -165,7 +165,7 @@ class Move:
     before: float
     """Its median over the steps before."""
     after: float
-    """Its value where the reward fell."""
+    """Its farthest value until the reward fell."""
 
     def __str__(self) -> str:
         return f"{self.signal.name} (step {self.step}: {self.before:.3g} to {self.after:.3g})"
@@ -195,10 +195,11 @@ def move(steps: pd.DataFrame, signal: Signal, fall: Course) -> Move | None:
     It has left where, in two steps in a row, it is farther outside of the range of its history than that is wide, and
     by `FACTOR` at least. Ratios count. What drifts has a range as wide as it needs.
     """
-    values = curve(steps, signal.metric).abs().clip(lower=signal.least)
-    early = values.index[:FEWEST]
-    start = max([fall.good - NEAR, *early])
-    before, near = np.log(values[values.index <= start].iloc[-HISTORY:]), np.log(values[values.index > start])
+    raw = curve(steps, signal.metric).abs()
+    values = np.log(raw.clip(lower=signal.least))
+    stale = curve(steps, "off_policy/max").loc[: fall.bad].max()  # so many steps ago its rollouts began
+    start = max([fall.good - NEAR - int(np.nan_to_num(stale)), *values.index[:FEWEST]])
+    before, near = values[values.index <= start].iloc[-HISTORY:], values[values.index > start]
     if len(before) < FEWEST:
         return None
     margin = max(before.max() - before.min(), math.log(FACTOR))
@@ -208,7 +209,8 @@ def move(steps: pd.DataFrame, signal: Signal, fall: Course) -> Move | None:
     left = near.index[outside & outside.shift(-1, fill_value=True)]
     if not len(left) or left[0] > fall.bad:
         return None
-    return Move(signal, int(left[0]), math.exp(before.median()), math.exp(near[near.index <= fall.bad].iloc[-1]))
+    farthest = (near.loc[left[0] : fall.bad] - before.median()).abs().idxmax()
+    return Move(signal, int(left[0]), float(raw[before.index].median()), float(raw[farthest]))
 
 
 def score(value: float) -> str:

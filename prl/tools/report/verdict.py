@@ -20,6 +20,8 @@ NO_SIGNAL = 0.5
 """Share of the last batches that nothing is learnt from, from which on it is said."""
 LOST = (("off_policy/dropped", 0.05, "were dropped as too old"), ("rollouts/errored", 0.01, "failed"))
 """Metrics of rollouts that were lost, the share of those finished from which on it is said, and how."""
+CHANGED = 6
+"""Most changed keys that are named of a run that went on."""
 TRUNCATED = 0.1
 """Share of rollouts cut off by a length limit in the last steps, from which on it is said."""
 
@@ -134,8 +136,14 @@ def starts(run: Run) -> list[Finding]:
         source, changed = str(line.get("checkpoint")), line.get("changed")
         how = f"Forked from {source}" if source.startswith("/") else f"Resumed after step {line.get('step')}"
         keys = changed.items() if isinstance(changed, Mapping) else ()
-        with_keys = ", ".join(f"{key}={values[1]} (before {values[0]})" for key, values in keys)
-        findings.append(Finding(f"{how}{' with ' if with_keys else ''}{with_keys}."))
+        texts = [
+            f"{key}={values[1]} (before {values[0]})"
+            for key, values in keys
+            if "<absent>" not in values and key != "max_steps"
+        ]
+        more = f" and {len(texts) - CHANGED} more" if len(texts) > CHANGED else ""
+        with_keys = f" with {', '.join(texts[:CHANGED])}{more}" if texts else ""
+        findings.append(Finding(f"{how}{with_keys}."))
     return findings
 
 
