@@ -32,6 +32,8 @@ class Fixed(vf.Task):
 async def test_evaluation_counts_failures_as_zero(make_env, tmp_path):
     metrics = await evaluate([make_env(task=Fixed, held_out=4)], EvalConfig(k=3), tmp_path, version=7)
     assert metrics["eval/toy/avg@3"] == pytest.approx((0 + 1 + 0 + 3) / 4)
+    # Tasks earn 0, 1, 0 and 3, each three times: squares around 1 of 1, 0, 1, 4, over 3; their root over that of 4.
+    assert metrics["eval/toy/stderr"] == pytest.approx(2**0.5 / 2)
     assert metrics["eval/toy/errored"] == pytest.approx(1 / 4)
     assert metrics["eval/toy/correct"] == pytest.approx(3 / 4)
     lines = (tmp_path / "rollouts" / "eval_toy_step_000007.jsonl").read_text().splitlines()

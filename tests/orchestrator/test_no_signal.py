@@ -1,5 +1,7 @@
 """What is logged where a run has nothing to train on."""
 
+import json
+
 import pytest
 
 from prl.orchestrator.no_signal import what_to_look_at
@@ -23,3 +25,21 @@ def test_rewards_and_a_reply_in_one_harmless_line(replying):
     message = what_to_look_at([late, replying(0.0, reply), replying(0, "4")])
     assert message.startswith("Every reward is 0; a length limit cut off 0 of 2 replies.")
     assert message.endswith(r"with reward 0: I\x1b[31m think that \u202e2+2=4") and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("before", "reward", "advice"),
+    [
+        ([], 0.0, "curriculum=odf, a larger orchestrator.group_size or sampling.temperature"),
+        ([0.0, 0.0], 0.0, "look at the replies in rollouts/ and at the grader"),
+        ([0.3, 0.8, 0.7, 0.01], 0.0, "Rewards were earned until step 3, 0.7 in the mean"),
+        ([0.3, 0.9], 1.0, "All that can be earned is earned: harder tasks"),
+        ([-3.0, -1.0, -2.9], -3.0, "Rewards were earned until step 2, -1 in the mean"),
+    ],
+)
+def test_the_advice_knows_what_was_earned_before(replying, tmp_path, before, reward, advice):
+    lines = [{"step": 0, "eval/toy/avg@1": 0.5}]
+    lines += [{"step": step, "reward/all/mean": mean} for step, mean in enumerate(before, 1)]
+    text = "".join(f"{json.dumps(line)}\n" for line in [*lines, {"step": 9, "reward/all/mean": None}])
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 10, "rew')
+    assert advice in what_to_look_at([replying(reward, "1")], tmp_path)

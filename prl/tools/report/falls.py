@@ -6,6 +6,7 @@ recorded value, and ends at the mean of its last `WINDOW` steps; a held-out rewa
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -21,6 +22,8 @@ LEAST_SHARE = 0.1
 """Share of the range of a run's reward, and of its best up to 1, that a fall is at least."""
 HISTORY, NEAR, FEWEST = 30, 10, 5
 """Steps of a signal's history, and the fewest; steps between it and the start of the rollouts whose reward fell."""
+UNKNOWN = 1 / 16
+"""Standard error of an evaluation that recorded none: of 64 tasks with rewards of 0 and 1 the largest."""
 FACTOR = 1.5
 """Ratio by which a signal leaves its history at least."""
 
@@ -57,6 +60,7 @@ class Course:
 
     name: str
     first: float
+    first_step: int
     best: float
     best_steps: tuple[int, int]
     """The first and the last of the steps with the highest mean."""
@@ -68,8 +72,6 @@ class Course:
     """The last step before its largest fall, to the mean of some steps, from that of those before."""
     bad: int
     """The next one."""
-    begins_best: bool
-    """The best is the beginning."""
     evaluated: bool
     """Evaluations have it, not every step."""
 
@@ -80,7 +82,7 @@ class Course:
             return f"{self.name} {score(self.first)} to {score(self.last)}"
         first, last = self.best_steps
         best = f"{score(self.best)} ({f'step {last}' if first == last else f'steps {first} to {last}'}, its best)"
-        if self.begins_best:
+        if first == self.first_step:
             return f"{self.name} fell from {best} to {score(self.last)}"
         return f"{self.name} rose from {score(self.first)} to {best} and fell to {score(self.last)}"
 
@@ -117,18 +119,18 @@ def course(name: str, values: pd.Series, window: int, errors: pd.Series | None =
     short = min(whole, WINDOW)
     before, after = values.rolling(short).mean().shift(1), values[::-1].rolling(short, min_periods=1).mean()[::-1]
     drops = (before - after)[values.index > values.index[place]].dropna()
-    bad = drops.idxmax() if len(drops) else values.index[-1]
+    bad = int(drops.idxmax() if len(drops) else values.index[-1])
     return Course(
         name=name,
         first=float(values.iloc[0]),
+        first_step=int(values.index[0]),
         best=float(best),
         best_steps=(int(values.index[place]), int(means.index[place])),
         last=float(last),
         last_step=int(means.index[-1]),
         fell=bool(error >= 0 and means.iloc[-1] < limit and last < best),
         good=int(max(values.index[values.index < bad], default=bad)),
-        bad=int(bad),
-        begins_best=place == 0,
+        bad=bad,
         evaluated=window == 1,
     )
 
@@ -142,55 +144,45 @@ def spread(values: pd.Series) -> float:
     return float(1.4826 * np.median(second) / math.sqrt(6) * (1 + 5 / len(second))) if len(second) >= 8 else math.nan
 
 
-def held_out_course(name: str, metrics: pd.DataFrame, tasks: int) -> Course | None:
-    """The course of the mean over all held-out rewards in `metrics`.
-
-    `tasks` is how many an env has at most, for runs that recorded no standard error.
-    """
+def held_out_course(name: str, metrics: pd.DataFrame) -> Course | None:
+    """The course of the mean over all held-out rewards in `metrics`."""
     rewards = metrics[list(held_out({str(key): None for key in metrics}))].dropna(how="all")
-    largest = max(1.0, float(np.nanmax(rewards.abs().to_numpy(), initial=0.0)))
-    squares = pd.Series(0.0, index=rewards.index)
-    for key in rewards:
-        error = curve(metrics, f"{str(key).rpartition('/')[0]}/stderr").reindex(rewards.index)
-        squares += error.fillna(largest / 2 / math.sqrt(tasks)) ** 2  # of rewards from 0 to the largest the most
-    return course(name, rewards.mean(axis=1), 1, squares**0.5 / max(1, len(rewards.columns)))
+    errors = [curve(metrics, f"{str(key).rpartition('/')[0]}/stderr").reindex(rewards.index) for key in rewards]
+    squares = sum(error.fillna(UNKNOWN) ** 2 for error in errors)
+    return course(name, rewards.mean(axis=1), 1, squares**0.5 / len(errors)) if errors else None
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """A signal that left its range, and stayed outside."""
 
-    signal: Signal
     step: int
-    before: float
-    """Its median over the steps before."""
-    after: float
-    """Its farthest value until the reward fell."""
-
-    def __str__(self) -> str:
-        return f"{self.signal.name} (step {self.step}: {self.before:.3g} to {self.after:.3g})"
+    signal: Signal
+    text: str
+    """Name, step, the median before and the farthest value until the reward fell."""
 
 
 def explained(metrics: pd.DataFrame, fall: Course) -> str:
     """What moved before a reward fell, in sentences with the values, and what to do about it."""
-    steps, fell = metrics[metrics.index > 0], fall.bad
-    when = f"between the evaluations of steps {fall.good} and {fell}" if fall.evaluated else f"at step {fell}"
-    found = sorted(filter(None, (move(steps, signal, fall) for signal in SIGNALS)), key=lambda one: one.step)
-    before = [one for one in found if one.step < fell]
+    steps, found = metrics[metrics.index > 0], []
+    when = f"between the evaluations of steps {fall.good} and {fall.bad}" if fall.evaluated else f"at step {fall.bad}"
+    for signal in SIGNALS:
+        found += move(steps, signal, fall)
+    found.sort(key=lambda one: one.step)
+    # A reply that is cut off earns less in the same step; what else moves with the reward may follow from it.
+    before = [one for one in found if one.step < fall.bad or one.signal.metric == "truncated/all"]
     if before:
-        moves = ", then ".join(map(str, before[:3]))
+        moves = ", then ".join(one.text for one in before[:3])
         return f"The reward fell {when}. First moved: {moves}. Try: {before[0].signal.remedy}."
-    if (steps.index < fell).sum() < FEWEST:
-        return f"It fell in the first steps, by step {fell}. Try: {LOWER}."
+    if (steps.index < fall.bad).sum() < FEWEST:
+        return f"The reward fell in the first steps, by step {fall.bad}. Try: {LOWER}."
     names = ", ".join(signal.name for signal in SIGNALS if signal.metric in steps)
-    beside = f"; with it moved {', '.join(map(str, found))}" if found else ""
-    cut = [one.signal.remedy for one in found if one.signal.metric == "truncated/all"]
-    todo = cut[0] if cut else f"compare the rollouts of steps {fall.good} and {fell}: the tasks or the grader changed"
+    beside = "; with it moved " * bool(found) + ", ".join(one.text for one in found)
+    todo = f"compare the rollouts of steps {fall.good} and {fall.bad}: the tasks or the grader changed"
     return f"The reward fell {when}; none of {names} moved before{beside}. Try: {todo}."
 
 
-def move(steps: pd.DataFrame, signal: Signal, fall: Course) -> Move | None:
-    """Return where a signal left its range, not later than the reward fell; None where it did not.
+def move(steps: pd.DataFrame, signal: Signal, fall: Course) -> list[Move]:
+    """Return where a signal left its range, not later than the reward fell; empty where it did not.
 
     It has left where, in two steps in a row, it is farther outside of the range of its history than that is wide, and
     by `FACTOR` at least. Ratios count. What drifts has a range as wide as it needs.
@@ -201,16 +193,15 @@ def move(steps: pd.DataFrame, signal: Signal, fall: Course) -> Move | None:
     start = max([fall.good - NEAR - int(np.nan_to_num(stale)), *values.index[:FEWEST]])
     before, near = values[values.index <= start].iloc[-HISTORY:], values[values.index > start]
     if len(before) < FEWEST:
-        return None
+        return []
     margin = max(before.max() - before.min(), math.log(FACTOR))
-    outside = near > before.max() + margin
-    if signal.both_ways:
-        outside |= near < before.min() - margin
+    outside = (near > before.max() + margin) | (signal.both_ways & (near < before.min() - margin))
     left = near.index[outside & outside.shift(-1, fill_value=True)]
     if not len(left) or left[0] > fall.bad:
-        return None
+        return []
     farthest = (near.loc[left[0] : fall.bad] - before.median()).abs().idxmax()
-    return Move(signal, int(left[0]), float(raw[before.index].median()), float(raw[farthest]))
+    values = f"step {left[0]}: {raw[before.index].median():.3g} to {raw[farthest]:.3g}"
+    return [Move(int(left[0]), signal, f"{signal.name} ({values})")]
 
 
 def score(value: float) -> str:

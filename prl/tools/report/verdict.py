@@ -15,6 +15,7 @@ from prl.tools.report.falls import WINDOW, explained, held_out_course, sampled_c
 from prl.tools.report.runs import Run
 from prl.tools.report.shares import Shares
 from prl.tools.report.statistics import curve
+from prl.tools.sweep.metric import source_of
 
 NO_SIGNAL = 0.5
 """Share of the last batches that nothing is learnt from, from which on it is said."""
@@ -44,13 +45,13 @@ def verdict(run: Run, times: Shares | None = None) -> list[Finding]:
     steps = run.metrics[run.metrics.index > 0]
     state, signal, judged = state_of(run), missing_signal(steps), judged_rewards(run)
     facts = [*judged.texts, times.bound if times else "", signal]
-    text = "; ".join(filter(None, facts)) or "no training step was recorded"
+    text = "; ".join(filter(None, facts)) or ("no reward of its own" if len(steps) else "no training step was recorded")
     summary = Finding(f"{capitalised(text)}.", judged.mood)
     ended_badly = state.mood == "bad" or (state.mood != "good" and judged.mood != "bad")
     findings = [state, summary] if ended_badly else [summary, state]
     if judged.why:
         findings.append(Finding(judged.why, judged.mood))
-    findings += [*starts(run), *rewards(steps), *evaluations(run)]
+    findings += [*starts(run), *rewards(run, steps), *evaluations(run)]
     if times is not None:
         findings.append(Finding(f"{capitalised(times.sentence)}."))
     if signal and judged.mood != "bad":  # else it follows from the fall
@@ -74,38 +75,29 @@ def judged_rewards(run: Run) -> Judged:
 
     A fall of sampled rewards alone is a warning while the held-out reward contradicts it: their tasks may be others.
     """
-    rewards = curve(run.metrics, SAMPLED)
-    if run.result.reward_without_signal is not None and len(rewards):
-        last = int(rewards.index[-1])  # batches that train nothing make no steps
-        rewards = rewards.reindex(
-            [*rewards.index, *range(last + 1, last + 1 + WINDOW)], fill_value=run.result.reward_without_signal
-        )
-    sampled = sampled_course("sampled reward", rewards)
-    held = held_out_course("held-out reward", run.metrics, held_out_tasks(run))
-    if held is not None and sampled is not None and held.last_step == run.metrics.index[0]:
-        held = None  # before training alone
+    rewards, lost = curve(run.metrics, SAMPLED), run.result.reward_without_signal
+    if lost is not None and len(rewards):  # batches that train nothing make no steps
+        last = int(rewards.index[-1])
+        rewards = pd.concat([rewards, pd.Series(lost, index=range(last + 1, last + 1 + WINDOW))])
+    sampled = None if source_of(run.config, SAMPLED) else sampled_course("sampled reward", rewards)
+    held = held_out_course("held-out reward", run.metrics)
     courses = [one for one in (held, sampled) if one is not None]
+    if held is not None and held.first_step == held.last_step:
+        courses.reverse()  # before training alone
     fallen = [one for one in courses if one.fell]
     if not fallen:
         return Judged([one.text for one in courses[:1]], "plain", "")
     fall = fallen[-1]  # of every step more is known than of an evaluation
-    contradicted = held is not None and not held.fell and held.last_step >= fall.bad
-    if contradicted and held is not None and held.best - held.last <= (fall.best - fall.last) / 2:
-        why = f"{explained(run.metrics, fall)} The held-out reward did not fall with it."
-        return Judged([held.text, fall.text], "warn", why)
-    return Judged([one.text for one in fallen], "bad", explained(run.metrics, fall))
+    why, texts = explained(run.metrics, fall), [one.text for one in fallen]
+    if held is None or held.fell or held.last_step < fall.bad or 2 * (held.best - held.last) > fall.best - fall.last:
+        return Judged(texts, "bad", why)
+    return Judged([held.text, *texts], "warn", f"{why} The held-out reward did not fall with it.")
 
 
 def summary(run: Run, times: Shares | None) -> list[str]:
     """The verdict for a terminal: the rewards, what moved where they fell, and who was at work."""
     judged = judged_rewards(run)
     return list(filter(None, ["; ".join(judged.texts), judged.why, times.sentence if times else ""]))
-
-
-def held_out_tasks(run: Run) -> int:
-    """The number of held-out tasks that a run asked for."""
-    number = dict(dict(run.config.get("orchestrator") or {}).get("eval") or {}).get("num_tasks")
-    return number if isinstance(number, int) and number > 0 else 64
 
 
 def capitalised(text: str) -> str:
@@ -147,25 +139,29 @@ def starts(run: Run) -> list[Finding]:
     return findings
 
 
-def rewards(steps: pd.DataFrame) -> list[Finding]:
+def rewards(run: Run, steps: pd.DataFrame) -> list[Finding]:
     """The sampled reward of each env."""
+    findings = []
     envs = [match[1] for key in steps if (match := re.fullmatch(r"reward/(.+)/mean", key))]
-    named = [env for env in envs if env != "all"] or envs
-    courses = [sampled_course(f"{env}: sampled reward", curve(steps, f"reward/{env}/mean")) for env in named]
-    return [Finding(f"{one.text}.", "warn" if one.fell else "plain") for one in courses if one]
+    for env in [env for env in envs if env != "all"] or envs:
+        source = source_of(run.config, f"reward/{env}/mean")
+        name = f"{env}: reward of {source}" if source else f"{env}: sampled reward"
+        if one := sampled_course(name, curve(steps, f"reward/{env}/mean")):
+            findings.append(Finding(f"{one.text}.", "warn" if one.fell else "plain"))
+    return findings
 
 
 def evaluations(run: Run) -> list[Finding]:
-    """The held-out reward of each env."""
+    """The held-out reward of each env, with its best where that was not the last."""
     findings = []
     for key in held_out({str(key): None for key in run.metrics}):
         _, env, metric = key.split("/")
         columns = run.metrics.filter(items=[key, f"eval/{env}/stderr"])
-        one = held_out_course(f"{env}: held-out reward ({metric})", columns, held_out_tasks(run))
-        if one is not None:
-            best = f", the best {score(one.best)} at {one.best_steps[0]}"
-            at = f" at step {one.last_step}" + best * (not one.fell and score(one.best) != score(one.last))
-            findings.append(Finding(f"{one.text}{at}.", "warn" if one.fell else "plain"))
+        if one := held_out_course(f"{env}: held-out reward ({metric})", columns):
+            best = f", the best {score(one.best)} at {one.best_steps[0]}" * (
+                not one.fell and score(one.best) != score(one.last)
+            )
+            findings.append(Finding(f"{one.text} at step {one.last_step}{best}.", "warn" if one.fell else "plain"))
     return findings
 
 
@@ -179,12 +175,10 @@ def missing_signal(steps: pd.DataFrame) -> str:
 
 def why_no_signal(steps: pd.DataFrame) -> str:
     """What most of the rollouts without signal were, and the remedy."""
-    equal, reward = curve(steps, "filters/all/zero_advantage"), curve(steps, SAMPLED).iloc[-WINDOW:].mean()
-    if not equal.iloc[-WINDOW:].mean() >= NO_SIGNAL / 2:
+    last = steps.iloc[-WINDOW:].mean()
+    if not last.get("filters/all/zero_advantage", 0.0) >= NO_SIGNAL / 2:
         return "its rollouts were dropped by a filter, or none of their tokens trained"
-    highest = curve(steps, "reward/all/max").max()
-    low = curve(steps, "reward/all/min").min()
-    if reward > (highest + low) / 2:
+    if 2 * last[SAMPLED] > curve(steps, "reward/all/max").max() + curve(steps, "reward/all/min").min():
         return "in their groups all earned the same, mostly since nearly all is solved: harder tasks, or curriculum=odf"
     return f"in their groups all earned the same: {SIGNAL_REMEDY}"
 

@@ -9,9 +9,10 @@ import pandas as pd
 import pytest
 
 from prl.runs.result import RunResult
+from prl.tools.report import sum_up
 from prl.tools.report.falls import explained, sampled_course
 from prl.tools.report.runs import Run, read_run
-from prl.tools.report.verdict import verdict
+from prl.tools.report.verdict import capitalised, verdict
 
 STEPS = np.arange(1, 101)
 
@@ -105,7 +106,7 @@ BROKEN = [
     (rate, "held-out", "fell at step 52. First moved: learning rate (step 50: 0.", "lower trainer.optim.lr"),
     (grader, "held-out", "fell at step 50; none of", "the tasks or the grader changed"),
     (staleness, "held-out", "First moved: staleness (step 44: 1 to 6), then gap", "orchestrator.max_async_level"),
-    (limit, "held-out", "moved before; with it moved truncated share (step 50: 0.0", "sampling.max_tokens"),
+    (limit, "held-out", "fell at step 50. First moved: truncated share (step 50: 0.0", "sampling.max_tokens"),
     (growing_length, "held-out", "First moved: length (step ", "what the grader rewards"),
     (collapse, "held-out", "First moved: entropy (step 47: ", "lower trainer.optim.lr"),
 ]
@@ -199,6 +200,33 @@ def test_signals_may_be_missing_or_end_before_the_fall():
     fall = sampled_course("x", metrics["reward/all/mean"])
     assert "gradient norm, entropy, length" in explained(metrics, fall)
     assert "none of learning rate moved before. Try" in explained(metrics[["lr"]], fall)
+
+
+def test_batches_without_signal_that_ended_a_run_count(write_run, tmp_path, capsys):
+    """They make no steps: of the steps alone the reward rose."""
+    metrics = healthy(0)
+    metrics.loc[100, "lr"] = 0.03
+    lines = [{"step": step} | row.dropna().to_dict() for step, row in metrics.filter(regex="lr|reward").iterrows()]
+    ended = {"status": "failed", "error": "no signal", "steps": 100, "seconds": 3.0}
+    run = write_run(tmp_path / "run", lines, result=ended)
+    assert verdict(read_run(run))[1].text.startswith("Sampled reward 0.")
+    (run / "result.json").write_text(json.dumps(ended | {"reward_without_signal": 0.0}))
+    state, headline, why, *_ = verdict(read_run(run))
+    assert headline.text.endswith("and fell to 0.00.") and state.mood == headline.mood == "bad"
+    assert re.match(r"The reward fell at step 101. First moved: learning rate \(step 100: .* to 0.03\)", why.text)
+    sum_up(read_run(run).result, str(run))
+    assert [capitalised(line.rstrip(".")) for line in capsys.readouterr().err.splitlines()[1:3]] == [
+        headline.text.rstrip("."),
+        why.text.rstrip("."),
+    ]
+
+
+def test_rewards_of_demonstrations_are_not_the_runs(write_run, tmp_path):
+    config = "envs: {m: {weight: 1}}\nalgo: {sampling: {source: demonstrations}}\n"
+    lines = [{"step": step, "reward/all/mean": 1.0, "reward/m/mean": 1.0} for step in (1, 2)]
+    texts = [one.text for one in verdict(read_run(write_run(tmp_path / "run", lines, config)))]
+    assert "No training step was recorded." not in texts and "Sampled" not in "".join(texts)
+    assert "m: reward of demonstrations 1.00 to 1.00." in texts
 
 
 def test_a_resumed_or_forked_run_says_so(write_run, tmp_path):
