@@ -47,10 +47,11 @@ def verdict(run: Run, times: Shares | None = None) -> list[Finding]:
     facts = [*judged.texts, times.bound if times else "", signal]
     text = "; ".join(filter(None, facts)) or ("no reward of its own" if len(steps) else "no training step was recorded")
     summary = Finding(f"{capitalised(text)}.", judged.mood)
-    ended_badly = state.mood == "bad" or (state.mood != "good" and judged.mood != "bad")
-    findings = [state, summary] if ended_badly else [summary, state]
-    if judged.why:
-        findings.append(Finding(judged.why, judged.mood))
+    came_to = [summary] + [Finding(judged.why, judged.mood)] * bool(judged.why)
+    # A run that ended for want of a signal says why by its fall.
+    other_end = state.mood == "bad" and run.result.reward_without_signal is None
+    fell = judged.mood == "bad" and not other_end
+    findings = [*came_to, state] if fell or state.mood == "good" else [state, *came_to]
     findings += [*starts(run), *rewards(run, steps), *evaluations(run)]
     if times is not None:
         findings.append(Finding(f"{capitalised(times.sentence)}."))
@@ -75,11 +76,9 @@ def judged_rewards(run: Run) -> Judged:
 
     A fall of sampled rewards alone is a warning while the held-out reward contradicts it: their tasks may be others.
     """
-    rewards, lost = curve(run.metrics, SAMPLED), run.result.reward_without_signal
-    if lost is not None and len(rewards):  # batches that train nothing make no steps
-        last = int(rewards.index[-1])
-        rewards = pd.concat([rewards, pd.Series(lost, index=range(last + 1, last + 1 + WINDOW))])
-    sampled = None if source_of(run.config, SAMPLED) else sampled_course("sampled reward", rewards)
+    sampled = (
+        None if source_of(run.config, SAMPLED) else sampled_course("sampled reward", sampled_rewards(run, SAMPLED))
+    )
     held = held_out_course("held-out reward", run.metrics)
     courses = [one for one in (held, sampled) if one is not None]
     if held is not None and held.first_step == held.last_step:
@@ -92,6 +91,15 @@ def judged_rewards(run: Run) -> Judged:
     if held is None or held.fell or held.last_step < fall.bad or 2 * (held.best - held.last) > fall.best - fall.last:
         return Judged(texts, "bad", why)
     return Judged([held.text, *texts], "warn", f"{why} The held-out reward did not fall with it.")
+
+
+def sampled_rewards(run: Run, metric: str) -> pd.Series:
+    """A reward of each step; then that of the batches without signal that ended the run, which made no steps."""
+    rewards, lost = curve(run.metrics, metric), run.result.reward_without_signal
+    if lost is None or not len(rewards):
+        return rewards
+    last = int(rewards.index[-1])
+    return pd.concat([rewards, pd.Series(lost, index=range(last + 1, last + 1 + WINDOW))])
 
 
 def summary(run: Run, times: Shares | None) -> list[str]:
@@ -143,10 +151,12 @@ def rewards(run: Run, steps: pd.DataFrame) -> list[Finding]:
     """The sampled reward of each env."""
     findings = []
     envs = [match[1] for key in steps if (match := re.fullmatch(r"reward/(.+)/mean", key))]
-    for env in [env for env in envs if env != "all"] or envs:
+    named = [env for env in envs if env != "all"] or envs
+    for env in named:
         source = source_of(run.config, f"reward/{env}/mean")
         name = f"{env}: reward of {source}" if source else f"{env}: sampled reward"
-        if one := sampled_course(name, curve(steps, f"reward/{env}/mean")):
+        of_env = curve(steps, f"reward/{env}/mean") if len(named) > 1 else sampled_rewards(run, f"reward/{env}/mean")
+        if one := sampled_course(name, of_env):
             findings.append(Finding(f"{one.text}.", "warn" if one.fell else "plain"))
     return findings
 

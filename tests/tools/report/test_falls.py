@@ -117,7 +117,7 @@ BROKEN = [
 def test_a_fall_is_the_headline_with_what_moved_first(break_it, which, cause, remedy, seed):
     metrics = healthy(seed)
     break_it(metrics)
-    headline, state, why, *_ = verdict(run_of(metrics))
+    headline, why, state, *_ = verdict(run_of(metrics))
     assert headline.text.startswith(f"{which.capitalize()} reward rose from 0.") and headline.mood == "bad"
     assert "its best) and fell to 0.0" in headline.text
     assert state.text.startswith("Completed") and why.mood == "bad"
@@ -144,7 +144,7 @@ def test_noise_is_no_fall(kind, seed):
 def test_sampled_rewards_alone_fall_where_the_training_tasks_are_harder():
     metrics = healthy(0)
     harder_tasks(metrics)
-    headline, _, why, *_ = verdict(run_of(metrics))
+    headline, why, *_ = verdict(run_of(metrics))
     assert re.fullmatch(
         r"Held-out reward 0.\d\d to 0.80; sampled reward rose from .* and fell to 0.\d\d.", headline.text
     )
@@ -211,7 +211,8 @@ def test_batches_without_signal_that_ended_a_run_count(write_run, tmp_path, caps
     run = write_run(tmp_path / "run", lines, result=ended)
     assert verdict(read_run(run))[1].text.startswith("Sampled reward 0.")
     (run / "result.json").write_text(json.dumps(ended | {"reward_without_signal": 0.0}))
-    state, headline, why, *_ = verdict(read_run(run))
+    headline, why, state, *others = verdict(read_run(run))
+    assert state.text.startswith("Failed") and others[0].text == f"all: s{headline.text[1:]}"
     assert headline.text.endswith("and fell to 0.00.") and state.mood == headline.mood == "bad"
     assert re.match(r"The reward fell at step 101. First moved: learning rate \(step 100: .* to 0.03\)", why.text)
     sum_up(read_run(run).result, str(run))
