@@ -59,5 +59,5 @@ def causes(low: float, high: float, before: dict[int, float]) -> str:
     return (
         "Where a group's rewards are equal, look at the replies in rollouts/ and at the grader: a reply that it cannot "
         "parse earns what a wrong one does. Or the tasks are too easy or too hard for this model, or group_size is 1: "
-        f"try {SIGNAL_REMEDY}."
+        f"{SIGNAL_REMEDY}."
     )

@@ -56,7 +56,8 @@ def verdict(run: Run, times: Shares | None = None) -> list[Finding]:
     if times is not None:
         findings.append(Finding(f"{capitalised(times.sentence)}."))
     if signal and judged.mood != "bad":  # else it follows from the fall
-        findings.append(Finding(f"{signal}: {why_no_signal(steps)}.", "warn"))
+        why = "a filter dropped them, or nothing of them trained. Where a group earns all the same"
+        findings.append(Finding(f"{signal}: {why}, {SIGNAL_REMEDY}.", "warn"))
     return findings + [Finding(text, "warn") for text in warnings(steps)]
 
 
@@ -181,16 +182,6 @@ def missing_signal(steps: pd.DataFrame) -> str:
     share = (1 - trained / batch.where(batch > 0)).dropna().iloc[-WINDOW:]
     missing = len(share) == WINDOW and share.mean() >= NO_SIGNAL
     return f"{percent(share.mean())} of each of the last batches had no signal" if missing else ""
-
-
-def why_no_signal(steps: pd.DataFrame) -> str:
-    """What most of the rollouts without signal were, and the remedy."""
-    last = steps.iloc[-WINDOW:].mean()
-    if not last.get("filters/all/zero_advantage", 0.0) >= NO_SIGNAL / 2:
-        return "its rollouts were dropped by a filter, or none of their tokens trained"
-    if 2 * last[SAMPLED] > curve(steps, "reward/all/max").max() + curve(steps, "reward/all/min").min():
-        return "in their groups all earned the same, mostly since nearly all is solved: harder tasks, or curriculum=odf"
-    return f"in their groups all earned the same: {SIGNAL_REMEDY}"
 
 
 def warnings(steps: pd.DataFrame) -> list[str]:

@@ -64,7 +64,7 @@ WARNINGS = [
     ({"off_policy/dropped": 4.9, "rollouts/arrived": 100}, "too old", False),
     ({"rollouts/errored": 1, "rollouts/arrived": 100}, "20 rollouts failed, 1 % of those finished.", True),
     ({"rollouts/errored": 0.9, "rollouts/arrived": 100}, "failed", False),
-    ({"rollouts/batch": 10, "rollouts/trained": 5}, "50 % of each of the last batches had no signal", True),
+    ({"rollouts/batch": 10, "rollouts/trained": 5}, "last batches had no signal: a filter dropped them", True),
     ({"rollouts/batch": 10, "rollouts/trained": 5.1}, "no signal", False),
     ({"rollouts/batch": 10, "rollouts/trained": [10] * 18 + [0] * 2}, "no signal", False),
     ({"reward/math/mean": [0.1] * 5 + [0.9] * 5 + [0.85] * 10}, "math: sampled reward 0.10 to 0.85.", True),
