@@ -25,7 +25,10 @@ class DeadlinePassed(PrlError, TimeoutError):
     """Something that was waited for did not come in time."""
 
 
-SIGNAL_REMEDY = "try easier tasks (harder ones, if solved), curriculum=odf, a larger orchestrator.group_size or sampling.temperature"
+SIGNAL_REMEDY = (
+    "try easier tasks (harder ones, if solved), curriculum=odf, "
+    "a larger orchestrator.group_size or sampling.temperature"
+)
 """What helps where the rollouts of a group earn the same."""
 
 

@@ -81,7 +81,7 @@ def test_a_number_follows_the_file(page):
     ).scroll_into_view_if_needed()  # drawn where it is seen
     expect(newest(page.page, "Difficulty pools")).to_contain_text("math_easy 0.25")
     expect(page.page.locator("#runs")).to_contain_text("7/4")
-    expect(page.page.locator(".verdict")).to_contain_text("Reward")
+    expect(page.page.locator(".verdict")).to_contain_text("reward")
     # A run that goes on writes its file anew, without what came after its checkpoint.
     kept = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[:3]
     (run / ".new").write_text("".join(kept))
