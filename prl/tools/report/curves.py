@@ -1,4 +1,4 @@
-"""The panels of a run's page: which curves there are, and their numbers. `templates/run.js` draws them."""
+"""The panels of a run's page: which curves there are, and their numbers. `templates/curves.js` draws them."""
 
 import functools
 import re

@@ -10,7 +10,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter
 
 from prl.base.text import safe
 
@@ -38,7 +38,6 @@ class Panel:
     """A small chart of curves over the steps."""
 
     title: str
-    unit: str = ""
     series: Mapping[str, pd.Series]
     """Curves by name; the index is the step."""
     bands: Mapping[str, tuple[pd.Series, pd.Series]] = field(default_factory=dict)
@@ -47,12 +46,6 @@ class Panel:
     """Curves that a series is the mean of, thin in its colour, by its name."""
     single: Mapping[str, list[pd.Series]] = field(default_factory=dict)
     """Curves of runs of a series that have not completed, dashed in its colour, by its name."""
-    zero: bool = False
-    """The axis begins at 0."""
-    peaks: bool = False
-    """A few peaks far above the rest may be cut off."""
-    log: bool = False
-    """The axis is logarithmic, where all values are above 0."""
     scatter: Literal["", "linear", "log"] = ""
     """The x axis of a chart of points, where the index has numbers in the place of steps."""
     ticks: Mapping[float, str] = field(default_factory=dict)
@@ -61,18 +54,6 @@ class Panel:
     """A line of steps through a chart of points, which are numbered."""
     y: tuple[float, float] | None = None
     """Both ends of the y axis; None = all that is drawn is in sight."""
-
-    @property
-    def values(self) -> np.ndarray:
-        """Return the values of all curves."""
-        return np.concatenate([series.dropna().to_numpy(float) for series in self.series.values()] or [np.zeros(0)])
-
-    @property
-    def cut(self) -> float | None:
-        """Return where the axis ends if a few peaks, such as the first step's, would flatten all the rest."""
-        values = self.values
-        most = float(np.quantile(values, 0.97)) if len(values) >= SMOOTH_FROM else 0.0
-        return 1.3 * most if self.peaks and 0 < 4 * most < values.max() else None
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -114,16 +95,8 @@ class Panel:
         axes.tick_params(which="both", length=0, labelsize=size, labelcolor=GREY, pad=4)
 
     def _scale(self, axes: Any) -> None:
-        values = self.values
-        if self.log and len(values) and values.min() > 0:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(numticks=5))
-            axes.yaxis.set_minor_locator(NullLocator())
-        else:
-            if self.zero:
-                axes.set_ylim(bottom=0, top=self.cut or (None if len(values) and values.max() > 0 else 1))
-            axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         if self.scatter == "log":
             axes.set_xscale("log")
         if self.ticks:
