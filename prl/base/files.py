@@ -72,7 +72,12 @@ def read_json(path: Path, kind: type[T]) -> T:
 
 def lines_of(path: Path, kind: type[T], problems: list[str]) -> list[T]:
     """The lines of a JSON Lines file but for those that cannot be read, and a last one that is still being written."""
-    lines, damaged = lines_in(content_of(path), kind)
+    try:
+        written = content_of(path)
+    except OSError as error:
+        problems.append(f"{path} cannot be read: {error.strerror}")
+        return []
+    lines, damaged = lines_in(written, kind)
     if damaged:
         problems.append(f"{path}: {damaged} line{'s' * (damaged != 1)} cannot be read")
     return lines

@@ -70,6 +70,8 @@ def test_the_keys_are_those_that_hydra_composes(root, overrides):
         ("prl train run.resume=outputs/", {"run.resume=outputs/a", "run.resume=outputs/my run"}),
         ("prl report ", {"a", "my run", "grid"}),
         ("prl report my\\ r", {"my run"}),
+        ("prl report my\\ ", {"my run"}),
+        ("prl report 'my r", {"my run"}),
         ("prl chat a", {"a"}),
     ],
 )
@@ -131,8 +133,9 @@ def here(tmp_path):
         f'#!/bin/sh\n[ "$1" = train ] && shift && echo "given<$*>" && exit\nexec {sys.executable} -m prl "$@"\n'
     )
     program.chmod(0o755)
-    (tmp_path / "outputs" / "my run").mkdir(parents=True)
-    (tmp_path / "outputs" / "my run" / "config.yaml").touch()
+    for name in ("my run", 'x$(touch made)&"q'):
+        (tmp_path / "outputs" / name).mkdir(parents=True)
+        (tmp_path / "outputs" / name / "config.yaml").touch()
     return tmp_path
 
 
@@ -145,10 +148,11 @@ START = {
 
 @pytest.mark.parametrize("shell", [shell for shell in SHELLS if shutil.which(shell)])
 def test_a_tab_completes_in_a_shell(shell, here):
-    keys = "prl tr\talgo=max\ttrainer.optim.fus\tf\tengine.dev\tcu\trun.resume=outputs/m\t\n"
+    keys = "prl tr\talgo=max\ttrainer.optim.fus\tf\tengine.dev\tcu\trun.resume=outputs/m\trun.fork=outputs/x\t\n"
     shown = typed_in(shell, here, START[shell] + keys + "exit\n")
     given = "algo=max_rl trainer.optim.fused=false engine.device=cuda run.resume=outputs/my run"
-    assert f"given<{given}>" in shown, shown
+    assert f'given<{given} run.fork=outputs/x$(touch made)&"q>' in shown, shown
+    assert not (here / "made").exists()
 
 
 @pytest.mark.parametrize("shell", completion.SHELLS)

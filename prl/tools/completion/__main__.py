@@ -30,6 +30,8 @@ DEFAULT = re.compile(r" *- (override )?/?([\w/]+)(?:@([\w.]+))?(?:: *(.*?))?(?: 
 """An entry of a defaults list: `- override /group@package: option`."""
 KIND = re.compile(r".*\(([^()]*)\)")
 """The type of a key, at the end of its comment."""
+WORD = re.compile(r"""(?:\\.|'[^']*'?|"[^"]*"?|[^\s\\'"])+""")
+"""A word of a command line: blanks that are escaped or quoted belong to it, and the last quote may be open."""
 NO_CHOICE = {"any", "float", "function", "int", "str"}
 Keys = Iterator[tuple[str, list[str]]]
 """Dotted keys, each with its values where those are few."""
@@ -50,8 +52,9 @@ def main(arguments: list[str]) -> None:
 
 def words(line: str) -> set[str]:
     """Return what the last word of a command line can become; `line` ends at the cursor."""
-    parts = [re.sub(r"\\(.)|['\"]", r"\1", part) for part in re.findall(r"(?:\\.|[^\s\\])+", line)]
-    word = parts.pop() if parts and not line[-1].isspace() else ""
+    begun = [*WORD.finditer(line)]
+    parts = [re.sub(r"\\(.)|['\"]", r"\1", part[0]) for part in begun]
+    word = parts.pop() if begun and begun[-1].end() == len(line) else ""
     command, *typed = parts[1:] or [""]
     if not command:
         found = [*SUBCOMMANDS, "--help", "--version"]

@@ -8,7 +8,8 @@ _prl() {
     COMPREPLY=()
     while IFS= read -r word; do
         [[ $word == *[=.] ]] && compopt -o nospace 2>/dev/null
-        word=${word// /\\ }
+        # A name is a word, whatever a shell would take its signs for.
+        [[ $word =~ ^[][A-Za-z0-9_./:=,+~@%-]*$ ]] || printf -v word %q "$word"
         COMPREPLY+=("${word#"$typed"}")
     done < <("$1" completion words "$line" 2>/dev/null)
 }

@@ -126,7 +126,7 @@ def checkpoint_of(run: Path) -> Path:
     """The best checkpoint of a run that has kept one, else its last. Raises ConfigError where there is none."""
     checkpoints = [checkpoint_path(run, step) for step in steps_of(run)] + list((run / "checkpoints").glob("best"))
     if not checkpoints:
-        raise ConfigError(f"{run} has no checkpoints yet: evaluate its base model by name or folder")
+        raise ConfigError(f"{run} has no checkpoints yet: name its base model, by name or folder")
     return checkpoints[-1]
 
 

@@ -34,6 +34,12 @@ class Resume(msgspec.Struct):
     checkpoint: str
 
 
+class Sweep(msgspec.Struct):
+    """The field that is read of `sweep.json`."""
+
+    fixed: dict[str, str] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A run directory, as it was read. A file that is missing or cannot be read counts as empty."""
@@ -80,8 +86,8 @@ def read_run(folder: str | Path, *, with_metrics: bool = True) -> Run:
     last = int(metrics.index[-1]) if len(metrics) else 0
     result.steps = max(result.steps, last)
     overrides = _yaml(folder / ".hydra" / "overrides.yaml", list[str], problems) or []
-    sweep = json_of(folder.parent / "sweep.json", dict[str, Any], problems)
-    of_all = (sweep or {}).get("fixed")
+    sweep = json_of(folder.parent / "sweep.json", Sweep, problems)
+    of_all = None if sweep is None else sweep.fixed
     fixed = {key.lstrip("~") for key in of_all} if of_all is not None else set(map(override_key, overrides))
     return Run(
         dir=folder,

@@ -50,7 +50,8 @@ class Variants:
 
     def label(self, values: tuple[str, ...]) -> str:
         """`algo=grpo, lr=0.001`; of several places `first (algo=grpo)`; where nothing varies, `all runs`."""
-        pairs = [f"{key}={value}" for key, value in zip(self.heads, values, strict=True)]
+        texts = [shown_text(value) if ", " in value else value for value in values]  # else two could read alike
+        pairs = [f"{key}={text}" for key, text in zip(self.heads, texts, strict=True)]
         if self.columns[:1] != [RUN]:
             return ", ".join(pairs) or "all runs"
         return f"{values[0]} ({', '.join(pairs[1:])})" if pairs[1:] else values[0]
@@ -104,8 +105,14 @@ def overrides_of(run: Run) -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """A config value in a cell: text as it is, anything else as JSON."""
-    return value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
+    """A config value in a cell: text as it is, but for `"null"` and the like, anything else as JSON."""
+    plain = isinstance(value, str) and value not in ("null", "true", "false")
+    return str(value) if plain else shown_text(value)
+
+
+def shown_text(value: Any) -> str:
+    """A value as JSON."""
+    return msgspec.json.encode(value, enc_hook=str).decode()
 
 
 def number(value: float) -> str:

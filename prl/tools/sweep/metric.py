@@ -69,8 +69,8 @@ def source_of(config: Mapping[str, Any], metric: str) -> str:
         `demonstrations`, or `a frozen model`; empty for rewards of the policy and for every other metric.
     """
     match = re.match(r"(?:reward|metric)/([^/]+)/", metric)
-    envs = _entry(config, "envs") or {}
-    trained = [name for name in envs if _entry(envs, name, "weight") != 0]
+    envs = _entry(config, "envs")
+    trained = [name for name in envs if _entry(envs, name, "weight") != 0] if isinstance(envs, Mapping) else []
     for name in trained if match else ():
         source = _entry(envs, name, "algo", "sampling", "source") or _entry(config, "algo", "sampling", "source")
         if match and match[1] in ("all", "*", name) and source not in (None, POLICY):

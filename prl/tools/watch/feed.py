@@ -1,5 +1,6 @@
 """News for a page in the browser: what runs have written since it was asked last."""
 
+import logging
 import os
 import re
 import time
@@ -17,6 +18,7 @@ from prl.tools.report.page import before, state
 from prl.tools.report.runs import read_run
 from prl.tools.watch.listing import Entry, entries, find
 
+log = logging.getLogger(__name__)
 RARELY_S = 2.0
 """[s] What takes longer to read than a line is read at most this often, …"""
 SHARE = 0.003
@@ -105,6 +107,9 @@ class Feed:
         try:
             return read()
         except (PrlError, OSError):  # the run is just being removed
+            return []
+        except Exception:  # a file that somebody else has written must not keep the others from being shown
+            log.warning("%s cannot be read", name, exc_info=True)
             return []
         finally:
             self._next[name] = time.monotonic() + max(RARELY_S, (time.thread_time() - began) / SHARE)

@@ -11,7 +11,7 @@ from typing import Any
 
 from scipy.special import stdtrit
 from starlette.applications import Starlette
-from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
@@ -87,9 +87,12 @@ class Site:
         places = zip(query.getlist("run"), query.getlist("at"), strict=False)
         feed = Feed(self.folders, dict(places))
         while True:
-            async for event, values in iterate_in_threadpool(feed.news()):
+            reading = asyncio.ensure_future(run_in_threadpool(lambda: [*feed.news()]))
+            while not reading.done():  # a slow disk is not a server that is gone
+                await asyncio.wait([reading], timeout=PAUSE_S)
+                yield "event: tick\ndata: 0\n\n"
+            for event, values in reading.result():
                 yield f"event: {event}\ndata: {encoded(values)}\n\n"
-            yield "event: tick\ndata: 0\n\n"
             await asyncio.sleep(PAUSE_S)
 
     def run(self, query: QueryParams) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -46,11 +47,24 @@ def test_files_that_are_missing_or_broken(tmp_path, write_run):
     run = read_run(tmp_path)
     assert (run.status, run.result.error, run.config, run.overrides) == ("refused", "no such model", {}, [])
     assert run.metrics.empty and run.metrics.index.name == "step" and run.problems == []
+    (tmp_path.parent / "sweep.json").write_text('{"fixed": 5}')
     write_run(tmp_path, config="a: [1", overrides="a: 1").joinpath("result.json").write_text('{"status":')
     run = read_run(tmp_path)
+    (tmp_path.parent / "sweep.json").unlink()
     assert run.status == "crashed" and run.result.steps == 0
     named = [problem.split()[0].rsplit("/", 1)[1] for problem in run.problems]
-    assert sorted(named) == ["config.yaml", "overrides.yaml", "result.json"]
+    assert sorted(named) == ["config.yaml", "overrides.yaml", "result.json", "sweep.json"]
+
+
+def test_a_file_that_may_not_be_read_is_a_problem(tmp_path, write_run, monkeypatch):
+    run_dir = write_run(tmp_path / "a", ['{"step": 1, "a": 2}'])
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    run = read_run(run_dir)
+    assert run.metrics.empty and f"{run_dir / 'metrics.jsonl'} cannot be read: Permission denied" in run.problems
 
 
 def test_run_without_result_runs_while_its_process_lives(tmp_path, write_run):

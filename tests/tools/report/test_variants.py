@@ -41,6 +41,12 @@ def test_what_one_job_of_a_sweep_typed_and_another_has_by_default_is_no_differen
     assert names(variants([first, run("1", grpo(1), ["seed=1"])])) == {"all runs": ["0", "1"]}
 
 
+def test_values_that_would_read_alike_are_told_apart():
+    values = [("x, b=1", "q"), ("x", "1, b=q"), ("null", "q"), (None, "q")]
+    found = variants([run(str(place), {"a": a, "b": b, "seed": 0}) for place, (a, b) in enumerate(values)])
+    assert sorted(names(found).values()) == [["0"], ["1"], ["2"], ["3"]]
+
+
 def test_config_that_differs_untyped_is_a_variant():
     found = variants([run("0", grpo(0)), run("1", grpo(0, lr=0.01)), run("2", grpo(1, lr=0.01))])
     assert names(found) == {"lr=0.001": ["0"], "lr=0.01": ["1", "2"]}

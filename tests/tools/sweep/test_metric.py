@@ -94,6 +94,7 @@ TRAINED = [
         ({"envs": {"math": {"weight": 0}}, "algo": {"sampling": {"source": TEACHER}}}, "reward/all/mean", ""),
         ({}, "reward/all/mean", ""),
         ({"envs": ["math"], "algo": None}, "reward/all/mean", ""),
+        ({"envs": 5}, "reward/all/mean", ""),
     ],
 )
 def test_whose_rewards_a_metric_has(config, metric, source):
