@@ -54,6 +54,7 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
         assert line.split("  ", 1)[1] in log
     known = re.compile(
         r"starting engine, trainer; |\d+:\d\d  |run dir|completed|look at"
+        r"|starting Weights & Biases|held-out reward \d\.\d\d to \d\.\d\d$"
         r"|engine \d+ % busy \(\d+ % loading weights\), trainer \d+ %: "
     )
     others = [line for line in done.stderr.splitlines() if not known.match(line)]
