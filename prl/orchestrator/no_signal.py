@@ -10,6 +10,10 @@ from prl.base.metric_names import SAMPLED
 from prl.base.text import in_one_line, safe
 from prl.rollouts.rollout import Rollout
 
+EARNED = 0.05
+"""Reward above the present one that was earned in `ROW` steps in a row, so that it was no luck."""
+ROW = 3
+
 
 def mean_reward(rollouts: Iterable[Rollout]) -> float | None:
     """Return the mean reward of the rollouts that did not fail; None without any."""
@@ -45,8 +49,11 @@ def rewards_before(run_dir: Path) -> dict[int, float]:
 
 def causes(low: float, high: float, before: dict[int, float]) -> str:
     """Return possible causes of rewards from `low` to `high` that bring no signal, by the mean rewards before."""
-    best = max(before.values(), default=high)
-    if best > high:
+    earned, best = list(before.values()), max(before.values(), default=high)
+    in_a_row = max(
+        [statistics.fmean(earned[start : start + ROW]) for start in range(len(earned) - ROW + 1)], default=high
+    )
+    if in_a_row - high >= max(EARNED, (best - high) / 2):
         # As long as at least half of the best was earned: a ruined policy earns by accident for some steps.
         last = max(step for step, reward in before.items() if reward - high >= (best - high) / 2)
         return (
@@ -54,7 +61,7 @@ def causes(low: float, high: float, before: dict[int, float]) -> str:
             "trainer.optim.lr, and go on from a checkpoint before), or tasks, grader or limits changed. The run's "
             "page says what moved first."
         )
-    if low == high > min(before.values(), default=high):
+    if low == high >= 1 and high > min(earned, default=high):  # less may not be all
         return "All that can be earned is earned: harder tasks, or orchestrator.stop.target to end there."
     return (
         "Where a group's rewards are equal, look at the replies in rollouts/ and at the grader: a reply that it cannot "

@@ -34,7 +34,10 @@ def test_rewards_and_a_reply_in_one_harmless_line(replying):
         ([0.0, 0.0], 0.0, "look at the replies in rollouts/ and at the grader"),
         ([0.3, 0.8, 0.7, 0.01], 0.0, "Rewards were earned until step 3, 0.7 in the mean"),
         ([0.3, 0.9], 1.0, "All that can be earned is earned: harder tasks"),
-        ([-3.0, -1.0, -2.9], -3.0, "Rewards were earned until step 2, -1 in the mean"),
+        ([-1.2, -1.0, -2.9], -3.0, "Rewards were earned until step 2, -1 in the mean"),
+        ([0.0, 0.03, 0.03, 0.0], 0.0, "too hard for this model"),
+        ([0.0, 0.9, 0.0, 0.0], 0.0, "too hard for this model"),
+        ([0.05, 0.1], 0.1, "too hard for this model"),
     ],
 )
 def test_the_advice_knows_what_was_earned_before(replying, tmp_path, before, reward, advice):

@@ -39,12 +39,24 @@ class Signal:
     remedy: str
     both_ways: bool = False
     """It harms when it falls, too."""
+    at_once: bool = False
+    """It lowers the reward of its own step; what else moves with the reward may follow from it."""
 
 
 LOWER = "lower trainer.optim.lr"
+ERRORED = "errored"
+"""The share of rollouts that failed, which `explained` works out."""
+READ = "read the errors of the failed rollouts (errors/, and their files)"
 SIGNALS = (
+    Signal("failing rollouts", ERRORED, 0.05, READ, at_once=True),
     Signal("learning rate", "lr", 1e-12, f"{LOWER}, or begin with trainer.schedule.warmup_steps"),
-    Signal("truncated share", "truncated/all", 0.05, "raise sampling.max_tokens, or read why replies do not end"),
+    Signal(
+        "truncated share",
+        "truncated/all",
+        0.05,
+        "raise sampling.max_tokens, or read why replies do not end",
+        at_once=True,
+    ),
     Signal("staleness", "off_policy/mean", 1.0, "lower orchestrator.max_async_level"),
     Signal("gap to the sampler", "logprob_gap/mean", 0.01, f"{LOWER} or orchestrator.max_async_level"),
     Signal("KL to the reference", "ref_kl", 0.01, f"raise algo.kl.coef, or {LOWER}"),
@@ -68,23 +80,32 @@ class Course:
     last_step: int
     fell: bool
     """It ends below its best by more than noise."""
-    good: int
-    """The last step before its largest fall, to the mean of some steps, from that of those before."""
     bad: int
-    """The next one."""
+    """The step of its largest fall, to the mean of some steps, from that of those before."""
+    began: int
+    """The last step before it went down."""
+    ended: int
+    """The step by which it was down."""
     evaluated: bool
     """Evaluations have it, not every step."""
+
+    @property
+    def sudden(self) -> bool:
+        """It went down within a few steps."""
+        return self.ended - self.began <= WINDOW
 
     @property
     def text(self) -> str:
         """`held-out reward fell from 0.50 (step 0, its best) to 0.01`, or only its beginning and its end."""
         if not self.fell:
             return f"{self.name} {score(self.first)} to {score(self.last)}"
-        first, last = self.best_steps
-        best = f"{score(self.best)} ({f'step {last}' if first == last else f'steps {first} to {last}'}, its best)"
-        if first == self.first_step:
-            return f"{self.name} fell from {best} to {score(self.last)}"
-        return f"{self.name} rose from {score(self.first)} to {best} and fell to {score(self.last)}"
+        begin, end, (first, last) = score(self.first), score(self.last), self.best_steps
+        best, steps = score(self.best), f"step {last}" if first == last else f"steps {first} to {last}"
+        if last == self.first_step:
+            return f"{self.name} fell from {best} ({steps}, its best) to {end}"
+        if self.first < self.best and begin != best:
+            return f"{self.name} rose from {begin} to {best} ({steps}, its best) and fell to {end}"
+        return f"{self.name} fell from {begin} (its best mean {best}, {steps}) to {end}"
 
 
 def sampled_course(name: str, values: pd.Series) -> Course | None:
@@ -108,40 +129,54 @@ def course(name: str, values: pd.Series, window: int, errors: pd.Series | None =
         return None
     whole = min(window, len(values))
     means = values.rolling(whole).mean().dropna()
-    typical = np.minimum(means, values.rolling(whole).median().dropna())  # a single lucky step does not make the best
-    place, last = int(typical.to_numpy().argmax()), values.iloc[-min(window, WINDOW) :].mean()
+    typical = np.minimum(means, values.rolling(whole).median().dropna())
+    # A single lucky step does not make the best: where it lifts the mean above the median, that counts against it.
+    place, last = int((2 * typical - means).to_numpy().argmax()), values.iloc[-min(window, WINDOW) :].mean()
     known = [] if errors is None else [errors[means.index[place]], errors[means.index[-1]]]
     of_means = spread(values.rolling(WINDOW).mean().dropna().iloc[::-WINDOW])
-    error = np.nanmax([*known, spread(values) / math.sqrt(window), of_means / math.sqrt(window / WINDOW), -1.0])
+    error = np.nanmax(
+        [*known, spread(values, sparse=not known) / math.sqrt(window), of_means / math.sqrt(window / WINDOW), -1.0]
+    )
     chances = SURE * math.sqrt(2) + math.sqrt(2 * math.log(max(2.0, len(values) / window)))
     best = typical.iloc[place]
     limit = best - max(error * chances, LEAST_SHARE * max(best - typical.min(), min(abs(best), 1.0)), 1e-9)
     short = min(whole, WINDOW)
-    before, after = values.rolling(short).mean().shift(1), values[::-1].rolling(short, min_periods=1).mean()[::-1]
+    before = values.rolling(short, min_periods=min(short, 2)).mean().shift(1)
+    after = values[::-1].rolling(short, min_periods=1).mean()[::-1]
     drops = (before - after)[values.index > values.index[place]].dropna()
     bad = int(drops.idxmax() if len(drops) else values.index[-1])
+    third = (means.iloc[place] - last) / 3
+    high, low = values.index[before >= means.iloc[place] - third], values.index[after <= last + third]
+    begins = max(high[high <= bad], default=bad)
+    ends = min(low[low >= begins], default=values.index[-1])
+    slow = 0 if window == 1 else ends - begins  # the second third; the first and the last took as long
     return Course(
         name=name,
         first=float(values.iloc[0]),
         first_step=int(values.index[0]),
-        best=float(best),
+        best=float(means.iloc[place]),
         best_steps=(int(values.index[place]), int(means.index[place])),
         last=float(last),
         last_step=int(means.index[-1]),
         fell=bool(error >= 0 and means.iloc[-1] < limit and last < best),
-        good=int(max(values.index[values.index < bad], default=bad)),
         bad=bad,
+        began=int(max(values.index[values.index < begins - slow], default=values.index[0])),
+        ended=int(min(values.index[values.index >= ends + slow], default=values.index[-1])),
         evaluated=window == 1,
     )
 
 
-def spread(values: pd.Series) -> float:
+def spread(values: pd.Series, *, sparse: bool = False) -> float:
     """The standard deviation around a slow course, by the median of second differences: jumps and trends do not count.
 
-    NaN for too few values, and the larger the fewer there are.
+    NaN for too few values, and the larger the fewer there are. Where the mean of their squares is many times that, as
+    of `sparse` rewards that are 0 in most steps, it counts.
     """
-    second = np.abs(np.diff(values.to_numpy(), 2))
-    return float(1.4826 * np.median(second) / math.sqrt(6) * (1 + 5 / len(second))) if len(second) >= 8 else math.nan
+    second = np.abs(np.diff(values.to_numpy(), 2)) / math.sqrt(6)
+    if len(second) < 8:
+        return math.nan
+    found, jumps = 1.4826 * np.median(second) * (1 + 5 / len(second)), math.sqrt(np.mean(second**2))
+    return float(jumps if sparse and jumps > 3 * found else found)
 
 
 def held_out_course(name: str, metrics: pd.DataFrame) -> Course | None:
@@ -163,22 +198,31 @@ class Move(NamedTuple):
 
 def explained(metrics: pd.DataFrame, fall: Course) -> str:
     """What moved before a reward fell, in sentences with the values, and what to do about it."""
-    steps, found = metrics[metrics.index > 0], []
-    when = f"between the evaluations of steps {fall.good} and {fall.bad}" if fall.evaluated else f"at step {fall.bad}"
-    for signal in SIGNALS:
-        found += move(steps, signal, fall)
-    found.sort(key=lambda one: one.step)
-    # A reply that is cut off earns less in the same step; what else moves with the reward may follow from it.
-    before = [one for one in found if one.step < fall.bad or one.signal.metric == "truncated/all"]
+    steps = metrics.assign(**{ERRORED: failed_share(metrics)})
+    steps, span = steps[steps.index > 0].dropna(axis=1, how="all"), f"steps {fall.began} and {fall.ended}"
+    when = f"at step {fall.bad}" if fall.sudden else f"between steps {fall.began} and {fall.ended}"
+    if fall.evaluated:
+        when = f"between the evaluations of {span}"
+    found = sorted((one for signal in SIGNALS for one in move(steps, signal, fall)), key=lambda one: one.step)
+    before = [one for one in found if one.signal.at_once or one.step < fall.bad]
     if before:
         moves = ", then ".join(one.text for one in before[:3])
         return f"The reward fell {when}. First moved: {moves}. Try: {before[0].signal.remedy}."
-    if (steps.index < fall.bad).sum() < FEWEST:
-        return f"The reward fell in the first steps, by step {fall.bad}. Try: {LOWER}."
+    if fall.began - fall.first_step < FEWEST:
+        return f"The reward fell in the first steps, by step {fall.ended}. Try: {LOWER}."
     names = ", ".join(signal.name for signal in SIGNALS if signal.metric in steps)
     beside = "; with it moved " * bool(found) + ", ".join(one.text for one in found)
-    todo = f"compare the rollouts of steps {fall.good} and {fall.bad}: the tasks or the grader changed"
-    return f"The reward fell {when}; none of {names} moved before{beside}. Try: {todo}."
+    known = f"none of {names} was seen to move before" if names else "no signal was recorded that tells why"
+    changed = ": the tasks or the grader changed" if names and fall.sudden else ""
+    return f"The reward fell {when}; {known}{beside}. Try: compare the rollouts of {span}{changed}."
+
+
+def failed_share(metrics: pd.DataFrame) -> pd.Series:
+    """The share of rollouts that failed: of those of a step, or of the last evaluation if that is larger."""
+    arrived = curve(metrics, "rollouts/arrived")
+    shares = metrics.filter(regex="^eval/.+/errored$").ffill()
+    shares[ERRORED] = curve(metrics, "rollouts/errored") / arrived.where(arrived > 0)
+    return shares.max(axis=1)
 
 
 def move(steps: pd.DataFrame, signal: Signal, fall: Course) -> list[Move]:
@@ -190,7 +234,7 @@ def move(steps: pd.DataFrame, signal: Signal, fall: Course) -> list[Move]:
     raw = curve(steps, signal.metric).abs()
     values = np.log(raw.clip(lower=signal.least))
     stale = curve(steps, "off_policy/max").loc[: fall.bad].max()  # so many steps ago its rollouts began
-    start = max([fall.good - NEAR - int(np.nan_to_num(stale)), *values.index[:FEWEST]])
+    start = max([fall.began - NEAR - int(np.nan_to_num(stale)), *values.index[:FEWEST]])
     before, near = values[values.index <= start].iloc[-HISTORY:], values[values.index > start]
     if len(before) < FEWEST:
         return []

@@ -102,7 +102,27 @@ def collapse(metrics):
     falls_from(metrics, 50)
 
 
+def errors(metrics):
+    metrics["rollouts/arrived"], metrics["rollouts/errored"] = 64.0, 0.0
+    metrics.loc[50:, "rollouts/errored"] = 60.0
+    falls_from(metrics, 50)
+
+
+def gradually(metrics):
+    later(metrics, "lr", 48, 60)
+    falls_from(metrics, 72)
+    metrics.loc[48:71, "reward/all/mean"] = np.linspace(0.78, 0.05, 24)
+
+
+def gradually_for_no_reason(metrics):
+    gradually(metrics)
+    later(metrics, "lr", 48, 1 / 60)
+
+
 BROKEN = [
+    (errors, "held-out", "fell at step 50. First moved: failing rollouts (step 50: 0 to 0.938)", "read the errors"),
+    (gradually, "held-out", "First moved: learning rate (step 48: 0.", "lower trainer.optim.lr"),
+    (gradually_for_no_reason, "held-out", "was seen to move before. Try: compare the rollouts of steps ", "."),
     (rate, "held-out", "fell at step 52. First moved: learning rate (step 50: 0.", "lower trainer.optim.lr"),
     (grader, "held-out", "fell at step 50; none of", "the tasks or the grader changed"),
     (staleness, "held-out", "First moved: staleness (step 44: 1 to 6), then gap", "orchestrator.max_async_level"),
@@ -187,6 +207,44 @@ def test_many_noisy_steps_show_a_small_fall():
     assert found.fell and found.last == pytest.approx(values.iloc[-5:].mean())
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_few_successes_that_stay_away_are_no_fall(seed):
+    counts = np.random.default_rng(seed).binomial(64, 0.003, 40)
+    assert not sampled_course("x", pd.Series(counts / 64, index=range(1, 41))).fell
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([0.3] + [0.5, 0.6, 0.7, 0.6, 0.6] + [0.1] * 20, "x rose from 0.30 to 0.60 (steps 2 to 6, its best)"),
+        ([0.9] + [0.6] * 30 + [0.1] * 20, "x fell from 0.90 (its best mean 0.60, steps 2 to 6) to 0.10"),
+        ([0.6, 0.58, 0.3, 0.02] + [0.02] * 30, "x fell from 0.60 (its best mean 0.30, steps 1 to 5) to 0.02"),
+    ],
+)
+def test_the_best_is_the_mean_of_the_steps_named_and_the_first_value_is_said(values, text):
+    assert sampled_course("x", pd.Series(values, index=range(1, len(values) + 1))).text.startswith(text)
+
+
+@pytest.mark.parametrize("collapse", [2, 3, 4, 5])
+def test_a_collapse_of_the_first_steps_lowers_the_rate(collapse):
+    metrics = healthy(0).drop(columns=["eval/m/avg@1", "eval/m/stderr"])
+    metrics["reward/all/mean"] = np.where(metrics.index < collapse, 0.8, 0.01)
+    metrics["eval/m/avg@1"] = pd.Series({0: 0.8, 10: 0.01, 20: 0.01})
+    assert "fell in the first steps" in (why := verdict(run_of(metrics))[1].text) and "lower trainer.optim.lr" in why
+
+
+def test_an_evaluation_whose_rollouts_fail_and_one_without_signals():
+    metrics = healthy(0)
+    falls_from(metrics, 61, sampled=0.8, held_out=0.0)
+    assert "between the evaluations of steps 60 and 80; none of" in verdict(run_of(metrics))[1].text
+    alone = verdict(run_of(metrics[["eval/m/avg@1", "eval/m/stderr"]]))[1].text
+    assert "no signal was recorded" in alone and "changed" not in alone
+    metrics["eval/m/errored"] = metrics["eval/m/avg@1"].where(metrics["eval/m/avg@1"].isna(), 0.0)
+    metrics.loc[80:, "eval/m/errored"] *= np.nan
+    metrics.loc[[80, 100], "eval/m/errored"] = 1.0
+    assert "First moved: failing rollouts (step 80: 0 to 1)" in verdict(run_of(metrics))[1].text
+
+
 @pytest.mark.parametrize("values", [{}, {1: np.nan}, {1: np.inf}, {1: 0.5}, {1: 0.5, 2: 0.1}])
 def test_few_values_are_no_fall(values):
     found = sampled_course("x", pd.Series(values, dtype=float))
@@ -199,7 +257,7 @@ def test_signals_may_be_missing_or_end_before_the_fall():
     metrics.loc[48:, "entropy/all/mean"] = np.nan
     fall = sampled_course("x", metrics["reward/all/mean"])
     assert "gradient norm, entropy, length" in explained(metrics, fall)
-    assert "none of learning rate moved before. Try" in explained(metrics[["lr"]], fall)
+    assert "none of learning rate was seen to move before. Try" in explained(metrics[["lr"]], fall)
 
 
 def test_batches_without_signal_that_ended_a_run_count(write_run, tmp_path, capsys):

@@ -67,6 +67,9 @@ WARNINGS = [
     ({"rollouts/batch": 10, "rollouts/trained": 5}, "last batches had no signal: a filter dropped them", True),
     ({"rollouts/batch": 10, "rollouts/trained": 5.1}, "no signal", False),
     ({"rollouts/batch": 10, "rollouts/trained": [10] * 18 + [0] * 2}, "no signal", False),
+    ({"lr": 1, "reward/all/mean": [0.5] * 13 + [None] * 7}, "The last 7 steps have no finite reward.", True),
+    ({"lr": 1, "reward/all/mean": [None] * 13 + [0.5] * 7}, "no finite reward", False),
+    ({"eval/x/avg@1": 0.5, "reward/all/mean": [0.5] * 13 + [None] * 7}, "no finite reward", False),
     ({"reward/math/mean": [0.1] * 5 + [0.9] * 5 + [0.85] * 10}, "math: sampled reward 0.10 to 0.85.", True),
 ]  # fmt: skip
 
