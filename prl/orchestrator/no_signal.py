@@ -11,8 +11,7 @@ from prl.base.text import in_one_line, safe
 from prl.rollouts.rollout import Rollout
 
 EARNED = 0.05
-"""Reward above the present one that was earned in `ROW` steps in a row, so that it was no luck."""
-ROW = 3
+"""Mean reward of three steps in a row, above the present one, that was no luck."""
 
 
 def mean_reward(rollouts: Iterable[Rollout]) -> float | None:
@@ -50,10 +49,8 @@ def rewards_before(run_dir: Path) -> dict[int, float]:
 def causes(low: float, high: float, before: dict[int, float]) -> str:
     """Return possible causes of rewards from `low` to `high` that bring no signal, by the mean rewards before."""
     earned, best = list(before.values()), max(before.values(), default=high)
-    in_a_row = max(
-        [statistics.fmean(earned[start : start + ROW]) for start in range(len(earned) - ROW + 1)], default=high
-    )
-    if in_a_row - high >= max(EARNED, (best - high) / 2):
+    sustained = max(map(statistics.fmean, zip(earned, earned[1:], earned[2:], strict=False)), default=high)
+    if sustained - high >= max(EARNED, (best - high) / 2):
         # As long as at least half of the best was earned: a ruined policy earns by accident for some steps.
         last = max(step for step, reward in before.items() if reward - high >= (best - high) / 2)
         return (

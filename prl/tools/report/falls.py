@@ -39,24 +39,17 @@ class Signal:
     remedy: str
     both_ways: bool = False
     """It harms when it falls, too."""
-    at_once: bool = False
-    """It lowers the reward of its own step; what else moves with the reward may follow from it."""
 
 
 LOWER = "lower trainer.optim.lr"
 ERRORED = "errored"
 """The share of rollouts that failed, which `explained` works out."""
-READ = "read the errors of the failed rollouts (errors/, and their files)"
+AT_ONCE = (ERRORED, "truncated/all")
+"""These lower the reward of their own step; what else moves with the reward may follow from it."""
 SIGNALS = (
-    Signal("failing rollouts", ERRORED, 0.05, READ, at_once=True),
+    Signal("failing rollouts", ERRORED, 0.05, "read the errors of the failed rollouts"),
     Signal("learning rate", "lr", 1e-12, f"{LOWER}, or begin with trainer.schedule.warmup_steps"),
-    Signal(
-        "truncated share",
-        "truncated/all",
-        0.05,
-        "raise sampling.max_tokens, or read why replies do not end",
-        at_once=True,
-    ),
+    Signal("truncated share", "truncated/all", 0.05, "raise sampling.max_tokens, or read why replies do not end"),
     Signal("staleness", "off_policy/mean", 1.0, "lower orchestrator.max_async_level"),
     Signal("gap to the sampler", "logprob_gap/mean", 0.01, f"{LOWER} or orchestrator.max_async_level"),
     Signal("KL to the reference", "ref_kl", 0.01, f"raise algo.kl.coef, or {LOWER}"),
@@ -88,11 +81,6 @@ class Course:
     """The step by which it was down."""
     evaluated: bool
     """Evaluations have it, not every step."""
-
-    @property
-    def sudden(self) -> bool:
-        """It went down within a few steps."""
-        return self.ended - self.began <= WINDOW
 
     @property
     def text(self) -> str:
@@ -134,9 +122,8 @@ def course(name: str, values: pd.Series, window: int, errors: pd.Series | None =
     place, last = int((2 * typical - means).to_numpy().argmax()), values.iloc[-min(window, WINDOW) :].mean()
     known = [] if errors is None else [errors[means.index[place]], errors[means.index[-1]]]
     of_means = spread(values.rolling(WINDOW).mean().dropna().iloc[::-WINDOW])
-    error = np.nanmax(
-        [*known, spread(values, sparse=not known) / math.sqrt(window), of_means / math.sqrt(window / WINDOW), -1.0]
-    )
+    of_one = spread(values, sparse=not known)
+    error = np.nanmax([*known, of_one / math.sqrt(window), of_means / math.sqrt(window / WINDOW), -1.0])
     chances = SURE * math.sqrt(2) + math.sqrt(2 * math.log(max(2.0, len(values) / window)))
     best = typical.iloc[place]
     limit = best - max(error * chances, LEAST_SHARE * max(best - typical.min(), min(abs(best), 1.0)), 1e-9)
@@ -200,11 +187,10 @@ def explained(metrics: pd.DataFrame, fall: Course) -> str:
     """What moved before a reward fell, in sentences with the values, and what to do about it."""
     steps = metrics.assign(**{ERRORED: failed_share(metrics)})
     steps, span = steps[steps.index > 0].dropna(axis=1, how="all"), f"steps {fall.began} and {fall.ended}"
-    when = f"at step {fall.bad}" if fall.sudden else f"between steps {fall.began} and {fall.ended}"
-    if fall.evaluated:
-        when = f"between the evaluations of {span}"
+    sudden = not fall.evaluated and fall.ended - fall.began <= WINDOW
+    when = f"at step {fall.bad}" if sudden else f"between {'the evaluations of ' * fall.evaluated}{span}"
     found = sorted((one for signal in SIGNALS for one in move(steps, signal, fall)), key=lambda one: one.step)
-    before = [one for one in found if one.signal.at_once or one.step < fall.bad]
+    before = [one for one in found if one.signal.metric in AT_ONCE or one.step < fall.bad]
     if before:
         moves = ", then ".join(one.text for one in before[:3])
         return f"The reward fell {when}. First moved: {moves}. Try: {before[0].signal.remedy}."
@@ -213,7 +199,7 @@ def explained(metrics: pd.DataFrame, fall: Course) -> str:
     names = ", ".join(signal.name for signal in SIGNALS if signal.metric in steps)
     beside = "; with it moved " * bool(found) + ", ".join(one.text for one in found)
     known = f"none of {names} was seen to move before" if names else "no signal was recorded that tells why"
-    changed = ": the tasks or the grader changed" if names and fall.sudden else ""
+    changed = ": the tasks or the grader changed" if names and sudden else ""
     return f"The reward fell {when}; {known}{beside}. Try: compare the rollouts of {span}{changed}."
 
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import pandas as pd
 
 from prl.base.errors import SIGNAL_REMEDY
@@ -189,8 +188,8 @@ def warnings(steps: pd.DataFrame) -> list[str]:
     """Return what is not as it should be, by the thresholds above."""
     texts = []
     made = steps.filter(regex="^(?!eval/)").dropna(how="all")  # more than an evaluation
-    finite = made.index[np.isfinite(made[SAMPLED])] if SAMPLED in made else made.index
-    if since := (made.index > max(finite, default=0)).sum():
+    since = (made.index > max(curve(made, SAMPLED).index, default=0)).sum()
+    if since and SAMPLED in made:
         texts.append(f"The last {since} steps have no finite reward.")
     cut_off = curve(steps, "truncated/all").iloc[-WINDOW:].mean()
     if cut_off >= TRUNCATED:
