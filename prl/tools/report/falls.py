@@ -127,16 +127,7 @@ def course(name: str, values: pd.Series, window: int, errors: pd.Series | None =
     chances = SURE * math.sqrt(2) + math.sqrt(2 * math.log(max(2.0, len(values) / window)))
     best = typical.iloc[place]
     limit = best - max(error * chances, LEAST_SHARE * max(best - typical.min(), min(abs(best), 1.0)), 1e-9)
-    short = min(whole, WINDOW)
-    before = values.rolling(short, min_periods=min(short, 2)).mean().shift(1)
-    after = values[::-1].rolling(short, min_periods=1).mean()[::-1]
-    drops = (before - after)[values.index > values.index[place]].dropna()
-    bad = int(drops.idxmax() if len(drops) else values.index[-1])
-    third = (means.iloc[place] - last) / 3
-    high, low = values.index[before >= means.iloc[place] - third], values.index[after <= last + third]
-    begins = max(high[high <= bad], default=bad)
-    ends = min(low[low >= begins], default=values.index[-1])
-    slow = 0 if window == 1 else ends - begins  # the second third; the first and the last took as long
+    bad, began, ended = decline(values, values.index[place], means.iloc[place], last, window)
     return Course(
         name=name,
         first=float(values.iloc[0]),
@@ -147,10 +138,24 @@ def course(name: str, values: pd.Series, window: int, errors: pd.Series | None =
         last_step=int(means.index[-1]),
         fell=bool(error >= 0 and means.iloc[-1] < limit and last < best),
         bad=bad,
-        began=int(max(values.index[values.index < begins - slow], default=values.index[0])),
-        ended=int(min(values.index[values.index >= ends + slow], default=values.index[-1])),
+        began=began,
+        ended=ended,
         evaluated=window == 1,
     )
+
+
+def decline(values: pd.Series, since: int, best: float, last: float, window: int) -> tuple[int, int, int]:
+    """Where a reward went down after `since`: the step of its largest fall, the last before all of it, its end."""
+    steps, short = values.index, min(window, len(values), WINDOW)
+    before = values.rolling(short, min_periods=min(short, 2)).mean().shift(1)
+    after = values[::-1].rolling(short, min_periods=1).mean()[::-1]
+    drops, third = (before - after)[steps > since].dropna(), (best - last) / 3
+    bad = drops.idxmax() if len(drops) else steps[-1]
+    begins = max(steps[(before >= best - third) & (steps <= bad)], default=bad)
+    ends = min(steps[(after <= last + third) & (steps >= begins)], default=steps[-1])
+    slow = 0 if window == 1 else ends - begins  # the second third; the first and the last took as long
+    began = max(steps[steps < begins - slow], default=steps[0])
+    return int(bad), int(began), int(min(steps[steps >= ends + slow], default=steps[-1]))
 
 
 def spread(values: pd.Series, *, sparse: bool = False) -> float:
@@ -198,16 +203,15 @@ def explained(metrics: pd.DataFrame, fall: Course) -> str:
         return f"The reward fell in the first steps, by step {fall.ended}. Try: {LOWER}."
     names = ", ".join(signal.name for signal in SIGNALS if signal.metric in steps)
     beside = "; with it moved " * bool(found) + ", ".join(one.text for one in found)
-    known = f"none of {names} was seen to move before" if names else "no signal was recorded that tells why"
+    known = f"none of {names} was seen to move before" if names else "no signal was recorded"
     changed = ": the tasks or the grader changed" if names and sudden else ""
     return f"The reward fell {when}; {known}{beside}. Try: compare the rollouts of {span}{changed}."
 
 
 def failed_share(metrics: pd.DataFrame) -> pd.Series:
     """The share of rollouts that failed: of those of a step, or of the last evaluation if that is larger."""
-    arrived = curve(metrics, "rollouts/arrived")
     shares = metrics.filter(regex="^eval/.+/errored$").ffill()
-    shares[ERRORED] = curve(metrics, "rollouts/errored") / arrived.where(arrived > 0)
+    shares[ERRORED] = curve(metrics, "rollouts/errored") / curve(metrics, "rollouts/arrived").replace(0, np.nan)
     return shares.max(axis=1)
 
 
