@@ -82,6 +82,13 @@ def max_rl() -> Iterable[Row]:
         name = re.sub(r" − grpo, \d+", " − grpo", label)
         chosen = [short(cells[place]) for place in (0, 2, 4, 6, 8)]
         yield [name.replace(", ", ", groups of "), *chosen]
+    runs = pd.read_csv(HERE / "max_rl" / "deviation.csv")
+    tries = {variant: of_variant.set_index("seed")[runs.columns[2:]] for variant, of_variant in runs.groupby("variant")}
+    yield ["base, again", *(short(f"{value:.3f}") for value in tries["base"].iloc[0])]
+    for variant in ("grpo", "grpo, divided", "max_rl"):
+        yield [f"{variant}, three seeds", *(span(tries[variant][k]) for k in tries[variant])]
+    lead = tries["max_rl"] - tries["grpo, divided"]
+    yield ["max_rl − grpo, divided", *(interval(lead[k], "+") for k in lead)]
 
 
 def forgetting() -> Iterable[Row]:

@@ -1,6 +1,6 @@
 """pass@k of max_rl, of grpo and of grpo that divides by the deviation, by seed.
 
-    python experiments/max_rl/deviation.py outputs/exp-max-rl-deviation
+    python experiments/max_rl/deviation.py outputs/exp-max-rl-eval
 
 Reads what `prl eval` has written of the base and of each run, and the config beside each run. The values go to
 `deviation.csv` beside this file.
@@ -22,7 +22,7 @@ def rows(evaluation: Path) -> list[list[str | float]]:
     for target in json.loads((evaluation / "result.json").read_text())["targets"]:
         config = OmegaConf.load(Path(target["path"]).parents[1] / "config.yaml")
         algorithm = config.algo._target_.rpartition(".")[2].removesuffix("Algorithm")
-        variant = {"SFT": "base", "MaxRL": "max_rl", "GRPO": "grpo"}[algorithm]
+        variant = {"SFTDistill": "base", "MaxRL": "max_rl", "GRPO": "grpo"}[algorithm]
         if config.algo.get("normalize"):
             variant += ", divided"
         [scores] = target["envs"]
