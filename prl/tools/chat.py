@@ -14,7 +14,7 @@ options:
   seed=0                        the seed of sampling
   model.max_model_len=null      prompt and reply together, in tokens
   renderer=auto                 how messages become tokens
-  engine=default                engine=transformers needs no vLLM
+  engine=default                engine=transformers: in this process
   endpoint.api_key_var=null     the variable that holds an endpoint's key
 
 examples:
