@@ -29,9 +29,23 @@ MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
 
 
 class Resume(msgspec.Struct):
-    """The field that is read of a line of `resumes.jsonl`."""
+    """A line of `resumes.jsonl`: the run went on."""
 
     checkpoint: str
+    step: int
+    """The step of the checkpoint."""
+    changed: dict[str, tuple[Any, Any]] = {}
+    """Config key -> its value before, and from then on."""
+
+    @property
+    def source(self) -> Path | None:
+        """The run that this one forked; None where it went on in its own directory, where checkpoints have no path."""
+        return Path(self.checkpoint).parent.parent if os.path.isabs(self.checkpoint) else None
+
+
+def resumes_of(folder: Path, problems: list[str]) -> list[Resume]:
+    """The times that a run went on, the first of a fork among them."""
+    return lines_of(folder / "resumes.jsonl", Resume, problems)
 
 
 class Sweep(msgspec.Struct):
@@ -154,9 +168,7 @@ def _before(folder: Path, metrics: pd.DataFrame, problems: list[str]) -> pd.Data
     found = metrics.iloc[:0]
     while len(metrics):  # each round has earlier steps than the one before, or none
         first = metrics.index[0]
-        resumes = lines_of(folder / "resumes.jsonl", Resume, problems)
-        # The checkpoint of a run that went on in its own directory is named from there.
-        sources = [Path(line.checkpoint).parent.parent for line in resumes if os.path.isabs(line.checkpoint)]
+        sources = [resume.source for resume in resumes_of(folder, problems) if resume.source is not None]
         if not sources:
             break
         folder = sources[0]

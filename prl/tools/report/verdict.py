@@ -1,18 +1,16 @@
 """The verdict on a run, in sentences computed from its metrics; the thresholds stand at the top, and in `falls.py`."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import pandas as pd
 
 from prl.base.errors import SIGNAL_REMEDY
-from prl.base.files import lines_of
 from prl.base.metric_names import SAMPLED, held_out
 from prl.tools import line_of
 from prl.tools.report.falls import WINDOW, explained, held_out_course, sampled_course, score
-from prl.tools.report.runs import Run
+from prl.tools.report.runs import Run, resumes_of
 from prl.tools.report.shares import Shares
 from prl.tools.report.statistics import curve
 from prl.tools.sweep.metric import source_of
@@ -133,14 +131,12 @@ def state_of(run: Run) -> Finding:
 def starts(run: Run) -> list[Finding]:
     """Where a run went on, with the keys that changed, and which run it forked."""
     findings = []
-    for line in lines_of(run.dir / "resumes.jsonl", dict[str, Any], []):
-        source, changed = str(line.get("checkpoint")), line.get("changed")
-        how = f"Forked from {source}" if source.startswith("/") else f"Resumed after step {line.get('step')}"
-        keys = changed.items() if isinstance(changed, Mapping) else ()
+    for resume in resumes_of(run.dir, []):
+        how = f"Forked from {resume.checkpoint}" if resume.source else f"Resumed after step {resume.step}"
         texts = [
-            f"{key}={values[1]} (before {values[0]})"
-            for key, values in keys
-            if "<absent>" not in values and key != "max_steps"
+            f"{key}={now} (before {before})"
+            for key, (before, now) in resume.changed.items()
+            if "<absent>" not in (before, now) and key != "max_steps"
         ]
         more = f" and {len(texts) - CHANGED} more" if len(texts) > CHANGED else ""
         with_keys = f" with {', '.join(texts[:CHANGED])}{more}" if texts else ""

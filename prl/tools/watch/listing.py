@@ -5,17 +5,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from prl.base.errors import ConfigError
-from prl.base.files import lines_in, lines_of
+from prl.base.files import lines_in
 from prl.base.metric_names import SAMPLED
 from prl.base.text import safe
 from prl.runs.owner import is_owned
 from prl.runs.run_dir import RUN_FILES
 from prl.tools import line_of
 from prl.tools.report.html import rounded
-from prl.tools.report.runs import find_runs, result_of
+from prl.tools.report.runs import find_runs, result_of, resumes_of
 
 TAIL = 256 * 1024
 """Bytes at the end of `metrics.jsonl` in which the last line is looked for."""
@@ -91,12 +90,12 @@ def _entry(name: str, path: Path, changed: tuple[int, ...], alive: bool) -> Entr
 
 def _history(path: Path) -> list[str]:
     """The times that a run went on, and the run that it forked."""
-    found = []
-    for line in lines_of(path / "resumes.jsonl", dict[str, Any], []):
-        source = Path(str(line.get("checkpoint")))
-        forked = f"forked from {source.parent.parent.name}, step {line.get('step')}"
-        found.append(forked if source.is_absolute() else f"resumed after step {line.get('step')}")
-    return found
+    return [
+        f"forked from {resume.source.name}, step {resume.step}"
+        if resume.source
+        else f"resumed after step {resume.step}"
+        for resume in resumes_of(path, [])
+    ]
 
 
 def _last_line(path: Path) -> dict[str, float | None]:

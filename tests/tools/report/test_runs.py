@@ -12,6 +12,7 @@ from prl.config.run_yaml import flat
 from prl.runs.owner import owned
 from prl.tools.report import page
 from prl.tools.report.runs import find_runs, read_run
+from prl.tools.report.verdict import starts
 from prl.tools.sweep.command import jobs
 
 
@@ -139,6 +140,13 @@ def test_a_fork_begins_with_the_curve_of_its_source(tmp_path, write_run):
     found = read_run(third)
     assert list(found.whole.index) == [5, 6, 7, 8, 9]
     assert found.problems == [f"{first}, which it forked, is not there: curves begin at step 5"]
+
+
+def test_a_damaged_line_of_a_resume_is_left_out(tmp_path, write_run):
+    run_dir = write_run(tmp_path / "a", ['{"step": 1, "a": 2}'])
+    lines = [{"step": 1, "checkpoint": "x", "changed": changed} for changed in ({"a": 5}, {"a": []}, {"a": [1, 2]})]
+    (run_dir / "resumes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [finding.text for finding in starts(read_run(run_dir))] == ["Resumed after step 1 with a=2 (before 1)."]
 
 
 def test_a_run_that_was_resumed_is_no_fork(tmp_path, write_run):
