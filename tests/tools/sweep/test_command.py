@@ -1,5 +1,6 @@
 """A sweep's command, around its jobs: what it refuses, what it records, the table, and stopping. No run is started."""
 
+import logging
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +15,18 @@ from prl.config.compose import CONF
 from prl.launch import command as launch_command
 from prl.runs.result import RunResult, write_result
 from prl.tools.sweep.command import Recorder, SweepRecord, checked, read_record, run, summary
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before():
+    """Hydra switches all loggers off that are there, and other tests read what is logged."""
+    known = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    disabled = [each.disabled for each in known]
+    level = logging.root.level
+    yield
+    for each, was in zip(known, disabled, strict=True):
+        each.disabled = was
+    logging.root.setLevel(level)
 
 
 def config_of(*overrides):
