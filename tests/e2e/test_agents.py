@@ -23,7 +23,7 @@ def bodies(record):
 @pytest.mark.engine
 def test_echo_learns_a_tool_by_its_answers(train, tokenizer):
     run = train(
-        *("algo=echo", "env=calculator", "max_steps=5", "orchestrator.batch_size=64", "trainer.optim.lr=2e-4"),
+        *("algo=echo", "env=calculator", "max_steps=8", "orchestrator.batch_size=64", "trainer.optim.lr=2e-4"),
         *("trainer.token_export=true", QUIET),
     )
     assert run.status == 0, run.stderr
