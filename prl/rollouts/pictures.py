@@ -1,0 +1,123 @@
+"""The pictures of a run, each once: as they were given, and as the model's processor made them.
+
+They lie in a folder that every process of the run sees. Messages, rows and records name them by digest.
+"""
+
+import hashlib
+import io
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prl.base.files import write_atomically
+from prl.rollouts.inputs import Picture
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+    Features = dict[str, NDArray]
+    """Arrays by the names under which the model takes them, such as `pixel_values` and `image_grid_thw`."""
+
+FOLDER = "pictures"
+"""The store's folder in a run directory."""
+SCHEME = "picture:"
+"""Beginning of the `url` of a message's image part that names a picture of the store; its digest follows."""
+HELD_BYTES = 2**28
+"""Features that a process keeps in memory, so that it reads each picture once."""
+
+
+class PictureError(ValueError):
+    """A picture that is not there, or not the one that was meant."""
+
+    kind = "env"
+
+
+class PictureStore:
+    """The pictures in a folder, by digest."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.reads = 0
+        """Files of features that this process has read."""
+        self._held: OrderedDict[str, Features] = OrderedDict()
+        self._bytes = 0
+
+    def keep(self, image: "Image") -> str:
+        """Keep a picture, which is in RGB, and return its digest."""
+        digest = digest_of(image)
+        file = self.file_of(digest)
+        if not file.exists():
+            written = io.BytesIO()
+            image.save(written, format="PNG")
+            write_atomically(file, written.getvalue())
+        return digest
+
+    def image(self, digest: str) -> "Image":
+        """Return a picture in RGB. Raises PictureError if it is not there."""
+        from PIL import Image
+
+        try:
+            with Image.open(self.file_of(digest)) as opened:
+                return opened.convert("RGB")
+        except OSError as error:
+            raise PictureError(f"the picture {digest[:12]} is not in {self.folder}: {error}") from error
+
+    def file_of(self, digest: str) -> Path:
+        """Return the file of a picture, which may not be there. Raises PictureError for what is no digest."""
+        if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+            raise PictureError(f"{digest[:80]!r} is no digest of a picture")
+        return self.folder / f"{digest}.png"
+
+    def keep_features(self, digest: str, features: "Features") -> str:
+        """Keep what the processor made of a picture, as C-contiguous arrays; return its hash (`Picture.features`)."""
+        from safetensors.numpy import save
+
+        file = self.file_of(digest).with_suffix(".safetensors")
+        if not file.exists():
+            write_atomically(file, save(features))
+        return hash_of(features)
+
+    def features(self, picture: Picture) -> "Features":
+        """Return what the processor made of a picture. Raises PictureError if it is not there, or another."""
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file
+
+        held = self._held.get(picture.features)
+        if held is not None:
+            self._held.move_to_end(picture.features)
+            return held
+        try:
+            features = load_file(self.file_of(picture.digest).with_suffix(".safetensors"))
+        except (OSError, SafetensorError) as error:
+            raise PictureError(f"no features of the picture {picture.digest[:12]} in {self.folder}: {error}") from error
+        self.reads += 1
+        if hash_of(features) != picture.features:
+            raise PictureError(f"the features of the picture {picture.digest[:12]} are not those that were rendered")
+        self._hold(picture.features, features)
+        return features
+
+    def _hold(self, name: str, features: "Features") -> None:
+        self._held[name] = features
+        self._bytes += size_of(features)
+        while self._bytes > HELD_BYTES and len(self._held) > 1:
+            self._bytes -= size_of(self._held.popitem(last=False)[1])
+
+
+def digest_of(image: "Image") -> str:
+    """Return the SHA-256 of a picture's pixels and size; it is in RGB."""
+    return hashlib.sha256(f"{image.width}x{image.height}:".encode() + image.tobytes()).hexdigest()
+
+
+def hash_of(features: "Mapping[str, NDArray]") -> str:
+    """Return the SHA-256 of arrays, with their names, shapes and dtypes."""
+    digest = hashlib.sha256()
+    for name, values in sorted(features.items()):
+        digest.update(f"{name} {values.dtype} {values.shape} ".encode() + values.tobytes())
+    return digest.hexdigest()
+
+
+def size_of(features: "Mapping[str, NDArray]") -> int:
+    """Return the bytes of arrays."""
+    return sum(values.nbytes for values in features.values())
