@@ -261,16 +261,16 @@ class Scripted:
     def limited(self, max_tokens):
         return self
 
-    async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
+    async def complete(self, prompt, *, n, key, dialogue=None, prefix=None):
         from prl.engines.replies import Completion
         from prl.engines.sampler import OverlongPrompt
 
-        if len(prompt_ids) > self.room:
+        if len(prompt) > self.room:
             raise OverlongPrompt("no room")
-        self.requests.append(SimpleNamespace(prompt=prompt_ids, n=n, key=key, prefix=prefix))
+        self.requests.append(SimpleNamespace(prompt=prompt.token_ids, n=n, key=key, prefix=prefix))
         conversation = key.rpartition("/")[0]
         prompts = self.asked[conversation]
-        prompts.append(prompt_ids)
+        prompts.append(prompt.token_ids)
         turn = len(prompts) - 1
         reply = self.script(conversation, turn) if callable(self.script) else self.script[turn]
         await asyncio.sleep(self.delay)

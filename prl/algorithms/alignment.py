@@ -28,6 +28,7 @@ from prl.base.text import in_one_line
 from prl.engines.client import ModelPool
 from prl.engines.renderer import render, render_prompt, tokenizer_of
 from prl.engines.template import shared_length
+from prl.rollouts.inputs import ModelInput
 from prl.rollouts.logprobs import is_measured
 from prl.rollouts.rollout import Rollout
 
@@ -103,7 +104,7 @@ class AlignedLogprobs(ReferenceLogprobs):
             for token_ids, spans in reversed(replies):
                 if scored_ids[: len(token_ids)] != token_ids:  # else the later conversation begins with this one
                     scored_ids = token_ids
-                    logprobs = await self.pool.prompt_logprobs(token_ids)
+                    logprobs = await self.pool.prompt_logprobs(ModelInput(token_ids))
                 for ours, theirs in spans:
                     if all(map(is_measured, sample.logprobs[ours])):
                         values[ours] = spread(values[ours], math.fsum(logprobs[theirs]))

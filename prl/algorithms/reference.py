@@ -170,9 +170,9 @@ class ReferenceLogprobs:
         sample = rollout.samples[index]
         async with self._slots:
             if not self.top_k:
-                logprobs = await self.pool.prompt_logprobs(context + sample.token_ids)
+                logprobs = await self.pool.prompt_logprobs(sample.input.behind(context))
             else:
-                scored = await self.pool.top_logprobs(context + sample.token_ids, self.top_k)
+                scored = await self.pool.top_logprobs(sample.input.behind(context), self.top_k)
                 logprobs = scored.own
                 sample.top_ids, sample.top_logprobs = scored.ids[len(context) :], scored.logprobs[len(context) :]
         sample.ref_logprobs = logprobs[len(context) :]

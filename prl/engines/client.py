@@ -19,6 +19,7 @@ from prl.engines.protocol import GENERATE, LOAD, TOKEN_VARIABLE
 from prl.engines.replies import Completion, Scored
 from prl.engines.rotation import Rotation
 from prl.engines.servers import Server, Traffic
+from prl.rollouts.inputs import ModelInput
 
 Read = TypeVar("Read")
 Offer = Callable[[], AbstractAsyncContextManager[dict[str, Any]]]
@@ -48,24 +49,24 @@ class ModelPool(ABC):
 
     @abstractmethod
     async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
+        self, prompt: ModelInput, sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
     ) -> list[Completion]:
         """Sample `n` continuations of one prompt.
 
         Args:
-            prompt_ids: The prompt `[tokens]`.
+            prompt: The prompt, pictures included.
             sampling: The sampling parameters, by the names of `prl.engines.protocol`.
             n: Number of continuations; that number i has the seed `sampling["seed"] + i`.
             prefix: Name of what the prompt begins with; None = nothing that another request has in common with it.
         """
 
-    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Prefill logprobs `[tokens]` of `token_ids`, as `top_logprobs` has them."""
-        return (await self.top_logprobs(token_ids, 0)).own
+    async def prompt_logprobs(self, sequence: ModelInput) -> list[float]:
+        """Prefill logprobs `[tokens]` of a sequence, as `top_logprobs` has them."""
+        return (await self.top_logprobs(sequence, 0)).own
 
     @abstractmethod
-    async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
-        """Prefill logprobs of `token_ids`, each looked up by its token id, and the `top_k` most likely in each place.
+    async def top_logprobs(self, sequence: ModelInput, top_k: int) -> Scored:
+        """Prefill logprobs of a sequence, each looked up by its token id, and the `top_k` most likely in each place.
 
         Raises EngineError where a logprob is missing or not finite: such a value is never replaced by 0.0.
         """
@@ -183,7 +184,7 @@ class InferencePool(PolicyPool):
         self._locks = [lock_of(url) for url in self.urls] if shared else []
 
     async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
+        self, prompt: ModelInput, sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
     ) -> list[Completion]:
         # A server searches for stop strings in the text, which it makes only when asked to detokenise.
         sampling = {**sampling, "n": n, "detokenize": bool(sampling.get("stop"))}
@@ -191,20 +192,20 @@ class InferencePool(PolicyPool):
 
         def read(reply: dict[str, Any], version: int) -> list[Completion]:
             # The newest version of now, not of the start: an update may have come while the reply was sampled.
-            replies.require_prompt(prompt_ids, reply)
+            replies.require_prompt(prompt.token_ids, reply)
             return [replies.read_completion(choice, version, self._newest) for choice in replies.choices_of(reply, n)]
 
-        return await self._ask(prompt_ids, sampling, read, n, prefix, priority)
+        return await self._ask(prompt, sampling, read, n, prefix, priority)
 
-    async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
+    async def top_logprobs(self, sequence: ModelInput, top_k: int) -> Scored:
         def read(reply: dict[str, Any], version: int) -> Scored:
-            return replies.read_scored(reply, token_ids, top_k)
+            return replies.read_scored(reply, sequence.token_ids, top_k)
 
-        return await self._ask(token_ids, scoring(top_k), read)
+        return await self._ask(sequence, scoring(top_k), read)
 
     async def _ask(
         self,
-        token_ids: list[int],
+        asked: ModelInput,
         sampling: dict[str, Any],
         read: Callable[[dict[str, Any], int], Read],
         n: int = 1,
@@ -216,7 +217,8 @@ class InferencePool(PolicyPool):
         async def send(server: Server) -> Read:
             version = server.version
             # The salt keeps the cache of one version from another's requests, whatever a server does at an update.
-            body = {"token_ids": token_ids, "sampling": sampling, "cache_salt": f"v{version}", "priority": priority}
+            body: dict[str, Any] = {"token_ids": asked.token_ids, "sampling": sampling}
+            body |= {"cache_salt": f"v{version}", "priority": priority}
             reply = await self.http.post(server, GENERATE, body, n=n)
             with self.http.reading(server, GENERATE):
                 return read(reply, version)

@@ -24,6 +24,7 @@ from prl.engines.protocol import GENERATE
 from prl.engines.replies import Completion, Scored, reading
 from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
+from prl.rollouts.inputs import ModelInput
 
 log = logging.getLogger(__name__)
 
@@ -95,21 +96,22 @@ class FrozenPool(ReferencePool):
         return self._search is None
 
     async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
+        self, prompt: ModelInput, sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
     ) -> list[Completion]:
         def read(reply: dict[str, Any]) -> list[Completion]:
             choices = replies.choices_of(reply, n)
             if any(not isinstance(choice.get("token_ids"), list) for choice in choices):
                 raise EngineError(f"model {self.model!r} returns no token ids: its server has no return_token_ids")
             for choice in choices:
-                replies.require_prompt(prompt_ids, choice)
+                replies.require_prompt(prompt.token_ids, choice)
             return [Completion(replies.read_tokens(choice), [], choice.get("finish_reason")) for choice in choices]
 
         # With token ids: a text may tokenize to others than those that were sampled.
-        body = {"prompt": prompt_ids, **PLAIN, **sampling, "n": n, "return_token_ids": True}
+        body = {"prompt": prompt.token_ids, **PLAIN, **sampling, "n": n, "return_token_ids": True}
         return await self._ask("/v1/completions", body, read, n=n, prefix=prefix)
 
-    async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
+    async def top_logprobs(self, sequence: ModelInput, top_k: int) -> Scored:
+        token_ids = sequence.token_ids
         if self._by_prl is None:
             self._by_prl = asyncio.create_task(self._has_prls_route())
         # Shielded: a rollout that is cancelled must not take the answer from the others that wait for it.

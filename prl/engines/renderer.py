@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from prl.base.errors import ConfigError
 from prl.base.text import in_one_line
+from prl.rollouts.inputs import ModelInput, Picture
 
 if TYPE_CHECKING:
     from renderers import RenderedTokens, Renderer
@@ -170,6 +171,16 @@ def render(
         raise UnrenderablePrompt(
             f"the renderer cannot render the conversation ({type(error).__name__}: {in_one_line(error)})"
         ) from error
+
+
+def input_of(rendered: "RenderedTokens") -> ModelInput:
+    """Return a rendered prompt as a model reads it."""
+    return ModelInput(list(rendered.token_ids), pictures_in(rendered))
+
+
+def pictures_in(rendered: "RenderedTokens") -> tuple[Picture, ...]:
+    """Return the pictures in a rendered prompt."""
+    return ()
 
 
 def tokenizer_of(renderer: "Renderer") -> "PreTrainedTokenizerBase | None":

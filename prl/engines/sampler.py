@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from prl.base.errors import ConfigError, EngineError
 from prl.config.schema import SamplingConfig
+from prl.rollouts.inputs import ModelInput
 
 if TYPE_CHECKING:
     from renderers import Renderer
@@ -105,7 +106,7 @@ class Sampler(SamplingConfig):
 
     async def complete(
         self,
-        prompt_ids: list[int],
+        prompt: ModelInput,
         *,
         n: int,
         key: str,
@@ -120,11 +121,11 @@ class Sampler(SamplingConfig):
         from prl.engines.chat import MessageSource, as_completion  # configs are composed without an HTTP client
 
         # The last place stays free: a reference that scores the sequence has to sample one token behind it.
-        room = self.max_model_len - 1 - self.reserve - len(prompt_ids)
+        room = self.max_model_len - 1 - self.reserve - len(prompt)
         if room <= 0:
             kept = f", {self.reserve} of them kept for scoring" if self.reserve else ""
             raise OverlongPrompt(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer: "
+                f"a prompt of {len(prompt)} tokens leaves no room for an answer: "
                 f"model.max_model_len is {self.max_model_len}{kept}"
             )
         sampling = self.parameters(key) | {"stop_token_ids": self.renderer.get_stop_token_ids()}
@@ -138,7 +139,7 @@ class Sampler(SamplingConfig):
             completions = [as_completion(self.renderer, dialogue, each, sampling["max_tokens"]) for each in answers]
         else:
             sampling |= {"priority": self.priority} if self.priority else {}
-            completions = await self.pool.generate(prompt_ids, sampling, n=distinct, prefix=prefix)
+            completions = await self.pool.generate(prompt, sampling, n=distinct, prefix=prefix)
             for completion in completions:
                 self._check_tokens(completion.token_ids, sampling["max_tokens"])
         # A greedy reply stands for all of its group, so that the group has as many rollouts as any other.

@@ -9,6 +9,7 @@ from prl.engines.frozen import ReferencePool
 from prl.engines.replies import Completion, Scored
 from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
+from prl.rollouts.inputs import ModelInput
 
 LOGPROB = -1.0
 """The logprob of every token that the model says or reads."""
@@ -32,10 +33,10 @@ class Scripted(PolicyPool, ReferencePool):
         """Prompt `[tokens]` and sampling parameters of each request so far."""
 
     async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
+        self, prompt: ModelInput, sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
     ) -> list[Completion]:
-        self.requests.append((prompt_ids, sampling))
-        reply = prompt_ids[-1:]
+        self.requests.append((prompt.token_ids, sampling))
+        reply = prompt.token_ids[-1:]
         if self.replies:
             reply = self.replies[min(len(self.requests), len(self.replies)) - 1]
         return [self.completion(reply, self.version) for _ in range(n)]
@@ -45,9 +46,11 @@ class Scripted(PolicyPool, ReferencePool):
         logprobs = [] if self.version is None else [LOGPROB] * len(token_ids)
         return Completion(list(token_ids), logprobs, "stop", start, self.version)
 
-    async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
-        own = [0.0] + [LOGPROB] * (len(token_ids) - 1)
-        ids = [[token, *(other for other in range(top_k) if other != token)][:top_k] for token in token_ids[1:]]
+    async def top_logprobs(self, sequence: ModelInput, top_k: int) -> Scored:
+        own = [0.0] + [LOGPROB] * (len(sequence) - 1)
+        ids = [
+            [token, *(other for other in range(top_k) if other != token)][:top_k] for token in sequence.token_ids[1:]
+        ]
         falling = [LOGPROB - place for place in range(top_k)]
         return Scored(own, [[], *ids], [[], *(list(falling) for _ in ids)])
 

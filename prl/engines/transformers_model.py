@@ -24,6 +24,7 @@ from prl.engines.replies import Completion, Scored
 from prl.engines.rope import check_rope, fix_rope
 from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
+from prl.rollouts.inputs import ModelInput
 
 SCORED_AT_ONCE = 2048
 """Tokens whose logits over the whole vocabulary exist at one time."""
@@ -46,8 +47,9 @@ class TransformersModel(ModelPool):
         self._ready = self._thread.submit(self._load, path, self.version)
 
     async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
+        self, prompt: ModelInput, sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
     ) -> list[Completion]:
+        prompt_ids = prompt.token_ids
         room = self.spec.model.max_model_len - len(prompt_ids)
         if not prompt_ids or room < 1:
             raise EngineError(f"a prompt of {len(prompt_ids)} tokens leaves no room: model.max_model_len", 400)
@@ -59,7 +61,8 @@ class TransformersModel(ModelPool):
         with self.traffic.request(self.servers[0], n):
             return await self._sampling.ask(Request(prompt_ids=prompt_ids, **options), n)
 
-    async def top_logprobs(self, token_ids: list[int], top_k: int) -> Scored:
+    async def top_logprobs(self, sequence: ModelInput, top_k: int) -> Scored:
+        token_ids = sequence.token_ids
         if not 0 < len(token_ids) <= self.spec.model.max_model_len:
             raise EngineError(f"{len(token_ids)} tokens, above model.max_model_len or none", 400)
         if top_k > len(self.tokenizer):

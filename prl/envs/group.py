@@ -16,7 +16,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.base.errors import EngineError
 from prl.engines.chat import Dialogue
-from prl.engines.renderer import UnrenderablePrompt, render_prompt
+from prl.engines.renderer import UnrenderablePrompt, input_of, render_prompt
 from prl.engines.sampler import OverlongPrompt, Sampler, whose
 from prl.envs._verifiers_internals import BUILD
 from prl.envs.grading import grade
@@ -111,7 +111,7 @@ async def play_group(request: GroupRequest) -> list[Rollout]:
         rendered = render_prompt(sampler.renderer, [message_to_wire(message) for message in messages], tools)
         async with asyncio.timeout_at(deadline):
             dialogue = Dialogue(messages, tools, request.task.data)
-            completions = await sampler.complete(rendered.token_ids, n=request.n, key=request.key, dialogue=dialogue)
+            completions = await sampler.complete(input_of(rendered), n=request.n, key=request.key, dialogue=dialogue)
     except (EngineError, OverlongPrompt, TimeoutError, UnrenderablePrompt) as error:
         if isinstance(error, UnrenderablePrompt):
             log.warning("env %s: task %s fails: %s", request.env_name, request.task.key, error)

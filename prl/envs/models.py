@@ -15,7 +15,7 @@ from prl.base.errors import DeadlinePassed, EngineError
 from prl.config.model_reference import POLICY
 from prl.engines.base import Connect
 from prl.engines.frozen import FrozenPool, ReferencePool
-from prl.engines.renderer import render_prompt
+from prl.engines.renderer import input_of, render_prompt
 from prl.engines.sampler import Sampler
 from prl.envs.turn import parse
 
@@ -56,9 +56,9 @@ class EnvModel:
                 raise EngineError(str(error)) from error
             return _checked(text, reason, whole)
         sampler = self.sampler.changed({"temperature": temperature, "max_tokens": max_tokens})
-        prompt_ids = render_prompt(sampler.renderer, messages).token_ids
-        [completion] = await sampler.complete(prompt_ids, n=1, key=f"asked/{prompt_ids}")
-        text = str(parse(completion.token_ids, sampler.renderer, prompt_ids=prompt_ids).content or "")
+        prompt = input_of(render_prompt(sampler.renderer, messages))
+        [completion] = await sampler.complete(prompt, n=1, key=f"asked/{prompt.keys}")
+        text = str(parse(completion.token_ids, sampler.renderer, prompt_ids=prompt.token_ids).content or "")
         return _checked(text, completion.finish_reason, whole)
 
     async def wait_ready(self) -> None:

@@ -18,7 +18,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.session import call_hook
 
 from prl.engines.chat import Dialogue
-from prl.engines.renderer import render_prompt
+from prl.engines.renderer import input_of, render_prompt
 from prl.engines.sampler import OverlongPrompt, Sampler
 from prl.envs._verifiers_internals import BUILD, env_with_agents
 from prl.envs.grading import grade
@@ -175,7 +175,7 @@ class Conversation:
         started = events.now()
         try:
             (completion,) = await self._sampler.complete(
-                rendered.token_ids,
+                input_of(rendered),
                 n=1,
                 key=f"{self._key}/{len(self._messages)}",
                 dialogue=Dialogue(self._messages, self.tools.wire, self.trace.task.data),

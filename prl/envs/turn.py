@@ -11,7 +11,7 @@ from verifiers.v1 import graph
 from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.dialects import parse_message
 
-from prl.engines.renderer import call_id, tokenizer_of
+from prl.engines.renderer import call_id, pictures_in, tokenizer_of
 from prl.engines.replies import Completion
 from prl.engines.sampler import Sampler
 from prl.rollouts.rollout import encodable
@@ -157,6 +157,7 @@ def record_call(
         digest=token_hash(rendered.token_ids, completion.token_ids).digest(),
         start_version=completion.start_version,
         end_version=completion.end_version,
+        pictures=pictures_in(rendered),
     )
     trace.calls.append(call)
     if completion.finish_reason == "length":

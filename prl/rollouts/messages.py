@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from prl.rollouts.components import Component
+from prl.rollouts.inputs import ModelInput, Picture
 
 
 class Streams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -70,6 +71,13 @@ class TrainingSample(Streams, omit_defaults=True):
     origin: Origin | None = None
     rollout_share: float | None = None
     """`LossInputs.rollout_share` of each of its tokens; written when it is packed."""
+    pictures: list[Picture] | None = None
+    """The pictures in it, in their order; None = there are none."""
+
+    @property
+    def input(self) -> ModelInput:
+        """Return its tokens and pictures as a model reads them."""
+        return ModelInput(self.token_ids, tuple(self.pictures or ()))
 
     def members(self, component: Component) -> list[bool]:
         """Return the members of a component, `[tokens]`: tokens with a weight in it, measured by the sampler or not."""
@@ -107,6 +115,8 @@ class MicroBatch(Streams, omit_defaults=True):
     """The optimiser step on the batch that it is for, from 0; every rank has as many rows for each."""
     origins: list[Origin | None] = msgspec.field(default_factory=list)
     """The origin of each sequence; empty = none is known."""
+    pictures: list[Picture] = msgspec.field(default_factory=list)
+    """The pictures of all sequences, in their order; their places are those in the row."""
 
 
 def sequence_slices(sequence_lengths: Sequence[int]) -> list[slice]:

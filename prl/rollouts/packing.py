@@ -1,6 +1,7 @@
 """Pack samples into rows of one length, balanced over the trainer ranks."""
 
 import bisect
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -40,6 +41,7 @@ def pack(
         check_complete(sample)
     truncated = sum(len(sample.token_ids) > seq_len for sample in samples)
     cut = [truncate(sample, seq_len) for sample in samples]
+    cut = [sample for sample in cut if sample.token_ids]  # one that begins with a picture may have lost all
     packed: list[list[MicroBatch]] = [[] for _ in range(ranks)]
     # Whole groups: an update that had a part of one would have a baseline that does not add up to zero.
     parts = [cut] if updates == 1 else balance(by_origin(cut, "group"), updates)
@@ -132,8 +134,14 @@ def truncate(sample: TrainingSample, seq_len: int) -> TrainingSample:
     """Return the sample, or a copy cut to `seq_len` tokens."""
     if len(sample.token_ids) <= seq_len:
         return sample
+    pictures = sample.pictures or []
+    # A picture is seen whole, or the sample ends before it.
+    stop = next((picture.start for picture in pictures if picture.start < seq_len < picture.stop), seq_len)
     lists = {name: value for name, value in msgspec.structs.asdict(sample).items() if isinstance(value, list)}
-    return msgspec.structs.replace(sample, **{name: value[:seq_len] for name, value in lists.items()})
+    cut = {name: value[:stop] for name, value in lists.items()}
+    if pictures:
+        cut["pictures"] = [picture for picture in pictures if picture.stop <= stop]
+    return msgspec.structs.replace(sample, **cut)
 
 
 def balance(pieces: list[list[TrainingSample]], count: int) -> list[list[TrainingSample]]:
@@ -207,6 +215,11 @@ def pack_row(samples: list[TrainingSample], seq_len: int, update: int = 0) -> Mi
         rollout_shares=[sample.rollout_share for sample in samples if sample.rollout_share is not None],
         update=update,
         origins=[sample.origin for sample in samples],
+        pictures=[
+            picture.moved(start)
+            for sample, start in zip(samples, accumulate(lengths, initial=0), strict=False)
+            for picture in sample.pictures or ()
+        ],
         **{name: joined(name) for name in STREAM_FILL},
         **{name: top(name) for name in TOP},
     )

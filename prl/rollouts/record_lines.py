@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from prl.rollouts.inputs import Picture
 from prl.rollouts.rollout import Outcome, Stage
 
 
@@ -28,6 +29,8 @@ class Message(msgspec.Struct, omit_defaults=True):
     message before it."""
     sampled: bool = True
     """False for an assistant message that the model was shown and did not sample here."""
+    pictures: list[tuple[int, str]] = []
+    """The pictures in it: the place in `content` (characters from 0) before which each stands, and its digest."""
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -57,6 +60,8 @@ class Record(msgspec.Struct, kw_only=True):
     stop: str | None = None
     completion_tokens: int = 0
     samples: int = 1
+    pictures: list[Picture] | msgspec.UnsetType = msgspec.UNSET
+    """The pictures that model calls were sent, each once, with their places in the first of these calls."""
     messages: list[Message]
     """Every message of the trace once, on whichever branch, in order."""
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 from verifiers.v1.graph import MessageNode
-from verifiers.v1.types import content_text
 
 from prl.base.errors import UNREADABLE
 from prl.base.files import content_of, step_name, write_atomically
+from prl.rollouts.inputs import Picture
+from prl.rollouts.pictures import SCHEME
 from prl.rollouts.record_lines import Message, Record, ToolCall
 from prl.rollouts.rollout import Rollout, encodable
 
@@ -58,8 +59,37 @@ def record(rollout: Rollout, step: int) -> Record:
         stop=rollout.trace.stop_condition,
         completion_tokens=rollout.num_completion_tokens,
         samples=len(rollout.samples),
+        pictures=list(pictures_of(rollout).values()) or msgspec.UNSET,
         messages=[_message(node, position - 1) for position, node in enumerate(rollout.trace.nodes)],
     )
+
+
+def pictures_of(rollout: Rollout) -> dict[str, Picture]:
+    """Return the pictures that a rollout's model calls were sent, by digest."""
+    pictures: dict[str, Picture] = {}
+    for call in rollout.trace.calls:
+        for picture in getattr(call, "pictures", ()):
+            pictures.setdefault(picture.digest, picture)
+    return pictures
+
+
+def _text_of(content: Any) -> str:
+    """Return a message's content as text: its text parts one after the other, as chat templates join them."""
+    if not isinstance(content, list):
+        return content or ""
+    return "".join(part.text for part in content if part.type == "text")
+
+
+def _pictures_in(content: Any) -> list[tuple[int, str]]:
+    """Return the pictures in a message's content: the place in its text before which each stands, and its digest."""
+    pictures: list[tuple[int, str]] = []
+    place = 0
+    for part in content if isinstance(content, list) else ():
+        if part.type == "image_url":
+            pictures.append((place, part.image_url.url.removeprefix(SCHEME)))
+        else:
+            place += len(part.text)
+    return pictures
 
 
 def _bounded(value: Any) -> Any:
@@ -78,10 +108,11 @@ def _message(node: MessageNode, before: int) -> Message:
     # Most messages follow the one before them. `after` is written where the history branches.
     return Message(
         message.role,
-        content_text(message.content),
+        _text_of(message.content),
         reasoning=fields.get("reasoning_content") or None,
         tool_calls=[ToolCall(call.name, call.arguments) for call in fields.get("tool_calls") or ()],
         name=fields.get("name") or None,
         after=msgspec.UNSET if node.parent == before or before < 0 else node.parent,
         sampled=message.role != "assistant" or node.sampled,
+        pictures=_pictures_in(message.content),
     )

@@ -272,8 +272,9 @@ class Rollout:
             self.leave(Stage.EMPTY, "nothing was sampled")
 
     def tokens_hash(self) -> int:
-        """Return a hash of token ids and masks of its samples."""
-        return hash(tuple((tuple(sample.token_ids), tuple(sample.mask)) for sample in self.samples))
+        """Return a hash of token ids, masks and pictures of its samples."""
+        parts = ((sample.token_ids, sample.mask, sample.pictures or ()) for sample in self.samples)
+        return hash(tuple(tuple(map(tuple, part)) for part in parts))
 
     def assign_advantages(self, advantages: float | Sequence[float]) -> None:
         """Write this rollout's advantages.

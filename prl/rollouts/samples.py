@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import msgspec
-from pydantic import Field
+from pydantic import Field, InstanceOf
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch, ModelCall, Trace
 
+from prl.rollouts.inputs import Picture
 from prl.rollouts.messages import TrainingSample
 
 BranchSample = tuple[TrainingSample, Branch]
@@ -53,6 +54,8 @@ class RecordedCall(ModelCall):
     digest: bytes = Field(default=b"", exclude=True, repr=False)
     start_version: int | None = Field(default=None, exclude=True, repr=False)
     end_version: int | None = Field(default=None, exclude=True, repr=False)
+    pictures: tuple[InstanceOf[Picture], ...] = Field(default=(), exclude=True, repr=False)
+    """The pictures in the prompt."""
 
 
 def token_hash(*parts: Sequence[int]) -> "hashlib.blake2b":
@@ -115,8 +118,16 @@ def _fill(
             claimed.add(id(node))
             if calls is not None:
                 check_tokens(node, calls.get(id(node)), len(sample.token_ids), digest.digest(), sample.env_name)
+        if calls is not None and node.sampled:
+            sample.pictures = pictures_of(calls.get(id(node))) or sample.pictures
         sample.mask += node.mask if trains else [False] * len(node.token_ids)
         sample.logprobs += sampler_logprobs(node) if trains and live else [0.0] * len(node.token_ids)
+
+
+def pictures_of(turn_and_call: tuple[int, ModelCall] | None) -> list[Picture] | None:
+    """Return the pictures in the prompt of a call, which stands behind its number; None where it has none."""
+    call = None if turn_and_call is None else turn_and_call[1]
+    return list(call.pictures) or None if isinstance(call, RecordedCall) else None
 
 
 def sampler_logprobs(node: MessageNode) -> list[float]:
@@ -183,7 +194,7 @@ def merge_samples(samples: list[BranchSample], calls: dict[int, tuple[int, Model
     }  # the parents as the samples have them
     # In the order of the calls: a call can extend only the tokens of an earlier one.
     spans.sort(key=lambda span: calls[id(span.node)][0] if calls else 0)
-    _find_parents(spans, [memoryview(array("I", sample.token_ids)) for sample, _ in samples])
+    _find_parents(spans, [memoryview(array("q", sample.input.keys)) for sample, _ in samples])
     # Nearly every trace: its branches are the longest runs already.
     if all(span.parent is given.get(id(span)) for span in spans):
         return samples
@@ -196,7 +207,7 @@ def _find_parents(spans: list[SampledSpan], tokens: list[memoryview]) -> None:
 
     Args:
         spans: The calls, in the order in which they were made.
-        tokens: The token ids of each sample.
+        tokens: The keys of each sample's tokens (`prl.rollouts.inputs`).
     """
     free: list[SampledSpan] = []
     for span in spans:
@@ -224,6 +235,8 @@ def _build_sample(samples: list[BranchSample], last: SampledSpan) -> BranchSampl
         logprobs[span.begin : span.stop] = samples[span.sample_index][0].logprobs[span.begin : span.stop]
         span = span.parent
     merged = msgspec.structs.replace(sample, token_ids=sample.token_ids[: last.stop], mask=mask, logprobs=logprobs)
+    if merged.pictures is not None:
+        merged.pictures = [picture for picture in merged.pictures if picture.stop <= last.stop] or None
     return merged, _splice(branch, chain[::-1])
 
 

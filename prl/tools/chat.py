@@ -113,7 +113,7 @@ class Chat:
 
     async def answer(self, text: str) -> None:
         """Have the model reply to `text`, and print the reply. The request's number is part of its seed."""
-        from prl.engines.renderer import UnrenderablePrompt, render_prompt
+        from prl.engines.renderer import UnrenderablePrompt, input_of, render_prompt
         from prl.engines.sampler import OverlongPrompt
         from prl.envs.turn import parse
 
@@ -121,18 +121,18 @@ class Chat:
         asked = [*self.messages, {"role": "user", "content": text}]
         self.requests += 1
         try:
-            prompt_ids = render_prompt(self.sampler.renderer, [*opening, *asked]).token_ids
-            [completion] = await self.sampler.complete(prompt_ids, n=1, key=f"chat/{self.requests}")
+            prompt = input_of(render_prompt(self.sampler.renderer, [*opening, *asked]))
+            [completion] = await self.sampler.complete(prompt, n=1, key=f"chat/{self.requests}")
         except (OverlongPrompt, UnrenderablePrompt) as error:
             return self.say(f"{error}; /reset forgets the conversation")
-        reply = parse(completion.token_ids, self.sampler.renderer, prompt_ids=prompt_ids)
+        reply = parse(completion.token_ids, self.sampler.renderer, prompt_ids=prompt.token_ids)
         content = str(reply.content or "")
         self.messages = [*asked, {"role": "assistant", "content": content}]
         if reply.reasoning_content:
             self.say(reply.reasoning_content)
         self.out.print(Text(safe(content)))
         ended = f", ended by {completion.finish_reason}" if completion.finish_reason != "stop" else ""
-        self.say(f"{len(prompt_ids)} tokens in, {len(completion.token_ids)} out{ended}")
+        self.say(f"{len(prompt)} tokens in, {len(completion.token_ids)} out{ended}")
 
 
 def read_line() -> str | None:

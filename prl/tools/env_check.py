@@ -34,6 +34,7 @@ from prl.engines.replies import Completion
 from prl.launch.children import leave_none
 from prl.launch.command import FULL_ERROR, REFUSED, one_line, stopped
 from prl.monitors.log import Harmless
+from prl.rollouts.inputs import ModelInput
 
 ROOM = 1 << 20
 """Tokens of an episode: more than any has, since no model has to read them."""
@@ -61,10 +62,8 @@ class Script:
         self.asked += 1
         return min(self.asked, len(self.replies)) - 1
 
-    async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, **_: Any
-    ) -> list[Completion]:
-        self.prompts.append(prompt_ids)
+    async def generate(self, prompt: ModelInput, sampling: dict[str, Any], *, n: int = 1, **_: Any) -> list[Completion]:
+        self.prompts.append(prompt.token_ids)
         return [Completion(self.replies[self.next()], [], "stop")] * n
 
 
@@ -74,7 +73,7 @@ async def served(player: Script, judge: Script) -> AsyncIterator[str]:
     from aiohttp import web
 
     async def generate(request: web.Request) -> web.Response:
-        [reply] = await player.generate((await request.json())["token_ids"], {})
+        [reply] = await player.generate(ModelInput((await request.json())["token_ids"]), {})
         content = [{"token": f"token_id:{token}", "logprob": 0.0} for token in reply.token_ids]
         choice = {"token_ids": reply.token_ids, "logprobs": {"content": content}, "finish_reason": "stop"}
         return web.json_response({"choices": [choice]})

@@ -60,7 +60,8 @@ class Reference:
     def logprobs(token_ids):
         return [0.0] + [-(position + token / 1000) for position, token in enumerate(token_ids)][1:]
 
-    async def prompt_logprobs(self, token_ids):
+    async def prompt_logprobs(self, sequence):
+        token_ids = sequence.token_ids
         self.asked.append(list(token_ids))
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -70,9 +71,9 @@ class Reference:
             raise self.error
         return self.logprobs(token_ids)
 
-    async def top_logprobs(self, token_ids, top_k):
-        own = await self.prompt_logprobs(token_ids)
-        ids = [[token + rank for rank in range(top_k)] for token in token_ids]
+    async def top_logprobs(self, sequence, top_k):
+        own = await self.prompt_logprobs(sequence)
+        ids = [[token + rank for rank in range(top_k)] for token in sequence.token_ids]
         return Scored(own, ids, [[-1.0 - position - rank for rank in range(top_k)] for position in range(len(own))])
 
     async def wait_ready(self, timeout_s):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from prl.base.errors import EngineError
 from prl.models import model_path
+from prl.rollouts.inputs import ModelInput
 
 pytestmark = pytest.mark.engine
 
@@ -112,16 +113,16 @@ def damaged(folder: Path) -> list[Path]:
 async def test_weights_that_are_refused_leave_the_engine_as_it_was(pool, engine, sockets, tmp_path):
     prompt, greedy = list(range(20, 40)), {"temperature": 0.0, "max_tokens": 8}
     server = server_of(engine.url, sockets)
-    (before,) = await pool.generate(prompt, greedy)
+    (before,) = await pool.generate(ModelInput(prompt), greedy)
     for number, folder in enumerate(damaged(tmp_path), 1):
         with pytest.raises(EngineError, match="the weights stay as they are") as caught:
             await pool.update_weights(number, str(folder))
         assert caught.value.status == 400 and "\n" not in str(caught.value), folder
-        (after,) = await pool.generate(prompt, greedy)
+        (after,) = await pool.generate(ModelInput(prompt), greedy)
         assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs), folder
     assert server_of(engine.url, sockets) == server
     await pool.update_weights(99, model_path("tiny"))
-    (after,) = await pool.generate(prompt, greedy)
+    (after,) = await pool.generate(ModelInput(prompt), greedy)
     assert after.token_ids == before.token_ids
 
 

@@ -16,6 +16,7 @@ from prl.engines.protocol import GENERATE
 from prl.engines.vllm.engine import VLLMConfig
 from prl.engines.vllm.memory import engine_memory, kv_tokens
 from prl.models import model_path
+from prl.rollouts.inputs import ModelInput
 from prl.tools.dry_run.shape import shape_of
 
 pytestmark = pytest.mark.engine
@@ -59,11 +60,11 @@ def worst(got: list[float], expected: list[float]) -> float:
 
 async def test_sampled_and_scored_logprobs_are_those_of_the_model(pool, prompt_ids):
     sampling = {"temperature": 1.0, "max_tokens": 8, "seed": 3}
-    for completion in await pool.generate(prompt_ids, sampling, n=4):
+    for completion in await pool.generate(ModelInput(prompt_ids), sampling, n=4):
         tokens = prompt_ids + completion.token_ids
         expected = reference_logprobs(model_path("tiny"), tokens)
         assert worst(completion.logprobs, expected[len(prompt_ids) - 1 :]) < 1e-4
-        scored = await pool.prompt_logprobs(tokens)
+        scored = await pool.prompt_logprobs(ModelInput(tokens))
         assert scored[0] == 0.0
         assert worst(scored[1:], expected) < 1e-4
 
@@ -80,7 +81,7 @@ async def test_a_frozen_model_is_scored_alike_by_prls_route_and_by_vllms(pool, p
             return await request(method, url, route, *rest, **options)
 
         monkeypatch.setattr(frozen.http, "request", noted)
-        found.append((await frozen.top_logprobs(prompt_ids, 5), asked))
+        found.append((await frozen.top_logprobs(ModelInput(prompt_ids), 5), asked))
         await frozen.close()
     (scored, by_prl), (other, by_vllm) = found
     assert other == scored
@@ -91,7 +92,7 @@ async def test_a_frozen_model_is_scored_alike_by_prls_route_and_by_vllms(pool, p
 
 async def test_logprobs_are_taken_after_the_temperature(pool, prompt_ids):
     sampling = {"temperature": 0.5, "max_tokens": 1, "seed": 5}
-    (completion,) = await pool.generate(prompt_ids, sampling)
+    (completion,) = await pool.generate(ModelInput(prompt_ids), sampling)
     model = AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype=torch.float64)
     with torch.no_grad():
         logits = model(torch.tensor([prompt_ids])).logits[0, -1]
@@ -104,24 +105,24 @@ async def test_a_seed_fixes_a_group_and_another_seed_changes_it(pool, prompt_ids
         return [c.token_ids for c in completions]
 
     sampling = {"temperature": 1.0, "max_tokens": 8, "seed": 11}
-    first = tokens(await pool.generate(prompt_ids, sampling, n=8))
-    assert tokens(await pool.generate(prompt_ids, sampling, n=8)) == first
-    assert tokens(await pool.generate(prompt_ids, {**sampling, "seed": 12}, n=8)) != first
+    first = tokens(await pool.generate(ModelInput(prompt_ids), sampling, n=8))
+    assert tokens(await pool.generate(ModelInput(prompt_ids), sampling, n=8)) == first
+    assert tokens(await pool.generate(ModelInput(prompt_ids), {**sampling, "seed": 12}, n=8)) != first
     assert len({tuple(ids) for ids in first}) > 1
 
 
 async def test_after_an_update_the_tied_head_is_the_new_one(pool, prompt_ids, changed_weights):
-    tokens = prompt_ids + (await pool.generate(prompt_ids, GREEDY))[0].token_ids
+    tokens = prompt_ids + (await pool.generate(ModelInput(prompt_ids), GREEDY))[0].token_ids
     expected = reference_logprobs(str(changed_weights), tokens)
     assert worst(reference_logprobs(model_path("tiny"), tokens), expected) > 0.1  # the weights do differ
     await pool.update_weights(1, str(changed_weights))
     assert pool.version == 1
-    assert worst((await pool.prompt_logprobs(tokens))[1:], expected) < 1e-4
+    assert worst((await pool.prompt_logprobs(ModelInput(tokens)))[1:], expected) < 1e-4
 
 
 async def test_running_requests_are_kept_and_go_on_under_the_new_weights(pool, prompt_ids, changed_weights):
     long = {"temperature": 1.0, "max_tokens": 400, "ignore_eos": True, "seed": 2}
-    running = asyncio.gather(*(pool.generate(prompt_ids, {**long, "seed": s}, n=8) for s in range(2)))
+    running = asyncio.gather(*(pool.generate(ModelInput(prompt_ids), {**long, "seed": s}, n=8) for s in range(2)))
     await asyncio.sleep(0.3)
     assert not running.done()
     await pool.update_weights(1, str(changed_weights))
@@ -136,10 +137,10 @@ async def test_running_requests_are_kept_and_go_on_under_the_new_weights(pool, p
 
 async def test_no_prefix_cached_under_older_weights_is_used(pool, prompt_ids, changed_weights):
     shared = prompt_ids * 12  # long enough to fill cache blocks
-    await pool.generate(shared, GREEDY)
+    await pool.generate(ModelInput(shared), GREEDY)
     await pool.update_weights(1, str(changed_weights))
     pool.version = 0  # the salt of before: the server itself has to forget
-    (completion,) = await pool.generate(shared, {"temperature": 1.0, "max_tokens": 4, "seed": 1})
+    (completion,) = await pool.generate(ModelInput(shared), {"temperature": 1.0, "max_tokens": 4, "seed": 1})
     expected = reference_logprobs(str(changed_weights), shared + completion.token_ids)
     assert worst(completion.logprobs, expected[len(shared) - 1 :]) < 1e-4
 

@@ -19,6 +19,7 @@ from prl.engines.frozen import FrozenPool
 from prl.engines.renderer import make_renderer
 from prl.engines.sampler import Sampler
 from prl.engines.tokenizers import MAX_TOKENS, TokenizerProbe
+from prl.rollouts.inputs import ModelInput
 
 CHAT = "/v1/chat/completions"
 IDS = "/v1/completions"
@@ -94,7 +95,7 @@ def test_long_reply_is_cut_a_demonstration_is_not(renderer, tokenizer):
 
 async def test_each_reply_is_a_request_with_its_seed(server, sampler, tokenizer):
     server.replies[CHAT] = reply("2")
-    completions = await sampler.complete([5] * 10, n=2, key="k", dialogue=ASK)
+    completions = await sampler.complete(ModelInput([5] * 10), n=2, key="k", dialogue=ASK)
     assert [text_of(each, tokenizer) for each in completions] == [EMPTY + "2<|im_end|>"] * 2
     first, second = sorted(server.bodies[CHAT], key=lambda body: body["seed"])
     assert second == first | {"seed": first["seed"] + 1}
@@ -115,7 +116,7 @@ async def test_tools_and_thoughts_become_the_policys_tokens(server, sampler, tok
     earlier = vf.AssistantMessage(content="hm", reasoning_content="secret")
     tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
     dialogue = Dialogue([*ASK.given, earlier, vf.UserMessage(content="so?")], tools)
-    (made,) = await sampler.complete([5], n=1, key="k", dialogue=dialogue)
+    (made,) = await sampler.complete(ModelInput([5]), n=1, key="k", dialogue=dialogue)
     body = server.bodies[CHAT][0]
     assert body["tools"] == tools and "secret" not in str(body["messages"]) and len(body["messages"]) == 3
     text = '<think>\nI call\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
@@ -133,7 +134,7 @@ async def test_tools_and_thoughts_become_the_policys_tokens(server, sampler, tok
 async def test_an_endpoint_that_gives_no_reply_fails_the_request(server, sampler, answered, says):
     server.replies[CHAT] = answered
     with pytest.raises(EngineError, match=says):
-        await sampler.complete([5], n=1, key="k", dialogue=ASK)
+        await sampler.complete(ModelInput([5]), n=1, key="k", dialogue=ASK)
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from prl.base.errors import EngineError, PrlError
 from prl.engines.client import InferencePool
 from prl.engines.replies import Scored
 from prl.launch.local import free_port
+from prl.rollouts.inputs import ModelInput
 
 GENERATE = "/prl/generate"
 
@@ -42,7 +43,7 @@ async def test_what_a_server_gave_up_is_sent_again(server, pool):
         return {"choices": [replies.pop(0)]}
 
     server.replies[GENERATE] = reply
-    (found,) = await pool.generate([1], {})
+    (found,) = await pool.generate(ModelInput([1]), {})
     assert found.token_ids == [3, 4] and pool.counts["engine/requests_reissued"] == 1
 
 
@@ -64,7 +65,7 @@ async def test_a_server_that_gives_everything_up_is_named(server, pool, monkeypa
     monkeypatch.setattr("prl.engines.rotation.DYING_S", 0.3)
     server.replies[GENERATE] = {"choices": [choice([3, 4]), choice([5], 1, finish_reason="abort")]}
     with pytest.raises(EngineError, match=f"{server.url} gave a request up before its end"):
-        await pool.generate([1], {}, n=2)
+        await pool.generate(ModelInput([1]), {}, n=2)
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ async def test_a_server_that_gives_everything_up_is_named(server, pool, monkeypa
 
 async def test_generate(server, pool):
     server.replies[GENERATE] = {"choices": [choice([3, 4], 1), choice([5], 0, finish_reason="length")]}
-    first, second = await pool.generate([1, 2], {"temperature": 0.7, "seed": 3, "priority": 1}, n=2)
+    first, second = await pool.generate(ModelInput([1, 2]), {"temperature": 0.7, "seed": 3, "priority": 1}, n=2)
     assert (first.token_ids, first.logprobs, first.finish_reason) == ([5], [-2.5], "length")  # by index
     assert (second.token_ids, second.logprobs, second.finish_reason) == ([3, 4], [-1.5, -2.0], "stop")
     (body,) = server.bodies[GENERATE]
@@ -85,7 +86,7 @@ async def test_generate(server, pool):
 async def test_stop_strings_make_the_engine_write_text(server, pool):
     """vLLM searches for them in the text, and refuses them without."""
     server.replies[GENERATE] = {"choices": [choice([3])]}
-    await pool.generate([1], {"stop": ["x"]})
+    await pool.generate(ModelInput([1]), {"stop": ["x"]})
     (body,) = server.bodies[GENERATE]
     assert body["sampling"] == {"stop": ["x"], "n": 1, "detokenize": True}
 
@@ -111,7 +112,7 @@ async def test_stop_strings_make_the_engine_write_text(server, pool):
 async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, message):
     server.replies[GENERATE] = reply
     with pytest.raises(EngineError, match=message) as raised:
-        await pool.generate([1], {})
+        await pool.generate(ModelInput([1]), {})
     assert server.calls.count(GENERATE) == 1  # a retry would hide a sick engine, and sample with another seed's state
     assert raised.value.status == (reply[0] if isinstance(reply, tuple) and reply[0] != 200 else 0)
 
@@ -125,7 +126,7 @@ def scored(*logprobs):
 
 async def test_prompt_logprobs_come_by_the_route_that_samples(server, pool):
     server.replies[GENERATE] = scored(None, -1.25, -2.5)
-    assert await pool.prompt_logprobs([5, 7, 8]) == [0.0, -1.25, -2.5]
+    assert await pool.prompt_logprobs(ModelInput([5, 7, 8])) == [0.0, -1.25, -2.5]
     (body,) = server.bodies[GENERATE]
     assert body["token_ids"] == [5, 7, 8] and body["cache_salt"] == "v0"
     assert body["sampling"]["max_tokens"] == 1 and body["sampling"]["prompt_logprobs"] == 0
@@ -134,17 +135,17 @@ async def test_prompt_logprobs_come_by_the_route_that_samples(server, pool):
 async def test_top_logprobs_come_by_the_same_route(server, pool):
     top = [[], [[7, -1.25], [3, -0.5], [4, -4.0]]]
     server.replies[GENERATE] = scored(None, -1.25) | {"prompt_top": top}
-    assert await pool.top_logprobs([5, 7], 2) == Scored([0.0, -1.25], [[], [3, 7]], [[], [-0.5, -1.25]])
+    assert await pool.top_logprobs(ModelInput([5, 7]), 2) == Scored([0.0, -1.25], [[], [3, 7]], [[], [-0.5, -1.25]])
     server.replies[GENERATE] = scored(None, -1.25)
     with pytest.raises(EngineError, match="a prompt of 2 tokens came with 0 rows of top logprobs"):
-        await pool.top_logprobs([5, 7], 2)
+        await pool.top_logprobs(ModelInput([5, 7]), 2)
 
 
 @pytest.mark.parametrize("bad", [None, "-1", -9999.0, -10000.0, {"7": -1.0}, float("nan"), float("inf"), -float("inf")])
 async def test_missing_or_infinite_logprob_is_an_error(server, pool, bad):
     server.replies[GENERATE] = scored(None, -0.5, bad)
     with pytest.raises(EngineError):
-        await pool.prompt_logprobs([5, 6, 7])
+        await pool.prompt_logprobs(ModelInput([5, 6, 7]))
     assert server.calls.count(GENERATE) == 1
 
 
@@ -194,13 +195,13 @@ async def test_no_request_is_sent_during_an_update(server, pool):
         return {"choices": [choice([3])]}
 
     server.replies |= {UPDATE[0]: load, GENERATE: sample}
-    before, early = (asyncio.create_task(pool.generate([1], {})) for _ in range(2))
+    before, early = (asyncio.create_task(pool.generate(ModelInput([1]), {})) for _ in range(2))
     while server.calls != [GENERATE, GENERATE]:
         await asyncio.sleep(0.01)
     assert pool.loading is None
     update = asyncio.create_task(pool.update_weights(5, "/w"))
     await asyncio.sleep(0.05)
-    after = asyncio.create_task(pool.generate([2], {}))
+    after = asyncio.create_task(pool.generate(ModelInput([2]), {}))
     await asyncio.sleep(0.05)
     assert server.calls == [GENERATE, GENERATE, *UPDATE] and pool.version == 0 and pool.loading == 5
     sampling.set()

@@ -14,6 +14,7 @@ from prl.base.errors import DeadlinePassed, EngineError, PrlError
 from prl.config.model_reference import FrozenModelConfig
 from prl.engines.frozen import FrozenPool
 from prl.engines.replies import Scored
+from prl.rollouts.inputs import ModelInput
 
 COMPLETIONS = "/v1/completions"
 GENERATE = "/prl/generate"
@@ -66,7 +67,7 @@ async def test_a_request_is_token_ids_and_plain_sampling_and_nothing_else(server
     """Equal, not merely containing: no logprobs, no cache salt, no text."""
     server.replies[COMPLETIONS] = {"choices": [choice([3]), choice([4], 1)]}
     sampling = {"temperature": 0.7, "seed": 3, "max_tokens": 5, "stop_token_ids": [9]}
-    await pool.generate([1, 2], sampling, n=2)
+    await pool.generate(ModelInput([1, 2]), sampling, n=2)
     (body,) = server.bodies[COMPLETIONS]
     assert body == {"model": "teacher", "prompt": [1, 2], "n": 2, "return_token_ids": True} | PLAIN_TEXT | sampling
     assert server.calls == [COMPLETIONS]
@@ -76,7 +77,7 @@ async def test_a_request_is_token_ids_and_plain_sampling_and_nothing_else(server
 async def test_url_may_end_in_v1_or_be_a_list(server, connect, tail, listed):
     url = server.url + tail
     pool = connect(base_url=[url] if listed else url)
-    await pool.generate([1], {})
+    await pool.generate(ModelInput([1]), {})
     await pool.wait_ready(1)
     assert pool.urls == [server.url] and server.calls == [COMPLETIONS, MODELS]
 
@@ -84,12 +85,12 @@ async def test_url_may_end_in_v1_or_be_a_list(server, connect, tail, listed):
 async def test_no_key_is_sent_unless_its_variable_is_named(server, connect, monkeypatch):
     monkeypatch.setenv("PRL_TOKEN", "the-runs-own")  # not anybody else's business
     monkeypatch.setenv("LARGE_MODEL_KEY", "s3cret")
-    await connect().generate([1], {})
+    await connect().generate(ModelInput([1]), {})
     assert "Authorization" not in server.headers
-    await connect("the-runs-own", api_key_var="LARGE_MODEL_KEY").generate([1], {})
+    await connect("the-runs-own", api_key_var="LARGE_MODEL_KEY").generate(ModelInput([1]), {})
     assert server.headers["Authorization"] == "Bearer the-runs-own", "one that is passed, as for a hosted model"
     pool = connect(api_key_var="LARGE_MODEL_KEY")
-    await pool.generate([1], {})
+    await pool.generate(ModelInput([1]), {})
     assert server.headers["Authorization"] == "Bearer s3cret"
     server.headers = None
     await pool.wait_ready(1)
@@ -108,7 +109,7 @@ async def test_no_key_is_sent_unless_its_variable_is_named(server, connect, monk
 async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, message):
     server.replies[COMPLETIONS] = reply
     with pytest.raises(EngineError, match=message):
-        await pool.generate([1], {}, n=2)
+        await pool.generate(ModelInput([1]), {}, n=2)
     assert server.calls == [COMPLETIONS]
 
 
@@ -121,7 +122,7 @@ async def test_a_redirect_is_not_followed_and_the_key_goes_nowhere_else(servers,
     pool = connect("the key")
     servers[0].replies[COMPLETIONS] = away
     with pytest.raises(EngineError, match=f"HTTP {status}: it leads to {servers[1].url}.* not followed"):
-        await pool.generate([1], {})
+        await pool.generate(ModelInput([1]), {})
     assert servers[0].calls == [COMPLETIONS] and servers[1].calls == []
 
 
@@ -136,7 +137,7 @@ async def test_a_server_that_asks_for_time_gets_it(server, pool, status, wait_s)
         return good if len(asked) > 2 else web.Response(status=status, text="slower", headers=headers)
 
     server.replies[COMPLETIONS] = busy_twice
-    (completion,) = await pool.generate([1], {})
+    (completion,) = await pool.generate(ModelInput([1]), {})
     assert completion.token_ids == [3] and len(asked) == 3
     assert min(later - earlier for earlier, later in itertools.pairwise(asked)) >= float(wait_s or 0.05)
 
@@ -154,7 +155,7 @@ def row(**logprobs):
 
 async def test_prompt_logprobs_look_each_token_up_by_its_id(server, pool):
     server.replies[COMPLETIONS] = rows(None, row(_9=-0.1, _7=-1.25), row(_8=-2.5, _4=-0.2))
-    assert await pool.prompt_logprobs([5, 7, 8]) == [0.0, -1.25, -2.5]
+    assert await pool.prompt_logprobs(ModelInput([5, 7, 8])) == [0.0, -1.25, -2.5]
     (body,) = server.bodies[COMPLETIONS]
     assert body == {"model": "teacher", "prompt": [5, 7, 8], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
@@ -162,10 +163,10 @@ async def test_prompt_logprobs_look_each_token_up_by_its_id(server, pool):
 async def test_prls_own_server_is_asked_by_the_route_that_makes_no_text(server, pool):
     top = [[], [[7, -9.0], [9, -0.5], [3, -1.5]]]
     server.replies[GENERATE] = {"choices": [choice([1])], "prompt_logprobs": [None, -9.0], "prompt_top": top}
-    await asyncio.gather(*(pool.top_logprobs([5, 7], 2) for _ in range(3)))
+    await asyncio.gather(*(pool.top_logprobs(ModelInput([5, 7]), 2) for _ in range(3)))
     server.bodies[GENERATE].clear()
     server.calls.clear()
-    assert await pool.top_logprobs([5, 7], 2) == Scored([0.0, -9.0], [[], [9, 3]], [[], [-0.5, -1.5]])
+    assert await pool.top_logprobs(ModelInput([5, 7]), 2) == Scored([0.0, -9.0], [[], [9, 3]], [[], [-0.5, -1.5]])
     (body,) = server.bodies[GENERATE]
     assert (body["model"], body["token_ids"], server.calls) == ("teacher", [5, 7], [GENERATE])
     assert body["sampling"] == {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 2, "detokenize": False}
@@ -178,16 +179,16 @@ async def test_a_server_without_that_route_is_asked_for_it_once(server, pool, re
     """Gateways say of an unknown path whatever they like."""
     server.replies |= {GENERATE: reply, COMPLETIONS: rows(None, row(_7=-1.25))}
     for _ in range(2):
-        assert await pool.prompt_logprobs([5, 7]) == [0.0, -1.25]
+        assert await pool.prompt_logprobs(ModelInput([5, 7])) == [0.0, -1.25]
     assert server.calls == [GENERATE, COMPLETIONS, COMPLETIONS] and not pool.ailing
 
 
 async def test_what_the_route_refuses_is_not_asked_again_by_another(server, pool):
     server.replies[GENERATE] = {"choices": [choice([1])], "prompt_logprobs": [None, -9.0]}
-    await pool.prompt_logprobs([5, 7])
+    await pool.prompt_logprobs(ModelInput([5, 7]))
     server.replies[GENERATE] = (400, "too long")
     with pytest.raises(EngineError, match="too long"):
-        await pool.prompt_logprobs([5, 7])
+        await pool.prompt_logprobs(ModelInput([5, 7]))
     assert COMPLETIONS not in server.calls
 
 
@@ -195,22 +196,22 @@ async def test_what_the_route_refuses_is_not_asked_again_by_another(server, pool
 async def test_a_missing_prompt_logprob_is_an_error(server, pool, bad):
     server.replies[COMPLETIONS] = rows(None, row(_6=-0.5), bad)
     with pytest.raises(EngineError, match="no logprob for token 7 at position 2"):
-        await pool.prompt_logprobs([5, 6, 7])
+        await pool.prompt_logprobs(ModelInput([5, 6, 7]))
     assert server.calls.count(COMPLETIONS) == 1
 
 
 async def test_logprob_above_0_is_an_error(server, pool):
     server.replies[COMPLETIONS] = rows(None, row(_7=1e-4))
-    assert await pool.prompt_logprobs([5, 7]) == [0.0, 1e-4]  # rounding
+    assert await pool.prompt_logprobs(ModelInput([5, 7])) == [0.0, 1e-4]  # rounding
     server.replies[COMPLETIONS] = rows(None, row(_7=3.0))
     with pytest.raises(EngineError, match=r"token 7 at position 1 came with the logprob 3\.0"):
-        await pool.prompt_logprobs([5, 7])
+        await pool.prompt_logprobs(ModelInput([5, 7]))
 
 
 async def test_top_logprobs_are_the_most_likely(server, pool):
     """vLLM adds the prompt's own token, where it is not among them."""
     server.replies[COMPLETIONS] = rows(None, row(_7=-9.0, _3=-1.5, _9=-0.5, _4=-2.0), row(_9=-3.0, _8=-0.1))
-    scored = await pool.top_logprobs([5, 7, 8], 2)
+    scored = await pool.top_logprobs(ModelInput([5, 7, 8]), 2)
     assert scored == Scored([0.0, -9.0, -0.1], [[], [9, 3], [8, 9]], [[], [-0.5, -1.5], [-0.1, -3.0]])
     assert server.bodies[COMPLETIONS][0]["prompt_logprobs"] == 2
 
@@ -231,14 +232,14 @@ async def test_top_logprobs_are_the_most_likely(server, pool):
 async def test_too_few_or_false_top_logprobs_are_an_error(server, pool, bad, message):
     server.replies[COMPLETIONS] = rows(None, bad)
     with pytest.raises(EngineError, match=message):
-        await pool.top_logprobs([5, 7], 2)
+        await pool.top_logprobs(ModelInput([5, 7]), 2)
 
 
 @pytest.mark.parametrize("reply", [rows(None), rows(None, None, None), {"choices": [choice([1])]}])
 async def test_prompt_logprobs_with_the_wrong_number_of_rows(server, pool, reply):
     server.replies[COMPLETIONS] = reply
     with pytest.raises(EngineError, match="a prompt of 2 tokens came with [013] logprobs"):
-        await pool.prompt_logprobs([5, 7])
+        await pool.prompt_logprobs(ModelInput([5, 7]))
 
 
 @pytest.mark.parametrize(
@@ -256,10 +257,10 @@ async def test_prompt_logprobs_with_the_wrong_number_of_rows(server, pool, reply
 async def test_a_reply_of_another_shape_is_an_error_of_the_server(server, pool, reply):
     server.replies[COMPLETIONS] = reply
     with pytest.raises(EngineError):
-        await pool.prompt_logprobs([5, 7])
+        await pool.prompt_logprobs(ModelInput([5, 7]))
     if not isinstance(reply, dict) or reply.get("choices") != [choice([1])] * 2:
         with pytest.raises(EngineError):
-            await pool.generate([5, 7], {}, n=2)
+            await pool.generate(ModelInput([5, 7]), {}, n=2)
 
 
 async def test_an_endpoint_that_looks_well_and_answers_nothing_has_its_deadline(server, connect):
@@ -270,7 +271,7 @@ async def test_an_endpoint_that_looks_well_and_answers_nothing_has_its_deadline(
     with pytest.raises(DeadlinePassed, match=f"{server.url} has failed for 0.4 s: .*500"):
         while asyncio.get_running_loop().time() < deadline:
             with contextlib.suppress(EngineError):
-                await pool.prompt_logprobs([5, 7])
+                await pool.prompt_logprobs(ModelInput([5, 7]))
             await asyncio.sleep(0.02)
 
 
@@ -279,10 +280,10 @@ async def test_an_answer_ends_what_counts_as_one_failure(server, connect):
     for _ in range(3):
         server.replies[COMPLETIONS] = (500, "busy")
         with pytest.raises(EngineError):
-            await pool.prompt_logprobs([5, 7])
+            await pool.prompt_logprobs(ModelInput([5, 7]))
         server.replies[COMPLETIONS] = rows(None, row(_7=-1.0))
         await asyncio.sleep(patient(0.25))
-        assert await pool.prompt_logprobs([5, 7]) == [0.0, -1.0] and pool.up
+        assert await pool.prompt_logprobs(ModelInput([5, 7])) == [0.0, -1.0] and pool.up
 
 
 # --- wait_ready -------------------------------------------------------------------------------------------------------
@@ -323,7 +324,7 @@ async def test_wait_ready_names_the_silent_endpoint(server, pool):
 
 
 def asking(pool, what):
-    return pool.generate([1], {}) if what == "generate" else pool.prompt_logprobs([5, 7])
+    return pool.generate(ModelInput([1]), {}) if what == "generate" else pool.prompt_logprobs(ModelInput([5, 7]))
 
 
 async def fails(pool, what="generate"):
@@ -372,7 +373,7 @@ async def test_another_server_of_the_same_model_goes_on(servers, connect):
     await fails(pool, "prompt_logprobs")
     assert pool.up
     for _ in range(5):
-        assert await pool.prompt_logprobs([5, 7]) == [0.0, -1.0]
+        assert await pool.prompt_logprobs(ModelInput([5, 7])) == [0.0, -1.0]
 
 
 async def test_a_model_that_was_found_too_late_may_be_away_again(server, connect):

@@ -18,6 +18,7 @@ from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec
 from prl.engines.rope import check_rope
 from prl.engines.transformers import TransformersConfig, TransformersEngine
+from prl.rollouts.inputs import ModelInput
 from prl.trainer.batch import stacks
 from prl.trainer.model import _row, check_layout, load_model, stack_logprobs
 
@@ -54,9 +55,11 @@ async def test_trainer_and_engine_have_the_factors_of_max_model_len(tmp_path, or
     pool = TransformersEngine.policy(engine, lambda spec: [])
     try:
         await pool.wait_ready(60)
-        scored = await asyncio.gather(pool.prompt_logprobs(SHORT), pool.prompt_logprobs(LONG))
+        scored = await asyncio.gather(pool.prompt_logprobs(ModelInput(SHORT)), pool.prompt_logprobs(ModelInput(LONG)))
         sampling = {"temperature": 1.0, "seed": 5, "max_tokens": 8}
-        sampled = await asyncio.gather(pool.generate(SHORT, sampling), pool.generate(LONG, sampling))
+        sampled = await asyncio.gather(
+            pool.generate(ModelInput(SHORT), sampling), pool.generate(ModelInput(LONG), sampling)
+        )
     finally:
         await pool.close()
     for own, logprobs in zip(scored, expected, strict=True):

@@ -11,6 +11,7 @@ from prl.config.build import build
 from prl.config.schema import as_run
 from prl.engines.replies import Completion
 from prl.engines.sampler import NEUTRAL, OverlongPrompt, Sampler, derive_seed, validate_for_training
+from prl.rollouts.inputs import ModelInput
 
 OTHERS = {"top_p": 0.9, "top_k": 20, "min_p": 0.05}
 """A value other than the neutral one for each setting that changes the distribution."""
@@ -22,9 +23,9 @@ class Pool:
     version = 3
     model = "policy"
 
-    async def generate(self, prompt_ids, sampling, *, n, prefix=None):
+    async def generate(self, prompt, sampling, *, n, prefix=None):
         self.sent = sampling
-        self.asked = SimpleNamespace(prompt_ids=prompt_ids, n=n, prefix=prefix, **sampling)
+        self.asked = SimpleNamespace(prompt_ids=prompt.token_ids, n=n, prefix=prefix, **sampling)
         return []
 
 
@@ -36,7 +37,7 @@ def make(renderer, run_seed=0, pool=None, **options):
 
 async def test_a_request_carries_the_sampling_and_the_stop_tokens(renderer):
     sampler = make(renderer, temperature=0.7)
-    await sampler.complete([1, 2, 3], n=4, key="math/1+1/0", prefix="g")
+    await sampler.complete(ModelInput([1, 2, 3]), n=4, key="math/1+1/0", prefix="g")
     asked = sampler.pool.asked
     assert (asked.prompt_ids, asked.n, asked.temperature, asked.prefix) == ([1, 2, 3], 4, 0.7, "g")
     assert asked.stop_token_ids == renderer.get_stop_token_ids() and asked.stop_token_ids
@@ -56,18 +57,18 @@ async def test_tokens_that_the_policy_does_not_have_are_no_reply(renderer, token
     class Wrong(Pool):
         urls = ("http://a", "http://b")
 
-        async def generate(self, prompt_ids, sampling, *, n, prefix=None):
+        async def generate(self, prompt, sampling, *, n, prefix=None):
             return [Completion([3], [-0.5], "stop"), Completion(token_ids, [-0.5] * len(token_ids), "stop")]
 
     sampler = Sampler()
     sampler.attach(pool=Wrong(), renderer=renderer, max_model_len=10, seed=0, vocab_size=512)
     with pytest.raises(EngineError, match=says):
-        await sampler.complete([1, 2, 3], n=2, key="k")
+        await sampler.complete(ModelInput([1, 2, 3]), n=2, key="k")
 
 
 async def test_the_default_request_names_nothing_that_is_neutral(renderer):
     sampler = make(renderer)
-    await sampler.complete([1, 2, 3], n=4, key="math/1+1/0")
+    await sampler.complete(ModelInput([1, 2, 3]), n=4, key="math/1+1/0")
     assert list(sampler.pool.sent.items()) == [
         ("temperature", 1.0),
         ("seed", 1527478518),
@@ -81,7 +82,7 @@ async def test_a_setting_that_changes_the_distribution_is_sent_alone(renderer, n
     assert OTHERS.keys() == NEUTRAL.keys()
     sampler = make(renderer, **{name: value})
     assert sampler.parameters("k") == make(renderer).parameters("k") | {name: value}
-    await sampler.complete([1], n=1, key="k")
+    await sampler.complete(ModelInput([1]), n=1, key="k")
     assert sampler.pool.sent[name] == value
 
 
@@ -94,21 +95,21 @@ def test_stop_strings_are_searched_for_in_a_text_with_special_tokens(renderer):
 @pytest.mark.parametrize(("max_tokens", "expected"), [(None, 6), (5, 5), (9, 6)])
 async def test_max_tokens_is_bounded_by_the_models_room(renderer, max_tokens, expected):
     sampler = make(renderer, max_tokens=max_tokens)
-    await sampler.complete([1, 2, 3], n=1, key="k")
+    await sampler.complete(ModelInput([1, 2, 3]), n=1, key="k")
     assert sampler.pool.asked.max_tokens == expected
 
 
 async def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(renderer):
     with pytest.raises(OverlongPrompt, match="9 tokens leaves no room for an answer: model.max_model_len is 10"):
-        await make(renderer).complete([1] * 9, n=1, key="k")
-    await make(renderer).complete([1] * 8, n=1, key="k")
+        await make(renderer).complete(ModelInput([1] * 9), n=1, key="k")
+    await make(renderer).complete(ModelInput([1] * 8), n=1, key="k")
 
 
 async def test_request_seed_depends_on_run_and_name(renderer):
     seeds = []
     for seed, key in ((0, "a"), (0, "a"), (0, "b"), (1, "a")):
         sampler = make(renderer, seed)
-        await sampler.complete([1], n=1, key=key)
+        await sampler.complete(ModelInput([1]), n=1, key=key)
         seeds.append(sampler.pool.asked.seed)
     assert seeds[0] == seeds[1] and len(set(seeds)) == 3
 
@@ -131,7 +132,7 @@ def test_derived_seeds_stay_the_same_across_processes_and_releases():
 @pytest.mark.parametrize("length", range(1, 9))
 async def test_the_last_place_stays_free_for_the_token_that_scoring_samples(renderer, max_tokens, length):
     sampler = make(renderer, max_tokens=max_tokens)
-    await sampler.complete([1] * length, n=1, key="k")
+    await sampler.complete(ModelInput([1] * length), n=1, key="k")
     longest = length + sampler.pool.asked.max_tokens
     assert longest <= 9 and (longest == 9 or sampler.pool.asked.max_tokens == max_tokens)
 
@@ -156,7 +157,7 @@ def test_a_changed_sampler_has_what_is_named_and_keeps_the_rest(renderer):
 
 async def test_greedy_samples_once_and_answers_for_all(renderer):
     sampler = make(renderer, temperature=0.0)
-    await sampler.complete([1], n=4, key="k")
+    await sampler.complete(ModelInput([1]), n=4, key="k")
     assert (sampler.pool.asked.n, sampler.pool.asked.temperature) == (1, 0.0)
 
 

@@ -104,9 +104,9 @@ class Scripted:
     def __init__(self, tokenizer, renderer, replies):
         self.tokenizer, self.renderer, self.replies, self.sent = tokenizer, renderer, replies, []
 
-    async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
+    async def complete(self, prompt, *, n, key, dialogue=None, prefix=None):
         ids = self.tokenizer.encode(self.replies[len(self.sent)], add_special_tokens=False)
-        self.sent.append(self.tokenizer.decode(prompt_ids))
+        self.sent.append(self.tokenizer.decode(prompt.token_ids))
         return [Completion(ids, [-1.0] * len(ids), "stop")] * n
 
 

@@ -14,6 +14,7 @@ from prl.engines.base import EngineSpec
 from prl.engines.tokenizers import TokenizerProbe
 from prl.engines.transformers import TransformersConfig, TransformersEngine
 from prl.models import model_path
+from prl.rollouts.inputs import ModelInput
 
 PROMPT = list(range(30, 50))
 SAMPLING = {"temperature": 1.0, "seed": 5, "max_tokens": 8}
@@ -38,41 +39,41 @@ def nothing_served(spec):
 
 
 async def test_it_answers_as_a_server_does(pool):
-    asked = [pool.generate([*PROMPT, number], SAMPLING, n=3) for number in range(7)]  # more than one batch
+    asked = [pool.generate(ModelInput([*PROMPT, number]), SAMPLING, n=3) for number in range(7)]  # more than one batch
     groups = await asyncio.gather(*asked)
     assert [len(group) for group in groups] == [3] * 7
     for completion in itertools.chain(*groups):
         assert len(completion.token_ids) == len(completion.logprobs) <= 8
         assert (completion.start_version, completion.end_version) == (0, 0)
         assert completion.finish_reason in ("stop", "length")
-    (again,) = await asyncio.gather(pool.generate([*PROMPT, 4], SAMPLING, n=3))
+    (again,) = await asyncio.gather(pool.generate(ModelInput([*PROMPT, 4]), SAMPLING, n=3))
     assert [each.token_ids for each in again] == [each.token_ids for each in groups[4]]
-    scores = await pool.prompt_logprobs([*PROMPT, 4, *again[0].token_ids])
+    scores = await pool.prompt_logprobs(ModelInput([*PROMPT, 4, *again[0].token_ids]))
     assert scores[0] == 0.0 and scores[-len(again[0].token_ids) :] == pytest.approx(again[0].logprobs, abs=1e-4)
     assert pool.answered == 9 and pool.requests_in_flight == 0 and pool.traffic.busy_s > 0
 
 
 async def test_what_leaves_tokens_out_is_refused_by_name(pool):
     with pytest.raises(EngineError, match="engine=transformers has no min_p, top_p: engine=default"):
-        await pool.generate(PROMPT, SAMPLING | {"top_p": 0.9, "min_p": 0.1})
+        await pool.generate(ModelInput(PROMPT), SAMPLING | {"top_p": 0.9, "min_p": 0.1})
 
 
 async def test_the_models_own_end_tokens_end_a_reply(pool, tokenizer):
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     prompt = tokenizer.encode("<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n")
-    replies = await pool.generate(prompt, {"seed": 0, "max_tokens": 30}, n=8)
+    replies = await pool.generate(ModelInput(prompt), {"seed": 0, "max_tokens": 30}, n=8)
     assert {reply.finish_reason for reply in replies} == {"stop"}
     assert all(reply.token_ids.index(end) == len(reply.token_ids) - 1 for reply in replies)
 
 
 async def test_no_reply_is_of_two_versions(pool, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype=torch.float32)
-    before = await pool.prompt_logprobs(PROMPT)
+    before = await pool.prompt_logprobs(ModelInput(PROMPT))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.3)
     model.save_pretrained(tmp_path / "weights")
-    asked = [asyncio.create_task(pool.generate([*PROMPT, number], SAMPLING, n=8)) for number in range(4)]
+    asked = [asyncio.create_task(pool.generate(ModelInput([*PROMPT, number]), SAMPLING, n=8)) for number in range(4)]
     await asyncio.sleep(0)
     update = asyncio.create_task(pool.update_weights(3, str(tmp_path / "weights")))
     await asyncio.sleep(0)
@@ -81,8 +82,8 @@ async def test_no_reply_is_of_two_versions(pool, tmp_path):
     await update
     assert all(reply.start_version == reply.end_version for reply in replies)
     assert (pool.version, pool.loading, pool.cache_salt) == (3, None, "v3")
-    assert (await pool.generate(PROMPT, SAMPLING))[0].start_version == 3
-    after = await pool.prompt_logprobs(PROMPT)
+    assert (await pool.generate(ModelInput(PROMPT), SAMPLING))[0].start_version == 3
+    after = await pool.prompt_logprobs(ModelInput(PROMPT))
     assert after != pytest.approx(before, abs=1e-2)
     with torch.no_grad():
         logprobs = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
@@ -94,20 +95,20 @@ async def test_no_reply_is_of_two_versions(pool, tmp_path):
 @pytest.mark.parametrize("length", [0, 64, 100])
 async def test_a_prompt_without_room_for_a_token_is_refused(pool, length):
     with pytest.raises(EngineError) as refused:
-        await pool.generate([3] * length, SAMPLING)
+        await pool.generate(ModelInput([3] * length), SAMPLING)
     assert refused.value.status == 400 and not refused.value.of_server
     with pytest.raises(EngineError):
-        await pool.prompt_logprobs([3] * (length + (length == 64)))
+        await pool.prompt_logprobs(ModelInput([3] * (length + (length == 64))))
 
 
 async def test_weights_that_cannot_be_loaded_leave_the_old_ones(pool, tmp_path):
     with pytest.raises(EngineError, match=str(tmp_path)):
         await pool.update_weights(1, str(tmp_path))
-    assert pool.version == 0 and (await pool.generate(PROMPT, SAMPLING))[0].start_version == 0
+    assert pool.version == 0 and (await pool.generate(ModelInput(PROMPT), SAMPLING))[0].start_version == 0
 
 
 async def test_closing_ends_what_is_sampled(pool):
-    asked = asyncio.create_task(pool.generate([3], {"max_tokens": 60, "seed": 0, "temperature": 2.0}, n=8))
+    asked = asyncio.create_task(pool.generate(ModelInput([3]), {"max_tokens": 60, "seed": 0, "temperature": 2.0}, n=8))
     await asyncio.sleep(0.02)
     await pool.close()
     with pytest.raises((EngineError, asyncio.CancelledError)):
@@ -119,7 +120,7 @@ async def test_a_frozen_model_has_no_versions_and_no_logprobs(tmp_path, tokenize
     pool = connect(FrozenModelConfig(name="teacher"))
     await pool.wait_ready(60)
     assert pool.up and pool.version is None and pool.cache_salt is None
-    (reply,) = await pool.generate(PROMPT, SAMPLING)
+    (reply,) = await pool.generate(ModelInput(PROMPT), SAMPLING)
     assert reply.token_ids and reply.logprobs == [] and reply.start_version is None
     await pool.require_tokenizer(TokenizerProbe.of(tokenizer, "tiny"))
     with pytest.raises(ConfigError, match="tokenizer"):

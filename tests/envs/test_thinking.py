@@ -28,9 +28,9 @@ class Says:
         self.replies = [tokenizer.encode(reply, add_special_tokens=False) for reply in replies]
         self.sent = []
 
-    async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
+    async def complete(self, prompt, *, n, key, dialogue=None, prefix=None):
         ids = self.replies[len(self.sent)]
-        self.sent.append((list(prompt_ids), ids))
+        self.sent.append((prompt.token_ids, ids))
         return [Completion(ids, [-1.0] * len(ids), "stop")]
 
 

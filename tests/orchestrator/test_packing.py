@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prl.rollouts.components import STREAM_FILL
+from prl.rollouts.inputs import Picture
 from prl.rollouts.messages import MicroBatch, Origin, TrainingSample
 from prl.rollouts.packing import PER_TOKEN, balance, check_aligned, fit, pack, pack_row, truncate
 
@@ -224,3 +225,25 @@ def test_numbers_of_any_kind_become_plain_floats(make_sample):
     pack([sample], 8, 1)
     assert sample.advantages == sample.ce_weights == [0.0, 1.0, 2.0, 3.0]
     assert {type(x) for x in [*sample.advantages, *sample.ce_weights]} == {float}
+
+
+def with_pictures(length, *places):
+    (sample,) = samples_of([length])
+    sample.pictures = [Picture(start, count, "a" * 64, 8, 8, "f" * 64) for start, count in places]
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "length", "pictures"),
+    [(12, 12, 2), (11, 11, 2), (10, 9, 1), (9, 9, 1), (4, 4, 1), (3, 1, 0), (1, 1, 0)],
+)
+def test_a_sample_ends_before_a_picture_that_does_not_fit_whole(seq_len, length, pictures):
+    cut = truncate(with_pictures(12, (1, 3), (9, 2)), seq_len)
+    assert len(cut.token_ids) == len(cut.mask) == len(cut.logprobs) == length
+    assert len(cut.pictures) == pictures and all(picture.stop <= length for picture in cut.pictures)
+
+
+def test_pictures_have_their_places_in_the_row():
+    row = pack_row([samples_of([5])[0], with_pictures(6, (1, 2)), with_pictures(7, (0, 3), (4, 1))], 20)
+    assert [(picture.start, picture.length) for picture in row.pictures] == [(6, 2), (11, 3), (15, 1)]
+    assert pack_row(samples_of([5]), 8).pictures == []

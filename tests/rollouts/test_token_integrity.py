@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import verifiers.v1 as vf
 from verifiers.v1 import graph
@@ -11,6 +12,8 @@ from verifiers.v1.types import Usage
 from prl.engines.replies import Completion
 from prl.envs.group import GroupRequest, play_group
 from prl.envs.turn import commit
+from prl.rollouts.inputs import Picture
+from prl.rollouts.messages import TrainingSample
 from prl.rollouts.rollout import ERROR_KINDS
 from prl.rollouts.samples import TokenMismatch, samples_of
 
@@ -105,3 +108,21 @@ async def test_a_rollout_whose_tokens_changed_fails_alone(scripted):
     assert bad.error.startswith("TokenMismatch: env 'toy', turn 1: ") and bad.samples == [] and not bad.trace.ok
     assert bad.error_kind == "tokens" and bad.error_kind in ERROR_KINDS
     assert all(len(rollout.samples) == 1 for rollout in (rollouts[0], rollouts[2]))
+
+
+def test_a_sample_has_the_pictures_of_its_last_call(three_turns):
+    trace, whole = three_turns
+    seen = [Picture(2, 3, "a" * 64, 8, 8, "f" * 64), Picture(9, 1, "b" * 64, 8, 8, "f" * 64)]
+    trace.calls[1].pictures = tuple(seen[:1])
+    trace.calls[2].pictures = tuple(seen)
+    ((sample, _),) = samples(trace)
+    assert sample.pictures == seen and sample.input.pictures == tuple(seen) and sample.token_ids == whole
+    keys = sample.input.keys
+    assert keys[2] == keys[4] < 0 and keys[9] < 0 and keys[2] != keys[9]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sample), type=TrainingSample) == sample
+
+
+def test_without_pictures_a_sample_is_sent_as_before(three_turns):
+    trace, _ = three_turns
+    ((sample, _),) = samples(trace)
+    assert sample.pictures is None and b"pictures" not in msgspec.msgpack.encode(sample)

@@ -105,8 +105,8 @@ class FakePool(Scripted):
     async def pause(self, n=1):
         await asyncio.sleep(self.delay * self.random.random() if self.delay_of is None else self.delay_of(n))
 
-    async def generate(self, prompt_ids, sampling, *, n=1, prefix=None):
-        self.requests.append((prompt_ids, sampling))
+    async def generate(self, prompt, sampling, *, n=1, prefix=None):
+        self.requests.append((prompt.token_ids, sampling))
         version = self.version
         with self.traffic.request(self.servers[0]):
             await self.pause(n)
@@ -149,12 +149,12 @@ class FakeFrozen(FakePool):
     def come_back(self):
         self.away = False
 
-    async def generate(self, prompt_ids, sampling, *, n=1, prefix=None):
-        return self.there(await super().generate(prompt_ids, sampling, n=n))
+    async def generate(self, prompt, sampling, *, n=1, prefix=None):
+        return self.there(await super().generate(prompt, sampling, n=n))
 
-    async def top_logprobs(self, token_ids, top_k):
+    async def top_logprobs(self, sequence, top_k):
         await self.pause()
-        return self.there(await super().top_logprobs(token_ids, top_k))
+        return self.there(await super().top_logprobs(sequence, top_k))
 
     async def wait_ready(self, timeout_s, still_alive=lambda: None):
         self.waited.append(timeout_s)
@@ -252,7 +252,7 @@ class Distils(Algorithm):
 
     async def score_rollout(self, rollout):
         for sample in rollout.samples:
-            sample.ref_logprobs = await self.pools[0].prompt_logprobs(sample.token_ids)
+            sample.ref_logprobs = await self.pools[0].prompt_logprobs(sample.input)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import contextlib
 
 import pytest
 
+from prl.rollouts.inputs import ModelInput
 from tests.conftest import Server
 
 GENERATE, UPDATE, HEALTH = "/prl/generate", "/prl/load_policy", "/health"
@@ -80,7 +81,7 @@ async def until(condition, what="it happens"):
 
 async def ask(pool, n=1, prefix=None):
     """(the version that the reply was sampled from, the one that the request is recorded to start from)"""
-    completions = await pool.generate([1, 2], {}, n=n, prefix=prefix)
+    completions = await pool.generate(ModelInput([1, 2]), {}, n=n, prefix=prefix)
     [found] = {(each.token_ids[0], each.start_version) for each in completions}
     return found
 
