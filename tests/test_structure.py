@@ -109,7 +109,7 @@ def is_text_of_the_locale(call: ast.Call) -> bool:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     modes = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
     binary = any(isinstance(mode, ast.Constant) and "b" in str(mode.value) for mode in modes)
-    opens = name == "open" and ast.unparse(call.func) != "os.open" and not binary
+    opens = name == "open" and ast.unparse(call.func) not in ("os.open", "Image.open") and not binary
     has_encoding = any(keyword.arg in ("encoding", None) for keyword in call.keywords)
     return (opens or name in ("read_text", "write_text")) and not has_encoding
 
