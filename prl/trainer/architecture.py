@@ -9,6 +9,10 @@ from prl.engines.rope import check_rope
 
 LAYERS = {"full_attention", "sliding_attention", "moe"}
 """Kinds of layers, in transformers' words, that can attend over the sequences of a row and a prompt that they share."""
+SEEING = ("qwen3_vl", "qwen2_5_vl", "llava")
+"""Models that see pictures, in transformers' words, whose positions and pictures the trainer knows."""
+TOWERS = ("qwen3_vl_vision", "qwen2_5_vl_vision", "clip_vision_model", "siglip_vision_model")
+"""Kinds of their vision towers: others want more of a picture than the placeholders that lie side by side."""
 
 
 def check_architecture(config: Any, path: str, longest: int = 0) -> None:
@@ -20,6 +24,12 @@ def check_architecture(config: Any, path: str, longest: int = 0) -> None:
         longest: tokens of the longest sequence; 0 = any length is taken.
     """
     check_rope(config, longest, path)
+    if sees(config) and (config.model_type not in SEEING or config.vision_config.model_type not in TOWERS):
+        kind = f"{config.model_type} with a vision tower of kind {config.vision_config.model_type}"
+        raise ValueError(
+            f"{path}: the trainer does not know how {kind} sees pictures: choose a model of text, Qwen3-VL, Qwen2.5-VL, "
+            "or LLaVA with CLIP or SigLIP"
+        )
     text = config.get_text_config()
     if others := set(getattr(text, "layer_types", None) or ()) - LAYERS:
         raise ValueError(
@@ -41,6 +51,16 @@ def check_architecture(config: Any, path: str, longest: int = 0) -> None:
             f"{path}: its weights are quantised ({str(method)[:80]}), which the trainer cannot train: give the same "
             "model in bfloat16 or float32, without quantization_config in its config.json"
         )
+
+
+def sees(config: Any) -> bool:
+    """Return whether a model has a vision tower, by its config."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def language_of(model: Any) -> Any:
+    """Return the part of a model that reads tokens: of one without a vision tower, all of it."""
+    return model.base_model.language_model if sees(model.config) else model
 
 
 def has_sinks(config: Any) -> bool:

@@ -4,8 +4,10 @@ These are packed rows, one sequence after the other; `prl.trainer.tree.tree` has
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,9 +15,13 @@ import torch
 from prl.losses.compute import weighted_tokens
 from prl.losses.interface import per_token
 from prl.rollouts.components import COMPONENTS, STREAM_FILL
+from prl.rollouts.inputs import Picture
 from prl.rollouts.messages import MicroBatch, Reference
 from prl.trainer.divergence import Top
 from prl.trainer.tree.attention import TokenTree
+
+if TYPE_CHECKING:
+    from prl.rollouts.pictures import Features
 
 
 @dataclass
@@ -58,6 +64,10 @@ class Stack:
     """Likeliest tokens by references that engines serve, `[flat tokens, k]`; None where no sequence has any."""
     tree: TokenTree | None = None
     """Tree by which the tokens of the one row attend; None = causal within each sequence, as its positions say."""
+    pictures: list[Picture] = field(default_factory=list)
+    """Pictures of the sequences, in their order; their places count flat tokens."""
+    features: "Mapping[str, Features]" = field(default_factory=dict)
+    """What the model's processor made of each picture, by `Picture.features`."""
 
     @property
     def forward_tokens(self) -> int:
@@ -106,6 +116,7 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
     fed = [weighted_tokens(component, mask, streams.get(component.stream)) for component in COMPONENTS.values()]
     streams = {name: stream.flatten()[flat] for name, stream in streams.items()}
     lengths = [n for row in rows for n in row.sequence_lengths]
+    starts = accumulate((sum(row.sequence_lengths) for row in rows), initial=0)
     # One number a sequence was shipped: here each of its tokens gets it.
     if shares := [share for row in rows for share in row.rollout_shares]:
         streams["rollout_share"] = torch.tensor(shares)[per_token(range(len(lengths)), lengths, torch.device("cpu"))]
@@ -125,6 +136,7 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
         losses=[name for row in rows for name in row.losses],
         envs=[name for row in rows for name in row.env_names],
         origins=[(number, place) for number, row in numbered.items() for place in range(len(row.sequence_lengths))],
+        pictures=[picture.moved(start) for row, start in zip(rows, starts, strict=False) for picture in row.pictures],
     )
 
 

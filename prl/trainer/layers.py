@@ -6,6 +6,7 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
+from prl.trainer.architecture import language_of
 from prl.trainer.sharding import layers_of
 from prl.trainer.tree.attention import NAME, tree_attention
 
@@ -40,7 +41,10 @@ def recompute_activations(model: PreTrainedModel, which: str) -> None:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile each layer; attention over trees, whose shapes differ from one stack to the next, stays as it is."""
+    """Compile each layer; attention over trees, whose shapes differ from one stack to the next, stays as it is.
+
+    So does a vision tower, whose pictures differ in size.
+    """
     AttentionInterface.register(NAME, torch.compiler.disable(tree_attention))
-    for layer in layers_of(model):
+    for layer in layers_of(language_of(model)):
         layer.compile()

@@ -4,12 +4,13 @@ import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from prl.base.errors import ConfigError
@@ -18,8 +19,9 @@ from prl.config.model_folder import positions, write_files
 from prl.config.tensor_names import check_names
 from prl.engines.rope import fix_rope
 from prl.engines.tokenizers import load_tokenizer
+from prl.rollouts.inputs import ModelInput, Picture
 from prl.rollouts.messages import MicroBatch
-from prl.trainer.architecture import check_architecture, has_sinks
+from prl.trainer.architecture import check_architecture, has_sinks, language_of, sees
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.divergence import Head
 from prl.trainer.logprobs import chunked_logprobs
@@ -39,7 +41,7 @@ def load_model(
     ends: Iterable[int] | None = None,
     max_model_len: int | None = None,
 ) -> PreTrainedModel:
-    """Load the causal language model at `path` with float32 master weights, in training mode.
+    """Load the causal language model at `path`, which may see pictures, with float32 master weights, in training mode.
 
     Args:
         path: a model folder, or a name on the hub.
@@ -53,9 +55,10 @@ def load_model(
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     longest = max_model_len or positions(config.to_dict()) or 0
     check_architecture(config, path, longest)
-    for name, value in config.to_dict().items():
-        if name.endswith(("dropout", "pdrop", "jitter_noise")) and value:  # noise of experts' inputs
-            setattr(config, name, 0.0)  # the sampler has none: with it every batch would be off-policy
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name, value in part.to_dict().items():
+            if name.endswith(("dropout", "pdrop", "jitter_noise")) and value:  # noise of experts' inputs
+                setattr(part, name, 0.0)  # the sampler has none: with it every batch would be off-policy
     how = {
         "attn_implementation": NAME if has_sinks(config) else "sdpa",
         "dtype": torch.float32,
@@ -63,7 +66,7 @@ def load_model(
     }
     if device.type == "meta":
         with device:
-            model = AutoModelForCausalLM.from_config(config, **how)
+            model = class_of(config).from_config(config, **how)
     else:
         model = _with_weights(path, config, how)
         name_ends(model, ends_of(path, trust_remote_code) if ends is None else ends)
@@ -72,10 +75,15 @@ def load_model(
     return model.to(device).train()
 
 
+def class_of(config: Any) -> Any:
+    """Return the class of transformers that makes the model of a config."""
+    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+
+
 def _with_weights(path: str, config: Any, how: Mapping[str, Any]) -> PreTrainedModel:
     """Load a model with its weights, on the CPU. Raises ValueError for weights that are not there or do not fit."""
     try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
+        model, loaded = class_of(config).from_pretrained(
             path,
             config=config,
             output_loading_info=True,
@@ -167,12 +175,17 @@ def run_stack(
     elif has_sinks(model.config):  # its masks do not get positions; of embeddings they take shape and place
         embedded, positions = stack.input_ids[..., None], stack.position_ids
         inputs["attention_mask"] = create_masks_for_generate(model.config, embedded, None, None, positions)
+    body = model.base_model
+    if sees(model.config):
+        from prl.trainer.vision import with_pictures  # a run with text needs none of it
+
+        body, inputs = language_of(model), with_pictures(model, stack, inputs)
     # Counted before the model runs: on a GPU each count waits for all that was launched.
     known = (stack.wanted & (stack.before >= 0)).nonzero().squeeze(1)
     # Rollouts of a group often say the same: the head computes a token after the same tokens once.
     some, same = distinct(stack.before[known], stack.token_ids[known], stack.temperatures[known])
     place = known[some]
-    hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)
+    hidden = body(**inputs).last_hidden_state.flatten(0, 1)
     head = model.get_output_embeddings()
     of_distinct = chunked_logprobs(
         hidden.index_select(0, stack.before[place]),
@@ -220,6 +233,7 @@ def check_layout(
 
     They are looked at in one packed row, since some architectures ignore positions, and in `layout`. The packed row
     ends with the last positions of a longest sequence, by which some models choose the frequencies of all positions.
+    Of a model that sees, both have a picture in their prefix, and different ones behind it.
 
     A fault shows with nearly any tokens. But in bfloat16 rounding may choose other experts for a few tokens, which
     changes their logprobs by as much. So a model is refused if it fails for two draws of three.
@@ -255,11 +269,19 @@ def _fault_of_layout(
     """Compare the logprobs of two sequences by themselves and together. Returns the fault, None if there is none."""
     vocabulary = len(model.get_output_embeddings().weight)
     ids = torch.randint(vocabulary, (2 * CHECKED - 4,), generator=torch.Generator().manual_seed(seed)).tolist()
-    one, two = ids[:CHECKED], ids[:4] + ids[CHECKED:]
+    one, two, start = ModelInput(ids[:CHECKED]), ModelInput(ids[:4] + ids[CHECKED:]), ModelInput(ids[:4])
+    features: Mapping[str, Any] = {}
+    pictures: dict[str, torch.Tensor] = {}
+    if sees(model.config):
+        from prl.trainer.vision import made_up_pictures, plain_inputs
+
+        one, two, features = made_up_pictures(model.config, one, two)
+        pictures = plain_inputs(model.base_model, one, features, device)
 
     def logprobs(of: Callable[..., Iterator[Stack]], *rows: MicroBatch) -> torch.Tensor:
-        """Return those of all but the first four tokens of each sequence, in the order of the sequences, flat."""
-        (stack,) = of(rows, 4 * CHECKED, device)
+        """Return those of all text but the first four tokens of each sequence, in the order of the sequences, flat."""
+        (stack,) = of(rows, 4 * len(two), device)
+        stack.features = features
         by_sequence = stack_logprobs(model, stack, head_chunk=64)[0][stack.mask].unflatten(0, (-1, CHECKED - 4))
         order = sorted(range(len(by_sequence)), key=stack.origins.__getitem__)
         return by_sequence[order].flatten()
@@ -267,7 +289,7 @@ def _fault_of_layout(
     alone = torch.cat([logprobs(stacks, _row(one)), logprobs(stacks, _row(two))])
     if not alone.isfinite().all():
         return ": its logprobs are not finite, as where weights are NaN or infinite"
-    beside = _row(one, two, one[:4])
+    beside = _row(one, two, start)
     beside.position_ids[-4:] = range(max(4, longest) - 4, max(4, longest))  # the end of a longest sequence
     gap = (logprobs(stacks, beside) - alone).abs().max().item()
     if not gap < tolerance:
@@ -275,8 +297,10 @@ def _fault_of_layout(
             f": packed sequences see each other (logprobs off by {gap:.2g}): this architecture ignores positions, or "
             f"chooses frequencies by the longest sequence (here {longest} tokens; try a lower model.max_model_len)"
         )
-    logits = model(input_ids=torch.tensor([one], device=device), use_cache=False).logits[0, 3:-1]
-    expected = logits.float().log_softmax(-1).gather(1, torch.tensor(one[4:], device=device)[:, None])
+    tokens = torch.tensor([one.token_ids], device=device)
+    trained = torch.tensor(_row(one).mask[1:], device=device)
+    logits = model(input_ids=tokens, use_cache=False, **pictures).logits[0, :-1][trained]
+    expected = logits.float().log_softmax(-1).gather(1, tokens[0, 1:][trained][:, None])
     if not (alone[: CHECKED - 4] - expected.squeeze(1)).abs().max().item() < tolerance:
         return " changes its logits after the head, which the trainer does not do"
     gap = (logprobs(layout, _row(one), _row(two)) - alone).abs().max().item()
@@ -285,18 +309,24 @@ def _fault_of_layout(
     return None
 
 
-def _row(*sequences: list[int]) -> MicroBatch:
-    """Make a packed row of sequences that trains all but the first four tokens of each."""
-    places = [place for tokens in sequences for place in range(len(tokens))]
+def _row(*sequences: ModelInput) -> MicroBatch:
+    """Make a packed row of sequences that trains all text but the first four tokens of each."""
+    places, mask, pictures = list[int](), list[bool](), list[Picture]()
+    for sequence in sequences:
+        pictures += [picture.moved(len(places)) for picture in sequence.pictures]
+        places += range(len(sequence))
+        text = [key >= 0 for key in sequence.keys]
+        mask += [on and place > 4 for on, place in zip(text, accumulate(text), strict=True)]
     return MicroBatch(
-        input_ids=[token for tokens in sequences for token in tokens],
-        mask=[place >= 4 for place in places],
+        input_ids=[token for sequence in sequences for token in sequence.token_ids],
+        mask=mask,
         logprobs=[0.0] * len(places),
         temperatures=[1.0] * len(places),
         position_ids=places,
         sequence_lengths=list(map(len, sequences)),
         env_names=[""] * len(sequences),
         losses=[""] * len(sequences),
+        pictures=pictures,
     )
 
 

@@ -58,6 +58,8 @@ def behind_prefixes(
     row = MicroBatch([], [], [], [], [], [], [], [])
     for reference, part in zip(stack.references, sequence_slices(stack.sequence_lengths), strict=True):
         prefix = list(reference.prefix)
+        behind = len(row.input_ids) + len(prefix) - part.start
+        row.pictures += [each.moved(behind) for each in stack.pictures if part.start <= each.start < part.stop]
         row.input_ids += prefix + stack.token_ids[part].tolist()
         row.mask += [False] * len(prefix) + stack.wanted[part].tolist()
         row.temperatures += [1.0] * len(prefix) + stack.temperatures[part].tolist()
@@ -66,6 +68,7 @@ def behind_prefixes(
     row.logprobs = [0.0] * len(row.input_ids)
     row.env_names = row.losses = [""] * len(row.sequence_lengths)
     (seen,) = layout([row], len(row.input_ids), stack.token_ids.device)
+    seen.features = stack.features
     starts = {
         place: part.start for (_, place), part in zip(seen.origins, sequence_slices(seen.sequence_lengths), strict=True)
     }

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,10 @@ from prl.trainer.tree.attention import can_attend_over_trees
 from prl.trainer.tree.tree import tree_stacks
 from prl.transport.events import FORWARD, OPTIMISER, TRAINER, Track
 
+if TYPE_CHECKING:
+    from prl.rollouts.inputs import Picture
+    from prl.rollouts.pictures import Features
+
 # Names in `metrics.jsonl` that differ from the loss's own.
 RENAMED = {"mismatch_kl": "mismatch_kl/all/mean", "logprob_gap": "logprob_gap/mean"}
 # What is counted over a step: what `count_members` has, then the tokens with a logprob, then all.
@@ -51,6 +55,7 @@ class Trainer:
         max_steps: steps of the run, for the schedule.
         precision: number format of the model over its float32 weights; another one is for ranks, one at least.
         references: loads each model that samples name as their reference, by that name (`prl.trainer.references`).
+        features: returns what the model's processor made of a picture; None = the model sees none.
         export: writes the use of each token of a step in the loss.
         track: records the phases of this rank's work.
         options: the fields of `TrainerConfig`. A subclass takes its own by keyword and passes the rest on.
@@ -66,6 +71,7 @@ class Trainer:
         max_steps: int,
         precision: Precision = FLOAT32,
         references: Mapping[str, Callable[[], PreTrainedModel]] | None = None,
+        features: "Callable[[Picture], Features] | None" = None,
         export: TokenExport | None = None,
         track: Track | None = None,
         **options: Any,
@@ -94,6 +100,7 @@ class Trainer:
             self.config.schedule or {"_target_": "prl.trainer.schedule.Linear"}, Schedule, "trainer.schedule"
         )
         self.layout = self._layout()
+        self.features = features
         self.export = export
         self.track = track or Track(TRAINER)
         self.references: dict[str, PreTrainedModel] = {}
@@ -185,8 +192,10 @@ class Trainer:
         return counted
 
     def _check(self, batch: StepBatch) -> None:
-        """Raise ValueError for a sequence that asks for a reference that is not there."""
+        """Raise ValueError for a sequence that asks for a reference that is not there, or with unseen pictures."""
         for row in batch.micro_batches:
+            if row.pictures and self.features is None:
+                raise ValueError(f"a sample has pictures, which {type(self.model).__name__} does not see")
             for reference in row.references:
                 if reference.model and reference.model not in self.references:
                     raise ValueError(
@@ -206,6 +215,8 @@ class Trainer:
             for stack in own:
                 # The layout numbers the rows of an update from 0. Origins count in the whole batch.
                 stack.origins = [(min(rows) + number, place) for number, place in stack.origins]
+                if self.features is not None:
+                    stack.features = {each.features: self.features(each) for each in stack.pictures}
             (longest,) = most([len(own)], self.device)
             stacks_of_update = own + [empty_stack(self.device) for _ in range(longest - len(own))]
             parts.append([self._with_proximal(stack) for stack in stacks_of_update])

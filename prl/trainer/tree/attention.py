@@ -25,6 +25,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from prl.trainer.architecture import language_of
+
 NAME = "prl_tree"
 """Name of this attention among those of transformers."""
 KEY = "trainer.share_prefixes"
@@ -156,15 +158,15 @@ def without(device: torch.device) -> str:
 
 def use_tree_attention(model: PreTrainedModel) -> None:
     """Have the model attend over trees, where all of its layers can; rows without a tree stay as they are."""
-    config = model.config
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if model._supports_attention_backend and layers <= {"full_attention", "sliding_attention"}:
-        model.set_attn_implementation(NAME)
+    language = language_of(model)  # a vision tower sees all of a picture
+    layers = set(getattr(language.config, "layer_types", None) or ["full_attention"])
+    if language._supports_attention_backend and layers <= {"full_attention", "sliding_attention"}:
+        language.set_attn_implementation(NAME)
 
 
 def can_attend_over_trees(model: PreTrainedModel) -> bool:
     """Return whether the model attends over trees, by `use_tree_attention`."""
-    return bool(model.config._attn_implementation == NAME)
+    return bool(language_of(model).config._attn_implementation == NAME)
 
 
 AttentionInterface.register(NAME, tree_attention)

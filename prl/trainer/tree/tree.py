@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from prl.rollouts.inputs import Picture, keys_of
 from prl.rollouts.messages import MicroBatch, sequence_slices
 from prl.trainer.batch import Stack, empty_stack, stacks
 from prl.trainer.tree.attention import TokenTree
@@ -31,9 +32,9 @@ def tree_stacks(
     Sequences without a wanted token are left out. Without `share` each has all of its tokens.
     """
     (whole,) = stacks(rows, sum(len(row.input_ids) for row in rows), torch.device("cpu"))
-    ids, wanted = whole.token_ids.tolist(), whole.wanted.tolist()
+    keys, wanted = keys_of(whole.token_ids.tolist(), whole.pictures), whole.wanted.tolist()
     tokens = {
-        number: ids[part.start : part.start + max(1, last_of(wanted[part]))]
+        number: keys[part.start : part.start + max(1, last_of(wanted[part]))]
         for number, part in enumerate(sequence_slices(whole.sequence_lengths))
         if any(wanted[part])
     }
@@ -102,24 +103,27 @@ def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], d
 
     Args:
         whole: all sequences, packed.
-        tokens: by number in `whole`, the first tokens of each sequence, which go through the model.
+        tokens: by number in `whole`, the keys of the first tokens of each sequence, which go through the model.
         shared: how many of them each shares with the one before it.
         device: where the stack goes.
     """
     slices = sequence_slices(whole.sequence_lengths)
     lengths = [whole.sequence_lengths[number] for number in tokens]
-    input_ids, depths, starts = list[int](), list[int](), list[int]()
+    taken, depths, starts = list[int](), list[int](), list[int]()
+    pictures = list[Picture]()
     before = np.full(sum(lengths), -1)
     path = np.empty(max(lengths), dtype=np.int64)
     first = 0
-    for (ids, common), length in zip(zip(tokens.values(), shared, strict=True), lengths, strict=True):
+    for (number, keys), common, length in zip(tokens.items(), shared, lengths, strict=True):
+        own = slices[number].start
         # Else it says nothing new: its tokens are all on the path before it.
-        if len(ids) > common:
-            starts.append(len(input_ids))
-            path[common : len(ids)] = np.arange(starts[-1], starts[-1] + len(ids) - common)
-            input_ids += ids[common:]
-            depths += range(common, len(ids))
-        known = min(len(ids), length - 1)
+        if len(keys) > common:
+            starts.append(len(taken))
+            path[common : len(keys)] = np.arange(starts[-1], starts[-1] + len(keys) - common)
+            taken += range(own + common, own + len(keys))
+            depths += range(common, len(keys))
+        pictures += [each.moved(first - own) for each in whole.pictures if own <= each.start < own + len(keys)]
+        known = min(len(keys), length - 1)
         before[first + 1 : first + 1 + known] = path[:known]
         first += length
     order = torch.from_numpy(
@@ -127,7 +131,7 @@ def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], d
     )
     depth = np.array(depths)
     return Stack(
-        input_ids=torch.tensor(input_ids)[None].to(device),
+        input_ids=whole.token_ids[torch.tensor(taken)][None].to(device),
         position_ids=torch.from_numpy(depth)[None].to(device),
         token_ids=whole.token_ids[order].to(device),
         before=torch.from_numpy(before).to(device),
@@ -143,6 +147,7 @@ def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], d
         envs=[whole.envs[number] for number in tokens],
         origins=[whole.origins[number] for number in tokens],
         tree=row_tree(depth, starts, device),
+        pictures=pictures,
     )
 
 
