@@ -7,6 +7,21 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionShape:
+    """Sizes of a vision tower."""
+
+    layers: int
+    hidden: int
+    """Width of what passes from layer to layer."""
+    intermediate: int
+    """Width inside the MLP."""
+    patches: int
+    """Patches that a placeholder token stands for."""
+    pixels: int
+    """Numbers of a patch."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a causal language model."""
 
@@ -30,11 +45,15 @@ class ModelShape:
     """Experts that a token is given to; 0 = it has none."""
     adapters: int = 0
     """Parameters of adapters (LoRA), which are trained in place of the others; 0 = it has none."""
+    frozen: int = 0
+    """Parameters that are not trained (`model.freeze`)."""
+    vision: VisionShape | None = None
+    """The vision tower, where it is trained; None = it is not, or there is none."""
 
     @property
     def trained(self) -> int:
         """Parameters that have a gradient."""
-        return self.adapters or self.parameters
+        return self.adapters or self.parameters - self.frozen
 
     @property
     def queries(self) -> int:

@@ -69,13 +69,15 @@ class LoraConfig:
     """Adapters are scaled by this divided by the rank."""
     target_modules: list[str] | None = None
     """Linear layers that get an adapter, by the ends of their names: [q_proj,v_proj]; null = all
-    but the output head."""
+    but the output head and a vision tower."""
 
 
 @dataclass
 class PolicyModelConfig(ModelConfig):
     """A model that is trained."""
 
+    freeze: list[str] = field(default_factory=list)
+    """Parts of the model that are not trained, as its parameters' names have them: [visual] of Qwen3-VL."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 

@@ -44,6 +44,8 @@ def validate(config: TrainConfig, machine: Machine) -> None:
         warnings.warn(f"trainer.seq_len={seq_len} cuts samples: model.max_model_len={longest}", stacklevel=2)
     if config.model.lora.rank is None and config.model.lora != LoraConfig():
         raise ConfigError("model.lora.rank has no value, and model.lora describes adapters: give it one")
+    if config.model.lora.rank is not None and config.model.freeze:
+        raise ConfigError("model.freeze: with model.lora.rank all weights are frozen, and adapters alone are trained")
     validate_server(config.model, config.engine, machine, weights=not config.dry_run)
     validate_teacher(config, machine)
     if machine.device_of(config.trainer.device) == "cpu":

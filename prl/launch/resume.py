@@ -38,6 +38,7 @@ FIXED = {
     "seed": "the order of tasks and the seeds of requests follow from it",
     "model.path": "the trained weights come from it",
     "model.lora": "the trained adapters, or weights, are those that it asked for",
+    "model.freeze": "the optimiser's state is that of the parameters that it leaves",
     "model.renderer": "the weights were trained on its chat format",
     "trainer.optim._target_": "the optimiser's state is that of the class",
     "trainer.optim.parts.*._target_": "the optimiser's state is that of the class",

@@ -90,7 +90,8 @@ def page(file: Path, path: str, described: Any, groups: Collection[str] = ()) ->
     given = {*groups, *(yaml.safe_load(own) or {})}
     fields = [lines for key, lines in node_of(group, described) if key not in given]
     if path == "train":  # beside what the options of `model` set
-        fields += ["model:", *(lines for key, lines in fields_of(schema.PolicyModelConfig, {}, "  ") if key == "lora")]
+        trained = fields_of(schema.PolicyModelConfig, {}, "  ")
+        fields += ["model:", *(lines for key, lines in trained if key in ("freeze", "lora"))]
     if path in ("train", "eval"):  # the options of `sampling` set some of them, for an env as well
         fields += ["sampling:", *(lines for _, lines in node_of("sampling", Sampler, "  "))]
     if group == "sampling":

@@ -27,8 +27,8 @@ def check_architecture(config: Any, path: str, longest: int = 0) -> None:
     if sees(config) and (config.model_type not in SEEING or config.vision_config.model_type not in TOWERS):
         kind = f"{config.model_type} with a vision tower of kind {config.vision_config.model_type}"
         raise ValueError(
-            f"{path}: the trainer does not know how {kind} sees pictures: choose a model of text, Qwen3-VL, Qwen2.5-VL, "
-            "or LLaVA with CLIP or SigLIP"
+            f"{path}: the trainer does not know how {kind} sees pictures: choose Qwen3-VL, Qwen2.5-VL, LLaVA with CLIP "
+            "or SigLIP, or a model of text"
         )
     text = config.get_text_config()
     if others := set(getattr(text, "layer_types", None) or ()) - LAYERS:

@@ -9,6 +9,7 @@ that JSON does not have (NaN, an infinity) is null. Beside `step`, `rank`, `env`
   `ref_logprobs` as the trainer filled them where it did.
 - `trainer_logprobs`: null where the loss needs none, and on a sequence's first token, which has none.
 - `ratio`: exp(trainer - sampler) on members of components that read the sampler (rl, ref_kl), null elsewhere.
+- `pictures`, of a sequence that has any: the place of its first placeholder token, their number and its digest of each.
 - `use`: why the token was trained or not. "context": it is off the mask. "weight 0": it is on the mask without a
   weight. Else the components it is in ("rl kept", "rl dropped", "rl clipped", "ce", ...), joined by "+", with "invalid
   logprob" where rl or ref_kl leave it out for that.
@@ -105,6 +106,8 @@ class TokenExport:
         nothing: list[list] = [[None] * len(mask), [None] * len(mask), [""] * len(mask)]
         logprobs, ratio, labels = self._treated.get((number, place), nothing)
         untrained = ["weight 0" if on else "context" for on in mask]
+        own = [picture for picture in row.pictures if part.start <= picture.start < part.stop]
+        pictures = [(picture.start - part.start, picture.length, picture.digest) for picture in own]
         return {
             "env": row.env_names[place],
             **{name: getattr(origin, name, None) for name in Origin.__struct_fields__},
@@ -114,6 +117,7 @@ class TokenExport:
             "temperature": row.temperatures[part],
             "inference_logprobs": row.logprobs[part],
             **shipped,
+            **({"pictures": pictures} if pictures else {}),
             "trainer_logprobs": logprobs,
             "ratio": ratio,
             "use": [label or reason for label, reason in zip(labels, untrained, strict=True)],

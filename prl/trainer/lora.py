@@ -21,6 +21,7 @@ from prl.base.errors import ConfigError
 from prl.base.files import write_tensors
 from prl.base.text import in_one_line
 from prl.config.tensor_names import as_in_files
+from prl.trainer.architecture import sees
 from prl.trainer.sharding import whole
 
 ADAPTER = "adapter"
@@ -51,10 +52,13 @@ def add_adapters(model: PreTrainedModel, node: Mapping[str, Any], path: str) -> 
 
     named = node["target_modules"]
     targets = check_targets(model, None if named is None else list(named))
+    # A vision tower's layers get adapters where they are named; their names may end as those of the language part do.
+    tower = rf"(?!{model.base_model_prefix}\.language_model\.).*" if named is None and sees(model.config) else None
     config = peft.LoraConfig(
         r=node["rank"],
         lora_alpha=node["alpha"],
         target_modules=targets,
+        exclude_modules=tower,
         task_type="CAUSAL_LM",
         base_model_name_or_path=path,
     )
@@ -67,6 +71,8 @@ def add_adapters(model: PreTrainedModel, node: Mapping[str, Any], path: str) -> 
 
 def check_targets(model: PreTrainedModel, named: list[str] | None) -> list[str] | str:
     """Return the `target_modules` of peft: those named, or all linear layers that can have an adapter.
+
+    A model that sees has adapters in its vision tower only where they are named: `add_adapters` excludes it.
 
     The output head cannot: its weight is read where the layer is not run (`prl.trainer.logprobs`). Nor can layers that
     are named as matrices of experts are in files: peft takes these for the experts.

@@ -117,6 +117,22 @@ def name_ends(model: PreTrainedModel, ends: Iterable[int]) -> None:
         model.generation_config.eos_token_id = [*named, *more]
 
 
+def freeze(model: PreTrainedModel, parts: Iterable[str]) -> None:
+    """Freeze the parameters that have one of these parts in their names, such as `visual`.
+
+    Raises ConfigError for a part that no parameter has, or if nothing is left to train.
+    """
+    for part in parts:
+        chosen = [weight for name, weight in model.named_parameters() if f".{part}." in f".{name}."]
+        if not chosen:
+            known = ", ".join(name for name, module in model.base_model.named_children() if any(module.parameters()))
+            raise ConfigError(f"model.freeze: no parameter has {part!r} in its name; this model has {known}")
+        for weight in chosen:
+            weight.requires_grad_(False)
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise ConfigError(f"model.freeze={list(parts)} leaves no parameter to train")
+
+
 def check_weights(path: str, model: PreTrainedModel, loaded: Mapping[str, Any]) -> None:
     """Raise ValueError for weights that do not fit the model, by what transformers says of its loading."""
     for name, shape, wanted in sorted(loaded["mismatched_keys"]):

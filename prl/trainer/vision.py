@@ -86,9 +86,9 @@ def on_rows(stack: Stack, values: torch.Tensor) -> torch.Tensor:
 
 
 def rope_positions(body: Any, stack: Stack) -> torch.Tensor:
-    """Return positions as the model takes them of packed rows, `[4, rows, tokens]`: in the text, then the model's three.
+    """Return positions as the model takes them of packed rows, `[4, rows, tokens]`: in the sequence, then three more.
 
-    The latter are by the model's own rule, of each sequence with pictures alone.
+    The latter are by the model's own rule, for each sequence with pictures alone.
     """
     places = [stack.position_ids] * 4
     three = torch.full((3, len(stack.token_ids)), -1)

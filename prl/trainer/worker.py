@@ -26,9 +26,10 @@ from prl.config.trainer import TrainerConfig, precision_of
 from prl.losses.options import loss_of
 from prl.rollouts.messages import StepBatch
 from prl.trainer import lora
+from prl.trainer.architecture import sees
 from prl.trainer.checkpoint_part import load_state, take_part, write_part
 from prl.trainer.export import TokenExport, example_steps
-from prl.trainer.model import check_layout, load_model, token_text
+from prl.trainer.model import check_layout, freeze, load_model, token_text
 from prl.trainer.policy import PolicyTensors
 from prl.trainer.ranks import meet
 from prl.trainer.sharding import reshard
@@ -98,7 +99,8 @@ def run(config: Mapping[str, Any], run_dir: Path, stopping: threading.Event | No
             transport = FileTransport(run_dir)
             weights = build(config["weights"], Weights, "weights")
             weights.attach(transport, rank=rank, workers=config.get("engine_workers", 1))
-            trainer = make_trainer(config, device, track=track, export=make_export(config, run_dir, rank))
+            export = make_export(config, run_dir, rank)
+            trainer = make_trainer(config, device, track=track, export=export, run_dir=run_dir)
             saved = None if resume is None else trained
             files = Files(run_dir, trainer, config["model"], rank, saved)
             opened.callback(files.writer.shutdown)
@@ -252,12 +254,18 @@ def make_export(config: Mapping[str, Any], run_dir: Path, rank: int) -> TokenExp
 
 
 def make_trainer(
-    config: Mapping[str, Any], device: torch.device, *, track: Track | None = None, export: TokenExport | None = None
+    config: Mapping[str, Any],
+    device: torch.device,
+    *,
+    track: Track | None = None,
+    export: TokenExport | None = None,
+    run_dir: Path | None = None,
 ) -> Trainer:
     """Load the policy, or its checkpoint, and build its trainer, with the references that samples will name.
 
     Each begins as the model at `model.path`, in the policy's number format: one more copy of the weights in memory.
-    Raises for a model that packing or shared tokens would get wrong. Of several ranks the first loads for all.
+    Raises for a model that packing or shared tokens would get wrong. Of several ranks the first loads for all. A model
+    that sees finds the pictures of samples in `run_dir`.
     """
     torch.manual_seed(config["seed"])
     precision = precision_of(config["trainer"].get("dtype", TrainerConfig.dtype), device.type)
@@ -277,6 +285,12 @@ def make_trainer(
         lora.add_adapters(model, adapters, config["model"]["path"])
         if resume is not None and place.type != "meta":
             lora.load_adapters(model, Path(resume["folder"]))
+    freeze(model, config["model"].get("freeze") or [])
+    features = None
+    if sees(model.config) and run_dir is not None:
+        from prl.rollouts.pictures import FOLDER, PictureStore  # a run with text needs none
+
+        features = PictureStore(run_dir / FOLDER).features
     losses = {name: loss_of(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
 
     def load_reference(name: str) -> PreTrainedModel:
@@ -294,6 +308,7 @@ def make_trainer(
         max_steps=config["max_steps"],
         precision=precision,
         references={name: functools.partial(load_reference, name) for name in config["references"]},
+        features=features,
         export=export,
         track=track,
         **nodes,

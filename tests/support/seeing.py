@@ -84,7 +84,9 @@ def picture_of(config: Any, seed: int, store: PictureStore | None = None) -> tup
         grid = np.array([[1, down * vision.spatial_merge_size, across * vision.spatial_merge_size]])
         features, length = {"pixel_values": pixels, "image_grid_thw": grid}, down * across
     else:
-        features = {"pixel_values": draw.standard_normal((1, 3, vision.image_size, vision.image_size), dtype=np.float32)}
+        features = {
+            "pixel_values": draw.standard_normal((1, 3, vision.image_size, vision.image_size), dtype=np.float32)
+        }
         length = (vision.image_size // vision.patch_size) ** 2
     digest = f"{seed:064x}"[::-1]  # keys are made of its beginning
     name = hash_of(features) if store is None else store.keep_features(digest, features)

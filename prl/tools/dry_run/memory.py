@@ -7,7 +7,7 @@ count as the nearest of these.
 import math
 from dataclasses import dataclass
 
-from prl.config.model_shape import ModelShape
+from prl.config.model_shape import ModelShape, VisionShape
 
 FLOAT = 4
 """Bytes of a weight in the trainer, of its gradient, and of a logit."""
@@ -39,6 +39,7 @@ def activations(shape: ModelShape, how: Pass) -> float:
 
     In a layer, of each token: gate, activation, up and product of the MLP, inputs of norms and projections, queries
     and what attention makes of them, keys and values. On a CPU each block of queries has the keys before it again.
+    All tokens may be placeholders of pictures, which go through the vision tower, too.
     """
     blocks = 1 if how.cuda else math.ceil(how.length / QUERIES)
     gathered = 1.0 if blocks == 1 else (blocks + 1) * 2 / 3
@@ -50,7 +51,17 @@ def activations(shape: ModelShape, how: Pass) -> float:
     kept = {"none": whole, "selective": multiplied, "full": shape.hidden}
     again = 0.0 if how.checkpointing == "none" else whole
     mask = 0.0 if how.cuda else gathered * min(QUERIES, how.length)
-    return how.tokens * how.size * (shape.layers * kept[how.checkpointing] + again + mask)
+    seen = 0.0 if shape.vision is None else shape.vision.patches * floats_of_patch(shape.vision, how.checkpointing)
+    return how.tokens * how.size * (shape.layers * kept[how.checkpointing] + again + mask + seen)
+
+
+def floats_of_patch(vision: VisionShape, checkpointing: str) -> float:
+    """Return the numbers that autograd keeps of a patch: its pixels, and those of each layer of the vision tower."""
+    products = 5 * vision.hidden + vision.intermediate
+    whole = products + 8 * vision.hidden + vision.intermediate
+    kept = {"none": whole, "selective": products + 2 * vision.hidden, "full": vision.hidden}
+    again = 0.0 if checkpointing == "none" else whole
+    return vision.pixels + vision.layers * kept[checkpointing] + again
 
 
 def trainer_memory(shape: ModelShape, how: Pass, *, references: int = 0, shards: int = 1) -> dict[str, float]:

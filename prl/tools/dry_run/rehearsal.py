@@ -127,10 +127,12 @@ def train(run: PreparedRun, samples: list[TrainingSample], folder: str) -> None:
         )
     ).save_pretrained(folder)
     payload = dict(trainer_of(run).payload)
-    payload["model"] = payload["model"] | {"path": folder, "dtype": "float32", "lora": {}}
+    payload["model"] = payload["model"] | {"path": folder, "dtype": "float32", "lora": {}, "freeze": []}
     invented = {"device": "cpu", "dtype": "float32", "compile": False, "cpu_offload": False, "optim": None}
     payload["trainer"] = payload["trainer"] | invented
     trainer = make_trainer(payload, torch.device("cpu"))
+    for sample in samples:
+        sample.pictures = None  # the invented model sees none
     rows, truncated = pack(samples, options.seq_len, 1, options.updates_per_batch)
     metrics = trainer.train_step(StepBatch(1, rows[0], truncated, False))
     if not math.isfinite(metrics["loss/mean"]):

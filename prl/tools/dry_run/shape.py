@@ -11,9 +11,9 @@ from prl.base.errors import ConfigError
 from prl.base.text import in_one_line
 from prl.config.build import plain
 from prl.config.hardware import parameters_of
-from prl.config.model_shape import ModelShape
-from prl.config.schema import ModelConfig
-from prl.trainer.architecture import has_sinks
+from prl.config.model_shape import ModelShape, VisionShape
+from prl.config.schema import ModelConfig, PolicyModelConfig
+from prl.trainer.architecture import SEEING, has_sinks, sees
 
 
 def shape_of(model: ModelConfig, key: str, *, lora: Any = None, trained: bool) -> ModelShape:
@@ -29,8 +29,12 @@ def shape_of(model: ModelConfig, key: str, *, lora: Any = None, trained: bool) -
     """
     from transformers import AutoConfig
 
+    from prl.trainer.model import freeze
+
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     built = build(config, f"{key}={model.path!r}", trained=trained)
+    if isinstance(model, PolicyModelConfig):
+        freeze(built, model.freeze)
     text = config.get_text_config()
     heads, routed = int(text.num_attention_heads), int(setting(text, "num_experts_per_tok") or 0)
     width = (setting(text, "moe_intermediate_size") if routed else None) or setting(text, "intermediate_size")
@@ -43,17 +47,38 @@ def shape_of(model: ModelConfig, key: str, *, lora: Any = None, trained: bool) -
         kv_heads=int(setting(text, "num_key_value_heads") or heads),
         head_dim=int(setting(text, "head_dim") or text.hidden_size // heads),
         routed=routed,
+        frozen=sum(weight.numel() for weight in built.parameters() if not weight.requires_grad) if trained else 0,
         **parameters_by_place(built, parameters_of(model) or 0),
         adapters=0 if lora is None or lora.rank is None else parameters_of_adapters(built, lora, model.path),
+        vision=vision_of(config, built) if sees(config) and built is not None else None,
+    )
+
+
+def vision_of(config: Any, built: Any) -> VisionShape | None:
+    """The sizes of the vision tower of a model; None where none of it is trained."""
+    language = "language_model.", "lm_head."
+    names = (name for name, weight in built.named_parameters() if weight.requires_grad)
+    if all(name.removeprefix(f"{built.base_model_prefix}.").startswith(language) for name in names):
+        return None
+    vision = config.vision_config
+    return VisionShape(
+        layers=int(setting(vision, "depth") or vision.num_hidden_layers),
+        hidden=int(vision.hidden_size),
+        # Of Qwen2.5-VL, gate and activation.
+        intermediate=int(vision.intermediate_size) * (2 if config.model_type == "qwen2_5_vl" else 1),
+        patches=int(setting(vision, "spatial_merge_size") or 1) ** 2,
+        pixels=3 * int(setting(vision, "temporal_patch_size") or 1) * int(vision.patch_size) ** 2,
     )
 
 
 def build(config: Any, where: str, *, trained: bool) -> Any:
     """The model of a config, without values; None where only an engine may know it. Raises ConfigError."""
     import torch
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    from prl.trainer.model import class_of
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in SEEING:
         if not trained:
             return None
         raise ConfigError(f"{where}: {config.model_type} is no causal language model of transformers: give one of text")
@@ -61,7 +86,7 @@ def build(config: Any, where: str, *, trained: bool) -> Any:
     attention = "sdpa" if trained and not has_sinks(config) else "eager"
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            return class_of(config).from_config(
                 copy.deepcopy(config), attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
             )
     except Exception as error:  # transformers has no common class of errors
