@@ -125,7 +125,7 @@ def freeze(model: PreTrainedModel, parts: Iterable[str]) -> None:
     for part in parts:
         chosen = [weight for name, weight in model.named_parameters() if f".{part}." in f".{name}."]
         if not chosen:
-            known = ", ".join(name for name, module in model.base_model.named_children() if any(module.parameters()))
+            known = ", ".join(name for name, module in model.base_model.named_children() if list(module.parameters()))
             raise ConfigError(f"model.freeze: no parameter has {part!r} in its name; this model has {known}")
         for weight in chosen:
             weight.requires_grad_(False)

@@ -1,14 +1,25 @@
 """Small random models that see, pictures for them, and samples with pictures."""
 
+import json
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
+from prl.config.trainer import AdamWConfig
+from prl.losses import default_loss
+from prl.models import model_path
 from prl.rollouts.inputs import Picture
+from prl.rollouts.messages import MicroBatch, Reference, StepBatch, TrainingSample
+from prl.rollouts.packing import pack
 from prl.rollouts.pictures import PictureStore, hash_of
+from prl.trainer.model import load_model, save_weights
+from prl.trainer.trainer import Trainer
 
 PLACEHOLDER, STARTS, ENDS = 300, 301, 302
 TEXT: dict[str, Any] = {
@@ -50,6 +61,20 @@ SEEING: dict[str, dict[str, Any]] = {
     },
 }
 """Configs of models that are trained, by their kind."""
+MERGED = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+QWEN = {
+    "preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor"} | MERGED,
+    "video_preprocessor_config.json": {"video_processor_type": "Qwen3VLVideoProcessor"} | MERGED,
+}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen3_vl": QWEN,
+    "qwen2_5_vl": QWEN,
+    "llava": {
+        "preprocessor_config.json": {"image_processor_type": "CLIPImageProcessor", "crop_size": 12},
+        "processor_config.json": {"processor_class": "LlavaProcessor", "patch_size": 4},
+    },
+}
+"""Files of the processors of each."""
 
 
 def config_of(kind: str, *, tied: bool = False) -> Any:
@@ -70,6 +95,11 @@ def write_model(folder: Path, kind: str, *, tied: bool = False) -> Path:
             elif parameter.std() < 0.1:
                 parameter.normal_(0, 0.15)
     model.save_pretrained(folder)
+    for file in Path(model_path("tiny")).glob("tokenizer*"):
+        shutil.copy(file, folder)
+    for name, settings in PROCESSORS[kind].items():
+        (folder / name).write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     return folder
 
 
@@ -91,6 +121,91 @@ def picture_of(config: Any, seed: int, store: PictureStore | None = None) -> tup
     digest = f"{seed:064x}"[::-1]  # keys are made of its beginning
     name = hash_of(features) if store is None else store.keep_features(digest, features)
     return Picture(0, length, digest, 1, 1, name), features
+
+
+class Pictures:
+    """Random pictures of a model, and samples that have them."""
+
+    def __init__(self, config: Any, store: PictureStore | None = None):
+        made = [picture_of(config, seed, store) for seed in range(6)]
+        self.pictures = [picture for picture, _ in made]
+        self.features = {picture.features: features for picture, features in made}
+
+    def sample(self, *parts: int | list[int], seed: int = 0, **fields: Any) -> TrainingSample:
+        """Return a sample of text, as token ids, and pictures, by number; what is behind the last part trains."""
+        draw, ids, pictures = random.Random(seed), list[int](), list[Picture]()
+        for part in parts:
+            if isinstance(part, list):
+                ids += part
+                continue
+            picture = self.pictures[part].moved(len(ids) + 1)
+            pictures.append(picture)
+            ids += [STARTS, *[PLACEHOLDER] * picture.length, ENDS]
+        prompt = len(ids)
+        ids += [draw.randrange(250) for _ in range(3 + seed % 4)]
+        on = [float(place >= prompt) for place in range(len(ids))]
+        given = {"advantages": [draw.choice([-1.0, 0.5]) * each for each in on]} | fields
+        mask, logprobs = list(map(bool, on)), [-5.7 * each for each in on]
+        return TrainingSample(ids, mask, logprobs, [1.0] * len(ids), "x", 0.0, pictures=pictures or None, **given)
+
+    def samples(self) -> list[TrainingSample]:
+        """Return samples with none, one and several pictures, some of them shared; two have the same text."""
+        return [
+            self.sample([1, 2, 3], 0, [4, 5], seed=1),
+            self.sample([1, 2, 3], 0, [4, 5], seed=2),
+            self.sample([1, 2, 3], 1, [4, 5], seed=1),
+            self.sample([8, 9], [3, 4], seed=3),
+            self.sample([1, 2, 3], 0, [4], 2, [7, 8], 3, seed=4),
+            self.sample([1, 2], 0, [3], 0, [4], seed=5),
+            self.sample(4, seed=6),
+        ]
+
+
+def step(
+    folder: Path, rows: list[MicroBatch], features: Any, *, rank: int = 0, options: dict[str, Any] | None = None
+) -> tuple[Trainer, dict[str, float]]:
+    """Return the trainer of a model folder after one step, and its metrics."""
+    load = [load_model(str(folder), device=torch.device("meta" if rank else "cpu")) for _ in range(2)]
+    given = {"device": "cpu", "optim": AdamWConfig(lr=1e-3, eps=1e-4), "tokens_per_forward": 64} | (options or {})
+    trainer = Trainer(
+        model=load[0],
+        rl_losses={"": default_loss},
+        max_steps=1,
+        references={"initial": lambda: load[1]},
+        features=lambda picture: features[picture.features],
+        **given,
+    )
+    return trainer, trainer.train_step(StepBatch(1, rows, 0))
+
+
+def step_samples(pictures: Pictures) -> list[TrainingSample]:
+    """Return samples of which some are compared with a reference."""
+    dense = {"reference": Reference("initial", "reverse_kl", prefix=(7, 8, 9)), "advantages": None}
+    kl = [pictures.sample([1, 2, 3], number, [6], seed=8 + number, **dense) for number in (2, 5)]
+    for sample in kl:
+        sample.ref_kl_weights, sample.rl_weights = list(map(float, sample.mask)), [0.0] * len(sample.mask)
+    return pictures.samples() + kl
+
+
+def rows_of(pictures: Pictures, ranks: int) -> list[list[MicroBatch]]:
+    """Return the rows of each rank; the last of two has none with a picture."""
+    samples = step_samples(pictures)
+    if ranks == 1:
+        return pack(samples, 64, 1)[0]
+    with_pictures = [sample for sample in samples if sample.pictures]
+    without = [sample for sample in samples if not sample.pictures]
+    return [pack(part, 64, 1)[0][0] for part in (with_pictures, without)]
+
+
+def main(folder: Path, kinds: list[str], rank: int) -> None:
+    """One of two ranks: a step on each model in `folder`, whose weights then are in `<kind> of two`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    for kind in kinds:
+        pictures = Pictures(config_of(kind))
+        trainer, _ = step(folder / kind, rows_of(pictures, 2)[rank], pictures.features, rank=rank)
+        save_weights(trainer.model, None if rank else folder / f"{kind} of two", torch.float32)
+    dist.destroy_process_group()
 
 
 def plain_logprobs(
