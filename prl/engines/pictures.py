@@ -93,9 +93,7 @@ class PictureProcessor:
         shown = set(itertools.chain(*(range(each.start, each.stop) for each in pictures_in(rendered))))
         placeholders = [place for place, token in enumerate(rendered.token_ids) if token in self.placeholders]
         if not shown.issuperset(placeholders) or len(placeholders) != len(shown):
-            raise UnrenderablePrompt(
-                "a text spells the token that stands for a picture in the model's format: reword it"
-            )
+            raise UnrenderablePrompt("a text spells the token that stands for a picture in the model's format")
         return rendered
 
     @property

@@ -18,7 +18,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.session import call_hook
 
 from prl.engines.chat import Dialogue
-from prl.engines.renderer import input_of, render_prompt
+from prl.engines.renderer import input_of, multi_modal, render_prompt
 from prl.engines.sampler import OverlongPrompt, Sampler
 from prl.envs._verifiers_internals import BUILD, env_with_agents
 from prl.envs.grading import grade
@@ -207,7 +207,10 @@ class Conversation:
         renderer, tools = self._sampler.renderer, self.tools.wire
         if (previous := turn.previous_renderer_token_ids()) is not None:
             tail = [message_to_wire(message) for message in turn.tail]
-            bridged = renderer.bridge_to_next_turn(*previous, tail, tools=tools)
+            before = next((call for call in self.trace.calls if call.node == turn.prefix_node_ids[-1]), None)
+            pictures = multi_modal(getattr(before, "pictures", ()))
+            options = {"previous_multi_modal_data": pictures} if pictures else {}
+            bridged = renderer.bridge_to_next_turn(*previous, tail, tools=tools, **options)
             # Verified, because a bridge may leave out tokens: what follows the end of a turn, for example.
             if bridged is not None and bridged.token_ids[: turn.path_len] == [*previous[0], *previous[1]]:
                 return bridged, True
