@@ -10,7 +10,6 @@ from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens, Rende
 from verifiers.v1 import graph
 from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.dialects import parse_message
-from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.types import content_to_parts
 
 from prl.engines.renderer import call_id, pictures_in, placeholders_of, tokenizer_of
@@ -51,19 +50,13 @@ def with_kept_pictures(task: TaskT, pictures: PictureStore | None) -> TaskT:
     Raises ValueError for a picture that cannot be read, or that the model does not see.
     """
     data = task.data
-    shown = {"prompt": data.prompt, "demonstration": getattr(data, "demonstration", None)}
-    listed = {name: value for name, value in shown.items() if isinstance(value, list) and has_pictures(value)}
-    if not listed:
+    if not isinstance(data.prompt, list) or not has_pictures(data.prompt):
         return task
-    origin = getattr(data, "_origin", NOWHERE)
     try:
-        kept: dict[str, list[Any]] = {name: messages_of(value, pictures, origin) for name, value in listed.items()}
+        return task.with_data(prompt=messages_of(data.prompt, pictures, getattr(data, "_origin", NOWHERE)))
     except ValueError as error:
         place = getattr(data, "_place", "")
         raise ValueError(f"{place}: {error}" if place else str(error)) from error
-    if "demonstration" in kept:
-        kept["demonstration"] = [message_to_wire(message) for message in kept["demonstration"]]
-    return task.with_data(**kept)
 
 
 def has_pictures(messages: Sequence[Any]) -> bool:

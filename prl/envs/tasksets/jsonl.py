@@ -310,7 +310,8 @@ def _imitated(reply: Any, place: str, notes: Notes) -> Any:
     """Return a reply to imitate as tasks have it; raise ValueError, with the place, for a message that says nothing."""
     if not isinstance(reply, list):
         return reply
-    messages = [message_to_wire(message) for message in reply]
+    # A picture in a message of the user's has no place in a reply.
+    messages = [message_to_wire(message) for message in reply if not isinstance(message.content, list)]
     if not messages:
         notes["messages of the assistant's with `weight` 0 or `train` false are not imitated"].append(place)
     elif not any(message.get(key) for message in messages for key in SAID):
