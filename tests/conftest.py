@@ -252,6 +252,7 @@ class Scripted:
         self.room, self.delay = room, delay
         self.config = SimpleNamespace(temperature=temperature)
         self.temperature = temperature
+        self.pictures = getattr(getattr(renderer, "pictures", None), "store", None)
         self.pool = SimpleNamespace(model="policy", up=True)
         self.version, self.updates_per_call = version, updates_per_call
         self.requests = []

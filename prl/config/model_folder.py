@@ -195,6 +195,16 @@ def file_of(path: str, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
+def sees_pictures(path: str) -> bool:
+    """Return whether a model's config has a part that sees; not of a config that cannot be read, refused elsewhere."""
+    try:
+        file = file_of(path, "config.json")
+        config = {} if file is None else json.loads(file.read_bytes())
+    except (OSError, *UNREADABLE):
+        return False
+    return isinstance(config, dict) and isinstance(config.get("vision_config"), dict)
+
+
 def companion_files(path: str) -> dict[str, bytes]:
     """Return what loading a model takes beside weights and tokenizer, by path: config, its processors' files, and its
     code.

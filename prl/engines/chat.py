@@ -17,6 +17,7 @@ from prl.base.errors import ConfigError, EngineError
 from prl.engines.renderer import UnrenderablePrompt, call_id, render, render_prompt, tokenizer_of
 from prl.engines.replies import Completion, reading
 from prl.engines.template_check import EXCERPT, first_lost
+from prl.rollouts.images import is_picture
 
 if TYPE_CHECKING:
     from renderers import Renderer
@@ -158,17 +159,19 @@ def replies_of(value: Any, key: str) -> list[dict[str, Any]]:
     raise ValueError(f"{key} holds no reply (a text, or a list of messages with an assistant's among them)")
 
 
-def words_of(messages: Sequence[dict[str, Any]]) -> str:
+def words_of(messages: Sequence[dict[str, Any]], picture: str | None = None) -> str:
     """Return messages as one text: what they say and the calls that they make; of several roles, who says it.
 
-    Raises ValueError for a part that is no text, such as a picture.
+    `picture` stands for one. Raises ValueError for a part that is no text, such as a picture where nothing stands for
+    it.
     """
     roles = [message["role"] for message in messages]
     texts = []
     for message, role in zip(messages, roles, strict=True):
         content = message.get("content") or ""
         is_text = isinstance(content, str)
-        lines = [content] if is_text else [part.get("text") if isinstance(part, dict) else None for part in content]
+        parts = [] if is_text else [part if isinstance(part, dict) else {} for part in content]
+        lines = [content] if is_text else [picture if is_picture(part) else part.get("text") for part in parts]
         if None in lines:
             raise ValueError(f"a message of the {role} has a part that is no text")
         calls = [call.get("function", call) for call in message.get("tool_calls") or []]

@@ -24,7 +24,9 @@ from prl.engines.protocol import GENERATE
 from prl.engines.replies import Completion, Scored, reading
 from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
+from prl.rollouts.images import as_data_urls
 from prl.rollouts.inputs import ModelInput
+from prl.rollouts.pictures import PictureStore
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ class ReferencePool(ModelPool):
 
     timeout_s: float
     """Deadline to answer, at the start and after it went away, seconds."""
+    pictures: PictureStore | None = None
+    """The pictures that messages to it refer to."""
 
     @property
     def up(self) -> bool:
@@ -145,6 +149,8 @@ class FrozenPool(ReferencePool):
         With `waits` it comes within the model's `timeout_s`, and a model that is away is asked again for as long.
         """
         timeout_s = self.timeout_s if waits else None
+        if self.pictures is not None:
+            body = body | {"messages": as_data_urls(body["messages"], self.pictures)}
         return await self._ask("/v1/chat/completions", body, read, timeout_s=timeout_s, waits=waits)
 
     async def shares_tokenizer(self, probe: TokenizerProbe) -> bool | None:

@@ -14,15 +14,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from prl.base.errors import ConfigError
 from prl.base.text import in_one_line
+from prl.rollouts.images import digests_in
 from prl.rollouts.inputs import ModelInput, Picture
 
 if TYPE_CHECKING:
     from renderers import RenderedTokens, Renderer
+    from renderers.base import MultiModalData
     from renderers.configs import BaseRendererConfig
     from transformers import PreTrainedTokenizerBase
 
+    from prl.engines.pictures import PictureProcessor
+
+PICTURE = "pixel_values"
+"""Key of a picture among the package's items: one of its renderers takes it for what the model's processor made."""
 HARMONY_FOLDER, HARMONY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
 """Vocabulary of gpt-oss's renderer: the variable that names a folder, and the file in it."""
 
@@ -61,6 +69,7 @@ def make_renderer(
     name: str = "auto",
     where: str = "renderer",
     name_key: str | None = None,
+    pictures: "PictureProcessor | None" = None,
     **settings: str | int | float | None,
 ) -> "Renderer":
     """The renderer `name` over `tokenizer`.
@@ -70,6 +79,7 @@ def make_renderer(
         name: One of `conf/renderer`.
         where: The config key of the renderer's node, for messages.
         name_key: The config key that chose the name, where that is not `<where>.name`.
+        pictures: Of a model that sees.
         settings: The renderer's own settings.
 
     Raises:
@@ -83,11 +93,19 @@ def make_renderer(
     from prl.engines.tokenizers import Remembering
 
     key = name_key or f"{where}.name"
+    if pictures is not None and name == "auto":  # the package takes a model's own template for one without pictures
+        name = MODEL_RENDERER_MAP.get(tokenizer.name_or_path, "default")
     is_harmony = "gpt-oss" in (name, MODEL_RENDERER_MAP.get(tokenizer.name_or_path))
     try:
         with harmony_vocabulary(tokenizer) if is_harmony else contextlib.nullcontext():
             own = tokenizer if name == "custom" else Remembering(tokenizer)
             renderer = create_renderer(own, renderer_config(name, settings, where=where, name_key=key))
+        if pictures is not None:
+            from prl.engines.pictures import PictureTemplateRenderer, seeing  # text runs have none
+
+            if type(renderer) is DefaultRenderer:
+                return PictureTemplateRenderer(tokenizer, renderer.config, pictures)
+            renderer = seeing(renderer, own, pictures)
         if type(renderer) is DefaultRenderer:
             return TemplateRenderer(tokenizer, renderer.config)
         return renderer if name == "custom" else with_declared_ends(renderer, tokenizer)
@@ -166,11 +184,17 @@ def render(
 ) -> "RenderedTokens":
     """Render a conversation. Raises UnrenderablePrompt where the template refuses it."""
     try:
-        return renderer.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        rendered = renderer.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+    except UnrenderablePrompt:
+        raise
     except Exception as error:  # of a chat template, which is a program, or of a renderer of the user's own
         raise UnrenderablePrompt(
             f"the renderer cannot render the conversation ({type(error).__name__}: {in_one_line(error)})"
         ) from error
+    count, shown = len(digests_in(messages)), len(pictures_in(rendered))
+    if count != shown:
+        raise UnrenderablePrompt(f"the renderer shows {shown} of {count} pictures: choose one that shows them")
+    return rendered
 
 
 def input_of(rendered: "RenderedTokens") -> ModelInput:
@@ -180,7 +204,24 @@ def input_of(rendered: "RenderedTokens") -> ModelInput:
 
 def pictures_in(rendered: "RenderedTokens") -> tuple[Picture, ...]:
     """Return the pictures in a rendered prompt."""
-    return ()
+    data = rendered.multi_modal_data
+    if data is None:
+        return ()
+    items = zip(data.mm_placeholders["image"], data.mm_items["image"], strict=True)
+    return tuple(msgspec.structs.replace(item[PICTURE], start=at.offset, length=at.length) for at, item in items)
+
+
+def multi_modal(pictures: Sequence[Picture]) -> "MultiModalData | None":
+    """Return the pictures of a prompt as the package has them; None for none. `pictures_in` reads them."""
+    if not pictures:
+        return None
+    from renderers.base import MultiModalData, PlaceholderRange
+
+    return MultiModalData(
+        mm_hashes={"image": [picture.digest for picture in pictures]},
+        mm_placeholders={"image": [PlaceholderRange(picture.start, picture.length) for picture in pictures]},
+        mm_items={"image": [{PICTURE: picture} for picture in pictures]},
+    )
 
 
 def tokenizer_of(renderer: "Renderer") -> "PreTrainedTokenizerBase | None":
@@ -190,3 +231,9 @@ def tokenizer_of(renderer: "Renderer") -> "PreTrainedTokenizerBase | None":
     the first.
     """
     return getattr(renderer, "tokenizer", getattr(renderer, "_tokenizer", None))
+
+
+def placeholders_of(renderer: "Renderer") -> frozenset[int]:
+    """The tokens that stand for pictures, which no text may have; none for a renderer that shows no pictures."""
+    processor = getattr(renderer, "pictures", None)
+    return frozenset() if processor is None else processor.placeholders

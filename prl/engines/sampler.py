@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from prl.engines.client import ModelPool
     from prl.engines.frozen import FrozenPool
     from prl.engines.replies import Completion
+    from prl.rollouts.pictures import PictureStore
 
 MIN_TEMPERATURE = 0.01
 """Servers raise temperatures between 0 and this one to it."""
@@ -76,7 +77,14 @@ class Sampler(SamplingConfig):
         """Sample from `model` by chat messages from now on: it exchanges no token ids of the policy's tokenizer."""
         from prl.engines.chat import ChatSource  # configs are composed without an HTTP client
 
+        model.pictures = self.pictures
         self.pool = ChatSource(model)
+
+    @property
+    def pictures(self) -> "PictureStore | None":
+        """The store of the pictures that the model is shown; None = it sees none."""
+        processor = getattr(self.renderer, "pictures", None)
+        return None if processor is None else processor.store
 
     @property
     def version(self) -> int | None:

@@ -30,8 +30,9 @@ from prl.envs.isolation import run_all
 from prl.envs.models import MODELS, EnvModel, connect_models
 from prl.envs.multi_turn import InProcessContext, bind_in_process
 from prl.envs.tools import Tools, set_up
-from prl.envs.turn import opening_messages
+from prl.envs.turn import opening_messages, with_kept_pictures
 from prl.envs.workers import LocalWorkers, Place, Workers
+from prl.rollouts.pictures import PictureStore
 from prl.rollouts.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -68,10 +69,15 @@ class Environment:
         eval_tasks: int,
         played: bool = True,
         place: Place | None = None,
+        pictures: PictureStore | None = None,
     ):
-        """One that is not `played` starts no processes for its graders. Those on Ray are started where `place` says."""
+        """One that is not `played` starts no processes for its graders. Those on Ray are started where `place` says.
+
+        `pictures` keeps those of its tasks; None = the model sees none.
+        """
         self.name = name
         self.config = config
+        self.pictures = pictures
         self.models: dict[str, EnvModel] = {}
         """Models that its code asks, by role, once they are connected."""
         self.workers: Workers | None = None
@@ -110,7 +116,7 @@ class Environment:
         name, config = self.name, self.config
         where = f"envs.{name}"
         self.taskset = load_taskset(config.taskset, config.args, f"{where}.args")
-        self.tasks = take_tasks(self.taskset, MAX_TASKS, f"{where}.args")
+        self.tasks = take_tasks(self.taskset, MAX_TASKS, f"{where}.args", pictures=self.pictures)
         self.eval_tasks: list[vf.Task] = []
         self.verifiers_env: vf.Env | None = None
         """Plays the training tasks; None where they are single turns."""
@@ -129,7 +135,9 @@ class Environment:
         if config.eval_args is not None and eval_tasks > 0:
             held_out = load_taskset(config.taskset, {**config.args, **config.eval_args}, f"{where}.eval_args")
             nothing_graded = all(map(reason_ungraded, self.tasks))
-            self.eval_tasks = take_tasks(held_out, eval_tasks, f"{where}.eval_args", least=not nothing_graded)
+            self.eval_tasks = take_tasks(
+                held_out, eval_tasks, f"{where}.eval_args", least=not nothing_graded, pictures=self.pictures
+            )
             if not self.eval_tasks:
                 log.info("env %s is not evaluated: %s", name, reason_ungraded(self.tasks[0]))
             if not self.uses_harness:
@@ -332,13 +340,19 @@ def reason_ungraded(task: vf.Task) -> str | None:
     return getattr(task, "ungraded", None)
 
 
-def take_tasks(taskset: vf.Taskset, limit: int, where: str, least: int = 1) -> list[vf.Task]:
-    """Return the first `limit` tasks, at least `least`; `where` is the config key of the taskset's settings."""
+def take_tasks(
+    taskset: vf.Taskset, limit: int, where: str, least: int = 1, pictures: PictureStore | None = None
+) -> list[vf.Task]:
+    """Return the first `limit` tasks, at least `least`; `where` is the config key of the taskset's settings.
+
+    `pictures` keeps those of the tasks, in whose messages references take their place.
+    """
     try:
         loaded, tasks = iter(taskset), []
         for task in itertools.islice(loaded, limit):
-            opening_messages(task.data)  # one with a picture is refused at once
-            tasks.append(task)
+            kept = with_kept_pictures(task, pictures)
+            opening_messages(kept.data)  # one with a sound is refused at once
+            tasks.append(kept)
         if limit == MAX_TASKS and next(loaded, None) is not None:
             log.warning("%s: the first %s tasks are taken, and there are more", where, f"{limit:,}")
     except (ValueError, OSError) as error:

@@ -22,7 +22,15 @@ from prl.envs._verifiers_internals import BUILD
 from prl.envs.grading import grade
 from prl.envs.isolation import as_failure, run_all
 from prl.envs.multi_turn import InProcessContext
-from prl.envs.turn import AGENT, commit, commit_sibling, declared_tools, opening_messages, trace_task
+from prl.envs.turn import (
+    AGENT,
+    commit,
+    commit_sibling,
+    declared_tools,
+    opening_messages,
+    refuse_placeholders,
+    trace_task,
+)
 from prl.rollouts.rollout import TURN_REWARDS, Rollout
 from prl.transport import events
 
@@ -140,6 +148,7 @@ async def _grade(request: GroupRequest, rollout: Rollout, deadline: float) -> No
     """
     clock = asyncio.timeout_at(deadline)
     try:
+        refuse_placeholders(rollout.trace, request.sampler.renderer)
         async with clock:
             await grade(request.task, rollout.trace)
         if clock.expired():  # the cancelled grader has gone on

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import verifiers.v1 as vf
+from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.base.errors import DeadlinePassed, EngineError
 from prl.config.model_reference import POLICY
@@ -17,7 +18,7 @@ from prl.engines.base import Connect
 from prl.engines.frozen import FrozenPool, ReferencePool
 from prl.engines.renderer import input_of, render_prompt
 from prl.engines.sampler import Sampler
-from prl.envs.turn import parse
+from prl.envs.turn import has_pictures, messages_of, parse
 
 MODELS = "_prl_models"
 """Attribute of the tasks of an env with models; a copy of a task has it as well."""
@@ -48,6 +49,8 @@ class EnvModel:
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if has_pictures(messages):
+            messages = [message_to_wire(message) for message in messages_of(messages, self.sampler.pictures)]
         if isinstance(self.frozen, FrozenPool):
             body = {"messages": messages, "temperature": temperature, "max_tokens": max_tokens}
             try:
@@ -102,6 +105,7 @@ def connect_models(references: Mapping[str, Any], policy: Sampler, clients: Conn
             models[role] = EnvModel(policy)
             continue
         pool = clients(reference)
+        pool.pictures = policy.pictures
         models[role] = EnvModel(policy.changed({"pool": pool}), pool)
     return models
 

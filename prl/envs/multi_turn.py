@@ -18,12 +18,20 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.session import call_hook
 
 from prl.engines.chat import Dialogue
-from prl.engines.renderer import input_of, render_prompt
+from prl.engines.renderer import input_of, multi_modal, render_prompt
 from prl.engines.sampler import OverlongPrompt, Sampler
 from prl.envs._verifiers_internals import BUILD, env_with_agents
 from prl.envs.grading import grade
 from prl.envs.tools import Tools, set_up
-from prl.envs.turn import AGENT, commit, messages_of, opening_messages, trace_task
+from prl.envs.turn import (
+    AGENT,
+    commit,
+    messages_of,
+    opening_messages,
+    refuse_placeholders,
+    trace_task,
+    with_kept_pictures,
+)
 from prl.transport import events
 
 
@@ -79,6 +87,7 @@ class InProcessAgent:
         if self.spec.sampling and self.spec.sampling.max_tokens:
             sampler = sampler.limited(self.spec.sampling.max_tokens)  # where the run sets no limit
         toolsets = task.toolsets(task.config)
+        task = with_kept_pictures(task, sampler.pictures)  # the env may have written the prompt itself
         talk = Conversation(
             task,
             AGENT.model_copy(update={"name": self.name, "trainable": self.trainable}),
@@ -148,7 +157,7 @@ class Conversation:
         if message is not None:
             if self._prompt_pending:
                 raise ValueError("the task's prompt opens this conversation: take its reply with a bare turn() first")
-            self._messages = [*self._messages, *messages_of(message)]
+            self._messages = [*self._messages, *messages_of(message, self._sampler.pictures)]
         elif not self._prompt_pending:
             raise ValueError("nothing to answer: a bare turn() takes a prompted task's opening reply")
         self._prompt_pending = False
@@ -158,7 +167,8 @@ class Conversation:
             if cut_off or not reply.tool_calls or not self.tools.wire:
                 return vf.Segment(messages=self._messages[start:])
             for call in reply.tool_calls:
-                self._messages.append(await self.tools.answer(call, self.trace.state))
+                answer = await self.tools.answer(call, self.trace.state, self._sampler.pictures)
+                self._messages.append(answer)
         return vf.Segment(messages=[], terminated=True)
 
     async def _ask(self) -> vf.AssistantMessage | None:
@@ -188,6 +198,7 @@ class Conversation:
             return None
         span = vf.TimeSpan(start=started, end=events.now())
         reply = commit(turn, rendered, completion, self._sampler, span, bridged=bridged, tools=self.tools.wire)
+        refuse_placeholders(self.trace, self._sampler.renderer)
         self._messages = [*self._messages, reply]
         return reply
 
@@ -196,7 +207,10 @@ class Conversation:
         renderer, tools = self._sampler.renderer, self.tools.wire
         if (previous := turn.previous_renderer_token_ids()) is not None:
             tail = [message_to_wire(message) for message in turn.tail]
-            bridged = renderer.bridge_to_next_turn(*previous, tail, tools=tools)
+            before = next((call for call in self.trace.calls if call.node == turn.prefix_node_ids[-1]), None)
+            pictures = multi_modal(getattr(before, "pictures", ()))
+            options = {"previous_multi_modal_data": pictures} if pictures else {}
+            bridged = renderer.bridge_to_next_turn(*previous, tail, tools=tools, **options)
             # Verified, because a bridge may leave out tokens: what follows the end of a turn, for example.
             if bridged is not None and bridged.token_ids[: turn.path_len] == [*previous[0], *previous[1]]:
                 return bridged, True

@@ -7,17 +7,22 @@ their config and the state of their rollout: they share the event loop with ever
 import asyncio
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 from verifiers.v1 import State, Task, TaskData, Tool, ToolCall, ToolMessage, Toolset
 from verifiers.v1.clients.train import tool_to_wire
 from verifiers.v1.state import state_cls
+from verifiers.v1.types import content_to_parts
 from verifiers.v1.utils.decorators import discover_decorated
 
 from prl.base.errors import UNREADABLE
 from prl.envs._verifiers_internals import call_state
 from prl.envs.isolation import run_contained
+from prl.envs.turn import kept_parts
+from prl.rollouts.images import is_picture
+from prl.rollouts.pictures import PictureStore
 from prl.rollouts.rollout import encodable
 
 
@@ -63,18 +68,25 @@ class Tools:
                 raise ValueError(f"a rollout has one state, but its tools name {names}: let one extend the other")
         return chosen()
 
-    async def answer(self, call: ToolCall, state: State | None) -> ToolMessage:
+    async def answer(self, call: ToolCall, state: State | None, pictures: PictureStore | None = None) -> ToolMessage:
         """Call a tool and return its answer. An error in the call, or of the tool, is an answer for the model to read.
 
         Args:
             call: The call as the model made it.
             state: The rollout's state, which the toolset reads as `self.state`.
+            pictures: Keeps the pictures that a tool returns; None = the model sees none.
+
+        Raises ValueError for a picture that cannot be read, or that the model does not see.
         """
         with call_state(state):
             content = await self._run(call)
+        if isinstance(content, list):
+            parts = kept_parts(content, f"the answer of the tool {call.name}", pictures)
+            return ToolMessage(tool_call_id=call.id, content=content_to_parts(parts), name=call.name)
         return ToolMessage(tool_call_id=call.id, content=encodable(content), name=call.name)
 
-    async def _run(self, call: ToolCall) -> str:
+    async def _run(self, call: ToolCall) -> str | list[Any]:
+        """Return what a tool answers, as a text; a list of parts where there are pictures in it."""
         if not call.name:
             return "error: the tool call cannot be read: it is not complete, not valid JSON, or names no tool"
         if (function := self._functions.get(call.name)) is None:
@@ -91,7 +103,10 @@ class Tools:
             return f"error: there is no argument {unknown[0]!r}"
         try:
             result = await function.run(arguments, None)
-            return result if isinstance(result, str) else to_json(result, fallback=str).decode()
+            parts = list(result) if isinstance(result, list | tuple) else [result]
+            if any(map(is_picture, parts)):
+                return [part if is_picture(part) else {"type": "text", "text": as_text(part)} for part in parts]
+            return as_text(result)
         except ToolError as error:
             cause = error.__cause__
             if isinstance(cause, ValidationError):
@@ -100,6 +115,11 @@ class Tools:
             return f"error: {str(cause or error) or type(cause).__name__}"
         except PydanticSerializationError as error:
             return f"error: {error}"
+
+
+def as_text(result: Any) -> str:
+    """Return what a tool has returned as text."""
+    return encodable(result) if isinstance(result, str) else to_json(result, fallback=str).decode()
 
 
 async def set_up(toolsets: Sequence[Toolset], task: TaskData | None = None) -> None:

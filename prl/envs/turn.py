@@ -3,19 +3,22 @@
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import verifiers.v1 as vf
 from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens, Renderer, ToolCallParseStatus
 from verifiers.v1 import graph
 from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.dialects import parse_message
+from verifiers.v1.types import content_to_parts
 
-from prl.engines.renderer import call_id, pictures_in, tokenizer_of
+from prl.engines.renderer import call_id, pictures_in, placeholders_of, tokenizer_of
 from prl.engines.replies import Completion
 from prl.engines.sampler import Sampler
+from prl.rollouts.images import NOWHERE, Origin, is_picture, keep, url_of
+from prl.rollouts.pictures import SCHEME, PictureStore
 from prl.rollouts.rollout import encodable
-from prl.rollouts.samples import RecordedCall, token_hash
+from prl.rollouts.samples import RecordedCall, TokenMismatch, token_hash
 
 WireTool = dict[str, Any]
 """A tool as it is declared to the model, in OpenAI's format."""
@@ -33,35 +36,84 @@ def trace_task(task: vf.Task) -> vf.TraceTask:
 
 
 def opening_messages(data: vf.TaskData) -> list[vf.Message]:
-    """Return the messages that a task's conversation starts with. Raises ValueError for a picture."""
+    """Return the messages that a task's conversation starts with. Raises ValueError for a picture that is not kept."""
     messages = messages_of([] if data.prompt is None else data.prompt)
     return messages if data.system_prompt is None else [vf.SystemMessage(content=data.system_prompt), *messages]
 
 
-def messages_of(turn: str | Sequence[vf.Message | dict[str, Any]]) -> list[vf.Message]:
+TaskT = TypeVar("TaskT", bound=vf.Task)
+
+
+def with_kept_pictures(task: TaskT, pictures: PictureStore | None) -> TaskT:
+    """Return a task whose pictures are in the store, and references to them in its messages.
+
+    Raises ValueError for a picture that cannot be read, or that the model does not see.
+    """
+    data = task.data
+    if not isinstance(data.prompt, list) or not has_pictures(data.prompt):
+        return task
+    try:
+        return task.with_data(prompt=messages_of(data.prompt, pictures, getattr(data, "_origin", NOWHERE)))
+    except ValueError as error:
+        place = getattr(data, "_place", "")
+        raise ValueError(f"{place}: {error}" if place else str(error)) from error
+
+
+def has_pictures(messages: Sequence[Any]) -> bool:
+    """Return whether a message, of verifiers or in OpenAI's format, has a picture."""
+    contents = [each.get("content") if isinstance(each, dict) else getattr(each, "content", None) for each in messages]
+    return any(is_picture(part) for content in contents if isinstance(content, list) for part in content)
+
+
+def messages_of(
+    turn: str | Sequence[vf.Message | dict[str, Any]], pictures: PictureStore | None = None, origin: Origin = NOWHERE
+) -> list[vf.Message]:
     """Return what is said in a turn as messages: a text is the user's; messages may be in OpenAI's format.
 
-    The parts of a content become one text, as chat templates join them. Raises ValueError for a picture.
+    The parts of a content become one text, as chat templates join them, unless there are pictures among them. These go
+    into the store, and a reference takes their place. Raises ValueError for a picture that cannot be read, and where
+    there is no store.
     """
     if isinstance(turn, str):
         return [vf.UserMessage(content=turn)]
-    return [_as_text(message, number) for number, message in enumerate(turn, start=1)]
+    return [_message_of(message, number, pictures, origin) for number, message in enumerate(turn, start=1)]
 
 
-def _as_text(message: vf.Message | dict[str, Any], number: int) -> vf.Message:
+def _message_of(
+    message: vf.Message | dict[str, Any], number: int, pictures: PictureStore | None, origin: Origin
+) -> vf.Message:
     content = message.get("content") if isinstance(message, dict) else message.content
     if isinstance(content, list):
-        texts = []
-        for part in content:
-            text = part.get("text") if isinstance(part, dict) else getattr(part, "text", None)
-            if not isinstance(text, str):
-                raise ValueError(
-                    f"message {number} is no text: prl shows a model no pictures or sounds ({str(part)[:80]}…)"
-                )
-            texts.append(text)
-        update = {"content": "".join(texts)}
-        message = message | update if isinstance(message, dict) else message.model_copy(update=update)
+        parts = kept_parts(content, f"message {number}", pictures, origin)
+        is_text = all(part["type"] == "text" for part in parts)
+        said = "".join(part["text"] for part in parts) if is_text else parts
+        if isinstance(message, dict):
+            message = message | {"content": said}
+        else:
+            message = message.model_copy(update={"content": content_to_parts(said)})
     return parse_message(message) if isinstance(message, dict) else message
+
+
+def kept_parts(
+    content: list[Any], where: str, pictures: PictureStore | None, origin: Origin = NOWHERE
+) -> list[dict[str, Any]]:
+    """Return the parts of a content in OpenAI's format, its pictures as references to the store.
+
+    Raises ValueError, with the message `where`, for a part that the model is not shown.
+    """
+    parts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else getattr(part, "text", None)
+        if isinstance(text, str):
+            parts.append({"type": "text", "text": text})
+            continue
+        url = url_of(part) if is_picture(part) else ""
+        if not url or (pictures is None and not url.startswith(SCHEME)):
+            unseen = "pictures or sounds" if pictures is None else "sounds or videos"
+            raise ValueError(f"{where} is no text: prl shows a model no {unseen} ({str(part)[:80]}…)")
+        reference = url if pictures is None else keep(pictures, url, origin)
+        parts.append({"type": "image_url", "image_url": {"url": reference}})
+    return parts
 
 
 def declared_tools(data: vf.TaskData) -> list[WireTool] | None:
@@ -162,6 +214,18 @@ def record_call(
     trace.calls.append(call)
     if completion.finish_reason == "length":
         trace.stop("max_output_tokens")
+
+
+def refuse_placeholders(trace: vf.Trace, renderer: Renderer) -> None:
+    """Raise TokenMismatch if the last reply of a trace has a token that stands for a picture."""
+    placeholders = placeholders_of(renderer)
+    if not placeholders:
+        return
+    node = trace.nodes[-1]
+    sampled = itertools.compress(node.token_ids, node.mask)
+    written = next((token for token in sampled if token in placeholders), None)
+    if written is not None:
+        raise TokenMismatch(f"the model wrote token {written}, the place of a picture, where there is none")
 
 
 def read(

@@ -28,14 +28,15 @@ from prl.engines.tokenizers import TokenizerProbe, load_tokenizer
 from prl.envs.environment import Environment
 from prl.envs.workers import Place
 from prl.launch.checks import check_loadable, check_rows
-from prl.launch.components import RunComponents, check_vocabulary, make_renderers, show_tasks
+from prl.launch.components import RunComponents, check_vocabulary, make_renderers, picture_store, show_tasks
 from prl.launch.launcher import Launcher
 from prl.launch.plan import TEACHER, ModelPlan, RunPlan, TrainerSpec
-from prl.launch.prompts import check_lengths, check_trained, rendered_prompts
+from prl.launch.prompts import check_lengths, check_pictures, check_trained, rendered_prompts
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
 from prl.orchestrator.types import TrainEnv
+from prl.rollouts.pictures import FOLDER
 from prl.transport.events import TRAINER, Track
 from prl.transport.files import FileTransport
 
@@ -106,9 +107,10 @@ def read_tasks(
         check_loadable(hosted, plan.teacher, "teacher.model.", trained=False)
         teacher = load_tokenizer(hosted.path, "teacher.model.path", hosted.trust_remote_code)
         check_vocabulary(tokenizer, teacher, config, components)
+    pictures = picture_store(config.model, None if plan.is_dry else plan.trainer.run_dir / FOLDER)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     environments = {
-        name: Environment(name, env, eval_tasks=count, played=not plan.is_dry, place=place_of_worker)
+        name: Environment(name, env, eval_tasks=count, played=not plan.is_dry, place=place_of_worker, pictures=pictures)
         for name, env in config.envs.items()
     }
     show_tasks(
@@ -118,18 +120,19 @@ def read_tasks(
         max_model_len=config.model.max_model_len,
         vocab_size=len(tokenizer),  # without padding rows of the embedding
     )
-    renderers = make_renderers(config, tokenizer)
+    renderers = make_renderers(config, tokenizer, pictures)
     rendered: list[list[int]] = []
     for name, environment in environments.items():
         environment.check_renderer(renderers[name])
         if environment.uses_harness and not plan.policy.is_server:
             raise ConfigError(f"env {name!r} is played by verifiers' harness, over HTTP: it needs engine=default")
+        algorithm = components.envs[name].algorithm
+        check_pictures(environment, renderers[name], config.model.max_model_len, algorithm)
         prompts = rendered_prompts(environment, renderers[name], components.keys[name]["renderer"])
         check_lengths(config.model.max_model_len, config.trainer.seq_len, name, prompts)
         rendered += prompts
         if environment.config.weight > 0:  # else it is evaluated only
-            algorithm, size = components.envs[name].algorithm, config.group_size_of(name)
-            check_trained(components.keys[name], size, algorithm, environment, renderers[name])
+            check_trained(components.keys[name], config.group_size_of(name), algorithm, environment, renderers[name])
     check_rows(config.model.path, rows, tokenizer, rendered)
     probe = TokenizerProbe.of(tokenizer, f"the policy ({config.model.path})")
     return PreparedRun(config, plan, components, environments, renderers, probe, resume)

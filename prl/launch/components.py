@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, get_args
 
 from renderers.base import Renderer
@@ -12,6 +13,7 @@ from prl.base.errors import ConfigError
 from prl.base.user_code import contained, hook
 from prl.config import trainer as trainer_config
 from prl.config.build import build, maker, overridden, read, sampling_of
+from prl.config.model_folder import sees_pictures
 from prl.config.model_reference import POLICY, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.curriculum.base import Curriculum
@@ -24,6 +26,7 @@ from prl.orchestrator.batcher import Batcher
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.replay import check_replay
 from prl.orchestrator.types import EnvComponents
+from prl.rollouts.pictures import PictureStore
 from prl.trainer.schedule import Schedule
 from prl.weights.base import Weights
 
@@ -190,23 +193,43 @@ def attach_filters(filters: Filters, where: str, *, vocab_size: int, longest: in
                 each.attach(vocab_size=vocab_size, longest=longest)
 
 
-def make_renderers(config: TrainConfig, tokenizer: Any) -> dict[str, Renderer]:
-    """The renderer of each env; envs that share the run's share the object."""
+def picture_store(model: ModelConfig, folder: Path | None) -> PictureStore | None:
+    """Return the store of the pictures that a model is shown, in a folder of the run; None if it sees none.
+
+    Without a folder it is there for as long as it is used.
+    """
+    if not sees_pictures(model.path):
+        return None
+    return PictureStore.passing(model.max_pixels) if folder is None else PictureStore(folder, model.max_pixels)
+
+
+def make_renderers(config: TrainConfig, tokenizer: Any, pictures: PictureStore | None = None) -> dict[str, Renderer]:
+    """The renderer of each env; envs that share the run's share the object. `pictures` are those of the run."""
     nodes = {name: config.node_of(name, "renderer") for name in config.envs}
     made: dict[str, Renderer] = {}
     for where, node in dict(nodes.values()).items():
-        made[where] = renderer_of(where, node, config.model, tokenizer)
+        made[where] = renderer_of(where, node, config.model, tokenizer, pictures)
     return {name: made[where] for name, (where, _) in nodes.items()}
 
 
-def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Renderer:
-    """The renderer that a node describes, for a model and its tokenizer. Raises ConfigError naming the key."""
+def renderer_of(
+    where: str, node: Any, model: ModelConfig, tokenizer: Any, pictures: PictureStore | None = None
+) -> Renderer:
+    """The renderer that a node describes, for a model and its tokenizer. Raises ConfigError naming the key.
+
+    `pictures` are those that the model is shown; None = it sees none.
+    """
     options = {**node, "where": where}
     if options.get("name") == "auto" and model.renderer is not None:
         options |= {"name": model.renderer, "name_key": "model.renderer"}
+    live = {}
+    if pictures is not None:
+        from prl.engines.pictures import PictureProcessor  # text runs have none
+
+        live = {"pictures": PictureProcessor(model.path, tokenizer, pictures, model.trust_remote_code)}
     make = maker(options, Callable, where)
     with contained(where, "making the renderer"):
-        made: Renderer = make(tokenizer)
+        made: Renderer = make(tokenizer, **live)
         if not made.get_stop_token_ids():
             raise ConfigError(f"model.path={model.path!r}: its tokenizer has no eos_token, so that no turn would end")
     return made

@@ -20,6 +20,8 @@ from prl.engines.renderer import UnrenderablePrompt, render_prompt
 from prl.engines.template_check import calls_and_answers, losses_of_prompt
 from prl.envs.environment import Environment, reason_ungraded
 from prl.envs.turn import declared_tools, opening_messages
+from prl.rollouts.images import digest_in, digests_in
+from prl.rollouts.pictures import PictureStore
 
 CHECKED = 16
 """First tasks of an env that are rendered; behind them the first of each other sequence of roles, as many at most."""
@@ -175,9 +177,10 @@ def as_read(environment: Environment) -> str:
     """Return the first task of an env as it was read: a line each for messages, demonstration, answer and tools."""
     data = environment.tasks[0].data
     messages = [message_to_wire(message) for message in opening_messages(data)]
-    parts = [(message["role"], _text_of(message)) for message in messages]
+    store = environment.pictures
+    parts = [(message["role"], _text_of(message, store)) for message in messages]
     try:
-        parts += [("demonstration", _text_of(reply)) for reply in replies_in(data, "demonstration")]
+        parts += [("demonstration", _text_of(reply, store)) for reply in replies_in(data, "demonstration")]
     except ValueError:
         parts.append(("demonstration", "none"))
     tools = ", ".join(tool["function"]["name"] for tool in declared_tools(data) or [])
@@ -186,10 +189,19 @@ def as_read(environment: Environment) -> str:
     return "\n".join([f"env {environment.name}, its first task as it was read:", *lines])
 
 
-def _text_of(message: dict[str, Any]) -> str:
-    """Return what a message says and calls."""
-    calls = message.get("tool_calls")
-    return " ".join([str(message["content"] or ""), *([json.dumps(calls, ensure_ascii=False)] if calls else [])])
+def _text_of(message: dict[str, Any], store: PictureStore | None) -> str:
+    """Return what a message says, shows and calls."""
+    calls, content = message.get("tool_calls"), message["content"] or ""
+    if isinstance(content, list):
+        content = " ".join(_words_of(part, store) for part in content)
+    return " ".join([str(content), *([json.dumps(calls, ensure_ascii=False)] if calls else [])])
+
+
+def _words_of(part: dict[str, Any], store: PictureStore | None) -> str:
+    digest = digest_in(part)
+    if digest is None or store is None:
+        return str(part.get("text", ""))
+    return "[picture {}, {}x{} pixels]".format(digest[:12], *store.sizes[digest])
 
 
 def check_shown(where: str, algorithm: Algorithm, environment: Environment) -> None:
@@ -225,6 +237,43 @@ def check_replies(renderer: Renderer, task: vf.Task, replies: list[dict[str, Any
             as_completion(renderer, dialogue, Answer(reply), max_tokens=1 << 30)
     except (UnusableReply, UnrenderablePrompt) as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def check_pictures(
+    environment: Environment, renderer: Renderer, max_model_len: int, algorithm: Algorithm | None = None
+) -> None:
+    """Refuse pictures that leave no room in the longest sequence, and any where an env or an algorithm takes none."""
+    store = environment.pictures
+    if store is None:
+        return
+    for task in (*environment.tasks, *environment.eval_tasks):
+        digests = pictures_of(task)
+        if not digests:
+            continue
+        place = getattr(task.data, "_place", "") or f"task {task.key}"
+        where = f"envs.{environment.name}.args: {place}"
+        if environment.uses_harness:
+            raise ConfigError(f"{where} has pictures, and verifiers' harness, which plays this env, shows none")
+        scorers = (algorithm, getattr(algorithm, "kl", None))
+        if any(getattr(scorer, "align", None) for scorer in scorers):
+            raise ConfigError(f"{where} has pictures, and algo.align=text compares texts alone")
+        processor = getattr(renderer, "pictures", None)
+        if processor is None:
+            raise ConfigError(f"{where} has pictures, and the renderer shows none: choose renderer=default")
+        count = processor.count(digests)
+        if count >= max_model_len - 1:
+            sizes = ", ".join("{}x{}".format(*store.sizes[digest]) for digest in digests)
+            raise ConfigError(
+                f"{where}: its pictures ({sizes}) have {count} tokens, and model.max_model_len is {max_model_len}: "
+                "raise it, make them smaller, or leave the row out"
+            )
+
+
+def pictures_of(task: vf.Task) -> list[str]:
+    """Return the digests of the pictures in a task's prompt, in their order."""
+    prompt = task.data.prompt
+    listed = [message for message in prompt if isinstance(message.content, list)] if isinstance(prompt, list) else []
+    return digests_in([message_to_wire(message) for message in listed])
 
 
 def check_lengths(model: int, seq_len: int, env: str, prompts: list[list[int]]) -> None:

@@ -5,8 +5,11 @@ They lie in a folder that every process of the run sees. Messages, rows and reco
 
 import hashlib
 import io
+import shutil
+import tempfile
+import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +29,8 @@ SCHEME = "picture:"
 """Beginning of the `url` of a message's image part that names a picture of the store; its digest follows."""
 HELD_BYTES = 2**28
 """Features that a process keeps in memory, so that it reads each picture once."""
+MAX_PIXELS = 2**24
+"""The most pixels of a picture: `model.max_pixels` where nothing else is said."""
 
 
 class PictureError(ValueError):
@@ -37,27 +42,56 @@ class PictureError(ValueError):
 class PictureStore:
     """The pictures in a folder, by digest."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, max_pixels: int = MAX_PIXELS):
         self.folder = folder
+        self.max_pixels = max_pixels
+        """The most pixels of a picture that is decoded."""
+        self.sizes: dict[str, tuple[int, int]] = {}
+        """Width and height of the pictures that this process has kept."""
         self.reads = 0
         """Files of features that this process has read."""
         self._held: OrderedDict[str, Features] = OrderedDict()
         self._bytes = 0
+        self._again: dict[str, Callable[[], Image]] = {}
 
-    def keep(self, image: "Image") -> str:
-        """Keep a picture, which is in RGB, and return its digest."""
+    @classmethod
+    def passing(cls, max_pixels: int) -> "PictureStore":
+        """Return a store for as long as it is used: of a dry run, which leaves nothing behind."""
+        store = cls(Path(tempfile.mkdtemp(prefix="prl-pictures-")), max_pixels)
+        weakref.finalize(store, shutil.rmtree, store.folder, ignore_errors=True)
+        return store
+
+    def keep(self, image: "Image", again: "Callable[[], Image] | None" = None) -> str:
+        """Keep a picture, which is in RGB, and return its digest.
+
+        One that can be read `again` is written once it is asked for: a data set may have more than a run comes to.
+        """
         digest = digest_of(image)
+        self.sizes[digest] = image.size
+        if again is not None:
+            self._again[digest] = again
+        else:
+            self._write(image, digest)
+        return digest
+
+    def _write(self, image: "Image", digest: str) -> None:
         file = self.file_of(digest)
         if not file.exists():
             written = io.BytesIO()
-            image.save(written, format="PNG")
+            image.save(written, format="PNG", compress_level=1)
             write_atomically(file, written.getvalue())
-        return digest
 
     def image(self, digest: str) -> "Image":
         """Return a picture in RGB. Raises PictureError if it is not there."""
         from PIL import Image
 
+        again = self._again.pop(digest, None)
+        if again is not None:
+            image = again()
+            if digest_of(image) != digest:
+                raise PictureError(f"the picture {digest[:12]} has changed since the run began")
+            self._write(image, digest)
+            return image
         try:
             with Image.open(self.file_of(digest)) as opened:
                 return opened.convert("RGB")

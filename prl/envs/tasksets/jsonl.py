@@ -45,6 +45,8 @@ from prl.envs.tasksets.layouts import (
     messages_of,
     tools_of,
 )
+from prl.envs.tasksets.row_pictures import urls_in, with_pictures
+from prl.rollouts.images import NOWHERE, Origin
 
 __all__ = ["JsonlTaskset"]
 
@@ -82,6 +84,8 @@ class JsonlData(vf.TaskData):
     """File and line."""
     _conversation: str = PrivateAttr("")
     """A hash of the first prompt of its conversation."""
+    _origin: Origin = PrivateAttr(NOWHERE)
+    """The places from where its pictures may come."""
 
 
 class RowsConfig(vf.TasksetConfig):
@@ -119,6 +123,10 @@ class JsonlConfig(RowsConfig):
     prompt; null = by the line's own keys, or none if `prompt_key` is given."""
     train_turns: Literal["last", "all"] = "last"
     """The assistant's messages in a conversation that are replies to imitate; `all`: each is a task of its own."""
+    image_folder: str | None = None
+    """The folder of pictures that rows name by path; null = the folder of the row's file."""
+    fetch_images: bool = False
+    """Fetch pictures that rows name by a web address, each once at the start."""
     grader: str | dict[str, Any] = "exact"
     """`exact`, `numeric`, `math_verify`, or a function of yours."""
 
@@ -243,6 +251,7 @@ def tasks_of(config: JsonlConfig, row: Any, place: str, notes: Notes) -> Iterato
     tools = (
         _listed(tools_of, _value(row, place, "tools", list), place, "tools") if row.get("tools") not in NO_TOOLS else []
     )
+    prompt, reply = _shown(prompt, reply, row, place)
     pairs, every = [(prompt, reply)], config.train_turns == "all"
     if is_conversation:
         pairs, behind = divided(prompt, reply, every=every)
@@ -277,6 +286,9 @@ def tasks_of(config: JsonlConfig, row: Any, place: str, notes: Notes) -> Iterato
             tools=tools or None,
         )
         data._place, data._conversation = place, first
+        file = Path(place.rpartition(", ")[0])
+        folder = Path(config.image_folder).expanduser() if config.image_folder else file.parent
+        data._origin = Origin(folder, config.fetch_images)
         yield data
 
 
@@ -298,7 +310,8 @@ def _imitated(reply: Any, place: str, notes: Notes) -> Any:
     """Return a reply to imitate as tasks have it; raise ValueError, with the place, for a message that says nothing."""
     if not isinstance(reply, list):
         return reply
-    messages = [message_to_wire(message) for message in reply]
+    # A picture in a message of the user's has no place in a reply.
+    messages = [message_to_wire(message) for message in reply if not isinstance(message.content, list)]
     if not messages:
         notes["messages of the assistant's with `weight` 0 or `train` false are not imitated"].append(place)
     elif not any(message.get(key) for message in messages for key in SAID):
@@ -330,6 +343,24 @@ def _prompt_and_reply(config: JsonlConfig, row: dict[str, Any], place: str, note
     reply = _listed(messages_of, _value(row, place, reply_key, str, list, int, float), place, reply_key)
     named = config.demonstration_key is not None
     return prompt, reply, not named and (isinstance(prompt, list) or isinstance(reply, list))
+
+
+def _shown(prompt: Any, reply: Any, row: dict[str, Any], place: str) -> tuple[Any, Any]:
+    """Return a row's prompt and reply with its pictures in them, as they are where it has none.
+
+    Raises ValueError, with the place, where the pictures do not fit the messages.
+    """
+    opening = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt
+    behind = reply if isinstance(reply, list) else []
+    try:
+        urls = urls_in(row)
+        if not urls and not any(isinstance(message.content, list) for message in [*opening, *behind]):
+            return prompt, reply
+        messages = with_pictures([*opening, *behind], urls)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    count = len(opening)
+    return messages[:count], messages[count:] if isinstance(reply, list) else reply
 
 
 def _listed(read_list: Callable[[Any], list[Any]], value: Any, place: str, key: str) -> Any:

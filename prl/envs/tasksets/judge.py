@@ -20,6 +20,8 @@ from prl.engines.chat import Dialogue, words_of
 from prl.envs.models import model_of
 from prl.envs.tasksets.base import IdTask
 from prl.envs.tasksets.jsonl import JsonlConfig, JsonlData, JsonlTaskset
+from prl.rollouts.images import digests_in
+from prl.rollouts.pictures import SCHEME
 
 __all__ = ["JudgeTaskset"]
 
@@ -83,10 +85,14 @@ class JudgeTask(IdTask[JsonlData]):
     async def judged(self, trace: vf.Trace) -> float:
         """Return the judge's score as a share of the best one."""
         settings, prompt = self.settings, self.data.prompt
-        asked = prompt if isinstance(prompt, str) else words_of(Dialogue(prompt or ()).messages)
+        messages = [] if isinstance(prompt, str) else Dialogue(prompt or ()).messages
+        asked = prompt if isinstance(prompt, str) else words_of(messages, picture="[a picture, shown above]")
         parts = {"question": asked, "answer": self.data.answer, "reply": TAG.sub("&lt;", trace.last_reply)}
         question = TEMPLATE.format(**parts, rubric=settings.rubric, best=f"{settings.best:g}")
-        verdict = await model_of(self, "judge").ask(question, max_tokens=settings.max_tokens)
+        shown = [{"type": "image_url", "image_url": {"url": SCHEME + digest}} for digest in digests_in(messages)]
+        with_pictures = [{"role": "user", "content": [*shown, {"type": "text", "text": question}]}]
+        judge = model_of(self, "judge")
+        verdict = await judge.ask(with_pictures if shown else question, max_tokens=settings.max_tokens)
         trace.info["judge"] = verdict
         return score_in(verdict, settings.best) / settings.best
 

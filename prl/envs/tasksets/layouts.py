@@ -13,6 +13,7 @@ import verifiers.v1 as vf
 from pydantic import TypeAdapter
 
 from prl.base.errors import UNREADABLE
+from prl.rollouts.images import PARTS, url_of
 
 LAYOUTS: tuple[tuple[str, str, str | None], ...] = (
     # the key of the prompt, one that stands beside it, and that of the reply: the prompt's own in a conversation
@@ -49,6 +50,8 @@ IS_GOOD = ("label", "kto_tag")
 """Keys of whether a reply is a good one, in data for KTO."""
 FALSE = (0, "0", "false", "False", "FALSE")
 """Values by which a file says no: JSON's `false` is a zero, and a column of a CSV file has texts alone."""
+MARKED = "the next picture of the row"
+"""In place of the URL of a picture that stands in the row's own column."""
 MESSAGES = TypeAdapter(vf.Messages)
 
 
@@ -134,7 +137,7 @@ def as_verifiers(message: Any) -> dict[str, Any]:
     thought = next((message[key] for key in THOUGHTS if message.get(key)), None)
     return message | {
         "role": "assistant" if role == "function_call" else ROLES.get(role, role),
-        "content": None if role == "function_call" else text_of(content),
+        "content": None if role == "function_call" else content_of(content),
         "tool_calls": [call | {"arguments": arguments_of(call)} for call in calls] or None,
         "reasoning_content": thought,
     }
@@ -149,13 +152,26 @@ def arguments_of(call: dict[str, Any]) -> str:
     return text
 
 
-def text_of(content: Any) -> Any:
-    """Return a message's content with its text parts as one text; raise ValueError for another kind of part."""
+def content_of(content: Any) -> Any:
+    """Return a message's content: its text parts as one text, and with pictures a list of parts.
+
+    Raises ValueError for another kind of part.
+    """
     if not isinstance(content, list):
         return content
-    if any(part.get("type") != "text" for part in content):
-        raise ValueError(f"a part of a message's content must be {{type: text, text: <text>}}, got {content!r:.200}")
-    return "".join(part["text"] for part in content)
+    if any(part.get("type") not in ("text", *PARTS) for part in content):
+        raise ValueError(
+            f"a part of a message's content must be {{type: text, text: <text>}} or a picture, got {content!r:.200}"
+        )
+    if all(part["type"] == "text" for part in content):
+        return "".join(part["text"] for part in content)
+    return [part if part["type"] == "text" else picture_of(part) for part in content]
+
+
+def picture_of(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part that is a picture as verifiers has it; one without a picture of its own is `MARKED`."""
+    is_mark = not any(value for key, value in part.items() if key not in ("type", "text"))
+    return {"type": "image_url", "image_url": {"url": MARKED if is_mark else url_of(part)}}
 
 
 def tools_of(value: Any) -> list[dict[str, Any]]:

@@ -225,7 +225,7 @@ def opening(prompt: list[vf.Message], said: Any) -> list[vf.Message]:
     A text becomes part of the user's message that it follows: many chat templates take no second one in a row.
     """
     messages = [*prompt, *as_messages(said)]
-    if isinstance(said, str) and prompt and prompt[-1].role == "user":
+    if isinstance(said, str) and prompt and prompt[-1].role == "user" and isinstance(prompt[-1].content, str):
         messages[-2:] = [vf.UserMessage(content=f"{prompt[-1].content}\n\n{said}")]
     if not messages:
         raise ValueError("it returned no prompt, and the row has none")

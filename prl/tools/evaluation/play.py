@@ -22,15 +22,16 @@ from prl.engines.sampler import Sampler
 from prl.engines.tokenizers import load_tokenizer
 from prl.envs.environment import Environment, reason_ungraded
 from prl.launch.checks import check_loadable
-from prl.launch.components import renderer_of
+from prl.launch.components import picture_store, renderer_of
 from prl.launch.launcher import Launcher
 from prl.launch.plan import NO_NEED, POLICY_NAME, model_plan, need_of, placed, token_of
-from prl.launch.prompts import rendered_prompts
+from prl.launch.prompts import check_pictures, rendered_prompts
 from prl.launch.shared_engines import launcher_of
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.evaluate import evaluate_env
 from prl.orchestrator.types import EvalEnv
 from prl.orchestrator.who_waits import ENGINE
+from prl.rollouts.pictures import FOLDER, PictureStore
 from prl.runs.result import RunResult
 from prl.tools.evaluation.scores import EnvScore, TaskScore, score_env, score_tasks
 from prl.tools.evaluation.serving import Served, serve_each
@@ -124,16 +125,21 @@ def evaluation_of(config: EvaluationConfig) -> Evaluation:
     if not config.envs:
         raise ConfigError("no env: choose one with env=<name>, e.g. env=math")
     monitors = Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()})
-    envs = [_eval_env(config, name) for name in config.envs]
+    models = [target.model for served in engines for target in served.targets]
+    stores = [picture_store(model, Path(config.run.dir) / FOLDER) for model in models]
+    pictures = next(filter(None, stores), None)
+    envs = [_eval_env(config, name, pictures) for name in config.envs]
     evaluation = Evaluation(config, engines, envs, {}, monitors, Path(config.run.dir))
-    for target in evaluation.targets:
+    for target, own_store in zip(evaluation.targets, stores, strict=True):
         tokenizer = load_tokenizer(target.model.path, target.name, target.model.trust_remote_code)
         made: dict[str, Renderer] = {}
         for env in envs:
             own = config.envs[env.name].renderer
             where, node = ("renderer", config.renderer) if own is None else (f"envs.{env.name}.renderer", own)
-            made[where] = made.get(where) or renderer_of(where, node, target.model, tokenizer)
+            if where not in made:
+                made[where] = renderer_of(where, node, target.model, tokenizer, own_store and pictures)
             env.environment.check_renderer(made[where])
+            check_pictures(env.environment, made[where], target.model.max_model_len)
             rendered_prompts(env.environment, made[where], where)
             evaluation.renderers[target.name, env.name] = made[where]
     return evaluation
@@ -181,7 +187,7 @@ def plan_engines(config: EvaluationConfig, log: Path) -> list[Served]:
     return engines
 
 
-def _eval_env(config: EvaluationConfig, name: str) -> EvalEnv:
+def _eval_env(config: EvaluationConfig, name: str, pictures: PictureStore | None) -> EvalEnv:
     check_env_name(name)
     node = config.envs[name]
     if node.eval_args is None:
@@ -189,7 +195,7 @@ def _eval_env(config: EvaluationConfig, name: str) -> EvalEnv:
     check_env_models(name, node, lambda _: False)
     where, sampling = sampling_of(config, name)
     sampler = build(sampling, Sampler, where)
-    environment = Environment(name, node, eval_tasks=config.num_tasks)
+    environment = Environment(name, node, eval_tasks=config.num_tasks, pictures=pictures)
     if not environment.eval_tasks:
         raise ConfigError(f"envs.{name}.args: {reason_ungraded(environment.tasks[0])}")
     return EvalEnv(environment=environment, eval_sampler=sampler)

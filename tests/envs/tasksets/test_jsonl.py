@@ -271,7 +271,7 @@ def test_tool_call_may_lack_arguments(tmp_path):
 
 
 BAD_MESSAGES = [
-    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}],
+    [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": ""}}]}],
     [{"role": "bob", "content": "x"}],
     [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}],
     [{"role": "tool", "tool_call_id": "c1"}],
