@@ -86,6 +86,8 @@ class AlignedLogprobs(ReferenceLogprobs):
 
     async def _score(self, rollout: Rollout, index: int, context: list[int]) -> None:
         sample = rollout.samples[index]
+        if sample.pictures:
+            raise EngineError("algo.align=text compares texts alone, and there are pictures in the conversation")
         nodes = rollout.sample_branches[index].nodes
         values = [value if is_measured(value) else 0.0 for value in sample.logprobs]
         replies: list[tuple[list[int], list[Span]]] = []

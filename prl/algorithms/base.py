@@ -291,6 +291,8 @@ class Algorithm(EnvPart):
                 self._weigh(sample)
             check_streams(sample)
             credit.check_finite(sample)
+            if sample.pictures:
+                credit.leave_out_pictures(sample)
             # After the checks, so that the mistake of a hook shows in every rollout.
             if self.mask_truncated and rollout.is_truncated:
                 credit.leave_out_sampled(sample)

@@ -42,6 +42,17 @@ def leave_out_sampled(sample: TrainingSample) -> None:
             _replace_weights(sample, component.stream, weights, 0.0)
 
 
+def leave_out_pictures(sample: TrainingSample) -> None:
+    """Take the placeholder tokens of pictures out of every loss: nobody wrote them."""
+    for component in COMPONENTS.values():
+        weights = list(getattr(sample, component.stream) or ())
+        if not weights:  # no placeholder has any: it is off the mask
+            continue
+        for picture in sample.pictures or ():
+            weights[picture.start : picture.stop] = [0.0] * picture.length
+        setattr(sample, component.stream, weights)
+
+
 def _replace_weights(sample: TrainingSample, stream: str, weights: list[float], sampled: float) -> None:
     """Give the sampled tokens of a sample one weight; the others keep theirs."""
     pairs = zip(weights, sample.mask, strict=True)

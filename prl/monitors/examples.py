@@ -5,7 +5,7 @@ from typing import Any
 
 from prl.base.files import lines_of, step_name
 from prl.base.text import safe
-from prl.rollouts.record_lines import Message, Record
+from prl.rollouts.record_lines import Record
 
 TIMES, ROLLOUTS = 20, 8
 """Times in a run that rollouts are shown, and how many."""
@@ -25,12 +25,15 @@ def facts_of(record: Record) -> dict[str, Any]:
     return {name: safe(value) if isinstance(value, str) else value for name, value in facts.items()}
 
 
-def message_of(message: Message) -> dict[str, Any]:
-    """A message as OpenAI's API has it."""
-    shown: dict[str, Any] = {"role": message.role, "content": safe(message.content)}
-    if message.reasoning:
-        shown["reasoning_content"] = safe(message.reasoning)
-    if message.tool_calls:
-        calls = [{"name": safe(call.name), "arguments": safe(call.arguments)} for call in message.tool_calls]
-        shown["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    return shown
+def messages_of(record: Record) -> list[dict[str, Any]]:
+    """The messages of a rollout as OpenAI's API has them, their pictures named."""
+    messages = []
+    for message in record.messages:
+        shown: dict[str, Any] = {"role": message.role, "content": safe(record.content_of(message))}
+        if message.reasoning:
+            shown["reasoning_content"] = safe(message.reasoning)
+        if message.tool_calls:
+            calls = [{"name": safe(call.name), "arguments": safe(call.arguments)} for call in message.tool_calls]
+            shown["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+        messages.append(shown)
+    return messages

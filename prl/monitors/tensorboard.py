@@ -11,7 +11,7 @@ from prl.base.metric_names import SAMPLED
 from prl.base.text import safe
 from prl.config.run_yaml import flat
 from prl.monitors.base import Monitor
-from prl.monitors.examples import examples, facts_of, message_of
+from prl.monitors.examples import examples, facts_of, messages_of
 
 Scalar = bool | int | float | str
 
@@ -41,7 +41,7 @@ class TensorBoard(Monitor):
             if key != "step":
                 self._writer.add_scalar(key, value, step)
         for number, record in enumerate(examples(self._run_dir, step, self._max_steps)):
-            parts = [facts_of(record), *map(message_of, record.messages)]
+            parts = [facts_of(record), *messages_of(record)]
             text = "\n\n".join("\n".join(f"{key}: {value}" for key, value in part.items()) for part in parts)
             self._writer.add_text(f"rollouts/{number}", as_code(text), step)
         self._writer.flush()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from prl.monitors.base import Monitor
-from prl.monitors.examples import examples, facts_of, message_of
+from prl.monitors.examples import examples, facts_of, messages_of
 from prl.monitors.wandb import sweep_of
 
 
@@ -47,7 +47,7 @@ class Trackio(Monitor):
         step = int(line["step"])
         if step >= self._first_step:
             records = examples(self._run_dir, step, self._max_steps)
-            traces = [trackio.Trace(list(map(message_of, each.messages)), facts_of(each)) for each in records]
+            traces = [trackio.Trace(messages_of(each), facts_of(each)) for each in records]
             metrics = {key: value for key, value in line.items() if key != "step"}
             self._run.log(metrics | ({"rollouts": traces} if traces else {}), step=step)
 

@@ -100,7 +100,7 @@ class PictureStore:
 
     def file_of(self, digest: str) -> Path:
         """Return the file of a picture, which may not be there. Raises PictureError for what is no digest."""
-        if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+        if not is_digest(digest):
             raise PictureError(f"{digest[:80]!r} is no digest of a picture")
         return self.folder / f"{digest}.png"
 
@@ -137,6 +137,11 @@ class PictureStore:
         self._bytes += size_of(features)
         while self._bytes > HELD_BYTES and len(self._held) > 1:
             self._bytes -= size_of(self._held.popitem(last=False)[1])
+
+
+def is_digest(text: str) -> bool:
+    """Return whether a text could be a picture's digest."""
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")
 
 
 def digest_of(image: "Image") -> str:

@@ -69,3 +69,16 @@ class Record(msgspec.Struct, kw_only=True):
     def stage(self) -> Stage | None:
         """The stage of its outcome; None for a rollout of an evaluation that did not fail."""
         return None if self.outcome is None else self.outcome.stage
+
+    def content_of(self, message: Message) -> str:
+        """Return the content of one of its messages, each picture named in its place."""
+        text, end = "", 0
+        for place, digest in message.pictures:
+            text += f"{message.content[end:place]}[{self.picture(digest)}]"
+            end = place
+        return text + message.content[end:]
+
+    def picture(self, digest: str) -> str:
+        """Return the name of a picture: `picture 1f3c9a2b 48x48`; without its size where no model was sent it."""
+        sizes = [f" {each.width}x{each.height}" for each in self.pictures or () if each.digest == digest]
+        return f"picture {digest[:8]}{''.join(sizes[:1])}"

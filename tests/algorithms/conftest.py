@@ -52,6 +52,8 @@ class Reference:
     def __init__(self, config=None, token=None):
         self.config, self.token = config, token
         self.asked, self.waited, self.probes = [], [], []
+        self.inputs = []
+        """All that it was asked, pictures included."""
         self.in_flight = self.most_in_flight = 0
         self.failing, self.error = set(), EngineError("no answer", 500)
         self.closed = False
@@ -63,6 +65,7 @@ class Reference:
     async def prompt_logprobs(self, sequence):
         token_ids = sequence.token_ids
         self.asked.append(list(token_ids))
+        self.inputs.append(sequence)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         await asyncio.sleep(0.002)

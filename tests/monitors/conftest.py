@@ -60,7 +60,7 @@ def write_rollouts():
 
     def write(run_dir, step, count):
         messages = [
-            Message("user", "12+34="),
+            Message("user", "12+34=", pictures=[(6, "ab" * 32)]),
             Message("assistant", HOSTILE, reasoning="carry", tool_calls=[ToolCall("add", '{"a": 12}')]),
             Message("tool", "46", name="add"),
         ]

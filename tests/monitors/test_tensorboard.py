@@ -56,5 +56,5 @@ def test_eight_rollouts_of_every_other_step_are_texts_that_load_nothing(events_o
     assert len(texts) == 8
     assert [event.step for event in events_of.Tensors("rollouts/0/text_summary")] == [1, 3]
     shown = text_of(events_of.Tensors("rollouts/7/text_summary")[0])
-    assert "12+34=" in shown and "carry" in shown and "add" in shown and "rollout: 7" in shown
+    assert "12+34=[picture abababab]" in shown and "carry" in shown and "add" in shown and "rollout: 7" in shown
     assert "<img" not in shown and "<h1" not in shown and "\x1b" not in shown

@@ -53,6 +53,7 @@ def test_rollouts_are_traces(tmp_path, rows, write_rollouts):
     assert {(name, step) for name, step, *_ in traces} == {("hello", 1)} and len(traces) == 8
     messages, facts = map(msgspec.json.decode, traces[0][2:])
     assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert messages[0]["content"] == "12+34=[picture abababab]"
     assert messages[1]["reasoning_content"] == "carry" and r"\x1b[2J" in messages[1]["content"]
     assert messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": '{"a": 12}'}}]
     assert (facts["env"], facts["task"], facts["rollout"], facts["reward"]) == ("math", 3, 0, None)

@@ -13,6 +13,7 @@ import msgspec
 
 from prl.base.files import lines_of
 from prl.rollouts.components import COMPONENTS
+from prl.rollouts.pictures import is_digest
 from prl.rollouts.record_lines import Message, Record
 from prl.rollouts.rollout import Stage
 from prl.runs.run_dir import STEP
@@ -103,7 +104,7 @@ def add_examples(page: Rollouts, records: list[Record], folders: dict[int, Path 
         for group in example_groups([record for record in records if record.step == step], exported):
             entries.append(entry_of(group, [places[id(record)] for record in group[:MEMBERS]]))
             for record in group[:MEMBERS]:
-                sequences = readable(exported.get(key_of(record), []), page.problems)
+                sequences = readable(exported.get(key_of(record), []), record, page.problems)
                 room -= sum(len(sequence["text"]) for sequence in sequences)
                 # A rollout whose tokens do not fit any more keeps its messages.
                 if sequences and room >= 0:
@@ -185,7 +186,7 @@ def add_messages(page: Rollouts, records: list[Record]) -> None:
     room, without = TEXT_BYTES, 0
     # The examples first: what has no room left are rows that one sees only on asking.
     for place in dict.fromkeys([*examples, *range(len(records))]):
-        shown = [message_of(message) for message in records[place].messages]
+        shown = [message_of(records[place], message) for message in records[place].messages]
         size = len(encoded(shown))
         if size > room:
             without += 1
@@ -196,11 +197,12 @@ def add_messages(page: Rollouts, records: list[Record]) -> None:
         page.left_out.append(f"the messages of {without:,} rollouts (prl rollouts has them)")
 
 
-def message_of(message: Message) -> dict[str, Any]:
+def message_of(record: Record, message: Message) -> dict[str, Any]:
     """A message as the script reads it. Fields without anything are left out."""
     shown = {
         "role": message.role,
-        "text": ends_of(message.content),
+        "text": ends_of(record.content_of(message)),
+        "pictures": [[digest, record.picture(digest)] for _, digest in message.pictures if is_digest(digest)],
         "reasoning": ends_of(message.reasoning or ""),
         "calls": [ends_of(called(call)) for call in message.tool_calls],
         "name": message.name,
@@ -241,15 +243,20 @@ def key_of(record: Record) -> Key:
     return tuple(map(str, (record.env, record.group, record.rollout, record.agent)))
 
 
-def readable(lines: Sequence[Line], problems: list[str]) -> list[dict[str, Any]]:
-    """The columns of lines but for those that lack a list, or whose lists have unlike lengths or no numbers."""
+def readable(lines: Sequence[Line], record: Record, problems: list[str]) -> list[dict[str, Any]]:
+    """The columns of a rollout's lines but for those that lack a list, have lists of unlike lengths, or no numbers."""
     found = []
     for line in lines:
         try:
-            found.append(columns(line))
+            found.append(columns(line) | {"pictures": pictures_of(line, record)})
         except (LookupError, TypeError, ValueError) as error:
             problems.append(f"tokens of step {line.get('step')}: a line cannot be read: {error!r}")
     return found
+
+
+def pictures_of(line: Line, record: Record) -> list[tuple[int, int, str]]:
+    """The pictures in a sequence: the place of the first placeholder token, their number, and the picture's name."""
+    return [(start, length, record.picture(digest)) for start, length, digest in line.get("pictures") or ()]
 
 
 def columns(line: Line) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def rollout(record: Record, source: str = "frozen model") -> str:
         if message.after is not msgspec.UNSET:
             origin = "opens a history" if message.after is None else f"goes on after message {message.after + 1}"
             lines.append(f"{indent}┄┄ another branch, {origin} ┄┄")
-        for label, part in parts(message):
+        for label, part in parts(message, record.content_of(message)):
             label = f"{place} {label}" if branched and label else label
             lines.append(label.ljust(len(indent)) + part.replace("\n", f"\n{indent}"))
     lines += [] if record.messages else ["(no message)"]
@@ -78,15 +78,15 @@ def header(record: Record, source: str) -> list[str]:
     return lines
 
 
-def parts(message: Message) -> Iterator[tuple[str, str]]:
-    """The parts of a message as label and text. The label is empty where it repeats that of the part before."""
+def parts(message: Message, content: str) -> Iterator[tuple[str, str]]:
+    """The parts of a message with this `content`, as label and text; the label is empty where it is that of before."""
     if message.reasoning:
         yield "reasoning", message.reasoning
     shown = [] if message.sampled else ["(shown to the model, not sampled)"]
     if message.role == "tool" and message.name:
-        shown.append(f"{message.name}: {message.content}")
-    elif message.content or not message.tool_calls:
-        shown.append(message.content or "(empty)")
+        shown.append(f"{message.name}: {content}")
+    elif content or not message.tool_calls:
+        shown.append(content or "(empty)")
     shown += map(called, message.tool_calls)
     for place, text in enumerate(shown):
         yield "" if place else message.role, text

@@ -67,5 +67,5 @@ def text_of(record: Record) -> str:
     row = row_of(record)
     said = [row["env"], row["task"], str(row["group"]), row["outcome"], row.get("reason", "")]
     for message in record.messages:
-        said += [message.content, message.reasoning or "", *map(called, message.tool_calls)]
+        said += [record.content_of(message), message.reasoning or "", *map(called, message.tool_calls)]
     return "\n".join(said)

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from prl.base.errors import ConfigError, PrlError
 from prl.base.text import as_message
+from prl.rollouts.pictures import FOLDER, PictureError, PictureStore
 from prl.tools.report.curves import KINDS
 from prl.tools.report.examples import read_rollouts
 from prl.tools.report.html import data_block, encoded, fragment, render
@@ -49,7 +50,7 @@ class Site:
     def __init__(self, folders: Sequence[Path], token: str):
         self.folders = folders
         self.token = token
-        named = (self.run, self.rollouts, self.examples, self.compare)
+        named = (self.run, self.rollouts, self.examples, self.picture, self.compare)
         self.answers = {"": self.page} | {answer.__name__: answer for answer in named}
 
     def app(self) -> Starlette:
@@ -70,8 +71,10 @@ class Site:
             return PlainTextResponse("There is no such page.\n", 404, HEADERS)
         try:
             answer = await run_in_threadpool(self.answers[name], request.query_params)
-        except (PrlError, OSError) as error:  # the run has been removed, say
+        except (PrlError, PictureError, OSError) as error:  # the run has been removed, say
             return PlainTextResponse(as_message(str(error)), 404, HEADERS)
+        if isinstance(answer, bytes):
+            return Response(answer, media_type="image/png", headers=HEADERS)
         kind = HTMLResponse if name == "" else JSON
         return kind(answer, headers=HEADERS)
 
@@ -108,6 +111,10 @@ class Site:
         """The example groups of a step, with their tokens."""
         found = read_rollouts(self._path(query), asked(query).get("step", 0))
         return {"rows": found.rows, "examples": found.examples}
+
+    def picture(self, query: QueryParams) -> bytes:
+        """A picture of a run, by its digest."""
+        return PictureStore(self._path(query) / FOLDER).file_of(query.get("digest", "")).read_bytes()
 
     def compare(self, query: QueryParams) -> dict[str, Any]:
         """The variant and the seed of each run that is chosen, and what differs between their configs."""

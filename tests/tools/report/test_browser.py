@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from made_run import HOSTILE, make_run
+from picture_run import GONE, show_pictures
 from playwright.sync_api import expect, sync_playwright
 
 from prl.tools.report.curves import KINDS
@@ -133,6 +134,44 @@ def test_what_a_model_wrote_stays_text(browser, tmp_path):
         "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'}))"
     )
     assert page.evaluate("window.ran") is None and "Content Security Policy" in opened.printed[0]
+
+
+def test_the_picture_stands_beside_the_prompt(browser, tmp_path):
+    """Drawn a whole number of times as large: 128 // 6. The page asks for nothing but files of its run."""
+    opened = open_page(browser, tmp_path / "a folder", steps=1, rollouts=8, tokens_at=(1,))
+    page, digest = opened.page, show_pictures(opened.run)
+    write_page(opened.run)
+    page.reload()
+    image, prompt = page.locator(".detail img").first, page.locator(".detail .message").first
+    prompt.scroll_into_view_if_needed()  # a picture is read as it comes into sight
+    expect(image).to_have_js_property("naturalWidth", 6)
+    assert image.get_attribute("alt") == f"picture {digest[:8]} 6x4" and image.get_attribute("title") == digest
+    assert image.evaluate("image => [image.naturalWidth, image.naturalHeight, image.clientWidth]") == [6, 4, 126]
+    assert image.evaluate("image => getComputedStyle(image).imageRendering") == "pixelated"
+    prompt.get_by_text(f"picture {GONE[:8]} 20x10: its file is not there").wait_for()
+    assert re.fullmatch(
+        rf"\d\[picture {digest[:8]} 6x4\].*=\[picture {GONE[:8]} 20x10\]", prompt.locator("pre").inner_text()
+    )
+    assert page.locator(".group > .pictures img").first.get_attribute("title") == digest
+    files = {f"{opened.run.as_uri()}/pictures/{each}.png" for each in (digest, GONE)}
+    assert set(opened.requests) == {opened.path.as_uri(), *files}
+    page.evaluate("document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/x.png'}))")
+    assert all("ERR_FILE_NOT_FOUND" in text or "Content Security Policy" in text for text in opened.printed)
+
+
+def test_placeholder_tokens_are_one_sign(browser, tmp_path):
+    opened = open_page(browser, tmp_path, steps=1, rollouts=8, tokens_at=(1,))
+    page, digest = opened.page, show_pictures(opened.run)
+    write_page(opened.run)
+    page.reload()
+    tokens, line = page.locator(".tokens").first.locator(".t"), exported(opened)
+    name = f"picture {digest[:8]} 6x4, 3 tokens"
+    assert tokens.all_inner_texts() == [*line["text"][:2], name, *line["text"][5:]]
+    tokens.nth(3).hover()
+    assert "place 5 " in page.locator("#readout").inner_text().replace("\n", " ")
+    page.locator(".tokens").first.focus()
+    page.keyboard.press("ArrowLeft")
+    assert "place 2 " in page.locator("#readout").inner_text().replace("\n", " ")
 
 
 def test_a_curve_shows_its_values(opened):

@@ -130,6 +130,7 @@ def test_damaged_lines_of_tokens_are_left_out_and_named(run, caplog):
     lists = {name: value for name, value in line.items() if isinstance(value, list)}
     damaged = [line | {name: value[1:]} for name, value in lists.items() if name not in ("temperature", "text")]
     damaged += [{key: line[key] for key in line if key != gone} for gone in ("use", "mask", "ratio", "token_ids")]
+    damaged += [line | {"pictures": [each]} for each in (3, [1, 2], [1, 2, 3])]
     damaged += [line | {"trainer_logprobs": ["x"] * len(line["mask"])}, line | {"mask": 3}, {}, line | {"env": []}]
     path.write_text("".join(f"{each}\n" for each in [*map(json.dumps, damaged), "[]", '"x"', *lines]))
     page.write_page(run)

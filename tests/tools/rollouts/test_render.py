@@ -134,6 +134,18 @@ def test_a_broken_history_shows_its_branches(run, shown):
     ]
 
 
+def test_pictures_are_named_where_they_stand(run, shown):
+    """The size of one that no model was sent is not known; what is no digest is not obeyed either."""
+    one, gone = "1f3c9a2b" + 56 * "0", "\x1b[2J" + "/etc"
+    prompt = user("Left: , right: ?") | {"pictures": [[6, one], [15, gone]]}
+    sent = [[4, 9, one, 48, 32, "f" * 64]]
+    write(run / "rollouts" / "step_000004.jsonl", [entry(messages=[prompt, assistant("3")], pictures=sent)])
+    assert block(shown("toy"), "step 4 · math · task 31 · group 0")[-2:] == [
+        r"user       Left: [picture 1f3c9a2b 48x32], right: [picture \x1b[2J/etc]?",
+        "assistant  3",
+    ]
+
+
 def test_one_step_one_env_and_evaluations(run, shown):
     old = shown("outputs/toy", "--step", "2")
     assert old[0] == "outputs/toy · step 2" and "assistant  the old one" in old

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 from made_run import HOSTILE, make_run
+from picture_run import show_pictures
 from playwright.sync_api import expect, sync_playwright
 
 from prl.tools.report.statistics import band
@@ -127,6 +128,17 @@ def test_rollouts_are_searched_and_texts_stay_texts(page):
     for kind in ("img", "svg:not(.chart svg)", "[onload]", "[onerror]", "script:not([type]) ~ script"):
         assert opened.locator(kind).count() == 0, kind
     assert page.printed == [] and opened.title() == "a · prl"
+
+
+def test_pictures_come_from_the_server(page):
+    digest = show_pictures(page.folder / "a")
+    page.page.reload()
+    image = page.page.locator(".detail img").first
+    image.scroll_into_view_if_needed()
+    expect(image).to_have_js_property("naturalWidth", 6)
+    assert image.get_attribute("src") == f"picture?run=a&digest={digest}"
+    expect(page.page.locator(".detail .pictures").first).to_contain_text("20x10: its file is not there")
+    assert {text.partition(":")[0] for text in page.printed} == {"Failed to load resource"}
 
 
 def test_seeds_are_compared_and_a_new_run_shows_up(page):

@@ -6,6 +6,7 @@ import time
 from html import escape
 
 import pytest
+from picture_run import GONE, show_pictures
 from starlette.datastructures import QueryParams
 from starlette.testclient import TestClient
 
@@ -29,7 +30,7 @@ def get(site):
     return lambda name, **query: client.get(f"/{TOKEN}/{name}", params=query)
 
 
-NAMES = ["", "news", "run", "rollouts", "examples", "compare", "style.css"]
+NAMES = ["", "news", "run", "rollouts", "examples", "picture", "compare", "style.css"]
 
 
 @pytest.mark.parametrize("token", ["", "a", TOKEN[:-1], TOKEN + "x", TOKEN.upper(), "%C3%A9", "x/" + TOKEN])
@@ -39,7 +40,7 @@ def test_nothing_is_told_without_the_token(site, token, name):
     assert answer.status_code == 403 and len(answer.text) < 80
 
 
-@pytest.mark.parametrize("name", ["run", "rollouts", "examples"])
+@pytest.mark.parametrize("name", ["run", "rollouts", "examples", "picture"])
 @pytest.mark.parametrize("run", ["", "..", "../runs/a", "a/../b", "a/", "/etc", "%2e%2e", "c", "a\x00"])
 def test_a_run_is_named_as_in_the_list_and_no_path_is_taken(get, folder, name, run):
     (folder.parent / "config.yaml").write_text("seed: 0\n")
@@ -74,6 +75,20 @@ def test_one_run_and_its_rollouts(get):
     found = get("examples", run="a", step="3").json()
     places = [place for example in found["examples"] for group in example["groups"] for place in group["rollouts"]]
     assert any("sequences" in found["rows"][place] for place in places)
+
+
+def test_a_picture_is_named_by_its_digest_and_no_other_file_is_served(get, folder):
+    digest = show_pictures(folder / "a")
+    answer = get("picture", run="a", digest=digest)
+    assert answer.content == (folder / "a" / "pictures" / f"{digest}.png").read_bytes()
+    assert answer.headers["content-type"] == "image/png" and answer.headers["x-content-type-options"] == "nosniff"
+    [prompt] = {str(row["messages"][0]["pictures"]) for row in get("rollouts", run="a").json()["rows"]}
+    assert prompt == str([[digest, f"picture {digest[:8]} 6x4"], [GONE, f"picture {GONE[:8]} 20x10"]])
+    (folder / "a" / "pictures" / "x.png").write_bytes(b"secret")
+    for other in ("", "x", "x.png", f"../pictures/{digest}", digest.upper(), digest + "\x00", digest[:-1], GONE):
+        answer = get("picture", run="a", digest=other)
+        assert answer.status_code == 404 and "secret" not in answer.text, other
+    assert get("picture", run="b", digest=digest).status_code == 404
 
 
 def test_runs_are_compared_by_what_differs(get, folder):

@@ -36,7 +36,7 @@ function colour(sequence, place) {
 }
 
 function paint(view) {
-  view.spans.forEach((span, place) => { span.style.backgroundColor = colour(view.sequence, place); });
+  for (const span of view.spans) span.style.backgroundColor = colour(view.sequence, Number(span.dataset.place));
 }
 
 function shown(token) {
@@ -64,26 +64,28 @@ function tokenView(sequence) {
   const box = el("div", "tokens");
   box.tabIndex = 0;
   box.setAttribute("aria-label", "tokens");
-  const view = { sequence, spans: [] };
+  const view = { sequence, spans: [] }, pictures = new Map(sequence.pictures.map(([start, ...about]) => [start, about]));
   let active = -1;
-  sequence.text.forEach((token, place) => {
-    const span = el("span", sequence.sampled[place] ? "t" : "t context", shown(token) || "∅");
+  for (let place = 0; place < sequence.text.length; place++) {
+    const [length, name] = pictures.get(place) || [1], text = name ? `${name}, ${length} tokens` : shown(sequence.text[place]) || "∅";
+    const span = el("span", `t${sequence.sampled[place] ? "" : " context"}${name ? " picture" : ""}`, text);
     span.dataset.place = place;
     view.spans.push(span);
     box.append(span);
-  });
+    place += Math.max(0, length - 1);  // a picture's placeholder tokens are one span
+  }
   if (sequence.more) box.append(el("div", "dim small", `${sequence.more} more tokens are left out.`));
-  const point = place => {
-    if (place < 0 || place >= view.spans.length) return;
+  const point = index => {
+    if (index < 0 || index >= view.spans.length) return;
     if (active >= 0) view.spans[active].classList.remove("active");
-    active = place;
-    view.spans[place].classList.add("active");
-    read(sequence, place);
+    active = index;
+    view.spans[index].classList.add("active");
+    read(sequence, Number(view.spans[index].dataset.place));
   };
   box.addEventListener("pointerover", event => {
-    if (event.target.dataset.place !== undefined) point(Number(event.target.dataset.place));
+    if (event.target.dataset.place !== undefined) point(view.spans.indexOf(event.target));
   });
-  box.addEventListener("focus", () => { if (active < 0) point(Math.max(0, sequence.sampled.indexOf(1))); });
+  box.addEventListener("focus", () => { if (active < 0) point(Math.max(0, view.spans.findIndex(span => sequence.sampled[span.dataset.place]))); });
   box.addEventListener("keydown", event => {
     const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -10, ArrowDown: 10 }[event.key];
     if (by) { point(Math.max(0, Math.min(view.spans.length - 1, active + by))); event.preventDefault(); }
@@ -140,6 +142,25 @@ function line(row) {
   ].filter(Boolean).join(" · ");
 }
 
+const SMALL = 128;  // pixels: a smaller picture is drawn a whole number of times as large
+
+function picturesOf(message) {
+  const box = el("div", "pictures");
+  for (const [digest, name] of message.pictures || []) {
+    const image = new Image();
+    Object.assign(image, { loading: "lazy", alt: name, title: digest });
+    image.addEventListener("load", () => {
+      const times = Math.max(1, Math.floor(SMALL / Math.max(image.naturalWidth, image.naturalHeight)));
+      image.width = times * image.naturalWidth;
+      if (times > 1) image.className = "crisp";
+    });
+    image.addEventListener("error", () => image.replaceWith(el("span", "dim small", `${name}: its file is not there`)));
+    image.src = data.live ? `picture?${new URLSearchParams({ run: chosen[0], digest })}` : `pictures/${digest}.png`;
+    box.append(image);
+  }
+  return box;
+}
+
 function detail(row) {
   const box = el("div", "detail");
   box.append(el("p", "dim small", `step ${row.step} · ${row.env} · task ${row.task} · group ${row.group}, rollout ${row.rollout || 0}`));
@@ -152,6 +173,7 @@ function detail(row) {
     if (message.after !== undefined) said.append(el("p", "dim small", message.after ? `another branch, after message ${message.after}` : "another branch"));
     if (message.reasoning) said.append(el("pre", "reasoning", message.reasoning));
     if (message.text || !(message.calls || message.reasoning)) said.append(el("pre", message.text ? "" : "dim", message.text || "(empty)"));
+    if (message.pictures) said.append(picturesOf(message));
     for (const call of message.calls || []) said.append(el("pre", "call", call));
     box.append(said);
   }
@@ -175,7 +197,7 @@ function groupCard(group, all) {
   title.append(el("span", "dim", ` · ${about.join(" · ")}`));
   card.append(title);
   const asked = first && first.messages.find(message => message.role === "user");
-  if (asked) card.append(el("pre", "prompt dim", asked.text.length > 400 ? `${asked.text.slice(0, 400)} …` : asked.text));
+  if (asked) card.append(el("pre", "prompt dim", asked.text.length > 400 ? `${asked.text.slice(0, 400)} …` : asked.text), picturesOf(asked));
   const list = el("div", "members");
   rows.forEach(row => {
     const item = el("details");
