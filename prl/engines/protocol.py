@@ -7,6 +7,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.json import encode
 
+from prl.rollouts.inputs import Picture
+
 TOKEN_VARIABLE = "PRL_TOKEN"
 """Environment variable of a server's token; of a run's, where its servers already run."""
 FROZEN_VARIABLE = "PRL_FROZEN"
@@ -36,6 +38,10 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
     """Prompts share cached prefixes with those of the same salt."""
     priority: int = 0
     """Requests of a lower one come first, where the server has `--scheduling-policy priority`; else it is 0."""
+    pictures: list[Picture] = []
+    """Those in the prompt, in their order."""
+    picture_folder: str = ""
+    """Their store (`prl.rollouts.pictures`), as the server finds it."""
 
 
 class Sampled(Struct):

@@ -118,9 +118,10 @@ class PictureStore:
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
 
-        held = self._held.get(picture.features)
+        name = picture.digest + picture.features
+        held = self._held.get(name)
         if held is not None:
-            self._held.move_to_end(picture.features)
+            self._held.move_to_end(name)
             return held
         try:
             features = load_file(self.file_of(picture.digest).with_suffix(".safetensors"))
@@ -129,7 +130,7 @@ class PictureStore:
         self.reads += 1
         if hash_of(features) != picture.features:
             raise PictureError(f"the features of the picture {picture.digest[:12]} are not those that were rendered")
-        self._hold(picture.features, features)
+        self._hold(name, features)
         return features
 
     def _hold(self, name: str, features: "Features") -> None:

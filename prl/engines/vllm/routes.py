@@ -19,16 +19,20 @@ from fastapi.responses import JSONResponse, Response
 
 from prl.engines.protocol import FROZEN_VARIABLE, GENERATE, LOAD, Generated, GenerateRequest, Sampled, measured
 from prl.engines.vllm.alive import while_alive
+from prl.engines.vllm.cpu import pictures as on_cpu
 from prl.engines.vllm.cpu import replies
 from prl.engines.vllm.server import INSTANCE_VARIABLE
 from prl.engines.vllm.weights import WeightsError, folder_of, refuse_other_policy, shapes_at
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
+    from vllm.inputs.engine import EngineInput
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from prl.engines.vllm.pictures import Pictures
 
 REQUESTS = msgspec.json.Decoder(GenerateRequest)
 
@@ -52,6 +56,12 @@ class PolicyRoutes:
         model = engine_client.vllm_config.model_config
         tied = getattr(model.hf_config, "tie_word_embeddings", False)
         state.check_weights = functools.partial(refuse_other_policy, started=shapes_at(model.model), tied=tied)
+        state.pictures = None
+        if model.is_multimodal_model:
+            from prl.engines.vllm.pictures import Pictures
+
+            processor = engine_client.renderer.get_mm_processor()
+            state.pictures = Pictures(processor, read_in_core=bool(os.environ.get(on_cpu.VARIABLE)))
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -66,11 +76,12 @@ async def generate(request: Request) -> Response:
     try:
         asked = REQUESTS.decode(await request.body())
         params = params_of(asked)
+        prompt = prompt_of(asked, request.app.state.pictures)
     except ValueError as error:  # msgspec's are ValueErrors too
         return JSONResponse({"error": f"no request to sample: {error}"}, status_code=400)
     if asked.model not in request.app.state.served_names:
         return JSONResponse({"error": f"the model {asked.model!r} is not served here"}, status_code=404)
-    work = asyncio.ensure_future(sample(request.app.state.engine_client, asked, params))
+    work = asyncio.ensure_future(sample(request.app.state.engine_client, asked, prompt, params))
     gone = asyncio.ensure_future(disconnected(request))
     try:
         await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -100,7 +111,20 @@ def params_of(asked: GenerateRequest) -> "SamplingParams":
     return params
 
 
-async def sample(engine: "AsyncLLM", asked: GenerateRequest, params: "SamplingParams") -> bytes:
+def prompt_of(asked: GenerateRequest, pictures: "Pictures | None") -> "EngineInput":
+    """Return the request's prompt as vLLM takes it. Raises ValueError where it cannot have its pictures."""
+    from vllm.inputs.engine import tokens_input
+
+    if pictures is not None:
+        return pictures.input_of(asked)
+    if asked.pictures:
+        raise ValueError("the model sees no pictures")
+    return tokens_input(asked.token_ids, cache_salt=asked.cache_salt)
+
+
+async def sample(
+    engine: "AsyncLLM", asked: GenerateRequest, prompt: "EngineInput", params: "SamplingParams"
+) -> bytes:
     """Sample as vLLM's `/inference/v1/generate` does, for the same parameters and seeds bit by bit the same.
 
     Returns:
@@ -108,9 +132,7 @@ async def sample(engine: "AsyncLLM", asked: GenerateRequest, params: "SamplingPa
 
     Raises vLLM's errors.
     """
-    from vllm.inputs.engine import tokens_input
-
-    prompt, name = tokens_input(asked.token_ids, cache_salt=asked.cache_salt), f"prl-{uuid.uuid4().hex}"
+    name = f"prl-{uuid.uuid4().hex}"
     if replies.takes(engine, params):
         return await replies.sample(engine, prompt, params, name, asked.priority)
     [reply] = [final async for final in engine.generate(prompt, params, name, priority=asked.priority)]
@@ -200,4 +222,6 @@ async def load(engine: "AsyncLLM", update: dict[str, Any], init: dict[str, Any] 
     await engine.finish_weight_update()
     if not await engine.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("prefixes cached under older weights are still in use")
+    if engine.vllm_config.model_config.is_multimodal_model:
+        await engine.reset_encoder_cache()  # what the older weights have seen in pictures
     await engine.resume_generation()

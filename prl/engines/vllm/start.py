@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 
 from prl.base import garbage
 from prl.base.errors import signal_name
+from prl.engines.vllm.cpu import pictures
 
 OPEN_REQUESTS_S = 2
 """[s] How long a server that was asked to end waits for requests that are open."""
@@ -42,6 +43,8 @@ def plugin_names(listed: str | None) -> list[str]:
 def serve() -> None:
     """Run vLLM's OpenAI-compatible server with the arguments of this process's command line."""
     with garbage.loading():
+        if os.environ.get(pictures.VARIABLE):
+            pictures.install()
         import uvloop
         from vllm.entrypoints.launchers.api_server import entry  # noqa: F401  what `run_server` imports
         from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
