@@ -223,10 +223,9 @@ PAGES: dict[str, Callable[[], Iterable[Row]]] = {
 
 
 def agrees(row: Row, cells: list[str]) -> bool:
-    """Return whether a row of a page has what was worked out. A label or number may have words behind it."""
-    return len(cells) >= len(row) and all(
-        cell.startswith(own) if own else not cell for own, cell in zip(row, cells, strict=False)
-    )
+    """Return whether a row of a page has what was worked out: the same cells. Its label may go on after a comma."""
+    label, *numbers = row
+    return cells[1:] == numbers and f"{cells[0]},".startswith(f"{label},")
 
 
 def missing(name: str) -> list[Row]:

@@ -171,10 +171,13 @@ def test_a_page_has_the_numbers_of_its_files(name):
 def test_another_number_on_a_page_is_found(tmp_path, monkeypatch):
     shutil.copytree(recompute.HERE / "lora", tmp_path / "lora")
     page = tmp_path / "lora" / "README.md"
-    page.write_text(page.read_text().replace("(.801 to .875)", "(.801 to .876)"))
+    text = page.read_text()
     monkeypatch.setattr(recompute, "HERE", tmp_path)
-    [row] = recompute.missing("lora")
-    assert row[0] == "1e-3"
+    # Another digit, digits behind it, and a cell that no file has.
+    for written, other in ((".875)", ".876)"), (".875)", ".875)1"), ("(.801 to .875)", "(.801 to .875) | .9")):
+        page.write_text(text.replace(written, other))
+        [row] = recompute.missing("lora")
+        assert row[0] == "1e-3"
 
 
 def played(secret, left, guesses):
