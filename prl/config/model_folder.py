@@ -139,13 +139,6 @@ def tensors_of(folder: Path, where: str) -> Iterator[tuple[str, list[int]]]:
             raise ConfigError(f"{where}: {file.name} is damaged: {error}") from error
 
 
-def sees_pictures(path: str) -> bool:
-    """Return whether a model has a part that sees pictures, by its config."""
-    folder = local_folder(path)
-    file = file_of(path, "config.json") if folder is None else folder / "config.json"
-    return file is not None and file.is_file() and "vision_config" in json.loads(file.read_bytes())
-
-
 def positions(config: dict[str, Any]) -> int | None:
     """The longest sequence that a model's config allows; None where it does not say."""
     text = config.get("text_config")
