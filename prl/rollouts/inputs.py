@@ -4,6 +4,7 @@ A picture is known by its digest, and lies in the run's store (`prl.rollouts.pic
 where the pictures are equal, too: whoever compares inputs compares their `keys`.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -70,6 +71,12 @@ class ModelInput:
             place = picture.stop
         if place < len(self.token_ids):
             yield self.token_ids[place:]
+
+
+def pictures_in(pictures: Sequence[Picture], part: slice) -> Sequence[Picture]:
+    """Return the pictures that begin in a part of the tokens, of pictures in their order."""
+    first, stop = (bisect_left(pictures, place, key=lambda picture: picture.start) for place in (part.start, part.stop))
+    return pictures[first:stop]
 
 
 def keys_of(token_ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:

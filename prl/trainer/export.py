@@ -27,6 +27,7 @@ import torch
 from prl.base.files import step_name, write_atomically
 from prl.losses import TokenTreatment
 from prl.rollouts.components import STREAM_FILL
+from prl.rollouts.inputs import pictures_in
 from prl.rollouts.messages import MicroBatch, Origin, StepBatch, sequence_slices
 from prl.trainer.batch import Stack
 
@@ -106,7 +107,7 @@ class TokenExport:
         nothing: list[list] = [[None] * len(mask), [None] * len(mask), [""] * len(mask)]
         logprobs, ratio, labels = self._treated.get((number, place), nothing)
         untrained = ["weight 0" if on else "context" for on in mask]
-        own = [picture for picture in row.pictures if part.start <= picture.start < part.stop]
+        own = pictures_in(row.pictures, part)
         pictures = [(picture.start - part.start, picture.length, picture.digest) for picture in own]
         return {
             "env": row.env_names[place],

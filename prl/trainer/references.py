@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from prl.rollouts.inputs import pictures_in
 from prl.rollouts.messages import MicroBatch, sequence_slices
 from prl.trainer.batch import Stack
 from prl.trainer.divergence import Head, chunked_divergence
@@ -59,7 +60,7 @@ def behind_prefixes(
     for reference, part in zip(stack.references, sequence_slices(stack.sequence_lengths), strict=True):
         prefix = list(reference.prefix)
         behind = len(row.input_ids) + len(prefix) - part.start
-        row.pictures += [each.moved(behind) for each in stack.pictures if part.start <= each.start < part.stop]
+        row.pictures += [picture.moved(behind) for picture in pictures_in(stack.pictures, part)]
         row.input_ids += prefix + stack.token_ids[part].tolist()
         row.mask += [False] * len(prefix) + stack.wanted[part].tolist()
         row.temperatures += [1.0] * len(prefix) + stack.temperatures[part].tolist()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from prl.rollouts.inputs import ModelInput, Picture
+from prl.rollouts.inputs import ModelInput, Picture, pictures_in
 from prl.rollouts.messages import sequence_slices
 from prl.trainer.batch import Stack
 
@@ -93,7 +93,7 @@ def rope_positions(body: Any, stack: Stack) -> torch.Tensor:
     places = [stack.position_ids] * 4
     three = torch.full((3, len(stack.token_ids)), -1)
     for part in sequence_slices(stack.sequence_lengths):
-        own = [picture for picture in stack.pictures if part.start <= picture.start < part.stop]
+        own = pictures_in(stack.pictures, part)
         if not own:
             continue
         kinds = torch.zeros(1, part.stop - part.start, dtype=torch.int64)

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from prl.rollouts.inputs import Picture, keys_of
+from prl.rollouts.inputs import Picture, keys_of, pictures_in
 from prl.rollouts.messages import MicroBatch, sequence_slices
 from prl.trainer.batch import Stack, empty_stack, stacks
 from prl.trainer.tree.attention import TokenTree
@@ -122,7 +122,7 @@ def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], d
             path[common : len(keys)] = np.arange(starts[-1], starts[-1] + len(keys) - common)
             taken += range(own + common, own + len(keys))
             depths += range(common, len(keys))
-        pictures += [each.moved(first - own) for each in whole.pictures if own <= each.start < own + len(keys)]
+        pictures += [each.moved(first - own) for each in pictures_in(whole.pictures, slice(own, own + len(keys)))]
         known = min(len(keys), length - 1)
         before[first + 1 : first + 1 + known] = path[:known]
         first += length
