@@ -187,7 +187,7 @@ class ShapesTaskset(vf.Taskset[ShapesTask, ShapesConfig]):
                 return place, [self._shape(PLACES[place], rng.choice(list(COLOURS)), rng)]
             case "digit":
                 digit, size = rng.choice(list(DIGITS)), self.config.size
-                block = rng.randint(size // 12, size // 7)
+                block = rng.randint(size // 9, size // 7)
                 left, top = rng.randint(0, size - 3 * block), rng.randint(0, size - 5 * block)
                 return digit, [Item(rng.choice(list(COLOURS)), digit, left, top, block)]
 
