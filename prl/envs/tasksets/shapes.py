@@ -13,8 +13,6 @@ question has five answers, each as frequent, so that a model earns 0.2 without s
 A layout is what is drawn, at which pixels. None of the train split is in the eval split, with whichever question.
 """
 
-import base64
-import io
 import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -23,6 +21,7 @@ import verifiers.v1 as vf
 from pydantic import Field
 
 from prl.envs.tasksets.base import AnswerTask, SplitConfig, enough
+from prl.rollouts.images import url_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -108,13 +107,6 @@ def _draw_digit(canvas: "ImageDraw", item: Item) -> None:
                 canvas.rectangle((left, top, left + item.side - 1, top + item.side - 1), COLOURS[item.colour])
 
 
-def url_of(image: "Image") -> str:
-    """Return a picture as a data URL."""
-    written = io.BytesIO()
-    image.save(written, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
-
-
 class ShapesData(vf.TaskData):
     answer: str
     """The right word."""
@@ -187,7 +179,7 @@ class ShapesTaskset(vf.Taskset[ShapesTask, ShapesConfig]):
                 return place, [self._shape(PLACES[place], rng.choice(list(COLOURS)), rng)]
             case "digit":
                 digit, size = rng.choice(list(DIGITS)), self.config.size
-                block = rng.randint(size // 12, size // 7)
+                block = rng.randint(size // 9, size // 7)
                 left, top = rng.randint(0, size - 3 * block), rng.randint(0, size - 5 * block)
                 return digit, [Item(rng.choice(list(COLOURS)), digit, left, top, block)]
 
