@@ -118,11 +118,18 @@ function filterRuns() {
 
 $("find").addEventListener("input", filterRuns);
 
+let opening = 0;
 function choose(runs) {
   if (!runs.length) return;
-  if (runs.length === 1) stored.clear();  // of several that are long, not every step was read
   chosen = runs;
-  history.replaceState(null, "", `#${new URLSearchParams(runs.map(run => ["run", run]))}`);
+  clearTimeout(opening);
+  if (runs.length > 1) { opening = setTimeout(openThem, 100); return; }  // boxes ticked at once are asked for once
+  stored.clear();  // of several that are long, not every step was read
+  openThem();
+}
+
+function openThem() {
+  history.replaceState(null, "", `#${new URLSearchParams(chosen.map(run => ["run", run]))}`);
   connect();
   openChosen();
 }
