@@ -102,6 +102,33 @@ def forgetting() -> Iterable[Row]:
         moved = short(f"{of_arm['kl'].mean():.1f} ± {half_interval(of_arm['kl']):.1f}")
         yield [str(arm), *(interval(ends[env].loc[f"arm=forgetting_{arm}"]) for env in envs), moved]
 
+    curves = pd.read_csv(HERE / "forgetting" / "rates.csv").groupby(["arm", "lr", "seed"])
+    lost = curves.apply(lambda run: pd.Series({level: lost_at(run, level) for level in (0.6, 0.7, 0.8)}))
+    for (arm, rate), of_rate in lost.groupby(level=["arm", "lr"]):
+        yield [f"{arm}, {rate:.0e}".replace("e-0", "e-"), *(reached(of_rate[level]) for level in lost)]
+    best = lost.groupby(level=["arm", "lr"]).filter(lambda of_rate: of_rate[0.7].notna().all())
+    least = best.groupby(level=["arm", "seed"]).mean()
+    for arm in ("opd", "sft"):
+        yield [f"{arm} − grpo", *(reached(least.loc[arm][level] - least.loc["grpo"][level]) for level in least)]
+
+
+def lost_at(run: pd.DataFrame, level: float) -> float:
+    """Return what a run had lost of alphabet_sort when its reward of math first was at a level; NaN: it never was.
+
+    Between two evaluations both go in a straight line.
+    """
+    above = run["math"].to_numpy() >= level
+    last = int(above.argmax())
+    ends = run.iloc[last - 1 : last + 1]
+    then = np.interp(level, ends["math"], ends["alphabet_sort"]) if above.any() else np.nan
+    return float(run["alphabet_sort"].iloc[0] - then)
+
+
+def reached(values: pd.Series) -> str:
+    """Return mean ± half the interval, or of how many seeds there is a value."""
+    found = int(values.notna().sum())
+    return interval(values) if found == len(values) else f"{found} of {len(values)} seeds"
+
 
 def distil_back() -> Iterable[Row]:
     steps = by_seed("distil_back", "eval/math/avg@1", "steps")
