@@ -101,7 +101,7 @@ def judged_rewards(run: Run) -> Judged:
     if "compare the rollouts" in why:
         why += beside(run.dir, (fall.began, fall.bad))
     kept = [step for step in steps_of(run.dir) if step <= fall.began]
-    why += f" Its last checkpoint before: step {kept[-1]}." if kept else " It has no checkpoint before."
+    why += f" The last checkpoint before: step {kept[-1]}." if kept else " No checkpoint is from before."
     if held is None or held.fell or held.last_step < fall.bad or 2 * (held.best - held.last) > fall.best - fall.last:
         return Judged(texts, "bad", why)
     known = "" if "did not fall with it" in why else " The held-out reward did not fall with it."

@@ -276,7 +276,7 @@ def test_two_steps_are_shown_where_tasks_or_grader_changed(tmp_path):
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 50, "en')
     why = verdict(run)[1].text
     assert 'Before: "44+42=", answer 0.75, right 0.50. Then: "83*51=\\x1b[2J", answer 0.00, right 0.50.' in why
-    assert why.endswith("Its last checkpoint before: step 40.")
+    assert why.endswith("The last checkpoint before: step 40.")
     path.write_text(json.dumps(lines[0] | {"env": "another"}) + f"\n{json.dumps(lines[1])}\n")
     assert "Before:" not in verdict(run)[1].text, "of several envs the means would be mixed"
 
