@@ -102,14 +102,20 @@ def forgetting() -> Iterable[Row]:
         moved = short(f"{of_arm['kl'].mean():.1f} ± {half_interval(of_arm['kl']):.1f}")
         yield [str(arm), *(interval(ends[env].loc[f"arm=forgetting_{arm}"]) for env in envs), moved]
 
+    yield from matched()
+
+
+def matched() -> Iterable[Row]:
+    """Return what alphabet_sort has lost at equal rewards of math, by arm and rate, and against grpo's."""
     curves = pd.read_csv(HERE / "forgetting" / "rates.csv").groupby(["arm", "lr", "seed"])
     lost = curves.apply(lambda run: pd.Series({level: lost_at(run, level) for level in (0.6, 0.7, 0.8)}))
-    for (arm, rate), of_rate in lost.groupby(level=["arm", "lr"]):
-        yield [f"{arm}, {rate:.0e}".replace("e-0", "e-"), *(reached(of_rate[level]) for level in lost)]
-    best = lost.groupby(level=["arm", "lr"]).filter(lambda of_rate: of_rate[0.7].notna().all())
-    least = best.groupby(level=["arm", "seed"]).mean()
-    for arm in ("opd", "sft"):
-        yield [f"{arm} − grpo", *(reached(least.loc[arm][level] - least.loc["grpo"][level]) for level in least)]
+    for arm, of_arm in lost.groupby(level="arm"):
+        for rate, label in ((1e-4, "1e-4"), (2e-4, "2e-4"), (5e-4, "5e-4")):
+            own = of_arm.loc[arm, rate]
+            yield [f"{arm}, {label}", *(reached(own[level]) for level in own)]
+            if arm != "grpo":
+                more = own - lost.loc["grpo", rate]
+                yield [f"{arm} − grpo, {label}", *(reached(more[level], "+") for level in more)]
 
 
 def lost_at(run: pd.DataFrame, level: float) -> float:
@@ -118,16 +124,16 @@ def lost_at(run: pd.DataFrame, level: float) -> float:
     Between two evaluations both go in a straight line.
     """
     above = run["math"].to_numpy() >= level
-    last = int(above.argmax())
+    last = max(1, int(above.argmax()))
     ends = run.iloc[last - 1 : last + 1]
     then = np.interp(level, ends["math"], ends["alphabet_sort"]) if above.any() else np.nan
     return float(run["alphabet_sort"].iloc[0] - then)
 
 
-def reached(values: pd.Series) -> str:
+def reached(values: pd.Series, sign: str = "") -> str:
     """Return mean ± half the interval, or of how many seeds there is a value."""
     found = int(values.notna().sum())
-    return interval(values) if found == len(values) else f"{found} of {len(values)} seeds"
+    return interval(values, sign) if found == len(values) else f"{found} of {len(values)} seeds"
 
 
 def distil_back() -> Iterable[Row]:
@@ -171,6 +177,18 @@ def credit() -> Iterable[Row]:
             own, grpo = (rewards.loc[f"env={env}, arm=credit_{each}"] for each in (arm, "grpo"))
             cells += [interval(own), "" if arm == "grpo" else interval(own - grpo, "+")]
         yield cells
+
+    runs = pd.read_csv(HERE / "credit" / "calculator.csv")
+    evaluated = runs[runs["step"] > 0]
+    means = evaluated.groupby(["arm", "seed"])["reward"].mean()
+    ends = evaluated.groupby(["arm", "seed"]).last()
+    for arm in runs["arm"].unique():
+        nll = [evaluated[evaluated["arm"] == arm].groupby("seed")["nll"].agg(place) for place in ("first", "last")]
+        leads = [
+            "" if arm == "grpo" else interval(own.loc[arm] - own.loc["grpo"], "+") for own in (means, ends["reward"])
+        ]
+        known = ["" if values.isna().any() else interval(values) for values in nll]
+        yield [str(arm), interval(means.loc[arm]), leads[0], interval(ends["reward"].loc[arm]), leads[1], *known]
 
 
 def smollm2() -> Iterable[Row]:
