@@ -102,6 +102,39 @@ def forgetting() -> Iterable[Row]:
         moved = short(f"{of_arm['kl'].mean():.1f} ± {half_interval(of_arm['kl']):.1f}")
         yield [str(arm), *(interval(ends[env].loc[f"arm=forgetting_{arm}"]) for env in envs), moved]
 
+    yield from matched()
+
+
+def matched() -> Iterable[Row]:
+    """Return what alphabet_sort has lost at equal rewards of math, by arm and rate, and against grpo's."""
+    curves = pd.read_csv(HERE / "forgetting" / "rates.csv").groupby(["arm", "lr", "seed"])
+    lost = curves.apply(lambda run: pd.Series({level: lost_at(run, level) for level in (0.6, 0.7, 0.8)}))
+    for arm, of_arm in lost.groupby(level="arm"):
+        for rate, label in ((1e-4, "1e-4"), (2e-4, "2e-4"), (5e-4, "5e-4")):
+            own = of_arm.loc[arm, rate]
+            yield [f"{arm}, {label}", *(reached(own[level]) for level in own)]
+            if arm != "grpo":
+                more = own - lost.loc["grpo", rate]
+                yield [f"{arm} − grpo, {label}", *(reached(more[level], "+") for level in more)]
+
+
+def lost_at(run: pd.DataFrame, level: float) -> float:
+    """Return what a run had lost of alphabet_sort when its reward of math first was at a level; NaN: it never was.
+
+    Between two evaluations both go in a straight line.
+    """
+    above = run["math"].to_numpy() >= level
+    last = max(1, int(above.argmax()))
+    ends = run.iloc[last - 1 : last + 1]
+    then = np.interp(level, ends["math"], ends["alphabet_sort"]) if above.any() else np.nan
+    return float(run["alphabet_sort"].iloc[0] - then)
+
+
+def reached(values: pd.Series, sign: str = "") -> str:
+    """Return mean ± half the interval, or of how many seeds there is a value."""
+    found = int(values.notna().sum())
+    return interval(values, sign) if found == len(values) else f"{found} of {len(values)} seeds"
+
 
 def distil_back() -> Iterable[Row]:
     steps = by_seed("distil_back", "eval/math/avg@1", "steps")
@@ -144,6 +177,18 @@ def credit() -> Iterable[Row]:
             own, grpo = (rewards.loc[f"env={env}, arm=credit_{each}"] for each in (arm, "grpo"))
             cells += [interval(own), "" if arm == "grpo" else interval(own - grpo, "+")]
         yield cells
+
+    runs = pd.read_csv(HERE / "credit" / "calculator.csv")
+    evaluated = runs[runs["step"] > 0]
+    means = evaluated.groupby(["arm", "seed"])["reward"].mean()
+    ends = evaluated.groupby(["arm", "seed"]).last()
+    for arm in runs["arm"].unique():
+        nll = [evaluated[evaluated["arm"] == arm].groupby("seed")["nll"].agg(place) for place in ("first", "last")]
+        leads = [
+            "" if arm == "grpo" else interval(own.loc[arm] - own.loc["grpo"], "+") for own in (means, ends["reward"])
+        ]
+        known = ["" if values.isna().any() else interval(values) for values in nll]
+        yield [str(arm), interval(means.loc[arm]), leads[0], interval(ends["reward"].loc[arm]), leads[1], *known]
 
 
 def smollm2() -> Iterable[Row]:

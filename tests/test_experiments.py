@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import hydra
+import pandas as pd
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -178,6 +179,14 @@ def test_another_number_on_a_page_is_found(tmp_path, monkeypatch):
         page.write_text(text.replace(written, other))
         [row] = recompute.missing("lora")
         assert row[0] == "1e-3"
+
+
+def test_what_was_lost_at_a_reward_is_on_the_line_between_evaluations():
+    run = pd.DataFrame({"math": [0.4, 0.6, 0.8, 0.5], "alphabet_sort": [0.8, 0.78, 0.7, 0.1]})
+    assert recompute.lost_at(run, 0.7) == pytest.approx(0.8 - 0.74)
+    assert recompute.lost_at(run, 0.6) == pytest.approx(0.02)
+    assert math.isnan(recompute.lost_at(run, 0.81))
+    assert recompute.reached(pd.Series([0.1, math.nan])) == "1 of 2 seeds"
 
 
 def played(secret, left, guesses):

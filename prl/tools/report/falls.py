@@ -5,7 +5,7 @@ recorded value, and ends at the mean of its last `WINDOW` steps; a held-out rewa
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -100,7 +100,19 @@ def sampled_course(name: str, values: pd.Series) -> Course | None:
     """The course of a reward that every step has: longer means find smaller falls, the shortest says when."""
     wider = [window for window in (2 * WINDOW, 4 * WINDOW, 8 * WINDOW) if 3 * window <= len(values)]
     found = [course(name, values, window) for window in (WINDOW, *wider)]
-    return next((one for one in found if one is not None and one.fell), found[0])
+    return next((one for one in (*found, collapse(name, values)) if one is not None and one.fell), found[0])
+
+
+def collapse(name: str, values: pd.Series) -> Course | None:
+    """The course from the first step to the mean of the last ones: means hide a fall of the first few steps."""
+    values = values[np.isfinite(values)]
+    if len(values) <= WINDOW:
+        return None
+    first, last = values.iloc[0], values.iloc[-WINDOW:].mean()
+    ends = pd.Series([first, last], [values.index[0], values.index[-1]])
+    found = course(name, ends, 1, pd.Series(np.maximum(UNKNOWN, spread(values)), ends.index))
+    bad, began, ended = decline(values, values.index[0], first, last, 1)
+    return found and replace(found, bad=bad, began=began, ended=ended, evaluated=False)
 
 
 def course(name: str, values: pd.Series, window: int, errors: pd.Series | None = None) -> Course | None:
@@ -173,10 +185,19 @@ def spread(values: pd.Series, *, sparse: bool = False) -> float:
 
 def held_out_course(name: str, metrics: pd.DataFrame) -> Course | None:
     """The course of the mean over all held-out rewards in `metrics`."""
-    rewards = metrics[list(held_out({str(key): None for key in metrics}))].dropna(how="all")
+    values, errors = held_out_mean(metrics)
+    return course(name, values, 1, errors)
+
+
+def held_out_mean(metrics: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """The mean of the held-out rewards by step, and its standard error.
+
+    An env whose evaluations stop or begin later keeps its nearest value: the mean would jump without any change.
+    """
+    rewards = metrics[list(held_out({str(key): None for key in metrics}))].dropna(how="all").ffill().bfill()
     errors = [curve(metrics, f"{str(key).rpartition('/')[0]}/stderr").reindex(rewards.index) for key in rewards]
-    squares = sum(error.fillna(UNKNOWN) ** 2 for error in errors)
-    return course(name, rewards.mean(axis=1), 1, squares**0.5 / len(errors)) if errors else None
+    squares = sum((error.fillna(UNKNOWN) ** 2 for error in errors), pd.Series(0.0, rewards.index))
+    return rewards.mean(axis=1), squares**0.5 / max(1, len(errors))
 
 
 class Move(NamedTuple):
@@ -195,7 +216,8 @@ def explained(metrics: pd.DataFrame, fall: Course) -> str:
     sudden = not fall.evaluated and fall.ended - fall.began <= WINDOW
     when = f"at step {fall.bad}" if sudden else f"between {'the evaluations of ' * fall.evaluated}{span}"
     found = sorted((one for signal in SIGNALS for one in move(steps, signal, fall)), key=lambda one: one.step)
-    before = [one for one in found if one.signal.metric in AT_ONCE or one.step < fall.bad]
+    # An evaluation comes after the update of its step.
+    before = [one for one in found if one.signal.metric in AT_ONCE or one.step < fall.bad + fall.evaluated]
     if before:
         moves = ", then ".join(one.text for one in before[:3])
         return f"The reward fell {when}. First moved: {moves}. Try: {before[0].signal.remedy}."
@@ -204,8 +226,20 @@ def explained(metrics: pd.DataFrame, fall: Course) -> str:
     names = ", ".join(signal.name for signal in SIGNALS if signal.metric in steps)
     beside = "; with it moved " * bool(found) + ", ".join(one.text for one in found)
     known = f"none of {names} was seen to move before" if names else "no signal was recorded"
-    changed = ": the tasks or the grader changed" if names and sudden else ""
+    changed = f": {changed_part(metrics, fall)}" if names and sudden else ""
     return f"The reward fell {when}; {known}{beside}. Try: compare the rollouts of {span}{changed}."
+
+
+def changed_part(metrics: pd.DataFrame, fall: Course) -> str:
+    """The part of the env that changed: an evaluation has the same grader, and the same tasks each time."""
+    held, _ = held_out_mean(metrics)
+    before, after = held[held.index < fall.began], held[held.index >= fall.began]
+    if not len(before) or not len(after):
+        return "the tasks or the grader changed"
+    now = after.iloc[min(after.index.searchsorted(fall.bad), len(after) - 1)]
+    if 2 * (before.iloc[-1] - now) > fall.best - fall.last:
+        return "likely the grader changed, since the held-out reward fell with it and its tasks stay the same"
+    return "likely the tasks or their answers changed, since the held-out reward did not fall with it"
 
 
 def failed_share(metrics: pd.DataFrame) -> pd.Series:

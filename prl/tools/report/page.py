@@ -6,7 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from prl.base.files import lines_of, write_atomically
+import pandas as pd
+
+from prl.base.files import write_atomically
 from prl.base.step_time import mean_step
 from prl.config.run_yaml import flat
 from prl.tools.report import curves
@@ -38,9 +40,7 @@ def page(run: Run) -> str:
     """The page as HTML."""
     rollouts = read_rollouts(run.dir)
     run.problems.extend(rollouts.problems)
-    lines = lines_of(run.dir / "metrics.jsonl", dict[str, float | None], [])
-    metrics = curves.thinned(curves.columns(lines))
-    data = {"kinds": curves.KINDS, "metrics": metrics, "before": before(run)}
+    data = {"kinds": curves.KINDS, "metrics": drawn(run.metrics), "before": drawn(run.before)}
     data |= {"rows": rollouts.rows, "examples": rollouts.examples}
     return render(
         "run.html.j2",
@@ -61,9 +61,9 @@ def state(run: Run) -> dict[str, Any]:
     return {"run": run, "verdict": verdict(run, times), "facts": _facts(run), "waits": waits}
 
 
-def before(run: Run) -> curves.Columns:
-    """The metrics of the run that this one forked, up to where it did."""
-    columns = {key: run.before[key].dropna() for key in run.before if curves.is_drawn(key)}
+def drawn(metrics: pd.DataFrame) -> curves.Columns:
+    """The curves of a run, or of what it forked up to where it did."""
+    columns = {key: metrics[key].dropna() for key in metrics if curves.is_drawn(key)}
     return curves.thinned({key: (list(column.index), list(column)) for key, column in columns.items() if len(column)})
 
 

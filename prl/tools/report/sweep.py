@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from prl.base.files import write_atomically
+from prl.base.text import safe
 from prl.tools.report import try_to_write
 from prl.tools.report.html import render
 from prl.tools.report.plots import Panel, pictures, with_margin
@@ -70,7 +71,7 @@ def write_summary(
     write_atomically(out / "summary.md", text.encode())
     paths = dict(zip((str(run.dir) for run in summary.runs), names(summary.runs), strict=True))
     table = summary.table.assign(run=summary.table["run"].map(paths))
-    write_atomically(out / "summary.csv", table.to_csv(index=False).encode())
+    write_atomically(out / "summary.csv", safe(table.to_csv(index=False)).encode())
     write_atomically(out / "summary.html", html.encode())
     for name, content in pictures([*charts, *points]).items() if charts else ():
         write_atomically(out / name, content)

@@ -2,13 +2,19 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pandas as pd
 
+from prl.base.checkpoint_folders import steps_of
 from prl.base.errors import SIGNAL_REMEDY
+from prl.base.files import lines_of
 from prl.base.metric_names import SAMPLED, held_out
+from prl.base.text import in_one_line, safe
+from prl.rollouts.record_lines import Record
 from prl.tools import line_of
+from prl.tools.report.examples import step_files
 from prl.tools.report.falls import WINDOW, explained, held_out_course, sampled_course, score
 from prl.tools.report.runs import Run, resumes_of
 from prl.tools.report.shares import Shares
@@ -19,8 +25,12 @@ NO_SIGNAL = 0.5
 """Share of the last batches that nothing is learnt from, from which on it is said."""
 LOST = (("off_policy/dropped", 0.05, "were dropped as too old"), ("rollouts/errored", 0.01, "failed"))
 """Metrics of rollouts that were lost, the share of those finished from which on it is said, and how."""
+PROMPT, PARTS = 60, 4
+"""Most characters of a prompt, and rewards and metrics by name, that are said of a step."""
 CHANGED = 6
 """Most changed keys that are named of a run that went on."""
+STALE = 8
+"""Mean staleness of the last steps from which on it is said."""
 TRUNCATED = 0.1
 """Share of rollouts cut off by a length limit in the last steps, from which on it is said."""
 
@@ -85,11 +95,33 @@ def judged_rewards(run: Run) -> Judged:
     fallen = [one for one in courses if one.fell]
     if not fallen:
         return Judged([one.text for one in courses[:1]], "plain", "")
-    fall = fallen[-1]  # of every step more is known than of an evaluation
+    # Of every step more is known than of an evaluation, but rollouts of old policies show a fall later.
+    fall = fallen[0] if fallen[0].ended < fallen[-1].began else fallen[-1]
     why, texts = explained(run.metrics, fall), [one.text for one in fallen]
+    if "compare the rollouts" in why:
+        why += beside(run.dir, (fall.began, fall.bad))
+    kept = [step for step in steps_of(run.dir) if step <= fall.began]
+    why += f" The last checkpoint before: step {kept[-1]}." if kept else " No checkpoint is from before."
     if held is None or held.fell or held.last_step < fall.bad or 2 * (held.best - held.last) > fall.best - fall.last:
         return Judged(texts, "bad", why)
-    return Judged([held.text, *texts], "warn", f"{why} The held-out reward did not fall with it.")
+    known = "" if "did not fall with it" in why else " The held-out reward did not fall with it."
+    return Judged([held.text, *texts], "warn", why + known)
+
+
+def beside(run_dir: Path, steps: tuple[int, int]) -> str:
+    """What the rollouts of two steps were asked, and earned by name; empty where one has none or several envs."""
+    seen = [sight(lines_of(path, Record, [])) for step, path in step_files(run_dir).items() if step in steps]
+    return f" Before: {seen[0]}. Then: {seen[1]}." if len(seen) == 2 and all(seen) else ""
+
+
+def sight(records: list[Record]) -> str:
+    """`"44+42=", answer 0.61, correct 0.58`: the first prompt, and the means of rewards and metrics by name."""
+    if len({record.env for record in records}) != 1:
+        return ""
+    asked = [message.content for message in records[0].messages if message.role == "user"]
+    means = pd.DataFrame([record.rewards | record.metrics for record in records]).astype(float).mean().dropna()
+    parts = [f"{name[:PROMPT]} {score(value)}" for name, value in means.items()]
+    return safe(", ".join([*(f'"{in_one_line(text)[:PROMPT]}"' for text in asked[:1]), *parts[:PARTS]]))
 
 
 def sampled_rewards(run: Run, metric: str) -> pd.Series:
@@ -162,7 +194,7 @@ def evaluations(run: Run) -> list[Finding]:
     """The held-out reward of each env, with its best where that was not the last."""
     findings = []
     for key in held_out({str(key): None for key in run.metrics}):
-        _, env, metric = key.split("/")
+        env, _, metric = key.removeprefix("eval/").rpartition("/")
         columns = run.metrics.filter(items=[key, f"eval/{env}/stderr"])
         if one := held_out_course(f"{env}: held-out reward ({metric})", columns):
             best = f", the best {score(one.best)} at {one.best_steps[0]}" * (
@@ -190,6 +222,10 @@ def warnings(steps: pd.DataFrame) -> list[str]:
     cut_off = curve(steps, "truncated/all").iloc[-WINDOW:].mean()
     if cut_off >= TRUNCATED:
         texts.append(f"A length limit cut off {percent(cut_off)} of the last rollouts.")
+    stale = curve(steps, "off_policy/mean").iloc[-WINDOW:].mean()
+    if stale >= STALE:
+        text = f"The last rollouts were {stale:.0f} policy versions old: a lower orchestrator.max_async_level"
+        texts.append(f"{text} or trainer.optim.lr keeps them closer to the policy.")
     finished = curve(steps, "rollouts/arrived").sum()
     for metric, least, how in LOST:
         lost = curve(steps, metric).sum()

@@ -14,7 +14,7 @@ from prl.base.errors import PrlError
 from prl.base.files import lines_in
 from prl.tools.report.curves import Columns, columns
 from prl.tools.report.html import fragment
-from prl.tools.report.page import before, state
+from prl.tools.report.page import drawn, state
 from prl.tools.report.runs import read_run
 from prl.tools.watch.listing import Entry, entries, find
 
@@ -120,4 +120,4 @@ def state_of(run_dir: Path) -> dict[str, Any]:
     run = read_run(run_dir)
     values = state(run)
     parts = {name: fragment(f"{name}.html.j2", **values) for name in ("head", "waits")}
-    return {"parts": parts, "before": before(run)}
+    return {"parts": parts, "before": drawn(run.before)}

@@ -124,7 +124,7 @@ BROKEN = [
     (gradually, "held-out", "First moved: learning rate (step 48: 0.", "lower trainer.optim.lr"),
     (gradually_for_no_reason, "held-out", "was seen to move before. Try: compare the rollouts of steps ", "."),
     (rate, "held-out", "fell at step 52. First moved: learning rate (step 50: 0.", "lower trainer.optim.lr"),
-    (grader, "held-out", "fell at step 50; none of", "the tasks or the grader changed"),
+    (grader, "held-out", "fell at step 50; none of", "likely the grader changed"),
     (staleness, "held-out", "First moved: staleness (step 44: 1 to 6), then gap", "orchestrator.max_async_level"),
     (limit, "held-out", "fell at step 50. First moved: truncated share (step 50: 0.0", "sampling.max_tokens"),
     (growing_length, "held-out", "First moved: length (step ", "what the grader rewards"),
@@ -169,7 +169,9 @@ def test_sampled_rewards_alone_fall_where_the_training_tasks_are_harder():
         r"Held-out reward 0.\d\d to 0.80; sampled reward rose from .* and fell to 0.\d\d.", headline.text
     )
     assert headline.mood == why.mood == "warn"
-    assert "The reward fell at step 50; none of" in why.text and "did not fall with it." in why.text
+    assert "The reward fell at step 50; none of" in why.text and "likely the tasks or their answers changed" in why.text
+    alone = metrics.drop(columns=["eval/m/avg@1", "eval/m/stderr"])
+    assert "the tasks or the grader changed" in verdict(run_of(alone))[1].text
 
 
 def test_one_run_has_one_beginning():
@@ -229,8 +231,54 @@ def test_the_best_is_the_mean_of_the_steps_named_and_the_first_value_is_said(val
 def test_a_collapse_of_the_first_steps_lowers_the_rate(collapse):
     metrics = healthy(0).drop(columns=["eval/m/avg@1", "eval/m/stderr"])
     metrics["reward/all/mean"] = np.where(metrics.index < collapse, 0.8, 0.01)
-    metrics["eval/m/avg@1"] = pd.Series({0: 0.8, 10: 0.01, 20: 0.01})
-    assert "fell in the first steps" in (why := verdict(run_of(metrics))[1].text) and "lower trainer.optim.lr" in why
+    for evaluated in ({0: 0.8, 10: 0.01, 20: 0.01}, {}):
+        run = run_of(metrics.assign(**{"eval/m/avg@1": pd.Series(evaluated, dtype=float)}))
+        assert "fell in the first steps" in (why := verdict(run)[1].text) and "lower trainer.optim.lr" in why
+
+
+def test_rollouts_of_old_policies_show_a_fall_later():
+    """The policy is ruined by step 5; sampled rewards are those of the first policy for 16 steps more."""
+    metrics = healthy(0)
+    metrics["reward/all/mean"] = np.where(metrics.index < 21, 0.5 + metrics["grad_norm"] / 100, 0.01)
+    metrics["off_policy/mean"] = metrics["off_policy/max"] = np.clip(metrics.index - 1.0, 0, 16)
+    metrics[["eval/m/avg@1", "eval/m/stderr"]] = np.nan
+    for step in range(0, 101, 5):
+        metrics.loc[step, ["eval/m/avg@1", "eval/m/stderr"]] = 0.01 if step else 0.5, 0.02
+    texts = [finding.text for finding in verdict(run_of(metrics))]
+    assert "fell in the first steps, by step 5. Try: lower trainer.optim.lr" in texts[1]
+    assert "The last rollouts were 16 policy versions old" in "".join(texts)
+    assert "versions old" not in "".join(one.text for one in verdict(run_of(healthy(0))))
+
+
+@pytest.mark.parametrize("has", [lambda step: step <= 40, lambda step: step > 40])
+def test_an_env_whose_evaluations_stop_or_begin_later_is_no_fall(has):
+    metrics = healthy(0)
+    evaluated = metrics["eval/m/avg@1"].notna() & has(metrics.index)
+    metrics.loc[evaluated, ["eval/easy/avg@1", "eval/easy/stderr"]] = 0.99 if has(0) else 0.01, 0.01
+    assert all("fell" not in finding.text for finding in verdict(run_of(metrics)))
+
+
+def test_two_steps_are_shown_where_tasks_or_grader_changed(tmp_path):
+    metrics = healthy(0)
+    harder_tasks(metrics)
+    run = run_of(metrics, folder=tmp_path)
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "checkpoints" / "step_000040").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_000060").mkdir()
+    assert "Before:" not in verdict(run)[1].text
+    for step, prompt, answers in ((49, "44+42=", (1.0, 0.5)), (50, "83*51=\x1b[2J", (0.0, None))):
+        lines = [
+            {"step": step, "env": "m", "group": 0, "reward": answer, "rewards": {"answer": answer}}
+            | {"metrics": {"right": 0.5}, "messages": [{"role": "user", "content": prompt}]}
+            for answer in answers
+        ]
+        path = tmp_path / "rollouts" / f"step_{step:06d}.jsonl"
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 50, "en')
+    why = verdict(run)[1].text
+    assert 'Before: "44+42=", answer 0.75, right 0.50. Then: "83*51=\\x1b[2J", answer 0.00, right 0.50.' in why
+    assert why.endswith("The last checkpoint before: step 40.")
+    path.write_text(json.dumps(lines[0] | {"env": "another"}) + f"\n{json.dumps(lines[1])}\n")
+    assert "Before:" not in verdict(run)[1].text, "of several envs the means would be mixed"
 
 
 def test_an_evaluation_whose_rollouts_fail_and_one_without_signals():

@@ -28,7 +28,7 @@ def hostile(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path / "sweep" / "run", steps=2, rollouts=8, tokens_at=(1, 2))
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    lines = [line | {f"reward/{EVIL}/mean": 0.5} for line in lines]
+    lines = [line | {f"reward/{EVIL}/mean": 0.5, f"eval/{EVIL}/avg@1": 0.5} for line in lines]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = {"status": "failed", "error": EVIL, "ended_because": EVIL, "steps": 2}
     (run / "result.json").write_text(json.dumps(result))

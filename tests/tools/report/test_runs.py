@@ -135,7 +135,7 @@ def test_a_fork_begins_with_the_curve_of_its_source(tmp_path, write_run):
     found = read_run(forked(third, 6, second / "checkpoints" / "step_000006"))
     assert found.whole["reward/all/mean"].to_dict() == dict.fromkeys(range(5), 1) | {5: 2, 6: 2, 7: 3, 8: 3, 9: 3}
     assert list(found.metrics.index) == [7, 8, 9] and found.problems == []
-    assert page.before(found)["reward/all/mean"] == ([*range(7)], [1, 1, 1, 1, 1, 2, 2]), "the page of the run"
+    assert page.drawn(found.before)["reward/all/mean"] == ([*range(7)], [1, 1, 1, 1, 1, 2, 2]), "the page of the run"
     shutil.rmtree(first)
     found = read_run(third)
     assert list(found.whole.index) == [5, 6, 7, 8, 9]
