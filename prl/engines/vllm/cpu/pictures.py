@@ -7,6 +7,7 @@ registry has its build for CPUs. Written for the version of vLLM in `worker.py`.
 """
 
 import os
+import re
 import sys
 from importlib import util
 from pathlib import Path
@@ -38,6 +39,7 @@ def install() -> None:
     # vLLM looks at a model's class in a process of its own, to keep from using a GPU: it would lack the operators.
     registry._run_in_subprocess = lambda look: look()
     fork_engine()
+    name_as_transformers()
     read_in_core()
 
 
@@ -53,6 +55,17 @@ def declare_operators() -> None:
             torch.library.define(
                 f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             )
+
+
+def name_as_transformers() -> None:
+    """Patch vLLM: its LLaVA loads the names that transformers 5 gives the vision tower, `vision_model` left out.
+
+    To be removed once vLLM's `LlavaForConditionalGeneration.hf_to_vllm_mapper` has them.
+    """
+    from vllm.model_executor.models.llava import LlavaForConditionalGeneration
+
+    names = LlavaForConditionalGeneration.hf_to_vllm_mapper.orig_to_new_regex
+    names[re.compile(r"^(model\.)?vision_tower\.(?!vision_model\.)")] = "vision_tower.vision_model."
 
 
 def read_in_core() -> None:
