@@ -24,6 +24,11 @@ FOLDER = Path(sys.prefix) / "pictures"
 """Where scripts/setup puts torchvision."""
 
 
+def has_torchvision() -> bool:
+    """Return whether scripts/setup has put torchvision there."""
+    return (FOLDER / "torchvision").is_dir()
+
+
 def search_path() -> list[str]:
     """Return where such a server looks for packages first."""
     return [str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
