@@ -26,7 +26,6 @@ from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
 from prl.rollouts.images import as_data_urls
 from prl.rollouts.inputs import ModelInput
-from prl.rollouts.pictures import PictureStore
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +53,6 @@ class ReferencePool(ModelPool):
 
     timeout_s: float
     """Deadline to answer, at the start and after it went away, seconds."""
-    pictures: PictureStore | None = None
-    """The pictures that messages to it refer to."""
 
     @property
     def up(self) -> bool:

@@ -1,4 +1,4 @@
-"""Pictures in requests, as vLLM takes them: features of the run's store, by the fields of vLLM's processor of the model.
+"""Pictures in requests, as vLLM takes them: features of the run's store, by the fields of vLLM's own processor.
 
 vLLM's own processor makes none of them: the engine sees the tokens and the pixels that the renderer made.
 """
@@ -41,12 +41,13 @@ class Pictures:
         self._lock = Lock()  # the engine core takes requests in two threads
 
     def input_of(self, asked: GenerateRequest) -> "EngineInput":
-        """Return a prompt with its pictures. Raises ValueError where they are not there, or where they do not fit it."""
+        """Return a prompt with its pictures. Raises ValueError where they are not there, or do not fit it."""
         from vllm.inputs.engine import mm_input, tokens_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-        config, placeholders = self.processor.info.get_hf_config(), sum(each.length for each in asked.pictures)
-        if (found := asked.token_ids.count(getattr(config, "image_token_id", None))) != placeholders:
+        placeholders = sum(picture.length for picture in asked.pictures)
+        found = asked.token_ids.count(getattr(self.processor.info.get_hf_config(), "image_token_id", -1))
+        if found != placeholders:
             raise ValueError(f"the prompt has {found} placeholders, its pictures have {placeholders}")
         if not asked.pictures:
             return tokens_input(asked.token_ids, cache_salt=asked.cache_salt)

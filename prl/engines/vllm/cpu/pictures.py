@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import Request
 
+    from prl.engines.vllm.pictures import Pictures
+
 VARIABLE = "PRL_PICTURES"
 """Environment variable of a server on a CPU; set to anything, its model sees pictures."""
 FOLDER = Path(sys.prefix) / "pictures"
@@ -57,9 +59,7 @@ def declare_operators() -> None:
         torch.ops.load_library(str(Path(found.origin or "").with_name("_C.so")) if found else "")
     except OSError:
         for name in ("nms", "qnms"):
-            torch.library.define(
-                f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            )
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def name_as_transformers() -> None:
