@@ -207,10 +207,12 @@ class Algorithm(EnvPart):
 
     def client_of(self, frozen: FrozenModelConfig) -> "ReferencePool":
         """The client of a frozen model, as `connect` makes it, before anybody has waited for the model."""
-        from prl.engines.frozen import clients_of  # configs are composed without loading an HTTP client
+        from prl.engines.client import show_pictures  # configs are composed without loading an HTTP client
+        from prl.engines.frozen import clients_of
 
         connect = self.clients or clients_of({})
         pool = connect(frozen)
+        show_pictures(pool, self.policy_renderer)
         self.pools.append(pool)
         return pool
 

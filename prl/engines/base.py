@@ -147,11 +147,12 @@ class Engine(ABC):
         return None
 
     @classmethod
-    def lacks(cls, device: str) -> str | None:
+    def lacks(cls, device: str, *, pictures: bool = False) -> str | None:
         """Return what is missing on this machine, and how to get it; None if nothing.
 
         Args:
             device: The device that it would compute on, `cpu` or `cuda`.
+            pictures: Its model sees pictures.
         """
         return None
 

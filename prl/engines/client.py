@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
@@ -20,6 +20,9 @@ from prl.engines.replies import Completion, Scored
 from prl.engines.rotation import Rotation
 from prl.engines.servers import Server, Traffic
 from prl.rollouts.inputs import ModelInput
+
+if TYPE_CHECKING:
+    from prl.rollouts.pictures import PictureStore
 
 Read = TypeVar("Read")
 Offer = Callable[[], AbstractAsyncContextManager[dict[str, Any]]]
@@ -38,6 +41,8 @@ class ModelPool(ABC):
     """Policy version that a request sent now starts from; None for a frozen model."""
     http: Endpoints | None = None
     """The model's servers, for clients other than this one; None where it runs in this process."""
+    pictures: "PictureStore | None" = None
+    """The store of the pictures that it is shown; None = none are."""
 
     def __init__(self, model: str, traffic: Traffic):
         """
@@ -87,6 +92,19 @@ class ModelPool(ABC):
     async def close(self) -> None:
         if self.http is not None:
             await self.http.close()
+
+    def picture_fields(self, shown: ModelInput) -> dict[str, Any]:
+        """Return what a request to prl's server says of pictures. Raises EngineError where the model is shown none."""
+        if not shown.pictures:
+            return {}
+        return {"pictures": shown.pictures, "picture_folder": str(self.store.folder.resolve())}
+
+    @property
+    def store(self) -> "PictureStore":
+        """The store of the pictures that it is shown. Raises EngineError where none are."""
+        if self.pictures is None:
+            raise EngineError(f"the model {self.model!r} is shown no pictures, and the prompt has some", 400)
+        return self.pictures
 
     @property
     def cache_salt(self) -> str | None:
@@ -218,7 +236,7 @@ class InferencePool(PolicyPool):
             version = server.version
             # The salt keeps the cache of one version from another's requests, whatever a server does at an update.
             body: dict[str, Any] = {"token_ids": asked.token_ids, "sampling": sampling}
-            body |= {"cache_salt": f"v{version}", "priority": priority}
+            body |= {"cache_salt": f"v{version}", "priority": priority, **self.picture_fields(asked)}
             reply = await self.http.post(server, GENERATE, body, n=n)
             with self.http.reading(server, GENERATE):
                 return read(reply, version)
@@ -291,6 +309,13 @@ class InferencePool(PolicyPool):
         await super().close()
         for lock in self._locks:
             lock.release()
+
+
+def show_pictures(model: ModelPool, renderer: Any) -> None:
+    """Let a model see the pictures that a renderer puts into prompts, where it is one that does."""
+    processor = getattr(renderer, "pictures", None)
+    if processor is not None:
+        model.pictures = processor.store
 
 
 def servers_at(urls: list[str], restart_s: float = 0.0) -> list[Server]:

@@ -2,15 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from prl.engines.replies import Scored
+from prl.rollouts.inputs import Picture
+
+if TYPE_CHECKING:
+    from prl.rollouts.pictures import Features
 
 Decode = Callable[..., str]
 """A tokenizer's `decode`."""
+Shown = Sequence[tuple[Picture, "Features"]]
+"""The pictures in a sequence, in their order, each with what the model's processor made of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +33,7 @@ class Request:
     stop_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
     skip_special_tokens: bool = True
+    pictures: Shown = ()
 
 
 @dataclass
@@ -67,8 +76,12 @@ def sample(
     rows = torch.tensor([row for row, group in enumerate(groups) for _ in group], device=model.device)
     # Prompts end in the same column, so that the next token of all of them comes from the last one.
     input_ids, mask = padded([request.prompt_ids for request in requests], model.device, left=True)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    output = model(input_ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+    inputs = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    inputs |= picture_inputs(model, input_ids, mask, [request.pictures for request in requests])
+    last = inputs["position_ids"].amax(-1)
+    if last.dim() == 2:  # three positions a token; behind a picture the largest of them counts on
+        last = last.amax(0)
+    output = model(input_ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **inputs)
     while True:
         check()
         token_ids, logprobs = draw(output.logits[rows, -1].float(), running)
@@ -81,11 +94,11 @@ def sample(
         cache = output.past_key_values
         cache.batch_select_indices(rows)
         mask = torch.cat([mask[rows], mask.new_ones(len(rows), 1)], dim=1)
-        positions = mask.sum(1, keepdim=True) - 1
+        last = last[rows] + 1
         output = model(
             token_ids[kept][:, None],
             attention_mask=mask,
-            position_ids=positions,
+            position_ids=last[:, None],
             past_key_values=cache,
             use_cache=True,
         )
@@ -123,10 +136,13 @@ def draw(logits: Tensor, continuations: Sequence[Continuation]) -> tuple[Tensor,
 
 
 @torch.inference_mode()
-def score(model: PreTrainedModel, sequences: Sequence[list[int]], top_k: Sequence[int]) -> list[Scored]:
-    """Each sequence with as many of the most likely tokens as `top_k` says for it."""
+def score(
+    model: PreTrainedModel, sequences: Sequence[list[int]], top_k: Sequence[int], pictures: Sequence[Shown] = ()
+) -> list[Scored]:
+    """Each sequence, with its `pictures`, and as many of the most likely tokens as `top_k` says for it."""
     input_ids, mask = padded(sequences, model.device)
-    logits = model(input_ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+    inputs = picture_inputs(model, input_ids, mask, pictures)
+    logits = model(input_ids, attention_mask=mask, use_cache=False, **inputs).logits[:, :-1].float()
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(2, input_ids[:, 1:, None]).squeeze(2).tolist()
     scored = []
@@ -147,3 +163,32 @@ def padded(sequences: Sequence[list[int]], device: torch.device, *, left: bool =
         input_ids[row, begin : begin + len(sequence)] = torch.tensor(sequence)
         mask[row, begin : begin + len(sequence)] = 1
     return input_ids.to(device), mask.to(device)
+
+
+def picture_inputs(model: Any, input_ids: Tensor, mask: Tensor, pictures: Sequence[Shown]) -> dict[str, Tensor]:
+    """Return what a model takes beside tokens: features of the pictures, and positions where these change them.
+
+    Nothing where no sequence has a picture.
+
+    Args:
+        model: The model.
+        input_ids: Sequences as `[rows, columns]`.
+        mask: 1 for their tokens, 0 for padding, of the same shape.
+        pictures: Of each sequence.
+    """
+    features = [made for shown in pictures for _, made in shown]
+    if not features:
+        return {}
+    joined = {name: np.concatenate([made[name] for made in features]) for name in features[0]}
+    inputs = {name: torch.from_numpy(values).to(model.device) for name, values in joined.items()}
+    if not hasattr(model.base_model, "get_rope_index"):
+        return inputs
+    kinds = torch.zeros_like(input_ids)
+    for row, (begin, shown) in enumerate(zip(mask.argmax(1).tolist(), pictures, strict=True)):
+        for picture, _ in shown:
+            kinds[row, begin + picture.start : begin + picture.stop] = 1
+    grid = inputs["image_grid_thw"]
+    inputs["position_ids"], _ = model.base_model.get_rope_index(
+        input_ids, kinds, image_grid_thw=grid, attention_mask=mask
+    )
+    return inputs

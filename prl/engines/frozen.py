@@ -26,7 +26,6 @@ from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
 from prl.rollouts.images import as_data_urls
 from prl.rollouts.inputs import ModelInput
-from prl.rollouts.pictures import PictureStore
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +53,6 @@ class ReferencePool(ModelPool):
 
     timeout_s: float
     """Deadline to answer, at the start and after it went away, seconds."""
-    pictures: PictureStore | None = None
-    """The pictures that messages to it refer to."""
 
     @property
     def up(self) -> bool:
@@ -110,17 +107,21 @@ class FrozenPool(ReferencePool):
                 replies.require_prompt(prompt.token_ids, choice)
             return [Completion(replies.read_tokens(choice), [], choice.get("finish_reason")) for choice in choices]
 
+        if prompt.pictures:
+            await self._require_prls_route()
+            own = {**PLAIN, **sampling, "n": n, "detokenize": bool(sampling.get("stop"))}
+            asked = {"token_ids": prompt.token_ids, "sampling": own, **self.picture_fields(prompt)}
+            return await self._ask(GENERATE, asked, read, n=n, prefix=prefix)
         # With token ids: a text may tokenize to others than those that were sampled.
         body = {"prompt": prompt.token_ids, **PLAIN, **sampling, "n": n, "return_token_ids": True}
         return await self._ask("/v1/completions", body, read, n=n, prefix=prefix)
 
     async def top_logprobs(self, sequence: ModelInput, top_k: int) -> Scored:
         token_ids = sequence.token_ids
-        if self._by_prl is None:
-            self._by_prl = asyncio.create_task(self._has_prls_route())
-        # Shielded: a rollout that is cancelled must not take the answer from the others that wait for it.
-        if await asyncio.shield(self._by_prl):
-            asked = {"token_ids": token_ids, "sampling": scoring(top_k)}
+        if sequence.pictures:
+            await self._require_prls_route()
+        if await self._is_prls():
+            asked = {"token_ids": token_ids, "sampling": scoring(top_k), **self.picture_fields(sequence)}
             read_prls = functools.partial(replies.read_scored, token_ids=token_ids, top_k=top_k)
             return await self._ask(GENERATE, asked, read_prls, timeout_s=self.timeout_s)
         body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
@@ -134,6 +135,22 @@ class FrozenPool(ReferencePool):
             return Scored(own, *replies.read_top(top, len(token_ids), top_k))
 
         return await self._ask("/v1/completions", body, read, timeout_s=self.timeout_s)
+
+    async def _require_prls_route(self) -> None:
+        """Raise EngineError unless its servers are prl's: others make tokens and pixels of a picture by themselves."""
+        if not await self._is_prls():
+            raise EngineError(
+                f"model {self.model!r} at {self.urls[0]} is no server of prl's, and takes no pictures that were made "
+                "for the policy: serve it with python -m prl.serve, or choose teacher=local",
+                400,
+            )
+
+    async def _is_prls(self) -> bool:
+        """Return whether each server has prl's route. They are asked once."""
+        if self._by_prl is None:
+            self._by_prl = asyncio.create_task(self._has_prls_route())
+        # Shielded: a rollout that is cancelled must not take the answer from the others that wait for it.
+        return await asyncio.shield(self._by_prl)
 
     async def _has_prls_route(self) -> bool:
         """Return whether each server has prl's route, which makes no text of a logprob's token: most of the

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from prl.base.errors import ConfigError, DeadlinePassed, EngineError
+from prl.config.model_folder import sees_pictures
 from prl.engines.base import EngineSpec
 from prl.engines.client import ModelPool, PolicyPool
-from prl.engines.decoding import Continuation, Request, sample, score
+from prl.engines.decoding import Continuation, Request, Shown, sample, score
 from prl.engines.frozen import ReferencePool
 from prl.engines.replies import Completion, Scored
 from prl.engines.rope import check_rope, fix_rope
@@ -57,7 +58,7 @@ class TransformersModel(ModelPool):
             raise EngineError(f"engine=transformers has no {', '.join(sorted(unknown))}: engine=default has it", 400)
         stops = [*self._end_tokens, *sampling.get("stop_token_ids", ())]
         limit = min(sampling.get("max_tokens") or room, room)
-        options = {**sampling, "stop_token_ids": stops, "max_tokens": limit, "n": n}
+        options = {**sampling, "stop_token_ids": stops, "max_tokens": limit, "n": n, "pictures": self._shown(prompt)}
         with self.traffic.request(self.servers[0], n):
             return await self._sampling.ask(Request(prompt_ids=prompt_ids, **options), n)
 
@@ -68,7 +69,20 @@ class TransformersModel(ModelPool):
         if top_k > len(self.tokenizer):
             raise EngineError(f"{top_k} top logprobs, of a vocabulary of {len(self.tokenizer)}", 400)
         with self.traffic.request(self.servers[0]):
-            return await self._scoring.ask((token_ids, top_k), len(token_ids))
+            return await self._scoring.ask((token_ids, top_k, self._shown(sequence)), len(token_ids))
+
+    def _shown(self, shown: ModelInput) -> Shown:
+        """Return the pictures in a prompt with their features. Raises EngineError where they do not fit it."""
+        placeholder = getattr(self._model.config, "image_token_id", None)
+        if placeholder is None and not shown.pictures:
+            return ()
+        places = [place for place, token in enumerate(shown.token_ids) if token == placeholder]
+        if places != [place for picture in shown.pictures for place in range(picture.start, picture.stop)]:
+            raise EngineError(f"the prompt has {len(places)} placeholders, not those of its pictures", 400)
+        try:
+            return [(picture, self.store.features(picture)) for picture in shown.pictures]
+        except ValueError as error:
+            raise EngineError(str(error), 400) from error
 
     async def wait_ready(self, timeout_s: float, still_alive: Callable[[], None] = lambda: None) -> None:
         """Wait until the model is loaded. Raises EngineError where it cannot be."""
@@ -85,7 +99,8 @@ class TransformersModel(ModelPool):
         """Load the model at `path`: in float32, since transformers would make another format torch's default."""
         transformers_logging.disable_progress_bar()
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            kind = AutoModelForImageTextToText if sees_pictures(path) else AutoModelForCausalLM
+            model: PreTrainedModel = kind.from_pretrained(
                 path, dtype=torch.float32, trust_remote_code=self.spec.model.trust_remote_code
             )
             check_rope(model.config, self.spec.model.max_model_len, path)
@@ -107,9 +122,9 @@ class TransformersModel(ModelPool):
         logprobs = [] if self.spec.frozen else of.logprobs
         return Completion(of.token_ids, logprobs, of.finish_reason, self._held, self._held)
 
-    def _score(self, questions: list[tuple[list[int], int]]) -> list[Scored]:
-        sequences, counts = zip(*questions, strict=True)
-        return score(self._model, sequences, counts)
+    def _score(self, questions: list[tuple[list[int], int, Shown]]) -> list[Scored]:
+        sequences, counts, pictures = zip(*questions, strict=True)
+        return score(self._model, sequences, counts, pictures)
 
     def _check(self) -> None:
         if self._closed:

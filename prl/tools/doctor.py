@@ -77,6 +77,7 @@ def chosen(overrides: list[str]) -> Iterator[str]:
     """Print what a run with these overrides would start here; yield what it lacks."""
     from prl.config.compose import compose
     from prl.config.hardware import Machine
+    from prl.config.model_folder import sees_pictures
     from prl.launch.plan import plan
 
     config = compose(["run.name=doctor", *overrides])
@@ -87,9 +88,12 @@ def chosen(overrides: list[str]) -> Iterator[str]:
     print(f"trainer: {ranks.device}, {ranks.precision.dtype}, processes: {ranks.num_processes}")
     print(f"threads: engine {policy.spec.threads}, trainer {ranks.threads}")
     print(f"compile={trainer.compile}, gradient_checkpointing={trainer.gradient_checkpointing}, torch's attention")
-    lacking = policy.engine.lacks(policy.spec.device) if policy.is_started else None
+    engine, device = policy.engine, policy.spec.device
+    lacking = engine.lacks(device, pictures=sees_pictures(policy.spec.model.path)) if policy.is_started else None
     if lacking:
         yield lacking
+    elif without := engine.lacks(device, pictures=True):
+        print(f"no models that see pictures: {without}")
 
 
 def main() -> None:

@@ -36,8 +36,11 @@ def command_of(spec: EngineSpec, port: int) -> list[str]:
         # `hf-overrides` of the user's own take its place.
         options["hf-overrides"] = '{"head_dtype": "float32"}'
     if sees_pictures(model.path):
-        # Nothing is read twice: prl's store keeps features, and nothing but pictures is sent.
-        options |= {"mm-processor-cache-gb": 0, "limit-mm-per-prompt": '{"video": 0}'}
+        options |= {
+            "mm-device-do-normalize": False,  # requests have features that are normalised already
+            "mm-processor-cache-gb": 0,  # prl's store keeps them
+            "limit-mm-per-prompt": '{"video": 0}',
+        }
     if spec.device == "cpu":
         options |= {
             "enforce-eager": True,

@@ -13,6 +13,7 @@ from prl.config.hardware import Machine
 from prl.config.model_shape import ModelShape
 from prl.engines.base import EngineMemory, EngineSpec, ServerConfig, ServerEngine
 from prl.engines.vllm import command, memory
+from prl.engines.vllm.cpu import pictures as on_cpu
 from prl.engines.vllm.options import check_options, with_tool_parser
 
 CORE = re.compile(r"\(EngineCore\b.*\[core\.py:\d+\] (\w+(?:\.\w+)*(?:: .*|Error))$|^(its engine core was .*)")
@@ -70,11 +71,13 @@ class VLLMEngine(ServerEngine):
         return f"vLLM on a CPU {fault}" if fault and device == "cpu" else None
 
     @classmethod
-    def lacks(cls, device: str) -> str | None:
+    def lacks(cls, device: str, *, pictures: bool = False) -> str | None:
         if not util.find_spec("vllm"):
             return "vllm is not installed: run scripts/setup, or choose engine=transformers"
         if device == "cpu" and not find_library("numa"):
             return "no libnuma, which vLLM takes on a CPU: install libnuma1, or choose engine=transformers"
+        if device == "cpu" and pictures and not on_cpu.has_torchvision():
+            return "no torchvision, which vLLM takes for models that see pictures: run scripts/setup --pictures"
         return None
 
     @classmethod

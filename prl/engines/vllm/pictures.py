@@ -1,10 +1,10 @@
-"""Pictures in requests, as vLLM takes them: features of the run's store, by the fields of vLLM's processor of the model.
+"""Pictures in requests, as vLLM takes them: features of the run's store, by the fields of vLLM's own processor.
 
 vLLM's own processor makes none of them: the engine sees the tokens and the pixels that the renderer made.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from prl.rollouts.inputs import Picture
 from prl.rollouts.pictures import PictureStore
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm.inputs.engine import EngineInput
     from vllm.multimodal.inputs import MultiModalKwargsItem
     from vllm.multimodal.processing import BaseMultiModalProcessor
@@ -40,12 +41,13 @@ class Pictures:
         self._lock = Lock()  # the engine core takes requests in two threads
 
     def input_of(self, asked: GenerateRequest) -> "EngineInput":
-        """Return a prompt with its pictures. Raises ValueError where they are not there, or where they do not fit it."""
+        """Return a prompt with its pictures. Raises ValueError where they are not there, or do not fit it."""
         from vllm.inputs.engine import mm_input, tokens_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-        config, placeholders = self.processor.info.get_hf_config(), sum(each.length for each in asked.pictures)
-        if (found := asked.token_ids.count(getattr(config, "image_token_id", None))) != placeholders:
+        placeholders = sum(picture.length for picture in asked.pictures)
+        found = asked.token_ids.count(getattr(self.processor.info.get_hf_config(), "image_token_id", -1))
+        if found != placeholders:
             raise ValueError(f"the prompt has {found} placeholders, its pictures have {placeholders}")
         if not asked.pictures:
             return tokens_input(asked.token_ids, cache_salt=asked.cache_salt)
@@ -69,21 +71,21 @@ class Pictures:
         features, digest, folder = name.split(":", 2)
         with self._lock:
             arrays = self.store(folder).features(Picture(0, 0, digest, 0, 0, features))
-        if {key: values.shape[1:] for key, values in arrays.items()} != self._shapes:
-            raise ValueError(f"the features of the picture {digest[:12]} are not those that this model takes")
         tensors = {key: torch.from_numpy(values) for key, values in arrays.items()}
         inputs = BatchFeature(self.processor.info.ctx._postprocess_output(tensors))  # in the model's number format
+        if kinds_of(inputs) != self._kinds:
+            raise ValueError(f"the features of the picture {digest[:12]} are not those that this model takes")
         fields = self.processor._get_mm_fields_config(inputs, {})
         [item] = MultiModalKwargsItems.from_hf_inputs(inputs, fields)[IMAGE]
         return item
 
     @functools.cached_property
-    def _shapes(self) -> dict[str, Sequence[int]]:
-        """The shape of each array that the model takes, without its first dimension, which depends on the picture."""
+    def _kinds(self) -> dict[str, Any]:
+        """The kinds of features that the model takes."""
         black = self.processor.info.parse_mm_data({IMAGE: [np.zeros((SIDE, SIDE, 3), np.uint8)]})
         made = self.processor._apply_hf_processor_main(black, {})
         fields = self.processor._get_mm_fields_config(made, {})
-        return {key: tuple(made[key].shape[1:]) for key in fields if key in made}
+        return kinds_of({key: made[key] for key in fields if key in made})
 
     def _check_places(self, asked: GenerateRequest, items: Any) -> None:
         """Raise ValueError unless the pictures are where vLLM would place them: others would end the engine core."""
@@ -95,3 +97,8 @@ class Pictures:
         places = [(place.start_idx, place.start_idx + place.length) for place in found]
         if places != [(picture.start, picture.stop) for picture in asked.pictures]:
             raise ValueError(f"the prompt has its pictures in the places {places}, which are not those that it names")
+
+
+def kinds_of(features: "Mapping[str, Tensor]") -> dict[str, Any]:
+    """Return the number format and the shape of features by name; the first dimension depends on the picture."""
+    return {name: (values.dtype, values.shape[1:]) for name, values in features.items()}

@@ -7,6 +7,7 @@ registry has its build for CPUs. Written for the version of vLLM in `worker.py`.
 """
 
 import os
+import re
 import sys
 from importlib import util
 from pathlib import Path
@@ -17,10 +18,17 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import Request
 
+    from prl.engines.vllm.pictures import Pictures
+
 VARIABLE = "PRL_PICTURES"
 """Environment variable of a server on a CPU; set to anything, its model sees pictures."""
 FOLDER = Path(sys.prefix) / "pictures"
 """Where scripts/setup puts torchvision."""
+
+
+def has_torchvision() -> bool:
+    """Return whether scripts/setup has put torchvision there."""
+    return (FOLDER / "torchvision").is_dir()
 
 
 def search_path() -> list[str]:
@@ -38,6 +46,7 @@ def install() -> None:
     # vLLM looks at a model's class in a process of its own, to keep from using a GPU: it would lack the operators.
     registry._run_in_subprocess = lambda look: look()
     fork_engine()
+    name_as_transformers()
     read_in_core()
 
 
@@ -50,9 +59,18 @@ def declare_operators() -> None:
         torch.ops.load_library(str(Path(found.origin or "").with_name("_C.so")) if found else "")
     except OSError:
         for name in ("nms", "qnms"):
-            torch.library.define(
-                f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            )
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def name_as_transformers() -> None:
+    """Patch vLLM: its LLaVA loads the names that transformers 5 gives the vision tower, `vision_model` left out.
+
+    To be removed once vLLM's `LlavaForConditionalGeneration.hf_to_vllm_mapper` has them.
+    """
+    from vllm.model_executor.models.llava import LlavaForConditionalGeneration
+
+    names = LlavaForConditionalGeneration.hf_to_vllm_mapper.orig_to_new_regex
+    names[re.compile(r"^(model\.)?vision_tower\.(?!vision_model\.)")] = "vision_tower.vision_model."
 
 
 def read_in_core() -> None:
