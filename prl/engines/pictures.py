@@ -179,6 +179,9 @@ class PictureTemplateRenderer(TemplateRenderer):
         rendered.multi_modal_data = multi_modal(self.pictures.placed(rendered.token_ids, digests_in(messages)))
         return self.pictures.check(rendered)
 
+    def bridge_to_next_turn(self, *given: Any, **options: Any) -> None:
+        """Have the next prompt rendered whole: nobody knows how the template goes on."""
+
 
 class SeeingRenderer:
     """A renderer of the package for a model of Qwen's that sees, with the pictures of a store; the rest is as it was.
