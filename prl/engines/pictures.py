@@ -119,7 +119,7 @@ def processor_of(path: str, tokenizer: Any, trust_remote_code: bool) -> Any:
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     base = PROCESSOR_MAPPING[type(config)]
     attributes = classmethod(lambda _: ["image_processor", "tokenizer"])
-    cls = type(base.__name__, (base,), {"get_attributes": attributes})
+    cls: Any = type(base.__name__, (base,), {"get_attributes": attributes})
     images = AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=trust_remote_code)
     settings, _ = cls.get_processor_dict(path)
     return cls.from_args_and_dict([images, tokenizer], settings)
@@ -178,6 +178,9 @@ class PictureTemplateRenderer(TemplateRenderer):
             return rendered
         rendered.multi_modal_data = multi_modal(self.pictures.placed(rendered.token_ids, digests_in(messages)))
         return self.pictures.check(rendered)
+
+    def bridge_to_next_turn(self, *given: Any, **options: Any) -> None:
+        """Have the next prompt rendered whole: nobody knows how the template goes on."""
 
 
 class SeeingRenderer:

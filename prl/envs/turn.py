@@ -101,7 +101,7 @@ def kept_parts(
 
     Raises ValueError, with the message `where`, for a part that the model is not shown.
     """
-    parts = []
+    parts: list[dict[str, Any]] = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) else getattr(part, "text", None)
         if isinstance(text, str):

@@ -31,7 +31,7 @@ from prl.launch.checks import check_loadable, check_rows
 from prl.launch.components import RunComponents, check_vocabulary, make_renderers, picture_store, show_tasks
 from prl.launch.launcher import Launcher
 from prl.launch.plan import TEACHER, ModelPlan, RunPlan, TrainerSpec
-from prl.launch.prompts import check_lengths, check_pictures, check_trained, rendered_prompts
+from prl.launch.prompts import check_lengths, check_trained, checked_prompts
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
@@ -113,26 +113,19 @@ def read_tasks(
         name: Environment(name, env, eval_tasks=count, played=not plan.is_dry, place=place_of_worker, pictures=pictures)
         for name, env in config.envs.items()
     }
-    show_tasks(
-        components,
-        environments,
-        seed=config.seed,
-        max_model_len=config.model.max_model_len,
-        vocab_size=len(tokenizer),  # without padding rows of the embedding
-    )
+    limit, size = config.model.max_model_len, len(tokenizer)  # without padding rows of the embedding
+    show_tasks(components, environments, seed=config.seed, max_model_len=limit, vocab_size=size)
     renderers = make_renderers(config, tokenizer, pictures)
     rendered: list[list[int]] = []
     for name, environment in environments.items():
-        environment.check_renderer(renderers[name])
         if environment.uses_harness and not plan.policy.is_server:
             raise ConfigError(f"env {name!r} is played by verifiers' harness, over HTTP: it needs engine=default")
-        algorithm = components.envs[name].algorithm
-        check_pictures(environment, renderers[name], config.model.max_model_len, algorithm)
-        prompts = rendered_prompts(environment, renderers[name], components.keys[name]["renderer"])
-        check_lengths(config.model.max_model_len, config.trainer.seq_len, name, prompts)
+        algorithm, keys = components.envs[name].algorithm, components.keys[name]
+        prompts = checked_prompts(environment, renderers[name], keys["renderer"], limit, algorithm)
+        check_lengths(limit, config.trainer.seq_len, name, prompts)
         rendered += prompts
         if environment.config.weight > 0:  # else it is evaluated only
-            check_trained(components.keys[name], config.group_size_of(name), algorithm, environment, renderers[name])
+            check_trained(keys, config.group_size_of(name), algorithm, environment, renderers[name])
     check_rows(config.model.path, rows, tokenizer, rendered)
     probe = TokenizerProbe.of(tokenizer, f"the policy ({config.model.path})")
     return PreparedRun(config, plan, components, environments, renderers, probe, resume)

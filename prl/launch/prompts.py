@@ -27,6 +27,15 @@ CHECKED = 16
 """First tasks of an env that are rendered; behind them the first of each other sequence of roles, as many at most."""
 
 
+def checked_prompts(
+    environment: Environment, renderer: Renderer, where: str, max_model_len: int, algorithm: Algorithm | None = None
+) -> list[list[int]]:
+    """Return the prompts of some tasks as tokens (`rendered_prompts`), once env, pictures and renderer fit together."""
+    environment.check_renderer(renderer)
+    check_pictures(environment, renderer, max_model_len, algorithm)
+    return rendered_prompts(environment, renderer, where)
+
+
 def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -> list[list[int]]:
     """Return the prompts of some tasks as tokens; none where an env makes its own, or verifiers' harness renders them.
 

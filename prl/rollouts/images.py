@@ -48,7 +48,7 @@ NOWHERE = Origin()
 def is_picture(value: Any) -> bool:
     """Return whether a value of code's or a message's part is a picture."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return (isinstance(kind, str) and kind in PARTS) or hasattr(value, "to_image_content") or is_of_pillow(value)
+    return (isinstance(kind, str) and kind in PARTS) or is_of_pillow(value)
 
 
 def is_of_pillow(value: Any) -> bool:
@@ -64,8 +64,6 @@ def url_of(value: Any) -> str:
         return data_url(value)
     if is_of_pillow(value):
         return data_url(png_of(value))
-    if hasattr(value, "to_image_content"):  # of MCP
-        value = value.to_image_content()
     fields = value if isinstance(value, dict) else getattr(value, "__dict__", {})
     if isinstance(fields.get("data"), str):
         return f"data:{fields.get('mimeType') or ''};base64,{fields['data']}"
@@ -132,17 +130,17 @@ def decode(url: str, max_pixels: int, origin: Origin = NOWHERE) -> "Image":
 def check(image: "Image", name: str, max_pixels: int) -> None:
     """Raise PictureError for an image, of which only the header was read, that no model is to be shown."""
     width, height = image.size
-    problem = ""
-    if width * height == 0:
-        problem = f"has no pixels ({width}x{height}): leave it out"
-    elif width * height > max_pixels:
-        problem = f"has {width}x{height} pixels, above model.max_pixels={max_pixels}: make it smaller, or raise that"
-    elif getattr(image, "is_animated", False) and image.format != "MPO":  # a photo with its preview
-        problem = "is animated or has several pages: save one of its frames"
-    elif image.mode not in FEW_BITS:
-        problem = f"has more than eight bits a channel (mode {image.mode}): save it with eight"
-    if problem:
-        raise PictureError(f"the picture {name} {problem}")
+    is_animated = getattr(image, "is_animated", False) and image.format != "MPO"  # a photo with its preview
+    size = f"has {width}x{height} pixels"
+    problems = [
+        (width * height == 0, f"{size}: leave it out"),
+        (width * height > max_pixels, f"{size}, above model.max_pixels={max_pixels}: make it smaller, or raise that"),
+        (is_animated, "is animated or has several pages: save one of its frames"),
+        (image.mode not in FEW_BITS, f"has more than eight bits a channel (mode {image.mode}): save it with eight"),
+    ]
+    for holds, problem in problems:
+        if holds:
+            raise PictureError(f"the picture {name} {problem}")
 
 
 def in_rgb(image: "Image") -> "Image":
@@ -170,14 +168,10 @@ def content_of(url: str, name: str, origin: Origin) -> "Path | io.BytesIO":
         return io.BytesIO(fetched(url, name))
     if origin.folder is None:
         raise PictureError(f"the picture {name} is named by its path: code opens it itself (PIL.Image.open)")
-    try:
-        file = (origin.folder / url.removeprefix("file://")).resolve()
-        is_file = file.is_file()
-    except (OSError, ValueError) as error:
-        raise PictureError(f"the picture {name} cannot be read: {error}") from error
+    file = (origin.folder / url.removeprefix("file://")).resolve()
     if not file.is_relative_to(origin.folder.resolve()):
         raise PictureError(f"the picture {name} lies outside of {origin.folder}: set args.image_folder to its folder")
-    if not is_file:
+    if not file.is_file():
         raise PictureError(f"there is no picture {name} in {origin.folder}: args.image_folder names another folder")
     return file
 

@@ -108,10 +108,15 @@ class PictureStore:
         """Keep what the processor made of a picture, as C-contiguous arrays; return its hash (`Picture.features`)."""
         from safetensors.numpy import save
 
-        file = self.file_of(digest).with_suffix(".safetensors")
+        hashed = hash_of(features)
+        file = self.features_file(digest, hashed)
         if not file.exists():
             write_atomically(file, save(features))
-        return hash_of(features)
+        return hashed
+
+    def features_file(self, digest: str, hashed: str) -> Path:
+        """Return the file of what a processor made of a picture; models differ in that."""
+        return self.file_of(digest).with_suffix(f".{hashed[:16]}.safetensors")
 
     def features(self, picture: Picture) -> "Features":
         """Return what the processor made of a picture. Raises PictureError if it is not there, or another."""
@@ -124,7 +129,7 @@ class PictureStore:
             self._held.move_to_end(name)
             return held
         try:
-            features = load_file(self.file_of(picture.digest).with_suffix(".safetensors"))
+            features = load_file(self.features_file(picture.digest, picture.features))
         except (OSError, SafetensorError) as error:
             raise PictureError(f"no features of the picture {picture.digest[:12]} in {self.folder}: {error}") from error
         self.reads += 1

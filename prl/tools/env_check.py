@@ -136,24 +136,18 @@ def check(
     from prl.engines.tokenizers import load_tokenizer
     from prl.envs.environment import Environment  # verifiers, once the config has composed
     from prl.launch.components import make_renderers, picture_store
-    from prl.launch.prompts import as_read, check_pictures, rendered_prompts
+    from prl.launch.prompts import as_read, checked_prompts
     from prl.rollouts.records import record
     from prl.tools.rollouts.render import rollout as shown
 
     asked = config.envs[name].references
     pictures = picture_store(config.model, None)
     scripted = {role: POLICY for role, model in asked.items() if verdicts or not getattr(model, "base_url", None)}
-    environment = Environment(
-        name,
-        replace(config.envs[name], models=config.envs[name].models | scripted),
-        eval_tasks=HELD_OUT,
-        pictures=pictures,
-    )
+    own = replace(config.envs[name], models=config.envs[name].models | scripted)
+    environment = Environment(name, own, eval_tasks=HELD_OUT, pictures=pictures)
     tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
     renderer = make_renderers(config, tokenizer, pictures)[name]
-    environment.check_renderer(renderer)
-    check_pictures(environment, renderer, config.model.max_model_len)
-    rendered_prompts(environment, renderer, config.node_of(name, "renderer")[0])
+    checked_prompts(environment, renderer, config.node_of(name, "renderer")[0], config.model.max_model_len)
     held_out = f"{len(environment.eval_tasks)} held-out tasks" if environment.eval_tasks else "no held-out tasks"
     say(console, f"env {name}: {len(environment.tasks)} tasks, {held_out}")
     say(console, as_read(environment))

@@ -73,7 +73,7 @@ MALFORMED = {
     "a bomb": (png(50_000, 50_000), "too large"),
     "half a bomb": (png(10_000, 10_000), "too large|above model.max_pixels"),
     "animated": (animated(), "animated"),
-    "no pixels": (png(0, 5), "no picture that can be read|has no pixels"),
+    "no pixels": (png(0, 5), "no picture that can be read|0x5 pixels"),
     "no picture": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no picture that can be read"),
     "empty": (b"", "is no picture that can be read"),
     "a program's": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n", "is no picture that can be read"),

@@ -47,13 +47,16 @@ def test_the_store_keeps_each_picture_once(tmp_path):
         read = other.features(known)
     assert other.reads == 1 and all(np.array_equal(read[name], features[name]) for name in features)
     assert read["grid"].dtype == np.int64
+    another = Picture(0, 1, digest, 5, 3, store.keep_features(digest, {"pixel_values": np.zeros(2)}))
+    assert other.features(another)["pixel_values"].shape == (2,), "another model's processor made others of it"
+    assert np.array_equal(PictureStore(store.folder).features(known)["grid"], features["grid"])
 
 
 def test_another_picture_than_the_one_meant_is_refused(tmp_path):
     store = PictureStore(tmp_path)
     digest = store.keep(Image.new("RGB", (2, 2)))
     known = Picture(0, 1, digest, 2, 2, store.keep_features(digest, {"pixel_values": np.zeros(3, np.float32)}))
-    file = store.file_of(digest).with_suffix(".safetensors")
+    file = store.features_file(digest, known.features)
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)

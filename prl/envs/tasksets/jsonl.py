@@ -136,6 +136,11 @@ class JsonlConfig(RowsConfig):
         grader_of(value)
         return value
 
+    def origin(self, place: str) -> Origin:
+        """Return the places of the pictures of a row, which stands at a `place` (`<file>, line 3`)."""
+        folder = Path(self.image_folder or Path(place.rpartition(", ")[0]).parent)
+        return Origin(folder.expanduser(), self.fetch_images)
+
     answer_types: ClassVar[tuple[type, ...]] = (str, int, float)
     """Types that a row's answer may have."""
 
@@ -247,11 +252,11 @@ def tasks_of(config: JsonlConfig, row: Any, place: str, notes: Notes) -> Iterato
     if not isinstance(row, dict):
         raise ValueError(f"{place}: a row is a mapping of keys to values, got {type(row).__name__}")
     prompt, reply, is_conversation = _prompt_and_reply(config, row, place, notes)
+    prompt, reply = _shown(prompt, reply, row, place)
     answer, graded = _answer(config, row, place)
     tools = (
         _listed(tools_of, _value(row, place, "tools", list), place, "tools") if row.get("tools") not in NO_TOOLS else []
     )
-    prompt, reply = _shown(prompt, reply, row, place)
     pairs, every = [(prompt, reply)], config.train_turns == "all"
     if is_conversation:
         pairs, behind = divided(prompt, reply, every=every)
@@ -285,10 +290,7 @@ def tasks_of(config: JsonlConfig, row: Any, place: str, notes: Notes) -> Iterato
             demonstration=None if demonstration == [] else demonstration,
             tools=tools or None,
         )
-        data._place, data._conversation = place, first
-        file = Path(place.rpartition(", ")[0])
-        folder = Path(config.image_folder).expanduser() if config.image_folder else file.parent
-        data._origin = Origin(folder, config.fetch_images)
+        data._place, data._conversation, data._origin = place, first, config.origin(place)
         yield data
 
 

@@ -20,7 +20,7 @@ MARK = "<image>"
 
 def urls_in(row: dict[str, Any]) -> list[str]:
     """Return the pictures of a row's column as URLs and paths. Raises PictureError, a ValueError, for what is none."""
-    value = next((row[key] for key in COLUMNS if row.get(key) not in (None, "", [])), [])
+    value: Any = next((row[key] for key in COLUMNS if row.get(key) not in (None, "", [])), [])
     if isinstance(value, str) and value.startswith("["):  # a column of a CSV file has texts alone
         value = decoded(value, whole=True)
     return [url_of(each) for each in (value if isinstance(value, list) else [value])]

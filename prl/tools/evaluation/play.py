@@ -25,7 +25,7 @@ from prl.launch.checks import check_loadable
 from prl.launch.components import picture_store, renderer_of
 from prl.launch.launcher import Launcher
 from prl.launch.plan import NO_NEED, POLICY_NAME, model_plan, need_of, placed, token_of
-from prl.launch.prompts import check_pictures, rendered_prompts
+from prl.launch.prompts import checked_prompts
 from prl.launch.shared_engines import launcher_of
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.evaluate import evaluate_env
@@ -138,9 +138,7 @@ def evaluation_of(config: EvaluationConfig) -> Evaluation:
             where, node = ("renderer", config.renderer) if own is None else (f"envs.{env.name}.renderer", own)
             if where not in made:
                 made[where] = renderer_of(where, node, target.model, tokenizer, own_store and pictures)
-            env.environment.check_renderer(made[where])
-            check_pictures(env.environment, made[where], target.model.max_model_len)
-            rendered_prompts(env.environment, made[where], where)
+            checked_prompts(env.environment, made[where], where, target.model.max_model_len)
             evaluation.renderers[target.name, env.name] = made[where]
     return evaluation
 
