@@ -28,7 +28,14 @@ from prl.engines.tokenizers import TokenizerProbe, load_tokenizer
 from prl.envs.environment import Environment
 from prl.envs.workers import Place
 from prl.launch.checks import check_loadable, check_rows
-from prl.launch.components import RunComponents, check_vocabulary, make_renderers, picture_store, show_tasks
+from prl.launch.components import (
+    RunComponents,
+    check_processor,
+    check_vocabulary,
+    make_renderers,
+    picture_store,
+    show_tasks,
+)
 from prl.launch.launcher import Launcher
 from prl.launch.plan import TEACHER, ModelPlan, RunPlan, TrainerSpec
 from prl.launch.prompts import check_lengths, check_pictures, check_trained, rendered_prompts
@@ -107,6 +114,7 @@ def read_tasks(
         check_loadable(hosted, plan.teacher, "teacher.model.", trained=False)
         teacher = load_tokenizer(hosted.path, "teacher.model.path", hosted.trust_remote_code)
         check_vocabulary(tokenizer, teacher, config, components)
+        check_processor(tokenizer, teacher, config, components)
     pictures = picture_store(config.model, None if plan.is_dry else plan.trainer.run_dir / FOLDER)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     environments = {

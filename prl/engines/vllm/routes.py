@@ -122,9 +122,7 @@ def prompt_of(asked: GenerateRequest, pictures: "Pictures | None") -> "EngineInp
     return tokens_input(asked.token_ids, cache_salt=asked.cache_salt)
 
 
-async def sample(
-    engine: "AsyncLLM", asked: GenerateRequest, prompt: "EngineInput", params: "SamplingParams"
-) -> bytes:
+async def sample(engine: "AsyncLLM", asked: GenerateRequest, prompt: "EngineInput", params: "SamplingParams") -> bytes:
     """Sample as vLLM's `/inference/v1/generate` does, for the same parameters and seeds bit by bit the same.
 
     Returns:

@@ -50,9 +50,7 @@ def declare_operators() -> None:
         torch.ops.load_library(str(Path(found.origin or "").with_name("_C.so")) if found else "")
     except OSError:
         for name in ("nms", "qnms"):
-            torch.library.define(
-                f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            )
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def read_in_core() -> None:
