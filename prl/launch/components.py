@@ -149,9 +149,11 @@ def asked_by_tokens(config: TrainConfig, components: RunComponents) -> list[str]
 
 
 def check_processor(policy: Any, teacher: Any, config: TrainConfig, components: RunComponents) -> None:
-    """Refuse a hosted teacher that scores and would make something else of a picture: it gets what the policy gets."""
+    """Refuse a hosted teacher that is given what the policy's processor makes of a picture, and would make another."""
     hosted = config.teacher.model
-    scorers = [key for key in asked_by_tokens(config, components) if not key.endswith(SOURCE)]
+    keys = asked_by_tokens(config, components)
+    # A source is asked by messages, with the pictures as they are; but not one in the run's process.
+    scorers = [key for key in keys if config.teacher.engine.in_process or not key.endswith(SOURCE)]
     if hosted is None or not scorers or not (sees_pictures(config.model.path) and sees_pictures(hosted.path)):
         return
     from prl.engines.pictures import probe_of

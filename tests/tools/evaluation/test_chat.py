@@ -99,8 +99,9 @@ async def test_a_picture_goes_with_the_next_message(sees, chat, make_pool, monke
     (tmp_path / "text.png").write_text("no picture")
     pool, sampler = make_pool("46"), Sampler(max_tokens=9)
     sampler.attach(pool=pool, renderer=seeing, max_model_len=512, seed=0)
-    lines = f"/image a b.png\n/image gone.png\n/image text.png\nwhat is it?\nand now?\n/image {tmp_path}/a b.png\n/reset\nx\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    images = ["/image a b.png", "/image gone.png", "/image text.png"]
+    lines = [*images, "what is it?", "and now?", f"/image {tmp_path}/a b.png", "/reset", "x"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     await Chat(sampler).until_quit()
     printed = capsys.readouterr()
     assert printed.out == "46\n" * 3 and "there is no file gone.png" in printed.err
