@@ -14,20 +14,24 @@ from typing import Any
 
 import msgspec
 import numpy
+from PIL import Image
 from renderers.base import RenderedTokens, Renderer, is_multimodal
 from renderers.configs import DefaultRendererConfig
 
 from prl.base.errors import ConfigError
 from prl.base.text import in_one_line
+from prl.config.schema import ModelConfig
 from prl.engines.renderer import PICTURE, UnrenderablePrompt, multi_modal, pictures_in
 from prl.engines.template import PROBE, TemplateRenderer
 from prl.engines.template_check import texts_of
 from prl.engines.tokenizers import Remembering
 from prl.rollouts.images import digest_in, digests_in, is_picture
 from prl.rollouts.inputs import Picture
-from prl.rollouts.pictures import PictureStore, digest_of
+from prl.rollouts.pictures import MAX_PIXELS, PictureStore, digest_of
 
 MODALITIES = ("image", "video", "audio")
+PROBED = [(20, 20), (300, 3000), (4000, 3000), (10_000, 8000)]
+"""Heights and widths of pictures, in pixels, by whose tokens processors are compared."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,15 @@ def processor_of(path: str, tokenizer: Any, trust_remote_code: bool) -> Any:
     images = AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=trust_remote_code)
     settings, _ = cls.get_processor_dict(path)
     return cls.from_args_and_dict([images, tokenizer], settings)
+
+
+def probe_of(model: ModelConfig, tokenizer: Any) -> tuple[str, str, list[int]]:
+    """Return what tells processors of pictures apart: text and features of a made-up picture, and sizes in tokens."""
+    processor = PictureProcessor(model.path, tokenizer, PictureStore.passing(MAX_PIXELS), model.trust_remote_code)
+    pixels = numpy.random.default_rng(0).integers(0, 256, (60, 100, 3), dtype=numpy.uint8)
+    seen = processor.seen(processor.store.keep(Image.fromarray(pixels)))
+    counts = processor.processor._get_num_multimodal_tokens(image_sizes=PROBED)["num_image_tokens"]
+    return seen.text, seen.picture.features, counts
 
 
 class PictureTokenizer(Remembering):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from renderers.base import Renderer
 
@@ -28,7 +29,14 @@ from prl.engines.tokenizers import TokenizerProbe, load_tokenizer
 from prl.envs.environment import Environment
 from prl.envs.workers import Place
 from prl.launch.checks import check_loadable, check_rows
-from prl.launch.components import RunComponents, check_vocabulary, make_renderers, picture_store, show_tasks
+from prl.launch.components import (
+    RunComponents,
+    check_processor,
+    check_vocabulary,
+    make_renderers,
+    picture_store,
+    show_tasks,
+)
 from prl.launch.launcher import Launcher
 from prl.launch.plan import TEACHER, ModelPlan, RunPlan, TrainerSpec
 from prl.launch.prompts import check_lengths, check_trained, checked_prompts
@@ -102,11 +110,7 @@ def read_tasks(
     """
     rows = check_loadable(config.model, plan.policy, "model.", trained=True)
     tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
-    hosted = config.teacher.model
-    if plan.teacher is not None and hosted is not None:
-        check_loadable(hosted, plan.teacher, "teacher.model.", trained=False)
-        teacher = load_tokenizer(hosted.path, "teacher.model.path", hosted.trust_remote_code)
-        check_vocabulary(tokenizer, teacher, config, components)
+    check_teacher(config, plan, components, tokenizer)
     pictures = picture_store(config.model, None if plan.is_dry else plan.trainer.run_dir / FOLDER)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     environments = {
@@ -129,6 +133,17 @@ def read_tasks(
     check_rows(config.model.path, rows, tokenizer, rendered)
     probe = TokenizerProbe.of(tokenizer, f"the policy ({config.model.path})")
     return PreparedRun(config, plan, components, environments, renderers, probe, resume)
+
+
+def check_teacher(config: TrainConfig, plan: RunPlan, components: RunComponents, tokenizer: Any) -> None:
+    """Raise ConfigError for a hosted teacher that does not fit the policy, whose tokenizer is given."""
+    hosted = config.teacher.model
+    if plan.teacher is None or hosted is None:
+        return
+    check_loadable(hosted, plan.teacher, "teacher.model.", trained=False)
+    teacher = load_tokenizer(hosted.path, "teacher.model.path", hosted.trust_remote_code)
+    check_vocabulary(tokenizer, teacher, config, components)
+    check_processor(tokenizer, teacher, config, components)
 
 
 def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:

@@ -35,6 +35,8 @@ SCHEMAS: dict[str, Any] = {
     for schema in (trainer_config.TrainerConfig, trainer_config.AdamWConfig, trainer_config.SGDConfig)
 }
 """Options of classes that load torch, by `_target_`."""
+SOURCE = ".sampling.source"
+"""The end of the config key of an algorithm's source of rollouts."""
 NODES = ("algo", "curriculum", "filters", "renderer")
 """Nodes that an env may have of its own."""
 
@@ -119,17 +121,11 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components:
     if config.teacher.model is None or policy.get_vocab() == teacher.get_vocab():
         return
     other = f"the teacher ({config.teacher.model.path}) has another tokenizer than the policy ({config.model.path})"
-    keys: list[str] = []
-    asked: list[str] = []
-    for name, env in components.envs.items():
-        for key, reference in frozen_models(env.algorithm, config.node_of(name, "algo")[0]):
-            options = getattr(env.algorithm, "kl", None) if key.endswith(".kl.reference") else env.algorithm
-            if config.hosts(reference) and getattr(options, "align", None) is None:
-                keys.append(key)
+    keys = asked_by_tokens(config, components)
+    scorers = [key for key in keys if not key.endswith(SOURCE)]
+    for name in components.envs:
         references = frozen_models(config.envs[name].references, f"envs.{name}.models")
-        asked += [key for key, reference in references if config.hosts(reference)]
-    scorers = [key for key in keys if not key.endswith(".sampling.source")]
-    keys += asked
+        keys += [key for key, reference in references if config.hosts(reference)]
     if scorers:
         raise ConfigError(
             f"{scorers[0]}: {other}: choose one of the policy's family with teacher.model.path, teacher=endpoint, or "
@@ -139,6 +135,35 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components:
         raise ConfigError(f"{keys[0]}: {other}, and one in this process is asked by tokens alone: choose teacher=local")
     if keys and not teacher.chat_template:
         raise ConfigError(f"{keys[0]}: {other}, and no chat template to be asked by: choose one that has")
+
+
+def asked_by_tokens(config: TrainConfig, components: RunComponents) -> list[str]:
+    """Return the config keys by which algorithms have the hosted teacher read or write token ids."""
+    keys: list[str] = []
+    for name, env in components.envs.items():
+        for key, reference in frozen_models(env.algorithm, config.node_of(name, "algo")[0]):
+            options = getattr(env.algorithm, "kl", None) if key.endswith(".kl.reference") else env.algorithm
+            if config.hosts(reference) and getattr(options, "align", None) is None:
+                keys.append(key)
+    return keys
+
+
+def check_processor(policy: Any, teacher: Any, config: TrainConfig, components: RunComponents) -> None:
+    """Refuse a hosted teacher that is given what the policy's processor makes of a picture, and would make another."""
+    hosted = config.teacher.model
+    keys = asked_by_tokens(config, components)
+    # A source is asked by messages, with the pictures as they are; but not one in the run's process.
+    scorers = [key for key in keys if config.teacher.engine.in_process or not key.endswith(SOURCE)]
+    if hosted is None or not scorers or not (sees_pictures(config.model.path) and sees_pictures(hosted.path)):
+        return
+    from prl.engines.pictures import probe_of
+
+    if probe_of(config.model, policy) != probe_of(hosted, teacher):
+        raise ConfigError(
+            f"{scorers[0]}: the teacher ({hosted.path}) makes something else of a picture than the policy "
+            f"({config.model.path}), by its preprocessor_config.json: choose one of the policy's family with "
+            "teacher.model.path; algo=sft takes any"
+        )
 
 
 def show_tasks(

@@ -119,7 +119,8 @@ class TrainEnv(EnvComponents, EvalEnv):
         """Sample by messages from a frozen source that exchanges no token ids of the policy's tokenizer."""
         source, probe = self.sampler.pool, self.algorithm.probe
         if probe is not None and isinstance(source, FrozenPool):
-            if await source.shares_tokenizer(probe):
+            # By token ids a server is not shown what its own processor would make of pictures.
+            if self.sampler.pictures is None and await source.shares_tokenizer(probe):
                 log.info("env %s samples from %r by token ids", self.name, source.model)
                 return
             log.info("env %s samples from %r by chat messages, in the policy's template", self.name, source.model)

@@ -28,7 +28,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from omegaconf import DictConfig
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from prl.engines.client import ModelPool
     from prl.engines.sampler import Sampler
 
-COMMANDS = "/system TEXT  /reset  /quit"
+COMMANDS = "/system TEXT  /image PATH  /reset  /quit"
 
 
 def main(config: EvaluationConfig) -> None:
@@ -81,7 +81,9 @@ class Chat:
     """One conversation: reads lines, prints replies."""
 
     sampler: "Sampler"
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[dict[str, Any]] = field(default_factory=list)
+    """Pictures for the next message, as its parts."""
     system: str = ""
     requests: int = 0
 
@@ -108,9 +110,30 @@ class Chat:
             self.system = value
         elif name == "/reset":
             self.messages.clear()
+            self.images.clear()
+        elif name == "/image":
+            return self.show(value)
         else:
             return self.say(f"there is no {name}: {COMMANDS}")
         self.say(f"{name[1:]}: {value or 'done'}")
+
+    def show(self, path: str) -> None:
+        """Put a picture into the next message."""
+        from prl.rollouts.images import Origin, keep
+        from prl.rollouts.pictures import PictureError
+
+        store = self.sampler.pictures
+        if store is None:
+            return self.say("this model sees no pictures")
+        file = Path(path).expanduser().absolute()
+        if not file.is_file():
+            return self.say(f"there is no file {path}")
+        try:
+            url = keep(store, str(file), Origin(Path("/")))
+        except PictureError as error:
+            return self.say(str(error))
+        self.images.append({"type": "image_url", "image_url": {"url": url}})
+        self.say(f"image: {path}, with your next message")
 
     async def answer(self, text: str) -> None:
         """Have the model reply to `text`, and print the reply. The request's number is part of its seed."""
@@ -119,7 +142,8 @@ class Chat:
         from prl.envs.turn import parse
 
         opening = [{"role": "system", "content": self.system}] if self.system else []
-        asked = [*self.messages, {"role": "user", "content": text}]
+        content: Any = [*self.images, {"type": "text", "text": text}] if self.images else text
+        asked = [*self.messages, {"role": "user", "content": content}]
         self.requests += 1
         try:
             prompt = input_of(render_prompt(self.sampler.renderer, [*opening, *asked]))
@@ -127,11 +151,12 @@ class Chat:
         except (OverlongPrompt, UnrenderablePrompt) as error:
             return self.say(f"{error}; /reset forgets the conversation")
         reply = parse(completion.token_ids, self.sampler.renderer, prompt_ids=prompt.token_ids)
-        content = str(reply.content or "")
-        self.messages = [*asked, {"role": "assistant", "content": content}]
+        said = str(reply.content or "")
+        self.messages = [*asked, {"role": "assistant", "content": said}]
+        self.images = []
         if reply.reasoning_content:
             self.say(reply.reasoning_content)
-        self.out.print(Text(safe(content)))
+        self.out.print(Text(safe(said)))
         ended = f", ended by {completion.finish_reason}" if completion.finish_reason != "stop" else ""
         self.say(f"{len(prompt)} tokens in, {len(completion.token_ids)} out{ended}")
 

@@ -10,14 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 from prepared_run import planned, prepared_run
+from seeing_models import seeing_model
 
 from prl.base.errors import ConfigError
 from prl.config.compose import compose
 from prl.curriculum.pools import RETIRED, write_pools
 from prl.engines.client import InferencePool
 from prl.engines.frozen import FrozenPool
+from prl.engines.tokenizers import load_tokenizer
 from prl.launch.builder import assemble, check_vocabulary, start_services, supervise
-from prl.launch.components import build_components
+from prl.launch.components import build_components, check_processor
 from prl.launch.local import LocalLauncher
 from prl.launch.supervisor import Supervisor
 from prl.transport.events import ORCHESTRATOR, Track
@@ -94,6 +96,21 @@ def test_a_teacher_of_another_vocabulary_needs_a_chat_template():
     chosen = config("algo=sft")
     with pytest.raises(ConfigError, match=r"^algo.sampling.source: .* no chat template"):
         check_vocabulary(tokenizer(a=0), tokenizer(None, a=1), chosen, build_components(chosen))
+
+
+@pytest.mark.parametrize(("algo", "size", "refused"), [("opd", 128, True), ("opd", 256, False), ("sft", 128, False)])
+def test_a_teacher_that_scores_has_the_policys_processor(tmp_path, algo, size, refused):
+    """It gets the pixels that were made for the policy. A larger picture has more tokens for one of the two."""
+    policy, teacher = (Path(seeing_model("qwen3_vl", tmp_path / name)) for name in ("policy", "teacher"))
+    file = teacher / "preprocessor_config.json"
+    file.write_text(file.read_text().replace('"longest_edge": 65536', f'"longest_edge": {size * 256}'))
+    chosen = config(f"algo={algo}", f"model.path={policy}", f"teacher.model.path={teacher}")
+    given = load_tokenizer(str(policy), ""), load_tokenizer(str(teacher), ""), chosen, build_components(chosen)
+    if refused:
+        with pytest.raises(ConfigError, match=r"^algo.teacher: the teacher \(.* makes something else of a picture"):
+            check_processor(*given)
+    else:
+        check_processor(*given)
 
 
 # --- filters ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 frozen source is asked with."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from prepared_run import prepared_run
@@ -11,6 +12,7 @@ from prl.config.compose import compose
 from prl.engines.chat import ChatSource, Demonstrations
 from prl.engines.frozen import FrozenPool
 from prl.launch.builder import Services, assemble
+from prl.rollouts.pictures import PictureStore
 from prl.transport.files import FileTransport
 
 SMALL = ["run.name=x", "engine.device=cpu", "trainer.device=cpu", "orchestrator.eval.every=null"]
@@ -107,6 +109,21 @@ async def test_frozen_source_of_equal_tokenizer_is_asked_by_tokens(env_of, serve
         await env.setup()
     assert type(env.sampler.pool) is kind
     assert ("by token ids" if shared else "by chat messages") in caplog.text
+    await env.algorithm.close()
+
+
+async def test_a_source_is_shown_pictures_by_messages(env_of, server, monkeypatch, tmp_path):
+    """Token ids would come without what the model's processor makes of the pictures."""
+    run, env = env_of(
+        "algo=sft", "teacher=endpoint", "teacher.name=large", f"teacher.base_url={server.url}/v1", "env=math"
+    )
+    store = PictureStore(tmp_path)
+    monkeypatch.setattr(env.sampler.renderer, "pictures", SimpleNamespace(store=store), raising=False)
+    server.replies["/v1/models"] = {"data": [{"id": "large"}]}
+    choice = {"index": 0, "token_ids": [3], "prompt_token_ids": run.probe.token_ids}
+    server.replies["/v1/completions"] = {"choices": [choice]}
+    await env.setup()
+    assert type(env.sampler.pool) is ChatSource and env.algorithm.pools[0].pictures is store
     await env.algorithm.close()
 
 

@@ -1,7 +1,7 @@
 """A dry run (`dry_run=true`): refuses what a run would, and predicts what it would take: processes, devices, bytes.
 
 Start with `prediction.py`; `memory.py` is the arithmetic, `shape.py` counts a model's parameters. `rehearsal.py` plays
-a first step with invented models.
+a first step with invented models, and `pictures.py` measures what prompts show.
 """
 
 from typing import TYPE_CHECKING
@@ -23,4 +23,9 @@ def show(run: "PreparedRun") -> None:
     rehearse(run)
     for environment in run.environments.values():
         print(as_read(environment))
+    if any(environment.pictures is not None for environment in run.environments.values()):
+        from prl.tools.dry_run.pictures import sights
+
+        for sight in sights(run):
+            print(sight)
     report(run, predict(run))

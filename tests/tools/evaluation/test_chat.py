@@ -4,10 +4,15 @@ import io
 import sys
 
 import pytest
+from seeing_models import noise, seeing_model
 
 from prl.base.errors import ConfigError
 from prl.config.evaluation import EvaluationConfig
+from prl.engines.pictures import PictureProcessor
+from prl.engines.renderer import make_renderer
 from prl.engines.sampler import Sampler
+from prl.engines.tokenizers import load_tokenizer
+from prl.rollouts.pictures import PictureStore
 from prl.tools.chat import Chat
 from prl.tools.evaluation.serving import Served
 
@@ -76,3 +81,37 @@ def test_a_chat_is_with_one_model(monkeypatch):
     monkeypatch.setattr(play, "plan_engines", lambda config, log: [Served([1, 2], None)])
     with pytest.raises(ConfigError, match="a chat is with one model"):
         chat.main(EvaluationConfig(targets=["a", "b"]))
+
+
+@pytest.fixture
+def sees(tmp_path):
+    """A renderer of a model that sees, and its tokenizer."""
+    path = seeing_model("qwen3_vl", tmp_path / "model")
+    tokenizer = load_tokenizer(path, "model")
+    store = PictureStore(tmp_path / "pictures")
+    return make_renderer(tokenizer, pictures=PictureProcessor(path, tokenizer, store)), tokenizer
+
+
+async def test_a_picture_goes_with_the_next_message(sees, chat, make_pool, monkeypatch, capsys, tmp_path):
+    """Of 32 x 48 pixels in patches of 8, four of which are a token: 6 tokens."""
+    seeing, tokenizer = sees
+    noise(32, 48).save(tmp_path / "a b.png")
+    (tmp_path / "text.png").write_text("no picture")
+    pool, sampler = make_pool("46"), Sampler(max_tokens=9)
+    sampler.attach(pool=pool, renderer=seeing, max_model_len=512, seed=0)
+    images = ["/image a b.png", "/image gone.png", "/image text.png"]
+    lines = [*images, "what is it?", "and now?", f"/image {tmp_path}/a b.png", "/reset", "x"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    await Chat(sampler).until_quit()
+    printed = capsys.readouterr()
+    assert printed.out == "46\n" * 3 and "there is no file gone.png" in printed.err
+    assert "text.png is no picture that can be read" in printed.err
+    prompts = [tokenizer.decode(ids) for ids, _ in pool.requests]
+    shown = f"user\n<|vision_start|>{'<|image_pad|>' * 6}<|vision_end|>what is it?"
+    assert [shown in prompt for prompt in prompts] == [True, True, False]
+    assert "<|image_pad|>" not in prompts[2]
+
+
+async def test_a_model_of_text_sees_no_picture(chat, tmp_path):
+    _, aside, prompts = await chat("/image x.png\n1=\n")
+    assert "this model sees no pictures" in aside and len(prompts) == 1
