@@ -168,6 +168,13 @@ def test_adapters_that_are_described_have_a_rank(config, name, value):
     validated(config)
 
 
+def test_adapters_freeze_all_weights_by_themselves(config):
+    config.model.freeze = ["embed_tokens"]
+    validated(config)
+    config.model.lora.rank = 2
+    assert refused(config).startswith("model.freeze: with model.lora.rank all weights are frozen")
+
+
 @pytest.mark.parametrize(("rollouts", "tokens"), [(None, None), (8, 1000)])
 def test_exactly_one_batch_size(config, rollouts, tokens):
     config.orchestrator.batch_size, config.orchestrator.token_batch_size = rollouts, tokens

@@ -248,6 +248,7 @@ def test_damaged_checkpoint_is_refused_offering_the_one_before(run, capsys):
         "seed=1",
         "model=tiny-teacher",
         "model.lora.rank=4",
+        "model.freeze=[embed_tokens]",
         "trainer.optim._target_=torch.optim.SGD",
         "env=reverse_text",
         "envs.math.args.max_operand=7",

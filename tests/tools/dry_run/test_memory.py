@@ -3,16 +3,19 @@
 import gc
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from seeing import SEEING, config_of, picture_of
 from small_models import QWEN3_32B, SMALL, batch
+from transformers import AutoModelForImageTextToText
 
 from prl.config.build import plain
 from prl.config.schema import LoraConfig, ModelConfig
 from prl.engines.vllm.engine import VLLMConfig
 from prl.engines.vllm.memory import engine_memory, kv_bytes_per_token, kv_tokens
-from prl.tools.dry_run.memory import Pass, activations, trainer_memory
-from prl.tools.dry_run.shape import shape_of
+from prl.tools.dry_run.memory import Pass, activations, floats_of_patch, trainer_memory
+from prl.tools.dry_run.shape import shape_of, vision_of
 from prl.trainer.layers import recompute_activations
 from prl.trainer.lora import add_adapters
 from prl.trainer.model import stack_logprobs
@@ -44,6 +47,11 @@ def kept(model, how, length):
     recompute_activations(model, how.checkpointing)
     rows = batch(1, TOKENS, length, max(length, 512), SMALL["vocab_size"]).micro_batches
     (stack,) = tree_stacks(rows, TOKENS, torch.device("cpu"))
+    return kept_by(lambda: stack_logprobs(model, stack, head_chunk=None), model, how.checkpointing)
+
+
+def kept_by(forward, model, checkpointing):
+    """Bytes that autograd keeps of a forward of a model."""
     weights = storages(model.parameters())
     before, seen, alive = reachable(), {}, []
 
@@ -53,9 +61,9 @@ def kept(model, how, length):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        graph = stack_logprobs(model, stack, head_chunk=None)
+        graph = forward()
     assert graph
-    if how.checkpointing == "selective":
+    if checkpointing == "selective":
         seen |= {place: size for place, size in reachable().items() if place not in before}
     return sum(size for place, size in seen.items() if place not in weights)
 
@@ -80,6 +88,19 @@ def test_activations_are_near_what_autograd_keeps(bare, built, kind, length, set
     found = shape(bare(kind), lora)
     of_layers = activations(found, how) - activations(replace(found, layers=0), how)
     assert of_layers == pytest.approx(kept(model, how, length), rel=0.25)
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_the_towers_activations_are_near_what_autograd_keeps(kind):
+    config = config_of(kind)
+    vision = config.vision_config
+    vision.hidden_size, vision.intermediate_size, vision.attention_dropout = 240, 700, 0.0
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").train()
+    made = [picture_of(config, seed)[1] for seed in range(20)]
+    inputs = {name: torch.from_numpy(np.concatenate([each[name] for each in made])) for name in made[0]}
+    patches = 9 * len(made) if kind == "llava" else len(inputs["pixel_values"])
+    kept = kept_by(lambda: model.base_model.get_image_features(**inputs, return_dict=True), model, "none")
+    assert patches * 4 * floats_of_patch(vision_of(config, model), "none") == pytest.approx(kept, rel=0.3)
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen3", True), ("qwen3_moe", True)])
