@@ -7,11 +7,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,10 @@ from prl.trainer.trainer import Trainer
 from prl.transport.events import BATCH, CHECKPOINT, EXPORTING, MODEL, TRAINER, Track
 from prl.transport.files import FileTransport
 from prl.weights.base import Weights
+
+if TYPE_CHECKING:
+    from prl.rollouts.inputs import Picture
+    from prl.rollouts.pictures import Features
 
 POLL_S = 0.005
 PREFIX = "trainer: "
@@ -277,45 +281,55 @@ def make_trainer(
     load = functools.partial(
         load_model, device=place, trust_remote_code=code, ends=config.get("ends"), max_model_len=longest
     )
-    resume = config.get("resume")
-    adapters = config["model"].get("lora") or {}
-    adapted = adapters.get("rank") is not None  # beside the weights that the run began with
-    model = load(config["model"]["path"] if resume is None or adapted else resume["folder"])
-    if adapted:
-        lora.add_adapters(model, adapters, config["model"]["path"])
-        if resume is not None and place.type != "meta":
-            lora.load_adapters(model, Path(resume["folder"]))
-    freeze(model, config["model"].get("freeze") or [])
-    features = None
-    if sees(model.config) and run_dir is not None:
-        from prl.rollouts.pictures import FOLDER, PictureStore  # a run with text needs none
-
-        features = PictureStore(run_dir / FOLDER).features
+    policy = load_policy(config, load)
     losses = {name: loss_of(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
 
     def load_reference(name: str) -> PreTrainedModel:
         model = load(config["model"]["path"])
-        if adapted and ":" in name:  # it follows the policy's parameters one by one
-            lora.add_adapters(model, adapters, config["model"]["path"])
+        if lora.has_adapters(policy) and ":" in name:  # it follows the policy's parameters one by one
+            lora.add_adapters(model, config["model"]["lora"], config["model"]["path"])
         return model
 
     # The trainer itself builds these two components, the optimisers with the model's parameters: they stay nodes.
     nodes = {name: config["trainer"].get(name) for name in ("optim", "schedule")}
     fields = {name: value for name, value in config["trainer"].items() if name not in nodes}
     trainer = maker(fields, Trainer, "trainer")(
-        model=model,
+        model=policy,
         rl_losses=losses,
         max_steps=config["max_steps"],
         precision=precision,
         references={name: functools.partial(load_reference, name) for name in config["references"]},
-        features=features,
+        features=features_of(policy, run_dir),
         export=export,
         track=track,
         **nodes,
     )
-    check_layout(model, trainer.layout, device, precision.tolerance, longest)
-    reshard(model)
+    check_layout(policy, trainer.layout, device, precision.tolerance, longest)
+    reshard(policy)
     return trainer
+
+
+def load_policy(config: Mapping[str, Any], load: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
+    """Load the policy, or its checkpoint, with the adapters or frozen parts that the config has."""
+    path, resume = config["model"]["path"], config.get("resume")
+    adapters = config["model"].get("lora") or {}
+    adapted = adapters.get("rank") is not None  # beside the weights that the run began with
+    model = load(path if resume is None or adapted else resume["folder"])
+    if adapted:
+        lora.add_adapters(model, adapters, path)
+        if resume is not None and model.device.type != "meta":
+            lora.load_adapters(model, Path(resume["folder"]))
+    freeze(model, config["model"].get("freeze") or [])
+    return model
+
+
+def features_of(model: PreTrainedModel, run_dir: Path | None) -> "Callable[[Picture], Features] | None":
+    """Return the function that reads features of a run's pictures; None where the model sees none."""
+    if run_dir is None or not sees(model.config):
+        return None
+    from prl.rollouts.pictures import FOLDER, PictureStore  # a run with text needs none
+
+    return PictureStore(run_dir / FOLDER).features
 
 
 def wait_for_batch(

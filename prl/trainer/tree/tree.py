@@ -110,7 +110,6 @@ def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], d
     slices = sequence_slices(whole.sequence_lengths)
     lengths = [whole.sequence_lengths[number] for number in tokens]
     taken, depths, starts = list[int](), list[int](), list[int]()
-    pictures = list[Picture]()
     before = np.full(sum(lengths), -1)
     path = np.empty(max(lengths), dtype=np.int64)
     first = 0
@@ -122,7 +121,6 @@ def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], d
             path[common : len(keys)] = np.arange(starts[-1], starts[-1] + len(keys) - common)
             taken += range(own + common, own + len(keys))
             depths += range(common, len(keys))
-        pictures += [each.moved(first - own) for each in pictures_in(whole.pictures, slice(own, own + len(keys)))]
         known = min(len(keys), length - 1)
         before[first + 1 : first + 1 + known] = path[:known]
         first += length
@@ -147,8 +145,20 @@ def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], d
         envs=[whole.envs[number] for number in tokens],
         origins=[whole.origins[number] for number in tokens],
         tree=row_tree(depth, starts, device),
-        pictures=pictures,
+        pictures=_pictures(whole, tokens),
     )
+
+
+def _pictures(whole: Stack, tokens: dict[int, list[int]]) -> list[Picture]:
+    """Return the pictures of some sequences, whose places count their tokens: arguments as of `_tree_stack`."""
+    slices = sequence_slices(whole.sequence_lengths)
+    pictures, first = list[Picture](), 0
+    for number, keys in tokens.items():
+        own = slices[number]
+        seen = slice(own.start, own.start + len(keys))
+        pictures += [picture.moved(first - own.start) for picture in pictures_in(whole.pictures, seen)]
+        first += own.stop - own.start
+    return pictures
 
 
 def row_tree(depths: np.ndarray, starts: Sequence[int], device: torch.device) -> TokenTree:
