@@ -67,6 +67,55 @@ def seeing_model(kind, folder, template=None):
     return str(folder)
 
 
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 320,
+    "max_position_embeddings": 1024,
+}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+TOWER |= {"patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+QWEN3 = {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+CLIP = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+WEIGHED = {
+    "qwen3_vl": (ROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}, TOWER | QWEN3),
+    "qwen2_5_vl": (
+        ROPE | {"mrope_section": [6, 5, 5]},
+        TOWER | {"window_size": 32, "fullatt_block_indexes": [1]},
+    ),
+    "llava": (ROPE, CLIP | {"num_attention_heads": 2, "patch_size": 8, "image_size": 16, "projection_dim": 32}),
+}
+"""Positions and vision tower of the models that are trained, by their kinds."""
+
+
+def weighed_model(kind, folder):
+    """Write a model of the kind, one of `WEIGHED`, with random weights, as transformers does, and return its path."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+    path = seeing_model(kind, folder)
+    ids = AutoTokenizer.from_pretrained(path).get_vocab()
+    own = json.loads((folder / "config.json").read_text())
+    rope, tower = WEIGHED[kind]
+    text = SIZES | {"rope_parameters": rope, "eos_token_id": ids["<|im_end|>"]}
+    marks = {f"vision_{end}_token_id": ids[f"<|vision_{end}|>"] for end in ("start", "end") if kind != "llava"}
+    text |= {"model_type": "llama"} if kind == "llava" else {}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**own | marks | {"text_config": text, "vision_config": tower})
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.generation_config.eos_token_id = ids["<|im_end|>"]
+    model.save_pretrained(folder)
+    return path
+
+
 def noise(width, height, seed=0):
     """Return a picture of random pixels."""
     import numpy
