@@ -116,6 +116,7 @@ OF_OTHERS = {
     "actor_rollout_ref.actor.ppo_mini_batch_size=64": "trainer.updates_per_batch=4",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8": "trainer.tokens_per_forward=4096",
     "actor_rollout_ref.actor.ppo_epochs=2": "trainer.epochs=2",
+    "actor_rollout_ref.actor.freeze_vision_tower=true": "model.freeze=[visual]",
     "actor_rollout_ref.actor.grad_clip=1": "trainer.max_grad_norm=1",
     "actor_rollout_ref.actor.clip_ratio=0.2": PPO,
     "actor_rollout_ref.actor.clip_ratio_c=3": "loss=ppo loss.dual_clip=3",
