@@ -10,11 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import constants
+from seeing_models import weighed_model
 
 from prl.base.errors import ConfigError
 from prl.config import hardware
 from prl.config.hardware import GIB, Gpu
 from prl.engines.vllm import engine
+from prl.engines.vllm.cpu import pictures as on_cpu
 from prl.tools import doctor
 
 
@@ -115,3 +117,17 @@ def test_what_may_be_missing_is_no_error(run, monkeypatch):
     assert status == 0
     for text in ("--shm-size=8g", "HF_HOME", "rich 0.0.1; prl is tested with "):
         assert any(text in line for line in lines)
+
+
+def test_it_says_what_models_that_see_lack(run, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(on_cpu, "FOLDER", tmp_path / "aside")
+    status, lines = run("engine.device=cpu")
+    assert status == 0 and "scripts/setup --pictures" in lines[-1]
+    seeing = (f"model.path={weighed_model('llava', tmp_path / 'model')}", "model=hf", "model.max_model_len=256")
+    capsys.readouterr()  # of transformers, which wrote it
+    status, lines = run("engine.device=cpu", *seeing)
+    assert status == 1 and "error" in lines[-1] and "scripts/setup --pictures" in lines[-1]
+    (tmp_path / "aside" / "torchvision").mkdir(parents=True)
+    for overrides in ((), seeing):
+        status, lines = run("engine.device=cpu", *overrides)
+        assert status == 0 and "pictures" not in lines[-1]
