@@ -34,7 +34,9 @@ class Engine:
         self.stuck = False
         self.failure = self.unreachable = None
         self.engine_core = self
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="m", hf_config=None))
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(model="m", hf_config=None, is_multimodal_model=False)
+        )
 
     async def pause_scheduler_async(self, mode, clear_cache):
         assert not clear_cache
@@ -105,7 +107,7 @@ async def test_a_request_whose_client_goes_away_is_cancelled(engine, monkeypatch
     messages = [{"type": "http.request", "body": json.dumps(ASKED).encode(), "more_body": False}]
     begun, cancelled, sent = asyncio.Event(), asyncio.Event(), []
 
-    async def sample(engine, asked, params):
+    async def sample(engine, asked, prompt, params):
         begun.set()
         try:
             await asyncio.sleep(3600)
@@ -123,6 +125,7 @@ async def test_a_request_whose_client_goes_away_is_cancelled(engine, monkeypatch
 
     monkeypatch.setattr("prl.engines.vllm.routes.sample", sample)
     monkeypatch.setattr("prl.engines.vllm.routes.params_of", lambda asked: None)
+    monkeypatch.setattr("prl.engines.vllm.routes.prompt_of", lambda asked, pictures: None)
     headers = [(b"authorization", b"Bearer t")]
     scope = {"type": "http", "method": "POST", "path": GENERATE, "headers": headers, "query_string": b""}
     app = await app_of(engine)
