@@ -1,5 +1,7 @@
 """scripts/bench_trl without TRL: what it reads of both sides, its figures, and that both are given the same work."""
 
+import base64
+import io
 import itertools
 import math
 from importlib.machinery import SourceFileLoader
@@ -7,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import trl_loop
+from PIL import Image
 
 from prl.config.compose import compose
 from prl.envs.tasksets.math import MathConfig, MathTaskset
+from prl.envs.tasksets.shapes import ShapesConfig, ShapesTaskset
 from prl.monitors.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,3 +108,27 @@ def test_trl_gives_prls_rewards():
     rewards = trl_loop.reward([reply for reply, _ in pairs], [task.data.answer for _, task in pairs], prompts=[])
     assert rewards == [task.grade(reply) for reply, task in pairs]
     assert {0.0, 1.0} < set(rewards)
+
+
+def test_trl_is_given_prls_pictures_at_their_places(tmp_path):
+    few = ["model=tiny_vl", "env=shapes", "envs.shapes.args.num_tasks=20", f"run.dir={tmp_path / 'run'}"]
+    work = BENCH.job(compose([*few, *BENCH.FIXED]))
+    assert (Path(work["model"]) / "model.safetensors").exists() and len(work["tasks"]) == 20
+    for task, ours in zip(work["tasks"], ShapesTaskset(ShapesConfig(num_tasks=20)), strict=True):
+        picture, question = ours.data.prompt[0].content
+        given = trl_loop.with_pictures(task)
+        asked = {"type": "text", "text": question.text}
+        assert given["prompt"] == [{"role": "user", "content": [{"type": "image"}, asked]}]
+        drawn = Image.open(io.BytesIO(base64.b64decode(picture.image_url.url.partition(",")[2])))
+        assert [image.tobytes() for image in given["images"]] == [drawn.convert("RGB").tobytes()]
+        assert given["answer"] == ours.data.answer
+
+
+def test_trl_gives_the_rewards_of_shapes():
+    tasks = list(ShapesTaskset(ShapesConfig(num_tasks=20)))
+    replies = ["", "red", " Red.\n", "2", "2.", "left right", *(task.data.answer for task in tasks)]
+    pairs = list(itertools.product(replies, tasks))
+    said = [[{"role": "assistant", "content": reply}] for reply, _ in pairs]
+    rewards = trl_loop.reward(said, [task.data.answer for _, task in pairs], prompts=[])
+    assert rewards == [task.grade(reply) for reply, task in pairs]
+    assert set(rewards) == {0.0, 1.0}

@@ -23,6 +23,7 @@ from prl.config.schema import EnvConfig
 from prl.engines.replies import Completion
 from prl.envs.environment import Environment
 from prl.envs.turn import opening_messages, parse
+from prl.rollouts.inputs import ModelInput
 from prl.rollouts.rollout import Rollout
 
 from .demonstrations import DEMONSTRATORS
@@ -146,12 +147,12 @@ class Batched:
         """Itself: what it says is short."""
         return self
 
-    async def complete(self, prompt_ids: list[int], *, n: int, key: str, **_: object) -> list[Completion]:
-        """One continuation of a prompt; `n` and `key` are the engine's."""
+    async def complete(self, prompt: ModelInput, *, n: int, key: str, **_: object) -> list[Completion]:
+        """One continuation of a prompt without pictures; `n` and `key` are the engine's."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_later(0.05, self._answer)
-        self._waiting.append((prompt_ids, loop.create_future()))
+        self._waiting.append((prompt.token_ids, loop.create_future()))
         return [await self._waiting[-1][1]]
 
     @torch.no_grad()

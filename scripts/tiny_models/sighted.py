@@ -144,6 +144,8 @@ def build_tokenizer(base: Path) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_special_tokens({"additional_special_tokens": VISION})
     tokenizer.chat_template = CHAT_TEMPLATE
+    for name in ("is_local", "local_files_only"):  # of how it was read
+        tokenizer.init_kwargs.pop(name, None)
     return tokenizer
 
 

@@ -1,7 +1,6 @@
-"""The committed model that sees: what it weighs, its format, and that it has the words but does not say what it sees."""
+"""The committed model that sees: its size and format, and that it has the words but does not say what it sees."""
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -60,15 +59,14 @@ def test_its_tokens_are_tinys_and_four_more(tokenizer, model):
     assert len(tokenizer) <= model.config.text_config.vocab_size == 304
 
 
-@pytest.mark.parametrize(("width", "height", "length"), [(48, 48, 9), (16, 16, 1), (8, 8, 1), (64, 32, 8), (640, 320, 128)])
+@pytest.mark.parametrize(
+    ("width", "height", "length"), [(48, 48, 9), (16, 16, 1), (5, 5, 1), (64, 32, 8), (512, 512, 256)]
+)
 def test_a_picture_takes_a_placeholder_for_each_16_pixels_squared(renderer, width, height, length):
-    """Up to 256 by 256 pixels, to which a larger one is made smaller: 640 by 320 to 256 by 128, or as many."""
-    picture = Image.new("RGB", (width, height), "red")
-    reference = f"picture:{renderer.pictures.store.keep(picture)}"
+    """At most 256 by 256 pixels, to which a larger one is made smaller."""
+    reference = f"picture:{renderer.pictures.store.keep(Image.new('RGB', (width, height), 'red'))}"
     [found] = input_of(render_prompt(renderer, [{"role": "user", "content": [part(reference)]}])).pictures
-    assert found.length <= 256
-    if (width, height) != (640, 320):
-        assert found.length == length
+    assert found.length == length
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}
@@ -113,11 +111,5 @@ def test_it_knows_the_words_and_answers_by_chance(model, tokenizer):
     assert len(rows) == 4
     for right, known, greedy in rows.values():
         assert 0.12 < right < 0.3
-        assert known > 0.97
+        assert known > 0.9
         assert greedy < 0.6
-
-
-def test_it_learns_from_rewards_to_say_what_it_sees(model, tokenizer):
-    """Forty steps of the exact policy gradient, on one kind of question; with other pictures it learns nothing."""
-    lessons, held = sighted.Lessons("train", 600, 1, tokenizer), sighted.Lessons("eval", 100, 0, tokenizer)
-    del lessons, held
