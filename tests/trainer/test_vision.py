@@ -330,7 +330,7 @@ def test_a_step_reads_each_picture_once(config, kind, tmp_path):
     trainer.train_step(batch)
     assert store.reads == 5
     lost = pictures.pictures[4]
-    store.file_of(lost.digest).with_suffix(".safetensors").unlink()
+    store.features_file(lost.digest, lost.features).unlink()
     again = worker.make_trainer(config, CPU, run_dir=tmp_path)
     with pytest.raises(PictureError, match=f"no features of the picture {lost.digest[:12]}") as caught:
         again.train_step(batch)
