@@ -225,7 +225,9 @@ def refuse_placeholders(trace: vf.Trace, renderer: Renderer) -> None:
     sampled = itertools.compress(node.token_ids, node.mask)
     written = next((token for token in sampled if token in placeholders), None)
     if written is not None:
-        raise TokenMismatch(f"the model wrote token {written}, the place of a picture, where there is none")
+        tokenizer = tokenizer_of(renderer)
+        name = written if tokenizer is None else repr(tokenizer.decode([written]))
+        raise TokenMismatch(f"the model wrote {name}, the place of a picture, where there is none")
 
 
 def read(
