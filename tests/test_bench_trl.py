@@ -111,8 +111,8 @@ def test_trl_gives_prls_rewards():
 
 
 def test_trl_is_given_prls_pictures_at_their_places(tmp_path):
-    few = ["model=tiny_vl", "env=shapes", "envs.shapes.args.num_tasks=20", f"run.dir={tmp_path / 'run'}"]
-    work = BENCH.job(compose([*few, *BENCH.FIXED]))
+    few = ["model=tiny_vl", "env=shapes", "envs.shapes.args.num_tasks=20", "engine=transformers"]
+    work = BENCH.job(compose([f"run.dir={tmp_path / 'run'}", *few, *BENCH.FIXED]))
     assert (Path(work["model"]) / "model.safetensors").exists() and len(work["tasks"]) == 20
     for task, ours in zip(work["tasks"], ShapesTaskset(ShapesConfig(num_tasks=20)), strict=True):
         picture, question = ours.data.prompt[0].content
