@@ -177,6 +177,15 @@ def credit() -> Iterable[Row]:
             own, grpo = (rewards.loc[f"env={env}, arm=credit_{each}"] for each in (arm, "grpo"))
             cells += [interval(own), "" if arm == "grpo" else interval(own - grpo, "+")]
         yield cells
+    runs = pd.read_csv(HERE / "credit" / "calculator.csv")
+    evaluated = runs[runs["step"] > 0]
+    means = evaluated.groupby(["arm", "seed"])["reward"].mean()
+    ends = evaluated.groupby(["arm", "seed"]).last()
+    for arm in runs["arm"].unique():
+        nll = [evaluated[evaluated["arm"] == arm].groupby("seed")["nll"].agg(place) for place in ("first", "last")]
+        leads = ["" if arm == "grpo" else span(own.loc[arm] - own.loc["grpo"]) for own in (means, ends["reward"])]
+        known = ["" if values.isna().any() else span(values) for values in nll]
+        yield [str(arm), span(means.loc[arm]), leads[0], span(ends["reward"].loc[arm]), leads[1], *known]
 
 
 def smollm2() -> Iterable[Row]:
