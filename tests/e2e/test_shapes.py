@@ -4,7 +4,13 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-COLOURS = ("model=tiny_vl", "env=shapes", "envs.shapes.args.kinds=[colour]", "envs.shapes.args.num_tasks=1500")
+COLOURS = (
+    "model=tiny_vl",
+    "model.lr=4e-4",
+    "env=shapes",
+    "envs.shapes.args.kinds=[colour]",
+    "envs.shapes.args.num_tasks=1500",
+)
 SHORT = ("max_steps=12", "orchestrator.eval.every=12", "orchestrator.eval.num_tasks=100", "sampling.max_tokens=12")
 
 
