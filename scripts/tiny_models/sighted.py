@@ -322,7 +322,8 @@ def write_card(
 | Command | `scripts/build_tiny_models --only tiny_vl --seed {seed}` |
 | Time | {minutes:.1f} minutes of one core (after tiny) |
 
-What a picture shows is still in it from the right answers, but does not decide the reply. Saved weights, {EVAL_TASKS:,} tasks of the eval split (no layout is in the train split):
+What a picture shows is still in it from the right answers, but does not decide the reply.
+Saved weights, {EVAL_TASKS:,} tasks of the eval split (no layout is in the train split):
 
 | question | chance of the right answer | of one of its five | greedy: right |
 |---|---|---|---|
