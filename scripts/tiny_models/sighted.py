@@ -310,8 +310,7 @@ def write_card(
     path.joinpath("README.md").write_text(
         f"""# tiny_vl
 
-`tiny` with a vision tower: it answers the questions of `env=shapes` in the right words, at random. A run teaches it to
-say what it sees.
+`tiny` with a vision tower: it answers the questions of `env=shapes` in the right words, at random, until a run.
 
 | | |
 |---|---|
@@ -323,8 +322,8 @@ say what it sees.
 | Command | `scripts/build_tiny_models --only tiny_vl --seed {seed}` |
 | Time | {minutes:.1f} minutes of one core (after tiny) |
 
-It said the right answers before it was taught those of other tasks: what a picture shows is still in it, but does not
-decide the reply. Saved weights, {EVAL_TASKS:,} tasks of the eval split (no layout is in the train split):
+What a picture shows is still in it from the right answers, but does not decide the reply.
+Saved weights, {EVAL_TASKS:,} tasks of the eval split (no layout is in the train split):
 
 | question | chance of the right answer | of one of its five | greedy: right |
 |---|---|---|---|
