@@ -5,6 +5,7 @@ their config and the state of their rollout: they share the event loop with ever
 """
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +22,8 @@ from prl.base.errors import UNREADABLE
 from prl.envs._verifiers_internals import call_state
 from prl.envs.isolation import run_contained
 from prl.envs.turn import kept_parts
-from prl.rollouts.images import is_picture
-from prl.rollouts.pictures import PictureStore
+from prl.rollouts.images import is_of_pillow, is_picture, url_of
+from prl.rollouts.pictures import SCHEME, PictureError, PictureStore
 from prl.rollouts.rollout import encodable
 
 
@@ -104,8 +105,8 @@ class Tools:
         try:
             result = await function.run(arguments, None)
             parts = list(result) if isinstance(result, list | tuple) else [result]
-            if any(map(is_picture, parts)):
-                return [part if is_picture(part) else {"type": "text", "text": as_text(part)} for part in parts]
+            if any(map(is_shown, parts)):
+                return [part if is_shown(part) else {"type": "text", "text": as_text(part)} for part in parts]
             return as_text(result)
         except ToolError as error:
             cause = error.__cause__
@@ -117,9 +118,27 @@ class Tools:
             return f"error: {error}"
 
 
+def is_shown(part: Any) -> bool:
+    """Return whether a tool's answer is a picture: one of Pillow's or MCP's, a data URL, one that was kept.
+
+    Others that are called so, such as the nodes of a page, are data.
+    """
+    if is_of_pillow(part):
+        return True
+    with contextlib.suppress(PictureError):
+        return is_picture(part) and url_of(part).startswith(("data:", SCHEME))
+    return False
+
+
 def as_text(result: Any) -> str:
-    """Return what a tool has returned as text."""
-    return encodable(result) if isinstance(result, str) else to_json(result, fallback=str).decode()
+    """Return what a tool has returned as text. Raises PydanticSerializationError for a picture within it."""
+    return encodable(result) if isinstance(result, str) else to_json(result, fallback=_other_as_text).decode()
+
+
+def _other_as_text(value: Any) -> str:
+    if is_of_pillow(value):
+        raise PictureError("a tool returned a picture within other data: return it alone, or in a list of its own")
+    return str(value)
 
 
 async def set_up(toolsets: Sequence[Toolset], task: TaskData | None = None) -> None:

@@ -104,15 +104,15 @@ def kept_parts(
     parts: list[dict[str, Any]] = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) else getattr(part, "text", None)
-        if isinstance(text, str):
-            parts.append({"type": "text", "text": text})
-            continue
         url = url_of(part) if is_picture(part) else ""
-        if not url or (pictures is None and not url.startswith(SCHEME)):
+        if not (url or isinstance(text, str)) or (url and pictures is None and not url.startswith(SCHEME)):
             unseen = "pictures or sounds" if pictures is None else "sounds or videos"
             raise ValueError(f"{where} is no text: prl shows a model no {unseen} ({str(part)[:80]}…)")
-        reference = url if pictures is None else keep(pictures, url, origin)
-        parts.append({"type": "image_url", "image_url": {"url": reference}})
+        if url:
+            reference = url if pictures is None else keep(pictures, url, origin)
+            parts.append({"type": "image_url", "image_url": {"url": reference}})
+        if text or not url:
+            parts.append({"type": "text", "text": text})
     return parts
 
 

@@ -43,6 +43,8 @@ class Origin:
 
 
 NOWHERE = Origin()
+HOLDERS = ("data", "bytes", "image", "image_url", "url", "path")
+"""Keys under which a mapping may hold a picture."""
 
 
 def is_picture(value: Any) -> bool:
@@ -67,7 +69,7 @@ def url_of(value: Any) -> str:
     fields = value if isinstance(value, dict) else getattr(value, "__dict__", {})
     if isinstance(fields.get("data"), str):
         return f"data:{fields.get('mimeType') or ''};base64,{fields['data']}"
-    inner = next((fields[key] for key in ("bytes", "image", "image_url", "url", "path") if fields.get(key)), None)
+    inner = next((fields[key] for key in HOLDERS if fields.get(key)), None)
     if inner is None:
         raise PictureError(f"{str(value)[:80]!r} is no picture: neither a path, a data URL nor bytes")
     return url_of(inner)

@@ -22,7 +22,9 @@ from prl.engines.tokenizers import load_tokenizer
 from prl.envs.environment import Environment
 from prl.envs.group import GroupRequest, play_episodes
 from prl.envs.multi_turn import InProcessContext, bind_in_process
+from prl.envs.tasksets.tools import opening
 from prl.envs.tools import Tools
+from prl.envs.turn import kept_parts
 from prl.rollouts.images import decode
 from prl.rollouts.pictures import PictureStore, digest_of
 
@@ -62,6 +64,8 @@ class Drawer(vf.Toolset[vf.ToolsetConfig]):
             "large": large,
             "damaged": {"type": "image_url", "image_url": {"url": data_url(RED)[:90]}},
             "text": ["no", "picture"],
+            "page": [{"type": "image", "alt": "logo"}, {"type": "image", "url": "https://example.org/a.png"}],
+            "nested": {"pictures": [RED]},
         }[what]
 
 
@@ -122,11 +126,36 @@ async def test_tools_return_pictures_in_several_turns(scripted):
     assert "base64" not in rollout.trace.model_dump_json()
 
 
+PAGE = '[{"type":"image","alt":"logo"},{"type":"image","url":"https://example.org/a.png"}]'
+
+
 @of_the_package
-async def test_an_answer_without_pictures_is_text(scripted):
-    [rollout] = await played(scripted([call("text"), "done"]), one_reply)
+@pytest.mark.parametrize(("what", "text"), [("text", '["no","picture"]'), ("page", PAGE)])
+async def test_an_answer_without_pictures_is_text(scripted, what, text):
+    [rollout] = await played(scripted([call(what), "done"]), one_reply)
     [answer] = [node.message for node in rollout.trace.nodes if node.message.role == "tool"]
-    assert answer.content == '["no","picture"]'
+    assert answer.content == text
+
+
+@of_the_package
+async def test_a_picture_within_other_data_is_an_error_that_the_model_reads(scripted):
+    [rollout] = await played(scripted([call("nested"), "done"]), one_reply)
+    [answer] = [node.message for node in rollout.trace.nodes if node.message.role == "tool"]
+    assert "a picture within other data: return it alone" in answer.content and " at 0x" not in answer.content
+
+
+def test_a_part_may_have_a_picture_and_a_text(tmp_path):
+    part = {"type": "image_url", "image_url": {"url": data_url(RED)}}
+    for text, also in (("caption", [{"type": "text", "text": "caption"}]), ("", []), (None, [])):
+        [shown, *others] = kept_parts([part | {"text": text}], "a message", PictureStore(tmp_path))
+        assert shown["image_url"]["url"] == f"picture:{digest_of(RED)}" and others == also
+
+
+def test_what_reset_says_joins_a_prompt_with_a_picture():
+    seen = vf.ImageUrlContentPart(image_url={"url": f"picture:{digest_of(RED)}"})
+    [message] = opening([vf.UserMessage(content=[seen])], "now answer")
+    assert [part.type for part in message.content] == ["image_url", "text"]
+    assert message.content[1].text.strip() == "now answer"
 
 
 @of_the_package

@@ -13,7 +13,7 @@ import verifiers.v1 as vf
 from pydantic import TypeAdapter
 
 from prl.base.errors import UNREADABLE
-from prl.rollouts.images import PARTS, url_of
+from prl.rollouts.images import HOLDERS, PARTS, url_of
 
 LAYOUTS: tuple[tuple[str, str, str | None], ...] = (
     # the key of the prompt, one that stands beside it, and that of the reply: the prompt's own in a conversation
@@ -170,7 +170,7 @@ def content_of(content: Any) -> Any:
 
 def picture_of(part: dict[str, Any]) -> dict[str, Any]:
     """Return a part that is a picture as verifiers has it; one without a picture of its own is `MARKED`."""
-    is_mark = not any(value for key, value in part.items() if key not in ("type", "text"))
+    is_mark = not any(part.get(key) for key in HOLDERS)
     return {"type": "image_url", "image_url": {"url": MARKED if is_mark else url_of(part)}}
 
 

@@ -1,7 +1,8 @@
 """The pictures of a row of `env=jsonl`: those of its column `images`, and the parts of its messages.
 
-A picture of the column is shown where the messages have a mark, the text `<image>` or a part without a picture of its
-own, as `{"type": "image"}`. Without any mark all are shown in front of the first message of the user's.
+A picture of the column is shown where the messages have a mark, the text `<image>` (not in a system prompt) or a part
+without a picture of its own, as `{"type": "image"}`. Without any mark all are shown in front of the first message of
+the user's.
 """
 
 from collections.abc import Iterator
@@ -10,20 +11,39 @@ from typing import Any
 import verifiers.v1 as vf
 
 from prl.envs.tasksets.layouts import MARKED, decoded
-from prl.rollouts.images import url_of
+from prl.rollouts.images import is_picture, url_of
 
-COLUMNS = ("images", "image")
-"""Keys of a row's pictures, of which the first with a value counts."""
+EMPTY: tuple[Any, ...] = (None, "", [], "[]")
+"""Values of a column in rows without a picture."""
+SUFFIXES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+"""Ends of a picture's name: a column `image` may hold another thing, such as the image of a container."""
 MARK = "<image>"
 """Place of a picture in a text."""
 
 
 def urls_in(row: dict[str, Any]) -> list[str]:
-    """Return the pictures of a row's column as URLs and paths. Raises PictureError, a ValueError, for what is none."""
-    value: Any = next((row[key] for key in COLUMNS if row.get(key) not in (None, "", [])), [])
-    if isinstance(value, str) and value.startswith("["):  # a column of a CSV file has texts alone
-        value = decoded(value, whole=True)
-    return [url_of(each) for each in (value if isinstance(value, list) else [value])]
+    """Return the pictures of a row's column as URLs and paths.
+
+    Raises ValueError for two columns of pictures and for videos; PictureError, which is one, for what is no picture.
+    """
+    if row.get("videos") not in EMPTY:
+        raise ValueError("its column videos is not empty, and prl shows a model no videos: leave such rows out")
+    one, several = row.get("image"), row.get("images")
+    if several in EMPTY:
+        several = [one] if is_likely_picture(one) else []
+    elif is_likely_picture(one):
+        raise ValueError("both of its columns image and images hold pictures: leave one out")
+    if isinstance(several, str) and several.startswith("["):  # a column of a CSV file has texts alone
+        several = decoded(several, whole=True)
+    listed = several if isinstance(several, list) else [several]
+    return [url_of(each) for each in listed if each is not None]
+
+
+def is_likely_picture(value: Any) -> bool:
+    """Return whether the value of a column `image` is a picture, by its kind, or as a text by its beginning or end."""
+    if isinstance(value, str):
+        return value.startswith("data:image") or value.lower().endswith(SUFFIXES)
+    return isinstance(value, bytes | dict | list) or is_picture(value)
 
 
 def with_pictures(messages: list[Any], urls: list[str]) -> list[Any]:
@@ -53,7 +73,7 @@ def marked_parts(message: Any, in_text: bool) -> Iterator[Any]:
         text = getattr(part, "text", None)
         if text is None:
             yield MARKED if part.image_url.url == MARKED else part
-        elif not in_text or message.role == "assistant":
+        elif not in_text or message.role in ("system", "assistant"):
             yield part
         else:
             for number, piece in enumerate(text.split(MARK)):

@@ -225,8 +225,10 @@ def opening(prompt: list[vf.Message], said: Any) -> list[vf.Message]:
     A text becomes part of the user's message that it follows: many chat templates take no second one in a row.
     """
     messages = [*prompt, *as_messages(said)]
-    if isinstance(said, str) and prompt and prompt[-1].role == "user" and isinstance(prompt[-1].content, str):
-        messages[-2:] = [vf.UserMessage(content=f"{prompt[-1].content}\n\n{said}")]
+    if isinstance(said, str) and prompt and prompt[-1].role == "user":
+        asked, added = prompt[-1].content, f"\n\n{said}"
+        whole = asked + added if isinstance(asked, str) else [*asked, vf.TextContentPart(text=added)]
+        messages[-2:] = [vf.UserMessage(content=whole)]
     if not messages:
         raise ValueError("it returned no prompt, and the row has none")
     return messages

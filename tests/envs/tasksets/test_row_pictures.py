@@ -79,6 +79,10 @@ ROWS = {
     "data URL": ({"prompt": "Which?", "images": [URL]}, "[red]Which?"),
     "text that spells a mark": ({"prompt": [user(TEXT, {"type": "text", "text": "<image>"})]}, "see<image>"),
     "none": ({"prompt": "Which <image>?", "images": []}, "Which <image>?"),
+    "a gap": ({"prompt": "<image>?", "images": [None, "red.png", None]}, "[red]?"),
+    "a numbered part": ({"prompt": [user({"type": "image", "index": 1}, TEXT)], "images": ["red.png"]}, "[red]see"),
+    "an image of a container": ({"prompt": "hi", "image": "docker.io/foo/bar:latest", "videos": []}, "hi"),
+    "a number": ({"prompt": "hi", "image": 5}, "hi"),
 }
 
 
@@ -103,6 +107,12 @@ def test_turns_of_a_conversation_keep_their_pictures(load):
     ]
     [last] = load([row])
     assert shown(last.data.prompt) == shown(tasks["blue"].data.prompt)
+
+
+def test_a_system_prompt_may_speak_of_marks(load):
+    row = {"prompt": [{"role": "system", "content": "Use <image> tags"}, user("<image>?")], "images": ["red.png"]}
+    [task] = load([row | {"answer": "x"}])
+    assert shown(task.data.prompt) == [("system", "Use <image> tags"), ("user", "[red]?")]
 
 
 def test_a_demonstration_has_replies_alone(load):
@@ -158,6 +168,8 @@ BAD = {
     "too large": ({"prompt": "?", "images": ["large.png"]}, r"above model\.max_pixels=16777216"),
     "on the web": ({"prompt": "?", "images": ["https://example.org/a.png"]}, r"args\.fetch_images=true"),
     "a number": ({"prompt": "?", "images": [7]}, "'7' is no picture"),
+    "two columns": ({"prompt": "?", "images": ["red.png"], "image": "blue.png"}, "image and images hold pictures"),
+    "a video": ({"prompt": "<video>?", "videos": ["a.mp4"]}, "prl shows a model no videos"),
     "an assistant's": (
         {"prompt": [user("a"), {"role": "assistant", "content": [SLOT]}, user("b")], "images": ["red.png"]},
         "key 'prompt' is no list of chat messages",
