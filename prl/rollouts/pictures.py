@@ -93,6 +93,7 @@ class PictureStore:
             if digest_of(image) != digest:
                 raise PictureError(f"the picture {digest[:12]} has changed since the run began")
             self._write(image, digest)
+            self.given_file(digest).unlink(missing_ok=True)
             self._again.pop(digest, None)  # only now: a file that is away for a while is read once it is there again
             return image
         try:
@@ -106,6 +107,10 @@ class PictureStore:
         if not is_digest(digest):
             raise PictureError(f"{digest[:80]!r} is no digest of a picture")
         return self.folder / f"{digest}.png"
+
+    def given_file(self, digest: str) -> Path:
+        """Return the file of a picture as it was given, until it is written."""
+        return self.file_of(digest).with_suffix(".given")
 
     def keep_features(self, digest: str, features: "Features") -> str:
         """Keep what the processor made of a picture, as C-contiguous arrays; return its hash (`Picture.features`)."""

@@ -157,6 +157,7 @@ BAD = {
     "no picture": ({"prompt": "?", "images": ["rows.jsonl"]}, "no picture that can be read"),
     "too large": ({"prompt": "?", "images": ["large.png"]}, r"above model\.max_pixels=16777216"),
     "on the web": ({"prompt": "?", "images": ["https://example.org/a.png"]}, r"args\.fetch_images=true"),
+    "raw base64": ({"prompt": "?", "images": [URL[22:] * 9]}, "is no path of a picture: write base64 as data:"),
     "a number": ({"prompt": "?", "images": [7]}, "'7' is no picture"),
     "an assistant's": (
         {"prompt": [user("a"), {"role": "assistant", "content": [SLOT]}, user("b")], "images": ["red.png"]},
@@ -174,7 +175,9 @@ def test_bad_pictures_are_refused_by_file_and_row(load, folder, name):
 
 
 def test_fetching_is_an_option(load, monkeypatch):
-    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: io.BytesIO(content_of(PICTURES["blue"])))
+    monkeypatch.setattr(
+        "urllib.request.OpenerDirector.open", lambda _, url, timeout: io.BytesIO(content_of(PICTURES["blue"]))
+    )
     rows = [{"prompt": "Which?", "answer": "x", "images": "https://example.org/a.png"}]
     assert shown(load(rows, fetch_images=True)[0].data.prompt) == [("user", "[blue]Which?")]
 
