@@ -234,9 +234,9 @@ def fetched(url: str, name: str) -> bytes:
     handlers += [request.HTTPSHandler(), request.HTTPRedirectHandler(), request.UnknownHandler()]
     for handler in [*handlers, request.HTTPDefaultErrorHandler(), request.HTTPErrorProcessor()]:
         opener.add_handler(handler)
-    content, deadline = b"", time.monotonic() + FETCH_S
+    ask, content, deadline = opener.open, b"", time.monotonic() + FETCH_S
     try:
-        with opener.open(quote(url, safe=IN_URLS), timeout=FETCH_S) as reply:
+        with ask(quote(url, safe=IN_URLS), timeout=FETCH_S) as reply:
             while block := reply.read1(2**16):
                 content += block
                 if len(content) > FETCH_BYTES or time.monotonic() > deadline:
