@@ -187,6 +187,32 @@ def test_a_model_that_sees_nothing_is_shown_no_picture(load):
         load([{"prompt": "Which?", "answer": "x", "images": "red.png"}], store=False)
 
 
+def test_a_picture_under_two_names_is_in_one_split(folder):
+    for number in range(20):
+        image = Image.new("RGB", (6, 4), (number, 0, 0))
+        image.save(folder / f"{number}.png")
+        image.save(folder / f"{number}.bmp")
+    names = [f"{number}.{form}" for form in ("png", "bmp") for number in range(20)]
+    write(folder / "a.jsonl", names)
+    (folder / "held out").mkdir()
+    PICTURES["green"].save(folder / "held out" / "3.png")
+    (folder / "held out" / "4.png").write_bytes((folder / "5.bmp").read_bytes())
+    write(folder / "held out" / "a.jsonl", ["3.png", "4.png"])
+    for ways, count in (({"eval_fraction": 0.5}, 20), ({"eval_path": str(folder / "held out" / "a.jsonl")}, 2)):
+        of_split = {}
+        for split in ("train", "eval"):
+            args = {"path": str(folder / "a.jsonl"), "split": split, **ways}
+            taskset = load_taskset("prl.envs.tasksets.jsonl", args, "envs.e.args")
+            tasks = take_tasks(taskset, 99, "envs.e.args", pictures=PictureStore(folder / "pictures"))
+            of_split[split] = [task.data.prompt[0].content[0].image_url.url for task in tasks]
+        assert not set(of_split["train"]) & set(of_split["eval"])
+        assert len(of_split["eval"]) == count and len(of_split["train"]) == (20 if count == 20 else 38)
+
+
+def write(path, names):
+    path.write_text("".join(json.dumps({"prompt": "Which?", "answer": "x", "images": name}) + "\n" for name in names))
+
+
 def test_both_splits_have_their_pictures(folder):
     rows = [{"prompt": f"{number}?", "answer": "x", "images": "red.png"} for number in range(8)]
     (folder / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
