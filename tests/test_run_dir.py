@@ -13,7 +13,7 @@ from prl.config.build import plain
 from prl.config.compose import compose
 from prl.runs.owner import owned
 from prl.runs.result import RunResult
-from prl.runs.run_dir import recorded, refuse_existing, refuse_other_files
+from prl.runs.run_dir import recorded, refuse_existing, refuse_other_files, remove_early
 
 
 def test_of_simultaneous_runs_one_gets_the_directory(tmp_path):
@@ -66,6 +66,17 @@ def test_a_directory_with_somebodys_files_becomes_no_run(tmp_path, files, shown)
         with pytest.raises(ConfigError, match=re.escape(f"run.dir='{folder}' holds other files ({shown})")):
             refused()
     assert not (folder / "config.yaml").exists()
+
+
+def test_a_refused_start_leaves_nothing_and_a_killed_one_blocks_no_other(tmp_path):
+    run, theirs = tmp_path / "new" / "run", tmp_path / "theirs"
+    for folder in (run / "pictures", run / "logs", theirs / "pictures"):
+        folder.mkdir(parents=True)
+        (folder / "engine.log").touch()
+    refuse_other_files(run)
+    remove_early(run, [run / "pictures", run, run.parent])
+    remove_early(theirs, [])
+    assert not run.parent.exists() and list((theirs / "pictures").iterdir()), "those were there before"
 
 
 def test_files_older_than_a_config_block_no_run(tmp_path):

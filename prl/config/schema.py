@@ -56,8 +56,9 @@ class ModelConfig:
     """Renderer that `renderer=auto` picks for this model; null = by the tokenizer's name."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
-    max_pixels: Annotated[int, Ge(1), Le(2**31 - 1)] = 2**24
-    """[pixels] Largest picture that is read; one above is refused. The model's processor then scales it as it does."""
+    max_pixels: Annotated[int, Ge(1), Le(2**27)] = 2**24
+    """[pixels] Largest picture that is read; one above is refused. The model's processor then scales it as it does.
+    Pillow reads up to 2**27."""
 
 
 @dataclass

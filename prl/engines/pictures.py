@@ -7,6 +7,7 @@ machine. Its video part is left out: it wants torchvision, and no video is shown
 import contextlib
 import functools
 import itertools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from prl.engines.template_check import texts_of
 from prl.engines.tokenizers import Remembering
 from prl.rollouts.images import digest_in, digests_in, is_picture
 from prl.rollouts.inputs import Picture
-from prl.rollouts.pictures import MAX_PIXELS, PictureStore, digest_of
+from prl.rollouts.pictures import MAX_PIXELS, PictureStore
 
 MODALITIES = ("image", "video", "audio")
 PROBED = [(20, 20), (300, 3000), (4000, 3000), (10_000, 8000)]
@@ -38,10 +39,15 @@ PROBED = [(20, 20), (300, 3000), (4000, 3000), (10_000, 8000)]
 class Seen:
     """A picture as a model reads it."""
 
-    text: str
-    """What the processor writes in place of the picture's mark."""
+    packed: bytes
+    """What the processor writes in place of the picture's mark, compressed: it repeats a word for each token."""
     picture: Picture
     """With `start` counted from the beginning of that text."""
+
+    @property
+    def text(self) -> str:
+        """What the processor writes."""
+        return zlib.decompress(self.packed).decode()
 
 
 class PictureProcessor:
@@ -52,7 +58,7 @@ class PictureProcessor:
         self.store = store
         self.tokenizer = tokenizer
         self.seen = functools.cache(self._process)
-        """Returns what the model reads of the store's picture of a digest. Raises PictureError."""
+        """Returns what the model reads of the store's picture of a digest. Raises UnrenderablePrompt."""
         try:
             self.processor = processor_of(path, tokenizer, trust_remote_code)
             self.mark: str = self.processor.image_token
@@ -64,9 +70,12 @@ class PictureProcessor:
         self.placeholders = frozenset(token for token in every if token is not None)
 
     def _process(self, digest: str) -> Seen:
-        image = self.store.image(digest)
         options = getattr(self.processor.valid_processor_kwargs, "_defaults", {}).get("images_kwargs", {})
-        made = self.processor.image_processor(images=[image], return_tensors="np", **options)
+        try:
+            image = self.store.image(digest)
+            made = self.processor.image_processor(images=[image], return_tensors="np", **options)
+        except ValueError as error:  # Qwen's processor takes none that is 200 times as long as wide
+            raise UnrenderablePrompt(f"the picture {digest[:12]} cannot be shown: {in_one_line(error)}") from error
         text = self.processor.replace_image_token(made, image_idx=0)
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         places = [place for place, token in enumerate(token_ids) if token == self.placeholder]
@@ -75,12 +84,20 @@ class PictureProcessor:
         names = made.keys() - set(getattr(self.processor, "unused_input_names", ()))
         features = {name: numpy.ascontiguousarray(made[name]) for name in names}
         hashed = self.store.keep_features(digest, features)
-        return Seen(text, Picture(places[0], len(places), digest, image.width, image.height, hashed))
+        return Seen(
+            zlib.compress(text.encode()), Picture(places[0], len(places), digest, image.width, image.height, hashed)
+        )
 
     def count(self, digests: Sequence[str]) -> int:
-        """Return the number of placeholder tokens of pictures, by their sizes alone."""
+        """Return the number of placeholder tokens of pictures, by their sizes alone.
+
+        Raises UnrenderablePrompt for a size that the model's processor refuses.
+        """
         sizes = [self.store.sizes[digest][::-1] for digest in digests]
-        return sum(self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"])
+        try:
+            return sum(self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"])
+        except ValueError as error:
+            raise UnrenderablePrompt(f"the model's processor refuses them: {in_one_line(error)}") from error
 
     def placed(self, token_ids: list[int], digests: Sequence[str]) -> list[Picture]:
         """Return the pictures of a prompt, each with its place."""
@@ -109,8 +126,9 @@ class PictureProcessor:
         """Do the work of the model's image processor in a renderer of the package.
 
         Returns the `Picture` in place of its features, and a grid by which the package counts its placeholders.
+        `images` has what `card_of` makes.
         """
-        picture = self.seen(digest_of(images[0])).picture
+        picture = self.seen(images[0].getchannel(0).tobytes().hex()).picture
         return {PICTURE: picture, "image_grid_thw": numpy.array([[1, picture.length, self.merge_size**2]])}
 
 
@@ -229,7 +247,12 @@ class SeeingRenderer:
 
     def _part(self, part: dict[str, Any]) -> dict[str, Any]:
         digest = digest_in(part)
-        return part if digest is None else {"type": "image", "image": self.pictures.store.image(digest)}
+        return part if digest is None else {"type": "image", "image": card_of(digest)}
+
+
+def card_of(digest: str) -> Image.Image:
+    """Return a small image that stands for a picture, its digest as pixels: the package hashes each at every turn."""
+    return Image.frombytes("L", (32, 1), bytes.fromhex(digest))
 
 
 def seeing(renderer: Renderer, tokenizer: Any, processor: PictureProcessor) -> Renderer:

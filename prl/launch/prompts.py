@@ -269,9 +269,12 @@ def check_pictures(
         processor = getattr(renderer, "pictures", None)
         if processor is None:
             raise ConfigError(f"{where} has pictures, and the renderer shows none: choose renderer=default")
-        count = processor.count(digests)
+        sizes = ", ".join("{}x{}".format(*store.sizes[digest]) for digest in digests)
+        try:
+            count = processor.count(digests)
+        except UnrenderablePrompt as error:
+            raise ConfigError(f"{where}: its pictures ({sizes}): {error}: cut them, or leave the row out") from error
         if count >= max_model_len - 1:
-            sizes = ", ".join("{}x{}".format(*store.sizes[digest]) for digest in digests)
             raise ConfigError(
                 f"{where}: its pictures ({sizes}) have {count} tokens, and model.max_model_len is {max_model_len}: "
                 "raise it, make them smaller, or leave the row out"

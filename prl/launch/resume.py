@@ -26,6 +26,7 @@ from prl.config.compose import MOVED
 from prl.config.named_run import over_named_run, run_of
 from prl.config.run_yaml import data_of, flat, has_config, load, text_of, without_run
 from prl.config.schema import AUTO, TrainConfig
+from prl.rollouts.pictures import FOLDER
 from prl.runs import run_dir as directory
 from prl.runs.owner import LOCK
 from prl.runs.provenance import command_line, data_hash
@@ -220,6 +221,10 @@ def _fork(point: "ResumePoint", run_dir: Path, config: str) -> "ResumePoint":
         shutil.rmtree(copy, ignore_errors=True)  # of a start that died
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns(checkpoint_folders.MANIFEST))
         checkpoint_folders.finish(run_dir, point.step)
+        pictures = point.run_dir / FOLDER
+        if pictures.is_dir():  # groups that wait may show some that came in the course of the run
+            ignored = shutil.ignore_patterns("*.safetensors")  # the processor makes them again
+            shutil.copytree(pictures, run_dir / FOLDER, ignore=ignored, dirs_exist_ok=True)
     directory.new_run_dir(run_dir, config)
     own = replace(point, run_dir=run_dir, folder=checkpoint_folders.checkpoint_path(run_dir, point.step))
     _record(own, str(source))

@@ -25,6 +25,7 @@ from prl.launch.plan import RunPlan
 from prl.launch.signals import run_to_end
 from prl.monitors.log import log_to
 from prl.orchestrator.who_waits import waiting
+from prl.rollouts.pictures import FOLDER
 from prl.runs.owner import owned, refuse_owned
 from prl.runs.provenance import write_provenance
 from prl.runs.result import RunResult, write_result
@@ -35,7 +36,7 @@ from prl.runs.run_dir import (
     recorded,
     refuse_existing,
     refuse_other_files,
-    remove_logs,
+    remove_early,
 )
 from prl.transport import events
 from prl.transport.events import Track
@@ -96,7 +97,7 @@ def prepare(config: TrainConfig, plan: RunPlan, launcher: Launcher) -> "tuple[Pr
     refuse_owned(run_dir)
     print("reading the tasks" if plan.is_dry else f"{plan.starting}; reading the tasks", file=sys.stderr, flush=True)
     # What a refused run has made must go again, and nothing else: these are not there yet.
-    absent = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    absent = [folder for folder in (run_dir / FOLDER, run_dir, *run_dir.parents) if not folder.exists()]
     if launcher.places_processes and not plan.is_dry:
         launcher.reserve(plan.bundles)
     engines = [] if plan.is_dry else start_early(plan, launcher)
@@ -111,7 +112,7 @@ def prepare(config: TrainConfig, plan: RunPlan, launcher: Launcher) -> "tuple[Pr
             resume.check_tasks(point.run_dir, builder.task_keys(prepared))
     except BaseException:
         launcher.stop()
-        remove_logs(run_dir, absent)
+        remove_early(run_dir, absent)
         raise
     return prepared, Start(began, engines)
 

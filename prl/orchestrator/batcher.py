@@ -10,7 +10,7 @@ from prl.base.errors import NoSignal
 from prl.filters.base import apply_filters
 from prl.orchestrator.metrics import count, why_untrained
 from prl.orchestrator.no_signal import mean_reward, what_to_look_at
-from prl.orchestrator.state import BatcherState, restored, saved_group
+from prl.orchestrator.state import BatcherState, all_restored, saved_group
 from prl.orchestrator.types import Group, TrainEnv, attribute_errors_to
 from prl.rollouts.components import COMPONENTS
 from prl.rollouts.rollout import IN_BATCH, Rollout, Stage
@@ -53,7 +53,7 @@ class Batcher:
 
     def load_state_dict(self, state: BatcherState, envs: Mapping[str, TrainEnv]) -> None:
         """Have the groups of an earlier part of the run wait again."""
-        self.groups += [restored(saved, envs[saved.env]) for saved in state.groups]
+        self.groups += all_restored(state.groups, envs)
         self.mean_tokens = state.mean_tokens
 
     def add(self, group: Group) -> bool:

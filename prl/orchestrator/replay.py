@@ -7,7 +7,7 @@ from prl.base.errors import ConfigError
 from prl.config.orchestrator import OrchestratorConfig
 from prl.curriculum.replay import ReplayConfig
 from prl.orchestrator.batcher import Batcher
-from prl.orchestrator.state import SavedGroup, restored, saved_group
+from prl.orchestrator.state import SavedGroup, all_restored, saved_group
 from prl.orchestrator.types import Group, TrainEnv
 from prl.rollouts.rollout import Rollout, Stage
 
@@ -52,7 +52,7 @@ class Replay:
 
     def load_state_dict(self, state: Sequence[SavedGroup], envs: Mapping[str, TrainEnv]) -> None:
         """Keep the groups of an earlier part of the run."""
-        self.groups = [restored(saved, envs[saved.env]) for saved in state]
+        self.groups = all_restored(state, envs)
 
     def room(self, step: int) -> int:
         """Return what the batch of `step` takes of new rollouts, in rollouts or tokens as the batch counts."""

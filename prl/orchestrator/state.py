@@ -7,6 +7,7 @@ again, and the tasks in flight are issued again under their old group ids. So no
 flight is played a second time.
 """
 
+import itertools
 import json
 import logging
 import math
@@ -262,6 +263,25 @@ def saved_alone(rollouts: Iterable[Rollout]) -> list[SavedGroup]:
     for rollout in rollouts:
         groups.setdefault((rollout.env_name, rollout.group_id), []).append(saved_rollout(rollout))
     return [SavedGroup(number, env, -1, None, False, of_group) for (env, number), of_group in groups.items()]
+
+
+def all_restored(saved: Iterable[SavedGroup], envs: Mapping[str, TrainEnv]) -> list[Group]:
+    """Return groups as they were saved, with what the model's processor makes of their pictures.
+
+    One with a picture that is gone is left out: the trainer could not read it.
+    """
+    groups = []
+    for group in saved:
+        env = envs[group.env]
+        samples = [sample for rollout in group.rollouts for sample in rollout.samples]
+        try:
+            for picture in itertools.chain(*(sample.pictures or [] for sample in samples)):
+                env.sampler.renderer.pictures.seen(picture.digest)
+        except ValueError as error:
+            log.warning("env %s: group %s of the checkpoint is left out: %s", group.env, group.id, error)
+        else:
+            groups.append(restored(group, env))
+    return groups
 
 
 def restored(saved: SavedGroup, env: TrainEnv) -> Group:

@@ -2,11 +2,13 @@
 
 A picture may be a path, a data URL, a web address, bytes, one of Pillow's, a mapping as data sets on the hub have it
 (`{"bytes": …, "path": …}`), or a message's part of OpenAI's, verifiers' or MCP's. What is transparent becomes white, as
-in vLLM; the orientation in a photo's EXIF is applied, as transformers does.
+in vLLM; the orientation in a photo's EXIF is applied, as transformers does. Of sixteen bits a channel the upper eight
+are read, of grey as of colours, of which Pillow has no more.
 """
 
 import base64
 import io
+import sys
 import time
 import warnings
 from contextlib import closing
@@ -14,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prl.base.files import write_atomically
 from prl.base.text import in_one_line
-from prl.rollouts.pictures import SCHEME, PictureError, PictureStore
+from prl.rollouts.pictures import SCHEME, PictureError, PictureStore, digest_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,10 +29,16 @@ PARTS = ("image", "image_url")
 """The `type` of a message's part that is a picture."""
 FETCH_S = 20.0
 """[s] Time for a picture to arrive from the web."""
+IN_URLS = "!#$%&'()*+,/:;=?@[]~"
+"""Characters of an address that mean something in it, or are written as they are."""
 FETCH_BYTES = 2**25
 """The most bytes that are taken from the web for a picture."""
-FEW_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "LAB", "HSV")
+EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "LAB", "HSV")
 """Pillow's modes of at most eight bits a channel."""
+SIXTEEN_BITS = "I;16"
+"""Beginning of Pillow's modes of sixteen bits, all of them grey."""
+WEB = ("http", "https")
+"""Schemes of addresses from which pictures are fetched."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +68,16 @@ def is_of_pillow(value: Any) -> bool:
 
 
 def url_of(value: Any) -> str:
-    """Return the picture that a value is as text: its path or address, or a data URL. Raises PictureError for none."""
+    """Return the picture that a value is as text: its path or address, or a data URL.
+
+    Raises PictureError for what is none, and for an image of Pillow's that cannot be read.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, bytes):
         return data_url(value)
     if is_of_pillow(value):
-        return data_url(png_of(value))
+        return data_url(png_of(pixels_of(value, "given by code", sys.maxsize)))
     fields = value if isinstance(value, dict) else getattr(value, "__dict__", {})
     if isinstance(fields.get("data"), str):
         return f"data:{fields.get('mimeType') or ''};base64,{fields['data']}"
@@ -90,16 +102,29 @@ def png_of(image: "Image") -> bytes:
 def keep(store: PictureStore, url: str, origin: Origin = NOWHERE) -> str:
     """Keep the picture of a URL or a path in the store, and return the reference to it (`picture:<digest>`).
 
-    One that is in a file or in the URL is written to the store once it is shown to a model. Raises PictureError.
+    One that is in a file is written to the store once it is shown to a model. One that the URL holds is put there as it
+    came: a data set of photos has no place in memory, and to make a PNG of each takes long. Raises PictureError.
     """
     if url.startswith(SCHEME):
         if url.removeprefix(SCHEME) not in store.sizes:
             store.image(url.removeprefix(SCHEME))
         return url
-    is_remote = url.startswith(("http://", "https://"))
     image = decode(url, store.max_pixels, origin)
-    again = None if is_remote else lambda: decode(url, store.max_pixels, origin)
-    return SCHEME + store.keep(image, again)
+    if is_on_web(url):
+        return SCHEME + store.keep(image)
+    if url.startswith("data:"):
+        digest = digest_of(image)
+        if digest in store.sizes:
+            return SCHEME + digest
+        file = store.given_file(digest)
+        write_atomically(file, content_in(url, file.name))
+        url, origin = file.name, Origin(store.folder)
+    return SCHEME + store.keep(image, lambda: decode(url, store.max_pixels, origin))
+
+
+def is_on_web(url: str) -> bool:
+    """Return whether a URL is an address on the web."""
+    return url.partition("://")[0].lower() in WEB
 
 
 def decode(url: str, max_pixels: int, origin: Origin = NOWHERE) -> "Image":
@@ -107,26 +132,33 @@ def decode(url: str, max_pixels: int, origin: Origin = NOWHERE) -> "Image":
 
     The size is read from the header, so that no more than `max_pixels` are decoded.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     name = url if len(url) <= 80 else f"{url[:60]}…"
     file = content_of(url, name, origin)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `check` knows what is too large
             opened = Image.open(file, formats=FORMATS)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+    except Image.DecompressionBombError as error:
         raise PictureError(f"the picture {name} is too large ({error}): make it smaller") from error
     except Exception as error:  # a header may raise anything
         raise PictureError(f"{name} is no picture that can be read ({', '.join(FORMATS)}): leave it out") from error
     with closing(opened):
-        check(opened, name, max_pixels)
-        try:
-            opened.load()
-            return in_rgb(ImageOps.exif_transpose(opened))
-        except Exception as error:  # Pillow's decoders raise whatever they meet
-            problem = f"is damaged or cut off ({in_one_line(error)})"
-            raise PictureError(f"the picture {name} {problem}: get the file again, or leave it out") from error
+        return pixels_of(opened, name, max_pixels)
+
+
+def pixels_of(image: "Image", name: str, max_pixels: int) -> "Image":
+    """Return an image, of which maybe only the header was read, in RGB and turned; raise PictureError if it is bad."""
+    from PIL import ImageOps
+
+    check(image, name, max_pixels)
+    try:
+        image.load()
+        return in_rgb(ImageOps.exif_transpose(image))
+    except Exception as error:  # Pillow's decoders raise whatever they meet
+        problem = f"is damaged or cut off ({in_one_line(error)})"
+        raise PictureError(f"the picture {name} {problem}: get the file again, or leave it out") from error
 
 
 def check(image: "Image", name: str, max_pixels: int) -> None:
@@ -134,11 +166,12 @@ def check(image: "Image", name: str, max_pixels: int) -> None:
     width, height = image.size
     is_animated = getattr(image, "is_animated", False) and image.format != "MPO"  # a photo with its preview
     size = f"has {width}x{height} pixels"
+    is_known = image.mode in EIGHT_BITS or image.mode.startswith(SIXTEEN_BITS)
     problems = [
         (width * height == 0, f"{size}: leave it out"),
         (width * height > max_pixels, f"{size}, above model.max_pixels={max_pixels}: make it smaller, or raise that"),
         (is_animated, "is animated or has several pages: save one of its frames"),
-        (image.mode not in FEW_BITS, f"has more than eight bits a channel (mode {image.mode}): save it with eight"),
+        (not is_known, f"has more than sixteen bits a channel (mode {image.mode}): save it with eight"),
     ]
     for holds, problem in problems:
         if holds:
@@ -149,6 +182,10 @@ def in_rgb(image: "Image") -> "Image":
     """Return an image in RGB, on white where it is transparent."""
     from PIL import Image
 
+    if image.mode.startswith(SIXTEEN_BITS):
+        image = image.convert("I").point([value >> 8 for value in range(2**16)], "L")
+    elif image.mode == "La":
+        image = image.convert("LA")  # the only mode that Pillow makes of it
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image.convert("RGB")
@@ -157,35 +194,51 @@ def in_rgb(image: "Image") -> "Image":
 def content_of(url: str, name: str, origin: Origin) -> "Path | io.BytesIO":
     """Return the file that a URL or a path names. Raises PictureError."""
     if url.startswith("data:"):
-        head, _, text = url.partition(",")
-        try:
-            if not head.endswith(";base64"):
-                raise ValueError("it is not in base64")
-            return io.BytesIO(base64.b64decode("".join(text.split()), validate=True))
-        except ValueError as error:
-            raise PictureError(f"the data URL {name} cannot be read: {error}") from error
-    if url.startswith(("http://", "https://")):
+        return io.BytesIO(content_in(url, name))
+    if is_on_web(url):
         if not origin.fetch:
             raise PictureError(f"the picture {name} is on the web: download it, or set args.fetch_images=true")
         return io.BytesIO(fetched(url, name))
     if origin.folder is None:
         raise PictureError(f"the picture {name} is named by its path: code opens it itself (PIL.Image.open)")
-    file = (origin.folder / url.removeprefix("file://")).resolve()
+    try:
+        file = (origin.folder / url.removeprefix("file://")).resolve()
+        is_there = file.is_file()
+    except (OSError, ValueError) as error:  # it is too long, or has a null byte
+        raise PictureError(f"{name!r} is no path of a picture: write base64 as data:image/png;base64,…") from error
     if not file.is_relative_to(origin.folder.resolve()):
         raise PictureError(f"the picture {name} lies outside of {origin.folder}: set args.image_folder to its folder")
-    if not file.is_file():
+    if not is_there:
         raise PictureError(f"there is no picture {name} in {origin.folder}: args.image_folder names another folder")
     return file
+
+
+def content_in(url: str, name: str) -> bytes:
+    """Return the content of a data URL. Raises PictureError."""
+    head, _, text = url.partition(",")
+    try:
+        if not head.endswith(";base64"):
+            raise ValueError("it is not in base64")
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError as error:
+        raise PictureError(f"the data URL {name} cannot be read: {error}") from error
 
 
 def fetched(url: str, name: str) -> bytes:
     """Return a picture's file from the web. Raises PictureError."""
     from http.client import HTTPException
-    from urllib.request import urlopen
+    from urllib import request
+    from urllib.parse import quote
 
-    content, deadline = b"", time.monotonic() + FETCH_S
+    opener = request.OpenerDirector()  # with no handler of files and FTP, to which a server may redirect
+    proxies = {scheme: proxy for scheme, proxy in request.getproxies().items() if scheme in WEB}
+    handlers: list[request.BaseHandler] = [request.ProxyHandler(proxies), request.HTTPHandler()]
+    handlers += [request.HTTPSHandler(), request.HTTPRedirectHandler(), request.UnknownHandler()]
+    for handler in [*handlers, request.HTTPDefaultErrorHandler(), request.HTTPErrorProcessor()]:
+        opener.add_handler(handler)
+    ask, content, deadline = opener.open, b"", time.monotonic() + FETCH_S
     try:
-        with urlopen(url, timeout=FETCH_S) as reply:
+        with ask(quote(url, safe=IN_URLS), timeout=FETCH_S) as reply:
             while block := reply.read1(2**16):
                 content += block
                 if len(content) > FETCH_BYTES or time.monotonic() > deadline:

@@ -29,6 +29,8 @@ SCHEME = "picture:"
 """Beginning of the `url` of a message's image part that names a picture of the store; its digest follows."""
 HELD_BYTES = 2**28
 """Features that a process keeps in memory, so that it reads each picture once."""
+RENDERED_AGAIN = "run.resume=<the run's directory> goes on, and renders it again"
+"""The remedy for features that are lost."""
 MAX_PIXELS = 2**24
 """The most pixels of a picture: `model.max_pixels` where nothing else is said."""
 
@@ -85,12 +87,14 @@ class PictureStore:
         """Return a picture in RGB. Raises PictureError if it is not there."""
         from PIL import Image
 
-        again = self._again.pop(digest, None)
+        again = self._again.get(digest)
         if again is not None:
             image = again()
             if digest_of(image) != digest:
                 raise PictureError(f"the picture {digest[:12]} has changed since the run began")
             self._write(image, digest)
+            self.given_file(digest).unlink(missing_ok=True)
+            self._again.pop(digest, None)  # only now: a file that is away for a while is read once it is there again
             return image
         try:
             with Image.open(self.file_of(digest)) as opened:
@@ -103,6 +107,10 @@ class PictureStore:
         if not is_digest(digest):
             raise PictureError(f"{digest[:80]!r} is no digest of a picture")
         return self.folder / f"{digest}.png"
+
+    def given_file(self, digest: str) -> Path:
+        """Return the file of a picture as it was given, until it is written."""
+        return self.file_of(digest).with_suffix(".given")
 
     def keep_features(self, digest: str, features: "Features") -> str:
         """Keep what the processor made of a picture, as C-contiguous arrays; return its hash (`Picture.features`)."""
@@ -131,10 +139,14 @@ class PictureStore:
         try:
             features = load_file(self.features_file(picture.digest, picture.features))
         except (OSError, SafetensorError) as error:
-            raise PictureError(f"no features of the picture {picture.digest[:12]} in {self.folder}: {error}") from error
+            problem = f"no features of the picture {picture.digest[:12]} in {self.folder} ({error})"
+            raise PictureError(f"{problem}: {RENDERED_AGAIN}") from error
         self.reads += 1
         if hash_of(features) != picture.features:
-            raise PictureError(f"the features of the picture {picture.digest[:12]} are not those that were rendered")
+            problem = f"the features of the picture {picture.digest[:12]} are not those that were rendered"
+            raise PictureError(
+                f"{problem}: remove {self.features_file(picture.digest, picture.features)}; {RENDERED_AGAIN}"
+            )
         self._hold(name, features)
         return features
 

@@ -17,6 +17,7 @@ from prl.base.errors import UNREADABLE, ConfigError, NoSignal, PrlError, of_disk
 from prl.base.files import content_of, naming, read_json, write_atomically
 from prl.base.masking import masked
 from prl.config.run_yaml import has_config
+from prl.rollouts.pictures import FOLDER
 from prl.runs.owner import LOCK
 from prl.runs.result import RunResult, write_result
 
@@ -52,8 +53,8 @@ def refuse_other_files(run_dir: Path) -> None:
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(f"run.dir={str(run_dir)!r} cannot be made: {nearest} is no directory that can be written to")
     names = sorted(path.name for path in run_dir.iterdir()) if run_dir.is_dir() else []
-    # Logs alone are of an engine whose run was killed before it began.
-    if names and names != ["logs"] and not {LOCK, *RUN_FILES} & set(names):
+    # Logs, with pictures or without, are of an engine whose run was killed before it began.
+    if names and names not in (["logs"], ["logs", FOLDER]) and not {LOCK, *RUN_FILES} & set(names):
         raise ConfigError(
             f"run.dir={str(run_dir)!r} holds other files ({', '.join(names[:3])}{', …' * (len(names) > 3)}): name a "
             "directory that is new or empty"
@@ -97,16 +98,19 @@ def new_run_dir(run_dir: Path, config: str) -> None:
     write_config(run_dir, config)
 
 
-def remove_logs(run_dir: Path, absent: Iterable[Path]) -> None:
-    """Remove the logs of processes whose run was refused, and what was made for them of the folders `absent` before."""
+def remove_early(run_dir: Path, absent: Iterable[Path]) -> None:
+    """Remove logs and pictures of a run that was refused, and what was made for them of the folders `absent` before."""
+    absent = list(absent)
     if not holds_run(run_dir) and not (run_dir / LOCK).exists():
+        if run_dir / FOLDER in absent:
+            shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
         with contextlib.suppress(OSError):
             for process in ("engine", "trainer"):
                 for log in (run_dir / "logs").glob(f"{process}*.log"):
                     log.unlink()
             (run_dir / "logs").rmdir()
-        with contextlib.suppress(OSError):
-            for folder in dict.fromkeys((run_dir, *absent)):
+        for folder in dict.fromkeys((run_dir, *absent)):
+            with contextlib.suppress(OSError):
                 folder.rmdir()
 
 

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 from seeing_models import seeing_model
+from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.base.errors import ConfigError
 from prl.config.schema import EnvConfig, ModelConfig
+from prl.engines.renderer import UnrenderablePrompt
 from prl.engines.tokenizers import load_tokenizer
 from prl.envs.environment import Environment
 from prl.launch.components import picture_store, renderer_of
@@ -54,6 +56,17 @@ def test_pictures_that_do_not_fit_are_refused_by_row(made):
         ConfigError, match=r"line 2: its pictures \(64x32, 64x32\) have 16 tokens, and model\.max_model_len is 17"
     ):
         check_pictures(env, renderer, 17)
+
+
+def test_a_picture_that_the_processor_refuses_is_refused_by_row(made, tmp_path):
+    Image.new("RGB", (600, 2)).save(tmp_path / "thin.png")
+    env, renderer = made([{}, {"images": "thin.png"}])
+    with pytest.raises(ConfigError, match=r"line 2: its pictures \(600x2\): .*aspect ratio.*: cut them, or leave"):
+        check_pictures(env, renderer, 99)
+    shown = {task.data.prompt[0].content[1].image_url.url: task for task in env.tasks}
+    [thin] = [each for each in shown if env.pictures.sizes[each.removeprefix("picture:")] == (600, 2)]
+    with pytest.raises(UnrenderablePrompt, match="cannot be shown"):
+        renderer.render([message_to_wire(message) for message in shown[thin].data.prompt])
 
 
 def test_algorithms_and_envs_that_take_no_pictures_are_refused(made):

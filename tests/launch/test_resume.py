@@ -188,6 +188,9 @@ def test_beginning_again_removes_the_config_last(run, monkeypatch):
 
 def test_fork_begins_a_new_run_and_leaves_the_source(run, tmp_path):
     source, new = run(steps=(2, 4), lines=[{"step": 4}]), tmp_path / "new"
+    for name in ("a.png", "a.0.safetensors"):
+        (source / "pictures").mkdir(exist_ok=True)
+        (source / "pictures" / name).touch()
     before = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
 
     def forking(*overrides, at=source, auto=None):
@@ -210,6 +213,7 @@ def test_fork_begins_a_new_run_and_leaves_the_source(run, tmp_path):
     point = resume.take_over(resume.find(config), config, {})
     own = checkpoint_path(new, 4)
     assert (point.run_dir, point.folder, point.step, verify(own)) == (new, own, 4, 4)
+    assert [path.name for path in (new / "pictures").iterdir()] == ["a.png"], "features are made again"
     assert (new / "checkpoints").is_dir() and not (own / "half").exists()
     (line,) = map(json.loads, (new / "resumes.jsonl").read_text().splitlines())
     assert line["checkpoint"] == str(checkpoint_path(source, 4)) and "trainer.optim.lr" in line["changed"]

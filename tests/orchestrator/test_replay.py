@@ -11,8 +11,9 @@ from prl.config.schema import CheckpointConfig
 from prl.curriculum.replay import ReplayConfig
 from prl.orchestrator.batcher import Batcher
 from prl.orchestrator.replay import Replay
-from prl.orchestrator.state import decode
+from prl.orchestrator.state import BatcherState, RunState, decode, encode
 from prl.orchestrator.types import Group
+from prl.rollouts.inputs import Picture
 from prl.rollouts.rollout import Stage
 
 
@@ -47,6 +48,27 @@ def test_newest_first_while_young_unused_and_with_a_signal(make_env, make_group)
     replay.take(4, [])
     assert ids(replay, 5) == [6] and ids(replay, 6) == [6], "2 has been used twice, 3 and 1 started four versions ago"
     assert ids(replay, 7) == [] and replay.room(7) == 8
+
+
+def test_a_run_that_goes_on_makes_pictures_again_and_leaves_out_those_that_are_gone(make_env, make_group):
+    env, asked = make_env(curriculum={"replay": ReplayConfig(share=0.5)}), []
+
+    def seen(digest):
+        asked.append(digest)
+        if digest == "gone":
+            raise ValueError("it is not in the store")
+
+    env.sampler = SimpleNamespace(renderer=SimpleNamespace(pictures=SimpleNamespace(seen=seen)))
+    groups = [make_group(number, env) for number in range(3)]
+    for group, digest in zip(groups[1:], ("there", "gone"), strict=True):
+        group.rollouts[0].samples[0].pictures = [Picture(0, 1, digest, 4, 4, "f")]
+    replay, batcher = Replay([env], Batcher(8, None), 8), Batcher(8, None)
+    replay.groups = groups
+    state = decode(encode(RunState(1, replay=replay.state_dict())), "state").replay
+    replay.load_state_dict(state, {env.name: env})
+    batcher.load_state_dict(BatcherState(state), {env.name: env})
+    assert [group.id for group in replay.groups] == [group.id for group in batcher.groups] == [0, 1]
+    assert asked == ["there", "gone"] * 2
 
 
 def test_age_limit_of_the_run_holds(make_env, make_group):

@@ -3,7 +3,9 @@
 import base64
 import io
 import struct
+import threading
 import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -71,21 +73,25 @@ MALFORMED = {
         r"101x100 pixels, above model\.max_pixels=10000: make it smaller",
     ),
     "a bomb": (png(50_000, 50_000), "too large"),
-    "half a bomb": (png(10_000, 10_000), "too large|above model.max_pixels"),
+    "half a bomb": (png(10_000, 10_000), r"above model\.max_pixels"),
     "animated": (animated(), "animated"),
     "no pixels": (png(0, 5), "no picture that can be read|0x5 pixels"),
     "no picture": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no picture that can be read"),
     "empty": (b"", "is no picture that can be read"),
     "a program's": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n", "is no picture that can be read"),
-    "16 bits": (file_of(Image.new("I;16", (4, 4), 40_000)), "more than eight bits"),
+    "32 bits": (file_of(Image.new("F", (4, 4)), "TIFF"), "more than sixteen bits"),
+    "no pixels, by code": (Image.new("RGB", (0, 5)), "0x5 pixels"),
+    "numbers, by code": (Image.new("F", (4, 4)), "more than sixteen bits"),
+    "cut off, by code": (Image.open(io.BytesIO(file_of(Image.effect_noise((64, 64), 50))[:-900])), "cut off"),
+    "a bomb that is allowed": (png(10_000, 10_000), "damaged or cut off", 10**8),
 }
 
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_pictures_are_refused(name, recwarn):
-    content, why = MALFORMED[name]
+    content, why, *limit = MALFORMED[name]
     with pytest.raises(PictureError, match=why):
-        decode(url_of(content), LIMIT)
+        decode(url_of(content), *(limit or [LIMIT]))
     assert not recwarn
 
 
@@ -115,24 +121,65 @@ def test_paths_stay_in_their_folder(tmp_path):
     assert decode(str(inside / "red.png"), LIMIT, Origin(inside)).size == (6, 4)
     with pytest.raises(PictureError, match="there is no picture"):
         decode("blue.png", LIMIT, Origin(inside))
+    for path in (base64.b64encode(RED_FILE * 9).decode(), "red\0.png"):
+        with pytest.raises(PictureError, match="^.{,90}is no path of a picture: write base64 as data:image/png;base64"):
+            decode(path, LIMIT, Origin(inside))
     for path in ("red.png", str(inside / "red.png")):
         with pytest.raises(PictureError, match="code opens it itself"):
             decode(path, LIMIT)
 
 
 def test_the_web_is_left_alone_unless_it_is_asked_for(tmp_path, monkeypatch):
-    def urlopen(url, timeout):
-        reply = io.BytesIO(RED_FILE if "red" in url else bytes(2**25 + 1))
-        return reply
+    def answer(_, url, timeout):
+        return io.BytesIO(RED_FILE if "red" in url else bytes(2**25 + 1))
 
-    monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    with pytest.raises(PictureError, match=r"set args\.fetch_images=true"):
-        decode("https://example.org/red.png", LIMIT, Origin(tmp_path))
+    monkeypatch.setattr("urllib.request.OpenerDirector.open", answer)
+    for address in ("https://example.org/red.png", "HTTP://example.org/red.png"):
+        with pytest.raises(PictureError, match=r"set args\.fetch_images=true"):
+            decode(address, LIMIT, Origin(tmp_path))
     store = PictureStore(tmp_path / "pictures")
     assert keep(store, "https://example.org/red.png", Origin(fetch=True)) == "picture:" + digest_of(RED)
     assert store.image(digest_of(RED)).size == RED.size, "it is kept: nobody knows whether it stays there"
     with pytest.raises(PictureError, match="cannot be fetched"):
         decode("https://example.org/endless.png", LIMIT, Origin(fetch=True))
+
+
+class Redirects(BaseHTTPRequestHandler):
+    """Sends a picture under a name with a space and a letter that is not in ASCII, and all else on to FTP."""
+
+    def do_GET(self):
+        is_red = self.path == "/r%C3%B6t%20a.png?b=%20"
+        self.send_response(200 if is_red else 302)
+        self.send_header("Location", "ftp://localhost/red.png")
+        self.end_headers()
+        self.wfile.write(RED_FILE if is_red else b"")
+
+    def log_message(self, *_):
+        pass
+
+
+def test_addresses_are_spelt_as_servers_want_them_and_lead_nowhere_else(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Redirects) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        at = f"Http://127.0.0.1:{server.server_port}"
+        assert decode(f"{at}/r\u00f6t a.png?b=%20", LIMIT, Origin(fetch=True)).tobytes() == RED.tobytes()
+        with pytest.raises(PictureError, match="unknown url type: ftp"):
+            decode(f"{at}/blue.png", LIMIT, Origin(fetch=True))
+        server.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "LAB", "HSV", "YCbCr", "La", "RGBa", "PA", "I;16"])
+def test_images_of_code_become_rgb_as_files_do(tmp_path, mode):
+    store = PictureStore(tmp_path)
+    image = RED.convert("LA").convert("La") if mode == "La" else Image.new(mode, RED.size)
+    digest = keep(store, url_of(image)).removeprefix("picture:")
+    assert store.image(digest).size == RED.size
+
+
+def test_sixteen_bits_of_grey_are_read_like_those_of_colours():
+    grey = decode(url_of(file_of(Image.new("I;16", (2, 2), 40_000))), LIMIT)
+    assert grey.getpixel((0, 0)) == (156, 156, 156), "40,000 / 256"
 
 
 @pytest.mark.parametrize(
@@ -177,9 +224,24 @@ def test_pictures_of_data_are_written_once_they_are_asked_for(tmp_path):
     (tmp_path / "blue.png").write_bytes(RED_FILE)
     other = PictureStore(tmp_path / "others")
     keep(other, "blue.png", Origin(tmp_path))
-    (tmp_path / "blue.png").write_bytes(file_of(Image.new("RGB", (6, 4), "blue")))
-    with pytest.raises(PictureError, match="has changed since the run began"):
-        other.image(digest_of(RED))
+    for content in (file_of(Image.new("RGB", (6, 4), "blue")), b""):
+        (tmp_path / "blue.png").write_bytes(content)
+        with pytest.raises(PictureError, match="has changed since the run began|no picture that can be read"):
+            other.image(digest_of(RED))
+    (tmp_path / "blue.png").write_bytes(RED_FILE)
+    assert other.image(digest_of(RED)).tobytes() == RED.tobytes(), "a file may be away for a while"
+
+
+def test_pictures_that_come_as_bytes_lie_in_the_store_as_they_came(tmp_path):
+    store = PictureStore(tmp_path)
+    photo = Image.effect_noise((64, 64), 50).convert("RGB")
+    given = file_of(photo, "JPEG")
+    digest = keep(store, url_of(given)).removeprefix("picture:")
+    [file] = tmp_path.iterdir()
+    assert file.read_bytes() == given, "neither in memory nor as PNG"
+    assert store.image(digest).size == photo.size
+    assert [each.name for each in tmp_path.iterdir()] == [f"{digest}.png"]
+    assert keep(store, url_of(given)) == f"picture:{digest}" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_passing_store_leaves_nothing_behind():

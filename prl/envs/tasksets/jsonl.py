@@ -18,8 +18,8 @@ import math
 import random
 import re
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -46,7 +46,8 @@ from prl.envs.tasksets.layouts import (
     tools_of,
 )
 from prl.envs.tasksets.row_pictures import urls_in, with_pictures
-from prl.rollouts.images import NOWHERE, Origin
+from prl.rollouts.images import NOWHERE, Origin, decode
+from prl.rollouts.pictures import MAX_PIXELS, PictureError, digest_of
 
 __all__ = ["JsonlTaskset"]
 
@@ -57,6 +58,8 @@ NO_TOOLS: tuple[Any, ...] = (None, "", "[]", [])
 """Values of `tools` in rows that declare none."""
 SAID = ("content", "tool_calls", "reasoning_content")
 """Parts of a message that can be imitated: one of these at least."""
+PIXELS: dict[tuple[str, Path | None], str] = {}
+"""Digests of the pictures that this process has read to divide rows: it does so for each split."""
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 """Unpaired surrogates, which JSON can spell, but no UTF-8."""
 
@@ -84,6 +87,8 @@ class JsonlData(vf.TaskData):
     """File and line."""
     _conversation: str = PrivateAttr("")
     """A hash of the first prompt of its conversation."""
+    _opening: Any = PrivateAttr(None)
+    """The messages of that prompt, if it has pictures, until these are known by their pixels (`name_by_pixels`)."""
     _origin: Origin = PrivateAttr(NOWHERE)
     """The places from where its pictures may come."""
 
@@ -193,10 +198,11 @@ class JsonlTaskset(vf.Taskset[JsonlTask, JsonlConfig]):
 
 def split_of(config: JsonlConfig) -> Iterator[JsonlData]:
     """Yield the rows of the chosen split; raise ValueError naming what cannot be read."""
-    rows = [(row._conversation, row) for row in read(config, config.path)]
+    every, held_out = read(config, config.path), [] if config.eval_path is None else read(config, config.eval_path)
+    name_by_pixels([*every, *held_out], is_divided=bool(held_out or config.eval_fraction))
+    rows = [(row._conversation, row) for row in every]
     prompts = {prompt for prompt, row in rows if _gradable(config, row)}
     if config.eval_path is not None:
-        held_out = read(config, config.eval_path)
         chosen = {row._conversation for row in held_out}
     else:
         chosen = set(config.held_out(prompts))
@@ -207,6 +213,46 @@ def split_of(config: JsonlConfig) -> Iterator[JsonlData]:
         yield from (row for row in held_out if _gradable(config, row))
         return
     yield from (row for prompt, row in rows if prompt not in chosen)
+
+
+def name_by_pixels(rows: Sequence[JsonlData], *, is_divided: bool) -> None:
+    """Have prompts with equal texts be equal where the pixels of their pictures are, if rows `is_divided` into splits.
+
+    A picture may be in two files, and two pictures have one name in two folders.
+    """
+    shown = [row for row in rows if row._opening is not None]
+    texts = {row._place: _named(row._opening, lambda _: "") for row in shown}
+    counts = Counter(texts.values())
+    for row in shown:
+        if is_divided and counts[texts[row._place]] > 1:
+            row._conversation = _named(row._opening, functools.partial(pixels_at, origin=row._origin))
+        row._opening = None
+
+
+def _named(messages: list[Any], name: Callable[[str], str]) -> str:
+    """Return a hash of messages with other names of their pictures than URLs and paths."""
+    spelt = SPELT.encode(messages)
+    for url in urls_of(messages):
+        spelt = spelt.replace(json.dumps(url), json.dumps(name(url)))
+    return _digest(spelt)
+
+
+def pixels_at(url: str, origin: Origin) -> str:
+    """Return the digest of a picture; its name for one on the web, or one that cannot be read, which `keep` refuses."""
+    key = (_digest(url), origin.folder)
+    if key not in PIXELS:
+        try:
+            PIXELS[key] = digest_of(decode(url, MAX_PIXELS, Origin(origin.folder)))
+        except PictureError:
+            return url
+    return PIXELS[key]
+
+
+def urls_of(prompt: Any) -> list[str]:
+    """Return the URLs and paths of the pictures in a prompt, in their order."""
+    messages = [] if isinstance(prompt, str) else prompt
+    listed = [message.content for message in messages if isinstance(message.content, list)]
+    return [part.image_url.url for content in listed for part in content if hasattr(part, "image_url")]
 
 
 def _gradable(config: JsonlConfig, row: JsonlData) -> bool:
@@ -291,6 +337,7 @@ def tasks_of(config: JsonlConfig, row: Any, place: str, notes: Notes) -> Iterato
             tools=tools or None,
         )
         data._place, data._conversation, data._origin = place, first, config.origin(place)
+        data._opening = pairs[0][0] if urls_of(pairs[0][0]) else None
         yield data
 
 

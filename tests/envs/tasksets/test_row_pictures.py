@@ -167,6 +167,7 @@ BAD = {
     "no picture": ({"prompt": "?", "images": ["rows.jsonl"]}, "no picture that can be read"),
     "too large": ({"prompt": "?", "images": ["large.png"]}, r"above model\.max_pixels=16777216"),
     "on the web": ({"prompt": "?", "images": ["https://example.org/a.png"]}, r"args\.fetch_images=true"),
+    "raw base64": ({"prompt": "?", "images": [URL[22:] * 9]}, "is no path of a picture: write base64 as data:"),
     "a number": ({"prompt": "?", "images": [7]}, "'7' is no picture"),
     "two columns": ({"prompt": "?", "images": ["red.png"], "image": "blue.png"}, "image and images hold pictures"),
     "a video": ({"prompt": "<video>?", "videos": ["a.mp4"]}, "prl shows a model no videos"),
@@ -186,7 +187,9 @@ def test_bad_pictures_are_refused_by_file_and_row(load, folder, name):
 
 
 def test_fetching_is_an_option(load, monkeypatch):
-    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: io.BytesIO(content_of(PICTURES["blue"])))
+    monkeypatch.setattr(
+        "urllib.request.OpenerDirector.open", lambda _, url, timeout: io.BytesIO(content_of(PICTURES["blue"]))
+    )
     rows = [{"prompt": "Which?", "answer": "x", "images": "https://example.org/a.png"}]
     assert shown(load(rows, fetch_images=True)[0].data.prompt) == [("user", "[blue]Which?")]
 
@@ -194,6 +197,32 @@ def test_fetching_is_an_option(load, monkeypatch):
 def test_a_model_that_sees_nothing_is_shown_no_picture(load):
     with pytest.raises(ConfigError, match=r"line 1: message 1 is no text: prl shows a model no pictures"):
         load([{"prompt": "Which?", "answer": "x", "images": "red.png"}], store=False)
+
+
+def test_a_picture_under_two_names_is_in_one_split(folder):
+    for number in range(20):
+        image = Image.new("RGB", (6, 4), (number, 0, 0))
+        image.save(folder / f"{number}.png")
+        image.save(folder / f"{number}.bmp")
+    names = [f"{number}.{form}" for form in ("png", "bmp") for number in range(20)]
+    write(folder / "a.jsonl", names)
+    (folder / "held out").mkdir()
+    PICTURES["green"].save(folder / "held out" / "3.png")
+    (folder / "held out" / "4.png").write_bytes((folder / "5.bmp").read_bytes())
+    write(folder / "held out" / "a.jsonl", ["3.png", "4.png"])
+    for ways, count in (({"eval_fraction": 0.5}, 20), ({"eval_path": str(folder / "held out" / "a.jsonl")}, 2)):
+        of_split = {}
+        for split in ("train", "eval"):
+            args = {"path": str(folder / "a.jsonl"), "split": split, **ways}
+            taskset = load_taskset("prl.envs.tasksets.jsonl", args, "envs.e.args")
+            tasks = take_tasks(taskset, 99, "envs.e.args", pictures=PictureStore(folder / "pictures"))
+            of_split[split] = [task.data.prompt[0].content[0].image_url.url for task in tasks]
+        assert not set(of_split["train"]) & set(of_split["eval"])
+        assert len(of_split["eval"]) == count and len(of_split["train"]) == (20 if count == 20 else 38)
+
+
+def write(path, names):
+    path.write_text("".join(json.dumps({"prompt": "Which?", "answer": "x", "images": name}) + "\n" for name in names))
 
 
 def test_both_splits_have_their_pictures(folder):
