@@ -77,7 +77,7 @@ def url_of(value: Any) -> str:
     if isinstance(value, bytes):
         return data_url(value)
     if is_of_pillow(value):
-        return data_url(png_of(pixels_of(value, "given by code", sys.maxsize)))
+        return data_url(png_of(pixels_of(value, "given by code", sys.maxsize)), "image/png")
     fields = value if isinstance(value, dict) else getattr(value, "__dict__", {})
     if isinstance(fields.get("data"), str):
         return f"data:{fields.get('mimeType') or ''};base64,{fields['data']}"

@@ -141,6 +141,7 @@ class Batched:
         self.temperature = temperature
         self.pool = SimpleNamespace(model="")
         self.version = 0
+        self.pictures = None
         self._waiting: list[tuple[list[int], asyncio.Future]] = []
 
     def limited(self, max_tokens: int) -> "Batched":

@@ -46,7 +46,7 @@ async def test_trainer_and_engine_have_the_factors_of_max_model_len(tmp_path, or
     expected = [logprobs_alone(folder, factors, tokens) for tokens in (SHORT, LONG)]
     model = load_model(str(folder), device=CPU, max_model_len=LENGTH)
     check_layout(model, stacks, max_model_len=LENGTH)
-    [stack] = stacks([_row(SHORT, LONG)], 1 << 12, CPU)
+    [stack] = stacks([_row(ModelInput(SHORT), ModelInput(LONG))], 1 << 12, CPU)
     found = stack_logprobs(model, stack, head_chunk=None)[0].detach().split(stack.sequence_lengths)
     for own, logprobs in zip(found, expected, strict=True):
         assert own[4:].tolist() == pytest.approx(logprobs[3:].tolist(), abs=2e-5)

@@ -99,7 +99,7 @@ def renderer_of(shape, tokenizer):
 class Scripted:
     """A model that gives replies in turn, and keeps what it is sent as text."""
 
-    temperature, version, pool = 1.0, 0, SimpleNamespace(model="policy")
+    temperature, version, pool, pictures = 1.0, 0, SimpleNamespace(model="policy"), None
 
     def __init__(self, tokenizer, renderer, replies):
         self.tokenizer, self.renderer, self.replies, self.sent = tokenizer, renderer, replies, []

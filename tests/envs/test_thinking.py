@@ -22,6 +22,7 @@ class Says:
     temperature = 1.0
     pool = SimpleNamespace(model="policy")
     version = 0
+    pictures = None
 
     def __init__(self, tokenizer, renderer, replies):
         self.renderer = renderer

@@ -65,7 +65,7 @@ def test_the_keys_are_those_that_hydra_composes(root, overrides):
         ("prl train trainer.optim.betas=", set()),
         ("prl serve pol", {"policy="}),
         ("prl serve algo", set()),
-        ("prl eval ti", {"tiny", "tiny-teacher"}),
+        ("prl eval ti", {"tiny", "tiny-teacher", "tiny_vl"}),
         ("prl trian ", set()),
         ("prl train run.resume=outputs/", {"run.resume=outputs/a", "run.resume=outputs/my run"}),
         ("prl report ", {"a", "my run", "grid"}),

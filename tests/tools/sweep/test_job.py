@@ -173,6 +173,7 @@ def test_an_interrupt_stops_the_sweep(job):
 def test_nothing_of_a_job_is_left_to_the_next(tmp_path, monkeypatch):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
+    logging.captureWarnings(False)  # a test before it may have left that on
     before = signal.getsignal(signal.SIGTERM)
     for number in (1, 2):
         with isolated():
