@@ -1,0 +1,398 @@
+"""Requests and results of the protocol: from bytes, in JSON or protobuf, to what the server works with, and back.
+
+Requests are checked here as far as their shape goes. Whoever is refused gets a `RequestError` that names the field.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from prl.base.errors import UNREADABLE, PrlError
+from prl.tinker.protobuf import CLASSES, FLOAT32, INT64
+
+PROTOBUF = "application/x-protobuf"
+NO_LOGPROB = -99999.0
+"""Logprob of an empty place among the likeliest tokens, as the SDK has it."""
+DTYPES = {"float32": np.float32, "int64": np.int64}
+DTYPE_NAMES = {FLOAT32: "float32", INT64: "int64"}
+
+
+class RequestError(PrlError):
+    """A request that the server refuses, with the field. `status` is the HTTP status."""
+
+    def __init__(self, message: str, status: int = 400):
+        super().__init__(message)
+        self.status = status
+
+
+class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What every request may have."""
+
+    type: str = ""
+
+
+class Chunk(msgspec.Struct, forbid_unknown_fields=True):
+    """A piece of an input. Its fields are those of every kind, so that another kind is refused by its name."""
+
+    type: str = "encoded_text"
+    tokens: list[int] = []
+    data: str = ""
+    format: str = ""
+    expected_tokens: int | None = None
+    dmel: str = ""
+    location: str = ""
+
+
+class Input(msgspec.Struct, forbid_unknown_fields=True):
+    """The input of a model."""
+
+    chunks: list[Chunk]
+
+
+class TensorData(msgspec.Struct, forbid_unknown_fields=True):
+    """A tensor in JSON."""
+
+    data: list[float]
+    dtype: Literal["float32", "int64"]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class JsonDatum(msgspec.Struct, forbid_unknown_fields=True):
+    """A datum in JSON."""
+
+    model_input: Input
+    loss_fn_inputs: dict[str, TensorData]
+
+
+class ForwardInput(msgspec.Struct, forbid_unknown_fields=True):
+    """The data and the loss of a pass in JSON."""
+
+    data: list[JsonDatum]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class JsonForward(Request):
+    """A pass in JSON, as older SDKs send it: to two routes, with two names of the input."""
+
+    model_id: str
+    seq_id: int | None = None
+    forward_backward_input: ForwardInput | None = None
+    forward_input: ForwardInput | None = None
+
+
+class Adam(msgspec.Struct, forbid_unknown_fields=True):
+    """The parameters of an optimiser step."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(Request):
+    model_id: str
+    seq_id: int | None = None
+    adam_params: Adam | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class Lora(msgspec.Struct, forbid_unknown_fields=True):
+    """The adapter of a model."""
+
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModel(Request):
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: Lora | None = None
+    optimizer_config: dict[str, Any] | None = None
+
+
+class SaveWeights(Request):
+    model_id: str
+    path: str | None = None
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    sampling_session_seq_id: int | None = None
+    kind: str = "snapshot"
+
+
+class LoadWeights(Request):
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: dict[str, Any] | None = None
+    weights_access_token: str | None = None
+
+
+class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
+    """How to sample. `stop` None = at the model's ends of turns; [] = nowhere."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class Sample(Request):
+    prompt: Input
+    sampling_params: SamplingParams
+    num_samples: int = 1
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+
+
+@dataclass
+class Datum:
+    """A sequence to train on: position i of `tokens` predicts row i of the targets."""
+
+    tokens: list[int]
+    inputs: dict[str, np.ndarray]
+
+
+@dataclass
+class Forward:
+    """A pass over data, with a backward unless it is `forward_only`."""
+
+    model_id: str
+    seq_id: int | None
+    data: list[Datum]
+    loss_fn: str
+    config: dict[str, float | str] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+def decode(body: bytes, kind: Any) -> Any:
+    """Read a request in JSON. Raises RequestError with what is wrong, and where."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except UNREADABLE as error:
+        raise RequestError(f"the request cannot be read: {error}") from None
+
+
+def read_forward(body: bytes, content_type: str, forward_only: bool) -> Forward:
+    """Read the request of a pass, in JSON or protobuf. Raises RequestError."""
+    if PROTOBUF not in content_type:
+        request = decode(body, JsonForward)
+        given = request.forward_backward_input or request.forward_input
+        if given is None:
+            raise RequestError("forward_backward_input is missing")
+        data = [
+            Datum(
+                token_ids(datum.model_input, f"data[{place}].model_input"),
+                {
+                    name: of_json(tensor, f"data[{place}].loss_fn_inputs.{name}")
+                    for name, tensor in datum.loss_fn_inputs.items()
+                },
+            )
+            for place, datum in enumerate(given.data)
+        ]
+        config = given.loss_fn_config or {}
+        return Forward(request.model_id, request.seq_id, data, given.loss_fn, config, forward_only)
+    message = CLASSES["ForwardBackwardRequest"]()
+    try:
+        message.ParseFromString(body)
+    except Exception as error:  # protobuf's DecodeError, and UnicodeDecodeError of its fields
+        raise RequestError(f"the request is no protobuf message: {error}") from None
+    settings: dict[str, float | str] = {entry.key: entry.value for entry in message.loss_fn_config}
+    for entry in message.loss_fn_config_v2:
+        settings[entry.key] = entry.value.text or entry.value.number
+    data = [_datum_of(datum, f"data[{place}]") for place, datum in enumerate(message.data)]
+    only = forward_only or message.forward_only
+    return Forward(message.model_id, message.seq_id or None, data, message.loss_fn, settings, only)
+
+
+def _datum_of(message: Any, where: str) -> Datum:
+    """Read a datum in protobuf."""
+    tokens: list[int] = []
+    for place, chunk in enumerate(message.model_input):
+        if not chunk.HasField("encoded_text"):
+            raise RequestError(f"{where}.model_input[{place}]: this server takes text alone, as encoded_text")
+        tokens += array(chunk.encoded_text.tokens, np.int32, f"{where}.model_input[{place}].tokens").tolist()
+    return Datum(
+        tokens,
+        {entry.key: _tensor_of(entry.value, f"{where}.loss_fn_inputs.{entry.key}") for entry in message.loss_fn_inputs},
+    )
+
+
+def _tensor_of(message: Any, where: str) -> np.ndarray:
+    """Read a tensor in protobuf."""
+    if message.dtype not in DTYPE_NAMES:
+        raise RequestError(f"{where}.dtype={message.dtype}: float32 and int64 are known")
+    dtype = DTYPES[DTYPE_NAMES[message.dtype]]
+    shape = list(message.shape) or None
+    if not message.HasField("sparse_csr"):
+        return shaped(array(message.dense, dtype, where), shape, where)
+    sparse = message.sparse_csr
+    rows, columns = (array(part, np.int64, where) for part in (sparse.crow_indices, sparse.col_indices))
+    return dense(array(sparse.values, dtype, where), rows, columns, shape, where)
+
+
+def array(data: bytes, dtype: Any, where: str) -> np.ndarray:
+    """Read numbers from bytes."""
+    if len(data) % np.dtype(dtype).itemsize:
+        raise RequestError(f"{where}: {len(data)} bytes are no whole number of {np.dtype(dtype).name}")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def of_json(tensor: TensorData, where: str) -> np.ndarray:
+    """Read a tensor in JSON."""
+    try:
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as that
+            values = np.array(tensor.data, dtype=DTYPES[tensor.dtype])
+    except (OverflowError, ValueError) as error:
+        raise RequestError(f"{where}: {error}") from None
+    if tensor.sparse_crow_indices is None:
+        return shaped(values, tensor.shape, where)
+    rows, columns = np.array(tensor.sparse_crow_indices), np.array(tensor.sparse_col_indices or [], dtype=np.int64)
+    return dense(values, rows, columns, tensor.shape, where)
+
+
+def shaped(values: np.ndarray, shape: list[int] | None, where: str) -> np.ndarray:
+    """Give numbers their shape."""
+    if shape is None:
+        return values
+    if min(shape, default=1) < 0 or math.prod(shape) != values.size:
+        raise RequestError(f"{where}: {values.size} numbers do not have the shape {shape}")
+    return values.reshape(shape)
+
+
+def dense(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int] | None, where: str) -> np.ndarray:
+    """Make a whole matrix of a sparse one, whose empty places are 0."""
+    if shape is None or len(shape) != 2 or min(shape) < 0 or math.prod(shape) > 1 << 28:
+        raise RequestError(f"{where}.shape={shape}: a sparse tensor has two dimensions")
+    counts = np.diff(rows)
+    sound = len(rows) == shape[0] + 1 and rows[0] == 0 and (counts >= 0).all() and rows[-1] == values.size
+    if not sound or columns.size != values.size or not ((columns >= 0) & (columns < shape[1])).all():
+        raise RequestError(f"{where}: the indices of this sparse tensor do not fit its shape {shape}")
+    whole = np.zeros(shape, dtype=values.dtype)
+    whole[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return whole
+
+
+def token_ids(given: Input, where: str) -> list[int]:
+    """Return the token ids of an input. Raises RequestError for one that has more than text."""
+    for place, chunk in enumerate(given.chunks):
+        if chunk.type != "encoded_text":
+            raise RequestError(f"{where}.chunks[{place}].type={chunk.type}: this server takes text alone, encoded_text")
+    return [token for chunk in given.chunks for token in chunk.tokens]
+
+
+# --- results: plain data, which the journal keeps, and their bytes ---
+
+
+def encode(result: dict[str, Any], protobuf: bool) -> tuple[bytes, str]:
+    """Return the bytes and the content type of a result. Protobuf is for passes and samples alone."""
+    kind = result.get("type")
+    if kind == "forward":
+        return (_forward(result), PROTOBUF) if protobuf else (msgspec.json.encode(_forward_json(result)), JSON)
+    if kind == "sample":
+        return (_sample(result), PROTOBUF) if protobuf else (msgspec.json.encode(_sample_json(result)), JSON)
+    return msgspec.json.encode(result), JSON
+
+
+JSON = "application/json"
+
+
+def _forward(result: dict[str, Any]) -> bytes:
+    """Encode the logprobs of a pass: a record for each width of targets that follow one another."""
+    message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    for data, shapes in _of_one_width(result):
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(shapes))
+        entry = record.fields.add(key="logprobs")
+        sizes = [4 * math.prod(shape) for shape in shapes]
+        entry.value.data = data
+        entry.value.offsets = np.cumsum([0, *sizes], dtype=np.int64).tobytes()
+        entry.value.dtype = FLOAT32
+        entry.value.trailing_shape.extend(shapes[0][1:])
+    for name, value in result["metrics"].items():
+        message.metrics.add(key=name, value=value)
+    return bytes(message.SerializeToString())
+
+
+def _of_one_width(result: dict[str, Any]) -> list[tuple[bytes, list[list[int]]]]:
+    """Cut the logprobs of a pass where the shape of a position changes."""
+    cut: list[tuple[bytes, list[list[int]]]] = []
+    for data, shape in zip(result["logprobs"], result["shapes"], strict=True):
+        if cut and cut[-1][1][0][1:] == shape[1:]:
+            before, shapes = cut.pop()
+            cut.append((before + data, [*shapes, shape]))
+        else:
+            cut.append((data, [shape]))
+    return cut
+
+
+def _forward_json(result: dict[str, Any]) -> dict[str, Any]:
+    outputs = [
+        {"logprobs": {"data": np.frombuffer(data, np.float32).tolist(), "dtype": "float32", "shape": shape}}
+        for data, shape in zip(result["logprobs"], result["shapes"], strict=True)
+    ]
+    return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": result["metrics"]}
+
+
+def _sample(result: dict[str, Any]) -> bytes:
+    message = CLASSES["SampleResponse"]()
+    for sequence in result["sequences"]:
+        added = message.sequences.add(stop_reason=int(sequence["stop_reason"] == "length"))
+        added.tokens = np.array(sequence["tokens"], dtype=np.int32).tobytes()
+        added.logprobs = np.array(sequence["logprobs"], dtype=np.float32).tobytes()
+        if "topk" in sequence:
+            _top(added.topk_sampled_logprobs, sequence["topk"])
+    if "prompt_logprobs" in result:
+        message.prompt_logprobs = np.array(result["prompt_logprobs"], dtype=np.float32).tobytes()  # None becomes NaN
+    if "topk_prompt_logprobs" in result:
+        _top(message.topk_prompt_logprobs, result["topk_prompt_logprobs"])
+    return bytes(message.SerializeToString())
+
+
+def _top(message: Any, places: list[list[list[Any]] | None]) -> None:
+    """Encode the likeliest tokens of each place; None where there are none."""
+    message.k = max((len(place) for place in places if place), default=0)
+    message.length = len(places)
+    ids = np.zeros((len(places), message.k), dtype=np.int32)
+    logprobs = np.full(ids.shape, NO_LOGPROB, dtype=np.float32)
+    for row, place in enumerate(places):
+        for column, (token, logprob) in enumerate(place or ()):
+            ids[row, column], logprobs[row, column] = token, logprob
+    message.token_ids, message.logprobs = ids.tobytes(), logprobs.tobytes()
+
+
+def _sample_json(result: dict[str, Any]) -> dict[str, Any]:
+    renamed = [
+        {"topk_logprobs" if name == "topk" else name: value for name, value in sequence.items()}
+        for sequence in result["sequences"]
+    ]
+    return result | {"sequences": renamed}
