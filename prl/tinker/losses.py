@@ -45,10 +45,10 @@ def dro_loss(inputs: LossInputs, options: DROOptions) -> TokenTerms:
     return tokens.terms(loss, metrics={"importance_ratio": (tokens.ratio, tokens.members)})
 
 
-def _of_clips(low: str, high: str, *, about_one: bool) -> Callable[[dict[str, float]], dict[str, float]]:
+def _of_clips(low: str, high: str, *, about_one: bool) -> Callable[[dict[str, float]], dict[str, Any]]:
     """Return what makes options of a loss of prl out of the two bounds of the protocol."""
 
-    def options(config: dict[str, float]) -> dict[str, float]:
+    def options(config: dict[str, float]) -> dict[str, Any]:
         bounds = [config["clip_low_threshold"], config["clip_high_threshold"]]
         return {low: 1 - bounds[0], high: bounds[1] - 1} if about_one else dict(zip((low, high), bounds, strict=True))
 
@@ -67,7 +67,7 @@ class Loss:
     """Inputs that a datum may leave out."""
     config: tuple[tuple[str, float], ...] = ()
     """Settings that a call may have, with their defaults."""
-    options: Callable[[dict[str, float]], dict[str, float]] = dict
+    options: Callable[[dict[str, float]], dict[str, Any]] = dict
     """Makes the options of `function` out of the settings."""
 
 
@@ -106,11 +106,13 @@ def loss_of(name: str, config: dict[str, float | str]) -> tuple[Loss, LossFuncti
     if unknown := config.keys() - defaults.keys():
         takes = ", ".join(defaults) or "no settings"
         raise RequestError(f"loss_fn_config.{min(unknown)[:80]}: {name} takes {takes}")
+    settings = defaults
     for key, value in config.items():
-        if not isinstance(value, float | int):
+        if isinstance(value, str):
             raise RequestError(f"loss_fn_config.{key}={value[:80]!r}: a number is wanted")
+        settings[key] = value
     try:
-        options = read(loss.function.Config, loss.options({**defaults, **config}), "loss_fn_config")  # type: ignore[dict-item]
+        options = read(loss.function.Config, loss.options(settings), "loss_fn_config")
     except ConfigError as error:
         raise RequestError(f"{error} (loss_fn={name})") from None
     return loss, functools.partial(loss.function, **vars(options))

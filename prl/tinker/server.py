@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import socket
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -20,9 +21,9 @@ from prl.base.errors import PrlError
 from prl.base.text import as_message, safe
 from prl.config.schema import TinkerConfig
 from prl.tinker import wire
-from prl.tinker.learner import Learner
+from prl.tinker.learner import Learner, check_adam
 from prl.tinker.sampler import Snapshots
-from prl.tinker.service import Service, check_step
+from prl.tinker.service import Service
 from prl.tinker.store import NAME
 from prl.tinker.wire import PROTOBUF, RequestError
 
@@ -42,36 +43,36 @@ CONFIG = {
 INFO = "prl: adapters leave the output head out; ttl_seconds is not read; a model keeps its last 16 unnamed snapshots."
 
 
-class Session(wire.Request):
-    tags: Sequence[str] = ()
+class Session(msgspec.Struct):
     user_metadata: dict[str, Any] | None = None
-    sdk_version: str = ""
-    project_id: str | None = None
-    display_name: str | None = None
 
 
-class SessionId(wire.Request):
+class SessionId(msgspec.Struct):
     session_id: str
 
 
-class ModelId(wire.Request):
-    model_id: str
-
-
-class SamplingSession(wire.Request):
-    session_id: str
+class SamplingSession(SessionId):
     sampling_session_seq_id: int
     base_model: str | None = None
     model_path: str | None = None
 
 
-class Retrieve(wire.Request):
+class Retrieve(msgspec.Struct):
     request_id: str
-    allow_metadata_only: bool = False
 
 
-class WeightsPath(wire.Request):
+class WeightsPath(msgspec.Struct):
     tinker_path: str
+
+
+CONSTANT = {
+    ("POST", "client/config"): CONFIG,
+    ("POST", "client/dynamic_config"): {},
+    ("POST", "telemetry"): {"status": "accepted"},  # and forgotten
+    ("GET", "healthz"): {"status": "ok"},
+}
+"""Answers that are always the same, by method and path."""
+Call = Callable[[Request, bytes], Awaitable[Any]]
 
 
 class Routes:
@@ -82,41 +83,27 @@ class Routes:
 
     def app(self) -> Starlette:
         """The server's application."""
-        post: dict[str, Callable[[Request, bytes], Awaitable[Any]]] = {
-            "client/config": self.config,
-            "client/dynamic_config": self.dynamic_config,
-            "telemetry": self.telemetry,
-            "create_session": self.create_session,
-            "session_heartbeat": self.heartbeat,
-            "sessions/{session_id}/finish": self.finish,
-            "create_model": self.create_model,
-            "get_info": self.get_info,
-            "weights_info": self.weights_info,
-            "forward_backward": self.forward_backward,
-            "forward": self.forward,
-            "optim_step": self.optim_step,
-            "save_weights": self.save_weights,
-            "save_weights_for_sampler": self.save_weights_for_sampler,
-            "load_weights": self.load_weights,
-            "create_sampling_session": self.create_sampling_session,
-            "asample": self.sample,
-            "retrieve_future": self.retrieve,
+        named: list[Call] = [
+            *(self.create_session, self.session_heartbeat, self.create_model, self.get_info, self.weights_info),
+            *(self.forward_backward, self.forward, self.optim_step, self.load_weights, self.save_weights),
+            *(self.save_weights_for_sampler, self.create_sampling_session, self.asample, self.retrieve_future),
+        ]
+        calls: dict[tuple[str, str], Call] = {("POST", call.__name__): call for call in named}
+        calls |= {
+            ("POST", "sessions/{session_id}/finish"): self.finish,
+            ("GET", "get_server_capabilities"): self.capabilities,
+            ("GET", "samplers/{sampler_id}"): self.sampler,
+            ("GET", "training_runs/{model_id}/checkpoints"): self.checkpoints,
+            ("DELETE", "training_runs/{model_id}/checkpoints/{kind}/{name}"): self.delete,
+            **{place: functools.partial(_always, content) for place, content in CONSTANT.items()},
         }
-        get: dict[str, Callable[[Request, bytes], Awaitable[Any]]] = {
-            "healthz": self.health,
-            "get_server_capabilities": self.capabilities,
-            "samplers/{sampler_id}": self.sampler,
-            "training_runs/{model_id}": self.training_run,
-            "training_runs/{model_id}/checkpoints": self.checkpoints,
-        }
-        routes = [Route(f"/api/v1/{path}", self._answering(call), methods=["POST"]) for path, call in post.items()]
-        routes += [Route(f"/api/v1/{path}", self._answering(call), methods=["GET"]) for path, call in get.items()]
-        delete = "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}"
-        routes.append(Route(delete, self._answering(self.delete), methods=["DELETE"]))
-        other = Route("/{path:path}", self._answering(self.unknown), methods=["GET", "POST", "PUT", "DELETE"])
-        return Starlette(routes=[*routes, other])
+        routes = [
+            Route(f"/api/v1/{path}", self._answering(call), methods=[method]) for (method, path), call in calls.items()
+        ]
+        rest = Route("/{path:path}", self._answering(self.unknown), methods=["GET", "POST", "PUT", "DELETE"])
+        return Starlette(routes=[*routes, rest])
 
-    def _answering(self, call: Callable[[Request, bytes], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    def _answering(self, call: Call) -> Callable[[Request], Awaitable[Response]]:
         """Return an endpoint: it looks at the key and the size, and makes an answer of what is raised."""
 
         async def endpoint(request: Request) -> Response:
@@ -142,29 +129,16 @@ class Routes:
 
     # --- sessions ---
 
-    async def health(self, request: Request, body: bytes) -> Any:
-        return {"status": "ok"}
-
-    async def config(self, request: Request, body: bytes) -> Any:
-        return CONFIG
-
-    async def dynamic_config(self, request: Request, body: bytes) -> Any:
-        return {}
-
-    async def telemetry(self, request: Request, body: bytes) -> Any:
-        return {"status": "accepted"}  # and forgotten
-
     async def unknown(self, request: Request, body: bytes) -> Any:
         raise RequestError(f"{request.method} {request.url.path[:200]}: this server does not have it", 404)
 
     async def create_session(self, request: Request, body: bytes) -> Any:
-        asked = wire.decode(body, Session)
         session_id = str(uuid.uuid4())
-        self.service.store.sessions.sessions[session_id] = asked.user_metadata
+        self.service.store.sessions.sessions[session_id] = wire.decode(body, Session).user_metadata
         self.service.store.write_sessions()
         return {"type": "create_session", "session_id": session_id, "info_message": INFO}
 
-    async def heartbeat(self, request: Request, body: bytes) -> Any:
+    async def session_heartbeat(self, request: Request, body: bytes) -> Any:
         self._check_session(wire.decode(body, SessionId).session_id)
         return {"type": "session_heartbeat"}
 
@@ -187,7 +161,7 @@ class Routes:
         return {"request_id": f"{model.id}:create", "model_id": model.id}
 
     async def get_info(self, request: Request, body: bytes) -> Any:
-        model = self.service.model(wire.decode(body, ModelId).model_id)
+        model = self.service.model(wire.decode(body, wire.OfModel).model_id)
         lora, name = model.record.lora, self.service.name
         arch = self.service.learner.model.config.model_type
         # The SDK loads the tokenizer from there: it knows no model of prl by its name.
@@ -202,19 +176,6 @@ class Routes:
             return {"base_model": self.service.name, "is_lora": False}
         flags = {"train_unembed": False, "train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
         return {"base_model": self.service.name, "is_lora": True, "lora_rank": lora.rank} | flags
-
-    async def training_run(self, request: Request, body: bytes) -> Any:
-        model = self.service.model(request.path_params["model_id"])
-        lora = model.record.lora
-        return {
-            "training_run_id": model.id,
-            "base_model": self.service.name,
-            "model_owner": "prl",
-            "is_lora": lora is not None,
-            "lora_rank": None if lora is None else lora.rank,
-            "last_request_time": model.last_request,
-            "user_metadata": model.record.user_metadata,
-        }
 
     async def forward_backward(self, request: Request, body: bytes) -> Any:
         return await self._pass(request, body, forward_only=False)
@@ -231,7 +192,7 @@ class Routes:
 
     async def optim_step(self, request: Request, body: bytes) -> Any:
         asked = wire.decode(body, wire.OptimStep)
-        check_step(asked)
+        check_adam(asked.adam_params)
         return self._accepted(asked.model_id, asked.seq_id, "optim_step", body)
 
     async def save_weights(self, request: Request, body: bytes) -> Any:
@@ -243,8 +204,6 @@ class Routes:
     def _save(self, asked: wire.SaveWeights, kind: str, body: bytes) -> Any:
         if asked.path is not None and not NAME.fullmatch(asked.path):
             raise RequestError(f"path={asked.path[:200]!r}: a name of letters, digits, _, - and . is wanted")
-        if asked.kind != "snapshot":
-            raise RequestError(f"kind={asked.kind[:80]}: this server has snapshot alone, whose weights never change")
         return self._accepted(asked.model_id, asked.seq_id, kind, body)
 
     async def load_weights(self, request: Request, body: bytes) -> Any:
@@ -258,7 +217,7 @@ class Routes:
     def _accepted(self, model_id: str, number: int | None, kind: str, body: bytes, content_type: str = "") -> Any:
         return {"request_id": self.service.submit(model_id, number, kind, body, content_type), "model_id": model_id}
 
-    async def retrieve(self, request: Request, body: bytes) -> Any:
+    async def retrieve_future(self, request: Request, body: bytes) -> Any:
         request_id = wire.decode(body, Retrieve).request_id
         result = await self.service.result(request_id, WAIT_S)
         if result is None:
@@ -294,11 +253,15 @@ class Routes:
             raise RequestError(f"{sampler_id[:200]!r}: this server has no such sampling session", 404)
         return {"sampler_id": sampler_id, "base_model": self.service.name}
 
-    async def sample(self, request: Request, body: bytes) -> Any:
+    async def asample(self, request: Request, body: bytes) -> Any:
         asked = wire.decode(body, wire.Sample)
         request_id = self.service.sample(asked)
         ids = [f"{request_id}:{number}" for number in range(asked.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
+
+
+async def _always(content: Any, request: Request, body: bytes) -> Any:
+    return content
 
 
 async def _body(request: Request) -> bytes:
@@ -326,8 +289,9 @@ async def serve(
     import uvicorn
 
     class Server(uvicorn.Server):
-        def capture_signals(self) -> contextlib.AbstractContextManager[None]:
-            return contextlib.nullcontext()  # the command has them
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # the command has them
 
     try:
         await sampler.wait_ready(sampler.spec.config.startup_timeout_s)

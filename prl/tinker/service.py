@@ -26,7 +26,7 @@ from prl.base.text import in_one_line
 from prl.config.model_folder import companion_files, tokenizer_files
 from prl.config.schema import TinkerConfig
 from prl.tinker import losses, wire
-from prl.tinker.learner import Learner, check_adam
+from prl.tinker.learner import Learner
 from prl.tinker.sampler import Snapshots
 from prl.tinker.store import CHECKPOINT, SCHEME, TENSORS, Checkpoint, ModelRecord, ModelStore, Request, State, Store
 from prl.tinker.wire import RequestError
@@ -54,15 +54,12 @@ class Model:
     """Number of the last request that was accepted."""
     queue: deque[tuple[int, Request]] = field(default_factory=deque)
     results: "OrderedDict[str, asyncio.Future[Result]]" = field(default_factory=OrderedDict)
-    below: int = 0
-    above: set[int] = field(default_factory=set)
-    """Numbers that clients gave their requests: all up to `below`, and these."""
+    last: int = 0
+    """Number that the client gave its last request."""
     unsaved_s: float = 0.0
     """Seconds of work since the state was written."""
     write_s: float = 0.0
     used_at: float = 0.0
-    last_request: str = ""
-    """Time of the last request."""
 
     @property
     def record(self) -> ModelRecord:
@@ -71,17 +68,6 @@ class Model:
     @property
     def id(self) -> str:
         return self.store.record.model_id
-
-    def note(self, number: int) -> None:
-        """Note a client's number of a request."""
-        self.above.add(number)
-        while self.below + 1 in self.above:
-            self.below += 1
-        self.above = {number for number in self.above if number > self.below}
-
-    def has(self, number: int) -> bool:
-        """Return whether a request of this number was accepted."""
-        return number <= self.below or number in self.above
 
 
 class Service:
@@ -114,7 +100,7 @@ class Service:
         saved = store.load()
         if saved is not None:
             model.done, _, state = saved
-            model.below, model.above = state.accepted[0], set(state.accepted[1])
+            model.last = state.last
             for request_id, result in state.results.items():
                 model.results[request_id] = asyncio.get_running_loop().create_future()
                 model.results[request_id].set_result(result)
@@ -130,42 +116,38 @@ class Service:
             raise RequestError(f"model_id={model_id[:200]!r}: this server has no such model", 404)
         return self.models[model_id]
 
-    def check_base(self, name: str | None, key: str = "base_model") -> None:
+    def check_base(self, name: str | None) -> None:
         """Raise RequestError for another base than the server's."""
-        if name not in (None, self.name, self.path):
-            raise RequestError(f"{key}={name[:200]!r}: this server has {self.name}")  # type: ignore[index]
+        if name is not None and name not in (self.name, self.path):
+            raise RequestError(f"base_model={name[:200]!r}: this server has {self.name}")
 
     def create(self, request: wire.CreateModel | wire.LoadWeights, body: bytes) -> Model:
         """Accept a new model. Of one that is there already it is a retry. Raises RequestError."""
-        session_id = request.session_id or ""
-        number = -1 if request.model_seq_id is None else request.model_seq_id
+        session_id, number = request.session_id or "", request.model_seq_id
         restored = isinstance(request, wire.LoadWeights)
         lora = self.store.record(request.path).lora if isinstance(request, wire.LoadWeights) else request.lora_config
         if session_id not in self.store.sessions.sessions:
             raise RequestError(f"session_id={session_id[:200]!r}: this server has no such session", 404)
-        if number < 0:
+        if number is None or number < 0:
             raise RequestError(f"model_seq_id={number}: a number from 0 is wanted")
         self.check_base(request.base_model)
-        if (request.optimizer_config or {}).get("type", "adamw") != "adamw":
-            raise RequestError(f"optimizer_config.type={request.optimizer_config['type']}: this server has adamw alone")
         if lora is not None and not 1 <= lora.rank <= self.config.max_rank:
             raise RequestError(f"lora_config.rank={lora.rank}: it has to be from 1 to max_rank={self.config.max_rank}")
         model_id = f"{session_id}:train:{number}"
         if model_id not in self.models:
             record = ModelRecord(model_id, session_id, lora, request.user_metadata)
-            model = self.models[model_id] = Model(self.store.add(record))
+            self.models[model_id] = Model(self.store.add(record))
+        model = self.models[model_id]
+        if not model.order:  # a server that was killed may have written its record alone
             self._accept(model, Request(f"{model_id}:create", "restore" if restored else "create", body))
-        return self.models[model_id]
+        return model
 
     def submit(self, model_id: str, number: int | None, kind: str, body: bytes, content_type: str = "") -> str:
         """Accept a request that was checked, unless it was before. Returns its id, by which its result is asked for."""
         model = self.model(model_id)
         request_id = f"{model_id}:{model.order + 1}-" if number is None else f"{model_id}:{number}"
-        if number is not None:
-            if number < 1:
-                raise RequestError(f"seq_id={number}: a number from 1 is wanted")
-            if model.has(number):
-                return request_id
+        if number is not None and number <= model.last:  # a retry, or one whose result will be asked for in vain
+            return request_id
         self._accept(model, Request(request_id, kind, body, content_type))
         return request_id
 
@@ -176,11 +158,10 @@ class Service:
     def _enqueue(self, model: Model, order: int, request: Request) -> None:
         number = request.request_id.rpartition(":")[2]
         if number.isdigit():
-            model.note(int(number))
+            model.last = max(model.last, int(number))
         if request.kind == "save_weights_for_sampler":
             self._name_snapshot(model, order, wire.decode(request.body, wire.SaveWeights))
         model.order = order
-        model.last_request = datetime.now(UTC).isoformat()
         model.results[request.request_id] = asyncio.get_running_loop().create_future()
         model.queue.append((order, request))
         if model not in self.turns:
@@ -294,18 +275,17 @@ class Service:
             self.learner.remove(name)
 
     def _save_if_due(self, model: Model, kind: str) -> None:
-        due = kind not in ("forward", "forward_backward", "optim_step") or model.unsaved_s > max(
-            SAVED_S, 20 * model.write_s
-        )
-        if due and model.id in self.learner.tenants:
+        often = kind in ("forward", "forward_backward", "optim_step")
+        if often and model.unsaved_s < max(SAVED_S, 20 * model.write_s):
+            return
+        if model.id in self.learner.tenants:
             self._save(model)
 
     def _save(self, model: Model) -> None:
         """Write the state of a model, which is that after its last request."""
         began = time.monotonic()
         done = {key: future.result() for key, future in list(model.results.items()) if future.done()}
-        state = State(self.learner.tenants[model.id].step, done, (model.below, sorted(model.above)))
-        # Numbers of requests behind this state are noted when they are read from the journal.
+        state = State(self.learner.tenants[model.id].step, done, model.last)
         model.store.save(model.done, self.learner.tensors(model.id), state)
         model.write_s = time.monotonic() - began
         model.unsaved_s = 0.0
@@ -326,18 +306,15 @@ class Service:
             raise
 
     def _forward(self, model: Model, order: int, request: Request) -> Result:
-        return self.learner.forward(model.id, self._pass(request))
-
-    def _pass(self, request: Request) -> wire.Forward:
-        return wire.read_forward(request.body, request.content_type, request.kind == "forward")
+        asked = wire.read_forward(request.body, request.content_type, request.kind == "forward")
+        return self.learner.forward(model.id, asked)
 
     def _optim_step(self, model: Model, order: int, request: Request) -> Result:
-        return self.learner.optim_step(model.id, wire.decode(request.body, wire.OptimStep).adam_params or wire.Adam())
+        return self.learner.optim_step(model.id, wire.decode(request.body, wire.OptimStep).adam_params)
 
     def _load_weights(self, model: Model, order: int, request: Request) -> Result:
-        load: wire.LoadWeights = wire.decode(request.body, wire.LoadWeights)
-        folder = self.store.checkpoint(load.path)
-        record = self.store.record(load.path)
+        load = wire.decode(request.body, wire.LoadWeights)
+        folder, record = self.store.checkpoint(load.path), self.store.record(load.path)
         if not (folder / "state" / TENSORS).is_file():
             raise RequestError(f"path={load.path!r}: these weights are for sampling: load those of save_state")
         tensors = load_file(folder / "state" / TENSORS)
@@ -441,9 +418,6 @@ class Service:
         prompt = wire.token_ids(request.prompt, "prompt")
         losses.check_tokens(prompt, "prompt", self.learner.vocabulary, self.learner.longest - 1)
         params = request.sampling_params
-        for key in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
-            if getattr(request, key):
-                raise RequestError(f"{key}: this server does not have it")
         for key, value, low, high in (
             ("num_samples", request.num_samples, 1, self.config.max_samples),
             ("sampling_params.max_tokens", 1 if params.max_tokens is None else params.max_tokens, 1, 1 << 31),
@@ -469,10 +443,3 @@ class Service:
             return {"error": in_one_line(error), "category": "server"}
         finally:
             self.sampling -= request.num_samples
-
-
-def check_step(request: wire.OptimStep) -> None:
-    """Raise RequestError for an optimiser step that this server does not do."""
-    if request.optimizer_params is not None:
-        raise RequestError(f"optimizer_params.type={request.optimizer_params.get('type')}: give adam_params")
-    check_adam(request.adam_params or wire.Adam())

@@ -48,8 +48,8 @@ class State(msgspec.Struct):
     step: int
     results: dict[str, dict[str, Any]]
     """Results of its last requests, by their ids."""
-    accepted: tuple[int, list[int]] = (0, [])
-    """Numbers that clients gave their requests: all up to the first, and these."""
+    last: int = 0
+    """Number that the client gave the last request that was accepted then."""
 
 
 class Request(msgspec.Struct):
@@ -109,12 +109,13 @@ class ModelStore:
     def save(self, order: int, tensors: dict[str, Tensor], state: State) -> None:
         """Write the model after a request; then what came before is not needed any more."""
         before = self.states()
+        if before and before[-1][0] == order:
+            return
         with writing(self.folder / f"state_{order}") as folder:
             write_tensors(tensors, folder / TENSORS)
             (folder / STATE).write_bytes(msgspec.msgpack.encode(state))
-        for number, path in before:
-            if number != order:
-                shutil.rmtree(path, ignore_errors=True)
+        for _, path in before:
+            shutil.rmtree(path, ignore_errors=True)
         for path in (self.folder / "journal").glob("*"):
             if path.name.isdigit() and int(path.name) <= order:
                 path.unlink(missing_ok=True)

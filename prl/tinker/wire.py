@@ -5,7 +5,7 @@ Requests are checked here as far as their shape goes. Whoever is refused gets a 
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,6 +16,9 @@ from prl.tinker.protobuf import CLASSES, FLOAT32, INT64
 PROTOBUF = "application/x-protobuf"
 NO_LOGPROB = -99999.0
 """Logprob of an empty place among the likeliest tokens, as the SDK has it."""
+TEXT = "encoded_text"
+JSON = "application/json"
+T = TypeVar("T", bound=msgspec.Struct)
 DTYPES = {"float32": np.float32, "int64": np.int64}
 DTYPE_NAMES = {FLOAT32: "float32", INT64: "int64"}
 
@@ -28,31 +31,17 @@ class RequestError(PrlError):
         self.status = status
 
 
-class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What every request may have."""
-
-    type: str = ""
+class Strict(msgspec.Struct, forbid_unknown_fields=True):
+    """A part of a request, of which every field is known."""
 
 
-class Chunk(msgspec.Struct, forbid_unknown_fields=True):
-    """A piece of an input. Its fields are those of every kind, so that another kind is refused by its name."""
+class Input(Strict):
+    """The input of a model: pieces of it, each with its `type`."""
 
-    type: str = "encoded_text"
-    tokens: list[int] = []
-    data: str = ""
-    format: str = ""
-    expected_tokens: int | None = None
-    dmel: str = ""
-    location: str = ""
+    chunks: list[dict[str, Any]]
 
 
-class Input(msgspec.Struct, forbid_unknown_fields=True):
-    """The input of a model."""
-
-    chunks: list[Chunk]
-
-
-class TensorData(msgspec.Struct, forbid_unknown_fields=True):
+class TensorData(Strict):
     """A tensor in JSON."""
 
     data: list[float]
@@ -62,14 +51,14 @@ class TensorData(msgspec.Struct, forbid_unknown_fields=True):
     sparse_col_indices: list[int] | None = None
 
 
-class JsonDatum(msgspec.Struct, forbid_unknown_fields=True):
+class JsonDatum(Strict):
     """A datum in JSON."""
 
     model_input: Input
     loss_fn_inputs: dict[str, TensorData]
 
 
-class ForwardInput(msgspec.Struct, forbid_unknown_fields=True):
+class ForwardInput(Strict):
     """The data and the loss of a pass in JSON."""
 
     data: list[JsonDatum]
@@ -77,16 +66,21 @@ class ForwardInput(msgspec.Struct, forbid_unknown_fields=True):
     loss_fn_config: dict[str, float | str] | None = None
 
 
-class JsonForward(Request):
-    """A pass in JSON, as older SDKs send it: to two routes, with two names of the input."""
+class OfModel(msgspec.Struct):
+    """A request to a model. The client counts them, so that a retry is known as one."""
 
     model_id: str
     seq_id: int | None = None
+
+
+class JsonForward(OfModel):
+    """A pass in JSON, as older SDKs send it: to two routes, with two names of the input."""
+
     forward_backward_input: ForwardInput | None = None
     forward_input: ForwardInput | None = None
 
 
-class Adam(msgspec.Struct, forbid_unknown_fields=True):
+class Adam(Strict):
     """The parameters of an optimiser step."""
 
     learning_rate: float = 1e-4
@@ -97,14 +91,19 @@ class Adam(msgspec.Struct, forbid_unknown_fields=True):
     grad_clip_norm: float = 0.0
 
 
-class OptimStep(Request):
-    model_id: str
-    seq_id: int | None = None
-    adam_params: Adam | None = None
-    optimizer_params: dict[str, Any] | None = None
+class OptimStep(OfModel):
+    adam_params: Adam = msgspec.field(default_factory=Adam)
 
 
-class Lora(msgspec.Struct, forbid_unknown_fields=True):
+class SaveWeights(OfModel):
+    path: str | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    sampling_session_seq_id: int | None = None
+    kind: Literal["snapshot"] = "snapshot"
+
+
+class Lora(Strict):
     """The adapter of a model."""
 
     rank: int
@@ -114,40 +113,32 @@ class Lora(msgspec.Struct, forbid_unknown_fields=True):
     train_attn: bool = True
 
 
-class CreateModel(Request):
-    session_id: str
-    model_seq_id: int
-    base_model: str
-    user_metadata: dict[str, Any] | None = None
-    lora_config: Lora | None = None
-    optimizer_config: dict[str, Any] | None = None
+class Optimizer(Strict):
+    type: Literal["adamw"] = "adamw"
 
 
-class SaveWeights(Request):
-    model_id: str
-    path: str | None = None
-    seq_id: int | None = None
-    ttl_seconds: int | None = None
-    overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
-    sampling_session_seq_id: int | None = None
-    kind: str = "snapshot"
+class NewModel(msgspec.Struct):
+    """What a new model is told, whether it begins at the base or at a checkpoint."""
 
-
-class LoadWeights(Request):
-    path: str
-    optimizer: bool
-    model_id: str | None = None
-    seq_id: int | None = None
     session_id: str | None = None
     model_seq_id: int | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
-    optimizer_config: dict[str, Any] | None = None
-    weights_access_token: str | None = None
+    optimizer_config: Optimizer | None = None
 
 
-class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
+class CreateModel(NewModel):
+    lora_config: Lora | None = None
+
+
+class LoadWeights(NewModel, kw_only=True):
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: int | None = None
+
+
+class SamplingParams(Strict):
     """How to sample. `stop` None = at the model's ends of turns; [] = nowhere."""
 
     max_tokens: int | None = None
@@ -158,7 +149,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     top_p: float = 1.0
 
 
-class Sample(Request):
+class Sample(msgspec.Struct):
     prompt: Input
     sampling_params: SamplingParams
     num_samples: int = 1
@@ -169,10 +160,11 @@ class Sample(Request):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
-    target_prompt_logprobs: TensorData | None = None
-    prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
-    record_stability_info: bool | None = None
+
+
+IGNORED = {"type", "tags", "sdk_version", "project_id", "display_name", "ttl_seconds", "allow_metadata_only"}
+"""Fields of requests that the server does without."""
 
 
 @dataclass
@@ -195,10 +187,17 @@ class Forward:
     forward_only: bool = False
 
 
-def decode(body: bytes, kind: Any) -> Any:
-    """Read a request in JSON. Raises RequestError with what is wrong, and where."""
+def decode(body: bytes, kind: type[T]) -> T:
+    """Read a request in JSON. Raises RequestError with what is wrong, and where.
+
+    A field that the server does not know is refused where it is set: it may mean something to whoever sends it.
+    """
     try:
-        return msgspec.json.decode(body or b"{}", type=kind)
+        given = msgspec.json.decode(body or b"{}", type=dict[str, Any])
+        for name in given.keys() - IGNORED - set(kind.__struct_fields__):
+            if given[name]:
+                raise RequestError(f"{name[:80]}: this server does not have it")
+        return msgspec.convert(given, kind)
     except UNREADABLE as error:
         raise RequestError(f"the request cannot be read: {error}") from None
 
@@ -240,7 +239,7 @@ def _datum_of(message: Any, where: str) -> Datum:
     tokens: list[int] = []
     for place, chunk in enumerate(message.model_input):
         if not chunk.HasField("encoded_text"):
-            raise RequestError(f"{where}.model_input[{place}]: this server takes text alone, as encoded_text")
+            raise RequestError(f"{where}.model_input[{place}]: this server takes {TEXT} alone")
         tokens += array(chunk.encoded_text.tokens, np.int32, f"{where}.model_input[{place}].tokens").tolist()
     return Datum(
         tokens,
@@ -305,10 +304,16 @@ def dense(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list
 
 def token_ids(given: Input, where: str) -> list[int]:
     """Return the token ids of an input. Raises RequestError for one that has more than text."""
+    tokens: list[int] = []
     for place, chunk in enumerate(given.chunks):
-        if chunk.type != "encoded_text":
-            raise RequestError(f"{where}.chunks[{place}].type={chunk.type}: this server takes text alone, encoded_text")
-    return [token for chunk in given.chunks for token in chunk.tokens]
+        kind = chunk.get("type", TEXT)
+        if kind != TEXT:
+            raise RequestError(f"{where}.chunks[{place}].type={str(kind)[:80]}: this server takes {TEXT} alone")
+        try:
+            tokens += msgspec.convert(chunk.get("tokens"), list[int])
+        except msgspec.ValidationError as error:
+            raise RequestError(f"{where}.chunks[{place}].tokens: {error}") from None
+    return tokens
 
 
 # --- results: plain data, which the journal keeps, and their bytes ---
@@ -322,9 +327,6 @@ def encode(result: dict[str, Any], protobuf: bool) -> tuple[bytes, str]:
     if kind == "sample":
         return (_sample(result), PROTOBUF) if protobuf else (msgspec.json.encode(_sample_json(result)), JSON)
     return msgspec.json.encode(result), JSON
-
-
-JSON = "application/json"
 
 
 def _forward(result: dict[str, Any]) -> bytes:
