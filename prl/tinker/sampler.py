@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from prl.engines.base import EngineSpec
-from prl.engines.decoding import Continuation, Request, sample
+from prl.engines.decoding import Continuation, Request, Shown, sample
 from prl.engines.replies import Scored
 from prl.engines.transformers_model import SCORED_AT_ONCE, Batches, TransformersModel
 from prl.tinker import adapters
@@ -35,7 +35,7 @@ class Snapshots(TransformersModel):
         self._continuing: Batches[tuple[Path | None, Request], list[Continuation]] = Batches(
             self._thread, functools.partial(self._by_snapshot, self._continue), spec.config.max_num_seqs
         )
-        self._judging: Batches[tuple[Path | None, tuple[list[int], int]], Scored] = Batches(
+        self._judging: Batches[tuple[Path | None, tuple[list[int], int, Shown]], Scored] = Batches(
             self._thread, functools.partial(self._by_snapshot, self._score), SCORED_AT_ONCE
         )
         self._loaded: OrderedDict[tuple[Path, int], str] = OrderedDict()
@@ -89,7 +89,7 @@ class Snapshots(TransformersModel):
         return result
 
     async def _judged(self, snapshot: Path | None, tokens: list[int], top_k: int) -> Scored:
-        return await self._judging.ask((snapshot, (tokens, top_k)), len(tokens))
+        return await self._judging.ask((snapshot, (tokens, top_k, ())), len(tokens))
 
     # --- in the thread ---
 
