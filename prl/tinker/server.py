@@ -47,22 +47,11 @@ class Session(msgspec.Struct):
     user_metadata: dict[str, Any] | None = None
 
 
-class SessionId(msgspec.Struct):
+class SamplingSession(msgspec.Struct):
     session_id: str
-
-
-class SamplingSession(SessionId):
     sampling_session_seq_id: int
     base_model: str | None = None
     model_path: str | None = None
-
-
-class Retrieve(msgspec.Struct):
-    request_id: str
-
-
-class WeightsPath(msgspec.Struct):
-    tinker_path: str
 
 
 CONSTANT = {
@@ -72,6 +61,7 @@ CONSTANT = {
     ("GET", "healthz"): {"status": "ok"},
 }
 """Answers that are always the same, by method and path."""
+SAVES = ("save_weights", "save_weights_for_sampler")
 Call = Callable[[Request, bytes], Awaitable[Any]]
 
 
@@ -85,11 +75,13 @@ class Routes:
         """The server's application."""
         named: list[Call] = [
             *(self.create_session, self.session_heartbeat, self.create_model, self.get_info, self.weights_info),
-            *(self.forward_backward, self.forward, self.optim_step, self.load_weights, self.save_weights),
-            *(self.save_weights_for_sampler, self.create_sampling_session, self.asample, self.retrieve_future),
+            *(self.optim_step, self.load_weights, self.create_sampling_session, self.asample, self.retrieve_future),
         ]
         calls: dict[tuple[str, str], Call] = {("POST", call.__name__): call for call in named}
         calls |= {
+            ("POST", "forward"): functools.partial(self._pass, True),
+            ("POST", "forward_backward"): functools.partial(self._pass, False),
+            **{("POST", kind): functools.partial(self._save, kind) for kind in SAVES},
             ("POST", "sessions/{session_id}/finish"): self.finish,
             ("GET", "get_server_capabilities"): self.capabilities,
             ("GET", "samplers/{sampler_id}"): self.sampler,
@@ -139,7 +131,7 @@ class Routes:
         return {"type": "create_session", "session_id": session_id, "info_message": INFO}
 
     async def session_heartbeat(self, request: Request, body: bytes) -> Any:
-        self._check_session(wire.decode(body, SessionId).session_id)
+        self._check_session(_named(body, "session_id"))
         return {"type": "session_heartbeat"}
 
     async def finish(self, request: Request, body: bytes) -> Any:
@@ -161,7 +153,7 @@ class Routes:
         return {"request_id": f"{model.id}:create", "model_id": model.id}
 
     async def get_info(self, request: Request, body: bytes) -> Any:
-        model = self.service.model(wire.decode(body, wire.OfModel).model_id)
+        model = self.service.model(_named(body, "model_id"))
         lora, name = model.record.lora, self.service.name
         arch = self.service.learner.model.config.model_type
         # The SDK loads the tokenizer from there: it knows no model of prl by its name.
@@ -170,20 +162,14 @@ class Routes:
         return {"type": "get_info", "model_data": data, "model_id": model.id} | about
 
     async def weights_info(self, request: Request, body: bytes) -> Any:
-        record = self.service.store.record(wire.decode(body, WeightsPath).tinker_path, "tinker_path")
+        record = self.service.store.record(_named(body, "tinker_path"), "tinker_path")
         lora = record.lora
         if lora is None:
             return {"base_model": self.service.name, "is_lora": False}
         flags = {"train_unembed": False, "train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
         return {"base_model": self.service.name, "is_lora": True, "lora_rank": lora.rank} | flags
 
-    async def forward_backward(self, request: Request, body: bytes) -> Any:
-        return await self._pass(request, body, forward_only=False)
-
-    async def forward(self, request: Request, body: bytes) -> Any:
-        return await self._pass(request, body, forward_only=True)
-
-    async def _pass(self, request: Request, body: bytes, *, forward_only: bool) -> Any:
+    async def _pass(self, forward_only: bool, request: Request, body: bytes) -> Any:
         kind = request.headers.get("content-type", "")
         asked = await run_in_threadpool(wire.read_forward, body, kind, forward_only)
         await run_in_threadpool(self.service.check, asked)
@@ -195,13 +181,8 @@ class Routes:
         check_adam(asked.adam_params)
         return self._accepted(asked.model_id, asked.seq_id, "optim_step", body)
 
-    async def save_weights(self, request: Request, body: bytes) -> Any:
-        return self._save(wire.decode(body, wire.SaveWeights), "save_weights", body)
-
-    async def save_weights_for_sampler(self, request: Request, body: bytes) -> Any:
-        return self._save(wire.decode(body, wire.SaveWeights), "save_weights_for_sampler", body)
-
-    def _save(self, asked: wire.SaveWeights, kind: str, body: bytes) -> Any:
+    async def _save(self, kind: str, request: Request, body: bytes) -> Any:
+        asked = wire.decode(body, wire.SaveWeights)
         if asked.path is not None and not NAME.fullmatch(asked.path):
             raise RequestError(f"path={asked.path[:200]!r}: a name of letters, digits, _, - and . is wanted")
         return self._accepted(asked.model_id, asked.seq_id, kind, body)
@@ -218,7 +199,7 @@ class Routes:
         return {"request_id": self.service.submit(model_id, number, kind, body, content_type), "model_id": model_id}
 
     async def retrieve_future(self, request: Request, body: bytes) -> Any:
-        request_id = wire.decode(body, Retrieve).request_id
+        request_id = _named(body, "request_id")
         result = await self.service.result(request_id, WAIT_S)
         if result is None:
             return {"type": "try_again", "request_id": request_id, "queue_state": "active"}
@@ -258,6 +239,14 @@ class Routes:
         request_id = self.service.sample(asked)
         ids = [f"{request_id}:{number}" for number in range(asked.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
+
+
+def _named(body: bytes, field: str) -> str:
+    """Read the one field of a request that counts."""
+    given = wire.decode(body, dict).get(field)
+    if not isinstance(given, str):
+        raise RequestError(f"{field} is missing")
+    return given
 
 
 async def _always(content: Any, request: Request, body: bytes) -> Any:

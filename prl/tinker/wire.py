@@ -18,7 +18,7 @@ NO_LOGPROB = -99999.0
 """Logprob of an empty place among the likeliest tokens, as the SDK has it."""
 TEXT = "encoded_text"
 JSON = "application/json"
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T")
 DTYPES = {"float32": np.float32, "int64": np.int64}
 DTYPE_NAMES = {FLOAT32: "float32", INT64: "int64"}
 
@@ -194,7 +194,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     """
     try:
         given = msgspec.json.decode(body or b"{}", type=dict[str, Any])
-        for name in given.keys() - IGNORED - set(kind.__struct_fields__):
+        for name in given.keys() - IGNORED - set(getattr(kind, "__struct_fields__", given)):
             if given[name]:
                 raise RequestError(f"{name[:80]}: this server does not have it")
         return msgspec.convert(given, kind)
