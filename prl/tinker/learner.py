@@ -50,7 +50,6 @@ class Learner:
         load: loads the base, on its device.
         tokens_per_forward: tokens that go through the model together, padding included.
         longest: tokens of the longest sequence.
-        head_chunk: tokens whose logits exist at one time; None = as the trainer chooses.
     """
 
     def __init__(
@@ -59,10 +58,9 @@ class Learner:
         *,
         tokens_per_forward: int,
         longest: int,
-        head_chunk: int | None = None,
     ):
         self.load = load
-        self.tokens_per_forward, self.longest, self.head_chunk = tokens_per_forward, longest, head_chunk
+        self.tokens_per_forward, self.longest = tokens_per_forward, longest
         self.tenants: dict[str, Tenant] = {}
         self.made = 0
         self._begin()
@@ -190,13 +188,9 @@ class Learner:
         """Compute the loss of some data, and the logprobs of each one's targets; metrics are added to `totals`."""
         device = next(self.model.parameters()).device
         stack = stack_of(data, device)
-        logprobs, _, _ = run_stack(self.model, stack, head_chunk=self.head_chunk)
-        names = [name for name in data[0].inputs if name != "target_tokens"]
-        streams = {
-            name: torch.from_numpy(_flat(data, name).astype(np.float32)).to(device)
-            for name in names
-            if all(name in datum.inputs for datum in data)
-        }
+        logprobs, _, _ = run_stack(self.model, stack, head_chunk=None)
+        names = data[0].inputs.keys() - {"target_tokens"}  # those of all, as was checked
+        streams = {name: torch.from_numpy(_flat(data, name).astype(np.float32)).to(device) for name in names}
         loss, metrics = losses.compute(function, logprobs, streams, stack.sequence_lengths)
         add_metric(totals, "loss:sum", loss.detach(), 1)
         for key, pair in metrics.items():
@@ -208,9 +202,8 @@ class Learner:
     def optim_step(self, name: str, adam: Adam) -> dict[str, Any]:
         """Update a model by its gradient, which is gone then, also where it is not finite.
 
-        Raises RequestError, with the weights as they were, for such a gradient and for parameters out of bounds.
+        Raises RequestError, with the weights as they were, for such a gradient.
         """
-        check_adam(adam)
         tenant = self.tenants[name]
         parameters = list(tenant.parameters.values())
         norm = gradient_norm(parameters, None)

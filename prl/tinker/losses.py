@@ -134,6 +134,8 @@ def check_data(data: list[Datum], name: str, loss: Loss, vocabulary: int, longes
         if unknown := datum.inputs.keys() - {*needed, *loss.may}:
             raise RequestError(f"{where}.{min(unknown)[:80]}: {name} takes {', '.join((*needed, *loss.may))}")
         targets = datum.inputs["target_tokens"]
+        if targets.dtype != np.int64:
+            raise RequestError(f"{where}.target_tokens has the dtype {targets.dtype}: int64 is wanted")
         if targets.ndim not in ((1, 2) if name == "cross_entropy" else (1,)) or len(targets) != len(datum.tokens):
             raise RequestError(f"{where}.target_tokens has shape {list(targets.shape)} for {len(datum.tokens)} tokens")
         check_tokens(targets.flatten().tolist(), f"{where}.target_tokens", vocabulary, None)

@@ -78,7 +78,7 @@ class Snapshots(TransformersModel):
         if request.topk_sample_logprobs:
             for sequence in result["sequences"]:
                 scored = await self._judged(snapshot, prompt + sequence["tokens"], request.topk_sample_logprobs)
-                sequence["topk"] = _places(scored)[len(prompt) :]
+                sequence["topk_logprobs"] = _places(scored)[len(prompt) :]
         if request.prompt_logprobs or request.topk_prompt_logprobs:
             scored = await self._judged(snapshot, prompt, request.topk_prompt_logprobs)
             hidden = len(prompt) - (request.prompt_logprobs_last_n or len(prompt) - 1)

@@ -3,6 +3,7 @@
 Requests are checked here as far as their shape goes. Whoever is refused gets a `RequestError` that names the field.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -209,16 +210,7 @@ def read_forward(body: bytes, content_type: str, forward_only: bool) -> Forward:
         given = request.forward_backward_input or request.forward_input
         if given is None:
             raise RequestError("forward_backward_input is missing")
-        data = [
-            Datum(
-                token_ids(datum.model_input, f"data[{place}].model_input"),
-                {
-                    name: of_json(tensor, f"data[{place}].loss_fn_inputs.{name}")
-                    for name, tensor in datum.loss_fn_inputs.items()
-                },
-            )
-            for place, datum in enumerate(given.data)
-        ]
+        data = [_datum_of_json(datum, f"data[{place}]") for place, datum in enumerate(given.data)]
         config = given.loss_fn_config or {}
         return Forward(request.model_id, request.seq_id, data, given.loss_fn, config, forward_only)
     message = CLASSES["ForwardBackwardRequest"]()
@@ -232,6 +224,13 @@ def read_forward(body: bytes, content_type: str, forward_only: bool) -> Forward:
     data = [_datum_of(datum, f"data[{place}]") for place, datum in enumerate(message.data)]
     only = forward_only or message.forward_only
     return Forward(message.model_id, message.seq_id or None, data, message.loss_fn, settings, only)
+
+
+def _datum_of_json(datum: JsonDatum, where: str) -> Datum:
+    """Read a datum in JSON."""
+    tensors = datum.loss_fn_inputs.items()
+    inputs = {name: of_json(tensor, f"{where}.loss_fn_inputs.{name}") for name, tensor in tensors}
+    return Datum(token_ids(datum.model_input, f"{where}.model_input"), inputs)
 
 
 def _datum_of(message: Any, where: str) -> Datum:
@@ -291,7 +290,7 @@ def shaped(values: np.ndarray, shape: list[int] | None, where: str) -> np.ndarra
 
 def dense(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int] | None, where: str) -> np.ndarray:
     """Make a whole matrix of a sparse one, whose empty places are 0."""
-    if shape is None or len(shape) != 2 or min(shape) < 0 or math.prod(shape) > 1 << 28:
+    if shape is None or len(shape) != 2 or min(shape) < 0 or math.prod(shape) > 1 << 24:
         raise RequestError(f"{where}.shape={shape}: a sparse tensor has two dimensions")
     counts = np.diff(rows)
     sound = len(rows) == shape[0] + 1 and rows[0] == 0 and (counts >= 0).all() and rows[-1] == values.size
@@ -322,39 +321,27 @@ def token_ids(given: Input, where: str) -> list[int]:
 def encode(result: dict[str, Any], protobuf: bool) -> tuple[bytes, str]:
     """Return the bytes and the content type of a result. Protobuf is for passes and samples alone."""
     kind = result.get("type")
-    if kind == "forward":
-        return (_forward(result), PROTOBUF) if protobuf else (msgspec.json.encode(_forward_json(result)), JSON)
-    if kind == "sample":
-        return (_sample(result), PROTOBUF) if protobuf else (msgspec.json.encode(_sample_json(result)), JSON)
-    return msgspec.json.encode(result), JSON
+    if protobuf and kind in ("forward", "sample"):
+        message = _forward(result) if kind == "forward" else _sample(result)
+        return bytes(message.SerializeToString()), PROTOBUF
+    return msgspec.json.encode(_forward_json(result) if kind == "forward" else result), JSON
 
 
-def _forward(result: dict[str, Any]) -> bytes:
-    """Encode the logprobs of a pass: a record for each width of targets that follow one another."""
+def _forward(result: dict[str, Any]) -> Any:
+    """Encode the logprobs of a pass: a record for each run of data with as many targets in a position."""
     message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
-    for data, shapes in _of_one_width(result):
-        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(shapes))
+    pairs = zip(result["logprobs"], result["shapes"], strict=True)
+    for trailing, some in itertools.groupby(pairs, key=lambda pair: pair[1][1:]):
+        parts = [data for data, _ in some]
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(parts))
         entry = record.fields.add(key="logprobs")
-        sizes = [4 * math.prod(shape) for shape in shapes]
-        entry.value.data = data
-        entry.value.offsets = np.cumsum([0, *sizes], dtype=np.int64).tobytes()
+        entry.value.data = b"".join(parts)
+        entry.value.offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64).tobytes()
         entry.value.dtype = FLOAT32
-        entry.value.trailing_shape.extend(shapes[0][1:])
+        entry.value.trailing_shape.extend(trailing)
     for name, value in result["metrics"].items():
         message.metrics.add(key=name, value=value)
-    return bytes(message.SerializeToString())
-
-
-def _of_one_width(result: dict[str, Any]) -> list[tuple[bytes, list[list[int]]]]:
-    """Cut the logprobs of a pass where the shape of a position changes."""
-    cut: list[tuple[bytes, list[list[int]]]] = []
-    for data, shape in zip(result["logprobs"], result["shapes"], strict=True):
-        if cut and cut[-1][1][0][1:] == shape[1:]:
-            before, shapes = cut.pop()
-            cut.append((before + data, [*shapes, shape]))
-        else:
-            cut.append((data, [shape]))
-    return cut
+    return message
 
 
 def _forward_json(result: dict[str, Any]) -> dict[str, Any]:
@@ -365,19 +352,19 @@ def _forward_json(result: dict[str, Any]) -> dict[str, Any]:
     return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": result["metrics"]}
 
 
-def _sample(result: dict[str, Any]) -> bytes:
+def _sample(result: dict[str, Any]) -> Any:
     message = CLASSES["SampleResponse"]()
     for sequence in result["sequences"]:
         added = message.sequences.add(stop_reason=int(sequence["stop_reason"] == "length"))
         added.tokens = np.array(sequence["tokens"], dtype=np.int32).tobytes()
         added.logprobs = np.array(sequence["logprobs"], dtype=np.float32).tobytes()
-        if "topk" in sequence:
-            _top(added.topk_sampled_logprobs, sequence["topk"])
+        if "topk_logprobs" in sequence:
+            _top(added.topk_sampled_logprobs, sequence["topk_logprobs"])
     if "prompt_logprobs" in result:
         message.prompt_logprobs = np.array(result["prompt_logprobs"], dtype=np.float32).tobytes()  # None becomes NaN
     if "topk_prompt_logprobs" in result:
         _top(message.topk_prompt_logprobs, result["topk_prompt_logprobs"])
-    return bytes(message.SerializeToString())
+    return message
 
 
 def _top(message: Any, places: list[list[list[Any]] | None]) -> None:
@@ -390,11 +377,3 @@ def _top(message: Any, places: list[list[list[Any]] | None]) -> None:
         for column, (token, logprob) in enumerate(place or ()):
             ids[row, column], logprobs[row, column] = token, logprob
     message.token_ids, message.logprobs = ids.tobytes(), logprobs.tobytes()
-
-
-def _sample_json(result: dict[str, Any]) -> dict[str, Any]:
-    renamed = [
-        {"topk_logprobs" if name == "topk" else name: value for name, value in sequence.items()}
-        for sequence in result["sequences"]
-    ]
-    return result | {"sequences": renamed}
