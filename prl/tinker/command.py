@@ -80,13 +80,17 @@ def main(config: TinkerConfig) -> None:
 
 
 def run(config: TinkerConfig, spec: EngineSpec, device: str, key: str, listening: socket.socket) -> None:
-    """Load the model twice, to train and to sample, and serve until stopped."""
+    """Load the model twice, to train and to sample, and serve until stopped.
+
+    Raises ConfigError for a model that cannot be loaded, or that the trainer would get wrong.
+    """
     import torch
 
     from prl.tinker.learner import Learner
     from prl.tinker.sampler import Snapshots
     from prl.tinker.server import serve
-    from prl.trainer.model import load_model
+    from prl.trainer.batch import stacks
+    from prl.trainer.model import check_layout, load_model
 
     load = functools.partial(
         load_model,
@@ -95,7 +99,11 @@ def run(config: TinkerConfig, spec: EngineSpec, device: str, key: str, listening
         trust_remote_code=spec.model.trust_remote_code,
         max_model_len=spec.model.max_model_len,
     )
-    learner = Learner(load, tokens_per_forward=config.tokens_per_forward, longest=spec.model.max_model_len)
+    try:
+        learner = Learner(load, tokens_per_forward=config.tokens_per_forward, longest=spec.model.max_model_len)
+        check_layout(learner.model, stacks, max_model_len=spec.model.max_model_len)
+    except ValueError as error:
+        raise ConfigError(f"model.path={spec.model.path!r}: {error}") from error
     said = how_to_use(config, listening.getsockname()[:2], key)
     run_to_end(serve(config, learner, Snapshots(spec), key, listening, said))
 

@@ -1,6 +1,7 @@
 """`prl serve api=tinker`: its options, what it refuses before it starts, and how it ends."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import httpx
 import hydra
 import pytest
+from safetensors.torch import load_file, save_file
 from tinker_server import KEY
 
 from prl.base.errors import ConfigError
@@ -56,6 +58,17 @@ def test_refusals_before_anything_starts(tmp_path, monkeypatch):
     assert KEY not in how_to_use(config_of(), ("127.0.0.1", 8010), KEY)
     monkeypatch.delenv("TINKER_API_KEY")
     assert KEY in how_to_use(config_of(), ("127.0.0.1", 8010), KEY)
+
+
+def test_a_model_that_the_trainer_would_get_wrong_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    folder = tmp_path / "a model"
+    shutil.copytree(model_path("tiny"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"^model\.path='.*a model': .*its logprobs are not finite"):
+        main(config_of(str(folder), f"dir={tmp_path / 'state'}", "port=0"))
 
 
 @pytest.mark.slow
