@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 
+from prl.base.errors import EngineError
 from prl.engines.base import EngineSpec
 from prl.engines.decoding import Continuation, Request, Shown, sample
 from prl.engines.replies import Scored
@@ -32,10 +33,10 @@ class Snapshots(TransformersModel):
 
     def __init__(self, spec: EngineSpec):
         super().__init__(spec)
-        self._continuing: Batches[tuple[Path | None, Request], list[Continuation]] = Batches(
+        self._continuing: Batches[tuple[Path | None, Request], list[Continuation] | Exception] = Batches(
             self._thread, functools.partial(self._by_snapshot, self._continue), spec.config.max_num_seqs
         )
-        self._judging: Batches[tuple[Path | None, tuple[list[int], int, Shown]], Scored] = Batches(
+        self._judging: Batches[tuple[Path | None, tuple[list[int], int, Shown]], Scored | Exception] = Batches(
             self._thread, functools.partial(self._by_snapshot, self._score), SCORED_AT_ONCE
         )
         self._loaded: OrderedDict[tuple[Path, int], str] = OrderedDict()
@@ -73,7 +74,7 @@ class Snapshots(TransformersModel):
             stop_token_ids=ends if stop == [] else [*self._end_tokens, *ends],
             skip_special_tokens=False,
         )
-        done = await self._continuing.ask((snapshot, asked), asked.n)
+        done = _answered(await self._continuing.ask((snapshot, asked), asked.n))
         result: dict[str, Any] = {"type": "sample", "sequences": [_sequence(each) for each in done]}
         if request.topk_sample_logprobs:
             for sequence in result["sequences"]:
@@ -89,7 +90,7 @@ class Snapshots(TransformersModel):
         return result
 
     async def _judged(self, snapshot: Path | None, tokens: list[int], top_k: int) -> Scored:
-        return await self._judging.ask((snapshot, (tokens, top_k, ())), len(tokens))
+        return _answered(await self._judging.ask((snapshot, (tokens, top_k, ())), len(tokens)))
 
     # --- in the thread ---
 
@@ -98,13 +99,16 @@ class Snapshots(TransformersModel):
 
     def _by_snapshot(
         self, answer: Callable[[list[Asked]], list[Answer]], questions: list[tuple[Path | None, Asked]]
-    ) -> list[Answer]:
-        """Answer questions to several snapshots, those of one together."""
-        answers: dict[int, Answer] = {}
+    ) -> list[Answer | Exception]:
+        """Answer questions to several snapshots, those of one together. What fails for one is its answer alone."""
+        answers: dict[int, Answer | Exception] = {}
         for snapshot in dict.fromkeys(folder for folder, _ in questions):
             places = [place for place, (folder, _) in enumerate(questions) if folder == snapshot]
-            self._use(snapshot)
-            answers |= zip(places, answer([questions[place][1] for place in places]), strict=True)
+            try:
+                self._use(snapshot)
+                answers |= zip(places, answer([questions[place][1] for place in places]), strict=True)
+            except Exception as error:
+                answers |= dict.fromkeys(places, error)
         return [answers[place] for place in range(len(questions))]
 
     def _use(self, snapshot: Path | None) -> None:
@@ -140,6 +144,13 @@ class Snapshots(TransformersModel):
         for key, matrix in adapters_of(self._model, name).items():
             matrix.copy_(saved[key])
         return name
+
+
+def _answered(answer: Answer | Exception) -> Answer:
+    """Return an answer. Raises EngineError where there is none."""
+    if isinstance(answer, Exception):
+        raise EngineError(f"the engine failed: {type(answer).__name__}: {answer}") from answer
+    return answer
 
 
 def _sequence(done: Continuation) -> dict[str, Any]:

@@ -185,6 +185,25 @@ def test_four_clients_at_once_are_as_each_alone(client):
             torch.testing.assert_close(one["logprobs"], other["logprobs"], atol=1e-5, rtol=0)
 
 
+def test_a_client_that_diverges_touches_no_other(client):
+    models = [client.model(rank=2, seed=number) for number in range(2)]
+    [expected] = models[1].sample(models[1].snapshot(), [30, 31])["sequences"]
+    models[0].train([GOOD])
+    models[0].step(learning_rate=1e25)
+    samplers = [model.snapshot() for model in models]
+    asked = [
+        (model, sampler, [30, 31], 1, seq) for seq in range(6) for model, sampler in zip(models, samplers, strict=True)
+    ]
+    with ThreadPoolExecutor(12) as pool:
+        results = list(pool.map(lambda each: each[0].sample(*each[1:]), asked))
+    assert all("not finite" in result["error"] and result["category"] == "server" for result in results[::2])
+    for result in results[1::2]:
+        [sequence] = result["sequences"]
+        assert sequence["tokens"] == expected["tokens"]
+        torch.testing.assert_close(sequence["logprobs"], expected["logprobs"], atol=1e-5, rtol=0)
+    assert "error" in models[0].train([GOOD]) and "error" not in models[1].train([GOOD])
+
+
 def test_models_beyond_those_in_memory_come_back(tmp_path):
     with running(tmp_path, models=2) as client:
         models = [client.model(rank=2, seed=number) for number in range(3)]
