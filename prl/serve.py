@@ -2,6 +2,7 @@
 
     prl serve <run | checkpoint | model> [key=value …]
     prl serve policy=true model=tiny [key=value …]     an engine for runs
+    prl serve api=tinker model=tiny [key=value …]      for clients of Tinker
 
 A target is a run or a checkpoint of one, with the settings of its model, a
 model folder, or a model of prl or of the hub. It prints its address, its key
@@ -57,6 +58,10 @@ from prl.launch.plan import NO_NEED, POLICY_NAME, ModelPlan, model_plan, need_of
 from prl.launch.signals import run_to_end
 
 KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model need not command a run's engine
+
+
+TINKER = "api=tinker"
+"""Argument that has another server started, with a config of its own."""
 
 
 def with_target(arguments: list[str]) -> list[str]:
@@ -166,5 +171,10 @@ def _job(cfg: DictConfig) -> None:
 if __name__ == "__main__":
     leave_none()
     with command.errors_as_exit_codes():
-        arguments = with_target(sys.argv[1:])
-    command.run(_job, arguments, "serve")
+        arguments = with_target([argument for argument in sys.argv[1:] if argument != TINKER])
+    if TINKER in sys.argv[1:]:
+        from prl.tinker.command import job
+
+        command.run(job, arguments, "tinker")
+    else:
+        command.run(_job, arguments, "serve")

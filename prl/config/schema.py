@@ -131,6 +131,32 @@ class ServeConfig:
 
 
 @dataclass
+class TinkerConfig:
+    """A server of the Tinker protocol over one model: `python -m prl.serve api=tinker`."""
+
+    name: str = MISSING
+    """Name of the model, which clients give as their base_model."""
+    dir: str = MISSING
+    """Directory of the server: sessions, models, checkpoints. A server that is started again goes on from there."""
+    host: str = "127.0.0.1"
+    """Address. Any but loopback opens it to the network; requests still need the key."""
+    port: Annotated[int, Ge(0), Le(65535)] = 8010
+    """TCP port; 0 = a free one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where models are trained; auto = cuda if there is a GPU."""
+    tokens_per_forward: Annotated[int, Ge(1)] = 4096
+    """Tokens that go through the model together in training, padding included."""
+    models: Annotated[int, Ge(1), Le(1000)] = 8
+    """Models of clients that are in memory; others are on disk, and come back when they are asked."""
+    max_rank: Annotated[int, Ge(1), Le(1024)] = 128
+    """Largest rank of an adapter."""
+    max_samples: Annotated[int, Ge(1), Le(1_000_000)] = 4096
+    """Replies that are sampled or wait; above, a client is told to try again."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: Any = MISSING
+
+
+@dataclass
 class FiltersConfig:
     """Two slots of filters by name, each asked in order: the first that matches a rollout is the one recorded.
 

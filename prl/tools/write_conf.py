@@ -34,8 +34,13 @@ from prl.engines import renderer
 from prl.engines.sampler import Sampler
 
 MARK = "# --- what follows is the code's, by python -m prl.tools.write_conf; other values go above this line"
-COMMANDS = {"train": schema.TrainConfig, "serve": schema.ServeConfig, "eval": EvaluationConfig}
-OWN = {"train": {"sweep"}, "serve": set[str](), "eval": {"model"}}
+COMMANDS = {
+    "train": schema.TrainConfig,
+    "serve": schema.ServeConfig,
+    "tinker": schema.TinkerConfig,
+    "eval": EvaluationConfig,
+}
+OWN = {"train": {"sweep"}, "serve": set[str](), "tinker": set[str](), "eval": {"model"}}
 """Keys of a command that are named as a group is and filled by no option of it."""
 DESCRIBED: dict[str, Any] = {
     "env/_fields": schema.EnvConfig,

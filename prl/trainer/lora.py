@@ -30,8 +30,8 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Beginning of the names of tensors in peft's files."""
 NAME = "default"
-"""Name of the one adapter that each layer has."""
-OF_ADAPTER = re.compile(rf"(.+\.lora_[AB])\.{NAME}\.weight")
+"""Name of a run's adapter, the one that each layer has."""
+OF_ADAPTER = re.compile(r"(.+\.lora_[AB])\.(\w+)\.weight")
 OF_LAYER = re.compile(r"(.+)\.base_layer\.(\w+)")
 CLOSE = 1e-5
 """Largest difference of a checkpoint's merged weights from those merged again, which ranks add up in another order;
@@ -80,12 +80,7 @@ def check_targets(model: PreTrainedModel, named: list[str] | None) -> list[str] 
     Raises ConfigError unless there are linear layers, and each name is the end of those of some and of nothing else.
     """
     layers, experts = dict(model.named_modules()), names_of_experts(model)
-    head, kinds = model.get_output_embeddings(), (torch.nn.Linear, Conv1D)
-    linear = [
-        name
-        for name, layer in layers.items()
-        if isinstance(layer, kinds) and layer is not head and name.rpartition(".")[2] not in experts
-    ]
+    linear = linear_layers(model)
     known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear)) or "none"
     if not linear or named == []:
         raise ConfigError(f"model.lora.target_modules names no layer; this model has {known}")
@@ -100,6 +95,16 @@ def check_targets(model: PreTrainedModel, named: list[str] | None) -> list[str] 
     if named is None and experts:
         return known.split(", ")
     return "all-linear" if named is None else named
+
+
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """Return the names of the layers that can have an adapter, of a model without any."""
+    experts, head, kinds = names_of_experts(model), model.get_output_embeddings(), (torch.nn.Linear, Conv1D)
+    return [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, kinds) and layer is not head and name.rpartition(".")[2] not in experts
+    ]
 
 
 def names_of_experts(model: PreTrainedModel) -> set[str]:
@@ -117,8 +122,8 @@ def has_adapters(model: torch.nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a model by their names without adapters, each adapter added to its layer; no tied ones.
+def weights_of(model: PreTrainedModel, adapter: str = NAME) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a model by their names without adapters, the adapter added to its layers; no tied ones.
 
     They are made one by one; of a model that is spread over ranks they are parts, and all ranks must go through them.
     """
@@ -129,17 +134,17 @@ def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         tensor = tensor.detach()
         if layers and (split := OF_LAYER.fullmatch(name)):
-            if split[2] == "weight":
+            if split[2] == "weight" and adapter in layers[split[1]].lora_A:
                 with torch.no_grad():
-                    tensor = tensor + layers[split[1]].get_delta_weight(NAME)
+                    tensor = tensor + layers[split[1]].get_delta_weight(adapter)
             name = f"{split[1]}.{split[2]}"
         yield name, tensor
 
 
-def adapters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the matrices of the adapters, by their names in peft's files."""
+def adapters_of(model: torch.nn.Module, adapter: str = NAME) -> dict[str, torch.nn.Parameter]:
+    """Return the matrices of an adapter, by their names in peft's files."""
     matched = ((OF_ADAPTER.fullmatch(name), parameter) for name, parameter in model.named_parameters())
-    return {f"{PREFIX}{split[1]}.weight": parameter for split, parameter in matched if split}
+    return {f"{PREFIX}{split[1]}.weight": parameter for split, parameter in matched if split and split[2] == adapter}
 
 
 def adapters_alone(model: PreTrainedModel) -> bool:
@@ -168,11 +173,13 @@ def save_adapters(model: PreTrainedModel, folder: Path | None) -> None:
         write_adapters(folder, model, gathered)
 
 
-def write_adapters(folder: Path, model: PreTrainedModel, matrices: dict[str, torch.Tensor]) -> None:
-    """Write the folder that `save_adapters` does: the config of the model's adapters, and these matrices."""
+def write_adapters(
+    folder: Path, model: PreTrainedModel, matrices: dict[str, torch.Tensor], adapter: str = NAME
+) -> None:
+    """Write the folder that `save_adapters` does: the config of an adapter of the model, and these matrices."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(matrices, folder / WEIGHTS, {"format": "pt"})
-    config = copy.copy(model.peft_config[NAME])
+    config = copy.copy(model.peft_config[adapter])
     config.inference_mode = True
     config.save_pretrained(str(folder))
 

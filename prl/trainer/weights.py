@@ -6,17 +6,19 @@ import torch
 from transformers import PreTrainedModel
 
 from prl.config.tensor_names import as_in_files, stays_float32
-from prl.trainer.lora import weights_of
+from prl.trainer.lora import NAME, weights_of
 from prl.trainer.sharding import whole
 
 
-def whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a checkpoint by name, in `dtype`, where the model is; adapters are merged, no tied ones.
+def whole_tensors(
+    model: PreTrainedModel, dtype: torch.dtype, adapter: str = NAME
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a checkpoint by name, in `dtype`, where the model is; an adapter is merged, no tied ones.
 
     One tensor of the model after the other is gathered, of experts those of a layer: of a model that is spread over
     ranks, all must go through them.
     """
-    for name, tensor in weights_of(model):
+    for name, tensor in weights_of(model, adapter):
         tensor = whole(tensor.to(torch.float32 if stays_float32(model, name) else dtype))
         yield from as_in_files(model, name, tensor).items()
 

@@ -1,0 +1,188 @@
+"""The losses of the protocol by its names, over those of `prl.losses`, each summed over the tokens of a call.
+
+Notation: t = the model's logprob of a target, i = `logprobs`, the sampler's, A = `advantages`, r = exp(t - i).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from annotated_types import Ge, Le
+from torch import Tensor
+
+from prl.base.errors import ConfigError
+from prl.config.build import read
+from prl.losses.ce import ce_loss
+from prl.losses.compute import run_loss
+from prl.losses.interface import LossFunction, LossInputs, Metrics, TokenTerms
+from prl.losses.options import PolicyOptions, tokenwise
+from prl.losses.rl import aipo_loss, cispo_loss, gspo_loss, ppo_loss
+from prl.rollouts.logprobs import SENTINEL_CEILING
+from prl.tinker.wire import Datum, RequestError
+
+POLICY = ("logprobs", "advantages")
+CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+"""Bounds of r, by the names of the protocol, with its defaults."""
+NO_BOUND = 1e30
+
+
+@dataclass(frozen=True)
+class DROOptions(PolicyOptions):
+    """Options of `dro_loss`."""
+
+    beta: Annotated[float, Ge(0), Le(1e6)] = 0.05
+    """Weight of the squared log ratio."""
+
+
+@tokenwise(DROOptions)
+def dro_loss(inputs: LossInputs, options: DROOptions) -> TokenTerms:
+    """Direct reward optimisation as the protocol has it: -sum (t * A - beta / 2 * (t - i)^2)."""
+    tokens = inputs.policy_tokens(options)
+    loss = options.beta / 2 * tokens.log_ratio.square() - tokens.advantages * tokens.logprobs
+    return tokens.terms(loss, metrics={"importance_ratio": (tokens.ratio, tokens.members)})
+
+
+def _of_clips(low: str, high: str, *, about_one: bool) -> Callable[[dict[str, float]], dict[str, Any]]:
+    """Return what makes options of a loss of prl out of the two bounds of the protocol."""
+
+    def options(config: dict[str, float]) -> dict[str, Any]:
+        bounds = [config["clip_low_threshold"], config["clip_high_threshold"]]
+        return {low: 1 - bounds[0], high: bounds[1] - 1} if about_one else dict(zip((low, high), bounds, strict=True))
+
+    return options
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss of the protocol."""
+
+    function: Any
+    """That of prl."""
+    needs: tuple[str, ...] = POLICY
+    """Inputs of a datum beside its targets."""
+    may: tuple[str, ...] = ()
+    """Inputs that a datum may leave out."""
+    config: tuple[tuple[str, float], ...] = ()
+    """Settings that a call may have, with their defaults."""
+    options: Callable[[dict[str, float]], dict[str, Any]] = dict
+    """Makes the options of `function` out of the settings."""
+
+
+LOSSES = {
+    "cross_entropy": Loss(ce_loss, ("weights",)),
+    "importance_sampling": Loss(aipo_loss, options=lambda config: {"delta": NO_BOUND}),
+    "ppo": Loss(ppo_loss, config=(*CLIPS.items(),), options=_of_clips("clip_low", "clip_high", about_one=True)),
+    "cispo": Loss(cispo_loss, config=(*CLIPS.items(),), options=_of_clips("clip_low", "clip_high", about_one=False)),
+    "dro": Loss(dro_loss, config=(("beta", 0.05),)),
+    "gspo": Loss(
+        gspo_loss,
+        may=("sequence_ratio_mask",),
+        config=(("clip_low_threshold", 1 - 3e-4), ("clip_high_threshold", 1 + 4e-4)),  # those of the paper
+        options=lambda config: {
+            **_of_clips("clip_ratio_low", "clip_ratio_high", about_one=True)(config),
+            "agg_mode": "token_mean",
+        },
+    ),
+}
+"""cross_entropy: -sum w * t. importance_sampling: -sum r * A. ppo: -sum min(r * A, clip(r) * A). cispo: -sum clip(r) *
+A * t, without a gradient of r. gspo: ppo with one r for each sequence, the geometric mean over the tokens of
+`sequence_ratio_mask`, or without it over those with an advantage other than 0."""
+REFUSED = {
+    "stable_reinforce": "its rule is not public: choose importance_sampling, ppo or cispo (loss_fn=…)",
+    "custom": "this server runs no traced losses: forward_backward_custom computes the loss in the client",
+}
+
+
+def loss_of(name: str, config: dict[str, float | str]) -> tuple[Loss, LossFunction]:
+    """Return a loss by its name, and its function with the options of a call. Raises RequestError."""
+    if name not in LOSSES:
+        known = ", ".join(LOSSES)
+        raise RequestError(f"loss_fn={name[:80]}: {REFUSED.get(name, f'there is no such loss; known are {known}')}")
+    loss = LOSSES[name]
+    defaults = dict(loss.config)
+    if unknown := config.keys() - defaults.keys():
+        takes = ", ".join(defaults) or "no settings"
+        raise RequestError(f"loss_fn_config.{min(unknown)[:80]}: {name} takes {takes}")
+    settings = defaults
+    for key, value in config.items():
+        if isinstance(value, str):
+            raise RequestError(f"loss_fn_config.{key}={value[:80]!r}: a number is wanted")
+        settings[key] = value
+    try:
+        options = read(loss.function.Config, loss.options(settings), "loss_fn_config")
+    except ConfigError as error:
+        raise RequestError(f"{error} (loss_fn={name})") from None
+    return loss, functools.partial(loss.function, **vars(options))
+
+
+def check_data(data: list[Datum], name: str, loss: Loss, vocabulary: int, longest: int) -> None:
+    """Raise RequestError, naming the field, for data that the loss cannot be computed of."""
+    if not data:
+        raise RequestError("data is empty")
+    for key in loss.may:
+        if len({key in datum.inputs for datum in data}) > 1:
+            raise RequestError(f"loss_fn_inputs.{key}: some of the data have it and some do not")
+    for place, datum in enumerate(data):
+        check_tokens(datum.tokens, f"data[{place}].model_input", vocabulary, longest)
+        where = f"data[{place}].loss_fn_inputs"
+        needed = ("target_tokens", *loss.needs)
+        if missing := [key for key in needed if key not in datum.inputs]:
+            raise RequestError(f"{where}.{missing[0]} is missing: {name} needs {', '.join(needed)}")
+        if unknown := datum.inputs.keys() - {*needed, *loss.may}:
+            raise RequestError(f"{where}.{min(unknown)[:80]}: {name} takes {', '.join((*needed, *loss.may))}")
+        targets = datum.inputs["target_tokens"]
+        if targets.dtype != np.int64:
+            raise RequestError(f"{where}.target_tokens has the dtype {targets.dtype}: int64 is wanted")
+        if targets.ndim not in ((1, 2) if name == "cross_entropy" else (1,)) or len(targets) != len(datum.tokens):
+            raise RequestError(f"{where}.target_tokens has shape {list(targets.shape)} for {len(datum.tokens)} tokens")
+        check_tokens(targets.flatten().tolist(), f"{where}.target_tokens", vocabulary, None)
+        for key, values in datum.inputs.items():
+            if values.shape != targets.shape:
+                shapes = f"{list(values.shape)}, target_tokens {list(targets.shape)}"
+                raise RequestError(f"{where}.{key} has shape {shapes}")
+            if not np.isfinite(values).all():
+                raise RequestError(f"{where}.{key}[{int(np.argmin(np.isfinite(values)))}] is not a finite number")
+        if "logprobs" in datum.inputs and not (datum.inputs["logprobs"] > SENTINEL_CEILING).all():
+            raise RequestError(f"{where}.logprobs has a number below {SENTINEL_CEILING:g}, which is no logprob")
+
+
+def check_tokens(tokens: list[int], where: str, vocabulary: int, longest: int | None) -> None:
+    """Raise RequestError for token ids that a model does not have, for none, and for more than `longest`."""
+    if not tokens:
+        raise RequestError(f"{where} has no tokens")
+    if longest is not None and len(tokens) > longest:
+        raise RequestError(f"{where} has {len(tokens)} tokens, above model.max_model_len={longest}")
+    if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+        raise RequestError(f"{where}: {wrong} is no token of this model, whose vocabulary has {vocabulary}")
+
+
+def compute(
+    function: LossFunction, logprobs: Tensor, streams: dict[str, Tensor], lengths: list[int]
+) -> tuple[Tensor, Metrics]:
+    """Compute the loss of some sequences, summed over their tokens, and its metrics.
+
+    Args:
+        function: that of `loss_of`.
+        logprobs: t of each token, one sequence after the other, with gradient.
+        streams: the inputs of the data, flat as they.
+        lengths: of the sequences.
+    """
+    everywhere = torch.ones_like(logprobs, dtype=torch.bool)
+    mask = streams.get("sequence_ratio_mask")
+    if mask is None and getattr(function, "func", None) is gspo_loss:
+        mask = streams["advantages"]
+    inputs = LossInputs(
+        trainer_logprobs=logprobs,
+        inference_logprobs=streams.get("logprobs", torch.zeros_like(logprobs)),
+        advantages=streams.get("advantages"),
+        loss_mask=everywhere if mask is None else mask != 0,
+        loss_weights=streams.get("weights"),
+    )
+    if not inputs.loss_mask.any():
+        return (logprobs * 0.0).sum(dtype=torch.float64), {}
+    total, metrics, _ = run_loss(function, inputs, lengths)
+    return total, metrics

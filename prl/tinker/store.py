@@ -1,0 +1,201 @@
+"""The directory of a server, by which one that was killed goes on where it was.
+
+sessions.json                     sessions, and the snapshot of each sampling session
+models/<model>/model.json         what the model is
+models/<model>/journal/<n>        request n, as it came; written before the client hears that it is accepted
+models/<model>/state_<n>/         the model after request n: weights, optimiser, gradient, the last results
+models/<model>/weights/<name>/    a checkpoint: a model folder, and beside it adapter/ (peft) and state/
+models/<model>/sampler_weights/   snapshots that have a name
+models/<model>/ephemeral/         snapshots that have none; the last ones are kept
+
+A model is its newest state and the requests behind it, which are run again when the server starts. So none is lost, and
+none is in the model twice.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from safetensors.torch import load_file
+from torch import Tensor
+
+from prl.base.files import read_json, write_atomically, write_tensors, writing
+from prl.tinker.wire import Lora, RequestError
+
+SCHEME = "tinker://"
+NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}", re.ASCII)
+KINDS = {"weights": "training", "sampler_weights": "sampler"}
+KEPT = 16
+"""Snapshots without a name that a model keeps."""
+TENSORS, STATE, MODEL, CHECKPOINT = "tensors.safetensors", "state.msgpack", "model.json", "checkpoint.json"
+
+
+class ModelRecord(msgspec.Struct):
+    """What a model is."""
+
+    model_id: str
+    session_id: str
+    lora: Lora | None
+    user_metadata: dict[str, Any] | None = None
+
+
+class State(msgspec.Struct):
+    """A model after a request, beside its tensors."""
+
+    step: int
+    results: dict[str, dict[str, Any]]
+    """Results of its last requests, by their ids."""
+    last: int = 0
+    """Number that the client gave the last request that was accepted then."""
+
+
+class Request(msgspec.Struct):
+    """A request that was accepted."""
+
+    request_id: str
+    kind: str
+    body: bytes
+    content_type: str = ""
+
+
+class Checkpoint(msgspec.Struct):
+    """What a checkpoint or a snapshot is, beside its files."""
+
+    model_id: str
+    order: int
+    """Number of the request that made it."""
+    step: int
+    lora: Lora | None
+    time: str
+    user_metadata: dict[str, str] | None = None
+
+
+class Sessions(msgspec.Struct):
+    """The content of `sessions.json`."""
+
+    sessions: dict[str, dict[str, Any] | None] = {}
+    """User metadata of each session."""
+    samplers: dict[str, str | None] = {}
+    """Folder of the snapshot of each sampling session, below the directory; None = the base."""
+
+
+class ModelStore:
+    """The folder of a model."""
+
+    def __init__(self, folder: Path, record: ModelRecord):
+        self.folder = folder
+        self.record = record
+        write_atomically(folder / MODEL, msgspec.json.encode(record))
+
+    def states(self) -> list[tuple[int, Path]]:
+        """The states that are there, the newest last."""
+        found = ((re.fullmatch(r"state_(\d+)", path.name), path) for path in self.folder.glob("state_*"))
+        return sorted((int(match[1]), path) for match, path in found if match)
+
+    def journal(self, after: int) -> Iterator[tuple[int, Request]]:
+        """Yield the requests behind a state, with their numbers, in their order."""
+        names = (path.name for path in (self.folder / "journal").glob("*") if path.name.isdigit())
+        for order in sorted(map(int, names)):
+            if order > after:
+                yield order, msgspec.msgpack.decode((self.folder / "journal" / str(order)).read_bytes(), type=Request)
+
+    def accept(self, order: int, request: Request) -> None:
+        """Write a request down."""
+        write_atomically(self.folder / "journal" / str(order), msgspec.msgpack.encode(request))
+
+    def save(self, order: int, tensors: dict[str, Tensor], state: State) -> None:
+        """Write the model after a request; then what came before is not needed any more."""
+        before = self.states()
+        if before and before[-1][0] == order:
+            return
+        with writing(self.folder / f"state_{order}") as folder:
+            write_tensors(tensors, folder / TENSORS)
+            (folder / STATE).write_bytes(msgspec.msgpack.encode(state))
+        for _, path in before:
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (self.folder / "journal").glob("*"):
+            if path.name.isdigit() and int(path.name) <= order:
+                path.unlink(missing_ok=True)
+
+    def load(self) -> tuple[int, dict[str, Tensor], State] | None:
+        """The newest state: its number, the tensors and the rest; None where the model has none yet."""
+        if not (states := self.states()):
+            return None
+        order, folder = states[-1]
+        return order, load_file(folder / TENSORS), msgspec.msgpack.decode((folder / STATE).read_bytes(), type=State)
+
+    def prune(self) -> None:
+        """Remove snapshots without a name, but for the last ones."""
+        snapshots = sorted((self.folder / "ephemeral").glob("*"), key=lambda path: int(path.name))
+        for path in snapshots[:-KEPT]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class Store:
+    """The directory of a server."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        path = folder / "sessions.json"
+        self.sessions = read_json(path, Sessions) if path.is_file() else Sessions()
+
+    def write_sessions(self) -> None:
+        """Write sessions and sampling sessions down."""
+        write_atomically(self.folder / "sessions.json", msgspec.json.encode(self.sessions))
+
+    def add(self, record: ModelRecord) -> ModelStore:
+        """Make the folder of a model."""
+        return ModelStore(self.folder_of(record.model_id), record)
+
+    def models(self) -> list[ModelStore]:
+        """The models that are there, in the order of their ids."""
+        records = [read_json(path, ModelRecord) for path in sorted((self.folder / "models").glob(f"*/{MODEL}"))]
+        return [self.add(record) for record in records]
+
+    def folder_of(self, model_id: str) -> Path:
+        """The folder of a model, whose id has colons in it."""
+        return self.folder / "models" / model_id.replace(":", "-")
+
+    def checkpoint(self, path: str, field: str = "path") -> Path:
+        """The folder of a checkpoint by its URI. Raises RequestError for one that is not there."""
+        model_id, _, rest = path.removeprefix(SCHEME).partition("/")
+        kind, _, name = rest.partition("/")
+        sound = path.startswith(SCHEME) and re.fullmatch(r"[\w:-]{1,200}", model_id, re.ASCII) and kind in KINDS
+        if not (sound and NAME.fullmatch(name)):
+            raise RequestError(
+                f"{field}={path[:200]!r}: give tinker://<model>/weights/<name> or …/sampler_weights/<name>"
+            )
+        folder = self.folder_of(model_id) / kind / name
+        if not (folder / CHECKPOINT).is_file():
+            raise RequestError(f"{field}={path[:200]!r}: this server has no such checkpoint", 404)
+        return folder
+
+    def record(self, path: str, field: str = "path") -> Checkpoint:
+        """What a checkpoint is, by its URI. Raises RequestError for one that is not there."""
+        return read_json(self.checkpoint(path, field) / CHECKPOINT, Checkpoint)
+
+    def delete(self, path: str) -> None:
+        """Remove a checkpoint. Raises RequestError for one that is not there."""
+        shutil.rmtree(self.checkpoint(path))
+
+    def checkpoints(self, model_id: str) -> list[dict[str, Any]]:
+        """The checkpoints of a model, as the protocol shows them."""
+        shown = []
+        for kind, name in KINDS.items():
+            for path in sorted((self.folder_of(model_id) / kind).glob(f"*/{CHECKPOINT}")):
+                record = read_json(path, Checkpoint)
+                checkpoint_id = f"{kind}/{path.parent.name}"
+                shown.append(
+                    {
+                        "checkpoint_id": checkpoint_id,
+                        "checkpoint_type": name,
+                        "time": record.time,
+                        "tinker_path": f"{SCHEME}{model_id}/{checkpoint_id}",
+                        "size_bytes": sum(file.stat().st_size for file in path.parent.rglob("*") if file.is_file()),
+                        "user_metadata": record.user_metadata,
+                    }
+                )
+        return shown

@@ -1,0 +1,379 @@
+"""Requests and results of the protocol: from bytes, in JSON or protobuf, to what the server works with, and back.
+
+Requests are checked here as far as their shape goes. Whoever is refused gets a `RequestError` that names the field.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from prl.base.errors import UNREADABLE, PrlError
+from prl.tinker.protobuf import CLASSES, FLOAT32, INT64
+
+PROTOBUF = "application/x-protobuf"
+NO_LOGPROB = -99999.0
+"""Logprob of an empty place among the likeliest tokens, as the SDK has it."""
+TEXT = "encoded_text"
+JSON = "application/json"
+T = TypeVar("T")
+DTYPES = {"float32": np.float32, "int64": np.int64}
+DTYPE_NAMES = {FLOAT32: "float32", INT64: "int64"}
+
+
+class RequestError(PrlError):
+    """A request that the server refuses, with the field. `status` is the HTTP status."""
+
+    def __init__(self, message: str, status: int = 400):
+        super().__init__(message)
+        self.status = status
+
+
+class Strict(msgspec.Struct, forbid_unknown_fields=True):
+    """A part of a request, of which every field is known."""
+
+
+class Input(Strict):
+    """The input of a model: pieces of it, each with its `type`."""
+
+    chunks: list[dict[str, Any]]
+
+
+class TensorData(Strict):
+    """A tensor in JSON."""
+
+    data: list[float]
+    dtype: Literal["float32", "int64"]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class JsonDatum(Strict):
+    """A datum in JSON."""
+
+    model_input: Input
+    loss_fn_inputs: dict[str, TensorData]
+
+
+class ForwardInput(Strict):
+    """The data and the loss of a pass in JSON."""
+
+    data: list[JsonDatum]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class OfModel(msgspec.Struct):
+    """A request to a model. The client counts them, so that a retry is known as one."""
+
+    model_id: str
+    seq_id: int | None = None
+
+
+class JsonForward(OfModel):
+    """A pass in JSON, as older SDKs send it: to two routes, with two names of the input."""
+
+    forward_backward_input: ForwardInput | None = None
+    forward_input: ForwardInput | None = None
+
+
+class Adam(Strict):
+    """The parameters of an optimiser step."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(OfModel):
+    adam_params: Adam = msgspec.field(default_factory=Adam)
+
+
+class SaveWeights(OfModel):
+    path: str | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    sampling_session_seq_id: int | None = None
+    kind: Literal["snapshot"] = "snapshot"
+
+
+class Lora(Strict):
+    """The adapter of a model."""
+
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Optimizer(Strict):
+    type: Literal["adamw"] = "adamw"
+
+
+class NewModel(msgspec.Struct):
+    """What a new model is told, whether it begins at the base or at a checkpoint."""
+
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: Optimizer | None = None
+
+
+class CreateModel(NewModel):
+    lora_config: Lora | None = None
+
+
+class LoadWeights(NewModel, kw_only=True):
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: int | None = None
+
+
+class SamplingParams(Strict):
+    """How to sample. `stop` None = at the model's ends of turns; [] = nowhere."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class Sample(msgspec.Struct):
+    prompt: Input
+    sampling_params: SamplingParams
+    num_samples: int = 1
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+
+
+IGNORED = {"type", "tags", "sdk_version", "project_id", "display_name", "ttl_seconds", "allow_metadata_only"}
+"""Fields of requests that the server does without."""
+
+
+@dataclass
+class Datum:
+    """A sequence to train on: position i of `tokens` predicts row i of the targets."""
+
+    tokens: list[int]
+    inputs: dict[str, np.ndarray]
+
+
+@dataclass
+class Forward:
+    """A pass over data, with a backward unless it is `forward_only`."""
+
+    model_id: str
+    seq_id: int | None
+    data: list[Datum]
+    loss_fn: str
+    config: dict[str, float | str] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Read a request in JSON. Raises RequestError with what is wrong, and where.
+
+    A field that the server does not know is refused where it is set: it may mean something to whoever sends it.
+    """
+    try:
+        given = msgspec.json.decode(body or b"{}", type=dict[str, Any])
+        for name in given.keys() - IGNORED - set(getattr(kind, "__struct_fields__", given)):
+            if given[name]:
+                raise RequestError(f"{name[:80]}: this server does not have it")
+        return msgspec.convert(given, kind)
+    except UNREADABLE as error:
+        raise RequestError(f"the request cannot be read: {error}") from None
+
+
+def read_forward(body: bytes, content_type: str, forward_only: bool) -> Forward:
+    """Read the request of a pass, in JSON or protobuf. Raises RequestError."""
+    if PROTOBUF not in content_type:
+        request = decode(body, JsonForward)
+        given = request.forward_backward_input or request.forward_input
+        if given is None:
+            raise RequestError("forward_backward_input is missing")
+        data = [_datum_of_json(datum, f"data[{place}]") for place, datum in enumerate(given.data)]
+        config = given.loss_fn_config or {}
+        return Forward(request.model_id, request.seq_id, data, given.loss_fn, config, forward_only)
+    message = CLASSES["ForwardBackwardRequest"]()
+    try:
+        message.ParseFromString(body)
+    except Exception as error:  # protobuf's DecodeError, and UnicodeDecodeError of its fields
+        raise RequestError(f"the request is no protobuf message: {error}") from None
+    settings: dict[str, float | str] = {entry.key: entry.value for entry in message.loss_fn_config}
+    for entry in message.loss_fn_config_v2:
+        settings[entry.key] = entry.value.text or entry.value.number
+    data = [_datum_of(datum, f"data[{place}]") for place, datum in enumerate(message.data)]
+    only = forward_only or message.forward_only
+    return Forward(message.model_id, message.seq_id or None, data, message.loss_fn, settings, only)
+
+
+def _datum_of_json(datum: JsonDatum, where: str) -> Datum:
+    """Read a datum in JSON."""
+    tensors = datum.loss_fn_inputs.items()
+    inputs = {name: of_json(tensor, f"{where}.loss_fn_inputs.{name}") for name, tensor in tensors}
+    return Datum(token_ids(datum.model_input, f"{where}.model_input"), inputs)
+
+
+def _datum_of(message: Any, where: str) -> Datum:
+    """Read a datum in protobuf."""
+    tokens: list[int] = []
+    for place, chunk in enumerate(message.model_input):
+        if not chunk.HasField("encoded_text"):
+            raise RequestError(f"{where}.model_input[{place}]: this server takes {TEXT} alone")
+        tokens += array(chunk.encoded_text.tokens, np.int32, f"{where}.model_input[{place}].tokens").tolist()
+    return Datum(
+        tokens,
+        {entry.key: _tensor_of(entry.value, f"{where}.loss_fn_inputs.{entry.key}") for entry in message.loss_fn_inputs},
+    )
+
+
+def _tensor_of(message: Any, where: str) -> np.ndarray:
+    """Read a tensor in protobuf."""
+    if message.dtype not in DTYPE_NAMES:
+        raise RequestError(f"{where}.dtype={message.dtype}: float32 and int64 are known")
+    dtype = DTYPES[DTYPE_NAMES[message.dtype]]
+    shape = list(message.shape) or None
+    if not message.HasField("sparse_csr"):
+        return shaped(array(message.dense, dtype, where), shape, where)
+    sparse = message.sparse_csr
+    rows, columns = (array(part, np.int64, where) for part in (sparse.crow_indices, sparse.col_indices))
+    return dense(array(sparse.values, dtype, where), rows, columns, shape, where)
+
+
+def array(data: bytes, dtype: Any, where: str) -> np.ndarray:
+    """Read numbers from bytes."""
+    if len(data) % np.dtype(dtype).itemsize:
+        raise RequestError(f"{where}: {len(data)} bytes are no whole number of {np.dtype(dtype).name}")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def of_json(tensor: TensorData, where: str) -> np.ndarray:
+    """Read a tensor in JSON."""
+    try:
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as that
+            values = np.array(tensor.data, dtype=DTYPES[tensor.dtype])
+    except (OverflowError, ValueError) as error:
+        raise RequestError(f"{where}: {error}") from None
+    if tensor.sparse_crow_indices is None:
+        return shaped(values, tensor.shape, where)
+    rows, columns = np.array(tensor.sparse_crow_indices), np.array(tensor.sparse_col_indices or [], dtype=np.int64)
+    return dense(values, rows, columns, tensor.shape, where)
+
+
+def shaped(values: np.ndarray, shape: list[int] | None, where: str) -> np.ndarray:
+    """Give numbers their shape."""
+    if shape is None:
+        return values
+    if min(shape, default=1) < 0 or math.prod(shape) != values.size:
+        raise RequestError(f"{where}: {values.size} numbers do not have the shape {shape}")
+    return values.reshape(shape)
+
+
+def dense(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int] | None, where: str) -> np.ndarray:
+    """Make a whole matrix of a sparse one, whose empty places are 0."""
+    if shape is None or len(shape) != 2 or min(shape) < 0 or math.prod(shape) > 1 << 24:
+        raise RequestError(f"{where}.shape={shape}: a sparse tensor has two dimensions")
+    counts = np.diff(rows)
+    sound = len(rows) == shape[0] + 1 and rows[0] == 0 and (counts >= 0).all() and rows[-1] == values.size
+    if not sound or columns.size != values.size or not ((columns >= 0) & (columns < shape[1])).all():
+        raise RequestError(f"{where}: the indices of this sparse tensor do not fit its shape {shape}")
+    whole = np.zeros(shape, dtype=values.dtype)
+    whole[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return whole
+
+
+def token_ids(given: Input, where: str) -> list[int]:
+    """Return the token ids of an input. Raises RequestError for one that has more than text."""
+    tokens: list[int] = []
+    for place, chunk in enumerate(given.chunks):
+        kind = chunk.get("type", TEXT)
+        if kind != TEXT:
+            raise RequestError(f"{where}.chunks[{place}].type={str(kind)[:80]}: this server takes {TEXT} alone")
+        try:
+            tokens += msgspec.convert(chunk.get("tokens"), list[int])
+        except msgspec.ValidationError as error:
+            raise RequestError(f"{where}.chunks[{place}].tokens: {error}") from None
+    return tokens
+
+
+# --- results: plain data, which the journal keeps, and their bytes ---
+
+
+def encode(result: dict[str, Any], protobuf: bool) -> tuple[bytes, str]:
+    """Return the bytes and the content type of a result. Protobuf is for passes and samples alone."""
+    kind = result.get("type")
+    if protobuf and kind in ("forward", "sample"):
+        message = _forward(result) if kind == "forward" else _sample(result)
+        return bytes(message.SerializeToString()), PROTOBUF
+    return msgspec.json.encode(_forward_json(result) if kind == "forward" else result), JSON
+
+
+def _forward(result: dict[str, Any]) -> Any:
+    """Encode the logprobs of a pass: a record for each run of data with as many targets in a position."""
+    message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    pairs = zip(result["logprobs"], result["shapes"], strict=True)
+    for trailing, some in itertools.groupby(pairs, key=lambda pair: pair[1][1:]):
+        parts = [data for data, _ in some]
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(parts))
+        entry = record.fields.add(key="logprobs")
+        entry.value.data = b"".join(parts)
+        entry.value.offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64).tobytes()
+        entry.value.dtype = FLOAT32
+        entry.value.trailing_shape.extend(trailing)
+    for name, value in result["metrics"].items():
+        message.metrics.add(key=name, value=value)
+    return message
+
+
+def _forward_json(result: dict[str, Any]) -> dict[str, Any]:
+    outputs = [
+        {"logprobs": {"data": np.frombuffer(data, np.float32).tolist(), "dtype": "float32", "shape": shape}}
+        for data, shape in zip(result["logprobs"], result["shapes"], strict=True)
+    ]
+    return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": result["metrics"]}
+
+
+def _sample(result: dict[str, Any]) -> Any:
+    message = CLASSES["SampleResponse"]()
+    for sequence in result["sequences"]:
+        added = message.sequences.add(stop_reason=int(sequence["stop_reason"] == "length"))
+        added.tokens = np.array(sequence["tokens"], dtype=np.int32).tobytes()
+        added.logprobs = np.array(sequence["logprobs"], dtype=np.float32).tobytes()
+        if "topk_logprobs" in sequence:
+            _top(added.topk_sampled_logprobs, sequence["topk_logprobs"])
+    if "prompt_logprobs" in result:
+        message.prompt_logprobs = np.array(result["prompt_logprobs"], dtype=np.float32).tobytes()  # None becomes NaN
+    if "topk_prompt_logprobs" in result:
+        _top(message.topk_prompt_logprobs, result["topk_prompt_logprobs"])
+    return message
+
+
+def _top(message: Any, places: list[list[list[Any]] | None]) -> None:
+    """Encode the likeliest tokens of each place; None where there are none."""
+    message.k = max((len(place) for place in places if place), default=0)
+    message.length = len(places)
+    ids = np.zeros((len(places), message.k), dtype=np.int32)
+    logprobs = np.full(ids.shape, NO_LOGPROB, dtype=np.float32)
+    for row, place in enumerate(places):
+        for column, (token, logprob) in enumerate(place or ()):
+            ids[row, column], logprobs[row, column] = token, logprob
+    message.token_ids, message.logprobs = ids.tobytes(), logprobs.tobytes()

@@ -1,0 +1,190 @@
+"""Losses, gradients and steps of the server against plain torch and peft in float64."""
+
+import math
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from tinker_server import datum, text
+from transformers import AutoModelForCausalLM
+
+from prl.models import model_path
+
+LENGTHS = (9, 30, 17, 30)
+ADAM = {"learning_rate": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 2.0}
+"""With a large eps a step follows the size of the gradient, which Adam would hide."""
+
+
+def cross_entropy(t, d):
+    return -(t * d["weights"]).sum()
+
+
+def importance_sampling(t, d):
+    return -((t - d["logprobs"]).exp() * d["advantages"]).sum()
+
+
+def ppo(t, d, low=0.8, high=1.2):
+    r = (t - d["logprobs"]).exp()
+    return -torch.minimum(r * d["advantages"], r.clamp(low, high) * d["advantages"]).sum()
+
+
+def cispo(t, d, low=0.8, high=1.2):
+    r = (t - d["logprobs"]).exp().clamp(low, high).detach()
+    return -(r * d["advantages"] * t).sum()
+
+
+def dro(t, d, beta=0.05):
+    return -(t * d["advantages"] - beta / 2 * (t - d["logprobs"]).square()).sum()
+
+
+def gspo(t, d, low=1 - 3e-4, high=1 + 4e-4):
+    on = d["sequence_ratio_mask"]
+    mean = ((t - d["logprobs"]) * on).sum() / on.sum()
+    # The value of the sequence's ratio, with the gradient of each token's own logprob.
+    s = (mean.detach() + t - t.detach()).exp()
+    return -(torch.minimum(s * d["advantages"], s.clamp(low, high) * d["advantages"]) * on).sum()
+
+
+CASES = [
+    ("cross_entropy", cross_entropy, {}),
+    ("importance_sampling", importance_sampling, {}),
+    ("ppo", ppo, {}),
+    ("ppo", lambda t, d: ppo(t, d, 0.9, 1.05), {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}),
+    ("cispo", cispo, {}),
+    ("cispo", lambda t, d: cispo(t, d, 0.5, 1.0), {"clip_low_threshold": 0.5, "clip_high_threshold": 1.0}),
+    ("dro", dro, {}),
+    ("dro", lambda t, d: dro(t, d, 0.7), {"beta": 0.7}),
+    ("gspo", gspo, {}),
+    ("gspo", lambda t, d: gspo(t, d, 0.8, 1.3), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.3}),
+]
+
+
+def inputs(name, length, sampled, generator):
+    """Inputs of a datum, whose prompt has neither advantages nor logprobs."""
+    prompt = torch.arange(length) < 4
+    if name == "cross_entropy":
+        return {"weights": torch.rand(length, generator=generator) * ~prompt}
+    given = {
+        "logprobs": (sampled + 0.4 * torch.randn(length, generator=generator)).masked_fill(prompt, 0.0),
+        "advantages": torch.randn(length, generator=generator).masked_fill(prompt, 0.0),
+    }
+    return given | ({"sequence_ratio_mask": (~prompt).float()} if name == "gspo" else {})
+
+
+def folder_of(client, path):
+    model, kind, name = path.removeprefix("tinker://").split("/")
+    return Path(client.folder) / "models" / model.replace(":", "-") / kind / name
+
+
+def plain(folder):
+    """The base with the adapter of a folder, by peft."""
+    base = AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype=torch.float64)
+    return peft.PeftModel.from_pretrained(base, str(folder), is_trainable=True).double()
+
+
+def target_logprobs(model, tokens, targets):
+    logits = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+    targets = torch.as_tensor(targets)
+    return logits.gather(1, targets.view(len(tokens), -1)).view(targets.shape)
+
+
+def saved(model, name):
+    return folder_of(model.client, model.do("/save_weights_for_sampler", path=name)["path"]) / "adapter"
+
+
+@pytest.fixture(scope="module")
+def trained(client):
+    """A model whose adapter does something, and its folder."""
+    model = client.model(rank=3)
+    model.train([text(20, seed=9)])
+    model.step(learning_rate=0.02)
+    return model, saved(model, "start")
+
+
+@pytest.mark.parametrize(("name", "formula", "config"), CASES)
+def test_a_loss_its_gradient_and_a_step_are_those_of_plain_torch(client, trained, name, formula, config):
+    source, folder = trained
+    generator = torch.Generator().manual_seed(len(name))
+    reference = plain(folder)
+    sequences = [text(length, seed=length + place) for place, length in enumerate(LENGTHS)]
+    data, loss, expected = [], torch.zeros((), dtype=torch.float64), []
+    for sequence in sequences:
+        tokens = sequence["model_input"]["chunks"][0]["tokens"]
+        targets = sequence["loss_fn_inputs"]["target_tokens"]["data"]
+        t = target_logprobs(reference, tokens, targets)
+        given = inputs(name, len(tokens), t.detach(), generator)
+        given = {key: value.float() for key, value in given.items()}
+        data.append(datum(tokens, targets, **given))
+        expected.append(t.detach())
+        loss = loss + formula(t, {key: value.double() for key, value in given.items()})
+    loss.backward()
+    torch.optim.AdamW(
+        reference.parameters(), lr=ADAM["learning_rate"], betas=(0.8, 0.9), eps=ADAM["eps"], weight_decay=0.0
+    ).step()
+
+    model = client.model(rank=3)
+    path = source.do("/save_weights", path=f"at-{name}-{len(config)}")["path"]
+    assert model.do("/load_weights", path=path, optimizer=False)["type"] == "load_weights"
+    result = model.train(data, name, config)
+    assert result["metrics"]["loss:sum"] == pytest.approx(loss.item(), rel=1e-5, abs=2e-4)  # a sum of 86 tokens
+    for output, t in zip(result["loss_fn_outputs"], expected, strict=True):
+        torch.testing.assert_close(torch.tensor(output["logprobs"]["data"]).double(), t, atol=1e-5, rtol=0)
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in reference.parameters() if p.grad is not None))
+    assert model.step(**ADAM)["metrics"]["unclipped_grad_l2:mean"] == pytest.approx(norm, rel=1e-5)
+    after = load_file(saved(model, "after") / "adapter_model.safetensors")
+    for key, parameter in reference.named_parameters():
+        if "lora_" in key:
+            own = after[key.replace(".default", "")]
+            torch.testing.assert_close(own.double(), parameter.detach(), atol=1e-5, rtol=0)
+
+
+def test_several_targets_in_one_position_and_a_sparse_matrix(client, trained):
+    source, folder = trained
+    tokens = list(range(30, 42))
+    targets = torch.randint(20, 90, (12, 3), generator=torch.Generator().manual_seed(0))
+    weights = torch.rand(12, 3, generator=torch.Generator().manual_seed(1)) * (torch.arange(12) > 5)[:, None]
+    t = target_logprobs(plain(folder), tokens, targets).detach()
+    whole = datum(tokens, targets, weights=weights)
+    sparse = datum(tokens, targets, weights=weights)
+    places, columns = weights.nonzero(as_tuple=True)
+    starts = torch.cat([torch.zeros(1), torch.bincount(places, minlength=12).cumsum(0)]).long()
+    sparse["loss_fn_inputs"]["weights"] |= {
+        "data": weights[places, columns].tolist(),
+        "sparse_crow_indices": starts.tolist(),
+        "sparse_col_indices": columns.tolist(),
+    }
+    for given in (whole, sparse):
+        result = source.forward([given, text(5)])
+        first, second = (output["logprobs"] for output in result["loss_fn_outputs"])
+        assert (first["shape"], second["shape"]) == ([12, 3], [5])
+        torch.testing.assert_close(torch.tensor(first["data"]).view(12, 3).double(), t, atol=1e-5, rtol=0)
+        other = -sum(second["data"])
+        assert result["metrics"]["loss:sum"] == pytest.approx(-(t * weights).sum().item() + other, rel=1e-5)
+
+
+def test_clipping_and_weight_decay_are_those_of_torch(client, trained):
+    source, folder = trained
+    reference = plain(folder)
+    sequence = text(25, seed=4)
+    tokens, targets = (
+        sequence["model_input"]["chunks"][0]["tokens"],
+        sequence["loss_fn_inputs"]["target_tokens"]["data"],
+    )
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1.0, weight_decay=0.3)
+    model = client.model(rank=3)
+    path = source.do("/save_weights", path="at-clipping")["path"]
+    model.do("/load_weights", path=path, optimizer=False)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (-target_logprobs(reference, tokens, targets).sum()).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 5.0)
+        optimizer.step()
+        model.train([sequence])
+        model.step(learning_rate=0.1, eps=1.0, weight_decay=0.3, grad_clip_norm=5.0)
+    after = load_file(saved(model, "after") / "adapter_model.safetensors")
+    for key, parameter in reference.named_parameters():
+        if "lora_" in key:
+            own = after[key.replace(".default", "")]
+            torch.testing.assert_close(own.double(), parameter.detach(), atol=1e-5, rtol=0)
