@@ -120,15 +120,17 @@ def test_a_template_that_drops_a_picture_is_refused(show):
         render_prompt(text_alone, question(*references(store, BIG, SMALL)))
 
 
-def test_each_picture_is_processed_once(show, monkeypatch):
-    renderer, _, store = show("qwen3_vl")
+@pytest.mark.parametrize("name", ["default", "qwen3-vl"])
+def test_each_picture_is_read_and_processed_once(show, monkeypatch, name):
+    renderer, _, store = show("qwen3_vl", name)
     messages = question(*references(store, BIG, SMALL))
-    made = []
-    keep = PictureStore.keep_features
+    made, read = [], []
+    keep, image = PictureStore.keep_features, PictureStore.image
+    monkeypatch.setattr(PictureStore, "image", lambda *given: read.append(given[1]) or image(*given))
     monkeypatch.setattr(PictureStore, "keep_features", lambda *given: made.append(given[1]) or keep(*given))
     for _ in range(3):
         render_prompt(renderer, messages)
-    assert len(made) == 2
+    assert len(made) == len(read) == 2
 
 
 def test_a_model_without_a_processor_is_refused(tmp_path):
