@@ -122,7 +122,7 @@ async def test_a_picture_is_read_once_and_a_frozen_model_sees_it_too(asked):
     seeing, pool = asked
     prompt = seeing.prompt([2, "once"])
     await pool.generate(prompt, SAMPLING)
-    [file] = [seeing.store.file_of(picture.digest).with_suffix(".safetensors") for picture in prompt.pictures]
+    [file] = [seeing.store.features_file(picture.digest, picture.features) for picture in prompt.pictures]
     kept = seeing.store.features(prompt.pictures[0])
     file.unlink()  # server and engine core have read it
     frozen = FrozenPool(FrozenModelConfig("policy", f"{pool.urls[0]}/v1"), "token")
