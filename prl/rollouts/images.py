@@ -134,7 +134,7 @@ def decode(url: str, max_pixels: int, origin: Origin = NOWHERE) -> "Image":
     """
     from PIL import Image
 
-    name = url if len(url) <= 80 else f"{url[:60]}…"
+    name = shortened(url)
     file = content_of(url, name, origin)
     try:
         with warnings.catch_warnings():
@@ -146,6 +146,13 @@ def decode(url: str, max_pixels: int, origin: Origin = NOWHERE) -> "Image":
         raise PictureError(f"{name} is no picture that can be read ({', '.join(FORMATS)}): leave it out") from error
     with closing(opened):
         return pixels_of(opened, name, max_pixels)
+
+
+def shortened(url: str) -> str:
+    """Return a URL or a path for a message: of data the beginning says what it is, of a long path the end."""
+    if len(url) <= 80:
+        return url
+    return f"{url[:60]}…" if url.startswith("data:") else f"…{url[-60:]}"
 
 
 def pixels_of(image: "Image", name: str, max_pixels: int) -> "Image":

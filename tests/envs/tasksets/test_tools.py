@@ -254,7 +254,7 @@ async def test_rewards_by_turn(play, module):
 
 
 async def test_a_method_that_blocks_does_not_hold_up_others(env_of, scripted, module):
-    module(SOURCE.format(**WELL | {"act": "time.sleep(0.2)"}))
+    module(SOURCE.format(**WELL | {"act": "time.sleep(0.6)"}))
     environment = env_of("package_of_tests.tasks.Env")
     late = []
 
@@ -268,7 +268,7 @@ async def test_a_method_that_blocks_does_not_hold_up_others(env_of, scripted, mo
         beating = asyncio.create_task(beat())
         await environment.play(environment.tasks[0], 8, scripted([call("act"), "x"]), group_id=0)
         beating.cancel()
-    assert len(late) >= 5 and max(late) < 0.15
+    assert len(late) >= 5 and max(late) < 0.5
 
 
 async def test_it_is_played_in_the_run_wherever_graders_run(play):
