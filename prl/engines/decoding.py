@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from prl.engines.replies import Scored
 from prl.rollouts.inputs import Picture
+from prl.rollouts.pictures import joined
 
 if TYPE_CHECKING:
     from prl.rollouts.pictures import Features
@@ -179,8 +179,7 @@ def picture_inputs(model: Any, input_ids: Tensor, mask: Tensor, pictures: Sequen
     features = [made for shown in pictures for _, made in shown]
     if not features:
         return {}
-    joined = {name: np.concatenate([made[name] for made in features]) for name in features[0]}
-    inputs = {name: torch.from_numpy(values).to(model.device) for name, values in joined.items()}
+    inputs = {name: torch.from_numpy(values).to(model.device) for name, values in joined(features).items()}
     if not hasattr(model.base_model, "get_rope_index"):
         return inputs
     kinds = torch.zeros_like(input_ids)

@@ -13,12 +13,13 @@ import time
 import warnings
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prl.base.files import write_atomically
 from prl.base.text import in_one_line
-from prl.rollouts.pictures import SCHEME, PictureError, PictureStore, digest_of
+from prl.rollouts.pictures import SCHEME, PictureError, PictureStore, digest_of, png_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -92,13 +93,6 @@ def data_url(content: bytes, kind: str = "image/*") -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def png_of(image: "Image") -> bytes:
-    """Return an image as the content of a file."""
-    written = io.BytesIO()
-    image.save(written, format="PNG", compress_level=1)
-    return written.getvalue()
-
-
 def keep(store: PictureStore, url: str, origin: Origin = NOWHERE) -> str:
     """Keep the picture of a URL or a path in the store, and return the reference to it (`picture:<digest>`).
 
@@ -109,17 +103,25 @@ def keep(store: PictureStore, url: str, origin: Origin = NOWHERE) -> str:
         if url.removeprefix(SCHEME) not in store.sizes:
             store.image(url.removeprefix(SCHEME))
         return url
+    if url.startswith("data:"):
+        return SCHEME + _keep_as_given(store, url)
     image = decode(url, store.max_pixels, origin)
     if is_on_web(url):
         return SCHEME + store.keep(image)
-    if url.startswith("data:"):
-        digest = digest_of(image)
-        if digest in store.sizes:
-            return SCHEME + digest
-        file = store.given_file(digest)
-        write_atomically(file, content_in(url, file.name))
-        url, origin = file.name, Origin(store.folder)
     return SCHEME + store.keep(image, lambda: decode(url, store.max_pixels, origin))
+
+
+def _keep_as_given(store: PictureStore, url: str) -> str:
+    """Keep the picture that a data URL holds, as it came, and return its digest. Raises PictureError."""
+    name = shortened(url)
+    content = content_in(url, name)
+    image = read(io.BytesIO(content), name, store.max_pixels)
+    digest = digest_of(image)
+    if digest not in store.sizes:
+        file = store.given_file(digest)
+        write_atomically(file, content)
+        store.keep(image, lambda: decode(file.name, store.max_pixels, Origin(store.folder)))
+    return digest
 
 
 def is_on_web(url: str) -> bool:
@@ -132,10 +134,14 @@ def decode(url: str, max_pixels: int, origin: Origin = NOWHERE) -> "Image":
 
     The size is read from the header, so that no more than `max_pixels` are decoded.
     """
+    name = shortened(url)
+    return read(content_of(url, name, origin), name, max_pixels)
+
+
+def read(file: "Path | io.BytesIO", name: str, max_pixels: int) -> "Image":
+    """Return the picture in a file, as `decode` does."""
     from PIL import Image
 
-    name = shortened(url)
-    file = content_of(url, name, origin)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `check` knows what is too large
@@ -281,5 +287,6 @@ def digest_in(part: Any) -> str | None:
 
 def digests_in(messages: list[dict[str, Any]]) -> list[str]:
     """Return the digests of the pictures in messages in OpenAI's format, in their order."""
-    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-    return [digest for content in contents for part in content if (digest := digest_in(part)) is not None]
+    contents = (message["content"] for message in messages if isinstance(message.get("content"), list))
+    digests = map(digest_in, chain.from_iterable(contents))
+    return [digest for digest in digests if digest is not None]

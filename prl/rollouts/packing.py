@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from prl.rollouts.components import COMPONENTS, STREAM_FILL
+from prl.rollouts.inputs import Picture
 from prl.rollouts.logprobs import is_measured
 from prl.rollouts.messages import MicroBatch, Reference, TrainingSample
 
@@ -200,6 +201,9 @@ def pack_row(samples: list[TrainingSample], seq_len: int, update: int = 0) -> Mi
         present = [[STREAM_FILL[name]] * n if part is None else part for part, n in zip(parts, lengths, strict=True)]
         return [value for part in present for value in part] + [fill] * padding
 
+    pictures: list[Picture] = []
+    for sample, start in zip(samples, accumulate(lengths, initial=0), strict=False):
+        pictures += [picture.moved(start) for picture in sample.pictures or ()]
     # Most runs compare with nothing: then the message has an empty list.
     references = [sample.reference for sample in samples]
     row = MicroBatch(
@@ -215,11 +219,7 @@ def pack_row(samples: list[TrainingSample], seq_len: int, update: int = 0) -> Mi
         rollout_shares=[sample.rollout_share for sample in samples if sample.rollout_share is not None],
         update=update,
         origins=[sample.origin for sample in samples],
-        pictures=[
-            picture.moved(start)
-            for sample, start in zip(samples, accumulate(lengths, initial=0), strict=False)
-            for picture in sample.pictures or ()
-        ],
+        pictures=pictures,
         **{name: joined(name) for name in STREAM_FILL},
         **{name: top(name) for name in TOP},
     )

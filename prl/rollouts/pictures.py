@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,9 +79,7 @@ class PictureStore:
     def _write(self, image: "Image", digest: str) -> None:
         file = self.file_of(digest)
         if not file.exists():
-            written = io.BytesIO()
-            image.save(written, format="PNG", compress_level=1)
-            write_atomically(file, written.getvalue())
+            write_atomically(file, png_of(image))
 
     def image(self, digest: str) -> "Image":
         """Return a picture in RGB. Raises PictureError if it is not there."""
@@ -165,6 +163,20 @@ def is_digest(text: str) -> bool:
 def digest_of(image: "Image") -> str:
     """Return the SHA-256 of a picture's pixels and size; it is in RGB."""
     return hashlib.sha256(f"{image.width}x{image.height}:".encode() + image.tobytes()).hexdigest()
+
+
+def png_of(image: "Image") -> bytes:
+    """Return an image as the content of a file."""
+    written = io.BytesIO()
+    image.save(written, format="PNG", compress_level=1)
+    return written.getvalue()
+
+
+def joined(features: "Sequence[Features]") -> "Features":
+    """Return the features of several pictures as a model takes them, by name."""
+    import numpy
+
+    return {name: numpy.concatenate([each[name] for each in features]) for name in features[0]}
 
 
 def hash_of(features: "Mapping[str, NDArray]") -> str:

@@ -4,7 +4,7 @@ Each picture of a stack goes through the tower once, whatever sequences have it.
 alone, also where pictures give them three dimensions (mrope).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from prl.rollouts.inputs import ModelInput, Picture, pictures_in
 from prl.rollouts.messages import sequence_slices
+from prl.rollouts.pictures import joined
 from prl.trainer.batch import Stack
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def with_pictures(model: PreTrainedModel, stack: Stack, inputs: dict[str, Any]) 
     names = list(dict.fromkeys(picture.features for picture in stack.pictures))
     # The tower runs on every rank or on none: where a stack has no picture, it runs on one that nobody sees.
     features = [stack.features[name] for name in names] or [made_up(model.config)]
-    seen = body.get_image_features(**joined(features, stack.input_ids.device), return_dict=True)
+    seen = body.get_image_features(**on_device(features, stack.input_ids.device), return_dict=True)
     sources = on_rows(stack, sources_of(stack, dict(zip(names, map(len, seen.pooler_output), strict=False))))
     place = (sources >= 0).nonzero().squeeze(1)
     source = sources[place]
@@ -45,10 +46,9 @@ def with_pictures(model: PreTrainedModel, stack: Stack, inputs: dict[str, Any]) 
     return inputs | own
 
 
-def joined(features: "Iterable[Features]", device: torch.device) -> dict[str, torch.Tensor]:
+def on_device(features: "Sequence[Features]", device: torch.device) -> dict[str, torch.Tensor]:
     """Return the features of several pictures as the model takes them, by name."""
-    given = list(features)
-    return {name: torch.from_numpy(np.concatenate([each[name] for each in given])).to(device) for name in given[0]}
+    return {name: torch.from_numpy(values).to(device) for name, values in joined(features).items()}
 
 
 def sources_of(stack: Stack, sizes: dict[str, int]) -> torch.Tensor:
@@ -99,8 +99,8 @@ def rope_positions(body: Any, stack: Stack) -> torch.Tensor:
         kinds = torch.zeros(1, part.stop - part.start, dtype=torch.int64)
         for picture in own:
             kinds[0, picture.start - part.start : picture.stop - part.start] = 1
-        grids = joined(({"grid": stack.features[each.features]["image_grid_thw"]} for each in own), kinds.device)
-        found, _ = body.get_rope_index(kinds, kinds, image_grid_thw=grids["grid"])
+        grids = np.concatenate([stack.features[each.features]["image_grid_thw"] for each in own])
+        found, _ = body.get_rope_index(kinds, kinds, image_grid_thw=torch.from_numpy(grids))
         three[:, part] = found[:, 0]
     for dimension, found in enumerate(three.to(stack.before.device), 1):
         on = on_rows(stack, found).view_as(stack.position_ids)
@@ -159,7 +159,7 @@ def plain_inputs(
     body: Any, sequence: ModelInput, features: "Mapping[str, Features]", device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return the inputs, beside its tokens, with which transformers' own forward sees the pictures of a sequence."""
-    inputs = joined([features[picture.features] for picture in sequence.pictures], device)
+    inputs = on_device([features[picture.features] for picture in sequence.pictures], device)
     if hasattr(body, "get_rope_index"):
         inputs["mm_token_type_ids"] = torch.tensor([[int(key < 0) for key in sequence.keys]], device=device)
     return inputs
