@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from unittest.mock import patch
@@ -32,3 +33,18 @@ def ranks() -> Ranks:
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Python 3.11's server is not told of
         SERVER.ensure_running()  # `sys.path`, and passes over in silence what it does not find
     return Ranks()
+
+
+def exit_codes(target: Callable[..., object], arguments: Sequence[tuple], timeout_s: float) -> list[int | None]:
+    """Run a rank for each of the arguments. Returns how they ended; None of one that had to be killed."""
+    context = ranks()
+    processes = [context.Process(target=target, args=own) for own in arguments]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout_s)
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()

@@ -173,17 +173,7 @@ def test_experts_over_two_ranks_step_as_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for name in MIXTURES:
         write_model(tmp_path / name, name, tied=MIXTURES.index(name) % 2 == 0)
-    context = forking.ranks()
-    ranks = [context.Process(target=architectures.main, args=(tmp_path, MIXTURES, rank)) for rank in (0, 1)]
-    try:
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(200)
-        assert [rank.exitcode for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    assert forking.exit_codes(architectures.main, [(tmp_path, MIXTURES, rank) for rank in (0, 1)], 200) == [0, 0]
     for name in MIXTURES:
         before = load_file(tmp_path / name / "model.safetensors")
         trainer, metrics = architectures.step(tmp_path / name)

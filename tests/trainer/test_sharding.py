@@ -30,21 +30,12 @@ def found(tmp_path_factory):
 
 def ranks_of(folder):
     """Run two ranks, then four, which go on from the checkpoint of the two."""
-    context = forking.ranks()
     lines = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         for ranks in sharded.RANKS:
-            processes = [context.Process(target=sharded.main, args=(folder, rank, ranks)) for rank in range(ranks)]
-            try:
-                for process in processes:
-                    process.start()
-                for process in processes:
-                    process.join(300)
-                assert [process.exitcode for process in processes] == [0] * ranks
-            finally:
-                for process in processes:
-                    process.kill()
+            arguments = [(folder, rank, ranks) for rank in range(ranks)]
+            assert forking.exit_codes(sharded.main, arguments, 300) == [0] * ranks
             lines[ranks] = [json.loads((folder / f"lines_{ranks}_{rank}.json").read_text()) for rank in range(ranks)]
     return lines
 

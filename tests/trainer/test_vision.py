@@ -234,16 +234,7 @@ def test_two_ranks_train_like_one_process(folders, tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for kind in SEEING:
         (tmp_path / kind).symlink_to(folders(kind))
-    processes = [forking.ranks().Process(target=main, args=(tmp_path, list(SEEING), rank)) for rank in range(2)]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(300)
-        assert [process.exitcode for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
+    assert forking.exit_codes(main, [(tmp_path, list(SEEING), rank) for rank in range(2)], 300) == [0, 0]
     for kind in SEEING:
         pictures = Pictures(config_of(kind))
         trainer, _ = step(folders(kind), [row for rows in rows_of(pictures, 2) for row in rows], pictures.features)
