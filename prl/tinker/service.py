@@ -281,7 +281,7 @@ class Service:
             self.learner.remove(name)
 
     def _save_if_due(self, model: Model, kind: str) -> None:
-        often = kind in ("forward", "forward_backward", "optim_step")
+        often = kind in ("forward", "forward_backward", "optim_step", "save_weights_for_sampler")
         if often and model.unsaved_s < max(SAVED_S, 20 * model.write_s):
             return
         if model.id in self.learner.tenants:
