@@ -14,10 +14,12 @@ from prl.rollouts.inputs import ModelInput
 
 UNKNOWN = ("detokenize", "n", "priority")  # settings of a request that transformers' model does not take
 
+
 class MyEngine(ServerEngine):
     @classmethod
     def command(cls, spec: EngineSpec, port: int) -> list[str]:
         return [sys.executable, __file__, spec.model.path, str(spec.model.max_model_len), str(port)]
+
 
 def application(path: str, max_model_len: int) -> web.Application:
     from prl.engines.transformers import TransformersConfig
@@ -55,6 +57,7 @@ def application(path: str, max_model_len: int) -> web.Application:
     app = web.Application(middlewares=[guarded])
     app.add_routes([web.get("/health", health), web.post(GENERATE, generate), web.post(LOAD, load)])
     return app
+
 
 if __name__ == "__main__":
     web.run_app(application(sys.argv[1], int(sys.argv[2])), host="127.0.0.1", port=int(sys.argv[3]), print=None)

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A loop of your own over Tinker's API
 #
-# `prl serve api=tinker` lends its trainer and its engine to clients of the [Tinker](https://tinker-docs.thinkingmachines.ai)
-# SDK: what is sampled, rewarded and trained on is decided here, in a loop of forty lines. It takes two minutes on two CPU
-# cores. The SDK is the extra `tinker`.
+# `prl serve api=tinker` lends its trainer and its engine to clients of the SDK of
+# [Tinker](https://tinker-docs.thinkingmachines.ai): what is sampled, rewarded and trained on is decided here, in a loop
+# of forty lines. It takes two minutes on two CPU cores. The SDK is the extra `tinker`.
 #
 # The model has 0.8 million parameters and learns to add: the prompt is `12+34=`, the right reply `46`.
 
@@ -49,10 +49,10 @@ print([model.model_name for model in tinker.RestClient().get_server_capabilities
 # %% [markdown]
 # ## The loop
 #
-# Each step samples a group of replies to each task from the newest weights, gives each reply the reward minus the mean of
-# its group (GRPO), and makes one step of the optimiser. Position i of a datum predicts target i, so the input is all
-# tokens but the last; tokens of the prompt have no advantage. `forward_backward` and `optim_step` are sent together: the
-# server runs them in their order.
+# Each step samples a group of replies to each task from the newest weights, gives each reply the reward minus the mean
+# of its group (GRPO), and makes one step of the optimiser. Position i of a datum predicts target i, so the input is all
+# tokens but the last; tokens of the prompt have no advantage. `forward_backward` and `optim_step` are sent together:
+# the server runs them in their order.
 
 # %%
 trainer = service.create_lora_training_client("tiny", rank=16, seed=0).result()
@@ -146,8 +146,8 @@ columns = ["step", "grad_norm", "logprob_gap/mean", "tokens/trained", "time/step
 pd.DataFrame(lines)[columns].tail(3)
 
 # %% [markdown]
-# The checkpoint is a Hugging Face folder, with the adapter of peft beside it: `prl chat <model>/weights/sums`, `prl eval`,
-# and `create_training_client_from_state` begin with it. A run with the same settings needs no loop:
+# The checkpoint is a Hugging Face folder, with the adapter of peft beside it: `prl chat <model>/weights/sums`,
+# `prl eval`, and `create_training_client_from_state` begin with it. A run with the same settings needs no loop:
 #
 # ```bash
 # prl train model=tiny model.lora.rank=16 trainer.optim.lr=1e-3 loss=aipo orchestrator.batch_size=128

@@ -36,7 +36,9 @@ def test_a_line_a_step_and_how_it_goes_on(tmp_path):
         model.train([datum(ids[:6], ids[6:12], logprobs=given, advantages=[0.0] * 4 + [1.0, -1.0])], "ppo")
         model.step(learning_rate=0.02)
         assert read_run(folder).status == "running"
-        client.http.post(f"/sessions/{model.session}/finish", json={"reason": {"type": "errored"}, "detail": "no money"})
+        client.http.post(
+            f"/sessions/{model.session}/finish", json={"reason": {"type": "errored"}, "detail": "no money"}
+        )
         ended = read_run(folder)
         assert (ended.status, ended.result.error, ended.result.steps) == ("failed", "no money", 2)
         model.train([text(4)])
@@ -82,7 +84,6 @@ def test_work_at_the_same_time_counts_once(monkeypatch):
     now = iter([10.0, 11.0, 13.0, 13.0])
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
     busy = Busy()
-    with busy.working():
-        with busy.working():
-            assert busy.seconds == 1.0
+    with busy.working(), busy.working():
+        assert busy.seconds == 1.0
     assert busy.seconds == 3.0
