@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prl.base.checkpoint_folders import verify
 from prl.engines.decoding import Request, sample
-from prl.tinker.protobuf import CLASSES
 from prl.tools.evaluation.targets import model_of
 
 STEP = {"learning_rate": 0.01}
@@ -204,8 +203,8 @@ def test_a_client_that_diverges_touches_no_other(client):
     assert "error" in models[0].train([GOOD]) and "error" not in models[1].train([GOOD])
 
 
-def test_models_beyond_those_in_memory_come_back(tmp_path):
-    with running(tmp_path, models=2) as client:
+def test_models_beyond_those_in_memory_come_back_and_limits(tmp_path):
+    with running(tmp_path, models=2, max_models=4, max_queued_tokens=1000) as client:
         models = [client.model(rank=2, seed=number) for number in range(3)]
         for model in models:
             model.train([GOOD])
@@ -216,6 +215,16 @@ def test_models_beyond_those_in_memory_come_back(tmp_path):
         expected.train([GOOD])
         expected.step(**STEP)
         assert models[1].logprobs([GOOD]) == expected.logprobs([GOOD])
+
+        assert (
+            "4 models, of at most 4" in client.refused("/create_model", session_id=client.session(), model_seq_id=0)[1]
+        )
+        large = models[0].send("/forward", forward_input=body([text(100)] * 200))  # alone it may be larger
+        asked = {"model_id": models[1].id, "seq_id": 900, "forward_input": body([GOOD])}
+        code, detail = client.refused("/forward", **asked)
+        assert code == 429 and detail.startswith("20000 tokens wait")
+        client.result(large)
+        assert client.do("/forward", **asked)["metrics"]
 
 
 def test_all_weights_of_one_model(tmp_path):
@@ -435,25 +444,3 @@ def test_a_large_body_is_refused(client, monkeypatch):
 
 
 PROTOBUF = {"Content-Type": "application/x-protobuf", "Accept": "application/x-protobuf"}
-
-
-def test_protobuf_says_the_same_as_json(client, model):
-    tokens, targets = list(range(30, 40)), list(range(31, 41))
-    weights = torch.rand(10)
-    message = CLASSES["ForwardBackwardRequest"](model_id=model.id, loss_fn="cross_entropy", forward_only=True)
-    given = message.data.add()
-    given.model_input.add().encoded_text.tokens = torch.tensor(tokens, dtype=torch.int32).numpy().tobytes()
-    for key, values, dtype in (("target_tokens", torch.tensor(targets), 2), ("weights", weights, 1)):
-        entry = given.loss_fn_inputs.add(key=key)
-        entry.value.dense, entry.value.dtype = values.numpy().tobytes(), dtype
-    answer = client.http.post("/forward_backward", content=message.SerializeToString(), headers=PROTOBUF).json()
-    raw = client.http.post(
-        "/retrieve_future", json={"request_id": answer["request_id"]}, headers={"Accept": PROTOBUF["Accept"]}
-    )
-    assert raw.headers["content-type"] == PROTOBUF["Content-Type"]
-    read = CLASSES["ForwardBackwardOutput"].FromString(raw.content)
-    plain = model.forward([datum(tokens, targets, weights=weights)])
-    [field] = read.loss_fn_outputs[0].fields
-    logprobs = torch.frombuffer(bytearray(field.value.data), dtype=torch.float32)
-    assert logprobs.tolist() == plain["loss_fn_outputs"][0]["logprobs"]["data"]
-    assert {entry.key: entry.value for entry in read.metrics} == plain["metrics"]
