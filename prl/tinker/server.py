@@ -24,7 +24,7 @@ from prl.config.schema import TinkerConfig
 from prl.tinker import wire
 from prl.tinker.learner import Learner
 from prl.tinker.sampler import Snapshots
-from prl.tinker.service import Model, Service
+from prl.tinker.service import Model, Service, looked_up
 from prl.tinker.store import NAME
 from prl.tinker.wire import PROTOBUF, RequestError
 
@@ -78,8 +78,6 @@ REFUSED = {
     "external_weights_urls": FOLDERS,
     "save_weights_external": FOLDERS,
     "copy_weights": "create_training_client_from_state makes a model of a checkpoint",
-    "create_custom_loss": "forward_backward_custom computes such a loss in the client",
-    "retrieve_futures": "ask for each result by retrieve_future, which tells of one that is lost",
 }
 """What clients may ask in vain, by the last part of a path, with what they have instead."""
 Call = Callable[[Request, bytes], Awaitable[Any]]
@@ -162,23 +160,26 @@ class Routes:
         return {"type": "create_session", "session_id": session_id, "info_message": INFO}
 
     async def session_heartbeat(self, request: Request, body: bytes) -> Any:
-        self.service.check_session(_named(body, "session_id"))
+        self._session(_named(body, "session_id"))
         return {"type": "session_heartbeat"}
 
     async def sessions(self, request: Request, body: bytes) -> Any:
         return _page(request, "sessions", [*self.service.store.sessions.sessions])
 
     async def session(self, request: Request, body: bytes) -> Any:
-        session_id, known = request.path_params["session_id"], self.service.store.sessions
-        self.service.check_session(session_id)
+        session_id = request.path_params["session_id"]
         return {
+            "user_metadata": self._session(session_id),
             "training_run_ids": [model.id for model in self.service.models_of(session_id)],
-            "sampler_ids": [name for name in known.samplers if name.startswith(f"{session_id}:")],
-            "user_metadata": known.sessions[session_id],
+            "sampler_ids": [name for name in self.service.store.sessions.samplers if name.startswith(f"{session_id}:")],
         }
 
+    def _session(self, session_id: str) -> dict[str, Any] | None:
+        """Return what a client has said about a session. Raises RequestError for one that is not there."""
+        return looked_up(self.service.store.sessions.sessions, session_id, "session_id")
+
     async def finish(self, request: Request, body: bytes) -> Any:
-        self.service.check_session(request.path_params["session_id"])
+        self._session(request.path_params["session_id"])
         return Response(status_code=204)
 
     async def capabilities(self, request: Request, body: bytes) -> Any:
@@ -189,7 +190,7 @@ class Routes:
 
     async def create_model(self, request: Request, body: bytes) -> Any:
         asked = wire.decode(body, wire.CreateModel)
-        return _created(self.service.create(asked, asked.lora_config, "create", body))
+        return self.service.create(asked, asked.lora_config, "create", body)
 
     async def get_info(self, request: Request, body: bytes) -> Any:
         model = self.service.model(_named(body, "model_id"))
@@ -235,30 +236,24 @@ class Routes:
         await run_in_threadpool(self.service.check, asked)
         named = "forward" if asked.forward_only else "forward_backward"
         tokens = sum(len(datum.tokens) for datum in asked.data)
-        return self._accepted(asked, named, body, kind, tokens)
+        return self.service.submit(asked, named, body, kind, tokens)
 
     async def optim_step(self, request: Request, body: bytes) -> Any:
         asked = wire.decode(body, wire.OptimStep)
-        return self._accepted(asked, "optim_step", body)
+        return self.service.submit(asked, "optim_step", body)
 
     async def _save(self, kind: str, request: Request, body: bytes) -> Any:
         asked = wire.decode(body, wire.SaveWeights)
         if asked.path is not None and not NAME.fullmatch(asked.path):
             raise RequestError(f"path={asked.path[:200]!r}: a name of letters, digits, _, - and . is wanted")
-        return self._accepted(asked, kind, body)
+        return self.service.submit(asked, kind, body)
 
     async def load_weights(self, request: Request, body: bytes) -> Any:
         asked = wire.decode(body, wire.LoadWeights)
         _, record = self.service.store.checkpoint(asked.path)
         if not asked.model_id:
-            return _created(self.service.create(asked, record.lora, "restore", body))
-        return self._accepted(asked, "load_weights", body)
-
-    def _accepted(
-        self, asked: wire.Numbered, kind: str, body: bytes, content_type: str = "", tokens: int = 0
-    ) -> dict[str, str]:
-        request_id = self.service.submit(asked, kind, body, content_type, tokens)
-        return {"request_id": request_id, "model_id": asked.model_id}
+            return self.service.create(asked, record.lora, "restore", body)
+        return self.service.submit(asked, "load_weights", body)
 
     async def retrieve_future(self, request: Request, body: bytes) -> Any:
         request_id = _named(body, "request_id")
@@ -294,7 +289,7 @@ class Routes:
 
     async def create_sampling_session(self, request: Request, body: bytes) -> Any:
         asked = wire.decode(body, SamplingSession)
-        self.service.check_session(asked.session_id)
+        self._session(asked.session_id)
         self.service.check_base(asked.base_model)
         sampler_id = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         self.service.open_sampler(sampler_id, self.service.checkpoint_of(asked.model_path))
@@ -322,10 +317,6 @@ def _named(body: bytes, field: str) -> str:
     if not isinstance(given, str):
         raise RequestError(f"{field} is missing")
     return given
-
-
-def _created(model: Model) -> dict[str, str]:
-    return {"request_id": f"{model.id}:create", "model_id": model.id}
 
 
 def _uri(request: Request) -> str:

@@ -11,11 +11,9 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
 import torch
 from safetensors.torch import load_file
 
@@ -28,20 +26,7 @@ from prl.config.schema import TinkerConfig
 from prl.tinker import losses, wire
 from prl.tinker.learner import Learner
 from prl.tinker.sampler import Snapshots
-from prl.tinker.store import (
-    CHECKPOINT,
-    KINDS,
-    SCHEME,
-    TENSORS,
-    Checkpoint,
-    ModelRecord,
-    ModelStore,
-    Request,
-    State,
-    Store,
-    end_of,
-    read_checkpoint,
-)
+from prl.tinker.store import EPHEMERAL, TENSORS, ModelRecord, ModelStore, Request, State, Store, read_checkpoint, uri_of
 from prl.tinker.wire import Lora, RequestError
 from prl.trainer.lora import ADAPTER, write_adapters
 from prl.trainer.model import write_model
@@ -54,6 +39,7 @@ SAMPLES = 4096
 SAVED_S = 2.0
 """[s] Work on a model after which its state is written, at least; else 20 times what writing takes."""
 Result = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass
@@ -99,13 +85,11 @@ class Service:
         code = sampler.spec.model.trust_remote_code
         self.files = companion_files(self.path) | tokenizer_files(self.path, trust_remote_code=code)
         self.models: dict[str, Model] = {}
-        self.turns: deque[Model] = deque()
-        self.work = asyncio.Event()
+        self.turns: asyncio.Queue[Model] = asyncio.Queue()
+        """Models with requests that wait, but for the one whose turn it is."""
         self.sampled: OrderedDict[str, asyncio.Task[Result]] = OrderedDict()
         self.sampling = 0
         """Replies that are sampled or wait."""
-        self.waiting: dict[str, int] = {}
-        """Tokens of each request of training that waits."""
         for model_store in self.store.models():
             self._found(model_store)
 
@@ -127,9 +111,7 @@ class Service:
 
     def model(self, model_id: str) -> Model:
         """Return a model by its id. Raises RequestError."""
-        if model_id not in self.models:
-            raise RequestError(f"model_id={model_id[:200]!r}: this server has no such model", 404)
-        return self.models[model_id]
+        return looked_up(self.models, model_id, "model_id")
 
     def models_of(self, session_id: str) -> list[Model]:
         """Return the models of a session."""
@@ -140,14 +122,9 @@ class Service:
         if name is not None and name not in (self.name, self.path):
             raise RequestError(f"base_model={name[:200]!r}: this server has {self.name}")
 
-    def check_session(self, session_id: str) -> None:
-        """Raise RequestError for a session that is not there."""
-        if session_id not in self.store.sessions.sessions:
-            raise RequestError(f"session_id={session_id[:200]!r}: this server has no such session", 404)
-
-    def create(self, request: wire.NewModel, lora: Lora | None, kind: str, body: bytes) -> Model:
+    def create(self, request: wire.NewModel, lora: Lora | None, kind: str, body: bytes) -> dict[str, str]:
         """Accept a new model, by `create` or `restore`. Of one that is there it is a retry. Raises RequestError."""
-        self.check_session(request.session_id)
+        looked_up(self.store.sessions.sessions, request.session_id, "session_id")
         if request.model_seq_id is None:
             raise RequestError("model_seq_id is missing")
         self.check_base(request.base_model)
@@ -162,23 +139,28 @@ class Service:
         model = self.models[model_id]
         if not model.order:  # a server that was killed may have written its record alone
             self._accept(model, Request(f"{model_id}:create", kind, body))
-        return model
+        return {"request_id": f"{model_id}:create", "model_id": model_id}
 
-    def submit(self, asked: wire.Numbered, kind: str, body: bytes, content_type: str = "", tokens: int = 0) -> str:
-        """Accept a request that was checked, unless it was before. Returns its id, by which its result is asked for.
+    def submit(
+        self, asked: wire.Numbered, kind: str, body: bytes, content_type: str = "", tokens: int = 0
+    ) -> dict[str, str]:
+        """Accept a request that was checked, unless it was before. Returns what its result is asked for by.
 
         Raises RequestError where its tokens and those that wait are too many: then the client is to try again.
         """
         model, number = self.model(asked.model_id), asked.seq_id
         request_id = f"{model.id}:{model.order + 1}-" if number is None else f"{model.id}:{number}"
-        if number is not None and number <= model.last:  # a retry, or one whose result will be asked for in vain
-            return request_id
-        waiting, most = sum(self.waiting.values()), self.config.max_queued_tokens
-        if waiting and tokens and waiting + tokens > most:
-            raise RequestError(f"{waiting} tokens wait, and with {tokens} they are more than {most}: try again", 429)
-        self.waiting[request_id] = tokens
-        self._accept(model, Request(request_id, kind, body, content_type))
-        return request_id
+        if number is None or number > model.last:  # else a retry, or one whose result will be asked for in vain
+            self._check_room(tokens)
+            self._accept(model, Request(request_id, kind, body, content_type, tokens))
+        return {"request_id": request_id, "model_id": model.id}
+
+    def _check_room(self, tokens: int) -> None:
+        """Raise RequestError where too many tokens wait; without any, a request may have more."""
+        waiting = sum(request.tokens for model in self.models.values() for _, request in model.queue)
+        if waiting and tokens and waiting + tokens > self.config.max_queued_tokens:
+            most = f"max_queued_tokens={self.config.max_queued_tokens}"
+            raise RequestError(f"{waiting} tokens wait, and {tokens} more are above {most}: try again", 429)
 
     def _accept(self, model: Model, request: Request) -> None:
         model.store.accept(model.order + 1, request)
@@ -188,21 +170,11 @@ class Service:
         number = request.request_id.rpartition(":")[2]
         if number.isdigit():
             model.last = max(model.last, int(number))
-        if request.kind == "save_weights_for_sampler":
-            self._name_snapshot(model, order, wire.decode(request.body, wire.SaveWeights))
         model.order = order
         model.results[request.request_id] = asyncio.get_running_loop().create_future()
         model.queue.append((order, request))
-        if model not in self.turns:
-            self.turns.append(model)
-        self.work.set()
-
-    def _name_snapshot(self, model: Model, order: int, asked: wire.SaveWeights) -> None:
-        """Begin the sampling session of a snapshot without a name, which will be there when the client may know it."""
-        if asked.path is None:
-            sampler_id = self.sampler_id(model.record, asked)
-            if sampler_id not in self.store.sessions.samplers:
-                self.open_sampler(sampler_id, self.snapshot_folder(model, asked, True, order))
+        if len(model.queue) == 1:
+            self.turns.put_nowait(model)
 
     def check(self, request: wire.Forward) -> None:
         """Raise RequestError for a pass that cannot be run, naming the field."""
@@ -229,21 +201,13 @@ class Service:
         """Serve the models in turns, one request of each, until cancelled; then write their states."""
         try:
             while True:
-                while not self.turns:
-                    self.work.clear()
-                    await self.work.wait()
-                model = self.turns.popleft()
-                order, request = model.queue.popleft()
+                model = await self.turns.get()
+                order, request = model.queue[0]
                 running = asyncio.ensure_future(asyncio.to_thread(self._run, model, order, request))
                 try:
-                    result = await asyncio.shield(running)
-                except asyncio.CancelledError:
-                    result = await running  # a thread cannot be stopped half way
-                    self._finish(model, order, request, result)
-                    raise
-                self._finish(model, order, request, result)
-                if model.queue and model not in self.turns:
-                    self.turns.append(model)
+                    await asyncio.shield(running)
+                finally:  # a thread cannot be stopped half way
+                    self._finish(model, order, request, await running)
                 await asyncio.to_thread(self._save_if_due, model, request.kind)
         finally:
             for model in self.models.values():
@@ -252,8 +216,12 @@ class Service:
 
     def _finish(self, model: Model, order: int, request: Request, result: Result) -> None:
         model.done = order
-        self.waiting.pop(request.request_id, None)
+        if "sampling_session_id" in result:
+            self.open_sampler(result["sampling_session_id"], model.store.folder / EPHEMERAL / str(order))
         model.results[request.request_id].set_result(result)
+        model.queue.popleft()
+        if model.queue:
+            self.turns.put_nowait(model)
         finished = [key for key, future in model.results.items() if future.done()]
         for key in finished[:-RESULTS]:
             del model.results[key]
@@ -360,13 +328,13 @@ class Service:
             self._write(model, folder, order, asked, sampler=sampler)
         model.store.prune()
         if sampler and asked.path is None:
-            return {"sampling_session_id": self.sampler_id(model.record, asked), "type": request.kind}
-        return {"path": f"{SCHEME}{model.id}/{folder.parent.name}/{folder.name}", "type": request.kind}
+            sampler_id = f"{model.record.session_id}:sample:{asked.sampling_session_seq_id}"
+            return {"sampling_session_id": sampler_id, "type": request.kind}
+        return {"path": uri_of(model.id, folder), "type": request.kind}
 
     def _write(self, model: Model, folder: Path, order: int, asked: wire.SaveWeights, *, sampler: bool) -> None:
         """Write a checkpoint, or what sampling needs of it."""
         tenant, base = self.learner.tenants[model.id], self.learner.model
-        kind = folder.parent.name
         with writing(folder) as new:
             if tenant.adapter is not None:
                 matrices = on_writer(tenant.parameters.items(), writes=True)
@@ -380,32 +348,14 @@ class Service:
                 kept = {key: tensor for key, tensor in tensors if not key.startswith("gradient/")}
                 write_tensors(kept, new / "state" / TENSORS)
             seal(new, tenant.step)
-            made = Checkpoint(
-                model_id=model.id,
-                order=order,
-                step=tenant.step,
-                lora=model.record.lora,
-                checkpoint_id=f"{kind}/{folder.name}",
-                checkpoint_type=KINDS.get(kind, ""),
-                tinker_path=f"{SCHEME}{model.id}/{kind}/{folder.name}",
-                time=datetime.now(UTC),
-                size_bytes=sum(file.stat().st_size for file in new.rglob("*") if file.is_file()),
-                user_metadata=asked.user_metadata,
-                expires_at=end_of(asked.ttl_seconds),
-            )
-            (new / CHECKPOINT).write_bytes(msgspec.json.encode(made))
+            model.store.describe(new, folder, order, tenant.step, asked)
 
     def snapshot_folder(self, model: Model, asked: wire.SaveWeights, sampler: bool, order: int) -> Path:
         """Return the folder of the weights that are to be saved."""
         if sampler and asked.path is None:
-            return model.store.folder / "ephemeral" / str(order)
+            return model.store.folder / EPHEMERAL / str(order)
         name = asked.path or f"step_{self.learner.tenants[model.id].step:06d}"
         return model.store.folder / ("sampler_weights" if sampler else "weights") / name
-
-    @staticmethod
-    def sampler_id(record: ModelRecord, asked: wire.SaveWeights) -> str:
-        """Return the id of the sampling session that a snapshot without a name gets."""
-        return f"{record.session_id}:sample:{asked.sampling_session_seq_id}"
 
     # --- sampling ---
 
@@ -425,10 +375,7 @@ class Service:
 
     def folder_of_sampler(self, sampler_id: str) -> Path | None:
         """Return the folder of a sampling session's snapshot; None = the base. Raises RequestError."""
-        samplers = self.store.sessions.samplers
-        if sampler_id not in samplers:
-            raise RequestError(f"sampling_session_id={sampler_id[:200]!r}: there is none", 404)
-        path = samplers[sampler_id]
+        path = looked_up(self.store.sessions.samplers, sampler_id, "sampling_session_id")
         return None if path is None else self.store.folder / path
 
     def checkpoint_of(self, model_path: str | None) -> Path | None:
@@ -499,6 +446,13 @@ class Service:
             return _failed(error)
         finally:
             self.sampling -= request.num_samples
+
+
+def looked_up(known: dict[str, T], name: str, field: str) -> T:
+    """Return what a request names. Raises RequestError."""
+    if name not in known:
+        raise RequestError(f"{field}={name[:200]!r}: this server has none of this name", 404)
+    return known[name]
 
 
 def _failed(error: Exception) -> Result:

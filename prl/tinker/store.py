@@ -25,12 +25,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from prl.base.files import read_json, write_atomically, write_tensors, writing
-from prl.tinker.wire import Lora, RequestError
+from prl.tinker.wire import Lora, RequestError, SaveWeights
 
 SCHEME = "tinker://"
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}", re.ASCII)
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 PATH = re.compile(rf"{SCHEME}([\w:-]{{1,200}})/({'|'.join(KINDS)})/({NAME.pattern})", re.ASCII)
+EPHEMERAL = "ephemeral"
 KEPT = 16
 """Snapshots without a name that a model keeps."""
 TENSORS, STATE, MODEL, CHECKPOINT = "tensors.safetensors", "state.msgpack", "model.json", "checkpoint.json"
@@ -62,6 +63,7 @@ class Request(msgspec.Struct):
     kind: str
     body: bytes
     content_type: str = ""
+    tokens: int = 0
 
 
 class Checkpoint(msgspec.Struct):
@@ -141,9 +143,26 @@ class ModelStore:
         order, folder = states[-1]
         return order, load_file(folder / TENSORS), msgspec.msgpack.decode((folder / STATE).read_bytes(), type=State)
 
+    def describe(self, new: Path, folder: Path, order: int, step: int, asked: SaveWeights) -> None:
+        """Write what a checkpoint or a snapshot is that will be `folder`, whose files are in `new` as yet."""
+        made = Checkpoint(
+            model_id=self.record.model_id,
+            order=order,
+            step=step,
+            lora=self.record.lora,
+            checkpoint_id=f"{folder.parent.name}/{folder.name}",
+            checkpoint_type=KINDS.get(folder.parent.name, EPHEMERAL),
+            tinker_path=uri_of(self.record.model_id, folder),
+            time=datetime.now(UTC),
+            size_bytes=sum(file.stat().st_size for file in new.rglob("*") if file.is_file()),
+            user_metadata=asked.user_metadata,
+            expires_at=end_of(asked.ttl_seconds),
+        )
+        (new / CHECKPOINT).write_bytes(msgspec.json.encode(made))
+
     def prune(self) -> None:
         """Remove snapshots without a name, but for the last ones."""
-        snapshots = sorted((self.folder / "ephemeral").glob("*"), key=lambda path: int(path.name))
+        snapshots = sorted((self.folder / EPHEMERAL).glob("*"), key=lambda path: int(path.name))
         for path in snapshots[:-KEPT]:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -205,6 +224,11 @@ class Store:
             if folder.suffix != ".writing"
         ]
         return sorted(filter(None, records), key=lambda record: record.time)
+
+
+def uri_of(model_id: str, folder: Path) -> str:
+    """Return the URI of a checkpoint."""
+    return f"{SCHEME}{model_id}/{folder.parent.name}/{folder.name}"
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:

@@ -4,7 +4,6 @@ Requests are checked here as far as their shape goes. Whoever is refused gets a 
 """
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -336,17 +335,13 @@ def encode(result: dict[str, Any], protobuf: bool) -> tuple[bytes, str]:
 
 
 def _forward(result: dict[str, Any]) -> Any:
-    """Encode the logprobs of a pass: a record for each run of data with as many targets in a position."""
+    """Encode the logprobs of a pass, in a record for each datum."""
     message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
-    pairs = zip(result["logprobs"], result["shapes"], strict=True)
-    for trailing, some in itertools.groupby(pairs, key=lambda pair: pair[1][1:]):
-        parts = [data for data, _ in some]
-        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(parts))
-        entry = record.fields.add(key="logprobs")
-        entry.value.data = b"".join(parts)
-        entry.value.offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64).tobytes()
-        entry.value.dtype = FLOAT32
-        entry.value.trailing_shape.extend(trailing)
+    for data, shape in zip(result["logprobs"], result["shapes"], strict=True):
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1)
+        offsets = np.array([0, len(data)], dtype=np.int64).tobytes()
+        tensor = {"data": data, "offsets": offsets, "dtype": FLOAT32, "trailing_shape": shape[1:]}
+        record.fields.add(key="logprobs", value=tensor)
     for name, value in result["metrics"].items():
         message.metrics.add(key=name, value=value)
     return message

@@ -309,7 +309,7 @@ def test_a_sample_of_the_base_and_its_ends(client, model):
         ({"prompt": {"chunks": [{"tokens": [30] * 128}]}}, "prompt has 128 tokens, above"),
         ({"prompt": {"chunks": [{"type": "image", "data": "x"}]}}, "prompt.chunks[0].type=image"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k: this server does not have it"),
-        ({"sampling_session_id": "nobody"}, "sampling_session_id='nobody': there is none"),
+        ({"sampling_session_id": "nobody"}, "sampling_session_id='nobody'"),
         ({"model_path": "tinker://a/weights/../../x"}, "model_path='tinker://a/weights/../../x': give tinker://"),
         ({"base_model": "large"}, "base_model='large': this server has tiny"),
         ({"num_samples": 5000}, "num_samples=5000"),
