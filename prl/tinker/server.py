@@ -34,13 +34,11 @@ WAIT_S = 20.0
 """[s] For a result, before the client is to ask again; the SDK's own deadline is 45."""
 CONFIG = {
     "parallel_fwdbwd_chunks": False,  # the parts of a pass come in their order
-    "proto_compress_fwdbwd": False,
-    "sample_use_retrieve_futures": False,  # a client asks for each result, and hears of one that is lost
-    "custom_loss_server_side": False,  # the client computes such a loss
     "sample_join_sampling_session": True,
     "use_pyqwest_transport": False,
 }
-"""What the server asks of the SDK; the rest is as the SDK has it."""
+"""What the server asks of the SDK. The rest is as the SDK has it: no packed bodies, no losses that run on the server. Each
+result is asked for, so that a client hears of one that is lost."""
 INFO = "prl: adapters leave the output head out; a model keeps its last 16 unnamed snapshots."
 
 
@@ -127,12 +125,11 @@ class Routes:
             try:
                 self._admit(request)
                 answer = await call(request, await _body(request))
-            except RequestError as error:
-                return _json({"detail": as_message(str(error))}, error.status)
             except ClientDisconnect:
-                return _json({"detail": "the client has gone"}, 400)
+                return Response(status_code=400)
             except PrlError as error:
-                return _json({"detail": as_message(str(error))}, 500)
+                status = error.status if isinstance(error, RequestError) else 500
+                return _json({"detail": as_message(str(error))}, status)
             return answer if isinstance(answer, Response) else _json(answer)
 
         return endpoint
@@ -148,10 +145,8 @@ class Routes:
 
     async def unknown(self, request: Request, body: bytes) -> Any:
         path = request.url.path
-        instead = REFUSED.get(path.rpartition("/")[2], "")
-        raise RequestError(
-            f"{request.method} {path[:200]}: this server does not have it{instead and '; '}{instead}", 404
-        )
+        why = REFUSED.get(path.rpartition("/")[2], "this server does not have it")
+        raise RequestError(f"{request.method} {path[:200]}: {why}", 404)
 
     async def create_session(self, request: Request, body: bytes) -> Any:
         session_id = str(uuid.uuid4())
@@ -232,8 +227,7 @@ class Routes:
 
     async def _pass(self, forward_only: bool, request: Request, body: bytes) -> Any:
         kind = request.headers.get("content-type", "")
-        asked = await run_in_threadpool(wire.read_forward, body, kind, forward_only)
-        await run_in_threadpool(self.service.check, asked)
+        asked = await run_in_threadpool(self.service.read_forward, body, kind, forward_only)
         named = "forward" if asked.forward_only else "forward_backward"
         tokens = sum(len(datum.tokens) for datum in asked.data)
         return self.service.submit(asked, named, body, kind, tokens)

@@ -176,10 +176,12 @@ class Service:
         if len(model.queue) == 1:
             self.turns.put_nowait(model)
 
-    def check(self, request: wire.Forward) -> None:
-        """Raise RequestError for a pass that cannot be run, naming the field."""
-        loss, _ = losses.loss_of(request.loss_fn, request.config)
-        losses.check_data(request.data, request.loss_fn, loss, self.learner.vocabulary, self.learner.longest)
+    def read_forward(self, body: bytes, content_type: str, forward_only: bool) -> wire.Forward:
+        """Read a pass. Raises RequestError, naming the field, for one that cannot be run."""
+        asked = wire.read_forward(body, content_type, forward_only)
+        loss, _ = losses.loss_of(asked.loss_fn, asked.config)
+        losses.check_data(asked.data, asked.loss_fn, loss, self.learner.vocabulary, self.learner.longest)
+        return asked
 
     # --- results ---
 
