@@ -37,8 +37,8 @@ CONFIG = {
     "sample_join_sampling_session": True,
     "use_pyqwest_transport": False,
 }
-"""What the server asks of the SDK. The rest is as the SDK has it: no packed bodies, no losses that run on the server. Each
-result is asked for, so that a client hears of one that is lost."""
+"""What the server asks of the SDK. The rest is as the SDK has it: bodies are not packed, no loss runs on the server,
+and each result is asked for, so that a client hears of one that is lost."""
 INFO = "prl: adapters leave the output head out; a model keeps its last 16 unnamed snapshots."
 
 
