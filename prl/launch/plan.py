@@ -20,7 +20,7 @@ from prl.config.hardware import Machine, parameters_of
 from prl.config.schema import EnvConfig, ModelConfig, TeacherConfig, TrainConfig
 from prl.config.threads import share
 from prl.config.trainer import FLOAT32, Precision, precision_of
-from prl.config.validate import hosts_teacher, places_processes
+from prl.config.validate import places_processes
 from prl.engines.base import Connect, Engine, EngineSpec, ServerEngine
 from prl.engines.protocol import TOKEN_VARIABLE
 from prl.orchestrator.who_waits import ENGINE, numbered
@@ -29,6 +29,7 @@ from prl.weights.base import Weights
 
 if TYPE_CHECKING:
     from prl.engines.client import PolicyPool
+    from prl.rollouts.pictures import PictureStore
 
 POLICY_NAME = "policy"
 """Name that engines serve the policy under."""
@@ -128,19 +129,22 @@ class ModelPlan:
         """Return how often each of its servers may be started again, by its process."""
         return {server.process: server.config.restarts for server in self.servers}
 
-    def policy(self, start: StartEngine, started: Sequence[str] = ()) -> "PolicyPool":
+    def policy(
+        self, start: StartEngine, started: Sequence[str] = (), *, pictures: "PictureStore | None" = None
+    ) -> "PolicyPool":
         """Make the client of a policy, whose servers are started unless they run.
 
         Args:
             start: Starts a server.
             started: The addresses of servers that were started early; empty = none were.
+            pictures: The store of the pictures that the policy is shown; None = none are.
         """
         running = [*self.urls, *started]
-        return self.engine.policy(self.spec, lambda: running or self.start(start))
+        return self.engine.policy(replace(self.spec, pictures=pictures), lambda: running or self.start(start))
 
-    def frozen(self, start: StartEngine) -> Connect:
-        """Start the servers of a frozen model; returns a function that makes its clients."""
-        return self.engine.frozen(self.spec, lambda: self.urls or self.start(start))
+    def frozen(self, start: StartEngine, pictures: "PictureStore | None" = None) -> Connect:
+        """Start the servers of a frozen model; returns a function that makes its clients, which see `pictures`."""
+        return self.engine.frozen(replace(self.spec, pictures=pictures), lambda: self.urls or self.start(start))
 
     def start(self, start: StartEngine) -> list[str]:
         """Start the servers. Returns their addresses, before they are ready."""
@@ -221,7 +225,7 @@ def plan(config: TrainConfig, machine: Machine, *, keeps_engines: bool = False) 
     token = token_of(config.engine.urls, WARM_TOKEN if keeps_engines else None)
     ranks = config.trainer.num_processes
     ranks_on = machine.device_of(config.trainer.device)
-    teacher = config.teacher.engine if hosts_teacher(config) else None
+    teacher = config.teacher.engine if config.hosts_teacher else None
     needs = [
         need_of(config.engine, "engine", machine),
         Need(ranks, int(ranks_on == "cuda"), f"trainer.num_processes={ranks}"),

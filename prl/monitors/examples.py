@@ -19,7 +19,7 @@ def examples(run_dir: Path, step: int, max_steps: int) -> list[Record]:
 
 
 def facts_of(record: Record) -> dict[str, Any]:
-    """What a rollout is, and what became of it."""
+    """Return the facts about a rollout: its origin, and what became of it."""
     names = ("step", "env", "task", "group", "rollout", "reward", "advantage", "stop")
     facts = {name: getattr(record, name) for name in names} | {"stage": record.stage and str(record.stage)}
     return {name: safe(value) if isinstance(value, str) else value for name, value in facts.items()}

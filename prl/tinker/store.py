@@ -34,7 +34,7 @@ TENSORS, STATE, MODEL, CHECKPOINT = "tensors.safetensors", "state.msgpack", "mod
 
 
 class ModelRecord(msgspec.Struct):
-    """What a model is."""
+    """The record of a model."""
 
     model_id: str
     session_id: str
@@ -62,7 +62,7 @@ class Request(msgspec.Struct):
 
 
 class Checkpoint(msgspec.Struct):
-    """What a checkpoint or a snapshot is, beside its files."""
+    """The record of a checkpoint or a snapshot, beside its files."""
 
     model_id: str
     order: int
@@ -174,7 +174,7 @@ class Store:
         return folder
 
     def record(self, path: str, field: str = "path") -> Checkpoint:
-        """What a checkpoint is, by its URI. Raises RequestError for one that is not there."""
+        """Return the record of a checkpoint, by its URI. Raises RequestError for one that is not there."""
         return read_json(self.checkpoint(path, field) / CHECKPOINT, Checkpoint)
 
     def delete(self, path: str) -> None:

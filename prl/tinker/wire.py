@@ -119,7 +119,7 @@ class Optimizer(Strict):
 
 
 class NewModel(msgspec.Struct):
-    """What a new model is told, whether it begins at the base or at a checkpoint."""
+    """A request for a new model, which begins at the base or at a checkpoint."""
 
     session_id: str | None = None
     model_seq_id: int | None = None
@@ -140,7 +140,7 @@ class LoadWeights(NewModel, kw_only=True):
 
 
 class SamplingParams(Strict):
-    """How to sample. `stop` None = at the model's ends of turns; [] = nowhere."""
+    """Settings of sampling. `stop` None = at the model's ends of turns; [] = nowhere."""
 
     max_tokens: int | None = None
     seed: int | None = None

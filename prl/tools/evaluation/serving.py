@@ -13,6 +13,7 @@ from prl.launch.launcher import Launcher
 from prl.launch.plan import ModelPlan, resolved
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.who_waits import Waiting
+from prl.rollouts.pictures import PictureStore
 from prl.tools.evaluation.targets import Target
 
 Work = Callable[[Target, ModelPool], Awaitable[None]]
@@ -25,6 +26,8 @@ class Served:
     targets: list[Target]
     plan: ModelPlan | None
     """The engine; None = they are at an endpoint."""
+    pictures: PictureStore | None = None
+    """The store of the pictures that they are shown; None = they see none."""
 
 
 async def serve_each(make_launcher: Callable[[], Launcher], engines: Iterable[Served], work: Work) -> None:
@@ -48,11 +51,11 @@ def client_of(served: Served, launcher: Launcher) -> tuple[ModelPool, float]:
     plan, first = served.plan, served.targets[0]
     if plan is None:
         assert first.endpoint is not None
-        return FrozenPool(first.endpoint), first.endpoint.timeout_s
+        return FrozenPool(first.endpoint, pictures=served.pictures), first.endpoint.timeout_s
     if plan.servers:
         several = "an engine" if len(plan.servers) == 1 else f"{len(plan.servers)} engines"
         print(f"starting {several} for {first.name}; log: {plan.spec.log}", file=sys.stderr, flush=True)
-    return plan.policy(launcher.start_engine), plan.spec.config.startup_timeout_s
+    return plan.policy(launcher.start_engine, pictures=served.pictures), plan.spec.config.startup_timeout_s
 
 
 def waiting(pool: ModelPool) -> Waiting:

@@ -157,7 +157,7 @@ def course(name: str, values: pd.Series, window: int, errors: pd.Series | None =
 
 
 def decline(values: pd.Series, since: int, best: float, last: float, window: int) -> tuple[int, int, int]:
-    """Where a reward went down after `since`: the step of its largest fall, the last before all of it, its end."""
+    """Find where a reward went down after `since`: the step of its largest fall, the last before all of it, its end."""
     steps, short = values.index, min(window, len(values), WINDOW)
     before = values.rolling(short, min_periods=min(short, 2)).mean().shift(1)
     after = values[::-1].rolling(short, min_periods=1).mean()[::-1]
@@ -210,7 +210,7 @@ class Move(NamedTuple):
 
 
 def explained(metrics: pd.DataFrame, fall: Course) -> str:
-    """What moved before a reward fell, in sentences with the values, and what to do about it."""
+    """Say what moved before a reward fell, in sentences with the values, and what to do about it."""
     steps = metrics.assign(**{ERRORED: failed_share(metrics)})
     steps, span = steps[steps.index > 0].dropna(axis=1, how="all"), f"steps {fall.began} and {fall.ended}"
     sudden = not fall.evaluated and fall.ended - fall.began <= WINDOW

@@ -109,7 +109,7 @@ def judged_rewards(run: Run) -> Judged:
 
 
 def beside(run_dir: Path, steps: tuple[int, int]) -> str:
-    """What the rollouts of two steps were asked, and earned by name; empty where one has none or several envs."""
+    """Compare what the rollouts of two steps were asked, and earned by name; empty if one has none or several envs."""
     seen = [sight(lines_of(path, Record, [])) for step, path in step_files(run_dir).items() if step in steps]
     return f" Before: {seen[0]}. Then: {seen[1]}." if len(seen) == 2 and all(seen) else ""
 
@@ -161,7 +161,7 @@ def state_of(run: Run) -> Finding:
 
 
 def starts(run: Run) -> list[Finding]:
-    """Where a run went on, with the keys that changed, and which run it forked."""
+    """Say where a run went on, with the keys that changed, and which run it forked."""
     findings = []
     for resume in resumes_of(run.dir, []):
         how = f"Forked from {resume.checkpoint}" if resume.source else f"Resumed after step {resume.step}"
