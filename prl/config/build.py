@@ -329,11 +329,12 @@ def read(kind: type[T], given: Mapping[str, Any], where: str = "") -> T:
     if missing := sorted(taken.required - given.keys()):
         key = f"{where}.{missing[0]}".lstrip(".")
         raise ConfigError(f"{key} has no value: give one, {key}=<value>")
-    return extended(kind, tuple(further))(**values, **further)
+    result: T = extended(kind, tuple(further))(**values, **further)
+    return result
 
 
 @functools.cache  # else equal configs would be of different classes, and so not equal
-def extended(kind: type[T], names: tuple[str, ...]) -> type[T]:
+def extended(kind: Any, names: tuple[str, ...]) -> Any:
     """Return the dataclass `kind` with further fields of any type."""
     further = [(name, Any) for name in names]
     return dataclasses.make_dataclass(kind.__name__, further, bases=(kind,), kw_only=True) if names else kind

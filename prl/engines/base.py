@@ -244,6 +244,7 @@ class ServerEngine(Engine):
         # A server that somebody else has started is not restarted: nobody waits for it to come back.
         restarted = spec.config.restarts and not spec.config.urls
         restart_s = spec.config.startup_timeout_s if restarted else 0.0
+        # Servers that outlive the run may be asked by another one at the same time.
         shared = bool(spec.config.urls)
         return InferencePool(
             serve(), spec.served_name, spec.token, shared=shared, restart_s=restart_s, pictures=spec.pictures

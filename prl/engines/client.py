@@ -290,6 +290,7 @@ class InferencePool(PolicyPool):
 
     async def _catch_up(self, server: Server, anew: bool) -> None:
         anew = anew or server.instance is None  # it has never said that it loaded any
+        # Once more where a newer version has come while one was loaded.
         while self._offer is not None and (anew or server.version != self._newest):
             version = self._newest
             try:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from prl.engines.chat import Dialogue, MessageSource
     from prl.engines.client import ModelPool
-    from prl.engines.frozen import FrozenPool
     from prl.engines.replies import Completion
     from prl.rollouts.pictures import PictureStore
 
@@ -72,12 +71,6 @@ class Sampler(SamplingConfig):
         self.reserve = reserve
         self.priority = priority
         self.vocab_size = ANY_TOKEN if vocab_size is None else vocab_size
-
-    def ask_by_messages(self, model: "FrozenPool") -> None:
-        """Sample from `model` by chat messages from now on: it exchanges no token ids of the policy's tokenizer."""
-        from prl.engines.chat import ChatSource  # configs are composed without an HTTP client
-
-        self.pool = ChatSource(model)
 
     @property
     def pictures(self) -> "PictureStore | None":

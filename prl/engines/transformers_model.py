@@ -189,6 +189,7 @@ class Batches(Generic[Asked, Answer]):
 
     def _take(self) -> None:
         """Answer what waits, in the thread."""
+        # Each question has one look submitted, and a look may take several: then a later one finds none.
         taken: list[Waiting[Asked, Answer]] = []
         size = 0
         while self.waiting and (not taken or size + self.waiting[0].size <= self.limit):

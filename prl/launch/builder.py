@@ -133,7 +133,7 @@ def read_tasks(
         check_lengths(limit, config.trainer.seq_len, name, prompts)
         rendered += prompts
         if environment.config.weight > 0:  # else it is evaluated only
-            check_trained(keys, config.group_size_of(name), algorithm, environment, renderers[name])
+            check_trained(keys, components.envs[name].group_size, algorithm, environment, renderers[name])
     check_rows(config.model.path, rows, tokenizer, rendered)
     probe = TokenizerProbe.of(tokenizer, f"the policy ({config.model.path})")
     return PreparedRun(config, plan, components, environments, renderers, probe, pictures, resume)
@@ -227,6 +227,7 @@ async def _load_trainer(run: PreparedRun, supervisor: Supervisor, transport: Fil
     """Start the trainer, and wait until it has loaded the model."""
 
     def loaded() -> bool:
+        # The trainer publishes the version that it begins with once it has the model.
         return transport.receive_metrics(run.first_version) is not None
 
     supervisor.launcher.start_trainer(trainer_of(run))
@@ -249,6 +250,7 @@ async def load_first_weights(run: PreparedRun, policy: PolicyPool) -> None:
     """Have the engine load the weights that the run begins with."""
     version = run.first_version
     timeout_s = run.plan.policy.spec.config.update_timeout_s
+    # Version 0 is the model itself, which is in no folder of the run.
     if version:
         await run.components.weights.load(policy, version, timeout_s)
     else:

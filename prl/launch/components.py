@@ -59,7 +59,7 @@ class RunComponents:
 
     envs: dict[str, EnvComponents]
     keys: dict[str, dict[str, str]]
-    """The config key of each node of an env (algo, curriculum, filters, renderer), by env and name."""
+    """The config keys of each env's algo, curriculum, filters, renderer and group_size, by env and name."""
     orchestrator: Callable[..., Orchestrator]
     """Takes its live objects."""
     batcher: Callable[..., Batcher]
@@ -74,7 +74,10 @@ class RunComponents:
 def build_components(config: TrainConfig) -> RunComponents:
     """Build and check every component but the launcher. Raises ConfigError with its config key."""
     envs = {name: _env_components(config, name) for name in config.envs}
-    keys = {env: {name: config.node_of(env, name)[0] for name in NODES} for env in envs}
+    keys = {
+        env: {name: config.node_of(env, name)[0] for name in NODES} | {"group_size": config.group_size_of(env)[0]}
+        for env in envs
+    }
     models = {name: env.references for name, env in config.envs.items()}
     # The settings of evaluations are the envs' samplers', built above, which may name a class of their own.
     orchestrator = replace(config.orchestrator, eval=replace(config.orchestrator.eval, sampling={}), batcher={})
@@ -242,6 +245,7 @@ def longest_completion(env: EnvComponents, environment: Environment, max_model_l
     limit = env.sampler.max_tokens
     if limit is None:
         limit = getattr(environment.taskset, "MAX_TOKENS", None)
+    # The limit is that of a turn: several turns together may fill the sequence.
     one_turn = environment.verifiers_env is None
     return min(room, limit) if one_turn and limit is not None else room
 
@@ -335,6 +339,7 @@ def check_optimizers(node: Any) -> None:
 
     from prl.trainer.optim import make_optimizer
 
+    # Made for one of each kind: some take matrices alone, and leave vectors to another.
     matrix = {"": torch.nn.Parameter(torch.zeros(1, 1))}
     with contained("trainer.optim", "making the optimiser"):
         make_optimizer(matrix | {"vector": torch.nn.Parameter(torch.zeros(1))}, settings, "trainer.optim")

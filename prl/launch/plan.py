@@ -232,6 +232,7 @@ def plan(config: TrainConfig, machine: Machine, *, keeps_engines: bool = False) 
         need_of(teacher, "teacher.engine", machine) if teacher is not None else NO_NEED,
     ]
     placement = placed(needs, machine, elsewhere=places_processes(config.launcher) and not dry)
+    # What computes on the machine's cores at the same time shares them.
     sharing = servers_on_cpu(config.engine, machine) + servers_on_cpu(teacher, machine)
     if config.orchestrator.max_async_level > 0 and ranks_on == "cpu":  # else sampling and training take turns
         sharing += ranks
@@ -435,6 +436,7 @@ def placed(needs: Sequence[Need], machine: Machine, *, elsewhere: bool) -> Place
     if elsewhere:
         unknown: list[list[Gpus]] = [[()] * need.count for need in needs]
         return Placement(*unknown)
+    # A machine is asked for its GPUs only where one is wanted: its driver may hang.
     wanted = any(need.gpus for need in needs)
     return place(needs, machine.gpus if wanted else [])
 

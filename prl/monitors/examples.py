@@ -13,6 +13,7 @@ TIMES, ROLLOUTS = 20, 8
 
 def examples(run_dir: Path, step: int, max_steps: int) -> list[Record]:
     """The first rollouts of a step, by groups; none of most steps."""
+    # From the first step on, as many times as a person looks at.
     if step < 1 or (step - 1) % max(1, max_steps // TIMES):
         return []
     return lines_of(run_dir / "rollouts" / f"{step_name(step)}.jsonl", Record, [])[:ROLLOUTS]

@@ -142,6 +142,7 @@ def check(
 
     asked = config.envs[name].references
     pictures = picture_store(config.model, None)
+    # What has no address is played by the judge's script, and so is all where verdicts are given.
     scripted = {role: POLICY for role, model in asked.items() if verdicts or not getattr(model, "base_url", None)}
     own = replace(config.envs[name], models=config.envs[name].models | scripted)
     environment = Environment(name, own, eval_tasks=HELD_OUT, pictures=pictures)
@@ -194,6 +195,7 @@ async def play(environment: Any, task: Any, sampler: Any, judge: Script) -> list
     environment.connect(sampler.changed({"pool": judge}), clients_of({}, environment.pictures))
     async with served(sampler.pool, judge) as url:
         sampler.pool.http = SimpleNamespace(token=None, address=lambda _: url)
+        # verifiers' judges ask over HTTP: they get the script's address, and a key that nobody has set.
         for config in (*task.config.judges, *vars(task.config).values()):
             if isinstance(config, JudgeConfig):
                 config.base_url, config.api_key_var = f"{url}/v1", "PRL_NO_KEY"

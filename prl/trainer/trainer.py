@@ -222,6 +222,7 @@ class Trainer:
         """Return a stack of an update with the features of its pictures; `first` is its first row in the batch."""
         # The layout numbers the rows of an update from 0. Origins count in the whole batch.
         origins = [(first + number, place) for number, place in stack.origins]
+        # Read once for each stack: later epochs and references see the same.
         features = {} if self.features is None else {each.features: self.features(each) for each in stack.pictures}
         return replace(stack, origins=origins, features=features)
 

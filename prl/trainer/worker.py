@@ -100,6 +100,7 @@ def run(config: Mapping[str, Any], run_dir: Path, stopping: threading.Event | No
     with contextlib.closing(track), contextlib.ExitStack() as opened:
         with track.doing(MODEL, trained):
             transport = FileTransport(run_dir)
+            # Each rank makes its own: publishing a version is a collective.
             weights = build(config["weights"], Weights, "weights")
             weights.attach(transport, rank=rank, workers=config.get("engine_workers", 1))
             export = make_export(config, run_dir, rank)

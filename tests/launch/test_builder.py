@@ -201,11 +201,11 @@ class Processes:
     def __init__(self):
         self.started = {}
 
-    def start(self, name, command, *, env, log, explain=None, stdin=None):
+    def start(self, name, command, *, env, log, explain=None, stdin=None, may_finish=False):
         assert name not in self.started
         told = []
         self.started[name] = SimpleNamespace(command=command, env=env, log=log, told=told)
-        return SimpleNamespace(may_finish=False, tell=told.append)
+        return SimpleNamespace(tell=told.append)
 
 
 @pytest.fixture

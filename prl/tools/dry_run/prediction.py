@@ -137,6 +137,7 @@ def memory_of_rank(
     cuda = passes.cuda
     shards = trainer.shard_size or trainer.num_processes
     parts = trainer_memory(policy, passes, references=references, shards=shards)
+    # With a GPU host memory has only what is offloaded.
     in_ram = {name: value for name, value in parts.items() if not cuda or (trainer.cpu_offload and name in STATES)}
     on_gpu = {name: value for name, value in parts.items() if name not in in_ram}
     loads = first and (cuda or trainer.num_processes > 1)

@@ -135,6 +135,7 @@ def evaluation_of(config: EvaluationConfig) -> Evaluation:
         for env in envs:
             own = config.envs[env.name].renderer
             where, node = ("renderer", config.renderer) if own is None else (f"envs.{env.name}.renderer", own)
+            # Envs that share a renderer share the object.
             if where not in made:
                 made[where] = renderer_of(where, node, target.model, tokenizer, shown)
             checked_prompts(env.environment, made[where], where, target.model.max_model_len)
@@ -164,6 +165,7 @@ def plan_engines(config: EvaluationConfig, log: Path, folder: Path | None = None
         machine=machine,
         process=ENGINE,
         served_name=POLICY_NAME,
+        # Endpoints have keys of their own.
         token=token_of(config.engine.urls) if any(target.endpoint is None for target in targets) else "",
         log=log,
         seed=config.seed,

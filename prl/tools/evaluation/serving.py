@@ -33,6 +33,7 @@ class Served:
 async def serve_each(make_launcher: Callable[[], Launcher], engines: Iterable[Served], work: Work) -> None:
     """Have each target served, and `work` done on it. An engine that dies ends it with its name and last log lines."""
     for served in engines:
+        # One for each engine, whose memory is free before the next one starts.
         with make_launcher() as launcher:
             pool, timeout_s = client_of(served, launcher)
             restarts = {} if served.plan is None else served.plan.restarts
@@ -73,6 +74,7 @@ def say(text: str) -> None:
 
 async def _each(served: Served, pool: ModelPool, work: Work) -> None:
     for version, target in enumerate(served.targets):
+        # An engine that was started has its first target's weights; one that runs already may have any.
         if served.plan is not None and (version > 0 or served.plan.urls):
             assert isinstance(pool, PolicyPool)
             path = resolved(target.model, served.plan.spec.device).path

@@ -98,6 +98,7 @@ def judged_rewards(run: Run) -> Judged:
     # Of every step more is known than of an evaluation, but rollouts of old policies show a fall later.
     fall = fallen[0] if fallen[0].ended < fallen[-1].began else fallen[-1]
     why, texts = explained(run.metrics, fall), [one.text for one in fallen]
+    # No metric moved before: the rollouts themselves may show what changed.
     if "compare the rollouts" in why:
         why += beside(run.dir, (fall.began, fall.bad))
     kept = [step for step in steps_of(run.dir) if step <= fall.began]
