@@ -329,7 +329,7 @@ def read(kind: type[T], given: Mapping[str, Any], where: str = "") -> T:
     if missing := sorted(taken.required - given.keys()):
         key = f"{where}.{missing[0]}".lstrip(".")
         raise ConfigError(f"{key} has no value: give one, {key}=<value>")
-    result: T = extended(kind, tuple(further))(**values, **further)
+    result: T = extended(cast(Any, kind), tuple(further))(**values, **further)
     return result
 
 
