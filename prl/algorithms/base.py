@@ -209,8 +209,7 @@ class Algorithm(EnvPart):
         """The client of a frozen model, as `connect` makes it, before anybody has waited for the model."""
         from prl.engines.frozen import clients_of  # configs are composed without loading an HTTP client
 
-        connect = self.clients or clients_of({})
-        pool = connect(frozen)
+        pool = (self.clients or clients_of({}))(frozen)
         self.pools.append(pool)
         return pool
 

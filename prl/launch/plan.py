@@ -220,8 +220,7 @@ def plan(config: TrainConfig, machine: Machine, *, keeps_engines: bool = False) 
         machine: The machine that its processes get, unless its launcher places them on others.
         keeps_engines: Whether engines stay for the next run of this process.
     """
-    launcher = located(config.launcher, "launcher")
-    dry = config.dry_run or getattr(launcher, "submits", False)
+    dry = config.dry_run or getattr(located(config.launcher, "launcher"), "submits", False)
     token = token_of(config.engine.urls, WARM_TOKEN if keeps_engines else None)
     ranks = config.trainer.num_processes
     ranks_on = machine.device_of(config.trainer.device)

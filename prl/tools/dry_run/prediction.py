@@ -102,9 +102,10 @@ def predict(run: PreparedRun) -> Prediction:
     passes = pass_of(
         trainer, run.config.model.max_model_len, plan.trainer.precision, cuda=plan.trainer.device == "cuda"
     )
-    references = len(run.components.references)
     for number, place in enumerate(plan.trainer.gpus):
-        on_gpu, in_ram = memory_of_rank(trainer, policy, passes, references=references, first=number == 0)
+        on_gpu, in_ram = memory_of_rank(
+            trainer, policy, passes, references=len(run.components.references), first=number == 0
+        )
         predicted.add("trainer", in_ram | {"process": TRAINER}, on_gpu, places_of(place, plan.machine))
     return predicted
 

@@ -78,8 +78,7 @@ class Evaluation:
 
     async def run(self) -> None:
         """Evaluate each target and write what it achieved. Raises PrlError where a model does not answer."""
-        steps = len(self.targets) - 1
-        self.monitors.start(self.run_dir, max_steps=steps, run_config=data_of(self.config))
+        self.monitors.start(self.run_dir, max_steps=len(self.targets) - 1, run_config=data_of(self.config))
         with contextlib.closing(self.monitors):
             async with contextlib.AsyncExitStack() as serving:
                 for env in self.envs:
