@@ -358,3 +358,8 @@ class TrainConfig:
     def hosts(self, reference: FrozenModelConfig) -> bool:
         """Return whether the launcher serves this frozen model for the run."""
         return self.teacher.model is not None and reference.base_url is None and reference.name == self.teacher.name
+
+    @property
+    def hosts_teacher(self) -> bool:
+        """Return whether the launcher serves the model of `teacher` for the run: an algorithm or an env asks it."""
+        return any(self.hosts(reference) for env in self.envs for _, reference in self.frozen_of(env))

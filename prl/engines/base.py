@@ -18,6 +18,7 @@ from prl.config.build import Seconds, class_of
 from prl.config.environment import model_environment
 from prl.config.gpus import Gpus, visible_devices
 from prl.config.hardware import Machine
+from prl.config.model_folder import sees_at
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.model_shape import NUMBER_BYTES, ModelShape
 from prl.config.schema import EngineConfig, ModelConfig
@@ -25,6 +26,7 @@ from prl.config.schema import EngineConfig, ModelConfig
 if TYPE_CHECKING:  # an HTTP client, which composing a config does without
     from prl.engines.client import PolicyPool
     from prl.engines.frozen import ReferencePool
+    from prl.rollouts.pictures import PictureStore
 
 
 @dataclass
@@ -87,6 +89,13 @@ class EngineSpec:
     """Requests have priorities, so that those of an evaluation beside training come last."""
     weight_transfer: str = "prl"
     """The name of what takes new weights in, in each process of a server (`Weights.receiver`)."""
+    pictures: "PictureStore | None" = None
+    """The store of the pictures that its clients are shown; None = none are."""
+
+    @property
+    def sees(self) -> bool:
+        """Return whether the model has a vision tower."""
+        return sees_at(self.model.path)
 
     @property
     def server(self) -> "type[ServerEngine]":
@@ -235,8 +244,11 @@ class ServerEngine(Engine):
         # A server that somebody else has started is not restarted: nobody waits for it to come back.
         restarted = spec.config.restarts and not spec.config.urls
         restart_s = spec.config.startup_timeout_s if restarted else 0.0
+        # Servers that outlive the run may be asked by another one at the same time.
         shared = bool(spec.config.urls)
-        return InferencePool(serve(), spec.served_name, spec.token, shared=shared, restart_s=restart_s)
+        return InferencePool(
+            serve(), spec.served_name, spec.token, shared=shared, restart_s=restart_s, pictures=spec.pictures
+        )
 
     @classmethod
     def frozen(cls, spec: EngineSpec, serve: Serve) -> Connect:
@@ -244,4 +256,6 @@ class ServerEngine(Engine):
 
         # Started here, once: each reference to the model gets a client of the same servers.
         urls = [f"{url}/v1" for url in serve()]
-        return lambda reference: FrozenPool(replace(reference, base_url=urls, api_key_var=None), spec.token)
+        return lambda reference: FrozenPool(
+            replace(reference, base_url=urls, api_key_var=None), spec.token, spec.pictures
+        )

@@ -5,7 +5,6 @@ import os
 import sys
 from typing import Any
 
-from prl.config.model_folder import sees_pictures
 from prl.engines.base import EngineSpec
 from prl.engines.vllm.cpu import PATCHES_VARIABLE, pictures
 from prl.engines.vllm.options import as_arguments
@@ -35,7 +34,7 @@ def command_of(spec: EngineSpec, port: int) -> list[str]:
         # Logits in float32, as the trainer computes them: in bfloat16 one of 16 to 32 is off by up to 0.06.
         # `hf-overrides` of the user's own take its place.
         options["hf-overrides"] = '{"head_dtype": "float32"}'
-    if sees_pictures(model.path):
+    if spec.sees:
         options |= {
             "mm-device-do-normalize": False,  # requests have features that are normalised already
             "mm-processor-cache-gb": 0,  # prl's store keeps them
@@ -79,6 +78,6 @@ def environment_of(spec: EngineSpec) -> dict[str, str]:
             # vLLM compiles a comparison of its sampler all the same, and torch the headers for it in each new temporary
             # folder: the first reply would wait seconds for both.
             env["TORCHDYNAMO_DISABLE"] = "1"
-        if sees_pictures(spec.model.path):
+        if spec.sees:
             env |= {pictures.VARIABLE: "1", "PYTHONPATH": os.pathsep.join(pictures.search_path())}
     return env

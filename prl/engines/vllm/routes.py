@@ -52,6 +52,7 @@ class PolicyRoutes:
     async def init_state(self, engine_client: "AsyncLLM", state: "State", args: Namespace) -> None:
         """Prepare what the routes need besides the engine."""
         state.served_names = args.served_model_name or [args.model]
+        # Two loads at a time would leave the engine with parts of both.
         state.load_policy_lock = asyncio.Lock()
         model = engine_client.vllm_config.model_config
         tied = getattr(model.hf_config, "tie_word_embeddings", False)
@@ -82,6 +83,7 @@ async def generate(request: Request) -> Response:
     if asked.model not in request.app.state.served_names:
         return JSONResponse({"error": f"the model {asked.model!r} is not served here"}, status_code=404)
     work = asyncio.ensure_future(sample(request.app.state.engine_client, asked, prompt, params))
+    # vLLM would sample to the end for nobody.
     gone = asyncio.ensure_future(disconnected(request))
     try:
         await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
