@@ -23,8 +23,10 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 LOCKS = {path.stem: path.read_text() for path in (ROOT / "scripts" / "locks").glob("*.txt")}
 NOT_ON_CPU = {"torchvision", "torchaudio", "torchcodec", "triton"}  # see scripts/lock
 LEFT_OUT = {  # see pyproject.toml
-    *(("hydra-ray-launcher", name) for name in ("boto3", "cloudpickle")),
-    *(("tinker-cookbook", name) for name in ("tml-renderers", "pyrage")),
+    ("hydra-ray-launcher", "boto3"),
+    ("hydra-ray-launcher", "cloudpickle"),
+    ("tinker-cookbook", "tml-renderers"),
+    ("tinker-cookbook", "pyrage"),
 }
 SCRIPTS = sorted(path for path in [*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"] if path.is_file())
 
