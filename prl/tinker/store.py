@@ -236,7 +236,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     record = read_json(folder / CHECKPOINT, Checkpoint)
     if record.expires_at is None or record.expires_at > datetime.now(UTC):
         return record
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     return None
 
 
