@@ -16,6 +16,7 @@ from prl.config.schema import ModelConfig, TinkerConfig
 from prl.engines.base import EngineSpec
 from prl.engines.transformers import TransformersConfig
 from prl.models import model_path
+from prl.tinker import service
 from prl.tinker.learner import Learner
 from prl.tinker.sampler import Snapshots
 from prl.tinker.server import serve
@@ -162,6 +163,7 @@ def running(folder, **options):
 
 def main(folder):
     """Fork a server for each line of stdin, once the one before has ended: what is slow is done before. Prints pids."""
+    service.SAVED_S = 0.2  # states are written often enough to be killed beside
     listening, own = socket.create_server(("127.0.0.1", 0)), learner()
     print(listening.getsockname()[1], flush=True)
     for _ in sys.stdin:
