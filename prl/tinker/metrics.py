@@ -138,12 +138,13 @@ class Course:
     def passed(self, asked: Forward, result: Result) -> None:
         """Count a pass that made a gradient. Its trained tokens are those with a weight or an advantage."""
         component, key = ("ce", "weights") if asked.loss_fn == "cross_entropy" else ("rl", "advantages")
-        counted = _flat(asked, key) != 0
+        known = asked.loss_fn != "custom"  # a loss of the client's, whose inputs may mean anything
+        counted = _flat(asked, key) != 0 if known else _flat(asked, "target_tokens") >= 0
         tokens = int(counted.sum())
         self.meters.tokens["trained"] += tokens
         self.sums.update({"tokens/trained": tokens, "tokens/forward": sum(len(datum.tokens) for datum in asked.data)})
         add_metric(self.means, f"loss/{component}", result["metrics"]["loss:sum"], tokens)
-        if component == "rl":
+        if component == "rl" and known:
             own = np.concatenate([np.frombuffer(logprobs, np.float32) for logprobs in result["logprobs"]])
             gap = (own.astype(np.float64) - _flat(asked, "logprobs"))[counted]
             add_metric(self.means, "logprob_gap/mean", float(np.abs(gap).sum()), tokens)
