@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-from omegaconf import OmegaConf
 
 from prl.base.errors import PrlError
 from prl.base.files import write_atomically
@@ -31,6 +31,7 @@ from prl.tinker.wire import Adam, Forward
 log = logging.getLogger(__name__)
 EVERY_S = 10.0
 """[s] From one line on the terminal to the next."""
+CONFIG = "config.yaml"
 Result = dict[str, Any]
 
 
@@ -76,19 +77,16 @@ class Meters:
         """Count replies of a snapshot, or of the base."""
         tokens = sum(len(sequence["tokens"]) for sequence in sequences)
         self.tokens["sampled"] += tokens
-        course = (
-            next((self.courses[path] for path in snapshot.parents if path in self.courses), None) if snapshot else None
-        )
-        if course is not None:
-            cut = sum(sequence["stop_reason"] == "length" for sequence in sequences)
-            course.sums["tokens/generated"] += tokens
-            add_metric(course.means, "length/all/mean", tokens, len(sequences))
-            add_metric(course.means, "truncated/all", cut, len(sequences))
+        cut = sum(sequence["stop_reason"] == "length" for sequence in sequences)
+        for path in () if snapshot is None else self.courses.keys() & set(snapshot.parents):
+            self.courses[path].sums["tokens/generated"] += tokens
+            add_metric(self.courses[path].means, "length/all/mean", tokens, len(sequences))
+            add_metric(self.courses[path].means, "truncated/all", cut, len(sequences))
 
     def end(self, folder: Path, status: str, error: str | None = None) -> None:
         """Write how the work on a model ended, until there is more."""
         if folder in self.courses:
-            self.courses.pop(folder).end(RunResult(status=status, error=error))
+            self.courses.pop(folder).end(status, error)
 
     async def show(self, state: Callable[[], str]) -> None:
         """Print a line every so often, but none where nothing has happened."""
@@ -98,12 +96,11 @@ class Meters:
             await asyncio.sleep(EVERY_S)
             shares = [(busy.seconds - past) / EVERY_S for busy, past in zip(self.busy.values(), then, strict=True)]
             if any(shares):
-                rates = [
-                    f"{(self.tokens[kind] - tokens[kind]) / EVERY_S:,.0f} {kind}" for kind in ("trained", "sampled")
-                ]
-                facts = [clock(time.monotonic() - began), state(), f"tokens/s={', '.join(rates)}"]
-                facts += [f"busy: trainer {shares[0]:.0%}, engine {shares[1]:.0%}"]
-                console.print(as_message("  ".join(facts)), soft_wrap=True, highlight=False, markup=False)
+                trained, sampled = ((self.tokens[kind] - tokens[kind]) / EVERY_S for kind in ("trained", "sampled"))
+                rates = f"tokens/s: {trained:,.0f} trained, {sampled:,.0f} sampled"
+                busy = f"busy: trainer {shares[0]:.0%}, engine {shares[1]:.0%}"
+                line = "  ".join([clock(time.monotonic() - began), state(), rates, busy])
+                console.print(as_message(line), soft_wrap=True, highlight=False, markup=False)
 
 
 class Course:
@@ -112,7 +109,7 @@ class Course:
     def __init__(self, store: ModelStore, meters: Meters):
         self.store, self.meters = store, meters
         self.work = Busy()
-        self.last: dict[str, float] = {}
+        self.steps, self.loss_fn = 0, ""
         self.files = contextlib.ExitStack()
         self.files.enter_context(owned(store.folder))  # tells readers that there is more to come
         (store.folder / "result.json").unlink(missing_ok=True)
@@ -137,13 +134,15 @@ class Course:
 
     def passed(self, asked: Forward, result: Result) -> None:
         """Count a pass that made a gradient. Its trained tokens are those with a weight or an advantage."""
+        self.loss_fn = asked.loss_fn
         component, key = ("ce", "weights") if asked.loss_fn == "cross_entropy" else ("rl", "advantages")
-        counted = _flat(asked, key) != 0
+        known = asked.loss_fn != "custom"  # a loss of the client's, whose inputs may mean anything
+        counted = _flat(asked, key) != 0 if known else _flat(asked, "target_tokens") >= 0
         tokens = int(counted.sum())
         self.meters.tokens["trained"] += tokens
         self.sums.update({"tokens/trained": tokens, "tokens/forward": sum(len(datum.tokens) for datum in asked.data)})
         add_metric(self.means, f"loss/{component}", result["metrics"]["loss:sum"], tokens)
-        if component == "rl":
+        if component == "rl" and known:
             own = np.concatenate([np.frombuffer(logprobs, np.float32) for logprobs in result["logprobs"]])
             gap = (own.astype(np.float64) - _flat(asked, "logprobs"))[counted]
             add_metric(self.means, "logprob_gap/mean", float(np.abs(gap).sum()), tokens)
@@ -153,15 +152,14 @@ class Course:
                 add_metric(self.means, name, value, 1)
             else:
                 self.sums[name] = max(self.sums[name], value) if name.endswith(":max") else self.sums[name] + value
-        if not (self.store.folder / "config.yaml").exists():
-            self._write_config(asked.loss_fn)
 
     def stepped(self, adam: Adam, result: Result) -> None:
         """Write the metrics of a step: by prl's names where the meaning is the same, else by those of the protocol."""
         elapsed, metrics = time.monotonic() - self.since, result["metrics"]
         busy = {name: busy.seconds - self.busy_then[name] for name, busy in self.busy.items()}
         line = {"step": metrics["step:max"], "lr": adam.learning_rate, "grad_norm": metrics["unclipped_grad_l2:mean"]}
-        line |= self.sums | {name: total / count for name, (total, count) in self.means.items() if count}
+        line |= self.sums
+        line |= {name: total / count for name, (total, count) in self.means.items() if count}
         line |= {
             f"tokens/{kind}_per_second": self.sums[f"tokens/{kind}"] / elapsed for kind in ("trained", "generated")
         }
@@ -169,26 +167,27 @@ class Course:
         line |= {"time/step": elapsed, "time/train": busy["work"]}
         try:
             self.lines.step(line)
+            if not (self.store.folder / CONFIG).exists():
+                self._write_config()
         except PrlError as error:  # the step has been made all the same
             log.warning("%s", error)
-        self.last |= line
+        self.steps = int(line["step"])
         self._anew()
 
-    def _write_config(self, loss_fn: str) -> None:
+    def _write_config(self) -> None:
         """Write what the model is, by the keys of a run."""
         record = self.store.record
         rank, seed = (None, None) if record.lora is None else (record.lora.rank, record.lora.seed)
-        # OmegaConf would read on behind this sign.
+        # OmegaConf, which reads it, would read on behind this sign.
         about = {key: str(value).replace("${", "$ {") for key, value in (record.user_metadata or {}).items()}
         model = {"path": self.meters.path, "lora": {"rank": rank}}
-        data = {"seed": seed, "model": model, "loss": loss_fn, "user_metadata": masked(about)}
-        write_atomically(self.store.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(data)).encode())
+        data = {"seed": seed, "model": model, "loss": self.loss_fn, "user_metadata": masked(about)}
+        write_atomically(self.store.folder / CONFIG, msgspec.json.format(msgspec.json.encode(data)))
 
-    def end(self, result: RunResult) -> None:
+    def end(self, status: str, error: str | None) -> None:
         """Write how it ended, and close the files."""
-        result.seconds = round(time.monotonic() - self.began, 3)
-        result.take(self.last)
-        write_result(self.store.folder, result)
+        seconds = round(time.monotonic() - self.began, 3)
+        write_result(self.store.folder, RunResult(status=status, error=error, steps=self.steps, seconds=seconds))
         self.files.close()
 
 
