@@ -21,6 +21,7 @@ from prl.base.errors import PrlError
 from prl.base.text import as_message, safe
 from prl.config.schema import TinkerConfig
 from prl.tinker import wire
+from prl.tinker.graph import Given, Graph, Traced
 from prl.tinker.learner import Learner, check_adam
 from prl.tinker.sampler import Snapshots
 from prl.tinker.service import Service
@@ -35,7 +36,7 @@ CONFIG = {
     "parallel_fwdbwd_chunks": False,  # the parts of a pass come in their order
     "proto_compress_fwdbwd": False,
     "sample_use_retrieve_futures": False,  # a client asks for each result, and hears of one that is lost
-    "custom_loss_server_side": False,  # the client computes such a loss
+    "custom_loss_server_side": True,  # as a graph of allowed operations
     "sample_join_sampling_session": False,
     "use_pyqwest_transport": False,
 }
@@ -52,6 +53,14 @@ class SamplingSession(msgspec.Struct):
     sampling_session_seq_id: int
     base_model: str | None = None
     model_path: str | None = None
+
+
+class CustomLoss(msgspec.Struct):
+    session_id: str
+    inputs: list[Given]
+    graph: Graph
+    custom_loss_seq_id: int | None = None
+    name: str = ""
 
 
 CONSTANT = {
@@ -76,6 +85,7 @@ class Routes:
         named: list[Call] = [
             *(self.create_session, self.session_heartbeat, self.create_model, self.get_info, self.weights_info),
             *(self.optim_step, self.load_weights, self.create_sampling_session, self.asample, self.retrieve_future),
+            self.create_custom_loss,
         ]
         calls: dict[tuple[str, str], Call] = {("POST", call.__name__): call for call in named}
         calls |= {
@@ -175,6 +185,13 @@ class Routes:
         await run_in_threadpool(self.service.check, asked)
         named = "forward" if asked.forward_only else "forward_backward"
         return self._accepted(asked.model_id, asked.seq_id, named, body, kind)
+
+    async def create_custom_loss(self, request: Request, body: bytes) -> Any:
+        asked = wire.decode(body, CustomLoss)
+        self._check_session(asked.session_id)
+        loss_id = Traced(asked.inputs, asked.graph).id
+        Traced.of_id(loss_id)  # which checks it
+        return {"request_id": loss_id}
 
     async def optim_step(self, request: Request, body: bytes) -> Any:
         asked = wire.decode(body, wire.OptimStep)

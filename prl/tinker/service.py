@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from safetensors.torch import load_file
 
 from prl.base.checkpoint_folders import seal
@@ -25,14 +24,13 @@ from prl.base.files import read_json, write_tensors, writing
 from prl.base.text import in_one_line
 from prl.config.model_folder import companion_files, tokenizer_files
 from prl.config.schema import TinkerConfig
-from prl.tinker import losses, wire
+from prl.tinker import graph, losses, wire
 from prl.tinker.learner import Learner
 from prl.tinker.sampler import Snapshots
 from prl.tinker.store import CHECKPOINT, SCHEME, TENSORS, Checkpoint, ModelRecord, ModelStore, Request, State, Store
 from prl.tinker.wire import RequestError
 from prl.trainer.lora import ADAPTER, write_adapters
 from prl.trainer.model import write_model
-from prl.trainer.weights import on_writer, whole_tensors
 
 RESULTS = 32
 """Results that a model keeps, the newest."""
@@ -185,6 +183,8 @@ class Service:
 
     async def result(self, request_id: str, timeout_s: float) -> Result | None:
         """Wait for the result of a request; None where there is none yet. Raises RequestError where none will be."""
+        if request_id.startswith(graph.MARK):
+            return {"type": "create_custom_loss", "loss_id": request_id}
         future: asyncio.Future[Result] | None = self.sampled.get(request_id)
         model = self.models.get(request_id.rpartition(":")[0])
         if model is not None:
@@ -249,6 +249,8 @@ class Service:
         except PrlError as error:
             return {"error": in_one_line(error), "category": "user" if isinstance(error, RequestError) else "server"}
         except Exception as error:
+            if self.learner.ranks > 1:  # which do not do the same any more: the next start goes on from the journal
+                raise
             return {"error": f"{type(error).__name__}: {in_one_line(error)}", "category": "server"}
         finally:
             model.used_at = time.monotonic()
@@ -343,11 +345,10 @@ class Service:
         """Write a checkpoint, or what sampling needs of it."""
         tenant, base = self.learner.tenants[model.id], self.learner.model
         with writing(folder) as new:
+            matrices, merged = self.learner.weights(model.id, tenant.adapter is None or not sampler)
             if tenant.adapter is not None:
-                matrices = on_writer(tenant.parameters.items(), writes=True)
                 write_adapters(new / ADAPTER, base, matrices, tenant.adapter)
-            if tenant.adapter is None or not sampler:
-                merged = on_writer(whole_tensors(base, torch.float32, tenant.adapter or ""), writes=True)
+            if merged:
                 write_model(new, base, merged, self.files)
             if not sampler:
                 (new / "state").mkdir()
