@@ -44,14 +44,14 @@ from prl.trainer.weights import on_writer, whole_tensors
 
 ALPHA = 32
 """Scale of an adapter, W + ALPHA / rank * B A, that of the hosted service."""
-COLLECTIVE: dict[str, tuple[Any, ...]] = {
-    "add": (str, Lora | None),
-    "remove": (str,),
-    "forward": (str, Forward),
-    "optim_step": (str, Adam),
-    "tensors": (str,),
-    "weights": (str, bool),
-    "put": (str, dict[str, Tensor], int, bool),
+COLLECTIVE: dict[str, Any] = {
+    "add": tuple[str, Lora | None],
+    "remove": tuple[str],
+    "forward": tuple[str, Forward],
+    "optim_step": tuple[str, Adam],
+    "tensors": tuple[str],
+    "weights": tuple[str, bool],
+    "put": tuple[str, dict[str, Tensor], int, bool],
 }
 """Methods that all ranks call together, with the types of their arguments."""
 

@@ -75,8 +75,7 @@ def encode(method: str, *arguments: Any) -> bytes:
 def decode(body: bytes) -> tuple[str, tuple[Any, ...]]:
     """Read a call of `COLLECTIVE`."""
     method, rest = msgspec.msgpack.decode(body, type=tuple[str, msgspec.Raw])
-    types = tuple[COLLECTIVE.get(method, ())]  # type: ignore[misc]
-    return method, msgspec.msgpack.decode(rest, type=types, dec_hook=_array)
+    return method, msgspec.msgpack.decode(rest, type=COLLECTIVE.get(method, tuple[()]), dec_hook=_array)
 
 
 def _plain_array(value: Any) -> Any:
