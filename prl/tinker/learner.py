@@ -108,6 +108,7 @@ class Learner:
 
     def _begin(self, *, whole: bool) -> None:
         """Load the base, to train it as a whole or adapters beside it."""
+        self._take_device()
         place = self.device
         if self.mesh is not None:
             place = torch.device("meta" if self.rank else "cpu")
@@ -207,8 +208,14 @@ class Learner:
             reshard(self.model)
             return self._result(request.data, own, totals, faults)
 
+    def _take_device(self) -> None:
+        """Have this thread compute on the learner's GPU, where it has one: each thread has its own current device."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     def _use(self, name: str) -> Tenant:
         """Have the base run with the adapter of a model."""
+        self._take_device()
         tenant = self.tenants[name]
         if tenant.adapter is not None:
             adapters.use(self.model, tenant.adapter)
@@ -362,15 +369,6 @@ class Learner:
             if optimizer and own:
                 # As torch has them: the count of steps stays on the CPU.
                 tenant.optimizer.state[parameter] = own | {"step": tensors[f"step/{key}"]}
-
-
-def check_adam(adam: Adam) -> None:
-    """Raise RequestError, naming the field, for parameters out of bounds."""
-    for key in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
-        value = getattr(adam, key)
-        limit = 1.0 if key.startswith("beta") else math.inf
-        if not 0 <= value < limit:
-            raise RequestError(f"adam_params.{key}={value}: it has to be 0 or more and below {limit:g}")
 
 
 def sample_of(datum: Datum, number: int) -> TrainingSample:

@@ -37,7 +37,10 @@ def test_the_options_and_a_target():
     named = config_of("tiny-teacher", "dir=a folder", "trainer.device=cpu", "trainer.tokens_per_forward=9")
     assert (named.name, named.dir, named.model.path) == ("tiny-teacher", "a folder", model_path("tiny-teacher"))
     assert (named.trainer.device, named.trainer.tokens_per_forward) == ("cpu", 9)
-    for wrong in ("models=0", "max_rank=0", "port=70000", "trainer.device=tpu", "max_samples=0"):
+    for wrong in (
+        *("models=0", "max_rank=0", "port=70000", "trainer.device=tpu", "max_samples=0"),
+        *("max_models=0", "max_queued_tokens=0"),
+    ):
         with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
             config_of(wrong)
 
