@@ -60,6 +60,10 @@ class TrainerSpec:
     """Threads that each rank computes with on the CPU."""
     gpus: tuple[Gpus, ...] = ()
     """The GPUs that each rank sees; none = all compute on the CPU, or the launcher chooses."""
+    module: str = "prl.trainer"
+    """What each rank runs."""
+    first: int = 0
+    """The first rank to start: 1 where the process that starts the others is rank 0 itself."""
 
     @property
     def names(self) -> list[str]:

@@ -13,7 +13,8 @@ options:
   host=127.0.0.1                the address; another one opens it to the network
   models=8                      models of clients in memory
   max_rank=128                  largest rank of an adapter
-  device=auto                   where models are trained, cpu or cuda
+  trainer.device=auto           where models are trained, cpu or cuda
+  trainer.num_processes=1       ranks that train them together
   engine.device=auto            where they are sampled from
   model.max_model_len=…         prompt and reply together, in tokens
 
@@ -23,7 +24,6 @@ examples:
 
 """
 
-import functools
 import os
 import secrets
 import socket
@@ -40,6 +40,7 @@ from prl.config.schema import TinkerConfig
 from prl.config.validate import validate_server
 from prl.engines.base import Engine, EngineSpec
 from prl.launch import command
+from prl.launch.local import LocalLauncher
 from prl.launch.plan import resolved
 from prl.launch.signals import run_to_end
 from prl.runs.owner import owned
@@ -54,6 +55,7 @@ def main(config: TinkerConfig) -> None:
     machine = Machine()
     engine = class_of(config.engine, Engine, "engine")
     validate_server(config.model, config.engine, machine)
+    machine.check_device(config.trainer.device, "trainer.device")
     if not config.engine.in_process:
         raise ConfigError(f"engine={engine.__name__}: api=tinker samples with engine=transformers alone")
     key = os.environ.get(KEY_VARIABLE) or PREFIX + secrets.token_hex(24)
@@ -76,36 +78,25 @@ def main(config: TinkerConfig) -> None:
         threads=config.engine.threads or 1,
     )
     with listening, owned(Path(config.dir)):
-        run(config, spec, machine.device_of(config.device), key, listening)
+        run(config, spec, key, listening)
 
 
-def run(config: TinkerConfig, spec: EngineSpec, device: str, key: str, listening: socket.socket) -> None:
+def run(config: TinkerConfig, spec: EngineSpec, key: str, listening: socket.socket) -> None:
     """Load the model twice, to train and to sample, and serve until stopped.
 
     Raises ConfigError for a model that cannot be loaded, or that the trainer would get wrong.
     """
-    import torch
-
-    from prl.tinker.learner import Learner
+    from prl.tinker.ranks import lead, watched
     from prl.tinker.sampler import Snapshots
     from prl.tinker.server import serve
-    from prl.trainer.batch import stacks
-    from prl.trainer.model import check_layout, load_model
 
-    load = functools.partial(
-        load_model,
-        spec.model.path,
-        device=torch.device(device),
-        trust_remote_code=spec.model.trust_remote_code,
-        max_model_len=spec.model.max_model_len,
-    )
-    try:
-        learner = Learner(load, tokens_per_forward=config.tokens_per_forward, longest=spec.model.max_model_len)
-        check_layout(learner.model, stacks, max_model_len=spec.model.max_model_len)
-    except ValueError as error:
-        raise ConfigError(f"model.path={spec.model.path!r}: {error}") from error
-    said = how_to_use(config, listening.getsockname()[:2], key)
-    run_to_end(serve(config, learner, Snapshots(spec), key, listening, said))
+    with LocalLauncher() as launcher:
+        try:
+            learner = lead(config.trainer, spec.model, Path(config.dir), launcher)
+        except ValueError as error:
+            raise ConfigError(f"model.path={spec.model.path!r}: {error}") from error
+        said = how_to_use(config, listening.getsockname()[:2], key)
+        run_to_end(watched(serve(config, learner, Snapshots(spec), key, listening, said), launcher))
 
 
 def how_to_use(config: TinkerConfig, address: tuple[str, int], key: str) -> str:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from safetensors.torch import load_file
 
 from prl.base.checkpoint_folders import seal
@@ -23,7 +22,7 @@ from prl.base.files import write_tensors, writing
 from prl.base.text import in_one_line
 from prl.config.model_folder import companion_files, tokenizer_files
 from prl.config.schema import TinkerConfig
-from prl.tinker import losses, wire
+from prl.tinker import graph, losses, wire
 from prl.tinker.learner import Learner
 from prl.tinker.metrics import Meters
 from prl.tinker.sampler import Snapshots
@@ -31,7 +30,6 @@ from prl.tinker.store import EPHEMERAL, TENSORS, ModelRecord, ModelStore, Reques
 from prl.tinker.wire import Lora, RequestError
 from prl.trainer.lora import ADAPTER, write_adapters
 from prl.trainer.model import write_model
-from prl.trainer.weights import on_writer, whole_tensors
 
 RESULTS = 32
 """Results that a model keeps, the newest."""
@@ -191,6 +189,8 @@ class Service:
 
     async def result(self, request_id: str, timeout_s: float) -> Result | None:
         """Wait for the result of a request; None where there is none yet. Raises RequestError where none will be."""
+        if request_id.startswith(graph.MARK):
+            return {"type": "create_custom_loss", "loss_id": request_id}
         future: asyncio.Future[Result] | None = self.sampled.get(request_id)
         model = self.models.get(request_id.rpartition(":")[0])
         if model is not None:
@@ -252,6 +252,8 @@ class Service:
                     self._bring(model)
                 return handlers[request.kind](model, order, request)
         except Exception as error:
+            if self.learner.ranks > 1 and not isinstance(error, PrlError):
+                raise  # ranks may not be alike any more: the next start goes on from the journal
             return _failed(error)
         finally:
             model.used_at = time.monotonic()
@@ -350,11 +352,10 @@ class Service:
         """Write a checkpoint, or what sampling needs of it."""
         tenant, base = self.learner.tenants[model.id], self.learner.model
         with writing(folder) as new:
+            matrices, merged = self.learner.weights(model.id, tenant.adapter is None or not sampler)
             if tenant.adapter is not None:
-                matrices = on_writer(tenant.parameters.items(), writes=True)
                 write_adapters(new / ADAPTER, base, matrices, tenant.adapter)
-            if tenant.adapter is None or not sampler:
-                merged = on_writer(whole_tensors(base, torch.float32, tenant.adapter or ""), writes=True)
+            if merged:
                 write_model(new, base, merged, self.files)
             if not sampler:
                 (new / "state").mkdir()

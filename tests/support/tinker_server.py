@@ -13,6 +13,7 @@ import httpx
 import torch
 
 from prl.config.schema import ModelConfig, TinkerConfig
+from prl.config.trainer import RanksConfig
 from prl.engines.base import EngineSpec
 from prl.engines.transformers import TransformersConfig
 from prl.models import model_path
@@ -123,9 +124,10 @@ def text(length, seed=0, **weights):
     return datum(ids[:-1], ids[1:], weights=[1.0] * length)
 
 
-def learner():
-    load = functools.partial(load_model, model_path("tiny"), device=torch.device("cpu"), max_model_len=LENGTH)
-    return Learner(load, tokens_per_forward=64, longest=LENGTH)
+def learner(**options):
+    load = functools.partial(load_model, model_path("tiny"), max_model_len=LENGTH)
+    trainer = RanksConfig(device="cpu", tokens_per_forward=64, **options)
+    return Learner(lambda device: load(device=device), trainer, longest=LENGTH)
 
 
 def serving(folder, listening, learner, **options):

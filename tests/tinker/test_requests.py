@@ -107,7 +107,8 @@ WRONG = [
     (changed(GOOD, ("model_input", "pieces"), []), "cross_entropy", {}, "unknown field `pieces`"),
     (changed(GOOD, (INPUTS, "target_tokens", "dtype"), "float32"), "cross_entropy", {}, "target_tokens has the dtype"),
     (RL, "stable_reinforce", {}, "loss_fn=stable_reinforce: .*choose importance_sampling, ppo or cispo"),
-    (RL, "custom", {}, "loss_fn=custom: .*in the client"),
+    (RL, "custom", {}, "loss_id: an id of create_custom_loss is wanted"),
+    (RL, "custom", {"loss_id": "graph:AAAA"}, "loss_id: "),
     (RL, "dpo", {}, "loss_fn=dpo: there is no such loss; known are cross_entropy, "),
     (RL, "ppo", {"beta": 1.0}, r"loss_fn_config\.beta: ppo takes clip_low_threshold, clip_high_threshold"),
     (RL, "ppo", {"clip_low_threshold": 1.5}, r"loss_fn_config.*clip_low"),
@@ -284,7 +285,8 @@ def test_a_sample_of_the_base_and_its_ends(client, model):
     prompt = [31, 40, 28]
     free = model.sample(sampler, prompt, params={"stop": [], "max_tokens": 20})["sequences"][0]["tokens"]
     assert len(free) == 20, "an empty list is no end at all"
-    reference = sample(client.learner.load(), [Request(prompt_ids=prompt, max_tokens=20, temperature=0.0)], str)
+    base = client.learner.load(torch.device("cpu"))
+    reference = sample(base, [Request(prompt_ids=prompt, max_tokens=20, temperature=0.0)], str)
     assert free == reference[0][0].token_ids
     cut = free.index(free[3])
     for seq, stop in enumerate(([free[3]], [free[3], 10**5]), 2):
