@@ -342,6 +342,8 @@ def model_plan(
     frozen: bool = False,
     yields: bool = False,
     weight_transfer: str = EngineSpec.weight_transfer,
+    adapters: int = 0,
+    adapter_rank: int = 0,
 ) -> ModelPlan:
     """Plan a model and its engines.
 
@@ -359,6 +361,8 @@ def model_plan(
         frozen: The model takes no new weights.
         yields: Requests of evaluations may come after those of training.
         weight_transfer: The name of what takes new weights in (`Weights.receiver`).
+        adapters: Adapters that are served beside the model.
+        adapter_rank: The largest rank of those.
     """
     kind = class_of(engine, Engine, "engine")
     device = machine.device_of(engine.device)
@@ -375,6 +379,8 @@ def model_plan(
         threads=share(engine.threads, model, device, sharing, machine.cores),
         evaluation_yields=yields and kind.has_priorities and not engine.urls,
         weight_transfer=weight_transfer,
+        adapters=adapters,
+        adapter_rank=adapter_rank,
     )
     return ModelPlan(kind, spec, tuple(_server(spec, number, own) for number, own in enumerate(gpus)))
 

@@ -2,5 +2,6 @@
 
 `prl serve api=tinker model=<any>` starts it. Nothing else of prl imports this package. From below: `wire.py` has the
 bytes of requests and results, `losses.py` the losses by Tinker's names, `learner.py` the models that are trained,
-`sampler.py` the engine, `store.py` the server's directory, `service.py` the queues, `server.py` the routes.
+`sampler.py` samples (`in_process.py`, `on_servers.py`: by which engine), `store.py` the server's directory,
+`service.py` the queues, `server.py` the routes.
 """

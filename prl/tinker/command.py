@@ -14,6 +14,7 @@ options:
   models=8                      models of clients in memory
   max_rank=128                  largest rank of an adapter
   device=auto                   where models are trained, cpu or cuda
+  engine=default                sample with vLLM; else transformers, in here
   engine.device=auto            where they are sampled from
   model.max_model_len=…         prompt and reply together, in tokens
 
@@ -23,26 +24,39 @@ examples:
 
 """
 
+import asyncio
 import functools
 import os
 import secrets
 import socket
+import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig
 
 from prl.base.errors import ConfigError
+from prl.base.text import safe
 from prl.config.build import class_of
 from prl.config.compose import CONF, to_config
+from prl.config.gpus import Need
 from prl.config.hardware import Machine
-from prl.config.schema import TinkerConfig
+from prl.config.schema import ModelConfig, TinkerConfig
 from prl.config.validate import validate_server
-from prl.engines.base import Engine, EngineSpec
+from prl.engines.base import Engine
 from prl.launch import command
-from prl.launch.plan import resolved
+from prl.launch.local import LocalLauncher
+from prl.launch.plan import NO_NEED, ModelPlan, model_plan, need_of, placed
 from prl.launch.signals import run_to_end
+from prl.launch.supervisor import Supervisor
+from prl.orchestrator.who_waits import ENGINE, Waiting
 from prl.runs.owner import owned
+
+if TYPE_CHECKING:  # torch, which composing a config does without
+    from prl.tinker.learner import Learner
+    from prl.tinker.sampler import Snapshots
 
 KEY_VARIABLE = "TINKER_API_KEY"
 PREFIX = "tml-"
@@ -52,10 +66,7 @@ PREFIX = "tml-"
 def main(config: TinkerConfig) -> None:
     """Serve until stopped. Raises ConfigError before anything has started."""
     machine = Machine()
-    engine = class_of(config.engine, Engine, "engine")
-    validate_server(config.model, config.engine, machine)
-    if not config.engine.in_process:
-        raise ConfigError(f"engine={engine.__name__}: api=tinker samples with engine=transformers alone")
+    plan, device = planned(config, machine)
     key = os.environ.get(KEY_VARIABLE) or PREFIX + secrets.token_hex(24)
     if not key.startswith(PREFIX):
         raise ConfigError(f"{KEY_VARIABLE}: clients take a key that begins with {PREFIX}")
@@ -63,49 +74,101 @@ def main(config: TinkerConfig) -> None:
         listening = socket.create_server((config.host, config.port))
     except (OSError, OverflowError) as error:
         raise ConfigError(f"host={config.host} port={config.port}: {error}") from error
-    device = machine.device_of(config.engine.device)
-    spec = EngineSpec(
-        process="engine",
-        served_name=config.name,
-        model=resolved(config.model, device),
-        config=config.engine,
-        device=device,
-        seed=0,
-        token="",
-        log=Path(os.devnull),
-        threads=config.engine.threads or 1,
-    )
     with listening, owned(Path(config.dir)):
-        run(config, spec, machine.device_of(config.device), key, listening)
+        run_to_end(run(config, plan, device, key, listening))
 
 
-def run(config: TinkerConfig, spec: EngineSpec, device: str, key: str, listening: socket.socket) -> None:
-    """Load the model twice, to train and to sample, and serve until stopped.
+def planned(config: TinkerConfig, machine: Machine) -> tuple[ModelPlan, str]:
+    """Decide on the engine, and the device of the trainer. Raises ConfigError for what they cannot be."""
+    from prl.launch.checks import check_loadable  # transformers
 
-    Raises ConfigError for a model that cannot be loaded, or that the trainer would get wrong.
+    node = config.engine
+    validate_server(config.model, node, machine)
+    engine = class_of(node, Engine, "engine")
+    if not engine.largest_adapter:
+        raise ConfigError(f"engine={engine.__name__}: api=tinker wants one that serves adapters: choose engine=default")
+    if config.max_rank > engine.largest_adapter:
+        raise ConfigError(f"max_rank={config.max_rank}: {engine.__name__} has {engine.largest_adapter} at most")
+    if node.urls:
+        raise ConfigError("engine.urls: api=tinker starts its engine itself: leave it out")
+    device = machine.device_of(config.device)
+    trainer = Need(1, int(device == "cuda"), "device=cuda")
+    placement = placed([need_of(node, "engine", machine), trainer, NO_NEED], machine, elsewhere=False)
+    plan = model_plan(
+        node,
+        config.model,
+        placement.engines,
+        machine,
+        process=ENGINE,
+        served_name=config.name,
+        token=secrets.token_hex(24),
+        log=Path(config.dir) / "engine.log",
+        sharing=1 + max(1, node.servers),
+        adapters=config.models,
+        adapter_rank=config.max_rank,
+    )
+    check_loadable(config.model, plan, "model.", trained=True)
+    [gpus] = placement.ranks
+    return plan, f"cuda:{machine.gpus.index(gpus[0])}" if gpus else device
+
+
+async def run(config: TinkerConfig, plan: ModelPlan, device: str, key: str, listening: socket.socket) -> None:
+    """Load the model twice, to train and to sample, and serve until cancelled.
+
+    Raises ConfigError for a model that the trainer would get wrong, PrlError where the engine fails.
     """
+    from prl.tinker.server import serve
+
+    def say(message: str) -> None:
+        print(safe(message), file=sys.stderr, flush=True)
+
+    timeout_s = plan.spec.config.startup_timeout_s
+    with LocalLauncher() as launcher:
+        sampler = sampler_of(plan, launcher)
+        try:
+            await sampler.wait_ready(timeout_s, launcher.ensure_alive)
+            learner = await asyncio.to_thread(learner_of, config, plan.spec.model, device)
+        except BaseException:
+            await sampler.close()
+            raise
+        supervisor = Supervisor(launcher, say, plan.restarts, timeout_s, sampler.pool)
+        said = how_to_use(config, listening.getsockname()[:2], key)
+        serving = serve(config, learner, sampler, key, listening, said)
+        await supervisor.guard(serving, lambda: Waiting("", time.monotonic()))  # to wait for clients is no news
+
+
+def sampler_of(plan: ModelPlan, launcher: LocalLauncher) -> "Snapshots":
+    """Start the engine; returns what samples, before it is ready."""
+    if not plan.is_server:
+        from prl.tinker.in_process import SnapshotsInProcess
+
+        return SnapshotsInProcess(plan.spec)
+    from prl.tinker.on_servers import ServedSnapshots
+
+    return ServedSnapshots(plan.spec, plan.policy(launcher.start_engine))
+
+
+def learner_of(config: TinkerConfig, model: ModelConfig, device: str) -> "Learner":
+    """Load the trainer. Raises ConfigError for a model that it would get wrong."""
     import torch
 
     from prl.tinker.learner import Learner
-    from prl.tinker.sampler import Snapshots
-    from prl.tinker.server import serve
     from prl.trainer.batch import stacks
     from prl.trainer.model import check_layout, load_model
 
     load = functools.partial(
         load_model,
-        spec.model.path,
+        model.path,
         device=torch.device(device),
-        trust_remote_code=spec.model.trust_remote_code,
-        max_model_len=spec.model.max_model_len,
+        trust_remote_code=model.trust_remote_code,
+        max_model_len=model.max_model_len,
     )
     try:
-        learner = Learner(load, tokens_per_forward=config.tokens_per_forward, longest=spec.model.max_model_len)
-        check_layout(learner.model, stacks, max_model_len=spec.model.max_model_len)
+        learner = Learner(load, tokens_per_forward=config.tokens_per_forward, longest=model.max_model_len)
+        check_layout(learner.model, stacks, max_model_len=model.max_model_len)
     except ValueError as error:
-        raise ConfigError(f"model.path={spec.model.path!r}: {error}") from error
-    said = how_to_use(config, listening.getsockname()[:2], key)
-    run_to_end(serve(config, learner, Snapshots(spec), key, listening, said))
+        raise ConfigError(f"model.path={model.path!r}: {error}") from error
+    return learner
 
 
 def how_to_use(config: TinkerConfig, address: tuple[str, int], key: str) -> str:

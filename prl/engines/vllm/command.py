@@ -11,6 +11,8 @@ from prl.engines.vllm.cpu import PATCHES_VARIABLE, pictures
 from prl.engines.vllm.options import as_arguments
 
 MIN_BATCHED_TOKENS = 4096
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM makes room for (`MaxLoRARanks`)."""
 LOOPBACK_ADDRESS = "127.0.0.1"
 """Address at which the ports of vLLM's own processes listen."""
 
@@ -60,6 +62,9 @@ def command_of(spec: EngineSpec, port: int) -> list[str]:
         }
     if spec.weight_transfer != "prl":
         options["weight-transfer-config"] = json.dumps({"backend": spec.weight_transfer})
+    if spec.adapters:
+        rank = next(rank for rank in RANKS if rank >= spec.adapter_rank)
+        options |= {"enable-lora": True, "max-loras": spec.adapters, "max-lora-rank": rank}
     if spec.evaluation_yields:
         options["scheduling-policy"] = "priority"
     return [sys.executable, "-m", "prl.engines.vllm.server", *as_arguments(options | config.args)]
