@@ -147,9 +147,9 @@ class TinkerConfig:
     tokens_per_forward: Annotated[int, Ge(1)] = 4096
     """Tokens that go through the model together in training, padding included."""
     models: Annotated[int, Ge(1), Le(1000)] = 8
-    """Models of clients that are in memory; others are on disk, and come back when they are asked."""
+    """Models of clients in memory, others are on disk; and snapshots that an engine's server samples from at once."""
     max_rank: Annotated[int, Ge(1), Le(1024)] = 128
-    """Largest rank of an adapter."""
+    """Largest rank of an adapter; an engine's server computes each adapter as if it had this rank."""
     max_samples: Annotated[int, Ge(1), Le(1_000_000)] = 4096
     """Replies that are sampled or wait; above, a client is told to try again."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -17,7 +17,6 @@ from prl.engines.replies import Completion, Scored
 from prl.engines.transformers_model import SCORED_AT_ONCE, Batches, TransformersModel
 from prl.tinker import adapters
 from prl.tinker.sampler import Snapshots, has_adapter, identity
-from prl.tinker.wire import RequestError
 from prl.trainer.lora import WEIGHTS, adapters_of
 
 LOADED = 16
@@ -48,12 +47,10 @@ class SnapshotsInProcess(TransformersModel, Snapshots):
         self, snapshot: Path | None, prompt: list[int], sampling: dict[str, Any], n: int
     ) -> list[Completion]:
         await asyncio.shield(asyncio.wrap_future(self._ready))
-        for key in ("top_k", "top_p"):
-            if key in sampling:
-                raise RequestError(f"sampling_params.{key}={sampling[key]}: engine=transformers has none")
-        ends = [] if sampling.pop("ignore_eos", False) else self._end_tokens
-        stops = [*ends, *sampling["stop_token_ids"]]
-        asked = Request(prompt_ids=prompt, n=n, **sampling | {"stop_token_ids": stops})
+        ends = [] if sampling["ignore_eos"] else self._end_tokens
+        known = {key: value for key, value in sampling.items() if key != "ignore_eos"}
+        known["stop_token_ids"] = [*ends, *sampling["stop_token_ids"]]
+        asked = Request(prompt_ids=prompt, n=n, **known)
         done = _answered(await self._continuing.ask((snapshot, asked), n))
         return [Completion(each.token_ids, each.logprobs, each.finish_reason) for each in done]
 

@@ -39,7 +39,7 @@ class Snapshots(ABC):
         """Sample `n` continuations of a prompt from a snapshot, None = the base.
 
         `sampling` holds parameters by the names of `prl.engines.protocol`. Raises RequestError for those that the
-        engine does not have.
+        engine refuses.
         """
 
     @abstractmethod
@@ -75,23 +75,21 @@ class Snapshots(ABC):
         """Return the sampling parameters of a request whose prompt has so many tokens. Raises RequestError."""
         params = request.sampling_params
         room = self.spec.model.max_model_len - length - (self.reserve if request.topk_sample_logprobs else 0)
+        if params.top_k < -1 or not 0 < params.top_p <= 1:
+            raise RequestError(f"sampling_params: top_k={params.top_k} top_p={params.top_p}: -1 or more, and (0, 1]")
         if room < 1:
             raise RequestError("topk_sample_logprobs: the prompt leaves no room to score a reply")
         stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
-        sampling: dict[str, Any] = {
+        return {
             "max_tokens": min(params.max_tokens or room, room),
             "temperature": params.temperature,
             "stop": [word for word in stop if isinstance(word, str)],
             "stop_token_ids": [token for token in stop if isinstance(token, int)],
             "skip_special_tokens": False,
+            "ignore_eos": params.stop == [],
+            "top_k": params.top_k,
+            "top_p": params.top_p,
         }
-        if params.stop == []:
-            sampling["ignore_eos"] = True
-        if params.top_k not in (-1, 0):
-            sampling["top_k"] = params.top_k
-        if params.top_p != 1:
-            sampling["top_p"] = params.top_p
-        return sampling
 
 
 def identity(snapshot: Path) -> tuple[Path, int]:
