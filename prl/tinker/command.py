@@ -143,9 +143,12 @@ def sampler_of(plan: ModelPlan, launcher: LocalLauncher) -> "Snapshots":
         from prl.tinker.in_process import SnapshotsInProcess
 
         return SnapshotsInProcess(plan.spec)
+    from prl.engines.client import InferencePool
     from prl.tinker.on_servers import ServedSnapshots
 
-    return ServedSnapshots(plan.spec, plan.policy(launcher.start_engine))
+    pool = plan.policy(launcher.start_engine)
+    assert isinstance(pool, InferencePool)  # it is that of every server that serves adapters
+    return ServedSnapshots(plan.spec, pool)
 
 
 def learner_of(config: TinkerConfig, model: ModelConfig, device: str) -> "Learner":

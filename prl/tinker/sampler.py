@@ -55,7 +55,8 @@ class Snapshots(ABC):
             prompt: Its token ids, which have been checked.
             seed: Of the first sample; the next ones have the numbers behind it.
         """
-        sampling = self._sampling(request, len(prompt)) | {"seed": seed}
+        reserve = self.reserve if request.topk_sample_logprobs else 0
+        sampling = sampling_of(request, self.spec.model.max_model_len - len(prompt) - reserve) | {"seed": seed}
         done = await self.continued(snapshot, prompt, sampling, request.num_samples)
         result: dict[str, Any] = {"type": "sample", "sequences": [_sequence(each) for each in done]}
         if request.topk_sample_logprobs:
@@ -71,25 +72,25 @@ class Snapshots(ABC):
                 result["topk_prompt_logprobs"] = [None] * hidden + _places(scored)[hidden:]
         return result
 
-    def _sampling(self, request: Sample, length: int) -> dict[str, Any]:
-        """Return the sampling parameters of a request whose prompt has so many tokens. Raises RequestError."""
-        params = request.sampling_params
-        room = self.spec.model.max_model_len - length - (self.reserve if request.topk_sample_logprobs else 0)
-        if params.top_k < -1 or not 0 < params.top_p <= 1:
-            raise RequestError(f"sampling_params: top_k={params.top_k} top_p={params.top_p}: -1 or more, and (0, 1]")
-        if room < 1:
-            raise RequestError("topk_sample_logprobs: the prompt leaves no room to score a reply")
-        stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
-        return {
-            "max_tokens": min(params.max_tokens or room, room),
-            "temperature": params.temperature,
-            "stop": [word for word in stop if isinstance(word, str)],
-            "stop_token_ids": [token for token in stop if isinstance(token, int)],
-            "skip_special_tokens": False,
-            "ignore_eos": params.stop == [],
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-        }
+
+def sampling_of(request: Sample, room: int) -> dict[str, Any]:
+    """Return the sampling parameters of a request with room for so many tokens of a reply. Raises RequestError."""
+    params = request.sampling_params
+    if room < 1:
+        raise RequestError("topk_sample_logprobs: the prompt leaves no room to score a reply")
+    if params.top_k < -1 or not 0 < params.top_p <= 1:
+        raise RequestError(f"sampling_params: top_k={params.top_k} top_p={params.top_p}: -1 or more, and (0, 1]")
+    stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
+    return {
+        "max_tokens": min(params.max_tokens or room, room),
+        "temperature": params.temperature,
+        "stop": [word for word in stop if isinstance(word, str)],
+        "stop_token_ids": [token for token in stop if isinstance(token, int)],
+        "skip_special_tokens": False,
+        "ignore_eos": params.stop == [],  # an empty list is a wish: not even the model's own ends stop it
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+    }
 
 
 def identity(snapshot: Path) -> tuple[Path, int]:

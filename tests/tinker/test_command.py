@@ -43,8 +43,13 @@ def test_the_options_and_a_target():
 
 def test_refusals_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^engine=VLLMEngine: api=tinker samples with engine=transformers alone"):
-        main(config_of("engine=default"))
+    for arguments, message in (
+        (["max_rank=600"], r"^max_rank=600: VLLMEngine has 512 at most"),
+        (["engine.urls=[http://127.0.0.1:1]"], r"^engine\.urls: api=tinker starts its engine itself"),
+        (["engine._target_=test_subclasses.MyServer"], r"^engine=MyServer: api=tinker wants one that serves adapters"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            main(config_of("engine=default", *arguments))
     with pytest.raises(ConfigError, match=r"^model\.path=.*nowhere.*no such folder"):
         main(config_of("model=hf", "model.path=./nowhere"))
     monkeypatch.setenv("TINKER_API_KEY", "mine")

@@ -64,7 +64,8 @@ def command_of(spec: EngineSpec, port: int) -> list[str]:
         options["weight-transfer-config"] = json.dumps({"backend": spec.weight_transfer})
     if spec.adapters:
         rank = next(rank for rank in RANKS if rank >= spec.adapter_rank)
-        options |= {"enable-lora": True, "max-loras": spec.adapters, "max-lora-rank": rank}
+        # One place more: without `cpu_patches` vLLM adds what is in the last one to the base, on a CPU.
+        options |= {"enable-lora": True, "max-loras": spec.adapters + 1, "max-lora-rank": rank}
     if spec.evaluation_yields:
         options["scheduling-policy"] = "priority"
     return [sys.executable, "-m", "prl.engines.vllm.server", *as_arguments(options | config.args)]
