@@ -64,8 +64,7 @@ def command_of(spec: EngineSpec, port: int) -> list[str]:
         options["weight-transfer-config"] = json.dumps({"backend": spec.weight_transfer})
     if spec.adapters:
         rank = next(rank for rank in RANKS if rank >= spec.adapter_rank)
-        # One place more: without `cpu_patches` vLLM adds what is in the last one to the base, on a CPU.
-        options |= {"enable-lora": True, "max-loras": spec.adapters + 1, "max-lora-rank": rank}
+        options |= {"enable-lora": True, "max-loras": spec.adapters, "max-lora-rank": rank}
     if spec.evaluation_yields:
         options["scheduling-policy"] = "priority"
     return [sys.executable, "-m", "prl.engines.vllm.server", *as_arguments(options | config.args)]
@@ -79,7 +78,8 @@ def environment_of(spec: EngineSpec) -> dict[str, str]:
     }
     if spec.device == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        env[PATCHES_VARIABLE] = "1" if spec.config.cpu_patches else ""
+        # Without them vLLM has errors with several adapters (`cpu/adapters.py`).
+        env[PATCHES_VARIABLE] = "1" if spec.config.cpu_patches or spec.adapters else ""
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM gives the worker a process of its own after all
         if "--no-enforce-eager" not in command_of(spec, 0):
             # vLLM compiles a comparison of its sampler all the same, and torch the headers for it in each new temporary

@@ -59,7 +59,7 @@ class PolicyRoutes:
         tied = getattr(model.hf_config, "tie_word_embeddings", False)
         state.check_weights = functools.partial(refuse_other_policy, started=shapes_at(model.model), tied=tied)
         lora = engine_client.vllm_config.lora_config
-        state.adapters = Adapters(engine_client, state.check_weights, 0 if lora is None else lora.max_loras - 1)
+        state.adapters = Adapters(engine_client, state.check_weights, 0 if lora is None else lora.max_loras)
         state.pictures = None
         if model.is_multimodal_model:
             from prl.engines.vllm.pictures import Pictures

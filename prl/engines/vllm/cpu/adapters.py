@@ -1,9 +1,9 @@
 """Adapters beside the base, of which a pass reads each once for all of its tokens.
 
-vLLM copies an adapter's matrices for each token: hundreds of MB in a pass, for a small model. It also adds the adapter
-in its last place to the tokens of the base (index -1), where a batch has other adapters. To be removed once
-`lora/ops/torch_ops/lora_ops.py` takes the tokens of an adapter together. Written for the version of vLLM in
-`worker.py`.
+vLLM copies an adapter's matrices for each token: hundreds of MB in a pass, for a small model. Where a batch has
+adapters, it adds the one in its last place to the tokens of the base (index -1), and ends at logprobs of a prompt. To
+be removed once `lora/ops/torch_ops/lora_ops.py` takes the tokens of an adapter together, and none of the base. Written
+for the version of vLLM in `worker.py`.
 """
 
 from typing import TYPE_CHECKING
@@ -57,6 +57,9 @@ def by_adapter(inputs: "Tensor", weights: "Tensor", places: "Tensor", dtype: "to
     Returns `[tokens, rows]`.
     """
     result = inputs.new_zeros(len(inputs), weights.shape[-2], dtype=dtype)
+    # The output head computes logprobs of a prompt with the places of the whole batch. It has no adapter in prl.
+    if len(places) != len(inputs):
+        return result
     for place in places.unique().tolist():
         if place >= 0:
             tokens = places == place
