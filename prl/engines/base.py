@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from annotated_types import Ge, Le
 
@@ -58,6 +58,15 @@ class InProcessConfig(EngineConfig):
     startup_timeout_s: ClassVar[float] = 600.0
 
 
+class Adapters(NamedTuple):
+    """The room for adapters beside a model."""
+
+    count: int
+    """Those that are there at once."""
+    rank: int
+    """Largest rank of one."""
+
+
 @dataclass(frozen=True)
 class EngineSpec:
     """A model to run."""
@@ -85,10 +94,8 @@ class EngineSpec:
     """The GPUs that it sees; none on a CPU, or where the launcher chooses."""
     evaluation_yields: bool = False
     """Requests have priorities, so that those of an evaluation beside training come last."""
-    adapters: int = 0
-    """Adapters (LoRA) that it serves beside the model, each to the requests that name it."""
-    adapter_rank: int = 0
-    """Largest rank of those."""
+    adapters: Adapters | None = None
+    """It serves adapters (LoRA) beside the model, each to the requests that name it."""
     weight_transfer: str = "prl"
     """The name of what takes new weights in, in each process of a server (`Weights.receiver`)."""
 

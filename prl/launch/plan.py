@@ -21,7 +21,7 @@ from prl.config.schema import EnvConfig, ModelConfig, TeacherConfig, TrainConfig
 from prl.config.threads import share
 from prl.config.trainer import FLOAT32, Precision, precision_of
 from prl.config.validate import hosts_teacher, places_processes
-from prl.engines.base import Connect, Engine, EngineSpec, ServerEngine
+from prl.engines.base import Adapters, Connect, Engine, EngineSpec, ServerEngine
 from prl.engines.protocol import TOKEN_VARIABLE
 from prl.orchestrator.who_waits import ENGINE, numbered
 from prl.transport.events import TRAINER
@@ -127,6 +127,11 @@ class ModelPlan:
     def restarts(self) -> dict[str, int]:
         """Return how often each of its servers may be started again, by its process."""
         return {server.process: server.config.restarts for server in self.servers}
+
+    def with_adapters(self, room: Adapters) -> "ModelPlan":
+        """Return the plan of an engine that serves adapters beside the model."""
+        servers = tuple(replace(server, adapters=room) for server in self.servers)
+        return replace(self, spec=replace(self.spec, adapters=room), servers=servers)
 
     def policy(self, start: StartEngine, started: Sequence[str] = ()) -> "PolicyPool":
         """Make the client of a policy, whose servers are started unless they run.
@@ -342,8 +347,6 @@ def model_plan(
     frozen: bool = False,
     yields: bool = False,
     weight_transfer: str = EngineSpec.weight_transfer,
-    adapters: int = 0,
-    adapter_rank: int = 0,
 ) -> ModelPlan:
     """Plan a model and its engines.
 
@@ -361,8 +364,6 @@ def model_plan(
         frozen: The model takes no new weights.
         yields: Requests of evaluations may come after those of training.
         weight_transfer: The name of what takes new weights in (`Weights.receiver`).
-        adapters: Adapters that are served beside the model.
-        adapter_rank: The largest rank of those.
     """
     kind = class_of(engine, Engine, "engine")
     device = machine.device_of(engine.device)
@@ -379,8 +380,6 @@ def model_plan(
         threads=share(engine.threads, model, device, sharing, machine.cores),
         evaluation_yields=yields and kind.has_priorities and not engine.urls,
         weight_transfer=weight_transfer,
-        adapters=adapters,
-        adapter_rank=adapter_rank,
     )
     return ModelPlan(kind, spec, tuple(_server(spec, number, own) for number, own in enumerate(gpus)))
 

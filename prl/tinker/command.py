@@ -45,7 +45,7 @@ from prl.config.gpus import Need
 from prl.config.hardware import Machine
 from prl.config.schema import ModelConfig, TinkerConfig
 from prl.config.validate import validate_server
-from prl.engines.base import Engine
+from prl.engines.base import Adapters, Engine
 from prl.launch import command
 from prl.launch.local import LocalLauncher
 from prl.launch.plan import NO_NEED, ModelPlan, model_plan, need_of, placed
@@ -104,9 +104,7 @@ def planned(config: TinkerConfig, machine: Machine) -> tuple[ModelPlan, str]:
         token=secrets.token_hex(24),
         log=Path(config.dir) / "engine.log",
         sharing=1 + max(1, node.servers),
-        adapters=config.models,
-        adapter_rank=config.max_rank,
-    )
+    ).with_adapters(Adapters(config.models, config.max_rank))
     check_loadable(config.model, plan, "model.", trained=True)
     [gpus] = placement.ranks
     return plan, f"cuda:{machine.gpus.index(gpus[0])}" if gpus else device

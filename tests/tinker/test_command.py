@@ -49,9 +49,6 @@ def test_refusals_before_anything_starts(tmp_path, monkeypatch):
     for arguments, message in (
         (["max_rank=600"], r"^max_rank=600: VLLMEngine has 512 at most"),
         (["engine.urls=[http://127.0.0.1:1]"], r"^engine\.urls: api=tinker starts its engine itself"),
-        (
-            r"^engine=ServerEngine: api=tinker wants one that serves adapters",
-        ),
     ):
         with pytest.raises(ConfigError, match=message):
             main(config_of("engine=default", *arguments))

@@ -62,12 +62,18 @@ def command_of(spec: EngineSpec, port: int) -> list[str]:
         }
     if spec.weight_transfer != "prl":
         options["weight-transfer-config"] = json.dumps({"backend": spec.weight_transfer})
-    if spec.adapters:
-        rank = next(rank for rank in RANKS if rank >= spec.adapter_rank)
-        options |= {"enable-lora": True, "max-loras": spec.adapters, "max-lora-rank": rank}
+    options |= adapter_options(spec)
     if spec.evaluation_yields:
         options["scheduling-policy"] = "priority"
     return [sys.executable, "-m", "prl.engines.vllm.server", *as_arguments(options | config.args)]
+
+
+def adapter_options(spec: EngineSpec) -> dict[str, Any]:
+    """Return the options by which a server has adapters beside its model."""
+    if spec.adapters is None:
+        return {}
+    rank = next(rank for rank in RANKS if rank >= spec.adapters.rank)
+    return {"enable-lora": True, "max-loras": spec.adapters.count, "max-lora-rank": rank}
 
 
 def environment_of(spec: EngineSpec) -> dict[str, str]:
