@@ -14,7 +14,7 @@ options:
   models=8                      models of clients in memory
   max_rank=128                  largest rank of an adapter
   device=auto                   where models are trained, cpu or cuda
-  engine=default                sample with vLLM; else transformers, in here
+  engine=default                sample with vLLM, not with transformers
   engine.device=auto            where they are sampled from
   model.max_model_len=…         prompt and reply together, in tokens
 
@@ -144,6 +144,8 @@ def sampler_of(plan: ModelPlan, launcher: LocalLauncher) -> "Snapshots":
     from prl.engines.client import InferencePool
     from prl.tinker.on_servers import ServedSnapshots
 
+    said = f"starting {plan.spec.process} from {plan.spec.model.path}; log: {plan.spec.log}"
+    print(safe(said), file=sys.stderr, flush=True)
     pool = plan.policy(launcher.start_engine)
     assert isinstance(pool, InferencePool)  # it is that of every server that serves adapters
     return ServedSnapshots(plan.spec, pool)

@@ -59,6 +59,8 @@ class Adapters:
             yield adapter
         finally:
             self.users[name] -= 1
+            if not self.users[name]:
+                del self.users[name]
             self.left.set()
 
     async def _load(self, name: str, folder: Path) -> None:
