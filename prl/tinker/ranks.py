@@ -4,13 +4,12 @@ Rank 0 tells each call to the others, as msgpack in a broadcast, and all of them
 client is rank 0's. A rank that ends has the server end, with its name. What is on disk is not touched then.
 """
 
-import asyncio
 import concurrent.futures
 import contextlib
 import functools
 import os
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,13 @@ from torch import Tensor
 
 from prl.config.build import plain
 from prl.config.environment import LOOPBACK
-from prl.config.gpus import Need
+from prl.config.gpus import Gpus
 from prl.config.hardware import Machine
 from prl.config.schema import ModelConfig
 from prl.config.threads import share
 from prl.config.trainer import RanksConfig, precision_of
-from prl.launch.launcher import Launcher
 from prl.launch.local import LocalLauncher
-from prl.launch.plan import NO_NEED, TrainerSpec, placed
+from prl.launch.plan import TrainerSpec
 from prl.tinker.learner import COLLECTIVE, Learner
 from prl.tinker.wire import RequestError
 from prl.trainer import worker
@@ -41,8 +39,6 @@ END = "end"
 """Call after which there are no more."""
 IDLE = timedelta(days=3650)
 """Time that a rank waits for the next call."""
-ENDING_S = 5.0
-"""[s] Time to hear of the rank that has ended, where the others have noticed that it has."""
 
 
 class Calls:
@@ -132,31 +128,47 @@ def run(config: Mapping[str, Any], folder: Path) -> None:
 # --- rank 0 ---
 
 
-def lead(trainer: RanksConfig, model: ModelConfig, folder: Path, launcher: LocalLauncher) -> Learner:
-    """Start the other ranks, and make the learner of this process, which they follow.
+def ranks_of(
+    trainer: RanksConfig, model: ModelConfig, folder: Path, machine: Machine, gpus: Sequence[Gpus]
+) -> TrainerSpec:
+    """Return what the ranks are started with.
 
-    Raises ValueError for a model that cannot be trained, and PrlError where a rank ends.
+    Args:
+        trainer: How they train.
+        model: The base.
+        folder: The server's directory.
+        machine: Where they compute.
+        gpus: The GPUs of each of them.
     """
-    machine = Machine()
     device = machine.device_of(trainer.device)
-    ranks = trainer.num_processes
-    need = Need(ranks, int(device == "cuda"), f"trainer.num_processes={ranks}")
-    spec = TrainerSpec(
+    return TrainerSpec(
         run_dir=folder,
         model=model,
         payload={"model": plain(model), "trainer": plain(trainer) | {"device": device}},
-        num_processes=ranks,
+        num_processes=trainer.num_processes,
         device=device,
-        threads=share(trainer.threads, model, device, ranks, machine.cores),
-        gpus=tuple(placed([NO_NEED, need, NO_NEED], machine, elsewhere=False).ranks),
+        threads=share(trainer.threads, model, device, trainer.num_processes, machine.cores),
+        gpus=tuple(gpus),
         module=__name__,
         first=1,
     )
+
+
+def start_others(spec: TrainerSpec, launcher: LocalLauncher) -> None:
+    """Start the ranks behind this process, which is the first one."""
     torch.set_num_threads(spec.threads)
-    if ranks == 1:
+    if spec.num_processes > 1:
+        os.environ.update(LOOPBACK)  # for gloo, which listens where the host's name points otherwise
+        launcher.start_trainer(spec)
+
+
+def lead(spec: TrainerSpec, launcher: LocalLauncher) -> Learner:
+    """Make the learner of this process, which the other ranks follow.
+
+    Raises ValueError for a model that cannot be trained, and PrlError where a rank ends.
+    """
+    if spec.num_processes == 1:
         return join(spec.payload, 0)[0]
-    os.environ.update(LOOPBACK)  # for gloo, which listens where the host's name points otherwise
-    launcher.start_trainer(spec)
     made: concurrent.futures.Future[Learner] = concurrent.futures.Future()
 
     def make() -> None:
@@ -171,22 +183,6 @@ def lead(trainer: RanksConfig, model: ModelConfig, folder: Path, launcher: Local
         launcher.ensure_alive()
         concurrent.futures.wait([made], timeout=0.1)
     return made.result()
-
-
-async def watched(work: Coroutine[Any, Any, None], launcher: Launcher) -> None:
-    """Do some work beside the processes of a launcher. Raises ProcessDied, once the work has ended, if one ends."""
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(launcher.watch())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done() and working.exception() is not None:  # maybe since another rank has ended
-            await asyncio.wait({watching}, timeout=ENDING_S)
-        if watching.done():
-            await watching
-    finally:
-        watching.cancel()
-        working.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-    await working
 
 
 if __name__ == "__main__":

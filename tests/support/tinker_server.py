@@ -18,8 +18,8 @@ from prl.engines.base import EngineSpec
 from prl.engines.transformers import TransformersConfig
 from prl.models import model_path
 from prl.tinker import service
+from prl.tinker.in_process import SnapshotsInProcess
 from prl.tinker.learner import Learner
-from prl.tinker.sampler import Snapshots
 from prl.tinker.server import serve
 from prl.trainer.model import load_model
 
@@ -135,7 +135,8 @@ def serving(folder, listening, learner, **options):
     config = TinkerConfig(name="tiny", dir=str(folder), engine=TransformersConfig(), **options)
     model = ModelConfig(path=model_path("tiny"), dtype="float32", max_model_len=LENGTH)
     names = {"process": "engine", "served_name": "tiny", "device": "cpu", "seed": 0, "token": "", "log": folder / "log"}
-    return serve(config, learner, Snapshots(EngineSpec(model=model, config=config.engine, **names)), KEY, listening, "")
+    spec = EngineSpec(model=model, config=config.engine, **names)
+    return serve(config, learner, SnapshotsInProcess(spec), KEY, listening, "")
 
 
 @contextlib.contextmanager
