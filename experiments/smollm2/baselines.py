@@ -3,8 +3,9 @@
     python experiments/smollm2/baselines.py
 
 The rewards of players of `guess` that learn nothing, exactly, on the pairs that smollm2_guess holds out and on all, and
-of players of `adder` on the 300 problems that smollm2_adder holds out. And the widest interval that each mean can have over tasks: rewards are from 0 to 1, so a mean m of n tasks has a variance
-of at most m (1 - m) n / (n - 1). All seeds hold out the same tasks.
+of players of `adder` on 300 problems that are held out. And the widest interval that each mean can have over tasks:
+rewards are from 0 to 1, so a mean m of n tasks has a variance of at most m (1 - m) n / (n - 1). All seeds hold out the
+same tasks.
 """
 
 from collections import Counter

@@ -1,10 +1,13 @@
 """Rewards of single held-out tasks of SmolLM2's runs: means, intervals over tasks and seeds, and a picture.
 
-    python experiments/smollm2/held_out.py outputs    reads the runs there, writes tasks.csv and sampled.csv
-    python experiments/smollm2/held_out.py            the means, and held_out.png, from these two files
+    python experiments/smollm2/held_out.py outputs/exp-smollm2-adder-eval …
+
+writes `tasks.csv` and `sampled.csv` from the evaluations, and the runs beside them. Without arguments it prints the
+means and draws held_out.png from these two files.
 
 A line of `tasks.csv` is the reward of one try of a task by the policy of a step, one of `sampled.csv` the replies that
-had been sampled for training until then. All seeds hold out the same tasks.
+a run had sampled by then, and their mean reward since the step before. All seeds hold out the same tasks, and begin
+with the policy that has `start` for a seed.
 """
 
 import json
@@ -20,35 +23,62 @@ from scipy.special import stdtrit
 
 HERE = Path(__file__).parent
 LEVEL = 0.95
-RUNS = {"adder": "exp-smollm2-adder"}
-"""Name in the tables -> the folder of its sweep."""
-PANELS = [("a calculator is asked, its answer used", ["adder"], {"its demonstrations": 0.2, "never listens": 0.0005})]
+RUNS = {"exp-smollm2-adder": "adder, grpo", "exp-smollm2-sums-beside": "sums, prl", "exp-smollm2-trl": "sums, TRL"}
+"""Folder of a sweep -> its name in the tables."""
+STARTS = {"exp-smollm2-adder-form": ["adder, grpo"], "exp-smollm2-form": ["sums, prl", "sums, TRL"]}
+"""Folder of a run -> the sweeps that its policy is the start of."""
+PANELS = [
+    ("a calculator is asked, its answer used", ["adder, grpo"], {"its demonstrations": 0.2, "never listens": 0.0005}),
+]
 """Title, runs, and the rewards of players that learn nothing (baselines.py), of each picture."""
 KEYS = ["run", "seed", "step"]
 
 
-def rewards_of(folder: Path) -> Iterator[tuple[int, str, float]]:
-    """Yield step, task and reward of each held-out rollout of a run; the prompt names the task."""
-    for path in folder.glob("rollouts/eval_*_step_*.jsonl"):
+def of_target(path: Path) -> list[tuple[str, str, int]]:
+    """Return runs, seed and step of the weights that were evaluated."""
+    run = next(folder for folder in path.parents if folder.name in RUNS | STARTS or folder.name.startswith("seed="))
+    if run.name in STARTS:
+        return [(name, "start", 0) for name in STARTS[run.name]]
+    return [(RUNS[run.parent.name], run.name.removeprefix("seed="), int(re.findall(r"\d+", path.name)[-1]))]
+
+
+def rewards_of(evaluation: Path) -> Iterator[tuple[str, str, int, str, float]]:
+    """Yield run, seed, step, task and reward of each rollout of an evaluation; the prompt names the task."""
+    for target in json.loads((evaluation / "result.json").read_text())["targets"]:
+        [path] = evaluation.glob(f"rollouts/eval_*_step_{target['step']:06}.jsonl")
         for record in map(json.loads, path.read_text().splitlines()):
             task = next(message["content"] for message in record["messages"] if message["role"] == "user")
-            yield record["step"], task.removesuffix("="), record["reward"]
+            for place in of_target(Path(target["path"])):
+                yield *place, task.removesuffix("="), record["reward"]
 
 
-def collect(outputs: Path) -> None:
-    """Write the rewards and the sampled replies of the runs under a folder, completed or not."""
-    tasks, spent = [], []
-    for name, sweep in RUNS.items():
-        for folder in sorted((outputs / sweep).glob("seed=*")):
-            seed = int(re.sub(r"\D", "", folder.name))
-            tasks += [(name, seed, *row) for row in sorted(rewards_of(folder))]
-            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            metrics = pd.DataFrame(lines).groupby("step").first()
-            replies = metrics.get("rollouts/batch", pd.Series(0, metrics.index)).fillna(0).cumsum()
-            evaluated = metrics.filter(like="eval/").dropna(how="all").index
-            spent += [(name, seed, step, int(replies[step])) for step in evaluated]
+def sampled_by(run: Path) -> pd.DataFrame:
+    """Return the replies that a run had sampled by each step, and their mean reward since the step before."""
+    if (run / "metrics.jsonl").exists():
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        table = pd.DataFrame(lines).groupby("step").first()[["rollouts/batch", "reward/all/mean"]].dropna()
+    else:  # TRL's last state: a line a step
+        last = max(run.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
+        lines = [
+            line for line in json.loads((last / "trainer_state.json").read_text())["log_history"] if "reward" in line
+        ]
+        size = json.loads((run / "job.json").read_text())["settings"]["per_device_train_batch_size"]
+        table = pd.DataFrame(
+            {line["step"]: {"rollouts/batch": size, "reward/all/mean": line["reward"]} for line in lines}
+        ).T
+    table.columns = ["sampled", "reward"]
+    return table.assign(sampled=table["sampled"].cumsum().astype(int)).rename_axis("step").reset_index()
+
+
+def collect(evaluations: list[Path]) -> None:
+    """Write the rewards of single tasks, and what the runs had sampled, which lie beside the evaluations."""
+    tasks = sorted(row for folder in evaluations for row in rewards_of(folder))
     pd.DataFrame(tasks, columns=[*KEYS, "task", "reward"]).to_csv(HERE / "tasks.csv", index=False, float_format="%.4g")
-    pd.DataFrame(spent, columns=[*KEYS, "sampled"]).to_csv(HERE / "sampled.csv", index=False)
+    spent = []
+    for sweep, name in RUNS.items():
+        for run in sorted((evaluations[0].parent / sweep).glob("seed=*")):
+            spent.append(sampled_by(run).assign(run=name, seed=run.name.removeprefix("seed=")))
+    pd.concat(spent)[[*KEYS, "sampled", "reward"]].to_csv(HERE / "sampled.csv", index=False, float_format="%.4g")
 
 
 def half_over(table: pd.DataFrame) -> float:
@@ -73,33 +103,38 @@ def curves() -> pd.DataFrame:
     for (name, step), of_step in tasks.groupby(["run", "step"]):
         table = of_step.pivot(index="task", columns="seed", values="reward")
         of_seeds = table.mean(axis=0)
-        spent = sampled[(sampled["run"] == name) & (sampled["step"] == step)]["sampled"].mean()
-        found = {"run": name, "step": step, "sampled": round(spent), "seeds": len(of_seeds), "tasks": len(table)}
-        found |= {"mean": of_seeds.mean(), "half": half_over(table), "low": of_seeds.min(), "high": of_seeds.max()}
-        rows.append(found)
+        spent = sampled[(sampled["run"] == name) & (sampled["step"] == step)]["sampled"]
+        found = {"run": name, "step": step, "sampled": round(spent.mean()) if step else 0}
+        found |= {"seeds": len(of_seeds), "tasks": len(table), "mean": of_seeds.mean(), "half": half_over(table)}
+        rows.append(found | {"low": of_seeds.min(), "high": of_seeds.max()})
     return pd.DataFrame(rows)
 
 
 def draw(found: pd.DataFrame) -> None:
-    """Draw the means, their intervals and each seed's curve, and what players have that learn nothing."""
+    """Draw the means and their intervals, what each seed's sampled replies earned, and the players that learn nothing."""
     figure, axes = plt.subplots(1, len(PANELS), figsize=(5.5 * len(PANELS), 3.6), squeeze=False)
+    replies = pd.read_csv(HERE / "sampled.csv")
     for panel, (title, names, baselines) in zip(axes[0], PANELS, strict=True):
-        for name in names:
+        for color, name in enumerate(names):
             rows = found[found["run"] == name]
-            panel.fill_between(rows["sampled"], rows["mean"] - rows["half"], rows["mean"] + rows["half"], alpha=0.2)
-            label = f"{name}, mean of {rows['seeds'].max()}"
-            panel.plot(rows["sampled"], rows["mean"], marker="o", markersize=4, label=label)
-        for number, (player, reward) in enumerate(baselines.items()):
-            panel.axhline(reward, color="black", linewidth=1, linestyle=("--", ":")[number], label=player)
-        panel.set(title=title, xlabel="replies sampled", ylabel="held-out reward", ylim=(-0.02, 1))
-        panel.legend(fontsize=8)
+            panel.errorbar(rows["sampled"], rows["mean"], rows["half"], color=f"C{color}", marker="o", capsize=3,
+                           label=f"{name}, held out")  # fmt: skip
+            for seed, of_seed in replies[replies["run"] == name].groupby("seed"):
+                label = f"{name}, sampled, by seed" if seed == 0 else None
+                panel.plot(
+                    of_seed["sampled"], of_seed["reward"], color=f"C{color}", linewidth=0.8, alpha=0.6, label=label
+                )
+        for style, (player, reward) in zip(("--", ":"), baselines.items(), strict=True):
+            panel.axhline(reward, color="black", linewidth=1, linestyle=style, label=player)
+        panel.set(title=title, xlabel="replies sampled", ylabel="reward", ylim=(-0.02, 1.02))
+        panel.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(HERE / "held_out.png", dpi=120)
 
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        collect(Path(sys.argv[1]))
+        collect([Path(folder).absolute() for folder in sys.argv[1:]])
     else:
         learned = curves()
         print(learned.round(3).to_string(index=False))
