@@ -36,6 +36,7 @@ BASES = {
     "smollm2_guess",
     "smollm2_adder_form",
     "smollm2_adder",
+    "smollm2_sums_grpo",
 }
 """Single runs that a sweep begins with; the page of the sweep has their commands."""
 RECIPES = {"dapo", "dr_grpo", "rloo", "gspo", "cispo", "tis", "gkd", "sdft", "reinforce_pp"}

@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 LEVEL = 0.95
 RUNS = {"exp-smollm2-adder": "adder, grpo", "exp-smollm2-sums-beside": "sums, prl", "exp-smollm2-trl": "sums, TRL"}
 """Folder of a sweep -> its name in the tables."""
-STARTS = {"exp-smollm2-adder-form": ["adder, grpo"], "exp-smollm2-form": ["sums, prl", "sums, TRL"]}
+STARTS = {"exp-smollm2-adder-form": ["adder, grpo"], "exp-smollm2-sums-form": ["sums, prl", "sums, TRL"]}
 """Folder of a run -> the sweeps that its policy is the start of."""
 PANELS = [
     ("a calculator is asked, its answer used", ["adder, grpo"], {"its demonstrations": 0.2, "never listens": 0.0005}),
@@ -111,7 +111,7 @@ def curves() -> pd.DataFrame:
 
 
 def draw(found: pd.DataFrame) -> None:
-    """Draw the means and their intervals, what each seed's sampled replies earned, and the players that learn nothing."""
+    """Draw the means and their intervals, what sampled replies earned by seed, and players that learn nothing."""
     figure, axes = plt.subplots(1, len(PANELS), figsize=(5.5 * len(PANELS), 3.6), squeeze=False)
     replies = pd.read_csv(HERE / "sampled.csv")
     for panel, (title, names, baselines) in zip(axes[0], PANELS, strict=True):

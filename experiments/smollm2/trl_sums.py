@@ -3,7 +3,7 @@
     python experiments/smollm2/trl_sums.py PYTHON FOLDER experiment=smollm2_sums_grpo seed=0
 
 PYTHON is that of TRL's environment, which `scripts/bench_trl` makes. Weights are saved in the folder as checkpoint-N,
-at the steps where prl's run evaluates.
+at the steps where prl's run saves its own.
 """
 
 import json
@@ -22,7 +22,7 @@ def main(python: str, folder: Path, overrides: list[str]) -> None:
     folder.mkdir(parents=True)
     config = compose([f"run.dir={folder}/prompts", *overrides])
     work = BENCH.job(config)
-    saved = {"save_strategy": "steps", "save_steps": config.orchestrator.eval.every, "save_only_model": True}
+    saved = {"save_strategy": "steps", "save_steps": config.checkpoint.every, "save_only_model": True}
     work["settings"] |= saved
     job = folder / "job.json"
     job.write_text(json.dumps(work), encoding="utf-8")
