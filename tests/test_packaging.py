@@ -22,7 +22,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 LOCKS = {path.stem: path.read_text() for path in (ROOT / "scripts" / "locks").glob("*.txt")}
 NOT_ON_CPU = {"torchvision", "torchaudio", "torchcodec", "triton"}  # see scripts/lock
-LEFT_OUT = {("hydra-ray-launcher", "boto3"), ("hydra-ray-launcher", "cloudpickle")}  # see pyproject.toml
+LEFT_OUT = {  # see pyproject.toml
+    ("hydra-ray-launcher", "boto3"),
+    ("hydra-ray-launcher", "cloudpickle"),
+    ("tinker-cookbook", "tml-renderers"),
+    ("tinker-cookbook", "pyrage"),
+}
 SCRIPTS = sorted(path for path in [*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"] if path.is_file())
 
 # A path that starts at one of these top folders. Built from parts, so that this line does not match itself; what may

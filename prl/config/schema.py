@@ -148,8 +148,12 @@ class TinkerConfig:
     """Tokens that go through the model together in training, padding included."""
     models: Annotated[int, Ge(1), Le(1000)] = 8
     """Models of clients that are in memory; others are on disk, and come back when they are asked."""
+    max_models: Annotated[int, Ge(1), Le(1_000_000)] = 1000
+    """Models of clients in memory and on disk; above, a new one is refused."""
     max_rank: Annotated[int, Ge(1), Le(1024)] = 128
     """Largest rank of an adapter."""
+    max_queued_tokens: Annotated[int, Ge(1)] = 10_000_000
+    """Tokens that wait for training, of all clients; above, a client is told to try again."""
     max_samples: Annotated[int, Ge(1), Le(1_000_000)] = 4096
     """Replies that are sampled or wait; above, a client is told to try again."""
     model: ModelConfig = field(default_factory=ModelConfig)

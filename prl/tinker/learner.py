@@ -263,15 +263,6 @@ class Learner:
                     tenant.optimizer.state[parameter][part] = value if part == "step" else value.to(parameter.device)
 
 
-def check_adam(adam: Adam) -> None:
-    """Raise RequestError, naming the field, for parameters out of bounds."""
-    for key in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
-        value = getattr(adam, key)
-        limit = 1.0 if key.startswith("beta") else math.inf
-        if not 0 <= value < limit:
-            raise RequestError(f"adam_params.{key}={value}: it has to be 0 or more and below {limit:g}")
-
-
 def stack_of(data: list[Datum], device: torch.device) -> Stack:
     """Make the tensors of data that go through the model together: a row each, and the targets of all.
 

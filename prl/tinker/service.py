@@ -11,25 +11,23 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
 import torch
 from safetensors.torch import load_file
 
 from prl.base.checkpoint_folders import seal
 from prl.base.errors import PrlError
-from prl.base.files import read_json, write_tensors, writing
+from prl.base.files import write_tensors, writing
 from prl.base.text import in_one_line
 from prl.config.model_folder import companion_files, tokenizer_files
 from prl.config.schema import TinkerConfig
 from prl.tinker import losses, wire
 from prl.tinker.learner import Learner
 from prl.tinker.sampler import Snapshots
-from prl.tinker.store import CHECKPOINT, SCHEME, TENSORS, Checkpoint, ModelRecord, ModelStore, Request, State, Store
-from prl.tinker.wire import RequestError
+from prl.tinker.store import EPHEMERAL, TENSORS, ModelRecord, ModelStore, Request, State, Store, read_checkpoint, uri_of
+from prl.tinker.wire import Lora, RequestError
 from prl.trainer.lora import ADAPTER, write_adapters
 from prl.trainer.model import write_model
 from prl.trainer.weights import on_writer, whole_tensors
@@ -41,6 +39,7 @@ SAMPLES = 4096
 SAVED_S = 2.0
 """[s] Work on a model after which its state is written, at least; else 20 times what writing takes."""
 Result = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass
@@ -86,8 +85,8 @@ class Service:
         code = sampler.spec.model.trust_remote_code
         self.files = companion_files(self.path) | tokenizer_files(self.path, trust_remote_code=code)
         self.models: dict[str, Model] = {}
-        self.turns: deque[Model] = deque()
-        self.work = asyncio.Event()
+        self.turns: asyncio.Queue[Model] = asyncio.Queue()
+        """Models with requests that wait, but for the one whose turn it is."""
         self.sampled: OrderedDict[str, asyncio.Task[Result]] = OrderedDict()
         self.sampling = 0
         """Replies that are sampled or wait."""
@@ -112,44 +111,56 @@ class Service:
 
     def model(self, model_id: str) -> Model:
         """Return a model by its id. Raises RequestError."""
-        if model_id not in self.models:
-            raise RequestError(f"model_id={model_id[:200]!r}: this server has no such model", 404)
-        return self.models[model_id]
+        return looked_up(self.models, model_id, "model_id")
+
+    def models_of(self, session_id: str) -> list[Model]:
+        """Return the models of a session."""
+        return [model for model in self.models.values() if model.record.session_id == session_id]
 
     def check_base(self, name: str | None) -> None:
         """Raise RequestError for another base than the server's."""
         if name is not None and name not in (self.name, self.path):
             raise RequestError(f"base_model={name[:200]!r}: this server has {self.name}")
 
-    def create(self, request: wire.CreateModel | wire.LoadWeights, body: bytes) -> Model:
-        """Accept a new model. Of one that is there already it is a retry. Raises RequestError."""
-        session_id, number = request.session_id or "", request.model_seq_id
-        restored = isinstance(request, wire.LoadWeights)
-        lora = self.store.record(request.path).lora if isinstance(request, wire.LoadWeights) else request.lora_config
-        if session_id not in self.store.sessions.sessions:
-            raise RequestError(f"session_id={session_id[:200]!r}: this server has no such session", 404)
-        if number is None or number < 0:
-            raise RequestError(f"model_seq_id={number}: a number from 0 is wanted")
+    def create(self, request: wire.NewModel, lora: Lora | None, kind: str, body: bytes) -> dict[str, str]:
+        """Accept a new model, by `create` or `restore`. Of one that is there it is a retry. Raises RequestError."""
+        looked_up(self.store.sessions.sessions, request.session_id, "session_id")
+        if request.model_seq_id is None:
+            raise RequestError("model_seq_id is missing")
         self.check_base(request.base_model)
         if lora is not None and not 1 <= lora.rank <= self.config.max_rank:
             raise RequestError(f"lora_config.rank={lora.rank}: it has to be from 1 to max_rank={self.config.max_rank}")
-        model_id = f"{session_id}:train:{number}"
+        model_id = f"{request.session_id}:train:{request.model_seq_id}"
         if model_id not in self.models:
-            record = ModelRecord(model_id, session_id, lora, request.user_metadata)
+            if len(self.models) >= self.config.max_models:
+                raise RequestError(f"this server has {len(self.models)} models, of at most {self.config.max_models}")
+            record = ModelRecord(model_id, request.session_id, lora, request.user_metadata)
             self.models[model_id] = Model(self.store.add(record))
         model = self.models[model_id]
         if not model.order:  # a server that was killed may have written its record alone
-            self._accept(model, Request(f"{model_id}:create", "restore" if restored else "create", body))
-        return model
+            self._accept(model, Request(f"{model_id}:create", kind, body))
+        return {"request_id": f"{model_id}:create", "model_id": model_id}
 
-    def submit(self, model_id: str, number: int | None, kind: str, body: bytes, content_type: str = "") -> str:
-        """Accept a request that was checked, unless it was before. Returns its id, by which its result is asked for."""
-        model = self.model(model_id)
-        request_id = f"{model_id}:{model.order + 1}-" if number is None else f"{model_id}:{number}"
-        if number is not None and number <= model.last:  # a retry, or one whose result will be asked for in vain
-            return request_id
-        self._accept(model, Request(request_id, kind, body, content_type))
-        return request_id
+    def submit(
+        self, asked: wire.Numbered, kind: str, body: bytes, content_type: str = "", tokens: int = 0
+    ) -> dict[str, str]:
+        """Accept a request that was checked, unless it was before. Returns what its result is asked for by.
+
+        Raises RequestError where its tokens and those that wait are too many: then the client is to try again.
+        """
+        model, number = self.model(asked.model_id), asked.seq_id
+        request_id = f"{model.id}:{model.order + 1}-" if number is None else f"{model.id}:{number}"
+        if number is None or number > model.last:  # else a retry, or one whose result will be asked for in vain
+            self._check_room(tokens)
+            self._accept(model, Request(request_id, kind, body, content_type, tokens))
+        return {"request_id": request_id, "model_id": model.id}
+
+    def _check_room(self, tokens: int) -> None:
+        """Raise RequestError where too many tokens wait; without any, a request may have more."""
+        waiting = sum(request.tokens for model in self.models.values() for _, request in model.queue)
+        if waiting and tokens and waiting + tokens > self.config.max_queued_tokens:
+            most = f"max_queued_tokens={self.config.max_queued_tokens}"
+            raise RequestError(f"{waiting} tokens wait, and {tokens} more are above {most}: try again", 429)
 
     def _accept(self, model: Model, request: Request) -> None:
         model.store.accept(model.order + 1, request)
@@ -159,27 +170,18 @@ class Service:
         number = request.request_id.rpartition(":")[2]
         if number.isdigit():
             model.last = max(model.last, int(number))
-        if request.kind == "save_weights_for_sampler":
-            self._name_snapshot(model, order, wire.decode(request.body, wire.SaveWeights))
         model.order = order
         model.results[request.request_id] = asyncio.get_running_loop().create_future()
         model.queue.append((order, request))
-        if model not in self.turns:
-            self.turns.append(model)
-        self.work.set()
+        if len(model.queue) == 1:
+            self.turns.put_nowait(model)
 
-    def _name_snapshot(self, model: Model, order: int, asked: wire.SaveWeights) -> None:
-        """Begin the sampling session of a snapshot without a name, which will be there when the client may know it."""
-        if asked.path is None:
-            sampler_id = self.sampler_id(model.record, asked)
-            if sampler_id not in self.store.sessions.samplers:
-                self.open_sampler(sampler_id, self.snapshot_folder(model, asked, True, order))
-
-    def check(self, request: wire.Forward) -> None:
-        """Raise RequestError for a pass that cannot be run, naming the field."""
-        self.model(request.model_id)
-        loss, _ = losses.loss_of(request.loss_fn, request.config)
-        losses.check_data(request.data, request.loss_fn, loss, self.learner.vocabulary, self.learner.longest)
+    def read_forward(self, body: bytes, content_type: str, forward_only: bool) -> wire.Forward:
+        """Read a pass. Raises RequestError, naming the field, for one that cannot be run."""
+        asked = wire.read_forward(body, content_type, forward_only)
+        loss, _ = losses.loss_of(asked.loss_fn, asked.config)
+        losses.check_data(asked.data, asked.loss_fn, loss, self.learner.vocabulary, self.learner.longest)
+        return asked
 
     # --- results ---
 
@@ -201,21 +203,13 @@ class Service:
         """Serve the models in turns, one request of each, until cancelled; then write their states."""
         try:
             while True:
-                while not self.turns:
-                    self.work.clear()
-                    await self.work.wait()
-                model = self.turns.popleft()
-                order, request = model.queue.popleft()
+                model = await self.turns.get()
+                order, request = model.queue[0]
                 running = asyncio.ensure_future(asyncio.to_thread(self._run, model, order, request))
                 try:
-                    result = await asyncio.shield(running)
-                except asyncio.CancelledError:
-                    result = await running  # a thread cannot be stopped half way
-                    self._finish(model, order, request, result)
-                    raise
-                self._finish(model, order, request, result)
-                if model.queue and model not in self.turns:
-                    self.turns.append(model)
+                    await asyncio.shield(running)
+                finally:  # a thread cannot be stopped half way
+                    self._finish(model, order, request, await running)
                 await asyncio.to_thread(self._save_if_due, model, request.kind)
         finally:
             for model in self.models.values():
@@ -224,7 +218,12 @@ class Service:
 
     def _finish(self, model: Model, order: int, request: Request, result: Result) -> None:
         model.done = order
+        if "sampling_session_id" in result:
+            self.open_sampler(result["sampling_session_id"], model.store.folder / EPHEMERAL / str(order))
         model.results[request.request_id].set_result(result)
+        model.queue.popleft()
+        if model.queue:
+            self.turns.put_nowait(model)
         finished = [key for key, future in model.results.items() if future.done()]
         for key in finished[:-RESULTS]:
             del model.results[key]
@@ -246,10 +245,8 @@ class Service:
             if request.kind not in ("create", "restore"):
                 self._bring(model)
             return handlers[request.kind](model, order, request)
-        except PrlError as error:
-            return {"error": in_one_line(error), "category": "user" if isinstance(error, RequestError) else "server"}
         except Exception as error:
-            return {"error": f"{type(error).__name__}: {in_one_line(error)}", "category": "server"}
+            return _failed(error)
         finally:
             model.used_at = time.monotonic()
             model.unsaved_s += max(model.used_at - began, 1e-6)
@@ -314,7 +311,7 @@ class Service:
 
     def _load_weights(self, model: Model, order: int, request: Request) -> Result:
         load = wire.decode(request.body, wire.LoadWeights)
-        folder, record = self.store.checkpoint(load.path), self.store.record(load.path)
+        folder, record = self.store.checkpoint(load.path)
         if not (folder / "state" / TENSORS).is_file():
             raise RequestError(f"path={load.path!r}: these weights are for sampling: load those of save_state")
         tensors = load_file(folder / "state" / TENSORS)
@@ -325,21 +322,19 @@ class Service:
         asked = wire.decode(request.body, wire.SaveWeights)
         sampler = request.kind == "save_weights_for_sampler"
         folder = self.snapshot_folder(model, asked, sampler, order)
-        record = model.record
-        step = self.learner.tenants[model.id].step
-        made = Checkpoint(model.id, order, step, record.lora, datetime.now(UTC).isoformat(), asked.user_metadata)
-        there = folder / CHECKPOINT
-        again = there.is_file() and read_json(there, Checkpoint).order == order  # of a server that was killed then
-        if there.is_file() and not again and not asked.overwrite:
+        there = read_checkpoint(folder)
+        again = there is not None and there.order == order  # of a server that was killed then
+        if there is not None and not again and not asked.overwrite:
             raise RequestError(f"path={asked.path!r}: there is a checkpoint of this name; give another, or overwrite")
         if not again:
-            self._write(model, folder, made, sampler=sampler)
+            self._write(model, folder, order, asked, sampler=sampler)
         model.store.prune()
         if sampler and asked.path is None:
-            return {"sampling_session_id": self.sampler_id(record, asked), "type": request.kind}
-        return {"path": f"{SCHEME}{model.id}/{folder.parent.name}/{folder.name}", "type": request.kind}
+            sampler_id = f"{model.record.session_id}:sample:{asked.sampling_session_seq_id}"
+            return {"sampling_session_id": sampler_id, "type": request.kind}
+        return {"path": uri_of(model.id, folder), "type": request.kind}
 
-    def _write(self, model: Model, folder: Path, made: Checkpoint, *, sampler: bool) -> None:
+    def _write(self, model: Model, folder: Path, order: int, asked: wire.SaveWeights, *, sampler: bool) -> None:
         """Write a checkpoint, or what sampling needs of it."""
         tenant, base = self.learner.tenants[model.id], self.learner.model
         with writing(folder) as new:
@@ -354,20 +349,15 @@ class Service:
                 tensors = self.learner.tensors(model.id).items()
                 kept = {key: tensor for key, tensor in tensors if not key.startswith("gradient/")}
                 write_tensors(kept, new / "state" / TENSORS)
-            (new / CHECKPOINT).write_bytes(msgspec.json.encode(made))
-            seal(new, made.step)
+            seal(new, tenant.step)
+            model.store.describe(new, folder, order, tenant.step, asked)
 
     def snapshot_folder(self, model: Model, asked: wire.SaveWeights, sampler: bool, order: int) -> Path:
         """Return the folder of the weights that are to be saved."""
         if sampler and asked.path is None:
-            return model.store.folder / "ephemeral" / str(order)
+            return model.store.folder / EPHEMERAL / str(order)
         name = asked.path or f"step_{self.learner.tenants[model.id].step:06d}"
         return model.store.folder / ("sampler_weights" if sampler else "weights") / name
-
-    @staticmethod
-    def sampler_id(record: ModelRecord, asked: wire.SaveWeights) -> str:
-        """Return the id of the sampling session that a snapshot without a name gets."""
-        return f"{record.session_id}:sample:{asked.sampling_session_seq_id}"
 
     # --- sampling ---
 
@@ -377,17 +367,30 @@ class Service:
         self.store.sessions.samplers[sampler_id] = path
         self.store.write_sessions()
 
+    def join_sampler(self, sampler_id: str) -> int:
+        """Return the number of a further client of a sampling session. Raises RequestError."""
+        self.folder_of_sampler(sampler_id)
+        joined = self.store.sessions.joined
+        joined[sampler_id] = joined.get(sampler_id, 0) + 1
+        self.store.write_sessions()
+        return joined[sampler_id]
+
+    def folder_of_sampler(self, sampler_id: str) -> Path | None:
+        """Return the folder of a sampling session's snapshot; None = the base. Raises RequestError."""
+        path = looked_up(self.store.sessions.samplers, sampler_id, "sampling_session_id")
+        return None if path is None else self.store.folder / path
+
+    def checkpoint_of(self, model_path: str | None) -> Path | None:
+        """Return the folder of the checkpoint that a client samples from; None = the base. Raises RequestError."""
+        return None if model_path is None else self.store.checkpoint(model_path, "model_path")[0]
+
     def snapshot_of(self, request: wire.Sample) -> Path | None:
         """Return the snapshot that a request for samples names; None = the base. Raises RequestError."""
         self.check_base(request.base_model)
-        samplers = self.store.sessions.samplers
-        if request.sampling_session_id is not None:
-            if request.sampling_session_id not in samplers:
-                raise RequestError(f"sampling_session_id={request.sampling_session_id[:200]!r}: there is none", 404)
-            path = samplers[request.sampling_session_id]
-            folder = None if path is None else self.store.folder / path
+        if request.sampling_session_id is None:
+            folder = self.checkpoint_of(request.model_path)
         else:
-            folder = None if request.model_path is None else self.store.checkpoint(request.model_path, "model_path")
+            folder = self.folder_of_sampler(request.sampling_session_id)
         if folder is None:
             return None
         if not folder.is_dir():
@@ -413,22 +416,24 @@ class Service:
             del self.sampled[key]
         return request_id
 
+    def cancel(self, request_id: str) -> None:
+        """Stop sampling for a request, whose result nobody waits for."""
+        if request_id in self.sampled:
+            self.sampled[request_id].cancel()
+
     def _prompt(self, request: wire.Sample) -> list[int]:
         """Return the prompt of a request for samples. Raises RequestError, naming the field."""
         prompt = wire.token_ids(request.prompt, "prompt")
         losses.check_tokens(prompt, "prompt", self.learner.vocabulary, self.learner.longest - 1)
-        params = request.sampling_params
-        for key, value, low, high in (
-            ("num_samples", request.num_samples, 1, self.config.max_samples),
-            ("sampling_params.max_tokens", 1 if params.max_tokens is None else params.max_tokens, 1, 1 << 31),
-            ("sampling_params.temperature", params.temperature, 0, 100),
-            ("sampling_params.seed", params.seed or 0, 0, (1 << 63) - 1),
-            ("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, self.learner.vocabulary),
-            ("topk_sample_logprobs", request.topk_sample_logprobs, 0, self.learner.vocabulary),
-            ("prompt_logprobs_last_n", request.prompt_logprobs_last_n or 1, 1, max(1, len(prompt) - 1)),
-        ):
-            if not low <= value <= high:
-                raise RequestError(f"{key}={value}: it has to be from {low} to {high}")
+        limits = {
+            "num_samples": self.config.max_samples,
+            "topk_prompt_logprobs": self.learner.vocabulary,
+            "topk_sample_logprobs": self.learner.vocabulary,
+            "prompt_logprobs_last_n": max(1, len(prompt) - 1),
+        }
+        for key, most in limits.items():
+            if (getattr(request, key) or 0) > most:
+                raise RequestError(f"{key}={getattr(request, key)}: it may be {most} at most")
         return prompt
 
     async def _sample(self, request: wire.Sample, request_id: str, prompt: list[int], snapshot: Path | None) -> Result:
@@ -437,9 +442,24 @@ class Service:
             seed = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:6], "big")
         try:
             return await self.sampler.sample(snapshot, request, prompt, seed)
-        except RequestError as error:
-            return {"error": str(error), "category": "user"}
+        except asyncio.CancelledError:
+            return _failed(RequestError("this request was cancelled"))
         except PrlError as error:
-            return {"error": in_one_line(error), "category": "server"}
+            return _failed(error)
         finally:
             self.sampling -= request.num_samples
+
+
+def looked_up(known: dict[str, T], name: str, field: str) -> T:
+    """Return what a request names. Raises RequestError."""
+    if name not in known:
+        raise RequestError(f"{field}={name[:200]!r}: this server has none of this name", 404)
+    return known[name]
+
+
+def _failed(error: Exception) -> Result:
+    """Return the result of a request that an error has ended."""
+    if isinstance(error, RequestError):
+        return {"error": str(error), "category": "user"}
+    kind = "" if isinstance(error, PrlError) else f"{type(error).__name__}: "
+    return {"error": f"{kind}{in_one_line(error)}", "category": "server"}

@@ -15,19 +15,23 @@ none is in the model twice.
 import re
 import shutil
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from torch import Tensor
 
 from prl.base.files import read_json, write_atomically, write_tensors, writing
-from prl.tinker.wire import Lora, RequestError
+from prl.tinker.wire import Lora, RequestError, SaveWeights
 
 SCHEME = "tinker://"
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}", re.ASCII)
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
+PATH = re.compile(rf"{SCHEME}([\w:-]{{1,200}})/({'|'.join(KINDS)})/({NAME.pattern})", re.ASCII)
+EPHEMERAL = "ephemeral"
 KEPT = 16
 """Snapshots without a name that a model keeps."""
 TENSORS, STATE, MODEL, CHECKPOINT = "tensors.safetensors", "state.msgpack", "model.json", "checkpoint.json"
@@ -59,18 +63,24 @@ class Request(msgspec.Struct):
     kind: str
     body: bytes
     content_type: str = ""
+    tokens: int = 0
 
 
 class Checkpoint(msgspec.Struct):
-    """What a checkpoint or a snapshot is, beside its files."""
+    """What a checkpoint or a snapshot is, beside its files. The protocol shows it by the last fields."""
 
     model_id: str
     order: int
     """Number of the request that made it."""
     step: int
     lora: Lora | None
-    time: str
-    user_metadata: dict[str, str] | None = None
+    checkpoint_id: str
+    checkpoint_type: str
+    tinker_path: str
+    time: datetime
+    size_bytes: int
+    user_metadata: dict[str, str] | None
+    expires_at: datetime | None
 
 
 class Sessions(msgspec.Struct):
@@ -80,6 +90,8 @@ class Sessions(msgspec.Struct):
     """User metadata of each session."""
     samplers: dict[str, str | None] = {}
     """Folder of the snapshot of each sampling session, below the directory; None = the base."""
+    joined: dict[str, int] = {}
+    """Number of further clients of a sampling session."""
 
 
 class ModelStore:
@@ -106,6 +118,10 @@ class ModelStore:
         """Write a request down."""
         write_atomically(self.folder / "journal" / str(order), msgspec.msgpack.encode(request))
 
+    def asked_at(self) -> datetime:
+        """When the model was last asked for something."""
+        return datetime.fromtimestamp((self.folder / "journal").stat().st_mtime, UTC)
+
     def save(self, order: int, tensors: dict[str, Tensor], state: State) -> None:
         """Write the model after a request; then what came before is not needed any more."""
         before = self.states()
@@ -127,9 +143,26 @@ class ModelStore:
         order, folder = states[-1]
         return order, load_file(folder / TENSORS), msgspec.msgpack.decode((folder / STATE).read_bytes(), type=State)
 
+    def describe(self, new: Path, folder: Path, order: int, step: int, asked: SaveWeights) -> None:
+        """Write what a checkpoint or a snapshot is that will be `folder`, whose files are in `new` as yet."""
+        made = Checkpoint(
+            model_id=self.record.model_id,
+            order=order,
+            step=step,
+            lora=self.record.lora,
+            checkpoint_id=f"{folder.parent.name}/{folder.name}",
+            checkpoint_type=KINDS.get(folder.parent.name, EPHEMERAL),
+            tinker_path=uri_of(self.record.model_id, folder),
+            time=datetime.now(UTC),
+            size_bytes=sum(file.stat().st_size for file in new.rglob("*") if file.is_file()),
+            user_metadata=asked.user_metadata,
+            expires_at=end_of(asked.ttl_seconds),
+        )
+        (new / CHECKPOINT).write_bytes(msgspec.json.encode(made))
+
     def prune(self) -> None:
         """Remove snapshots without a name, but for the last ones."""
-        snapshots = sorted((self.folder / "ephemeral").glob("*"), key=lambda path: int(path.name))
+        snapshots = sorted((self.folder / EPHEMERAL).glob("*"), key=lambda path: int(path.name))
         for path in snapshots[:-KEPT]:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -159,43 +192,56 @@ class Store:
         """The folder of a model, whose id has colons in it."""
         return self.folder / "models" / model_id.replace(":", "-")
 
-    def checkpoint(self, path: str, field: str = "path") -> Path:
-        """The folder of a checkpoint by its URI. Raises RequestError for one that is not there."""
-        model_id, _, rest = path.removeprefix(SCHEME).partition("/")
-        kind, _, name = rest.partition("/")
-        sound = path.startswith(SCHEME) and re.fullmatch(r"[\w:-]{1,200}", model_id, re.ASCII) and kind in KINDS
-        if not (sound and NAME.fullmatch(name)):
+    def checkpoint(self, path: str, field: str = "path") -> tuple[Path, Checkpoint]:
+        """The folder of a checkpoint by its URI, and what it is. Raises RequestError for one that is not there."""
+        match = PATH.fullmatch(path)
+        if match is None:
             raise RequestError(
                 f"{field}={path[:200]!r}: give tinker://<model>/weights/<name> or …/sampler_weights/<name>"
             )
-        folder = self.folder_of(model_id) / kind / name
-        if not (folder / CHECKPOINT).is_file():
+        folder = self.folder_of(match[1]) / match[2] / match[3]
+        record = read_checkpoint(folder)
+        if record is None:
             raise RequestError(f"{field}={path[:200]!r}: this server has no such checkpoint", 404)
-        return folder
-
-    def record(self, path: str, field: str = "path") -> Checkpoint:
-        """What a checkpoint is, by its URI. Raises RequestError for one that is not there."""
-        return read_json(self.checkpoint(path, field) / CHECKPOINT, Checkpoint)
+        return folder, record
 
     def delete(self, path: str) -> None:
         """Remove a checkpoint. Raises RequestError for one that is not there."""
-        shutil.rmtree(self.checkpoint(path))
+        shutil.rmtree(self.checkpoint(path)[0])
 
-    def checkpoints(self, model_id: str) -> list[dict[str, Any]]:
-        """The checkpoints of a model, as the protocol shows them."""
-        shown = []
-        for kind, name in KINDS.items():
-            for path in sorted((self.folder_of(model_id) / kind).glob(f"*/{CHECKPOINT}")):
-                record = read_json(path, Checkpoint)
-                checkpoint_id = f"{kind}/{path.parent.name}"
-                shown.append(
-                    {
-                        "checkpoint_id": checkpoint_id,
-                        "checkpoint_type": name,
-                        "time": record.time,
-                        "tinker_path": f"{SCHEME}{model_id}/{checkpoint_id}",
-                        "size_bytes": sum(file.stat().st_size for file in path.parent.rglob("*") if file.is_file()),
-                        "user_metadata": record.user_metadata,
-                    }
-                )
-        return shown
+    def set_ttl(self, path: str, ttl_seconds: int | None) -> None:
+        """Have a checkpoint go after some time; None = never. Raises RequestError for one that is not there."""
+        folder, record = self.checkpoint(path)
+        write_atomically(folder / CHECKPOINT, msgspec.json.encode(replace(record, expires_at=end_of(ttl_seconds))))
+
+    def checkpoints(self, model_id: str = "*") -> list[Checkpoint]:
+        """The checkpoints of a model, or of all, the oldest first."""
+        models, name = self.folder / "models", self.folder_of(model_id).name
+        records = [
+            read_checkpoint(folder)
+            for kind in KINDS
+            for folder in models.glob(f"{name}/{kind}/*")
+            if folder.suffix != ".writing"
+        ]
+        return sorted(filter(None, records), key=lambda record: record.time)
+
+
+def uri_of(model_id: str, folder: Path) -> str:
+    """Return the URI of a checkpoint."""
+    return f"{SCHEME}{model_id}/{folder.parent.name}/{folder.name}"
+
+
+def read_checkpoint(folder: Path) -> Checkpoint | None:
+    """Read what a checkpoint is; None where there is none, or not any more: its time is over, and it is removed."""
+    if not (folder / CHECKPOINT).is_file():
+        return None
+    record = read_json(folder / CHECKPOINT, Checkpoint)
+    if record.expires_at is None or record.expires_at > datetime.now(UTC):
+        return record
+    shutil.rmtree(folder)
+    return None
+
+
+def end_of(ttl_seconds: int | None) -> datetime | None:
+    """Return when the time of a checkpoint is over that begins now."""
+    return None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds)

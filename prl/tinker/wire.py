@@ -3,13 +3,16 @@
 Requests are checked here as far as their shape goes. Whoever is refused gets a `RequestError` that names the field.
 """
 
-import itertools
+import contextlib
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
+from scipy.sparse import csr_array
 
 from prl.base.errors import UNREADABLE, PrlError
 from prl.tinker.protobuf import CLASSES, FLOAT32, INT64
@@ -20,8 +23,15 @@ NO_LOGPROB = -99999.0
 TEXT = "encoded_text"
 JSON = "application/json"
 T = TypeVar("T")
-DTYPES = {"float32": np.float32, "int64": np.int64}
-DTYPE_NAMES = {FLOAT32: "float32", INT64: "int64"}
+DTYPES = {FLOAT32: np.float32, INT64: np.int64}
+LARGEST = 1 << 24
+"""Numbers of a sparse tensor, its empty places included."""
+Indices = np.ndarray | Sequence[int]
+Count = Annotated[int, Meta(ge=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, lt=1)]
+Ttl = Annotated[int, Meta(ge=3600, le=10 * 366 * 86400)]
+"""Seconds until a checkpoint goes, within the bounds of the protocol."""
 
 
 class RequestError(PrlError):
@@ -36,10 +46,17 @@ class Strict(msgspec.Struct, forbid_unknown_fields=True):
     """A part of a request, of which every field is known."""
 
 
-class Input(Strict):
-    """The input of a model: pieces of it, each with its `type`."""
+class Chunk(msgspec.Struct):
+    """A piece of an input. One of another type than `TEXT` has other fields, and is refused by its type."""
 
-    chunks: list[dict[str, Any]]
+    type: str = TEXT
+    tokens: list[int] = []
+
+
+class Input(Strict):
+    """The input of a model."""
+
+    chunks: list[Chunk]
 
 
 class TensorData(Strict):
@@ -84,12 +101,12 @@ class JsonForward(OfModel):
 class Adam(Strict):
     """The parameters of an optimiser step."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: NotNegative = 1e-4
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    eps: NotNegative = 1e-12
+    weight_decay: NotNegative = 0.0
+    grad_clip_norm: NotNegative = 0.0
 
 
 class OptimStep(OfModel):
@@ -99,6 +116,7 @@ class OptimStep(OfModel):
 class SaveWeights(OfModel):
     path: str | None = None
     overwrite: bool = False
+    ttl_seconds: Ttl | None = None
     user_metadata: dict[str, str] | None = None
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot"] = "snapshot"
@@ -121,8 +139,8 @@ class Optimizer(Strict):
 class NewModel(msgspec.Struct):
     """What a new model is told, whether it begins at the base or at a checkpoint."""
 
-    session_id: str | None = None
-    model_seq_id: int | None = None
+    session_id: str = ""
+    model_seq_id: Count | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: Optimizer | None = None
@@ -133,19 +151,25 @@ class CreateModel(NewModel):
 
 
 class LoadWeights(NewModel, kw_only=True):
+    """A request to load a checkpoint into a model; without a `model_id` into a new one."""
+
     path: str
     optimizer: bool
-    model_id: str | None = None
+    model_id: str = ""
     seq_id: int | None = None
+
+
+class CheckpointTtl(msgspec.Struct):
+    ttl_seconds: Ttl | None
 
 
 class SamplingParams(Strict):
     """How to sample. `stop` None = at the model's ends of turns; [] = nowhere."""
 
-    max_tokens: int | None = None
-    seed: int | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    seed: Count | None = None
     stop: str | list[str | int] | None = None
-    temperature: float = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     top_k: int = -1
     top_p: float = 1.0
 
@@ -153,18 +177,18 @@ class SamplingParams(Strict):
 class Sample(msgspec.Struct):
     prompt: Input
     sampling_params: SamplingParams
-    num_samples: int = 1
+    num_samples: Annotated[int, Meta(ge=1)] = 1
     base_model: str | None = None
     model_path: str | None = None
     sampling_session_id: str | None = None
     seq_id: int | None = None
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
-    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: Count = 0
+    topk_sample_logprobs: Count = 0
+    prompt_logprobs_last_n: Annotated[int, Meta(ge=1)] | None = None
 
 
-IGNORED = {"type", "tags", "sdk_version", "project_id", "display_name", "ttl_seconds", "allow_metadata_only"}
+IGNORED = {"type", "tags", "sdk_version", "project_id", "display_name", "allow_metadata_only"}
 """Fields of requests that the server does without."""
 
 
@@ -186,6 +210,10 @@ class Forward:
     loss_fn: str
     config: dict[str, float | str] = field(default_factory=dict)
     forward_only: bool = False
+
+
+Numbered = OfModel | LoadWeights | Forward
+"""Requests to a model that is there, each with its `model_id` and `seq_id`."""
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -229,7 +257,7 @@ def read_forward(body: bytes, content_type: str, forward_only: bool) -> Forward:
 def _datum_of_json(datum: JsonDatum, where: str) -> Datum:
     """Read a datum in JSON."""
     tensors = datum.loss_fn_inputs.items()
-    inputs = {name: of_json(tensor, f"{where}.loss_fn_inputs.{name}") for name, tensor in tensors}
+    inputs = {name: _tensor_of_json(tensor, f"{where}.loss_fn_inputs.{name}") for name, tensor in tensors}
     return Datum(token_ids(datum.model_input, f"{where}.model_input"), inputs)
 
 
@@ -237,82 +265,61 @@ def _datum_of(message: Any, where: str) -> Datum:
     """Read a datum in protobuf."""
     tokens: list[int] = []
     for place, chunk in enumerate(message.model_input):
-        if not chunk.HasField("encoded_text"):
+        if not chunk.HasField(TEXT):
             raise RequestError(f"{where}.model_input[{place}]: this server takes {TEXT} alone")
-        tokens += array(chunk.encoded_text.tokens, np.int32, f"{where}.model_input[{place}].tokens").tolist()
-    return Datum(
-        tokens,
-        {entry.key: _tensor_of(entry.value, f"{where}.loss_fn_inputs.{entry.key}") for entry in message.loss_fn_inputs},
-    )
+        with _at(f"{where}.model_input[{place}].tokens"):
+            tokens += np.frombuffer(chunk.encoded_text.tokens, np.int32).tolist()
+    tensors = message.loss_fn_inputs
+    return Datum(tokens, {one.key: _tensor_of(one.value, f"{where}.loss_fn_inputs.{one.key}") for one in tensors})
 
 
 def _tensor_of(message: Any, where: str) -> np.ndarray:
     """Read a tensor in protobuf."""
-    if message.dtype not in DTYPE_NAMES:
+    if message.dtype not in DTYPES:
         raise RequestError(f"{where}.dtype={message.dtype}: float32 and int64 are known")
-    dtype = DTYPES[DTYPE_NAMES[message.dtype]]
-    shape = list(message.shape) or None
-    if not message.HasField("sparse_csr"):
-        return shaped(array(message.dense, dtype, where), shape, where)
-    sparse = message.sparse_csr
-    rows, columns = (array(part, np.int64, where) for part in (sparse.crow_indices, sparse.col_indices))
-    return dense(array(sparse.values, dtype, where), rows, columns, shape, where)
+    dtype, shape, sparse = DTYPES[message.dtype], list(message.shape), message.sparse_csr
+    with _at(where):
+        if not message.HasField("sparse_csr"):
+            return _whole(np.frombuffer(message.dense, dtype), shape or None)
+        rows, columns = (np.frombuffer(part, np.int64) for part in (sparse.crow_indices, sparse.col_indices))
+        return _whole(np.frombuffer(sparse.values, dtype), shape, rows, columns)
 
 
-def array(data: bytes, dtype: Any, where: str) -> np.ndarray:
-    """Read numbers from bytes."""
-    if len(data) % np.dtype(dtype).itemsize:
-        raise RequestError(f"{where}: {len(data)} bytes are no whole number of {np.dtype(dtype).name}")
-    return np.frombuffer(data, dtype=dtype)
-
-
-def of_json(tensor: TensorData, where: str) -> np.ndarray:
+def _tensor_of_json(tensor: TensorData, where: str) -> np.ndarray:
     """Read a tensor in JSON."""
+    with _at(where), np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as that
+        values = np.array(tensor.data, dtype=tensor.dtype)
+        return _whole(values, tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices or ())
+
+
+@contextlib.contextmanager
+def _at(where: str) -> Iterator[None]:
+    """Raise RequestError, with the place, for numbers of which no array can be made."""
     try:
-        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as that
-            values = np.array(tensor.data, dtype=DTYPES[tensor.dtype])
-    except (OverflowError, ValueError) as error:
+        yield
+    except (ValueError, OverflowError) as error:
         raise RequestError(f"{where}: {error}") from None
-    if tensor.sparse_crow_indices is None:
-        return shaped(values, tensor.shape, where)
-    rows, columns = np.array(tensor.sparse_crow_indices), np.array(tensor.sparse_col_indices or [], dtype=np.int64)
-    return dense(values, rows, columns, tensor.shape, where)
 
 
-def shaped(values: np.ndarray, shape: list[int] | None, where: str) -> np.ndarray:
-    """Give numbers their shape."""
-    if shape is None:
-        return values
-    if min(shape, default=1) < 0 or math.prod(shape) != values.size:
-        raise RequestError(f"{where}: {values.size} numbers do not have the shape {shape}")
-    return values.reshape(shape)
-
-
-def dense(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int] | None, where: str) -> np.ndarray:
-    """Make a whole matrix of a sparse one, whose empty places are 0."""
-    if shape is None or len(shape) != 2 or min(shape) < 0 or math.prod(shape) > 1 << 24:
-        raise RequestError(f"{where}.shape={shape}: a sparse tensor has two dimensions")
-    counts = np.diff(rows)
-    sound = len(rows) == shape[0] + 1 and rows[0] == 0 and (counts >= 0).all() and rows[-1] == values.size
-    if not sound or columns.size != values.size or not ((columns >= 0) & (columns < shape[1])).all():
-        raise RequestError(f"{where}: the indices of this sparse tensor do not fit its shape {shape}")
-    whole = np.zeros(shape, dtype=values.dtype)
-    whole[np.repeat(np.arange(shape[0]), counts), columns] = values
-    return whole
+def _whole(
+    values: np.ndarray, shape: list[int] | None, rows: Indices | None = None, columns: Indices = ()
+) -> np.ndarray:
+    """Give numbers their shape; those of a sparse matrix get the empty places, which are 0. Raises ValueError."""
+    if rows is None:
+        return values if shape is None else values.reshape(shape)
+    if shape is None or math.prod(shape) > LARGEST:
+        raise ValueError(f"shape={shape}: a sparse tensor has one, of at most {LARGEST} numbers")
+    matrix = csr_array((values, columns, rows), shape=shape)
+    matrix.check_format()
+    return matrix.toarray()
 
 
 def token_ids(given: Input, where: str) -> list[int]:
     """Return the token ids of an input. Raises RequestError for one that has more than text."""
-    tokens: list[int] = []
     for place, chunk in enumerate(given.chunks):
-        kind = chunk.get("type", TEXT)
-        if kind != TEXT:
-            raise RequestError(f"{where}.chunks[{place}].type={str(kind)[:80]}: this server takes {TEXT} alone")
-        try:
-            tokens += msgspec.convert(chunk.get("tokens"), list[int])
-        except msgspec.ValidationError as error:
-            raise RequestError(f"{where}.chunks[{place}].tokens: {error}") from None
-    return tokens
+        if chunk.type != TEXT:
+            raise RequestError(f"{where}.chunks[{place}].type={chunk.type[:80]}: this server takes {TEXT} alone")
+    return [token for chunk in given.chunks for token in chunk.tokens]
 
 
 # --- results: plain data, which the journal keeps, and their bytes ---
@@ -328,17 +335,13 @@ def encode(result: dict[str, Any], protobuf: bool) -> tuple[bytes, str]:
 
 
 def _forward(result: dict[str, Any]) -> Any:
-    """Encode the logprobs of a pass: a record for each run of data with as many targets in a position."""
+    """Encode the logprobs of a pass, in a record for each datum."""
     message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
-    pairs = zip(result["logprobs"], result["shapes"], strict=True)
-    for trailing, some in itertools.groupby(pairs, key=lambda pair: pair[1][1:]):
-        parts = [data for data, _ in some]
-        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(parts))
-        entry = record.fields.add(key="logprobs")
-        entry.value.data = b"".join(parts)
-        entry.value.offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64).tobytes()
-        entry.value.dtype = FLOAT32
-        entry.value.trailing_shape.extend(trailing)
+    for data, shape in zip(result["logprobs"], result["shapes"], strict=True):
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1)
+        offsets = np.array([0, len(data)], dtype=np.int64).tobytes()
+        tensor = {"data": data, "offsets": offsets, "dtype": FLOAT32, "trailing_shape": shape[1:]}
+        record.fields.add(key="logprobs", value=tensor)
     for name, value in result["metrics"].items():
         message.metrics.add(key=name, value=value)
     return message

@@ -36,7 +36,10 @@ def test_the_options_and_a_target():
     assert (config.tokens_per_forward, config.name, config.dir) == (9, "mine", "outputs/tinker-mine")
     named = config_of("tiny-teacher", "dir=a folder", "device=cpu")
     assert (named.name, named.dir, named.model.path) == ("tiny-teacher", "a folder", model_path("tiny-teacher"))
-    for wrong in ("models=0", "max_rank=0", "port=70000", "device=tpu", "max_samples=0", "tokens_per_forward=0"):
+    for wrong in (
+        *("models=0", "max_rank=0", "port=70000", "device=tpu", "max_samples=0", "tokens_per_forward=0"),
+        *("max_models=0", "max_queued_tokens=0"),
+    ):
         with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
             config_of(wrong)
 

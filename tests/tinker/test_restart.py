@@ -1,4 +1,7 @@
-"""A server that is killed at any moment and started again: no gradient is lost, none is there twice."""
+"""A server that is killed at any moment and started again: no gradient is lost, none is there twice.
+
+PRL_TINKER_KILLS=200 scripts/test tests/tinker/test_restart.py -k kills    takes three minutes
+"""
 
 import contextlib
 import json
@@ -7,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,8 +29,8 @@ PASSES = [
 ]
 STEPS = [("/optim_step", {"adam_params": {"learning_rate": 0.01}})]
 LOOP = [*PASSES[:2], *STEPS, *PASSES[2:3], *STEPS, *PASSES[3:], *STEPS]
-ROUNDS = 3
-KILLS = 8
+KILLS = int(os.environ.get("PRL_TINKER_KILLS", "8"))
+ROUNDS = max(3, KILLS // 3)
 
 
 class Forks:
@@ -63,15 +67,15 @@ def insistent(call):
             time.sleep(0.1)
 
 
-def loop(model, after=lambda: None):
+def loop(model, before=lambda: None):
     """Send the requests of a loop, each once it is certain that the one before was accepted. Returns their results."""
     results = []
     for _ in range(ROUNDS):
         for route, body in LOOP:
+            before()
             model.number += 1
             number = model.number
             answer = insistent(lambda route=route, body=body, number=number: model.send(route, number, **body))
-            after()
             results.append(insistent(lambda answer=answer: model.client.result(answer)))
     return results
 
@@ -87,24 +91,29 @@ def test_kills_at_random_moments_change_nothing(tmp_path):
     with running(tmp_path / "undisturbed") as client:
         calm = client.model(seed=7)
         expected = loop(calm)
-    draw, kills = random.Random(0), 0
+    draw = random.Random(0)
+    doomed = set(draw.sample(range(ROUNDS * len(LOOP)), KILLS))
+    """Requests beside which the server is killed."""
+    kills = []
     with contextlib.closing(Forks(tmp_path / "killed")) as forks:
         client = Client(forks.url)
         made = insistent(lambda: client.model(seed=7))
 
         def kill_now_and_then():
-            nonlocal kills
-            if draw.random() < KILLS / (ROUNDS * len(LOOP)):
-                time.sleep(draw.random() * 0.06)
-                forks.kill()
-                kills += 1
+            if made.number in doomed:
+                for kill in kills:
+                    kill.join()
+                kills.append(threading.Timer(draw.random() * 0.1, forks.kill))
+                kills[-1].start()
 
         results = loop(made, kill_now_and_then)
+        for kill in kills:
+            kill.join()
         sampler = insistent(made.snapshot)
         made.do("/save_weights", path="end")
         forks.kill()
         sampled = insistent(lambda: made.sample(sampler, [30, 31]))
-    assert kills >= KILLS / 2 and results == expected
+    assert len(kills) == KILLS and results == expected
     with running(tmp_path / "killed") as client:
         again = Model(client, made.id, made.session, made.number)
         assert again.sample(sampler, [30, 31])["sequences"] == sampled["sequences"]
