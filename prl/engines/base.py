@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 
@@ -60,7 +60,8 @@ class InProcessConfig(EngineConfig):
     startup_timeout_s: ClassVar[float] = 600.0
 
 
-class Adapters(NamedTuple):
+@dataclass(frozen=True)
+class Adapters:
     """The room for adapters beside a model."""
 
     count: int
