@@ -24,25 +24,33 @@ examples:
 
 """
 
+import asyncio
 import os
 import secrets
 import socket
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
 
 from prl.base.errors import ConfigError
+from prl.base.text import safe
 from prl.config.build import class_of
 from prl.config.compose import CONF, to_config
+from prl.config.gpus import Gpus, Need
 from prl.config.hardware import Machine
 from prl.config.schema import TinkerConfig
 from prl.config.validate import validate_server
 from prl.engines.base import Engine, EngineSpec
 from prl.launch import command
 from prl.launch.local import LocalLauncher
-from prl.launch.plan import resolved
+from prl.launch.plan import NO_NEED, placed, resolved
 from prl.launch.signals import run_to_end
+from prl.launch.supervisor import Supervisor
+from prl.orchestrator.who_waits import Waiting
 from prl.runs.owner import owned
 
 KEY_VARIABLE = "TINKER_API_KEY"
@@ -77,26 +85,31 @@ def main(config: TinkerConfig) -> None:
         log=Path(os.devnull),
         threads=config.engine.threads or 1,
     )
+    ranks = config.trainer.num_processes
+    trainer = Need(ranks, int(machine.device_of(config.trainer.device) == "cuda"), f"trainer.num_processes={ranks}")
+    gpus = placed([NO_NEED, trainer, NO_NEED], machine, elsewhere=False).ranks
     with listening, owned(Path(config.dir)):
-        run(config, spec, key, listening)
+        run_to_end(run(config, spec, gpus, key, listening))
 
 
-def run(config: TinkerConfig, spec: EngineSpec, key: str, listening: socket.socket) -> None:
-    """Load the model twice, to train and to sample, and serve until stopped.
+async def run(config: TinkerConfig, spec: EngineSpec, gpus: Sequence[Gpus], key: str, listening: socket.socket) -> None:
+    """Load the model twice, to train and to sample, and serve until cancelled.
 
     Raises ConfigError for a model that cannot be loaded, or that the trainer would get wrong.
     """
-    from prl.tinker.ranks import lead, watched
+    from prl.tinker.ranks import lead
     from prl.tinker.sampler import Snapshots
     from prl.tinker.server import serve
 
     with LocalLauncher() as launcher:
         try:
-            learner = lead(config.trainer, spec.model, Path(config.dir), launcher)
+            learner = await asyncio.to_thread(lead, config.trainer, spec.model, Path(config.dir), launcher, gpus)
         except ValueError as error:
             raise ConfigError(f"model.path={spec.model.path!r}: {error}") from error
         said = how_to_use(config, listening.getsockname()[:2], key)
-        run_to_end(watched(serve(config, learner, Snapshots(spec), key, listening, said), launcher))
+        serving = serve(config, learner, Snapshots(spec), key, listening, said)
+        supervisor = Supervisor(launcher, lambda message: print(safe(message), file=sys.stderr, flush=True))
+        await supervisor.guard(serving, lambda: Waiting("", time.monotonic()))  # to wait for clients is no news
 
 
 def how_to_use(config: TinkerConfig, address: tuple[str, int], key: str) -> str:

@@ -77,7 +77,7 @@ class Learner:
 
     Args:
         load: loads the base on a device; on the meta device for a rank that gets its weights from another.
-        trainer: how models are trained; its device is `cpu` or `cuda`.
+        trainer: how models are trained; its device is `cpu` or `cuda:<number>`.
         longest: tokens of the longest sequence.
         tell: called with the name and the arguments of each method of `COLLECTIVE` before it runs, so that other ranks
             can follow.
@@ -97,7 +97,7 @@ class Learner:
         self.longest = longest
         self.tell = tell
         self.device = torch.device(trainer.device)
-        self.precision = precision_of(trainer.dtype, trainer.device)
+        self.precision = precision_of(trainer.dtype, self.device.type)
         self.mesh = make_mesh(self.device, trainer.shard_size) if dist.is_initialized() else None
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.tenants: dict[str, Tenant] = {}
@@ -108,7 +108,7 @@ class Learner:
 
     def _begin(self, *, whole: bool) -> None:
         """Load the base, to train it as a whole or adapters beside it."""
-        self._take_device()
+        take(self.device)
         place = self.device
         if self.mesh is not None:
             place = torch.device("meta" if self.rank else "cpu")
@@ -208,14 +208,9 @@ class Learner:
             reshard(self.model)
             return self._result(request.data, own, totals, faults)
 
-    def _take_device(self) -> None:
-        """Have this thread compute on the learner's GPU, where it has one: each thread has its own current device."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-
     def _use(self, name: str) -> Tenant:
         """Have the base run with the adapter of a model."""
-        self._take_device()
+        take(self.device)
         tenant = self.tenants[name]
         if tenant.adapter is not None:
             adapters.use(self.model, tenant.adapter)
@@ -369,6 +364,12 @@ class Learner:
             if optimizer and own:
                 # As torch has them: the count of steps stays on the CPU.
                 tenant.optimizer.state[parameter] = own | {"step": tensors[f"step/{key}"]}
+
+
+def take(device: torch.device) -> None:
+    """Have this thread compute on a GPU, where the device is one: each thread has its own current device."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def sample_of(datum: Datum, number: int) -> TrainingSample:

@@ -4,13 +4,12 @@ Rank 0 tells each call to the others, as msgpack in a broadcast, and all of them
 client is rank 0's. A rank that ends has the server end, with its name. What is on disk is not touched then.
 """
 
-import asyncio
 import concurrent.futures
 import contextlib
 import functools
 import os
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,14 @@ from torch import Tensor
 
 from prl.config.build import plain
 from prl.config.environment import LOOPBACK
-from prl.config.gpus import Need
+from prl.config.gpus import Gpus
 from prl.config.hardware import Machine
 from prl.config.schema import ModelConfig
 from prl.config.threads import share
 from prl.config.trainer import RanksConfig, precision_of
-from prl.launch.launcher import Launcher
 from prl.launch.local import LocalLauncher
-from prl.launch.plan import NO_NEED, TrainerSpec, placed
-from prl.tinker.learner import COLLECTIVE, Learner
+from prl.launch.plan import TrainerSpec
+from prl.tinker.learner import COLLECTIVE, Learner, take
 from prl.tinker.wire import RequestError
 from prl.trainer import worker
 from prl.trainer.model import load_model
@@ -41,8 +39,6 @@ END = "end"
 """Call after which there are no more."""
 IDLE = timedelta(days=3650)
 """Time that a rank waits for the next call."""
-ENDING_S = 5.0
-"""[s] Time to hear of the rank that has ended, where the others have noticed that it has."""
 
 
 class Calls:
@@ -102,6 +98,7 @@ def join(config: Mapping[str, Any], rank: int, meeting: str | None = None) -> tu
     """
     trainer, model = RanksConfig(**config["trainer"]), config["model"]
     device = torch.device(trainer.device)
+    take(device)
     if trainer.num_processes > 1 or device.type == "cuda" or precision_of(trainer.dtype, device.type).is_mixed:
         meet(rank, trainer.num_processes, device, {}, meeting)
     calls = Calls() if trainer.num_processes > 1 else None
@@ -132,36 +129,46 @@ def run(config: Mapping[str, Any], folder: Path) -> None:
 # --- rank 0 ---
 
 
-def lead(trainer: RanksConfig, model: ModelConfig, folder: Path, launcher: LocalLauncher) -> Learner:
+def lead(
+    trainer: RanksConfig, model: ModelConfig, folder: Path, launcher: LocalLauncher, gpus: Sequence[Gpus]
+) -> Learner:
     """Start the other ranks, and make the learner of this process, which they follow.
+
+    Args:
+        trainer: how they train.
+        model: the base.
+        folder: the server's directory, for logs.
+        launcher: starts the ranks.
+        gpus: those of each rank, empty where they compute on the CPU.
 
     Raises ValueError for a model that cannot be trained, and PrlError where a rank ends.
     """
     machine = Machine()
-    device = machine.device_of(trainer.device)
-    ranks = trainer.num_processes
-    need = Need(ranks, int(device == "cuda"), f"trainer.num_processes={ranks}")
+    device, ranks = machine.device_of(trainer.device), trainer.num_processes
     spec = TrainerSpec(
         run_dir=folder,
         model=model,
-        payload={"model": plain(model), "trainer": plain(trainer) | {"device": device}},
+        payload={"model": plain(model), "trainer": plain(trainer) | {"device": "cuda:0" if gpus[0] else device}},
         num_processes=ranks,
         device=device,
         threads=share(trainer.threads, model, device, ranks, machine.cores),
-        gpus=tuple(placed([NO_NEED, need, NO_NEED], machine, elsewhere=False).ranks),
+        gpus=tuple(gpus),
         module=__name__,
         first=1,
     )
+    # Each of the others sees its own GPU alone, this process those of the engine too.
+    own = f"cuda:{machine.gpus.index(gpus[0][0])}" if gpus[0] else device
+    first = spec.payload | {"trainer": plain(trainer) | {"device": own}}
     torch.set_num_threads(spec.threads)
     if ranks == 1:
-        return join(spec.payload, 0)[0]
+        return join(first, 0)[0]
     os.environ.update(LOOPBACK)  # for gloo, which listens where the host's name points otherwise
     launcher.start_trainer(spec)
     made: concurrent.futures.Future[Learner] = concurrent.futures.Future()
 
     def make() -> None:
         try:
-            made.set_result(join(spec.payload, 0, str(launcher.meeting))[0])
+            made.set_result(join(first, 0, str(launcher.meeting))[0])
         except BaseException as error:
             made.set_exception(error)
 
@@ -171,22 +178,6 @@ def lead(trainer: RanksConfig, model: ModelConfig, folder: Path, launcher: Local
         launcher.ensure_alive()
         concurrent.futures.wait([made], timeout=0.1)
     return made.result()
-
-
-async def watched(work: Coroutine[Any, Any, None], launcher: Launcher) -> None:
-    """Do some work beside the processes of a launcher. Raises ProcessDied, once the work has ended, if one ends."""
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(launcher.watch())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done() and working.exception() is not None:  # maybe since another rank has ended
-            await asyncio.wait({watching}, timeout=ENDING_S)
-        if watching.done():
-            await watching
-    finally:
-        watching.cancel()
-        working.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-    await working
 
 
 if __name__ == "__main__":
