@@ -62,9 +62,13 @@ class LocalLauncher(Launcher):
         log: Path,
         explain: Explain | None = None,
         stdin: int = subprocess.DEVNULL,
+        may_finish: bool = False,
     ) -> Process:
-        """Start any command as a process of the run. `explain` finds the reason of its end in its log."""
-        process = Process(name, command, env, log, self.scratch, explain=explain, stdin=stdin)
+        """Start any command as a process of the run, which `may_finish` before that.
+
+        `explain` finds the reason of its end in its log.
+        """
+        process = Process(name, command, env, log, self.scratch, None, explain, stdin, may_finish)
         self.processes.append(process)
         return process
 
@@ -99,10 +103,8 @@ class LocalLauncher(Launcher):
         for rank, (name, env) in enumerate(self._ranks(spec).items()):
             if name in started or rank < spec.first:
                 continue
-            log = rank_log(spec.run_dir, rank)
-            process = self.start(name, trainer_command(spec), env=env, log=log, stdin=subprocess.PIPE)
-            process.may_finish = True
-            self.ranks.append(process)
+            log, command = rank_log(spec.run_dir, rank), trainer_command(spec)
+            self.ranks.append(self.start(name, command, env=env, log=log, stdin=subprocess.PIPE, may_finish=True))
 
     def start_trainer(self, spec: TrainerSpec) -> None:
         self.warm_trainer(spec)  # also the ranks that could not be started early
@@ -140,6 +142,7 @@ class LocalLauncher(Launcher):
 
     def stop(self) -> None:
         """Ask every process to stop, and end the whole tree of each once it has, or after the time of grace."""
+        # All are asked before one is waited for: they end side by side.
         processes = [*self.processes, *self.leaving]
         for process in processes:
             process.ask()

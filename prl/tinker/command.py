@@ -15,6 +15,7 @@ options:
   max_rank=128                  largest rank of an adapter
   trainer.device=auto           where models are trained, cpu or cuda
   trainer.num_processes=1       ranks that train them together
+  engine=default                sample with vLLM, not with transformers
   engine.device=auto            where they are sampled from
   model.max_model_len=…         prompt and reply together, in tokens
 
@@ -30,8 +31,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig
@@ -40,18 +41,21 @@ from prl.base.errors import ConfigError
 from prl.base.text import safe
 from prl.config.build import class_of
 from prl.config.compose import CONF, to_config
-from prl.config.gpus import Gpus, Need
+from prl.config.gpus import Need
 from prl.config.hardware import Machine
 from prl.config.schema import TinkerConfig
 from prl.config.validate import validate_server
-from prl.engines.base import Engine, EngineSpec
+from prl.engines.base import Adapters, Engine
 from prl.launch import command
 from prl.launch.local import LocalLauncher
-from prl.launch.plan import NO_NEED, placed, resolved
+from prl.launch.plan import NO_NEED, ModelPlan, TrainerSpec, model_plan, need_of, placed
 from prl.launch.signals import run_to_end
 from prl.launch.supervisor import Supervisor
-from prl.orchestrator.who_waits import Waiting
+from prl.orchestrator.who_waits import ENGINE, Waiting
 from prl.runs.owner import owned
+
+if TYPE_CHECKING:  # torch, which composing a config does without
+    from prl.tinker.sampler import Snapshots
 
 KEY_VARIABLE = "TINKER_API_KEY"
 PREFIX = "tml-"
@@ -61,11 +65,7 @@ PREFIX = "tml-"
 def main(config: TinkerConfig) -> None:
     """Serve until stopped. Raises ConfigError before anything has started."""
     machine = Machine()
-    engine = class_of(config.engine, Engine, "engine")
-    validate_server(config.model, config.engine, machine)
-    machine.check_device(config.trainer.device, "trainer.device")
-    if not config.engine.in_process:
-        raise ConfigError(f"engine={engine.__name__}: api=tinker samples with engine=transformers alone")
+    plan, ranks = planned(config, machine)
     key = os.environ.get(KEY_VARIABLE) or PREFIX + secrets.token_hex(24)
     if not key.startswith(PREFIX):
         raise ConfigError(f"{KEY_VARIABLE}: clients take a key that begins with {PREFIX}")
@@ -73,43 +73,88 @@ def main(config: TinkerConfig) -> None:
         listening = socket.create_server((config.host, config.port))
     except (OSError, OverflowError) as error:
         raise ConfigError(f"host={config.host} port={config.port}: {error}") from error
-    device = machine.device_of(config.engine.device)
-    spec = EngineSpec(
-        process="engine",
-        served_name=config.name,
-        model=resolved(config.model, device),
-        config=config.engine,
-        device=device,
-        seed=0,
-        token="",
-        log=Path(os.devnull),
-        threads=config.engine.threads or 1,
-    )
-    ranks = config.trainer.num_processes
-    trainer = Need(ranks, int(machine.device_of(config.trainer.device) == "cuda"), f"trainer.num_processes={ranks}")
-    gpus = placed([NO_NEED, trainer, NO_NEED], machine, elsewhere=False).ranks
     with listening, owned(Path(config.dir)):
-        run_to_end(run(config, spec, gpus, key, listening))
+        run_to_end(run(config, plan, ranks, key, listening))
 
 
-async def run(config: TinkerConfig, spec: EngineSpec, gpus: Sequence[Gpus], key: str, listening: socket.socket) -> None:
+def planned(config: TinkerConfig, machine: Machine) -> tuple[ModelPlan, TrainerSpec]:
+    """Decide on the engine, and on the ranks of the trainer. Raises ConfigError for what they cannot be."""
+    from prl.launch.checks import check_loadable  # transformers
+    from prl.tinker.ranks import ranks_of  # torch
+
+    node = config.engine
+    validate_server(config.model, node, machine)
+    engine = class_of(node, Engine, "engine")
+    if not engine.largest_adapter:
+        raise ConfigError(f"engine={engine.__name__}: api=tinker wants one that serves adapters: choose engine=default")
+    if config.max_rank > engine.largest_adapter:
+        raise ConfigError(f"max_rank={config.max_rank}: {engine.__name__} has {engine.largest_adapter} at most")
+    if node.urls:
+        raise ConfigError("engine.urls: api=tinker starts its engine itself: leave it out")
+    machine.check_device(config.trainer.device, "trainer.device")
+    ranks = config.trainer.num_processes
+    on_gpus = machine.device_of(config.trainer.device) == "cuda"
+    trainer = Need(ranks, int(on_gpus), f"trainer.num_processes={ranks}")
+    placement = placed([need_of(node, "engine", machine), trainer, NO_NEED], machine, elsewhere=False)
+    plan = model_plan(
+        node,
+        config.model,
+        placement.engines,
+        machine,
+        process=ENGINE,
+        served_name=config.name,
+        token=secrets.token_hex(24),
+        log=Path(config.dir) / "engine.log",
+        sharing=ranks + max(1, node.servers),
+    ).with_adapters(Adapters(config.models, config.max_rank))
+    check_loadable(config.model, plan, "model.", trained=True)
+    return plan, ranks_of(config.trainer, plan.spec.model, Path(config.dir), machine, placement.ranks)
+
+
+async def run(config: TinkerConfig, plan: ModelPlan, ranks: TrainerSpec, key: str, listening: socket.socket) -> None:
     """Load the model twice, to train and to sample, and serve until cancelled.
 
-    Raises ConfigError for a model that cannot be loaded, or that the trainer would get wrong.
+    Raises ConfigError for a model that the trainer would get wrong, PrlError where an engine or a rank fails.
     """
-    from prl.tinker.ranks import lead
-    from prl.tinker.sampler import Snapshots
+    from prl.tinker.ranks import lead, start_others
     from prl.tinker.server import serve
 
+    def say(message: str) -> None:
+        print(safe(message), file=sys.stderr, flush=True)
+
+    timeout_s = plan.spec.config.startup_timeout_s
     with LocalLauncher() as launcher:
+        sampler = sampler_of(plan, launcher)
         try:
-            learner = await asyncio.to_thread(lead, config.trainer, spec.model, Path(config.dir), launcher, gpus)
+            start_others(ranks, launcher)
+            await sampler.wait_ready(timeout_s, launcher.ensure_alive)
+            learner = await asyncio.to_thread(lead, ranks, launcher)
         except ValueError as error:
-            raise ConfigError(f"model.path={spec.model.path!r}: {error}") from error
+            await sampler.close()
+            raise ConfigError(f"model.path={ranks.model.path!r}: {error}") from error
+        except BaseException:
+            await sampler.close()
+            raise
+        supervisor = Supervisor(launcher, say, plan.restarts, timeout_s, sampler.pool)
         said = how_to_use(config, listening.getsockname()[:2], key)
-        serving = serve(config, learner, Snapshots(spec), key, listening, said)
-        supervisor = Supervisor(launcher, lambda message: print(safe(message), file=sys.stderr, flush=True))
+        serving = serve(config, learner, sampler, key, listening, said)
         await supervisor.guard(serving, lambda: Waiting("", time.monotonic()))  # to wait for clients is no news
+
+
+def sampler_of(plan: ModelPlan, launcher: LocalLauncher) -> "Snapshots":
+    """Start the engine; returns what samples, before it is ready."""
+    if not plan.is_server:
+        from prl.tinker.in_process import SnapshotsInProcess
+
+        return SnapshotsInProcess(plan.spec)
+    from prl.engines.client import InferencePool
+    from prl.tinker.on_servers import ServedSnapshots
+
+    said = f"starting {plan.spec.process} from {plan.spec.model.path}; log: {plan.spec.log}"
+    print(safe(said), file=sys.stderr, flush=True)
+    pool = plan.policy(launcher.start_engine)
+    assert isinstance(pool, InferencePool)  # it is that of every server that serves adapters
+    return ServedSnapshots(plan.spec, pool)
 
 
 def how_to_use(config: TinkerConfig, address: tuple[str, int], key: str) -> str:

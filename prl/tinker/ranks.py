@@ -129,46 +129,59 @@ def run(config: Mapping[str, Any], folder: Path) -> None:
 # --- rank 0 ---
 
 
-def lead(
-    trainer: RanksConfig, model: ModelConfig, folder: Path, launcher: LocalLauncher, gpus: Sequence[Gpus]
-) -> Learner:
-    """Start the other ranks, and make the learner of this process, which they follow.
+def ranks_of(
+    trainer: RanksConfig, model: ModelConfig, folder: Path, machine: Machine, gpus: Sequence[Gpus]
+) -> TrainerSpec:
+    """Return what the ranks are started with.
 
     Args:
-        trainer: how they train.
-        model: the base.
-        folder: the server's directory, for logs.
-        launcher: starts the ranks.
-        gpus: those of each rank, empty where they compute on the CPU.
-
-    Raises ValueError for a model that cannot be trained, and PrlError where a rank ends.
+        trainer: How they train.
+        model: The base.
+        folder: The server's directory.
+        machine: Where they compute.
+        gpus: The GPUs of each of them.
     """
-    machine = Machine()
-    device, ranks = machine.device_of(trainer.device), trainer.num_processes
-    spec = TrainerSpec(
+    device = machine.device_of(trainer.device)
+    return TrainerSpec(
         run_dir=folder,
         model=model,
-        payload={"model": plain(model), "trainer": plain(trainer) | {"device": "cuda:0" if gpus[0] else device}},
-        num_processes=ranks,
+        payload={
+            "model": plain(model),
+            "trainer": plain(trainer) | {"device": "cuda:0" if device == "cuda" else device},
+        },
+        num_processes=trainer.num_processes,
         device=device,
-        threads=share(trainer.threads, model, device, ranks, machine.cores),
+        threads=share(trainer.threads, model, device, trainer.num_processes, machine.cores),
         gpus=tuple(gpus),
         module=__name__,
         first=1,
     )
-    # Each of the others sees its own GPU alone, this process those of the engine too.
-    own = f"cuda:{machine.gpus.index(gpus[0][0])}" if gpus[0] else device
-    first = spec.payload | {"trainer": plain(trainer) | {"device": own}}
+
+
+def start_others(spec: TrainerSpec, launcher: LocalLauncher) -> None:
+    """Start the ranks behind this process, which is the first one."""
     torch.set_num_threads(spec.threads)
-    if ranks == 1:
-        return join(first, 0)[0]
-    os.environ.update(LOOPBACK)  # for gloo, which listens where the host's name points otherwise
-    launcher.start_trainer(spec)
+    if spec.num_processes > 1:
+        os.environ.update(LOOPBACK)  # for gloo, which listens where the host's name points otherwise
+        launcher.start_trainer(spec)
+
+
+def lead(spec: TrainerSpec, launcher: LocalLauncher) -> Learner:
+    """Make the learner of this process, which the other ranks follow.
+
+    Raises ValueError for a model that cannot be trained, and PrlError where a rank ends.
+    """
+    config = spec.payload
+    if spec.gpus[0]:  # each of the others sees its own alone, this process those of the engine too
+        device = f"cuda:{Machine().gpus.index(spec.gpus[0][0])}"
+        config = config | {"trainer": config["trainer"] | {"device": device}}
+    if spec.num_processes == 1:
+        return join(config, 0)[0]
     made: concurrent.futures.Future[Learner] = concurrent.futures.Future()
 
     def make() -> None:
         try:
-            made.set_result(join(first, 0, str(launcher.meeting))[0])
+            made.set_result(join(config, 0, str(launcher.meeting))[0])
         except BaseException as error:
             made.set_exception(error)
 

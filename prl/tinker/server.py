@@ -48,6 +48,11 @@ class Session(msgspec.Struct):
     user_metadata: dict[str, Any] | None = None
 
 
+class Finish(msgspec.Struct):
+    reason: dict[str, Any] = {}
+    detail: str | None = None
+
+
 class SamplingSession(msgspec.Struct):
     session_id: str
     sampling_session_seq_id: int
@@ -184,7 +189,10 @@ class Routes:
         return looked_up(self.service.store.sessions.sessions, session_id, "session_id")
 
     async def finish(self, request: Request, body: bytes) -> Any:
-        self._session(request.path_params["session_id"])
+        session_id = request.path_params["session_id"]
+        self._session(session_id)
+        asked = wire.decode(body, Finish)
+        self.service.finish(session_id, str(asked.reason.get("type")), asked.detail)
         return Response(status_code=204)
 
     async def capabilities(self, request: Request, body: bytes) -> Any:
@@ -385,13 +393,15 @@ async def serve(
         server = Server(uvicorn.Config(Routes(service, key).app(), timeout_graceful_shutdown=1, **quiet))
         answering = asyncio.ensure_future(server.serve([listening]))
         running = asyncio.ensure_future(service.run())
+        showing = asyncio.ensure_future(service.meters.show(service.state))
         print(safe(ready), file=sys.stderr, flush=True)
         try:
             await asyncio.wait({answering, running}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             server.should_exit = True
             running.cancel()
-            await asyncio.gather(answering, running, return_exceptions=True)
+            showing.cancel()
+            await asyncio.gather(answering, running, showing, return_exceptions=True)
         if not running.cancelled() and (error := running.exception()) is not None:
             raise PrlError(f"the server has failed: {error}") from error
     finally:

@@ -199,15 +199,19 @@ class Trainer:
         for _, numbered in itertools.groupby(enumerate(batch.micro_batches), key=lambda place: place[1].update):
             rows = dict(numbered)
             own = list(self.layout(list(rows.values()), self.config.tokens_per_forward, self.device))
-            for stack in own:
-                # The layout numbers the rows of an update from 0. Origins count in the whole batch.
-                stack.origins = [(min(rows) + number, place) for number, place in stack.origins]
-                if self.features is not None:
-                    stack.features = {each.features: self.features(each) for each in stack.pictures}
             (longest,) = most([len(own)], self.device)
-            stacks_of_update = own + [empty_stack(self.device) for _ in range(longest - len(own))]
+            stacks_of_update = [self._in_batch(stack, min(rows)) for stack in own]
+            stacks_of_update += [empty_stack(self.device) for _ in range(longest - len(own))]
             parts.append([self._with_proximal(stack) for stack in stacks_of_update])
         return parts
+
+    def _in_batch(self, stack: Stack, first: int) -> Stack:
+        """Return a stack of an update with the features of its pictures; `first` is its first row in the batch."""
+        # The layout numbers the rows of an update from 0. Origins count in the whole batch.
+        origins = [(first + number, place) for number, place in stack.origins]
+        # Read once for each stack: later epochs and references see the same.
+        features = {} if self.features is None else {each.features: self.features(each) for each in stack.pictures}
+        return replace(stack, origins=origins, features=features)
 
     def _count(self, step_stacks: list[Stack]) -> torch.Tensor:
         """Count what `COUNTED` names over all micro-batches and ranks, in one collective; int64 on the CPU."""

@@ -47,7 +47,14 @@ def test_the_options_and_a_target():
 
 def test_refusals_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^engine=VLLMEngine: api=tinker samples with engine=transformers alone"):
+    for arguments, message in (
+        (["max_rank=600"], r"^max_rank=600: VLLMEngine has 512 at most"),
+        (["engine.urls=[http://127.0.0.1:1]"], r"^engine\.urls: api=tinker starts its engine itself"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            main(config_of("engine=default", *arguments))
+    with monkeypatch.context() as without, pytest.raises(ConfigError, match="^engine=VLLMEngine: api=tinker wants one"):
+        without.setattr("prl.engines.vllm.engine.VLLMEngine.largest_adapter", 0)
         main(config_of("engine=default"))
     with pytest.raises(ConfigError, match=r"^model\.path=.*nowhere.*no such folder"):
         main(config_of("model=hf", "model.path=./nowhere"))

@@ -322,9 +322,18 @@ def test_wrong_samples_are_refused_by_their_field(client, more, message):
     assert message in client.refused("/asample", **asked)[1]
 
 
-def test_what_this_engine_does_not_sample_is_an_error(client):
-    asked = {"prompt": {"chunks": [{"tokens": [30]}]}, "sampling_params": {"top_p": 0.5, "max_tokens": 3}}
-    assert client.do("/asample", **asked)["error"] == "sampling_params.top_p=0.5: engine=transformers has none"
+def test_few_tokens_to_choose_from(client):
+    def ask(**params):
+        asked = {
+            "prompt": {"chunks": [{"tokens": [30, 31]}]},
+            "sampling_params": {"max_tokens": 3, "seed": 1, **params},
+        }
+        return client.do("/asample", **asked)
+
+    greedy, first = ask(temperature=0.0)["sequences"][0]["tokens"], ask(top_k=1)["sequences"][0]
+    assert first["tokens"] == ask(top_p=1e-6)["sequences"][0]["tokens"] == greedy and first["logprobs"] == [0.0] * 3
+    for wrong in ({"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -2}):
+        assert ask(**wrong)["error"].startswith("sampling_params: top_k=")
 
 
 # --- models and checkpoints ---
