@@ -145,10 +145,7 @@ def ranks_of(
     return TrainerSpec(
         run_dir=folder,
         model=model,
-        payload={
-            "model": plain(model),
-            "trainer": plain(trainer) | {"device": "cuda:0" if device == "cuda" else device},
-        },
+        payload={"model": plain(model), "trainer": plain(trainer) | {"device": "cuda:0" if gpus[0] else device}},
         num_processes=trainer.num_processes,
         device=device,
         threads=share(trainer.threads, model, device, trainer.num_processes, machine.cores),
