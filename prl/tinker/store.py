@@ -67,7 +67,7 @@ class Request(msgspec.Struct):
 
 
 class Checkpoint(msgspec.Struct):
-    """What a checkpoint or a snapshot is, beside its files. The protocol shows it by the last fields."""
+    """The record of a checkpoint or a snapshot, beside its files. The protocol shows it by the last fields."""
 
     model_id: str
     order: int

@@ -13,12 +13,13 @@ import httpx
 import torch
 
 from prl.config.schema import ModelConfig, TinkerConfig
+from prl.config.trainer import RanksConfig
 from prl.engines.base import EngineSpec
 from prl.engines.transformers import TransformersConfig
 from prl.models import model_path
 from prl.tinker import service
+from prl.tinker.in_process import SnapshotsInProcess
 from prl.tinker.learner import Learner
-from prl.tinker.sampler import Snapshots
 from prl.tinker.server import serve
 from prl.trainer.model import load_model
 
@@ -126,9 +127,10 @@ def text(length, seed=0, **weights):
     return datum(ids[:-1], ids[1:], weights=[1.0] * length)
 
 
-def learner():
-    load = functools.partial(load_model, model_path("tiny"), device=torch.device("cpu"), max_model_len=LENGTH)
-    return Learner(load, tokens_per_forward=64, longest=LENGTH)
+def learner(**options):
+    load = functools.partial(load_model, model_path("tiny"), max_model_len=LENGTH)
+    trainer = RanksConfig(device="cpu", tokens_per_forward=64, **options)
+    return Learner(lambda device: load(device=device), trainer, longest=LENGTH)
 
 
 def serving(folder, listening, learner, **options):
@@ -136,7 +138,8 @@ def serving(folder, listening, learner, **options):
     config = TinkerConfig(name="tiny", dir=str(folder), engine=TransformersConfig(), **options)
     model = ModelConfig(path=model_path("tiny"), dtype="float32", max_model_len=LENGTH)
     names = {"process": "engine", "served_name": "tiny", "device": "cpu", "seed": 0, "token": "", "log": folder / "log"}
-    return serve(config, learner, Snapshots(EngineSpec(model=model, config=config.engine, **names)), KEY, listening, "")
+    spec = EngineSpec(model=model, config=config.engine, **names)
+    return serve(config, learner, SnapshotsInProcess(spec), KEY, listening, "")
 
 
 @contextlib.contextmanager
