@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from experiments.smollm2 import held_out
 from prl.tools.report.statistics import half_interval, plus_minus
 
 HERE = Path(__file__).parent
@@ -203,6 +204,9 @@ def smollm2() -> Iterable[Row]:
         if first["highest"]:
             before += f" ({first['lowest']:.3f} to {first['highest']:.3f})"
         yield [name, short(before), span(by_seed("smollm2", metric).loc[variant]), f"{rows['trained'].iloc[-1]:,}"]
+    for name, of_run in held_out.curves().groupby("run", sort=False):
+        rewards = [f"{row.mean:.3f} ± {row.half:.3f} ({row.low:.3f} to {row.high:.3f})" for row in of_run.itertuples()]
+        yield [str(name), short(rewards[0]), short(rewards[-1]), f"{of_run['sampled'].iloc[-1]:,}"]
 
 
 def opd_grpo_sft() -> Iterable[Row]:

@@ -21,7 +21,7 @@ from experiments import recompute
 from experiments.credit import check as check_credit
 from experiments.forgetting.kl import mean_kl
 from experiments.max_rl.maze import Maze, MazeConfig, MazeTaskset
-from experiments.smollm2 import baselines
+from experiments.smollm2 import adder, baselines, held_out
 from prl.config.compose import CONF, compose
 from prl.envs.tasksets.guess import answer
 from prl.launch.components import build_components
@@ -34,6 +34,9 @@ BASES = {
     "distil_back_teacher",
     "smollm2_sums",
     "smollm2_guess",
+    "smollm2_adder_form",
+    "smollm2_adder",
+    "smollm2_sums_grpo",
 }
 """Single runs that a sweep begins with; the page of the sweep has their commands."""
 RECIPES = {"dapo", "dr_grpo", "rloo", "gspo", "cispo", "tis", "gkd", "sdft", "reinforce_pp"}
@@ -225,3 +228,40 @@ def test_the_baselines_on_the_page_are_those_of_their_script(capsys):
 def test_no_rewards_of_a_mean_spread_wider_than_the_bound():
     """Of four rewards with mean .5, two zeros and two ones spread widest: a standard error of 1 / sqrt(12)."""
     assert baselines.widest_half(0.5, 4) == pytest.approx(3.182446305 / math.sqrt(12), rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ("37*48", "1776"),
+        (" 1776+25\n", "1801"),
+        ("5-9", "-4"),
+        ("37*48+25", "two numbers"),
+        ("1801", "two numbers"),
+        ("٣+٤", "two numbers"),
+        ("9" * 10 + "+1", "two numbers"),
+    ],
+)
+def test_the_calculator_of_adder_takes_two_numbers(reply, said):
+    assert adder.said_to(reply) == said
+
+
+def test_demonstrations_of_adder_ask_rightly_and_heed_the_answer_as_often_as_told():
+    tasks = list(adder.AdderTaskset(adder.AdderConfig(num_tasks=2000, heeds=0.25)).load())
+    right = 0
+    for task in tasks:
+        asked, used = (adder.value_of(message["content"]) for message in task.data.demonstration)
+        more = int(task.data.prompt.removesuffix("=").rpartition("+")[2])
+        assert asked + more == task.data.answer
+        right += used == task.data.answer
+    assert right / len(tasks) == pytest.approx(0.25, abs=0.03)
+
+
+def test_an_interval_over_tasks_and_seeds_is_that_of_the_only_thing_that_differs():
+    """Two tasks of .4 and .6 have a standard error of .1, and Student's t of one degree of freedom is 12.706."""
+    by_task = pd.DataFrame({0: [0.4, 0.6], 1: [0.4, 0.6], 2: [0.4, 0.6]})
+    by_seed = pd.DataFrame({0: [0.4] * 5, 1: [0.6] * 5})
+    for table in (by_task, by_task[[0]], by_seed):
+        assert held_out.half_over(table) == pytest.approx(1.2706205, rel=1e-6)
+    both = pd.DataFrame({0: [0.0, 0.2], 1: [0.2, 0.4]})  # .1 either way: two degrees of freedom, t 4.302653
+    assert held_out.half_over(both) == pytest.approx(4.302653 * math.sqrt(0.02), rel=1e-6)

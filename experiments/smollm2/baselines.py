@@ -2,17 +2,21 @@
 
     python experiments/smollm2/baselines.py
 
-The rewards of players of `guess` that learn nothing, exactly, on the pairs that smollm2_guess holds out and on all. And
-the widest interval that each mean can have over tasks: rewards are from 0 to 1, so a mean m of n tasks has a variance
-of at most m (1 - m) n / (n - 1). All seeds hold out the same tasks.
+The rewards of players of `guess` that learn nothing, exactly, on the pairs that smollm2_guess holds out and on all, and
+of players of `adder` on 300 problems that are held out. And the widest interval that each mean can have over tasks:
+rewards are from 0 to 1, so a mean m of n tasks has a variance of at most m (1 - m) n / (n - 1). All seeds hold out the
+same tasks.
 """
 
+from collections import Counter
 from functools import cache
+from itertools import product
 from math import sqrt
 from statistics import mean
 
 from scipy.special import stdtrit
 
+from experiments.smollm2.adder import AdderConfig, AdderTaskset
 from prl.envs.tasksets.guess import GuessConfig, GuessTaskset
 
 LEVEL = 0.95
@@ -39,6 +43,18 @@ def never_listens(n: int, guesses: int) -> float:
     return min(guesses / n, 1.0)
 
 
+def never_listens_to_products() -> float:
+    """Return the chance of a player of `adder` that asks rightly and then draws a product as the problems have them."""
+    factors = range(11, 100)
+    counts = Counter(left * right for left, right in product(factors, factors))
+    return sum(count**2 for count in counts.values()) / counts.total() ** 2
+
+
+def demonstrated(products: list[int], heeds: float) -> float:
+    """Return the mean reward of the demonstrations of `adder`: digits drawn at random may be right."""
+    return heeds + (1 - heeds) * mean(1 / (9 * 10 ** (len(str(value)) - 1)) for value in products)
+
+
 def widest_half(reward: float, tasks: int) -> float:
     """Return half the widest interval over tasks that a mean reward can have: Student's t, 95 %."""
     return stdtrit(tasks - 1, (1 + LEVEL) / 2) * sqrt(reward * (1 - reward) / (tasks - 1))
@@ -60,6 +76,11 @@ def main() -> None:
     report(
         "held out", [(int(task.data.prompt.split("-")[1]), task.data.secret) for task in GuessTaskset(config).load()]
     )
+    held_out = AdderTaskset(AdderConfig(split="eval", seed=0, num_tasks=300)).load()
+    questions = [task.data.demonstration[0]["content"].split("*") for task in held_out]
+    products = [int(left) * int(right) for left, right in questions]
+    print(f"adder: {len(products)} problems; never listens {never_listens_to_products():.4f}; demonstrations "
+          f"{demonstrated(products, AdderConfig().heeds):.3f}")  # fmt: skip
     for label, (reward, tasks) in MEANS.items():
         print(f"{label}: {reward:.3f} on {tasks} tasks, over tasks at most ± {widest_half(reward, tasks):.3f}")
 

@@ -61,6 +61,16 @@ class InProcessConfig(EngineConfig):
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """The room for adapters beside a model."""
+
+    count: int
+    """Those that are there at once."""
+    rank: int
+    """Largest rank of one."""
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """A model to run."""
 
@@ -87,6 +97,8 @@ class EngineSpec:
     """The GPUs that it sees; none on a CPU, or where the launcher chooses."""
     evaluation_yields: bool = False
     """Requests have priorities, so that those of an evaluation beside training come last."""
+    adapters: Adapters | None = None
+    """It serves adapters (LoRA) beside the model, each to the requests that name it."""
     weight_transfer: str = "prl"
     """The name of what takes new weights in, in each process of a server (`Weights.receiver`)."""
     pictures: "PictureStore | None" = None
@@ -126,6 +138,8 @@ class Engine(ABC):
     """The dataclass of its options."""
     adds_adapters: ClassVar[bool] = False
     """It loads an adapter (LoRA) in peft's format, added to the weights that it began with, as a policy."""
+    largest_adapter: ClassVar[int] = 0
+    """Largest rank of the adapters that it serves beside the model (`EngineSpec.adapters`); 0 = it serves none."""
     receives_weights: ClassVar[bool] = False
     """Its client has `receive_weights`: its servers take a policy's tensors from the trainer, without files."""
     has_priorities: ClassVar[bool] = False

@@ -213,8 +213,15 @@ class InferencePool(PolicyPool):
         self._locks = [lock_of(url) for url in self.urls] if shared else []
 
     async def generate(
-        self, prompt: ModelInput, sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
+        self,
+        prompt: ModelInput,
+        sampling: dict[str, Any],
+        *,
+        n: int = 1,
+        prefix: str | None = None,
+        adapter: str | None = None,
     ) -> list[Completion]:
+        """Sample as every model does; with the folder of an `adapter` beside it (`EngineSpec.adapters`)."""
         # A server searches for stop strings in the text, which it makes only when asked to detokenise.
         sampling = {**sampling, "n": n, "detokenize": bool(sampling.get("stop"))}
         priority = sampling.pop("priority", 0)
@@ -224,13 +231,13 @@ class InferencePool(PolicyPool):
             replies.require_prompt(prompt.token_ids, reply)
             return [replies.read_completion(choice, version, self._newest) for choice in replies.choices_of(reply, n)]
 
-        return await self._ask(prompt, sampling, read, n, prefix, priority)
+        return await self._ask(prompt, sampling, read, n, prefix, priority, adapter)
 
-    async def top_logprobs(self, sequence: ModelInput, top_k: int) -> Scored:
+    async def top_logprobs(self, sequence: ModelInput, top_k: int, *, adapter: str | None = None) -> Scored:
         def read(reply: dict[str, Any], version: int) -> Scored:
             return replies.read_scored(reply, sequence.token_ids, top_k)
 
-        return await self._ask(sequence, scoring(top_k), read)
+        return await self._ask(sequence, scoring(top_k), read, adapter=adapter)
 
     async def _ask(
         self,
@@ -240,6 +247,7 @@ class InferencePool(PolicyPool):
         n: int = 1,
         prefix: str | None = None,
         priority: int = 0,
+        adapter: str | None = None,
     ) -> Read:
         """Return what `read` makes of the reply, and the version that its server had when the request started."""
 
@@ -248,6 +256,8 @@ class InferencePool(PolicyPool):
             # The salt keeps the cache of one version from another's requests, whatever a server does at an update.
             body: dict[str, Any] = {"token_ids": asked.token_ids, "sampling": sampling}
             body |= {"cache_salt": f"v{version}", "priority": priority, **self.picture_fields(asked)}
+            if adapter is not None:
+                body["adapter"] = adapter
             reply = await self.http.post(server, GENERATE, body, n=n)
             with self.http.reading(server, GENERATE):
                 return read(reply, version)

@@ -21,7 +21,7 @@ from prl.config.schema import EnvConfig, ModelConfig, TeacherConfig, TrainConfig
 from prl.config.threads import share
 from prl.config.trainer import FLOAT32, Precision, precision_of
 from prl.config.validate import places_processes
-from prl.engines.base import Connect, Engine, EngineSpec, ServerEngine
+from prl.engines.base import Adapters, Connect, Engine, EngineSpec, ServerEngine
 from prl.engines.protocol import TOKEN_VARIABLE
 from prl.orchestrator.who_waits import ENGINE, numbered
 from prl.transport.events import TRAINER
@@ -60,6 +60,10 @@ class TrainerSpec:
     """Threads that each rank computes with on the CPU."""
     gpus: tuple[Gpus, ...] = ()
     """The GPUs that each rank sees; none = all compute on the CPU, or the launcher chooses."""
+    module: str = "prl.trainer"
+    """What each rank runs."""
+    first: int = 0
+    """The first rank to start: 1 where the process that starts the others is rank 0 itself."""
 
     @property
     def names(self) -> list[str]:
@@ -128,6 +132,11 @@ class ModelPlan:
     def restarts(self) -> dict[str, int]:
         """Return how often each of its servers may be started again, by its process."""
         return {server.process: server.config.restarts for server in self.servers}
+
+    def with_adapters(self, room: Adapters) -> "ModelPlan":
+        """Return the plan of an engine that serves adapters beside the model."""
+        servers = tuple(replace(server, adapters=room) for server in self.servers)
+        return replace(self, spec=replace(self.spec, adapters=room), servers=servers)
 
     def policy(
         self, start: StartEngine, started: Sequence[str] = (), *, pictures: "PictureStore | None" = None

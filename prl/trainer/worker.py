@@ -46,13 +46,13 @@ PREFIX = "trainer: "
 """Beginning of the line, on stderr, with the reason why this process ends."""
 
 
-def main() -> None:
-    """Run one rank; an error meant for the user is printed without a traceback."""
+def main(rank: Callable[[Mapping[str, Any], Path], None] | None = None) -> None:
+    """Run one rank, by `run` or another function; an error meant for the user is printed without a traceback."""
     config = sys.stdin.readline()  # which comes once all is read that may be refused
     if not config:
         raise SystemExit
     try:
-        run(json.loads(config), Path(sys.argv[1]))
+        (rank or run)(json.loads(config), Path(sys.argv[1]))
     except Exception as error:
         text = reason(error)
         if text is None:
