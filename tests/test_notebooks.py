@@ -17,6 +17,7 @@ LEFT = {
     "tools_and_judge": ["grpo"],
     "why_did_it_fall": ["fell", "slower"],
     "one_step": [],
+    "tinker_loop": ["0", "1"],
 }
 """The runs that each leaves, by the ends of their folders' names."""
 

@@ -207,12 +207,9 @@ class Algorithm(EnvPart):
 
     def client_of(self, frozen: FrozenModelConfig) -> "ReferencePool":
         """The client of a frozen model, as `connect` makes it, before anybody has waited for the model."""
-        from prl.engines.client import show_pictures  # configs are composed without loading an HTTP client
-        from prl.engines.frozen import clients_of
+        from prl.engines.frozen import clients_of  # configs are composed without loading an HTTP client
 
-        connect = self.clients or clients_of({})
-        pool = connect(frozen)
-        show_pictures(pool, self.policy_renderer)
+        pool = (self.clients or clients_of({}))(frozen)
         self.pools.append(pool)
         return pool
 

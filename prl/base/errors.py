@@ -44,12 +44,12 @@ class EngineError(PrlError):
     """A model server answered with an error or with something unusable. `status` is the HTTP status, 0 without one."""
 
     kind = "engine"
-    wait_s: float | None = None
-    """Seconds that the server asks to be left alone for (Retry-After); None where it does not say."""
 
-    def __init__(self, message: str, status: int = 0):
+    def __init__(self, message: str, status: int = 0, wait_s: float | None = None):
         super().__init__(message)
         self.status = status
+        self.wait_s = wait_s
+        """Seconds that the server asks to be left alone for (Retry-After); None where it does not say."""
 
     @property
     def of_server(self) -> bool:

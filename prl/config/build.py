@@ -314,7 +314,7 @@ def read(kind: type[T], given: Mapping[str, Any], where: str = "") -> T:
     """The dataclass `kind` with given values, as its annotations want them, in any depth.
 
     Where `_target_` names a class of the user's own, that class may have options beside the fields of `kind`: they are
-    kept in the result's `__dict__`. Raises ConfigError naming the first key that is unknown, of a wrong type or out of
+    fields of the result as well. Raises ConfigError naming the first key that is unknown, of a wrong type or out of
     its bounds.
     """
     taken = options_taken(cast(Any, kind))
@@ -329,9 +329,15 @@ def read(kind: type[T], given: Mapping[str, Any], where: str = "") -> T:
     if missing := sorted(taken.required - given.keys()):
         key = f"{where}.{missing[0]}".lstrip(".")
         raise ConfigError(f"{key} has no value: give one, {key}=<value>")
-    result = kind(**values)
-    vars(result).update(further)
+    result: T = extended(cast(Any, kind), tuple(further))(**values, **further)
     return result
+
+
+@functools.cache  # else equal configs would be of different classes, and so not equal
+def extended(kind: Any, names: tuple[str, ...]) -> Any:
+    """Return the dataclass `kind` with further fields of any type."""
+    further = [(name, Any) for name in names]
+    return dataclasses.make_dataclass(kind.__name__, further, bases=(kind,), kw_only=True) if names else kind
 
 
 def own_options(target: Any, config: Any) -> set[str]:

@@ -22,7 +22,7 @@ from prl.config.groups import options as options
 from prl.config.named_run import absolute, check_named, over_named_run
 from prl.config.orchestrator import OrchestratorConfig
 from prl.config.run_yaml import quoted
-from prl.config.schema import EngineConfig, TrainConfig
+from prl.config.schema import EngineConfig, TinkerConfig, TrainConfig
 from prl.config.trainer import TrainerConfig
 from prl.models import model_path
 
@@ -124,7 +124,7 @@ def typed_config(kind: type[T], data: dict[str, Any]) -> T:
         target = data["weights"].get("_target_")
         nodes["weights"] = data["weights"] | {"_target_": MOVED.get(target, target)}
     for name, schema in (("orchestrator", OrchestratorConfig), ("trainer", TrainerConfig)):
-        if name in nodes:
+        if name in nodes and kind is not TinkerConfig:  # whose trainer has a type
             check_node(nodes[name], name)
             nodes[name] = read(schema, nodes[name], name)
     if "engine" in nodes:

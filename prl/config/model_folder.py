@@ -195,14 +195,20 @@ def file_of(path: str, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def sees_pictures(path: str) -> bool:
-    """Return whether a model's config has a part that sees; not of a config that cannot be read, refused elsewhere."""
+def sees(config: Any) -> bool:
+    """Return whether a model has a vision tower, by its config: transformers' object, or the content of its file."""
+    if isinstance(config, dict):
+        return config.get("vision_config") is not None
+    return getattr(config, "vision_config", None) is not None
+
+
+def sees_at(path: str) -> bool:
+    """Return whether the model at a path `sees`; not by a config that cannot be read, which is refused elsewhere."""
     try:
         file = file_of(path, "config.json")
-        config = {} if file is None else json.loads(file.read_bytes())
+        return file is not None and sees(json.loads(file.read_bytes()))
     except (OSError, *UNREADABLE):
         return False
-    return isinstance(config, dict) and isinstance(config.get("vision_config"), dict)
 
 
 def companion_files(path: str) -> dict[str, bytes]:

@@ -12,6 +12,7 @@ from omegaconf import MISSING
 from prl.config.build import Seconds
 from prl.config.hardware import MachineConfig
 from prl.config.model_reference import FrozenModelConfig, as_reference, frozen_models
+from prl.config.trainer import RanksConfig
 
 AUTO = "auto"
 """Value of `run.resume`: the last checkpoint of the run directory, else from the start."""
@@ -142,20 +143,18 @@ class TinkerConfig:
     """Address. Any but loopback opens it to the network; requests still need the key."""
     port: Annotated[int, Ge(0), Le(65535)] = 8010
     """TCP port; 0 = a free one."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where models are trained; auto = cuda if there is a GPU."""
-    tokens_per_forward: Annotated[int, Ge(1)] = 4096
-    """Tokens that go through the model together in training, padding included."""
     models: Annotated[int, Ge(1), Le(1000)] = 8
-    """Models of clients that are in memory; others are on disk, and come back when they are asked."""
+    """Models of clients in memory, others are on disk; and snapshots that an engine's server samples from at once."""
     max_models: Annotated[int, Ge(1), Le(1_000_000)] = 1000
     """Models of clients in memory and on disk; above, a new one is refused."""
     max_rank: Annotated[int, Ge(1), Le(1024)] = 128
-    """Largest rank of an adapter."""
+    """Largest rank of an adapter; an engine's server computes each adapter as if it had this rank."""
     max_queued_tokens: Annotated[int, Ge(1)] = 10_000_000
     """Tokens that wait for training, of all clients; above, a client is told to try again."""
     max_samples: Annotated[int, Ge(1), Le(1_000_000)] = 4096
     """Replies that are sampled or wait; above, a client is told to try again."""
+    trainer: RanksConfig = field(default_factory=RanksConfig)
+    """Where and how models are trained."""
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: Any = MISSING
 
@@ -358,3 +357,8 @@ class TrainConfig:
     def hosts(self, reference: FrozenModelConfig) -> bool:
         """Return whether the launcher serves this frozen model for the run."""
         return self.teacher.model is not None and reference.base_url is None and reference.name == self.teacher.name
+
+    @property
+    def hosts_teacher(self) -> bool:
+        """Return whether the launcher serves the model of `teacher` for the run: an algorithm or an env asks it."""
+        return any(self.hosts(reference) for env in self.envs for _, reference in self.frozen_of(env))

@@ -109,11 +109,9 @@ def precision_of(dtype: str, device: str) -> Precision:
 
 
 @dataclass
-class TrainerConfig:
-    """Trains the policy on shipped micro-batches."""
+class RanksConfig:
+    """How ranks train a model: a run's trainer, and the server of the Tinker protocol."""
 
-    _target_: str = "prl.trainer.trainer.Trainer"
-    _partial_: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = cuda if there is a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -124,24 +122,32 @@ class TrainerConfig:
     shard_size: Annotated[int, Ge(1)] | None = None
     """Ranks that share one copy of weights, gradients and optimiser (FSDP2); null = all, 1 = each rank has a copy. A
     smaller value takes more memory and less traffic. It divides num_processes."""
-    cpu_offload: bool = False
-    """Keep weights, gradients and optimiser in host memory, and update them there, to save GPU memory."""
     threads: Annotated[int, Ge(1)] | None = None
     """CPU threads of each rank; null = its share of the cores, at most one for each 2.5 million parameters, and 8 where
     it has a GPU. On a CPU the order of sums follows it: another number gives other last digits."""
-    seq_len: Annotated[int, Ge(2)] = 512
-    """Row length of packed micro-batches, tokens; longer samples are truncated and counted."""
     tokens_per_forward: Annotated[int, Ge(1)] = 4096
     """Tokens of a micro-batch, the packed sequences of one forward pass. Gradients accumulate over the micro-batches of
     an update."""
     share_prefixes: bool = True
     """Run tokens that several samples begin with once (prompts, turns before a fork), if the model allows it. False =
     run every sample with all of its tokens."""
-    head_chunk: Annotated[int, Ge(1)] | None = None
-    """Tokens whose logits exist at one time; null = a number that takes little memory, at most 1024."""
     gradient_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in backward, for less memory and more time: all of each layer (full), or all but matrix
     products and attention (selective)."""
+
+
+@dataclass
+class TrainerConfig(RanksConfig):
+    """Trains the policy on shipped micro-batches."""
+
+    _target_: str = "prl.trainer.trainer.Trainer"
+    _partial_: bool = True
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimiser in host memory, and update them there, to save GPU memory."""
+    seq_len: Annotated[int, Ge(2)] = 512
+    """Row length of packed micro-batches, tokens; longer samples are truncated and counted."""
+    head_chunk: Annotated[int, Ge(1)] | None = None
+    """Tokens whose logits exist at one time; null = a number that takes little memory, at most 1024."""
     compile: bool = False
     """Compile each layer, with torch.compile: a minute at the start, faster steps on a GPU."""
     optim: Any = None

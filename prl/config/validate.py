@@ -122,11 +122,6 @@ def validate_teacher(config: TrainConfig, machine: Machine) -> None:
                     )
 
 
-def hosts_teacher(config: TrainConfig) -> bool:
-    """Return whether the launcher serves the frozen model of `teacher` for the run: an algorithm or an env asks it."""
-    return any(config.hosts(reference) for env in config.envs for _, reference in config.frozen_of(env))
-
-
 def validate_envs(config: TrainConfig) -> None:
     """Names, group sizes and nodes of the envs."""
     if not config.envs:

@@ -18,6 +18,7 @@ from prl.config.build import Seconds, class_of
 from prl.config.environment import model_environment
 from prl.config.gpus import Gpus, visible_devices
 from prl.config.hardware import Machine
+from prl.config.model_folder import sees_at
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.model_shape import NUMBER_BYTES, ModelShape
 from prl.config.schema import EngineConfig, ModelConfig
@@ -25,6 +26,7 @@ from prl.config.schema import EngineConfig, ModelConfig
 if TYPE_CHECKING:  # an HTTP client, which composing a config does without
     from prl.engines.client import PolicyPool
     from prl.engines.frozen import ReferencePool
+    from prl.rollouts.pictures import PictureStore
 
 
 @dataclass
@@ -59,6 +61,16 @@ class InProcessConfig(EngineConfig):
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """The room for adapters beside a model."""
+
+    count: int
+    """Those that are there at once."""
+    rank: int
+    """Largest rank of one."""
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """A model to run."""
 
@@ -85,8 +97,17 @@ class EngineSpec:
     """The GPUs that it sees; none on a CPU, or where the launcher chooses."""
     evaluation_yields: bool = False
     """Requests have priorities, so that those of an evaluation beside training come last."""
+    adapters: Adapters | None = None
+    """It serves adapters (LoRA) beside the model, each to the requests that name it."""
     weight_transfer: str = "prl"
     """The name of what takes new weights in, in each process of a server (`Weights.receiver`)."""
+    pictures: "PictureStore | None" = None
+    """The store of the pictures that its clients are shown; None = none are."""
+
+    @property
+    def sees(self) -> bool:
+        """Return whether the model has a vision tower."""
+        return sees_at(self.model.path)
 
     @property
     def server(self) -> "type[ServerEngine]":
@@ -117,6 +138,8 @@ class Engine(ABC):
     """The dataclass of its options."""
     adds_adapters: ClassVar[bool] = False
     """It loads an adapter (LoRA) in peft's format, added to the weights that it began with, as a policy."""
+    largest_adapter: ClassVar[int] = 0
+    """Largest rank of the adapters that it serves beside the model (`EngineSpec.adapters`); 0 = it serves none."""
     receives_weights: ClassVar[bool] = False
     """Its client has `receive_weights`: its servers take a policy's tensors from the trainer, without files."""
     has_priorities: ClassVar[bool] = False
@@ -235,8 +258,11 @@ class ServerEngine(Engine):
         # A server that somebody else has started is not restarted: nobody waits for it to come back.
         restarted = spec.config.restarts and not spec.config.urls
         restart_s = spec.config.startup_timeout_s if restarted else 0.0
+        # Servers that outlive the run may be asked by another one at the same time.
         shared = bool(spec.config.urls)
-        return InferencePool(serve(), spec.served_name, spec.token, shared=shared, restart_s=restart_s)
+        return InferencePool(
+            serve(), spec.served_name, spec.token, shared=shared, restart_s=restart_s, pictures=spec.pictures
+        )
 
     @classmethod
     def frozen(cls, spec: EngineSpec, serve: Serve) -> Connect:
@@ -244,4 +270,6 @@ class ServerEngine(Engine):
 
         # Started here, once: each reference to the model gets a client of the same servers.
         urls = [f"{url}/v1" for url in serve()]
-        return lambda reference: FrozenPool(replace(reference, base_url=urls, api_key_var=None), spec.token)
+        return lambda reference: FrozenPool(
+            replace(reference, base_url=urls, api_key_var=None), spec.token, spec.pictures
+        )

@@ -41,16 +41,17 @@ class ModelPool(ABC):
     """Policy version that a request sent now starts from; None for a frozen model."""
     http: Endpoints | None = None
     """The model's servers, for clients other than this one; None where it runs in this process."""
-    pictures: "PictureStore | None" = None
-    """The store of the pictures that it is shown; None = none are."""
 
-    def __init__(self, model: str, traffic: Traffic):
+    def __init__(self, model: str, traffic: Traffic, pictures: "PictureStore | None" = None):
         """
         Args:
             model: Its name.
             traffic: What it is asked for at the moment, and when its engines were at work.
+            pictures: The store of the pictures that it is shown; None = none are.
         """
-        self.model, self.traffic = model, traffic
+        self.model = model
+        self.traffic = traffic
+        self.pictures = pictures
 
     @abstractmethod
     async def generate(
@@ -180,7 +181,16 @@ class InferencePool(PolicyPool):
 
     http: Endpoints
 
-    def __init__(self, urls: list[str], model: str, token: str | None, *, shared: bool = False, restart_s: float = 0.0):
+    def __init__(
+        self,
+        urls: list[str],
+        model: str,
+        token: str | None,
+        *,
+        shared: bool = False,
+        restart_s: float = 0.0,
+        pictures: "PictureStore | None" = None,
+    ):
         """
         Args:
             urls: Base URLs of the servers, with or without `/v1`.
@@ -189,8 +199,9 @@ class InferencePool(PolicyPool):
             shared: Whether the servers outlive this run. It has them alone meanwhile: PrlError where another one does.
             restart_s: Seconds that requests wait for a server that is away: the time that starting it again may take; 0
                 = nobody does.
+            pictures: The store of the pictures that the model is shown; None = none are.
         """
-        super().__init__(model, Traffic(servers_at(urls, restart_s)))
+        super().__init__(model, Traffic(servers_at(urls, restart_s)), pictures)
         self.http = Endpoints(model, token, self.traffic)
         self.rotation = Rotation(self.http.servers, self.http.router, self._probe, self._catch_up)
         self.counts = self.rotation.counts
@@ -202,8 +213,15 @@ class InferencePool(PolicyPool):
         self._locks = [lock_of(url) for url in self.urls] if shared else []
 
     async def generate(
-        self, prompt: ModelInput, sampling: dict[str, Any], *, n: int = 1, prefix: str | None = None
+        self,
+        prompt: ModelInput,
+        sampling: dict[str, Any],
+        *,
+        n: int = 1,
+        prefix: str | None = None,
+        adapter: str | None = None,
     ) -> list[Completion]:
+        """Sample as every model does; with the folder of an `adapter` beside it (`EngineSpec.adapters`)."""
         # A server searches for stop strings in the text, which it makes only when asked to detokenise.
         sampling = {**sampling, "n": n, "detokenize": bool(sampling.get("stop"))}
         priority = sampling.pop("priority", 0)
@@ -213,13 +231,13 @@ class InferencePool(PolicyPool):
             replies.require_prompt(prompt.token_ids, reply)
             return [replies.read_completion(choice, version, self._newest) for choice in replies.choices_of(reply, n)]
 
-        return await self._ask(prompt, sampling, read, n, prefix, priority)
+        return await self._ask(prompt, sampling, read, n, prefix, priority, adapter)
 
-    async def top_logprobs(self, sequence: ModelInput, top_k: int) -> Scored:
+    async def top_logprobs(self, sequence: ModelInput, top_k: int, *, adapter: str | None = None) -> Scored:
         def read(reply: dict[str, Any], version: int) -> Scored:
             return replies.read_scored(reply, sequence.token_ids, top_k)
 
-        return await self._ask(sequence, scoring(top_k), read)
+        return await self._ask(sequence, scoring(top_k), read, adapter=adapter)
 
     async def _ask(
         self,
@@ -229,6 +247,7 @@ class InferencePool(PolicyPool):
         n: int = 1,
         prefix: str | None = None,
         priority: int = 0,
+        adapter: str | None = None,
     ) -> Read:
         """Return what `read` makes of the reply, and the version that its server had when the request started."""
 
@@ -237,6 +256,8 @@ class InferencePool(PolicyPool):
             # The salt keeps the cache of one version from another's requests, whatever a server does at an update.
             body: dict[str, Any] = {"token_ids": asked.token_ids, "sampling": sampling}
             body |= {"cache_salt": f"v{version}", "priority": priority, **self.picture_fields(asked)}
+            if adapter is not None:
+                body["adapter"] = adapter
             reply = await self.http.post(server, GENERATE, body, n=n)
             with self.http.reading(server, GENERATE):
                 return read(reply, version)
@@ -279,6 +300,7 @@ class InferencePool(PolicyPool):
 
     async def _catch_up(self, server: Server, anew: bool) -> None:
         anew = anew or server.instance is None  # it has never said that it loaded any
+        # Once more where a newer version has come while one was loaded.
         while self._offer is not None and (anew or server.version != self._newest):
             version = self._newest
             try:
@@ -309,13 +331,6 @@ class InferencePool(PolicyPool):
         await super().close()
         for lock in self._locks:
             lock.release()
-
-
-def show_pictures(model: ModelPool, renderer: Any) -> None:
-    """Let a model see the pictures that a renderer puts into prompts, where it is one that does."""
-    processor = getattr(renderer, "pictures", None)
-    if processor is not None:
-        model.pictures = processor.store
 
 
 def servers_at(urls: list[str], restart_s: float = 0.0) -> list[Server]:

@@ -1,5 +1,6 @@
 """Sampling from a transformers model, and scoring with it: token ids in, token ids and logprobs out."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,10 @@ class Request:
     seed: int = 0
     stop_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
+    top_k: int = 0
+    """Likeliest tokens that are drawn from; 0 or below = all."""
+    top_p: float = 1.0
+    """Of these the likeliest ones, until they have this share of the probability."""
     skip_special_tokens: bool = True
     pictures: Shown = ()
 
@@ -125,6 +130,10 @@ def draw(logits: Tensor, continuations: Sequence[Continuation]) -> tuple[Tensor,
     temperatures = [each.request.temperature or 1.0 for each in continuations]
     logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
     logprobs = logits.log_softmax(-1)
+    for row, continuation in enumerate(continuations):
+        request = continuation.request
+        if request.temperature and (request.top_k > 0 or request.top_p < 1):
+            logprobs[row] = truncated(logprobs[row], request)
     cumulated = logprobs.double().exp().cumsum(-1)
     numbers = [each.uniform[len(each.token_ids)] for each in continuations]
     uniform = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
@@ -133,6 +142,16 @@ def draw(logits: Tensor, continuations: Sequence[Continuation]) -> tuple[Tensor,
     drawn = torch.searchsorted(cumulated, uniform[:, None] * cumulated[:, -1:], right=True).squeeze(1)
     token_ids = torch.where(greedy, logits.argmax(-1), drawn.clamp(max=logits.shape[-1] - 1))
     return token_ids, logprobs.gather(1, token_ids[:, None]).squeeze(1)
+
+
+def truncated(logprobs: Tensor, request: Request) -> Tensor:
+    """Return logprobs `[vocabulary]` among the tokens alone that `top_k` and `top_p` leave, as vLLM does."""
+    ordered, token_ids = logprobs.sort(descending=True)
+    if request.top_k > 0:
+        ordered[request.top_k :] = -math.inf
+    shares = ordered.softmax(-1)
+    ordered[shares.cumsum(-1) - shares >= request.top_p] = -math.inf  # not the first, before which there is nothing
+    return torch.empty_like(logprobs).scatter_(0, token_ids, ordered.log_softmax(-1))
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ import os
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tenacity
 
@@ -26,6 +26,9 @@ from prl.engines.servers import Server, Traffic
 from prl.engines.tokenizers import TokenizerProbe
 from prl.rollouts.images import as_data_urls
 from prl.rollouts.inputs import ModelInput
+
+if TYPE_CHECKING:
+    from prl.rollouts.pictures import PictureStore
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +76,14 @@ class FrozenPool(ReferencePool):
 
     http: Endpoints
 
-    def __init__(self, reference: FrozenModelConfig, token: str | None = None):
+    def __init__(self, reference: FrozenModelConfig, token: str | None = None, pictures: "PictureStore | None" = None):
         """
         Args:
             reference: The model and its endpoint.
             token: The endpoint's key; None = the value of the environment variable `reference.api_key_var`, if any.
+            pictures: The store of the pictures that the model is shown; None = none are.
         """
-        super().__init__(reference.name, Traffic(servers_at(reference.urls)))
+        super().__init__(reference.name, Traffic(servers_at(reference.urls)), pictures)
         self.http = Endpoints(self.model, token or os.environ.get(reference.api_key_var or ""), self.traffic)
         self.timeout_s = reference.timeout_s
         self._credentials = f"the key of model {self.model!r}, that of api_key_var={reference.api_key_var}"
@@ -289,18 +293,19 @@ class FrozenPool(ReferencePool):
             raise PrlError(f"{server.url} serves {', '.join(map(repr, served)) or 'nothing'}, not {self.model!r}")
 
 
-def clients_of(hosted: Mapping[str, Connect]) -> Connect:
+def clients_of(hosted: Mapping[str, Connect], pictures: "PictureStore | None" = None) -> Connect:
     """Return what makes a client of any frozen model.
 
     Args:
         hosted: What makes those of models that are run for this run, by name. A reference with an address of its own
             means another model, and so does a name that is not there.
+        pictures: The store of the pictures that the others are shown; None = none are.
     """
 
     def connect(reference: FrozenModelConfig) -> ReferencePool:
         if isinstance(reference, FrozenModelConfig) and reference.base_url is None and reference.name in hosted:
             return hosted[reference.name](reference)
         check_reference(reference, "the model to connect")
-        return FrozenPool(reference)
+        return FrozenPool(reference, pictures=pictures)
 
     return connect

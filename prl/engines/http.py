@@ -204,7 +204,7 @@ async def content_of(reply: aiohttp.ClientResponse, where: str, token: str | Non
         text = f"it leads to {reply.headers.get('Location', 'nowhere')[:200]}, which is not followed: {text}"
     ending = reply.status >= 500 and any(words in text.lower() for words in ENDING)
     kind = RequestAborted if ending else EngineError
-    error = kind(f"{where} answered HTTP {reply.status}: {text}", reply.status)
+    wait_s = None
     with contextlib.suppress(KeyError, ValueError):
-        error.wait_s = max(float(reply.headers["Retry-After"]), 0.0)
-    raise error
+        wait_s = max(float(reply.headers["Retry-After"]), 0.0)
+    raise kind(f"{where} answered HTTP {reply.status}: {text}", reply.status, wait_s)

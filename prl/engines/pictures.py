@@ -46,12 +46,12 @@ class Seen:
 
     @property
     def text(self) -> str:
-        """What the processor writes."""
+        """The words that the processor writes."""
         return zlib.decompress(self.packed).decode()
 
 
 class PictureProcessor:
-    """What the processor of a model makes of the pictures in a store, once for each."""
+    """Makes what a model reads of the pictures in a store, once for each, with the model's processor."""
 
     def __init__(self, path: str, tokenizer: Any, store: PictureStore, trust_remote_code: bool = False):
         """Raises ConfigError for a model whose pictures prl cannot make tokens of."""

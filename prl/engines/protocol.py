@@ -42,6 +42,8 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
     """Those in the prompt, in their order."""
     picture_folder: str = ""
     """Their store (`prl.rollouts.pictures`), as the server finds it."""
+    adapter: str | None = None
+    """Folder of an adapter in peft's format, which is added to the weights for this request; it never changes."""
 
 
 class Sampled(Struct):

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from prl.engines.chat import Dialogue, MessageSource
     from prl.engines.client import ModelPool
-    from prl.engines.frozen import FrozenPool
     from prl.engines.replies import Completion
     from prl.rollouts.pictures import PictureStore
 
@@ -64,9 +63,6 @@ class Sampler(SamplingConfig):
             vocab_size: Rows of the policy's embedding; None = not known.
             priority: Of its requests at a server that answers those of a lower one first; 0 = any server.
         """
-        from prl.engines.chat import MessageSource  # configs are composed without an HTTP client
-        from prl.engines.client import show_pictures
-
         self.pool: ModelPool | MessageSource = pool
         self.renderer: Renderer = renderer
         self.max_model_len = max_model_len
@@ -75,15 +71,6 @@ class Sampler(SamplingConfig):
         self.reserve = reserve
         self.priority = priority
         self.vocab_size = ANY_TOKEN if vocab_size is None else vocab_size
-        if not isinstance(pool, MessageSource):
-            show_pictures(pool, renderer)
-
-    def ask_by_messages(self, model: "FrozenPool") -> None:
-        """Sample from `model` by chat messages from now on: it exchanges no token ids of the policy's tokenizer."""
-        from prl.engines.chat import ChatSource  # configs are composed without an HTTP client
-
-        model.pictures = self.pictures
-        self.pool = ChatSource(model)
 
     @property
     def pictures(self) -> "PictureStore | None":

@@ -20,6 +20,7 @@ class TransformersEngine(Engine):
     """transformers' model in the process of the run: nothing to start. For small models, debugging and tests."""
 
     Config = TransformersConfig
+    largest_adapter = 1024  # or any other: each is computed as it is
 
     @classmethod
     def policy(cls, spec: EngineSpec, serve: Serve) -> "TransformersPolicy":

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from transformers.utils import logging as transformers_logging
 
 from prl.base.errors import ConfigError, DeadlinePassed, EngineError
-from prl.config.model_folder import sees_pictures
 from prl.engines.base import EngineSpec
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.decoding import Continuation, Request, Shown, sample, score
@@ -37,7 +36,7 @@ class TransformersModel(ModelPool):
     """A model in this process, its thread and what waits for it."""
 
     def __init__(self, spec: EngineSpec):
-        super().__init__(spec.served_name, Traffic([Server("this process")]))
+        super().__init__(spec.served_name, Traffic([Server("this process")]), spec.pictures)
         self.spec = spec
         self._closed = False
         self._thread = ThreadPoolExecutor(1, f"prl-{spec.process}", torch.set_num_threads, (spec.threads,))
@@ -99,7 +98,7 @@ class TransformersModel(ModelPool):
         """Load the model at `path`: in float32, since transformers would make another format torch's default."""
         transformers_logging.disable_progress_bar()
         try:
-            kind = AutoModelForImageTextToText if sees_pictures(path) else AutoModelForCausalLM
+            kind = AutoModelForImageTextToText if self.spec.sees else AutoModelForCausalLM
             model: PreTrainedModel = kind.from_pretrained(
                 path, dtype=torch.float32, trust_remote_code=self.spec.model.trust_remote_code
             )
@@ -190,6 +189,7 @@ class Batches(Generic[Asked, Answer]):
 
     def _take(self) -> None:
         """Answer what waits, in the thread."""
+        # Each question has one look submitted, and a look may take several: then a later one finds none.
         taken: list[Waiting[Asked, Answer]] = []
         size = 0
         while self.waiting and (not taken or size + self.waiting[0].size <= self.limit):

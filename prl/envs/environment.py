@@ -92,6 +92,7 @@ class Environment:
     def _grades_elsewhere(self) -> bool:
         """Return whether its graders run in processes of their own. Those that read a runtime or ask models do not."""
         task, asked, on_ray = self.tasks[0], self.config.in_process, self.config.workers.where == "ray"
+        # The clients of these models live in this process.
         if self.config.models:
             return False
         if self.uses_harness and (runtime_readers(task) or task.plugged_judges()):
@@ -202,9 +203,11 @@ class Environment:
                 await stack.enter_async_context(self.verifiers_env.serving())
             elif self.verifiers_env is not None:
                 agents = await agents_after_setup(self.verifiers_env, InProcessContext(None, ""))
+                # An env may decide in its setup which agents are trained.
                 self.seats = sum(agent.trainable for agent in agents)
             for env, tools in self._in_process:
                 await set_up(tools.toolsets)
+                # Before `start`, which may fail half-way.
                 stack.push_async_callback(env.stop)
                 await env.start()
             yield

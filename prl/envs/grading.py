@@ -67,6 +67,7 @@ async def score(argument: bytes) -> dict[str, Any]:
 def give_to_workers(tasks: list[vf.Task], workers: Workers, *, played_by_verifiers: bool = False) -> None:
     """Have tasks graded by `workers`, by verifiers' own episodes as well. Raises ConfigError where they cannot be."""
     try:
+        # Tried here with one task: else every rollout would fail by it.
         pickle.loads(pickle.dumps(tasks[0]))
     except Exception as error:
         raise ConfigError(

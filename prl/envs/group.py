@@ -71,15 +71,14 @@ class GroupRequest:
 
     def new_rollout(self, trace: vf.Trace, index: int, start_version: int | None) -> Rollout:
         """Return the rollout of attempt `index` over `trace`, which was begun under policy version `start_version`."""
-        rollout = Rollout(
+        return Rollout(
             trace,
             env_name=self.env_name,
             group_id=self.group_id,
             start_version=start_version,
             temperature=self.sampler.temperature,
+            index=index,
         )
-        rollout.index = index
-        return rollout
 
     def timeout_error(self, waited_for: str = "") -> TimeoutError:
         """Return the error of an attempt that took longer than `timeout_s`, and what it waited for then, if known."""
@@ -129,6 +128,7 @@ async def play_group(request: GroupRequest) -> list[Rollout]:
             await request.arrived(rollout)
         return rollouts
     span = vf.TimeSpan(start=started, end=events.now())
+    # The prompt is hashed and put into a graph once; the other replies are added beside the first.
     first = rollouts[0].trace
     for rollout, completion in zip(rollouts, completions, strict=True):
         if rollout.trace is first:

@@ -105,7 +105,6 @@ def connect_models(references: Mapping[str, Any], policy: Sampler, clients: Conn
             models[role] = EnvModel(policy)
             continue
         pool = clients(reference)
-        pool.pictures = policy.pictures
         models[role] = EnvModel(policy.changed({"pool": pool}), pool)
     return models
 

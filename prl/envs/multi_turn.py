@@ -135,6 +135,7 @@ class Conversation:
         self.max_turns = max_turns
         self._sampler = sampler
         self._key = key
+        # By it all conversations of a group go to one server, which has their prompt in its cache.
         self._prefix = group or key
         self._messages: list[vf.Message] = opening_messages(task.data)
         self._prompt_pending = task.data.prompt is not None
@@ -192,6 +193,7 @@ class Conversation:
                 prefix=self._prefix,
             )
         except OverlongPrompt:
+            # No room for a first reply: this is no end of a conversation, the task does not fit.
             if not self.trace.calls:
                 raise
             self.trace.stop("context_length")

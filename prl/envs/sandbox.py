@@ -104,6 +104,7 @@ def _output_of(asked: bytes, seconds: float) -> bytes:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(asked)
                 process.stdin.flush()
+            # The program begins at the end of its input.
             process.stdin.close()
             while len(output) < MOST_OUTPUT and time.monotonic() < deadline and not _is_full(folder):
                 if output_ready.poll(COUNT_S * 1000):
@@ -123,6 +124,7 @@ def _is_full(folder: str) -> bool:
             files += 1
             with contextlib.suppress(FileNotFoundError):
                 found = entry.stat(follow_symlinks=False)
+                # A file with holes counts by its size, many small ones by their blocks.
                 written += max(found.st_size, 512 * found.st_blocks)
     return files > MOST_FILES or written > MOST_WRITTEN
 

@@ -134,6 +134,7 @@ class LocalWorkers(Workers):
             await asyncio.to_thread(self._stop)
 
     async def reply(self, call: bytes) -> bytes:
+        # One that pebble has given up: the env goes on with new workers.
         if self._pool is None or not self._pool.active:
             self._pool = await asyncio.to_thread(self._new_pool)
         try:

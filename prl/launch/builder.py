@@ -19,7 +19,7 @@ from renderers.base import Renderer
 from prl.base.errors import ConfigError
 from prl.config.model_folder import embedding_rows
 from prl.config.model_reference import FrozenModelConfig
-from prl.config.schema import TrainConfig
+from prl.config.schema import ModelConfig, TeacherConfig, TrainConfig
 from prl.engines.base import Connect
 from prl.engines.client import ModelPool, PolicyPool
 from prl.engines.frozen import clients_of
@@ -31,10 +31,11 @@ from prl.envs.workers import Place
 from prl.launch.checks import check_loadable, check_rows
 from prl.launch.components import (
     RunComponents,
+    TeacherKeys,
     check_processor,
     check_vocabulary,
-    make_renderers,
     picture_store,
+    renderers_of,
     show_tasks,
 )
 from prl.launch.launcher import Launcher
@@ -44,7 +45,7 @@ from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
 from prl.orchestrator.types import TrainEnv
-from prl.rollouts.pictures import FOLDER
+from prl.rollouts.pictures import FOLDER, PictureStore
 from prl.transport.events import TRAINER, Track
 from prl.transport.files import FileTransport
 
@@ -61,6 +62,8 @@ class PreparedRun:
     """The renderer of each env."""
     probe: TokenizerProbe
     """Probe of the policy's tokenizer, to compare others with."""
+    pictures: PictureStore | None = None
+    """The store of the pictures that its models are shown; None = the policy sees none."""
     resume: ResumePoint | None = None
     """The checkpoint that the run goes on from; None for a new one."""
 
@@ -110,7 +113,7 @@ def read_tasks(
     """
     rows = check_loadable(config.model, plan.policy, "model.", trained=True)
     tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
-    check_teacher(config, plan, components, tokenizer)
+    check_teacher(config.teacher, config.model, plan, components.teacher, tokenizer)
     pictures = picture_store(config.model, None if plan.is_dry else plan.trainer.run_dir / FOLDER)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     environments = {
@@ -119,7 +122,8 @@ def read_tasks(
     }
     limit, size = config.model.max_model_len, len(tokenizer)  # without padding rows of the embedding
     show_tasks(components, environments, seed=config.seed, max_model_len=limit, vocab_size=size)
-    renderers = make_renderers(config, tokenizer, pictures)
+    nodes = {name: config.node_of(name, "renderer") for name in config.envs}
+    renderers = renderers_of(nodes, config.model, tokenizer, pictures)
     rendered: list[list[int]] = []
     for name, environment in environments.items():
         if environment.uses_harness and not plan.policy.is_server:
@@ -129,21 +133,30 @@ def read_tasks(
         check_lengths(limit, config.trainer.seq_len, name, prompts)
         rendered += prompts
         if environment.config.weight > 0:  # else it is evaluated only
-            check_trained(keys, config.group_size_of(name), algorithm, environment, renderers[name])
+            check_trained(keys, components.envs[name].group_size, algorithm, environment, renderers[name])
     check_rows(config.model.path, rows, tokenizer, rendered)
     probe = TokenizerProbe.of(tokenizer, f"the policy ({config.model.path})")
-    return PreparedRun(config, plan, components, environments, renderers, probe, resume)
+    return PreparedRun(config, plan, components, environments, renderers, probe, pictures, resume)
 
 
-def check_teacher(config: TrainConfig, plan: RunPlan, components: RunComponents, tokenizer: Any) -> None:
-    """Raise ConfigError for a hosted teacher that does not fit the policy, whose tokenizer is given."""
-    hosted = config.teacher.model
+def check_teacher(config: TeacherConfig, policy: ModelConfig, plan: RunPlan, keys: TeacherKeys, tokenizer: Any) -> None:
+    """Raise ConfigError for a hosted teacher that does not fit the policy.
+
+    Args:
+        config: The teacher.
+        policy: The policy.
+        plan: The processes of the run.
+        keys: The config keys that refer to the teacher.
+        tokenizer: The policy's tokenizer.
+    """
+    hosted = config.model
     if plan.teacher is None or hosted is None:
         return
     check_loadable(hosted, plan.teacher, "teacher.model.", trained=False)
     teacher = load_tokenizer(hosted.path, "teacher.model.path", hosted.trust_remote_code)
-    check_vocabulary(tokenizer, teacher, config, components)
-    check_processor(tokenizer, teacher, config, components)
+    check_vocabulary(tokenizer, teacher, policy, config, keys)
+    if plan.policy.spec.sees and plan.teacher.spec.sees:
+        check_processor(tokenizer, teacher, policy, config, keys)
 
 
 def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
@@ -174,11 +187,11 @@ async def start_services(
         started: The addresses of the policy's engines, where they were started early.
     """
     plan = run.plan
-    policy = plan.policy.policy(supervisor.launcher.start_engine, started)
+    policy = plan.policy.policy(supervisor.launcher.start_engine, started, pictures=run.pictures)
     services = Services(policy, {}, [])
     starts = [partial(_serve_policy, plan.policy, policy, supervisor)]
     if plan.teacher is not None:
-        starts.append(partial(_serve_teacher, plan.teacher, run.config.teacher.timeout_s, services, supervisor))
+        starts.append(partial(_serve_teacher, plan.teacher, run, services, supervisor))
     starts.append(partial(_load_trainer, run, supervisor, transport))
     try:
         if plan.shares_gpu or not plan.policy.is_server:
@@ -201,11 +214,10 @@ async def _serve_policy(plan: ModelPlan, policy: PolicyPool, supervisor: Supervi
         await policy.wait_ready(plan.spec.config.startup_timeout_s, supervisor.launcher.ensure_alive)
 
 
-async def _serve_teacher(plan: ModelPlan, timeout_s: float, services: Services, supervisor: Supervisor) -> None:
-    """Start the teacher; `timeout_s` is that of a request."""
+async def _serve_teacher(plan: ModelPlan, run: PreparedRun, services: Services, supervisor: Supervisor) -> None:
     name = plan.spec.served_name
-    connect = services.hosted[name] = plan.frozen(supervisor.launcher.start_engine)
-    teacher = connect(FrozenModelConfig(name=name, timeout_s=timeout_s))
+    connect = services.hosted[name] = plan.frozen(supervisor.launcher.start_engine, run.pictures)
+    teacher = connect(FrozenModelConfig(name=name, timeout_s=run.config.teacher.timeout_s))
     services.teachers.append(teacher)
     with supervisor.awaiting(f"the teacher to answer at {', '.join(teacher.urls)}", [TEACHER]):
         await teacher.wait_ready(plan.spec.config.startup_timeout_s, supervisor.launcher.ensure_alive)
@@ -215,6 +227,7 @@ async def _load_trainer(run: PreparedRun, supervisor: Supervisor, transport: Fil
     """Start the trainer, and wait until it has loaded the model."""
 
     def loaded() -> bool:
+        # The trainer publishes the version that it begins with once it has the model.
         return transport.receive_metrics(run.first_version) is not None
 
     supervisor.launcher.start_trainer(trainer_of(run))
@@ -237,6 +250,7 @@ async def load_first_weights(run: PreparedRun, policy: PolicyPool) -> None:
     """Have the engine load the weights that the run begins with."""
     version = run.first_version
     timeout_s = run.plan.policy.spec.config.update_timeout_s
+    # Version 0 is the model itself, which is in no folder of the run.
     if version:
         await run.components.weights.load(policy, version, timeout_s)
     else:
@@ -263,7 +277,7 @@ def assemble(
         transport: The way to the trainer and back.
         track: Records what the orchestrator does; None = it makes one itself.
     """
-    clients = clients_of(services.hosted)
+    clients = clients_of(services.hosted, run.pictures)
     return run.components.orchestrator(
         batcher=run.components.batcher,
         envs=[train_env(run, name, services.policy, clients) for name in run.config.envs],

@@ -9,7 +9,7 @@ from typing import Any
 
 from prl.base.errors import ConfigError
 from prl.base.text import in_one_line
-from prl.config.model_folder import check_length, positions, sees_pictures
+from prl.config.model_folder import check_length, positions
 from prl.config.schema import ModelConfig
 from prl.launch.plan import ModelPlan, RunPlan
 from prl.trainer import architecture
@@ -65,7 +65,7 @@ def check_loadable(model: ModelConfig, plan: ModelPlan, prefix: str, *, trained:
     if fault:
         remedy = "engine=transformers" if prefix == "model." else "teacher=inline"
         raise ConfigError(f"{prefix}path={model.path!r}: {fault}: choose {remedy}, or a GPU")
-    if plan.is_started and sees_pictures(model.path):
+    if plan.is_started and plan.spec.sees:
         lacking = plan.engine.lacks(plan.spec.device, pictures=True)
         if lacking:
             raise ConfigError(f"{prefix}path={model.path!r} sees pictures: {lacking}")

@@ -1,6 +1,6 @@
 """Every component of a run, built from the config and checked, and what it has to be given before anything starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -13,9 +13,9 @@ from prl.base.errors import ConfigError
 from prl.base.user_code import contained, hook
 from prl.config import trainer as trainer_config
 from prl.config.build import build, maker, overridden, read, sampling_of
-from prl.config.model_folder import sees_pictures
-from prl.config.model_reference import POLICY, frozen_models
-from prl.config.schema import ModelConfig, TrainConfig
+from prl.config.model_folder import sees_at
+from prl.config.model_reference import POLICY, FrozenModelConfig, frozen_models
+from prl.config.schema import ModelConfig, TeacherConfig, TrainConfig
 from prl.curriculum.base import Curriculum
 from prl.engines.sampler import Sampler, derive_seed, validate_for_training
 from prl.envs.environment import Environment
@@ -41,13 +41,25 @@ NODES = ("algo", "curriculum", "filters", "renderer")
 """Nodes that an env may have of its own."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class TeacherKeys:
+    """The config keys that refer to the teacher which the run hosts."""
+
+    scorers: list[str]
+    """Algorithms have it score token ids."""
+    sources: list[str]
+    """Algorithms sample rollouts from it."""
+    asked: list[str]
+    """The code of envs asks it."""
+
+
+@dataclass(frozen=True)
 class RunComponents:
     """The components of a run."""
 
     envs: dict[str, EnvComponents]
     keys: dict[str, dict[str, str]]
-    """The config key of each node of an env (algo, curriculum, filters, renderer), by env and name."""
+    """The config keys of each env's algo, curriculum, filters, renderer and group_size, by env and name."""
     orchestrator: Callable[..., Orchestrator]
     """Takes its live objects."""
     batcher: Callable[..., Batcher]
@@ -56,30 +68,38 @@ class RunComponents:
     monitors: Monitors
     references: list[str]
     """The models that the trainer has to hold as references of samples (`Algorithm.trainer_references`)."""
+    teacher: TeacherKeys
 
 
 def build_components(config: TrainConfig) -> RunComponents:
     """Build and check every component but the launcher. Raises ConfigError with its config key."""
     envs = {name: _env_components(config, name) for name in config.envs}
+    keys = {
+        env: {name: config.node_of(env, name)[0] for name in NODES} | {"group_size": config.group_size_of(env)[0]}
+        for env in envs
+    }
+    models = {name: env.references for name, env in config.envs.items()}
     # The settings of evaluations are the envs' samplers', built above, which may name a class of their own.
     orchestrator = replace(config.orchestrator, eval=replace(config.orchestrator.eval, sampling={}), batcher={})
-    check_loss("loss", config.loss, config.trainer)
+    losses = {"loss": config.loss} | dict(config.node_of(name, "loss") for name in envs)
+    for where, node in losses.items():
+        check_loss(where, node, config.trainer)
     build(config.trainer.schedule, Schedule, "trainer.schedule")
     check_optimizers(config.trainer.optim)
     check_trainer(config.trainer)
     return RunComponents(
         envs=envs,
-        keys={env: {name: config.node_of(env, name)[0] for name in NODES} for env in envs},
+        keys=keys,
         orchestrator=maker(orchestrator, Orchestrator, "orchestrator"),
         batcher=maker(config.orchestrator.batcher, Batcher, "orchestrator.batcher"),
         weights=build(config.weights, Weights, "weights"),
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         references=sorted({name for env in envs.values() for name in env.algorithm.trainer_references()}),
+        teacher=keys_of_teacher(envs, keys, models, config.hosts),
     )
 
 
 def _env_components(config: TrainConfig, name: str) -> EnvComponents:
-    check_loss(*config.node_of(name, "loss"), config.trainer)
     where, node = config.node_of(name, "algo")
     algorithm = build(node, Algorithm, where)
     sampling_key, sampling = sampling_of(config, name)
@@ -112,56 +132,78 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
     )
 
 
-def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components: RunComponents) -> None:
+def keys_of_teacher(
+    envs: Mapping[str, EnvComponents],
+    keys: Mapping[str, Mapping[str, str]],
+    models: Mapping[str, Mapping[str, Any]],
+    hosts: Callable[[FrozenModelConfig], bool],
+) -> TeacherKeys:
+    """Find the config keys that refer to the hosted teacher.
+
+    Args:
+        envs: The components of each env.
+        keys: The config keys of their nodes.
+        models: The references of each env's code, by role.
+        hosts: Returns whether a reference means the hosted teacher.
+    """
+    scorers: list[str] = []
+    sources: list[str] = []
+    asked: list[str] = []
+    for name, env in envs.items():
+        for key, reference in frozen_models(env.algorithm, keys[name]["algo"]):
+            options = getattr(env.algorithm, "kl", None) if key.endswith(".kl.reference") else env.algorithm
+            if hosts(reference) and getattr(options, "align", None) is None:
+                (sources if key.endswith(SOURCE) else scorers).append(key)
+        asked += [key for key, reference in frozen_models(models[name], f"envs.{name}.models") if hosts(reference)]
+    return TeacherKeys(scorers, sources, asked)
+
+
+def check_vocabulary(policy: Any, teacher: Any, model: ModelConfig, config: TeacherConfig, keys: TeacherKeys) -> None:
     """Refuse a hosted teacher with another tokenizer where it scores, unless by text: tokens go to it as ids.
 
     A source of rollouts, or a model of an env's code, may have any. It is asked by messages then, so its tokenizer
     needs a chat template.
+
+    Args:
+        policy: The policy's tokenizer.
+        teacher: The teacher's.
+        model: The policy.
+        config: The teacher.
+        keys: The config keys that refer to it.
     """
-    if config.teacher.model is None or policy.get_vocab() == teacher.get_vocab():
+    if config.model is None or policy.get_vocab() == teacher.get_vocab():
         return
-    other = f"the teacher ({config.teacher.model.path}) has another tokenizer than the policy ({config.model.path})"
-    keys = asked_by_tokens(config, components)
-    scorers = [key for key in keys if not key.endswith(SOURCE)]
-    for name in components.envs:
-        references = frozen_models(config.envs[name].references, f"envs.{name}.models")
-        keys += [key for key, reference in references if config.hosts(reference)]
-    if scorers:
+    other = f"the teacher ({config.model.path}) has another tokenizer than the policy ({model.path})"
+    if keys.scorers:
+        scorer = keys.scorers[0]
         raise ConfigError(
-            f"{scorers[0]}: {other}: choose one of the policy's family with teacher.model.path, teacher=endpoint, or "
-            f"{scorers[0].rpartition('.')[0]}.align=text; algo=sft takes one of any tokenizer"
+            f"{scorer}: {other}: choose one of the policy's family with teacher.model.path, teacher=endpoint, or "
+            f"{scorer.rpartition('.')[0]}.align=text; algo=sft takes one of any tokenizer"
         )
-    if keys and config.teacher.engine.in_process:
-        raise ConfigError(f"{keys[0]}: {other}, and one in this process is asked by tokens alone: choose teacher=local")
-    if keys and not teacher.chat_template:
-        raise ConfigError(f"{keys[0]}: {other}, and no chat template to be asked by: choose one that has")
+    others = [*keys.sources, *keys.asked]
+    if others and config.engine.in_process:
+        raise ConfigError(
+            f"{others[0]}: {other}, and one in this process is asked by tokens alone: choose teacher=local"
+        )
+    if others and not teacher.chat_template:
+        raise ConfigError(f"{others[0]}: {other}, and no chat template to be asked by: choose one that has")
 
 
-def asked_by_tokens(config: TrainConfig, components: RunComponents) -> list[str]:
-    """Return the config keys by which algorithms have the hosted teacher read or write token ids."""
-    keys: list[str] = []
-    for name, env in components.envs.items():
-        for key, reference in frozen_models(env.algorithm, config.node_of(name, "algo")[0]):
-            options = getattr(env.algorithm, "kl", None) if key.endswith(".kl.reference") else env.algorithm
-            if config.hosts(reference) and getattr(options, "align", None) is None:
-                keys.append(key)
-    return keys
+def check_processor(policy: Any, teacher: Any, model: ModelConfig, config: TeacherConfig, keys: TeacherKeys) -> None:
+    """Refuse a hosted teacher that is given what the policy's processor makes of a picture, and would make another.
 
-
-def check_processor(policy: Any, teacher: Any, config: TrainConfig, components: RunComponents) -> None:
-    """Refuse a hosted teacher that is given what the policy's processor makes of a picture, and would make another."""
-    hosted = config.teacher.model
-    keys = asked_by_tokens(config, components)
+    The arguments are those of `check_vocabulary`; both models see.
+    """
     # A source is asked by messages, with the pictures as they are; but not one in the run's process.
-    scorers = [key for key in keys if config.teacher.engine.in_process or not key.endswith(SOURCE)]
-    if hosted is None or not scorers or not (sees_pictures(config.model.path) and sees_pictures(hosted.path)):
+    scorers = keys.scorers + (keys.sources if config.engine.in_process else [])
+    if config.model is None or not scorers:
         return
     from prl.engines.pictures import probe_of
 
-    if probe_of(config.model, policy) != probe_of(hosted, teacher):
+    if probe_of(model, policy) != probe_of(config.model, teacher):
         raise ConfigError(
-            f"{scorers[0]}: the teacher ({hosted.path}) makes something else of a picture than the policy "
-            f"({config.model.path}), by its preprocessor_config.json: choose one of the policy's family with "
+            f"{scorers[0]}: the teacher ({config.model.path}) makes something else of a picture than the policy "
+            f"({model.path}), by its preprocessor_config.json: choose one of the policy's family with "
             "teacher.model.path; algo=sft takes any"
         )
 
@@ -203,6 +245,7 @@ def longest_completion(env: EnvComponents, environment: Environment, max_model_l
     limit = env.sampler.max_tokens
     if limit is None:
         limit = getattr(environment.taskset, "MAX_TOKENS", None)
+    # The limit is that of a turn: several turns together may fill the sequence.
     one_turn = environment.verifiers_env is None
     return min(room, limit) if one_turn and limit is not None else room
 
@@ -223,17 +266,16 @@ def picture_store(model: ModelConfig, folder: Path | None) -> PictureStore | Non
 
     Without a folder it is there for as long as it is used.
     """
-    if not sees_pictures(model.path):
+    if not sees_at(model.path):
         return None
     return PictureStore.passing(model.max_pixels) if folder is None else PictureStore(folder, model.max_pixels)
 
 
-def make_renderers(config: TrainConfig, tokenizer: Any, pictures: PictureStore | None = None) -> dict[str, Renderer]:
-    """The renderer of each env; envs that share the run's share the object. `pictures` are those of the run."""
-    nodes = {name: config.node_of(name, "renderer") for name in config.envs}
-    made: dict[str, Renderer] = {}
-    for where, node in dict(nodes.values()).items():
-        made[where] = renderer_of(where, node, config.model, tokenizer, pictures)
+def renderers_of(
+    nodes: Mapping[str, tuple[str, Any]], model: ModelConfig, tokenizer: Any, pictures: PictureStore | None
+) -> dict[str, Renderer]:
+    """Make the renderer of each env, whose node has its config key; envs that share the run's share the object."""
+    made = {where: renderer_of(where, node, model, tokenizer, pictures) for where, node in dict(nodes.values()).items()}
     return {name: made[where] for name, (where, _) in nodes.items()}
 
 
@@ -297,6 +339,7 @@ def check_optimizers(node: Any) -> None:
 
     from prl.trainer.optim import make_optimizer
 
+    # Made for one of each kind: some take matrices alone, and leave vectors to another.
     matrix = {"": torch.nn.Parameter(torch.zeros(1, 1))}
     with contained("trainer.optim", "making the optimiser"):
         make_optimizer(matrix | {"vector": torch.nn.Parameter(torch.zeros(1))}, settings, "trainer.optim")

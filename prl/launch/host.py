@@ -59,6 +59,7 @@ class Host:
         self.log = self.disk / "process.log"
         """File for the output of the process."""
         self.run_dir.mkdir()
+        # The trainer publishes as in a run directory, and its weights are in memory.
         (self.run_dir / WEIGHTS).symlink_to(self.memory)
         self.alive = removed_at_the_end([self.disk, self.memory])
         self.process: Process | None = None
@@ -117,6 +118,7 @@ class Host:
         usual = local.trainer_environment(spec.model, spec.threads)
         if apart:
             usual = {key: value for key, value in usual.items() if key not in LOOPBACK}
+        # Relative paths of the user's count from there; another machine may not have it.
         place = Path(cwd) if self.sees(cwd) else None
         process = self._start(name, local.trainer_command(spec), usual | environment, place, stdin=subprocess.PIPE)
         process.tell(spec.payload)

@@ -48,6 +48,11 @@ class LocalLauncher(Launcher):
             self.folder = tempfile.TemporaryDirectory(prefix="prl-", dir=elsewhere, ignore_cleanup_errors=True)
         return Path(self.folder.name)
 
+    @property
+    def meeting(self) -> Path:
+        """The file by which the trainer's ranks find each other."""
+        return self.scratch / "ranks"
+
     def start(
         self,
         name: str,
@@ -57,9 +62,13 @@ class LocalLauncher(Launcher):
         log: Path,
         explain: Explain | None = None,
         stdin: int = subprocess.DEVNULL,
+        may_finish: bool = False,
     ) -> Process:
-        """Start any command as a process of the run. `explain` finds the reason of its end in its log."""
-        process = Process(name, command, env, log, self.scratch, explain=explain, stdin=stdin)
+        """Start any command as a process of the run, which `may_finish` before that.
+
+        `explain` finds the reason of its end in its log.
+        """
+        process = Process(name, command, env, log, self.scratch, None, explain, stdin, may_finish)
         self.processes.append(process)
         return process
 
@@ -92,12 +101,10 @@ class LocalLauncher(Launcher):
     def warm_trainer(self, spec: TrainerSpec) -> None:
         started = {process.name for process in self.ranks}
         for rank, (name, env) in enumerate(self._ranks(spec).items()):
-            if name in started:
+            if name in started or rank < spec.first:
                 continue
-            log = rank_log(spec.run_dir, rank)
-            process = self.start(name, trainer_command(spec), env=env, log=log, stdin=subprocess.PIPE)
-            process.may_finish = True
-            self.ranks.append(process)
+            log, command = rank_log(spec.run_dir, rank), trainer_command(spec)
+            self.ranks.append(self.start(name, command, env=env, log=log, stdin=subprocess.PIPE, may_finish=True))
 
     def start_trainer(self, spec: TrainerSpec) -> None:
         self.warm_trainer(spec)  # also the ranks that could not be started early
@@ -111,7 +118,7 @@ class LocalLauncher(Launcher):
         if spec.num_processes == 1:
             return {spec.names[0]: env | visible_devices(gpus[0])}
         # Not torchrun: its ranks meet at a TCP port that is open to the network, and it unpickles what it finds there.
-        common = {"WORLD_SIZE": str(spec.num_processes), MEETING_VARIABLE: str(self.scratch / "ranks")}
+        common = {"WORLD_SIZE": str(spec.num_processes), MEETING_VARIABLE: str(self.meeting)}
         ranks = {}
         for rank, own in enumerate(gpus):  # each sees no GPU but its own
             numbers = {"RANK": str(rank), "LOCAL_RANK": "0"}
@@ -135,6 +142,7 @@ class LocalLauncher(Launcher):
 
     def stop(self) -> None:
         """Ask every process to stop, and end the whole tree of each once it has, or after the time of grace."""
+        # All are asked before one is waited for: they end side by side.
         processes = [*self.processes, *self.leaving]
         for process in processes:
             process.ask()
@@ -193,4 +201,4 @@ def trainer_environment(model: ModelConfig, threads: int) -> dict[str, str]:
 
 def trainer_command(spec: TrainerSpec) -> list[str]:
     """The command line of each rank of the trainer."""
-    return [sys.executable, "-m", "prl.trainer", str(spec.run_dir.resolve())]
+    return [sys.executable, "-m", spec.module, str(spec.run_dir.resolve())]

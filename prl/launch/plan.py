@@ -20,8 +20,8 @@ from prl.config.hardware import Machine, parameters_of
 from prl.config.schema import EnvConfig, ModelConfig, TeacherConfig, TrainConfig
 from prl.config.threads import share
 from prl.config.trainer import FLOAT32, Precision, precision_of
-from prl.config.validate import hosts_teacher, places_processes
-from prl.engines.base import Connect, Engine, EngineSpec, ServerEngine
+from prl.config.validate import places_processes
+from prl.engines.base import Adapters, Connect, Engine, EngineSpec, ServerEngine
 from prl.engines.protocol import TOKEN_VARIABLE
 from prl.orchestrator.who_waits import ENGINE, numbered
 from prl.transport.events import TRAINER
@@ -29,6 +29,7 @@ from prl.weights.base import Weights
 
 if TYPE_CHECKING:
     from prl.engines.client import PolicyPool
+    from prl.rollouts.pictures import PictureStore
 
 POLICY_NAME = "policy"
 """Name that engines serve the policy under."""
@@ -59,6 +60,10 @@ class TrainerSpec:
     """Threads that each rank computes with on the CPU."""
     gpus: tuple[Gpus, ...] = ()
     """The GPUs that each rank sees; none = all compute on the CPU, or the launcher chooses."""
+    module: str = "prl.trainer"
+    """What each rank runs."""
+    first: int = 0
+    """The first rank to start: 1 where the process that starts the others is rank 0 itself."""
 
     @property
     def names(self) -> list[str]:
@@ -128,19 +133,27 @@ class ModelPlan:
         """Return how often each of its servers may be started again, by its process."""
         return {server.process: server.config.restarts for server in self.servers}
 
-    def policy(self, start: StartEngine, started: Sequence[str] = ()) -> "PolicyPool":
+    def with_adapters(self, room: Adapters) -> "ModelPlan":
+        """Return the plan of an engine that serves adapters beside the model."""
+        servers = tuple(replace(server, adapters=room) for server in self.servers)
+        return replace(self, spec=replace(self.spec, adapters=room), servers=servers)
+
+    def policy(
+        self, start: StartEngine, started: Sequence[str] = (), *, pictures: "PictureStore | None" = None
+    ) -> "PolicyPool":
         """Make the client of a policy, whose servers are started unless they run.
 
         Args:
             start: Starts a server.
             started: The addresses of servers that were started early; empty = none were.
+            pictures: The store of the pictures that the policy is shown; None = none are.
         """
         running = [*self.urls, *started]
-        return self.engine.policy(self.spec, lambda: running or self.start(start))
+        return self.engine.policy(replace(self.spec, pictures=pictures), lambda: running or self.start(start))
 
-    def frozen(self, start: StartEngine) -> Connect:
-        """Start the servers of a frozen model; returns a function that makes its clients."""
-        return self.engine.frozen(self.spec, lambda: self.urls or self.start(start))
+    def frozen(self, start: StartEngine, pictures: "PictureStore | None" = None) -> Connect:
+        """Start the servers of a frozen model; returns a function that makes its clients, which see `pictures`."""
+        return self.engine.frozen(replace(self.spec, pictures=pictures), lambda: self.urls or self.start(start))
 
     def start(self, start: StartEngine) -> list[str]:
         """Start the servers. Returns their addresses, before they are ready."""
@@ -216,18 +229,18 @@ def plan(config: TrainConfig, machine: Machine, *, keeps_engines: bool = False) 
         machine: The machine that its processes get, unless its launcher places them on others.
         keeps_engines: Whether engines stay for the next run of this process.
     """
-    launcher = located(config.launcher, "launcher")
-    dry = config.dry_run or getattr(launcher, "submits", False)
+    dry = config.dry_run or getattr(located(config.launcher, "launcher"), "submits", False)
     token = token_of(config.engine.urls, WARM_TOKEN if keeps_engines else None)
     ranks = config.trainer.num_processes
     ranks_on = machine.device_of(config.trainer.device)
-    teacher = config.teacher.engine if hosts_teacher(config) else None
+    teacher = config.teacher.engine if config.hosts_teacher else None
     needs = [
         need_of(config.engine, "engine", machine),
         Need(ranks, int(ranks_on == "cuda"), f"trainer.num_processes={ranks}"),
         need_of(teacher, "teacher.engine", machine) if teacher is not None else NO_NEED,
     ]
     placement = placed(needs, machine, elsewhere=places_processes(config.launcher) and not dry)
+    # What computes on the machine's cores at the same time shares them.
     sharing = servers_on_cpu(config.engine, machine) + servers_on_cpu(teacher, machine)
     if config.orchestrator.max_async_level > 0 and ranks_on == "cpu":  # else sampling and training take turns
         sharing += ranks
@@ -431,6 +444,7 @@ def placed(needs: Sequence[Need], machine: Machine, *, elsewhere: bool) -> Place
     if elsewhere:
         unknown: list[list[Gpus]] = [[()] * need.count for need in needs]
         return Placement(*unknown)
+    # A machine is asked for its GPUs only where one is wanted: its driver may hang.
     wanted = any(need.gpus for need in needs)
     return place(needs, machine.gpus if wanted else [])
 

@@ -33,9 +33,6 @@ Explain = Callable[[Sequence[str]], str]
 class Process(subprocess.Popen[bytes]):
     """One command under a supervisor (`prl.launch.children`), which leads its group; its output in `log`."""
 
-    may_finish = False
-    """It may end with status 0 while the run goes on."""
-
     def __init__(
         self,
         name: str,
@@ -46,8 +43,11 @@ class Process(subprocess.Popen[bytes]):
         cwd: Path | None = None,
         explain: Explain | None = None,
         stdin: int = subprocess.DEVNULL,
+        may_finish: bool = False,
     ):
         self.name = name
+        self.may_finish = may_finish
+        """It may end with status 0 while the run goes on."""
         self.explain = explain
         """Finds the reason of its end in the last lines of its log."""
         self.command = command

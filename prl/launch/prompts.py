@@ -60,6 +60,7 @@ def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -
             if environment.verifiers_env is None:  # else the env may add the messages that are missing
                 refused.append(f"{of_task}: {error}")
             continue
+        # Once: all tasks are rendered by one template.
         if callable_tools and not called:
             called = True
             changed += [f"{of_task}: {what}" for what in lost_after_a_call(renderer, messages, callable_tools)]
@@ -112,7 +113,7 @@ def roles_of(task: vf.Task) -> tuple[str, ...]:
 
 def check_trained(
     keys: Mapping[str, str],
-    group_size: tuple[str, int],
+    group_size: int,
     algorithm: Algorithm,
     environment: Environment,
     renderer: Renderer,
@@ -120,8 +121,8 @@ def check_trained(
     """Refuse tasks that an algorithm cannot learn from: ungraded, or without the demonstrations that it plays or shows.
 
     Args:
-        keys: The config keys of the env's algorithm (`algo`) and renderer.
-        group_size: The rollouts of a group, and the config key that says so before it.
+        keys: The config keys of the env's algorithm (`algo`), renderer and `group_size`.
+        group_size: The rollouts of a group.
         algorithm: The env's algorithm.
         environment: The env.
         renderer: The env's renderer.
@@ -133,7 +134,7 @@ def check_trained(
 
 def check_demonstrations(
     keys: Mapping[str, str],
-    group_size: tuple[str, int],
+    group_size: int,
     algorithm: Algorithm,
     environment: Environment,
     renderer: Renderer,
@@ -164,10 +165,9 @@ def check_demonstrations(
                 f"{where}: task {task.key} of env {env!r} has {len(replies)} replies, and the env asks for one: make a "
                 "task of each, with the messages before it as its prompt"
             )
-    size_key, size = group_size
-    if size > 1:
+    if group_size > 1:
         warnings.warn(
-            f"env {env!r}: the {size} rollouts of a group are the same demonstration: set {size_key}=1",
+            f"env {env!r}: the {group_size} rollouts of a group are the same demonstration: set {keys['group_size']}=1",
             stacklevel=2,
         )
 

@@ -83,6 +83,7 @@ class RayLauncher(Launcher):
         self._join()
         self.group = ray.util.placement_group([bundle.resources for bundle in bundles], "PACK")
         self._wait_for_room()
+        # All actors are created before one is asked: they start side by side.
         owned = [bundle for bundle in bundles if bundle.model is not None]
         for bundle in owned:
             self._place(bundle)
@@ -106,6 +107,7 @@ class RayLauncher(Launcher):
         began, said = time.monotonic(), False
         while not self.group.wait(1.0):
             self._ensure_ranks_live()
+            # Its deadline is minutes; a rank that dies meanwhile has ended the run above.
             waited_s = time.monotonic() - began
             asked = in_words(self.bundles)
             free = amounts(ray.available_resources())
@@ -236,6 +238,7 @@ class RayLauncher(Launcher):
             host = self.hosts[name]
             if carried and payload.get("resume") is not None:
                 payload["resume"] = spec.payload["resume"] | {"folder": sent(spec.payload["resume"]["folder"], host)}
+            # Ray itself shows each actor its GPUs.
             own = replace(spec, payload=payload, gpus=())
             variables = environment | ({"RANK": str(rank)} if len(names) > 1 else {})
             ray.get(host.train.remote(own, name, variables, os.getcwd(), apart=apart, carried=carried))

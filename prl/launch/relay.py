@@ -48,6 +48,7 @@ class Relay:
 
     def follow(self, name: str, host: Any, log: Path, run_dir: Path | None = None) -> None:
         """Copy what a process writes from now on."""
+        # A process that was started again on another node writes its files anew.
         before = self.followed.get(name)
         copied = before.copied if before is not None and before.host == host else {}
         with naming(log):

@@ -143,6 +143,7 @@ def check_changes(now: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[s
         names = [", ".join(sorted(each)) for each in (before, after)]
         raise ConfigError(f"a run goes on with the envs that it began with: {names[0]}; now {names[1]}")
     old, new = _by_todays_names(recorded), _by_todays_names(now)
+    # In the order of the new config; keys that are gone come last.
     changed = {
         key: (old.get(key, ABSENT), new.get(key, ABSENT))
         for key in [*new, *(key for key in old if key not in new)]
@@ -219,6 +220,7 @@ def _fork(point: "ResumePoint", run_dir: Path, config: str) -> "ResumePoint":
     copy = checkpoint_folders.part_path(run_dir, point.step)
     with naming(copy):
         shutil.rmtree(copy, ignore_errors=True)  # of a start that died
+        # It is no checkpoint until it has a manifest, which `finish` writes.
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns(checkpoint_folders.MANIFEST))
         checkpoint_folders.finish(run_dir, point.step)
         pictures = point.run_dir / FOLDER

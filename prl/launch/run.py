@@ -94,6 +94,7 @@ def prepare(config: TrainConfig, plan: RunPlan, launcher: Launcher) -> "tuple[Pr
         how = f"any other setting ({safe(result.ended_because)})" if result.ended_because else more
         print(f"{run_dir} is completed already: {result.steps} steps; it goes on with {how}", file=sys.stderr)
         return result
+    # It is taken once nothing is left to refuse (`own`).
     refuse_owned(run_dir)
     print("reading the tasks" if plan.is_dry else f"{plan.starting}; reading the tasks", file=sys.stderr, flush=True)
     # What a refused run has made must go again, and nothing else: these are not there yet.
@@ -162,6 +163,7 @@ def own(
             # Only now: nobody else may write there any more (`owned`).
             prepared = replace(prepared, resume=resume.take_over(point, config, tasks))
         log_to(run_dir / "logs" / "orchestrator.log", memory)
+        # A run that goes on keeps the provenance that it began with.
         if point is None or point.folder is None or point.forks:
             models = {"model": config.model.path}
             if config.teacher.model is not None:
@@ -235,6 +237,7 @@ async def run(prepared: "PreparedRun", launcher: Launcher, start: Start, result:
                 await supervisor.last_checkpoint(orchestrator.end, config.checkpoint.grace_s)
             raise
         finally:
+            # However the run ends, its result has the last metrics.
             result.take(monitors.last)
             if orchestrator is not None:
                 try_to_finish(orchestrator)

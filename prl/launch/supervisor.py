@@ -131,6 +131,7 @@ class Supervisor:
         for server in servers:  # none for another model, whose clients look for it by themselves
             pool.rotation.leave(server, EngineError(death.brief))
         try:
+            # On Ray this waits for room in the cluster.
             url = await asyncio.to_thread(self.launcher.restart_engine, name)
         except ProcessDied:
             raise

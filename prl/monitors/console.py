@@ -32,6 +32,7 @@ class Console(Monitor):
         if line["step"] == 0:
             self.first_step = time.monotonic()
         facts = [f"step {line['step']:.0f}/{self.max_steps}", *self._facts(line)]
+        # Steps of an earlier part of the run say nothing of the pace.
         done = int(line["step"]) - self.resumed_at
         if done > 0:  # the time left, at the pace so far
             a_step = (time.monotonic() - self.first_step) / done

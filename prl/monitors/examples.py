@@ -13,13 +13,14 @@ TIMES, ROLLOUTS = 20, 8
 
 def examples(run_dir: Path, step: int, max_steps: int) -> list[Record]:
     """The first rollouts of a step, by groups; none of most steps."""
+    # From the first step on, as many times as a person looks at.
     if step < 1 or (step - 1) % max(1, max_steps // TIMES):
         return []
     return lines_of(run_dir / "rollouts" / f"{step_name(step)}.jsonl", Record, [])[:ROLLOUTS]
 
 
 def facts_of(record: Record) -> dict[str, Any]:
-    """What a rollout is, and what became of it."""
+    """Return the facts about a rollout: its origin, and what became of it."""
     names = ("step", "env", "task", "group", "rollout", "reward", "advantage", "stop")
     facts = {name: getattr(record, name) for name in names} | {"stage": record.stage and str(record.stage)}
     return {name: safe(value) if isinstance(value, str) else value for name, value in facts.items()}

@@ -18,6 +18,7 @@ class JsonLines(Monitor):
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any], resumed_at: int = 0) -> None:
         path = run_dir / "metrics.jsonl"
         with naming(path):
+            # Unbuffered: a run that is killed leaves every line that it recorded.
             self._file = path.open("ab", buffering=0)
 
     def step(self, line: dict[str, float]) -> None:

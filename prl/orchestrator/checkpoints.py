@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from prl.base import checkpoint_folders as files
 from prl.base.files import naming, write_atomically
 from prl.config.schema import CheckpointConfig
@@ -111,9 +113,8 @@ class Checkpoints:
             synced = self._synced.pop(step, None)
             if state is None or synced is None or not folder.exists():
                 return  # another thread has completed it
-            state.sync = synced
             with naming(files.checkpoint_path(self.run_dir, step)):
-                write_atomically(folder / files.STATE / "run.msgpack", encode(state))
+                write_atomically(folder / files.STATE / "run.msgpack", encode(replace(state, sync=synced)))
                 if pools is not None:
                     write_pools(folder, pools)
                 if (metrics := self.run_dir / "metrics.jsonl").exists():  # the checkpoint says which lines it has

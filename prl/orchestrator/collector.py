@@ -54,6 +54,7 @@ class Collector:
         in_flight = self.dispatcher.in_flight
         awaited = self.staleness.awaited(step)
         while True:
+            # All that has arrived, before anything is started: it decides what is missing.
             while not self.dispatcher.events.empty():
                 self._handle(self.dispatcher.events.get_nowait())
             # The estimate of a token batch changes with each rollout that arrives.
@@ -71,6 +72,7 @@ class Collector:
                     await asyncio.sleep(PAUSE_S)
                 idle_s += waiting.seconds
             elif in_flight and (self.rollouts_on_time or self.steps_ahead > 0):
+                # A full batch waited for its mix alone, and goes without it at the deadline.
                 if not await self._handle_next(left_s) and not full:
                     raise self.dispatcher.no_batch(step, self.batcher.rollouts, self.config.batch_timeout_s)
             else:

@@ -138,6 +138,7 @@ class Dispatcher:
         """
         dropped = [group for group in self.in_flight if group.start_version <= last_chance]
         for group in dropped:
+            # No longer in flight: what its task still does counts for nothing.
             self.in_flight.pop(group).cancel()
         return sum(group.coming for group in dropped)
 
@@ -167,6 +168,7 @@ class Dispatcher:
     def _send(self, group: Group, rollout: Rollout) -> None:
         """Emit a rollout alone, if its group is still in flight."""
         if group in self.in_flight:
+            # The group goes on without it: others of its rollouts are still played.
             group.rollouts.remove(rollout)
             group.sent.append((rollout.index, rollout.agent.name))
             self.events.put_nowait(replace(group, rollouts=[rollout], sent=[]))
@@ -219,7 +221,7 @@ async def play_and_credit(
             for sample in rollout.samples:
                 sample.loss = env.loss
 
-    group.rollouts = [rollout for rollout in await play(score) if not is_sent(rollout)]
+    group.rollouts = [rollout for rollout in await play(score) if not is_sent(rollout)]  # in the episodes' order
     await credit(group.rollouts)
     group.excused = group.excused or not env.up
 

@@ -190,6 +190,7 @@ async def evaluate_env(env: EvalEnv, k: int, run_dir: Path, version: int) -> tup
 
 async def play_all(env: EvalEnv, k: int) -> list[Rollout]:
     """Return `k` rollouts of every held-out task of an env, in the order of the tasks."""
+    # A slot is a task: all of its samples are one request.
     slots = asyncio.Semaphore(max(1, MAX_IN_FLIGHT // k))
 
     async def play(index: int, task: Task) -> list[Rollout]:

@@ -136,6 +136,7 @@ class Intake:
         if dropped * MAX_EMPTY_BATCHES < limit or (dropped < limit and NO_SIGNAL in self._warned):
             return
         self._warned.add(NO_SIGNAL)
+        # The last one tells what drops them now.
         by_odf = self._dropped_in_a_row[-1].stage is Stage.DIFFICULTY
         message = (
             f"step {step}: {'online difficulty filtering' if by_odf else 'filters.pre_batch'} dropped {dropped} "

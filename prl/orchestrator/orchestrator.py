@@ -172,6 +172,7 @@ class Orchestrator:
         self.batcher.load_state_dict(state.batcher, envs)
         self.replay.load_state_dict(state.replay, envs)
         self.next_step.load_state_dict(state, envs)
+        # No other rollouts are kept: those of groups in flight are played again, and arrive then.
         waiting = [rollout for group in self.batcher.groups for rollout in group.rollouts]
         self.intake.load_state_dict(state.intake, waiting + self.next_step.left + self.next_step.counted)
         if state.step < self.steps.max_steps:  # the age limit may be lower than before
@@ -194,6 +195,7 @@ class Orchestrator:
                 self.monitors.step(line)
                 line = {}
             async with self.dispatcher.running(), task_group() as loops:
+                # Beside the loop: a checkpoint is complete once all of its files have been read, for their hashes.
                 saving = loops.create_task(self.checkpoints.run())
                 synced = loops.create_task(self.weight_sync.run())
                 await self._make_batches()
@@ -258,6 +260,7 @@ class Orchestrator:
 
     async def _make_batch(self, step: int) -> None:
         """Collect, cut, filter, record, pack and ship the batch of `step`, unless the run ends before it."""
+        # What is replayed has its place in the batch; new rollouts fill the rest.
         self.batcher.begin(self.replay.room(step))
         with self.track.doing(events.ROLLOUTS, step):  # unless the collector waits for something else
             self.next_step.add(await self.collector.collect(step))

@@ -292,6 +292,7 @@ def restored(saved: SavedGroup, env: TrainEnv) -> Group:
     version = math.inf if saved.start_version is None else saved.start_version
     group = Group(saved.id, env, version, task, excused=saved.excused, uses=saved.uses)
     for kept in saved.rollouts:
+        # By Python's own JSON, which reads NaN and lone surrogates as it has written them.
         trace = vf.Trace.model_validate(json.loads(kept.trace))
         if saved.task >= 0:
             trace.task = trace_task(task)  # verifiers reads the fields back that every task has, and no others

@@ -14,7 +14,7 @@ from prl.algorithms.base import Algorithm
 from prl.base.errors import PrlError, of_own_code
 from prl.base.user_code import called
 from prl.curriculum.base import Curriculum
-from prl.engines.chat import check_template
+from prl.engines.chat import ChatSource, check_template
 from prl.engines.frozen import FrozenPool
 from prl.engines.sampler import Sampler
 from prl.envs.environment import Environment
@@ -125,7 +125,7 @@ class TrainEnv(EnvComponents, EvalEnv):
                 return
             log.info("env %s samples from %r by chat messages, in the policy's template", self.name, source.model)
             check_template(self.sampler.renderer, f"env {self.name!r} samples from {source.model!r} by chat messages")
-            self.sampler.ask_by_messages(source)
+            self.sampler = self.sampler.changed({"pool": ChatSource(source)})
 
 
 @dataclass(eq=False)

@@ -78,6 +78,7 @@ class WeightSync:
                 await self._update(self.pool.version)
             await self._follow()
             line = steps.take_kept_back() | await evaluator.evaluate_if_due(steps.last, last=True)
+            # Not before: an engine that died in the evaluation takes the last version once more.
             self.weights.end()
             return line
         finally:
@@ -144,6 +145,7 @@ class WeightSync:
         self.steps.add(version, await self.evaluator.evaluate_if_due(version, last=version == self.steps.last))
         self.busy = False
         self.updates_s += time.monotonic() - started
+        # The collector may be waiting for this: groups may start again.
         self.events.put_nowait(None)
 
     async def _load(self, version: int) -> float:

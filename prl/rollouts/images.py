@@ -2,8 +2,8 @@
 
 A picture may be a path, a data URL, a web address, bytes, one of Pillow's, a mapping as data sets on the hub have it
 (`{"bytes": …, "path": …}`), or a message's part of OpenAI's, verifiers' or MCP's. What is transparent becomes white, as
-in vLLM; the orientation in a photo's EXIF is applied, as transformers does. Of sixteen bits a channel the upper eight
-are read, of grey as of colours, of which Pillow has no more.
+in engines; the orientation in a photo's EXIF is applied, as transformers does. Of sixteen bits a channel the upper
+eight are read, of grey as of colours, of which Pillow has no more.
 """
 
 import base64

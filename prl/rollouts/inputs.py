@@ -38,7 +38,7 @@ class Picture(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """What a model reads: the token ids of a sequence, and the pictures in it, in their order."""
+    """The input of a model: the token ids of a sequence, and the pictures in it, in their order."""
 
     token_ids: list[int]
     pictures: tuple[Picture, ...] = ()

@@ -80,11 +80,20 @@ class Rollout:
     `outcome` is written once: the first thing that takes a rollout out of the pipeline.
     """
 
-    def __init__(self, trace: "Trace", *, env_name: str, group_id: int, start_version: int | None, temperature: float):
+    def __init__(
+        self,
+        trace: "Trace",
+        *,
+        env_name: str,
+        group_id: int,
+        start_version: int | None,
+        temperature: float,
+        index: int = 0,
+    ):
         self.trace = trace
         self.env_name = env_name
         self.group_id = group_id
-        self.index = 0
+        self.index = index
         """Number of its episode in the group, from 0: rollouts finish in any order, a group lists them in this one."""
         self.start_version = start_version
         """Policy version that its first model call started from; None of a frozen model."""

@@ -4,8 +4,8 @@ Notation: t = the model's logprob of a target, i = `logprobs`, the sampler's, A 
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,10 +17,11 @@ from prl.base.errors import ConfigError
 from prl.config.build import read
 from prl.losses.ce import ce_loss
 from prl.losses.compute import run_loss
-from prl.losses.interface import LossFunction, LossInputs, Metrics, TokenTerms
+from prl.losses.interface import LossInputs, Metrics, TokenTerms, add_metric
 from prl.losses.options import PolicyOptions, tokenwise
 from prl.losses.rl import aipo_loss, cispo_loss, gspo_loss, ppo_loss
 from prl.rollouts.logprobs import SENTINEL_CEILING
+from prl.tinker.graph import Traced
 from prl.tinker.wire import Datum, RequestError
 
 POLICY = ("logprobs", "advantages")
@@ -45,10 +46,10 @@ def dro_loss(inputs: LossInputs, options: DROOptions) -> TokenTerms:
     return tokens.terms(loss, metrics={"importance_ratio": (tokens.ratio, tokens.members)})
 
 
-def _of_clips(low: str, high: str, *, about_one: bool) -> Callable[[dict[str, float]], dict[str, Any]]:
+def _of_clips(low: str, high: str, *, about_one: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return what makes options of a loss of prl out of the two bounds of the protocol."""
 
-    def options(config: dict[str, float]) -> dict[str, Any]:
+    def options(config: dict[str, Any]) -> dict[str, Any]:
         bounds = [config["clip_low_threshold"], config["clip_high_threshold"]]
         return {low: 1 - bounds[0], high: bounds[1] - 1} if about_one else dict(zip((low, high), bounds, strict=True))
 
@@ -67,15 +68,120 @@ class Loss:
     """Inputs that a datum may leave out."""
     config: tuple[tuple[str, float], ...] = ()
     """Settings that a call may have, with their defaults."""
-    options: Callable[[dict[str, float]], dict[str, Any]] = dict
+    options: Callable[[dict[str, Any]], dict[str, Any]] = dict
     """Makes the options of `function` out of the settings."""
+    dims: tuple[int, ...] = (1,)
+    """Dimensions that targets may have."""
+
+    def settings(self, name: str, config: Mapping[str, float | str]) -> dict[str, Any]:
+        """Return the settings of a call. Raises RequestError for those that the loss does not have."""
+        settings = dict(self.config)
+        if unknown := config.keys() - settings.keys():
+            takes = ", ".join(settings) or "no settings"
+            raise RequestError(f"loss_fn_config.{min(unknown)[:80]}: {name} takes {takes}")
+        for key, value in config.items():
+            if isinstance(value, str):
+                raise RequestError(f"loss_fn_config.{key}={value[:80]!r}: a number is wanted")
+            settings[key] = value
+        try:
+            read(self.function.Config, self.options(settings), "loss_fn_config")
+        except ConfigError as error:
+            raise RequestError(f"{error} (loss_fn={name})") from None
+        return settings
+
+    def fault(self, datum: Datum) -> str | None:
+        """Return what is wrong with the inputs of a datum, all of which it needs are there: the field, and how."""
+        if unknown := datum.inputs.keys() - {"target_tokens", *self.needs, *self.may}:
+            return f"{min(unknown)[:80]}: this loss takes {', '.join(('target_tokens', *self.needs, *self.may))}"
+        shape = datum.inputs["target_tokens"].shape
+        for key, values in datum.inputs.items():
+            if values.shape != shape:
+                return f"{key} has shape {list(values.shape)}, target_tokens {list(shape)}"
+        return None
+
+    def compute(self, settings: Mapping[str, Any], logprobs: Tensor, data: list[Datum]) -> tuple[Tensor, Metrics]:
+        """Compute the loss of some data, summed over their tokens, and its metrics.
+
+        Args:
+            settings: those of the call.
+            logprobs: t of each target, one datum after the other, with gradient.
+            data: the data, which have the same inputs.
+        """
+        names = data[0].inputs.keys() - {"target_tokens"} if data else ()
+        streams = {name: torch.from_numpy(flat(data, name)).float().to(logprobs.device) for name in names}
+        mask = streams.get("sequence_ratio_mask")
+        if mask is None and self.function is gspo_loss:
+            mask = streams.get("advantages")
+        inputs = LossInputs(
+            trainer_logprobs=logprobs,
+            inference_logprobs=streams.get("logprobs", torch.zeros_like(logprobs)),
+            advantages=streams.get("advantages"),
+            loss_mask=torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask != 0,
+            loss_weights=streams.get("weights"),
+        )
+        if not inputs.loss_mask.any():
+            return nothing(logprobs), {}
+        bounds = {}
+        if CLIPS.keys() & streams.keys():  # those of each token come before those of the call
+            bounds = {key: streams.get(key, torch.full_like(logprobs, settings[key])) for key in CLIPS}
+        function = functools.partial(self.function, **self.options({**settings, **bounds}))
+        total, metrics, _ = run_loss(function, inputs, [datum.inputs["target_tokens"].size for datum in data])
+        return total, metrics
+
+
+@dataclass(frozen=True)
+class TracedLoss(Loss):
+    """A loss that a client has traced (`prl.tinker.graph`), of each datum by itself."""
+
+    traced: Traced = field(kw_only=True)
+
+    def settings(self, name: str, config: Mapping[str, float | str]) -> dict[str, Any]:
+        return {}
+
+    def fault(self, datum: Datum) -> str | None:
+        for given in self.traced.inputs[1:]:
+            if (dims := datum.inputs[given.name].ndim) != given.rank:
+                return f"{given.name} has {dims} dimensions, and the loss was made for {given.rank}"
+        return None
+
+    def compute(self, settings: Mapping[str, Any], logprobs: Tensor, data: list[Datum]) -> tuple[Tensor, Metrics]:
+        total, metrics = nothing(logprobs), dict[str, Any]()
+        sizes = [datum.inputs["target_tokens"].size for datum in data]
+        for datum, own in zip(data, logprobs.split(sizes), strict=True):
+            inputs = [torch.tensor(datum.inputs[name], device=logprobs.device) for name in self.needs]
+            # A copy, since an operation may write into its input.
+            loss, named = self.traced.run([own.clone().view(datum.inputs["target_tokens"].shape), *inputs])
+            total = total + loss
+            for key, value in named.items():
+                add_metric(metrics, key, value.detach(), 1)
+        return total, metrics
+
+
+def nothing(logprobs: Tensor) -> Tensor:
+    """Return a loss of 0 that has a backward: ranks wait for each other there."""
+    return logprobs[:0].sum(dtype=torch.float64)
+
+
+def flat(data: list[Datum], name: str) -> np.ndarray:
+    """Return an input of all data, one after the other, as an array of its own."""
+    return np.concatenate([datum.inputs[name].reshape(-1) for datum in data])
 
 
 LOSSES = {
-    "cross_entropy": Loss(ce_loss, ("weights",)),
+    "cross_entropy": Loss(ce_loss, ("weights",), dims=(1, 2)),
     "importance_sampling": Loss(aipo_loss, options=lambda config: {"delta": NO_BOUND}),
-    "ppo": Loss(ppo_loss, config=(*CLIPS.items(),), options=_of_clips("clip_low", "clip_high", about_one=True)),
-    "cispo": Loss(cispo_loss, config=(*CLIPS.items(),), options=_of_clips("clip_low", "clip_high", about_one=False)),
+    "ppo": Loss(
+        ppo_loss,
+        may=(*CLIPS,),
+        config=(*CLIPS.items(),),
+        options=_of_clips("clip_low", "clip_high", about_one=True),
+    ),
+    "cispo": Loss(
+        cispo_loss,
+        may=(*CLIPS,),
+        config=(*CLIPS.items(),),
+        options=_of_clips("clip_low", "clip_high", about_one=False),
+    ),
     "dro": Loss(dro_loss, config=(("beta", 0.05),)),
     "gspo": Loss(
         gspo_loss,
@@ -90,32 +196,21 @@ LOSSES = {
 """cross_entropy: -sum w * t. importance_sampling: -sum r * A. ppo: -sum min(r * A, clip(r) * A). cispo: -sum clip(r) *
 A * t, without a gradient of r. gspo: ppo with one r for each sequence, the geometric mean over the tokens of
 `sequence_ratio_mask`, or without it over those with an advantage other than 0."""
-REFUSED = {
-    "stable_reinforce": "its rule is not public: choose importance_sampling, ppo or cispo (loss_fn=…)",
-    "custom": "this server runs no traced losses: forward_backward_custom computes the loss in the client",
-}
+REFUSED = {"stable_reinforce": "its rule is not public: choose importance_sampling, ppo or cispo (loss_fn=…)"}
 
 
-def loss_of(name: str, config: dict[str, float | str]) -> tuple[Loss, LossFunction]:
-    """Return a loss by its name, and its function with the options of a call. Raises RequestError."""
-    if name not in LOSSES:
-        known = ", ".join(LOSSES)
+def loss_of(name: str, config: Mapping[str, float | str]) -> tuple[Loss, dict[str, Any]]:
+    """Return a loss by its name, and the settings of a call. Raises RequestError."""
+    if name == "custom":
+        traced = Traced.of_id(config.get("loss_id"))
+        names = tuple(given.name for given in traced.inputs[1:])
+        loss: Loss = TracedLoss(None, names, dims=(traced.inputs[0].rank,), traced=traced)
+    elif name in LOSSES:
+        loss = LOSSES[name]
+    else:
+        known = ", ".join((*LOSSES, "custom"))
         raise RequestError(f"loss_fn={name[:80]}: {REFUSED.get(name, f'there is no such loss; known are {known}')}")
-    loss = LOSSES[name]
-    defaults = dict(loss.config)
-    if unknown := config.keys() - defaults.keys():
-        takes = ", ".join(defaults) or "no settings"
-        raise RequestError(f"loss_fn_config.{min(unknown)[:80]}: {name} takes {takes}")
-    settings = defaults
-    for key, value in config.items():
-        if isinstance(value, str):
-            raise RequestError(f"loss_fn_config.{key}={value[:80]!r}: a number is wanted")
-        settings[key] = value
-    try:
-        options = read(loss.function.Config, loss.options(settings), "loss_fn_config")
-    except ConfigError as error:
-        raise RequestError(f"{error} (loss_fn={name})") from None
-    return loss, functools.partial(loss.function, **vars(options))
+    return loss, loss.settings(name, config)
 
 
 def check_data(data: list[Datum], name: str, loss: Loss, vocabulary: int, longest: int) -> None:
@@ -131,18 +226,15 @@ def check_data(data: list[Datum], name: str, loss: Loss, vocabulary: int, longes
         needed = ("target_tokens", *loss.needs)
         if missing := [key for key in needed if key not in datum.inputs]:
             raise RequestError(f"{where}.{missing[0]} is missing: {name} needs {', '.join(needed)}")
-        if unknown := datum.inputs.keys() - {*needed, *loss.may}:
-            raise RequestError(f"{where}.{min(unknown)[:80]}: {name} takes {', '.join((*needed, *loss.may))}")
         targets = datum.inputs["target_tokens"]
         if targets.dtype != np.int64:
             raise RequestError(f"{where}.target_tokens has the dtype {targets.dtype}: int64 is wanted")
-        if targets.ndim not in ((1, 2) if name == "cross_entropy" else (1,)) or len(targets) != len(datum.tokens):
+        if targets.ndim not in loss.dims or len(targets) != len(datum.tokens):
             raise RequestError(f"{where}.target_tokens has shape {list(targets.shape)} for {len(datum.tokens)} tokens")
         check_tokens(targets.flatten().tolist(), f"{where}.target_tokens", vocabulary, None)
+        if fault := loss.fault(datum):
+            raise RequestError(f"{where}.{fault}")
         for key, values in datum.inputs.items():
-            if values.shape != targets.shape:
-                shapes = f"{list(values.shape)}, target_tokens {list(targets.shape)}"
-                raise RequestError(f"{where}.{key} has shape {shapes}")
             if not np.isfinite(values).all():
                 raise RequestError(f"{where}.{key}[{int(np.argmin(np.isfinite(values)))}] is not a finite number")
         if "logprobs" in datum.inputs and not (datum.inputs["logprobs"] > SENTINEL_CEILING).all():
@@ -158,31 +250,3 @@ def check_tokens(tokens: list[int], where: str, vocabulary: int, longest: int | 
     if not 0 <= min(tokens) <= max(tokens) < vocabulary:
         wrong = next(token for token in tokens if not 0 <= token < vocabulary)
         raise RequestError(f"{where}: {wrong} is no token of this model, whose vocabulary has {vocabulary}")
-
-
-def compute(
-    function: LossFunction, logprobs: Tensor, streams: dict[str, Tensor], lengths: list[int]
-) -> tuple[Tensor, Metrics]:
-    """Compute the loss of some sequences, summed over their tokens, and its metrics.
-
-    Args:
-        function: that of `loss_of`.
-        logprobs: t of each token, one sequence after the other, with gradient.
-        streams: the inputs of the data, flat as they.
-        lengths: of the sequences.
-    """
-    everywhere = torch.ones_like(logprobs, dtype=torch.bool)
-    mask = streams.get("sequence_ratio_mask")
-    if mask is None and getattr(function, "func", None) is gspo_loss:
-        mask = streams["advantages"]
-    inputs = LossInputs(
-        trainer_logprobs=logprobs,
-        inference_logprobs=streams.get("logprobs", torch.zeros_like(logprobs)),
-        advantages=streams.get("advantages"),
-        loss_mask=everywhere if mask is None else mask != 0,
-        loss_weights=streams.get("weights"),
-    )
-    if not inputs.loss_mask.any():
-        return (logprobs * 0.0).sum(dtype=torch.float64), {}
-    total, metrics, _ = run_loss(function, inputs, lengths)
-    return total, metrics

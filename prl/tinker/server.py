@@ -22,6 +22,7 @@ from prl.base.errors import PrlError
 from prl.base.text import as_message, safe
 from prl.config.schema import TinkerConfig
 from prl.tinker import wire
+from prl.tinker.graph import Given, Graph, Traced
 from prl.tinker.learner import Learner
 from prl.tinker.sampler import Snapshots
 from prl.tinker.service import Model, Service, looked_up
@@ -34,16 +35,22 @@ WAIT_S = 20.0
 """[s] For a result, before the client is to ask again; the SDK's own deadline is 45."""
 CONFIG = {
     "parallel_fwdbwd_chunks": False,  # the parts of a pass come in their order
+    "custom_loss_server_side": True,  # as a graph of allowed operations
     "sample_join_sampling_session": True,
     "use_pyqwest_transport": False,
 }
-"""What the server asks of the SDK. The rest is as the SDK has it: bodies are not packed, no loss runs on the server,
+"""What the server asks of the SDK. The rest is as the SDK has it: bodies are not packed,
 and each result is asked for, so that a client hears of one that is lost."""
 INFO = "prl: adapters leave the output head out; a model keeps its last 16 unnamed snapshots."
 
 
 class Session(msgspec.Struct):
     user_metadata: dict[str, Any] | None = None
+
+
+class Finish(msgspec.Struct):
+    reason: dict[str, Any] = {}
+    detail: str | None = None
 
 
 class SamplingSession(msgspec.Struct):
@@ -58,6 +65,14 @@ class Page(msgspec.Struct):
 
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
     offset: wire.Count = 0
+
+
+class CustomLoss(msgspec.Struct):
+    session_id: str
+    inputs: list[Given]
+    graph: Graph
+    custom_loss_seq_id: int | None = None
+    name: str = ""
 
 
 CONSTANT = {
@@ -92,7 +107,7 @@ class Routes:
         named: list[Call] = [
             *(self.create_session, self.session_heartbeat, self.create_model, self.get_info, self.weights_info),
             *(self.optim_step, self.load_weights, self.create_sampling_session, self.join_sampling_session),
-            *(self.asample, self.retrieve_future, self.cancel_future),
+            *(self.asample, self.retrieve_future, self.cancel_future, self.create_custom_loss),
         ]
         calls: dict[tuple[str, str], Call] = {("POST", call.__name__): call for call in named}
         calls |= {
@@ -174,7 +189,10 @@ class Routes:
         return looked_up(self.service.store.sessions.sessions, session_id, "session_id")
 
     async def finish(self, request: Request, body: bytes) -> Any:
-        self._session(request.path_params["session_id"])
+        session_id = request.path_params["session_id"]
+        self._session(session_id)
+        asked = wire.decode(body, Finish)
+        self.service.finish(session_id, str(asked.reason.get("type")), asked.detail)
         return Response(status_code=204)
 
     async def capabilities(self, request: Request, body: bytes) -> Any:
@@ -231,6 +249,13 @@ class Routes:
         named = "forward" if asked.forward_only else "forward_backward"
         tokens = sum(len(datum.tokens) for datum in asked.data)
         return self.service.submit(asked, named, body, kind, tokens)
+
+    async def create_custom_loss(self, request: Request, body: bytes) -> Any:
+        asked = wire.decode(body, CustomLoss)
+        self._session(asked.session_id)
+        loss_id = Traced(asked.inputs, asked.graph).id
+        Traced.of_id(loss_id)  # which checks it
+        return {"request_id": loss_id}
 
     async def optim_step(self, request: Request, body: bytes) -> Any:
         asked = wire.decode(body, wire.OptimStep)
@@ -368,13 +393,15 @@ async def serve(
         server = Server(uvicorn.Config(Routes(service, key).app(), timeout_graceful_shutdown=1, **quiet))
         answering = asyncio.ensure_future(server.serve([listening]))
         running = asyncio.ensure_future(service.run())
+        showing = asyncio.ensure_future(service.meters.show(service.state))
         print(safe(ready), file=sys.stderr, flush=True)
         try:
             await asyncio.wait({answering, running}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             server.should_exit = True
             running.cancel()
-            await asyncio.gather(answering, running, return_exceptions=True)
+            showing.cancel()
+            await asyncio.gather(answering, running, showing, return_exceptions=True)
         if not running.cancelled() and (error := running.exception()) is not None:
             raise PrlError(f"the server has failed: {error}") from error
     finally:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from safetensors.torch import load_file
 
 from prl.base.checkpoint_folders import seal
@@ -23,14 +22,14 @@ from prl.base.files import write_tensors, writing
 from prl.base.text import in_one_line
 from prl.config.model_folder import companion_files, tokenizer_files
 from prl.config.schema import TinkerConfig
-from prl.tinker import losses, wire
+from prl.tinker import graph, losses, wire
 from prl.tinker.learner import Learner
+from prl.tinker.metrics import Meters
 from prl.tinker.sampler import Snapshots
 from prl.tinker.store import EPHEMERAL, TENSORS, ModelRecord, ModelStore, Request, State, Store, read_checkpoint, uri_of
 from prl.tinker.wire import Lora, RequestError
 from prl.trainer.lora import ADAPTER, write_adapters
 from prl.trainer.model import write_model
-from prl.trainer.weights import on_writer, whole_tensors
 
 RESULTS = 32
 """Results that a model keeps, the newest."""
@@ -38,6 +37,8 @@ SAMPLES = 4096
 """Results of samples that the server keeps."""
 SAVED_S = 2.0
 """[s] Work on a model after which its state is written, at least; else 20 times what writing takes."""
+ENDS = {"success": "completed", "errored": "failed"}
+"""Status of a run, by how a client says that its session has ended."""
 Result = dict[str, Any]
 T = TypeVar("T")
 
@@ -84,6 +85,7 @@ class Service:
         self.name, self.path = config.name, sampler.spec.model.path
         code = sampler.spec.model.trust_remote_code
         self.files = companion_files(self.path) | tokenizer_files(self.path, trust_remote_code=code)
+        self.meters = Meters(self.path)
         self.models: dict[str, Model] = {}
         self.turns: asyncio.Queue[Model] = asyncio.Queue()
         """Models with requests that wait, but for the one whose turn it is."""
@@ -187,6 +189,8 @@ class Service:
 
     async def result(self, request_id: str, timeout_s: float) -> Result | None:
         """Wait for the result of a request; None where there is none yet. Raises RequestError where none will be."""
+        if request_id.startswith(graph.MARK):
+            return {"type": "create_custom_loss", "loss_id": request_id}
         future: asyncio.Future[Result] | None = self.sampled.get(request_id)
         model = self.models.get(request_id.rpartition(":")[0])
         if model is not None:
@@ -215,6 +219,7 @@ class Service:
             for model in self.models.values():
                 if model.id in self.learner.tenants and model.unsaved_s:
                     self._save(model)
+                self.meters.end(model.store.folder, "stopped")
 
     def _finish(self, model: Model, order: int, request: Request, result: Result) -> None:
         model.done = order
@@ -242,10 +247,13 @@ class Service:
             "load_weights": self._load_weights,
         }
         try:
-            if request.kind not in ("create", "restore"):
-                self._bring(model)
-            return handlers[request.kind](model, order, request)
+            with self.meters.of(model.store).working():
+                if request.kind not in ("create", "restore"):
+                    self._bring(model)
+                return handlers[request.kind](model, order, request)
         except Exception as error:
+            if self.learner.ranks > 1 and not isinstance(error, PrlError):
+                raise  # ranks may not be alike any more: the next start goes on from the journal
             return _failed(error)
         finally:
             model.used_at = time.monotonic()
@@ -272,7 +280,7 @@ class Service:
             self.learner.remove(name)
 
     def _save_if_due(self, model: Model, kind: str) -> None:
-        often = kind in ("forward", "forward_backward", "optim_step")
+        often = kind in ("forward", "forward_backward", "optim_step", "save_weights_for_sampler")
         if often and model.unsaved_s < max(SAVED_S, 20 * model.write_s):
             return
         if model.id in self.learner.tenants:
@@ -304,10 +312,16 @@ class Service:
 
     def _forward(self, model: Model, order: int, request: Request) -> Result:
         asked = wire.read_forward(request.body, request.content_type, request.kind == "forward")
-        return self.learner.forward(model.id, asked)
+        result = self.learner.forward(model.id, asked)
+        if not asked.forward_only:
+            self.meters.of(model.store).passed(asked, result)
+        return result
 
     def _optim_step(self, model: Model, order: int, request: Request) -> Result:
-        return self.learner.optim_step(model.id, wire.decode(request.body, wire.OptimStep).adam_params)
+        adam = wire.decode(request.body, wire.OptimStep).adam_params
+        result = self.learner.optim_step(model.id, adam)
+        self.meters.of(model.store).stepped(adam, result)
+        return result
 
     def _load_weights(self, model: Model, order: int, request: Request) -> Result:
         load = wire.decode(request.body, wire.LoadWeights)
@@ -338,11 +352,10 @@ class Service:
         """Write a checkpoint, or what sampling needs of it."""
         tenant, base = self.learner.tenants[model.id], self.learner.model
         with writing(folder) as new:
+            matrices, merged = self.learner.weights(model.id, tenant.adapter is None or not sampler)
             if tenant.adapter is not None:
-                matrices = on_writer(tenant.parameters.items(), writes=True)
                 write_adapters(new / ADAPTER, base, matrices, tenant.adapter)
-            if tenant.adapter is None or not sampler:
-                merged = on_writer(whole_tensors(base, torch.float32, tenant.adapter or ""), writes=True)
+            if merged:
                 write_model(new, base, merged, self.files)
             if not sampler:
                 (new / "state").mkdir()
@@ -358,6 +371,16 @@ class Service:
             return model.store.folder / EPHEMERAL / str(order)
         name = asked.path or f"step_{self.learner.tenants[model.id].step:06d}"
         return model.store.folder / ("sampler_weights" if sampler else "weights") / name
+
+    def finish(self, session_id: str, status: str, detail: str | None) -> None:
+        """Record that a client has no more work for the models of its session."""
+        for model in self.models_of(session_id):
+            self.meters.end(model.store.folder, ENDS.get(status, "stopped"), detail)
+
+    def state(self) -> str:
+        """Return how much there is to do."""
+        waiting = sum(len(model.queue) for model in self.models.values())
+        return f"models={len(self.meters.courses)}  waiting: {waiting} to train, {self.sampling} to sample"
 
     # --- sampling ---
 
@@ -441,7 +464,10 @@ class Service:
         if seed is None:  # another one for each request, the same of a retry
             seed = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:6], "big")
         try:
-            return await self.sampler.sample(snapshot, request, prompt, seed)
+            with self.meters.busy["engine"].working():
+                result = await self.sampler.sample(snapshot, request, prompt, seed)
+            self.meters.sampled(snapshot, result["sequences"])
+            return result
         except asyncio.CancelledError:
             return _failed(RequestError("this request was cancelled"))
         except PrlError as error:

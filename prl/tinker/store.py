@@ -67,7 +67,7 @@ class Request(msgspec.Struct):
 
 
 class Checkpoint(msgspec.Struct):
-    """What a checkpoint or a snapshot is, beside its files. The protocol shows it by the last fields."""
+    """The record of a checkpoint or a snapshot, beside its files. The protocol shows it by the last fields."""
 
     model_id: str
     order: int
@@ -102,11 +102,6 @@ class ModelStore:
         self.record = record
         write_atomically(folder / MODEL, msgspec.json.encode(record))
 
-    def states(self) -> list[tuple[int, Path]]:
-        """The states that are there, the newest last."""
-        found = ((re.fullmatch(r"state_(\d+)", path.name), path) for path in self.folder.glob("state_*"))
-        return sorted((int(match[1]), path) for match, path in found if match)
-
     def journal(self, after: int) -> Iterator[tuple[int, Request]]:
         """Yield the requests behind a state, with their numbers, in their order."""
         names = (path.name for path in (self.folder / "journal").glob("*") if path.name.isdigit())
@@ -124,23 +119,26 @@ class ModelStore:
 
     def save(self, order: int, tensors: dict[str, Tensor], state: State) -> None:
         """Write the model after a request; then what came before is not needed any more."""
-        before = self.states()
-        if before and before[-1][0] == order:
+        final = self.folder / f"state_{order}"
+        if final.is_dir():
             return
-        with writing(self.folder / f"state_{order}") as folder:
+        with writing(final) as folder:
             write_tensors(tensors, folder / TENSORS)
             (folder / STATE).write_bytes(msgspec.msgpack.encode(state))
-        for _, path in before:
-            shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob("state_*"):  # also what a server had begun that was killed then
+            if path != final:
+                shutil.rmtree(path, ignore_errors=True)
         for path in (self.folder / "journal").glob("*"):
             if path.name.isdigit() and int(path.name) <= order:
                 path.unlink(missing_ok=True)
 
     def load(self) -> tuple[int, dict[str, Tensor], State] | None:
         """The newest state: its number, the tensors and the rest; None where the model has none yet."""
-        if not (states := self.states()):
+        found = [path.name.removeprefix("state_") for path in self.folder.glob("state_*")]
+        order = max((int(number) for number in found if number.isdigit()), default=None)
+        if order is None:
             return None
-        order, folder = states[-1]
+        folder = self.folder / f"state_{order}"
         return order, load_file(folder / TENSORS), msgspec.msgpack.decode((folder / STATE).read_bytes(), type=State)
 
     def describe(self, new: Path, folder: Path, order: int, step: int, asked: SaveWeights) -> None:
@@ -238,7 +236,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     record = read_json(folder / CHECKPOINT, Checkpoint)
     if record.expires_at is None or record.expires_at > datetime.now(UTC):
         return record
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     return None
 
 

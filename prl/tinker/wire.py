@@ -137,7 +137,7 @@ class Optimizer(Strict):
 
 
 class NewModel(msgspec.Struct):
-    """What a new model is told, whether it begins at the base or at a checkpoint."""
+    """A request for a new model, which begins at the base or at a checkpoint."""
 
     session_id: str = ""
     model_seq_id: Count | None = None
@@ -164,7 +164,7 @@ class CheckpointTtl(msgspec.Struct):
 
 
 class SamplingParams(Strict):
-    """How to sample. `stop` None = at the model's ends of turns; [] = nowhere."""
+    """Settings of sampling. `stop` None = at the model's ends of turns; [] = nowhere."""
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     seed: Count | None = None

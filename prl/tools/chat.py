@@ -65,8 +65,7 @@ def main(config: EvaluationConfig) -> None:
     target = engines[0].targets[0]
     model = target.model
     tokenizer = load_tokenizer(model.path, target.name, model.trust_remote_code)
-    pictures = components.picture_store(model, None)
-    renderer = components.renderer_of("renderer", config.renderer, model, tokenizer, pictures)
+    renderer = components.renderer_of("renderer", config.renderer, model, tokenizer, engines[0].pictures)
     sampler = play.build(config.sampling, play.Sampler, "sampling")
 
     async def talk(_: object, pool: "ModelPool") -> None:

@@ -77,7 +77,6 @@ def chosen(overrides: list[str]) -> Iterator[str]:
     """Print what a run with these overrides would start here; yield what it lacks."""
     from prl.config.compose import compose
     from prl.config.hardware import Machine
-    from prl.config.model_folder import sees_pictures
     from prl.launch.plan import plan
 
     config = compose(["run.name=doctor", *overrides])
@@ -89,7 +88,7 @@ def chosen(overrides: list[str]) -> Iterator[str]:
     print(f"threads: engine {policy.spec.threads}, trainer {ranks.threads}")
     print(f"compile={trainer.compile}, gradient_checkpointing={trainer.gradient_checkpointing}, torch's attention")
     engine, device = policy.engine, policy.spec.device
-    lacking = engine.lacks(device, pictures=sees_pictures(policy.spec.model.path)) if policy.is_started else None
+    lacking = engine.lacks(device, pictures=policy.spec.sees) if policy.is_started else None
     if lacking:
         yield lacking
     elif without := engine.lacks(device, pictures=True):

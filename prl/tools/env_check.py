@@ -135,19 +135,21 @@ def check(
     from prl.engines.sampler import Sampler
     from prl.engines.tokenizers import load_tokenizer
     from prl.envs.environment import Environment  # verifiers, once the config has composed
-    from prl.launch.components import make_renderers, picture_store
+    from prl.launch.components import picture_store, renderer_of
     from prl.launch.prompts import as_read, checked_prompts
     from prl.rollouts.records import record
     from prl.tools.rollouts.render import rollout as shown
 
     asked = config.envs[name].references
     pictures = picture_store(config.model, None)
+    # What has no address is played by the judge's script, and so is all where verdicts are given.
     scripted = {role: POLICY for role, model in asked.items() if verdicts or not getattr(model, "base_url", None)}
     own = replace(config.envs[name], models=config.envs[name].models | scripted)
     environment = Environment(name, own, eval_tasks=HELD_OUT, pictures=pictures)
     tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
-    renderer = make_renderers(config, tokenizer, pictures)[name]
-    checked_prompts(environment, renderer, config.node_of(name, "renderer")[0], config.model.max_model_len)
+    where, node = config.node_of(name, "renderer")
+    renderer = renderer_of(where, node, config.model, tokenizer, pictures)
+    checked_prompts(environment, renderer, where, config.model.max_model_len)
     held_out = f"{len(environment.eval_tasks)} held-out tasks" if environment.eval_tasks else "no held-out tasks"
     say(console, f"env {name}: {len(environment.tasks)} tasks, {held_out}")
     say(console, as_read(environment))
@@ -190,9 +192,10 @@ async def play(environment: Any, task: Any, sampler: Any, judge: Script) -> list
 
     from prl.engines.frozen import clients_of
 
-    environment.connect(sampler.changed({"pool": judge}), clients_of({}))
+    environment.connect(sampler.changed({"pool": judge}), clients_of({}, environment.pictures))
     async with served(sampler.pool, judge) as url:
         sampler.pool.http = SimpleNamespace(token=None, address=lambda _: url)
+        # verifiers' judges ask over HTTP: they get the script's address, and a key that nobody has set.
         for config in (*task.config.judges, *vars(task.config).values()):
             if isinstance(config, JudgeConfig):
                 config.base_url, config.api_key_var = f"{url}/v1", "PRL_NO_KEY"

@@ -40,7 +40,7 @@ COMMANDS = {
     "tinker": schema.TinkerConfig,
     "eval": EvaluationConfig,
 }
-OWN = {"train": {"sweep"}, "serve": set[str](), "tinker": set[str](), "eval": {"model"}}
+OWN = {"train": {"sweep"}, "serve": set[str](), "tinker": {"trainer"}, "eval": {"model"}}
 """Keys of a command that are named as a group is and filled by no option of it."""
 DESCRIBED: dict[str, Any] = {
     "env/_fields": schema.EnvConfig,

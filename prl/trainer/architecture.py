@@ -5,6 +5,7 @@ No torch here: a run asks before it starts processes.
 
 from typing import Any
 
+from prl.config.model_folder import sees
 from prl.engines.rope import check_rope
 
 LAYERS = {"full_attention", "sliding_attention", "moe"}
@@ -51,11 +52,6 @@ def check_architecture(config: Any, path: str, longest: int = 0) -> None:
             f"{path}: its weights are quantised ({str(method)[:80]}), which the trainer cannot train: give the same "
             "model in bfloat16 or float32, without quantization_config in its config.json"
         )
-
-
-def sees(config: Any) -> bool:
-    """Return whether a model has a vision tower, by its config."""
-    return getattr(config, "vision_config", None) is not None
 
 
 def language_of(model: Any) -> Any:

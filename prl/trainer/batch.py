@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prl.rollouts.pictures import Features
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stack:
     """Rows that go through the model together, `[rows, tokens]`, and the sequences in them, `[flat tokens]`.
 

@@ -22,7 +22,7 @@ from prl.base.files import write_tensors
 from prl.base.text import in_one_line
 from prl.config.tensor_names import as_in_files
 from prl.trainer.architecture import sees
-from prl.trainer.sharding import whole
+from prl.trainer.sharding import part_like, whole
 
 ADAPTER = "adapter"
 """Folder of a checkpoint that peft loads."""
@@ -136,7 +136,7 @@ def weights_of(model: PreTrainedModel, adapter: str = NAME) -> Iterator[tuple[st
         if layers and (split := OF_LAYER.fullmatch(name)):
             if split[2] == "weight" and adapter in layers[split[1]].lora_A:
                 with torch.no_grad():
-                    tensor = tensor + layers[split[1]].get_delta_weight(adapter)
+                    tensor = tensor + part_like(tensor, layers[split[1]].get_delta_weight(adapter))
             name = f"{split[1]}.{split[2]}"
         yield name, tensor
 

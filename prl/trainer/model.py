@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
@@ -15,13 +16,13 @@ from transformers.masking_utils import create_masks_for_generate
 
 from prl.base.errors import ConfigError
 from prl.base.files import write_tensors
-from prl.config.model_folder import positions, write_files
+from prl.config.model_folder import positions, sees, write_files
 from prl.config.tensor_names import check_names
 from prl.engines.rope import fix_rope
 from prl.engines.tokenizers import load_tokenizer
 from prl.rollouts.inputs import ModelInput, Picture
 from prl.rollouts.messages import MicroBatch
-from prl.trainer.architecture import check_architecture, has_sinks, language_of, sees
+from prl.trainer.architecture import check_architecture, has_sinks, language_of
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.divergence import Head
 from prl.trainer.logprobs import chunked_logprobs
@@ -297,7 +298,7 @@ def _fault_of_layout(
     def logprobs(of: Callable[..., Iterator[Stack]], *rows: MicroBatch) -> torch.Tensor:
         """Return those of all text but the first four tokens of each sequence, in the order of the sequences, flat."""
         (stack,) = of(rows, 4 * len(two), device)
-        stack.features = features
+        stack = replace(stack, features=features)
         by_sequence = stack_logprobs(model, stack, head_chunk=64)[0][stack.mask].unflatten(0, (-1, CHECKED - 4))
         order = sorted(range(len(by_sequence)), key=stack.origins.__getitem__)
         return by_sequence[order].flatten()

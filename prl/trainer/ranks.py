@@ -23,7 +23,9 @@ def collective_timeout(trainer: Mapping[str, Any]) -> timedelta:
     return timedelta(seconds=max(deadlines) + MARGIN_S)
 
 
-def meet(rank: int, world_size: int, device: torch.device, trainer: Mapping[str, Any]) -> None:
+def meet(
+    rank: int, world_size: int, device: torch.device, trainer: Mapping[str, Any], meeting: str | None = None
+) -> None:
     """Connect this rank with the others, or with itself where it is the only one.
 
     Args:
@@ -31,8 +33,9 @@ def meet(rank: int, world_size: int, device: torch.device, trainer: Mapping[str,
         world_size: the number of ranks.
         device: where this rank computes.
         trainer: the node `trainer`, for its deadlines.
+        meeting: the file by which ranks on one machine find each other; None = as the environment says.
     """
-    meeting = os.environ.get(MEETING_VARIABLE)
+    meeting = meeting or os.environ.get(MEETING_VARIABLE)
     where: dict[str, Any] = {"init_method": None if meeting is None else f"file://{meeting}"}
     if world_size == 1:
         # Nobody to meet: a store in memory opens no port and needs no file.

@@ -6,6 +6,7 @@ policy; ranks share them as they share it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ def behind_prefixes(
     row.logprobs = [0.0] * len(row.input_ids)
     row.env_names = row.losses = [""] * len(row.sequence_lengths)
     (seen,) = layout([row], len(row.input_ids), stack.token_ids.device)
-    seen.features = stack.features
+    seen = replace(seen, features=stack.features)
     starts = {
         place: part.start for (_, place), part in zip(seen.origins, sequence_slices(seen.sequence_lengths), strict=True)
     }

@@ -204,7 +204,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def part_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Cut this rank's part out of `tensor`, which all ranks have whole, where it is shaped as a sharded parameter."""
-    if not is_part(parameter) or tensor.shape != parameter.shape:
+    if not is_part(parameter) or is_part(tensor) or tensor.shape != parameter.shape:
         return tensor
     part = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return part.to(parameter.to_local().device)  # it was made where the mesh is: a GPU, of weights in host memory too

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,8 @@ from prl.losses import LossCounts, TokenTreatment, compute_loss, count_members, 
 from prl.losses.interface import LossFunction, Metrics, add_metric
 from prl.losses.options import options_of
 from prl.rollouts.components import COMPONENTS
-from prl.rollouts.messages import MicroBatch, StepBatch
-from prl.trainer.batch import Stack, empty_stack, stacks
+from prl.rollouts.messages import StepBatch
+from prl.trainer.batch import Stack, empty_stack
 from prl.trainer.entropy import controls_of
 from prl.trainer.export import TokenExport
 from prl.trainer.layers import compile_layers, recompute_activations
@@ -29,8 +29,7 @@ from prl.trainer.optim import make_optimizers
 from prl.trainer.references import Heads, behind_prefixes, divergences, follow, kept_head
 from prl.trainer.schedule import Schedule
 from prl.trainer.sharding import gradient_norm, make_mesh, most, reduce_over_replicas, scale_gradients, shard
-from prl.trainer.tree.attention import can_attend_over_trees
-from prl.trainer.tree.tree import tree_stacks
+from prl.trainer.tree.tree import layout_of
 from prl.transport.events import FORWARD, OPTIMISER, TRAINER, Track
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class Trainer:
         self.schedule = build(
             self.config.schedule or {"_target_": "prl.trainer.schedule.Linear"}, Schedule, "trainer.schedule"
         )
-        self.layout = self._layout()
+        self.layout = layout_of(model, self.device, share=self.config.share_prefixes)
         self.features = features
         self.export = export
         self.track = track or Track(TRAINER)
@@ -114,18 +113,6 @@ class Trainer:
         """Spread a model over the ranks, where there are any; rank 0 has its weights. A collective."""
         if self.mesh is not None:
             shard(model, self.mesh, self.device, precision=self.precision, offload=self.config.cpu_offload)
-
-    def _layout(self) -> Callable[[list[MicroBatch], int, torch.device], Iterator[Stack]]:
-        """Return the function that makes stacks of rows."""
-        share, cpu = self.config.share_prefixes, self.device.type == "cpu"
-        if can_attend_over_trees(self.model) and (share or not cpu):
-            return functools.partial(tree_stacks, share=share)
-        if cpu:
-            return stacks
-        raise ValueError(
-            f"{type(self.model).__name__} on a GPU: its layers attend in a way that needs a mask of tokens x tokens; "
-            "set trainer.device=cpu"
-        )
 
     def train_step(self, batch: StepBatch) -> dict[str, float]:
         """Take the optimiser steps of a batch on this rank's micro-batches. A collective.
@@ -212,15 +199,19 @@ class Trainer:
         for _, numbered in itertools.groupby(enumerate(batch.micro_batches), key=lambda place: place[1].update):
             rows = dict(numbered)
             own = list(self.layout(list(rows.values()), self.config.tokens_per_forward, self.device))
-            for stack in own:
-                # The layout numbers the rows of an update from 0. Origins count in the whole batch.
-                stack.origins = [(min(rows) + number, place) for number, place in stack.origins]
-                if self.features is not None:
-                    stack.features = {each.features: self.features(each) for each in stack.pictures}
             (longest,) = most([len(own)], self.device)
-            stacks_of_update = own + [empty_stack(self.device) for _ in range(longest - len(own))]
+            stacks_of_update = [self._in_batch(stack, min(rows)) for stack in own]
+            stacks_of_update += [empty_stack(self.device) for _ in range(longest - len(own))]
             parts.append([self._with_proximal(stack) for stack in stacks_of_update])
         return parts
+
+    def _in_batch(self, stack: Stack, first: int) -> Stack:
+        """Return a stack of an update with the features of its pictures; `first` is its first row in the batch."""
+        # The layout numbers the rows of an update from 0. Origins count in the whole batch.
+        origins = [(first + number, place) for number, place in stack.origins]
+        # Read once for each stack: later epochs and references see the same.
+        features = {} if self.features is None else {each.features: self.features(each) for each in stack.pictures}
+        return replace(stack, origins=origins, features=features)
 
     def _count(self, step_stacks: list[Stack]) -> torch.Tensor:
         """Count what `COUNTED` names over all micro-batches and ranks, in one collective; int64 on the CPU."""

@@ -21,12 +21,11 @@ from transformers import PreTrainedModel
 from prl.base.errors import DeadlinePassed, PrlError, of_disk, of_own_code
 from prl.base.text import as_message, in_one_line
 from prl.config.build import build, maker
-from prl.config.model_folder import companion_files, tokenizer_files
+from prl.config.model_folder import companion_files, sees, tokenizer_files
 from prl.config.trainer import TrainerConfig, precision_of
 from prl.losses.options import loss_of
 from prl.rollouts.messages import StepBatch
 from prl.trainer import lora
-from prl.trainer.architecture import sees
 from prl.trainer.checkpoint_part import load_state, take_part, write_part
 from prl.trainer.export import TokenExport, example_steps
 from prl.trainer.model import check_layout, freeze, load_model, token_text
@@ -47,13 +46,13 @@ PREFIX = "trainer: "
 """Beginning of the line, on stderr, with the reason why this process ends."""
 
 
-def main() -> None:
-    """Run one rank; an error meant for the user is printed without a traceback."""
+def main(rank: Callable[[Mapping[str, Any], Path], None] | None = None) -> None:
+    """Run one rank, by `run` or another function; an error meant for the user is printed without a traceback."""
     config = sys.stdin.readline()  # which comes once all is read that may be refused
     if not config:
         raise SystemExit
     try:
-        run(json.loads(config), Path(sys.argv[1]))
+        (rank or run)(json.loads(config), Path(sys.argv[1]))
     except Exception as error:
         text = reason(error)
         if text is None:
@@ -101,6 +100,7 @@ def run(config: Mapping[str, Any], run_dir: Path, stopping: threading.Event | No
     with contextlib.closing(track), contextlib.ExitStack() as opened:
         with track.doing(MODEL, trained):
             transport = FileTransport(run_dir)
+            # Each rank makes its own: publishing a version is a collective.
             weights = build(config["weights"], Weights, "weights")
             weights.attach(transport, rank=rank, workers=config.get("engine_workers", 1))
             export = make_export(config, run_dir, rank)

@@ -61,6 +61,7 @@ class FileTransport:
 
     def send_batch(self, batch: StepBatch, rank: int) -> None:
         """Send one rank's share of a step."""
+        # Before it arrives: from then on the trainer may change its weights.
         self.sent = batch.step
         write_atomically(self.batch_path(batch.step, rank), msgspec.msgpack.encode(batch))
 

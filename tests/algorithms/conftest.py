@@ -98,7 +98,7 @@ def reference():
 def frozen(monkeypatch):
     """The reference that `connect` makes, in place of an HTTP client."""
     made = []
-    monkeypatch.setattr("prl.engines.frozen.FrozenPool", lambda *given: made.append(Reference(*given)) or made[-1])
+    monkeypatch.setattr("prl.engines.frozen.FrozenPool", lambda *given, **_: made.append(Reference(*given)) or made[-1])
     return made
 
 

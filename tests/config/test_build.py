@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from prl.config.trainer import TrainerConfig
 
 MODULE = """
 from collections.abc import Callable
+from dataclasses import replace
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, Lt
@@ -333,6 +335,7 @@ def test_a_node_of_the_users_class_keeps_its_further_options(tmp_path, monkeypat
     node = {"_target_": "users_trainer.Mine", "seq_len": "9", "mine": 1}
     trainer = read(TrainerConfig, node, "trainer")
     assert trainer.seq_len == 9 and plain(trainer)["mine"] == 1
+    assert plain(replace(trainer, seq_len=10)) == plain(trainer) | {"seq_len": 10}
     # `max_steps` is no option of a trainer, but given to it.
     for target, name in (
         ("users_trainer.Mine", "mnie"),

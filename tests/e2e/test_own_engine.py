@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from engines import finished
 from run_processes import family, running, wait_until
 
-PAGE = Path(__file__).parents[2] / "prl" / "EXTENDING.md"
+ROOT = Path(__file__).parents[2]
 OWN = ("engine=mine", "hydra.searchpath=[file://my_conf]", "model=tiny")
 ON_POLICY = (
     "filters=none",
@@ -25,11 +26,11 @@ ON_POLICY = (
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """The example's files, where the command would be typed."""
-    for name, text in re.findall(
-        r"^```\w+\n# (my_(?:engine\.py|conf/engine/\S+))\n(.*?)^```", PAGE.read_text(), re.M | re.S
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    shutil.copy(ROOT / "experiments" / "my_engine.py", tmp_path)
+    page = (ROOT / "prl" / "EXTENDING.md").read_text()
+    name, text = re.search(r"^```yaml\n# (my_conf/engine/\S+)\n(.*?)^```", page, re.M | re.S).groups()
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
 
 

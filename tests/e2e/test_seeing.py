@@ -12,7 +12,7 @@ from prl.base.errors import EngineError
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec
-from prl.engines.client import InferencePool, show_pictures
+from prl.engines.client import InferencePool
 from prl.engines.frozen import FrozenPool
 from prl.engines.vllm.engine import VLLMConfig
 from prl.launch.local import LocalLauncher
@@ -39,8 +39,7 @@ def served(request, tmp_path_factory):
 async def asked(served):
     """The model, and a client of its server with the first weights."""
     seeing, url = served
-    pool = InferencePool([url], "policy", "token")
-    show_pictures(pool, seeing.renderer)
+    pool = InferencePool([url], "policy", "token", pictures=seeing.store)
     await pool.wait_ready(240)
     await pool.update_weights(0, seeing.path)
     yield seeing, pool
@@ -125,8 +124,7 @@ async def test_a_picture_is_read_once_and_a_frozen_model_sees_it_too(asked):
     [file] = [seeing.store.features_file(picture.digest, picture.features) for picture in prompt.pictures]
     kept = seeing.store.features(prompt.pictures[0])
     file.unlink()  # server and engine core have read it
-    frozen = FrozenPool(FrozenModelConfig("policy", f"{pool.urls[0]}/v1"), "token")
-    show_pictures(frozen, seeing.renderer)
+    frozen = FrozenPool(FrozenModelConfig("policy", f"{pool.urls[0]}/v1"), "token", seeing.store)
     assert worst((await frozen.top_logprobs(prompt, 3)).own[1:], seeing.logprobs(prompt)) < 1e-5
     (reply,) = await frozen.generate(prompt, SAMPLING)
     (same,) = await pool.generate(prompt, SAMPLING)

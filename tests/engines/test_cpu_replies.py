@@ -56,7 +56,7 @@ class Engine:
         self.engine_core = SimpleNamespace(
             client_index=0, call_utility_async=self.call, abort_requests_async=self.abort
         )
-        self.input_processor = SimpleNamespace(process_inputs=lambda *_, priority: Request())
+        self.input_processor = SimpleNamespace(process_inputs=lambda *_, **__: Request())
 
     async def get_supported_tasks(self):
         return ("generate",)
@@ -75,7 +75,7 @@ class Request(msgspec.Struct):
 
 async def test_a_cancelled_group_is_aborted():
     engine = Engine()
-    work = asyncio.create_task(replies.sample(engine, None, SimpleNamespace(n=2), "prl-a", 0))
+    work = asyncio.create_task(replies.sample(engine, None, SimpleNamespace(n=2), "prl-a", 0, None))
     await engine.called.wait()
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -88,4 +88,4 @@ async def test_a_core_that_dies_fails_the_group(monkeypatch):
     engine = Engine()
     engine.errored = True
     with pytest.raises(RuntimeError, match="dead"):
-        await replies.sample(engine, None, SimpleNamespace(n=2), "prl-a", 0)
+        await replies.sample(engine, None, SimpleNamespace(n=2), "prl-a", 0, None)

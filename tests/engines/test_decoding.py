@@ -81,13 +81,25 @@ def chi_square(counts, probabilities):
     return sum((counts[token] - total * p) ** 2 / (total * p) for token, p in enumerate(probabilities) if p > 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}])
+def likeliest(probabilities, top_k, top_p):
+    """Whether each token is among the `top_k` likeliest, and of these among the first that have `top_p` together."""
+    best = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])[:top_k]
+    total, taken, share = sum(probabilities[token] for token in best), [], 0.0
+    for token in best:
+        if share < top_p:
+            taken.append(token)
+        share += probabilities[token] / total
+    return [token in taken for token in range(len(probabilities))]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}, {"top_k": 4}, {"top_k": 9, "top_p": 0.6}])
 def test_tokens_come_as_often_as_the_softmax_says(toy, options):
     n = 4000
     (group,) = sample(toy, [Request(prompt_ids=[1, 2, 3], n=n, max_tokens=1, seed=7, **options)], text)
     with torch.no_grad():
         logits = toy(torch.tensor([[1, 2, 3]])).logits[0, -1] / options.get("temperature", 1.0)
-    expected = logits.softmax(-1).tolist()
+    left = likeliest(logits.softmax(-1).tolist(), options.get("top_k", 99), options.get("top_p", 1.0))
+    expected = torch.where(torch.tensor(left), logits, -math.inf).softmax(-1).tolist()
     counts = Counter(continuation.token_ids[0] for continuation in group)
     assert chi_square(counts, expected) < 7 + 4 * math.sqrt(14)
     for continuation in group[:20]:

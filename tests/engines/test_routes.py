@@ -35,7 +35,7 @@ class Engine:
         self.failure = self.unreachable = None
         self.engine_core = self
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(model="m", hf_config=None, is_multimodal_model=False)
+            model_config=SimpleNamespace(model="m", hf_config=None, is_multimodal_model=False), lora_config=None
         )
 
     async def pause_scheduler_async(self, mode, clear_cache):
@@ -107,7 +107,7 @@ async def test_a_request_whose_client_goes_away_is_cancelled(engine, monkeypatch
     messages = [{"type": "http.request", "body": json.dumps(ASKED).encode(), "more_body": False}]
     begun, cancelled, sent = asyncio.Event(), asyncio.Event(), []
 
-    async def sample(engine, asked, prompt, params):
+    async def sample(engine, asked, prompt, params, adapter):
         begun.set()
         try:
             await asyncio.sleep(3600)

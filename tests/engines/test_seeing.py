@@ -12,7 +12,7 @@ from prl.config.hardware import Machine
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig
 from prl.engines.base import EngineSpec
-from prl.engines.client import InferencePool, show_pictures
+from prl.engines.client import InferencePool
 from prl.engines.frozen import FrozenPool
 from prl.engines.protocol import GENERATE
 from prl.engines.transformers import TransformersConfig, TransformersEngine
@@ -40,8 +40,7 @@ def spec(path, tmp_path, engine=None, **options):
 
 
 async def in_process(seeing, tmp_path):
-    pool = TransformersEngine.policy(spec(seeing.path, tmp_path), lambda: [])
-    show_pictures(pool, seeing.renderer)
+    pool = TransformersEngine.policy(spec(seeing.path, tmp_path, pictures=seeing.store), lambda: [])
     await pool.wait_ready(60)
     return pool
 
@@ -104,14 +103,13 @@ async def answer(request):
 
 @pytest.mark.parametrize("frozen", [False, True])
 async def test_a_server_is_told_of_pictures_and_their_folder(server, frozen, tmp_path, monkeypatch):
-    sent = []
+    sent, store = [], PictureStore(tmp_path / "the pictures")
     if frozen:
-        pool = FrozenPool(FrozenModelConfig("m", f"{server.url}/v1"), "t")
+        pool = FrozenPool(FrozenModelConfig("m", f"{server.url}/v1"), "t", store)
         pool._by_prl = asyncio.get_running_loop().create_future()
         pool._by_prl.set_result(True)
     else:
-        pool = InferencePool([server.url], "m", "t")
-    pool.pictures = PictureStore(tmp_path / "the pictures")
+        pool = InferencePool([server.url], "m", "t", pictures=store)
 
     async def request(method, url, route, body, **options):
         sent.append((route, body))
@@ -125,7 +123,7 @@ async def test_a_server_is_told_of_pictures_and_their_folder(server, frozen, tmp
     for _, body in sent[:2]:
         assert body["pictures"] == SHOWN.pictures and body["picture_folder"] == str(tmp_path / "the pictures")
     assert "pictures" not in sent[2][1] and "picture_folder" not in sent[2][1]
-    pool.pictures = None
+    monkeypatch.setattr(pool, "pictures", None)
     with pytest.raises(EngineError, match="'m' is shown no pictures"):
         await pool.prompt_logprobs(SHOWN)
     await pool.close()

@@ -77,7 +77,7 @@ def tokenizer_of(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory):
-    """`run_of(case)`: the config, the algorithm and the environment of a run, made once."""
+    """`run_of(case)`: the algorithm and the environment of a run, made once."""
     data = tmp_path_factory.mktemp("data") / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"U{i}", "answer": f"A{i}"}) + "\n" for i in range(8)))
     rows = [f"envs.jsonl.args.path={data}", "envs.jsonl.args.eval_fraction=0", "envs.jsonl.eval_args=null"]
@@ -86,7 +86,7 @@ def run_of(tmp_path_factory):
     def make(case):
         config = compose(["run.name=x", *STARTS[case], *(rows if "env=jsonl" in STARTS[case] else [])])
         ((name, env),) = config.envs.items()
-        return config, build_components(config).envs[name].algorithm, Environment(name, env, eval_tasks=0)
+        return build_components(config).envs[name].algorithm, Environment(name, env, eval_tasks=0)
 
     return make
 
@@ -227,7 +227,7 @@ async def test_the_model_is_sent_what_the_template_makes_of_the_whole(tokenizer_
 
 @pytest.mark.parametrize(("shape", "case"), cells("right", "warned", "refused"))
 def test_a_run_says_before_it_starts_what_a_template_cannot_do(tokenizer_of, run_of, shape, case):
-    config, algorithm, environment = run_of(case)
+    algorithm, environment = run_of(case)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         try:
@@ -235,7 +235,7 @@ def test_a_run_says_before_it_starts_what_a_template_cannot_do(tokenizer_of, run
             environment.check_renderer(renderer)
             rendered_prompts(environment, renderer, "renderer")
             keys = {"algo": "algo", "renderer": "renderer"}
-            check_demonstrations(keys, config.group_size_of(environment.name), algorithm, environment, renderer)
+            check_demonstrations(keys, 1, algorithm, environment, renderer)
             found = "right"
         except ConfigError as error:
             found = "refused"

@@ -54,8 +54,8 @@ async def test_it_answers_as_a_server_does(pool):
 
 
 async def test_what_leaves_tokens_out_is_refused_by_name(pool):
-    with pytest.raises(EngineError, match="engine=transformers has no min_p, top_p: engine=default"):
-        await pool.generate(ModelInput(PROMPT), SAMPLING | {"top_p": 0.9, "min_p": 0.1})
+    with pytest.raises(EngineError, match="engine=transformers has no logit_bias, min_p: engine=default"):
+        await pool.generate(ModelInput(PROMPT), SAMPLING | {"logit_bias": {}, "min_p": 0.1})
 
 
 async def test_the_models_own_end_tokens_end_a_reply(pool, tokenizer):

@@ -237,7 +237,7 @@ async def test_a_judge_is_shown_the_pictures(renderer, tmp_path, server, by):
     sampler = Sampler()
     policy = saying(renderer._tokenizer, "4", "Score: 10", version=3)
     sampler.attach(pool=policy, renderer=renderer, max_model_len=4096, seed=0)
-    env.connect(sampler, clients_of({}))
+    env.connect(sampler, clients_of({}, store))
     async with env.serving():
         [rollout] = await env.play(env.tasks[0], 1, sampler, group_id=0)
     assert rollout.error is None and rollout.reward == 1.0

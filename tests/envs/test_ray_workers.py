@@ -17,7 +17,7 @@ from prl.engines.tokenizers import load_tokenizer
 from prl.envs.environment import Environment
 from prl.envs.grading import give_to_workers
 from prl.envs.ray_workers import RayWorkers
-from prl.launch.components import make_renderers
+from prl.launch.components import renderer_of
 from prl.launch.plan import Bundle, worker_name
 from prl.launch.ray import RayLauncher
 from prl.tools.env_check import ROOM, Script
@@ -59,7 +59,7 @@ async def scores(name, config, place=None):
     """What grading leaves on some episodes of an env."""
     environment = Environment(name, config.envs[name], eval_tasks=0, place=place)
     tokenizer = load_tokenizer(config.model.path, "model.path", config.model.trust_remote_code)
-    renderer = make_renderers(config, tokenizer)[name]
+    renderer = renderer_of(*config.node_of(name, "renderer"), config.model, tokenizer)
     found = []
     async with environment.serving():
         for task, reply in zip(environment.tasks[:4], ("42", None, "", "no number"), strict=True):

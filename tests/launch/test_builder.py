@@ -18,8 +18,8 @@ from prl.curriculum.pools import RETIRED, write_pools
 from prl.engines.client import InferencePool
 from prl.engines.frozen import FrozenPool
 from prl.engines.tokenizers import load_tokenizer
-from prl.launch.builder import assemble, check_vocabulary, start_services, supervise
-from prl.launch.components import build_components, check_processor
+from prl.launch.builder import assemble, start_services, supervise
+from prl.launch.components import build_components, check_processor, check_vocabulary
 from prl.launch.local import LocalLauncher
 from prl.launch.supervisor import Supervisor
 from prl.transport.events import ORCHESTRATOR, Track
@@ -69,6 +69,11 @@ def tokenizer(chat_template="{{ messages }}", **vocabulary):
     return SimpleNamespace(get_vocab=lambda: vocabulary, chat_template=chat_template)
 
 
+def of_teacher(chosen):
+    """Policy and teacher, and the config keys that refer to it."""
+    return chosen.model, chosen.teacher, build_components(chosen).teacher
+
+
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
@@ -83,7 +88,7 @@ def tokenizer(chat_template="{{ messages }}", **vocabulary):
 )
 def test_teacher_of_another_vocabulary_may_imitate_not_score(overrides, key):
     chosen = config(*overrides)
-    given = tokenizer(a=0), tokenizer(a=1), chosen, build_components(chosen)
+    given = tokenizer(a=0), tokenizer(a=1), *of_teacher(chosen)
     check_vocabulary(tokenizer(a=0, b=1), tokenizer(None, b=1, a=0), *given[2:])
     if key is None:
         check_vocabulary(*given)
@@ -95,7 +100,7 @@ def test_teacher_of_another_vocabulary_may_imitate_not_score(overrides, key):
 def test_a_teacher_of_another_vocabulary_needs_a_chat_template():
     chosen = config("algo=sft")
     with pytest.raises(ConfigError, match=r"^algo.sampling.source: .* no chat template"):
-        check_vocabulary(tokenizer(a=0), tokenizer(None, a=1), chosen, build_components(chosen))
+        check_vocabulary(tokenizer(a=0), tokenizer(None, a=1), *of_teacher(chosen))
 
 
 @pytest.mark.parametrize(("algo", "size", "refused"), [("opd", 128, True), ("opd", 256, False), ("sft", 128, False)])
@@ -105,7 +110,7 @@ def test_a_teacher_that_scores_has_the_policys_processor(tmp_path, algo, size, r
     file = teacher / "preprocessor_config.json"
     file.write_text(file.read_text().replace('"longest_edge": 65536', f'"longest_edge": {size * 256}'))
     chosen = config(f"algo={algo}", f"model.path={policy}", f"teacher.model.path={teacher}")
-    given = load_tokenizer(str(policy), ""), load_tokenizer(str(teacher), ""), chosen, build_components(chosen)
+    given = load_tokenizer(str(policy), ""), load_tokenizer(str(teacher), ""), *of_teacher(chosen)
     if refused:
         with pytest.raises(ConfigError, match=r"^algo.teacher: the teacher \(.* makes something else of a picture"):
             check_processor(*given)
@@ -196,11 +201,11 @@ class Processes:
     def __init__(self):
         self.started = {}
 
-    def start(self, name, command, *, env, log, explain=None, stdin=None):
+    def start(self, name, command, *, env, log, explain=None, stdin=None, may_finish=False):
         assert name not in self.started
         told = []
         self.started[name] = SimpleNamespace(command=command, env=env, log=log, told=told)
-        return SimpleNamespace(may_finish=False, tell=told.append)
+        return SimpleNamespace(tell=told.append)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 frozen source is asked with."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,8 +28,8 @@ def demonstrated(*overrides):
 def env_of(tmp_path, renderer):
     """`env_of(*overrides)`: the env `math` of an assembled run."""
 
-    def make(*overrides):
-        run = demonstrated("envs.math.args.num_tasks=4", *overrides)
+    def make(*overrides, pictures=None):
+        run = replace(demonstrated("envs.math.args.num_tasks=4", *overrides), pictures=pictures)
         services = Services(policy=None, hosted={}, teachers=[])
         return run, assemble(run, services, FileTransport(tmp_path)).envs[0]
 
@@ -114,10 +115,9 @@ async def test_frozen_source_of_equal_tokenizer_is_asked_by_tokens(env_of, serve
 
 async def test_a_source_is_shown_pictures_by_messages(env_of, server, monkeypatch, tmp_path):
     """Token ids would come without what the model's processor makes of the pictures."""
-    run, env = env_of(
-        "algo=sft", "teacher=endpoint", "teacher.name=large", f"teacher.base_url={server.url}/v1", "env=math"
-    )
     store = PictureStore(tmp_path)
+    endpoint = ["teacher=endpoint", "teacher.name=large", f"teacher.base_url={server.url}/v1"]
+    run, env = env_of("algo=sft", *endpoint, "env=math", pictures=store)
     monkeypatch.setattr(env.sampler.renderer, "pictures", SimpleNamespace(store=store), raising=False)
     server.replies["/v1/models"] = {"data": [{"id": "large"}]}
     choice = {"index": 0, "token_ids": [3], "prompt_token_ids": run.probe.token_ids}

@@ -109,17 +109,14 @@ def test_process_killed_by_a_signal_is_the_cause(tmp_path):
 
 def test_may_finish_allows_status_zero_only(tmp_path):
     with LocalLauncher() as processes:
-        fine = processes.start("trainer", sh("exit 0"), env={}, log=tmp_path / "a.log")
-        wait_status(fine)
-        with pytest.raises(ProcessDied, match="'trainer' ended with status 0"):
-            processes.ensure_alive()
-        fine.may_finish = True
+        wait_status(processes.start("fine", sh("exit 0"), env={}, log=tmp_path / "a.log", may_finish=True))
         processes.ensure_alive()
-        failed = processes.start("other", sh("exit 1"), env={}, log=tmp_path / "b.log")
-        failed.may_finish = True
-        wait_status(failed)
-        with pytest.raises(ProcessDied, match="'other' ended with status 1"):
-            processes.ensure_alive()
+        for name, status, may_finish in (("early", 0, False), ("failed", 1, True)):
+            command = sh(f"exit {status}")
+            wait_status(processes.start(name, command, env={}, log=tmp_path / f"{name}.log", may_finish=may_finish))
+            with pytest.raises(ProcessDied, match=f"'{name}' ended with status {status}"):
+                processes.ensure_alive()
+            processes.processes.pop()
 
 
 def test_ctrl_c_reaches_no_child(tmp_path, pids, sleeper):
@@ -137,8 +134,8 @@ async def test_the_engines_end_while_the_trainer_writes(tmp_path, pids, sleeper)
         engine = processes.start("engine", sh(sleeper("engine")), env={}, log=tmp_path / "a.log")
         pids.wait("engine")  # what is asked before it runs has not heard it
         ended = f"grep -q 'State:.Z' /proc/{engine.pid}/status"
-        trainer = processes.start("trainer", sh(f"until {ended}; do sleep 0.02; done"), env={}, log=tmp_path / "b.log")
-        trainer.may_finish = True
+        command = sh(f"until {ended}; do sleep 0.02; done")
+        processes.start("trainer", command, env={}, log=tmp_path / "b.log", may_finish=True)
         await processes.finish(20)
         await processes.finish(20)
         assert engine.returncode is None
@@ -149,10 +146,10 @@ async def test_finish_waits_for_what_ends_by_itself(tmp_path):
     with LocalLauncher() as processes:
         processes.start("engine", sh("sleep 60"), env={}, log=tmp_path / "a.log")
         done = tmp_path / "done"
-        processes.start("trainer", sh(f"sleep 0.5; touch {done}"), env={}, log=tmp_path / "b.log").may_finish = True
+        processes.start("trainer", sh(f"sleep 0.5; touch {done}"), env={}, log=tmp_path / "b.log", may_finish=True)
         await processes.finish(10)
         assert done.exists()
-        processes.start("late", sh("sleep 60"), env={}, log=tmp_path / "c.log").may_finish = True
+        processes.start("late", sh("sleep 60"), env={}, log=tmp_path / "c.log", may_finish=True)
         with pytest.raises(PrlError, match="no end of training within 0.2 s"):
             await processes.finish(0.2)
 

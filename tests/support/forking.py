@@ -7,7 +7,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from unittest.mock import patch
 
-IMPORTED = ["sharded", "architectures", "seeing"]
+IMPORTED = ["sharded", "architectures", "seeing", "tinker_ranks"]
 """By all ranks: the tests of a process have one server of forks."""
 SERVER = forkserver.ForkServer()
 """Not the one of multiprocessing's own, which other tests have started with other imports."""

@@ -13,11 +13,13 @@ import httpx
 import torch
 
 from prl.config.schema import ModelConfig, TinkerConfig
+from prl.config.trainer import RanksConfig
 from prl.engines.base import EngineSpec
 from prl.engines.transformers import TransformersConfig
 from prl.models import model_path
+from prl.tinker import service
+from prl.tinker.in_process import SnapshotsInProcess
 from prl.tinker.learner import Learner
-from prl.tinker.sampler import Snapshots
 from prl.tinker.server import serve
 from prl.trainer.model import load_model
 
@@ -122,9 +124,10 @@ def text(length, seed=0, **weights):
     return datum(ids[:-1], ids[1:], weights=[1.0] * length)
 
 
-def learner():
-    load = functools.partial(load_model, model_path("tiny"), device=torch.device("cpu"), max_model_len=LENGTH)
-    return Learner(load, tokens_per_forward=64, longest=LENGTH)
+def learner(**options):
+    load = functools.partial(load_model, model_path("tiny"), max_model_len=LENGTH)
+    trainer = RanksConfig(device="cpu", tokens_per_forward=64, **options)
+    return Learner(lambda device: load(device=device), trainer, longest=LENGTH)
 
 
 def serving(folder, listening, learner, **options):
@@ -132,7 +135,8 @@ def serving(folder, listening, learner, **options):
     config = TinkerConfig(name="tiny", dir=str(folder), engine=TransformersConfig(), **options)
     model = ModelConfig(path=model_path("tiny"), dtype="float32", max_model_len=LENGTH)
     names = {"process": "engine", "served_name": "tiny", "device": "cpu", "seed": 0, "token": "", "log": folder / "log"}
-    return serve(config, learner, Snapshots(EngineSpec(model=model, config=config.engine, **names)), KEY, listening, "")
+    spec = EngineSpec(model=model, config=config.engine, **names)
+    return serve(config, learner, SnapshotsInProcess(spec), KEY, listening, "")
 
 
 @contextlib.contextmanager
@@ -162,6 +166,7 @@ def running(folder, **options):
 
 def main(folder):
     """Fork a server for each line of stdin, once the one before has ended: what is slow is done before. Prints pids."""
+    service.SAVED_S = 0.2  # states are written often enough to be killed beside
     listening, own = socket.create_server(("127.0.0.1", 0)), learner()
     print(listening.getsockname()[1], flush=True)
     for _ in sys.stdin:

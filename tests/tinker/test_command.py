@@ -31,13 +31,14 @@ def config_of(*arguments):
 
 
 def test_the_options_and_a_target():
-    config = config_of("host=0.0.0.0", "port=1", "models=3", "max_rank=16", "max_samples=5", "tokens_per_forward=9")
+    config = config_of("host=0.0.0.0", "port=1", "models=3", "max_rank=16", "max_samples=5")
     assert (config.host, config.port, config.models, config.max_rank, config.max_samples) == ("0.0.0.0", 1, 3, 16, 5)
-    assert (config.tokens_per_forward, config.name, config.dir) == (9, "mine", "outputs/tinker-mine")
-    named = config_of("tiny-teacher", "dir=a folder", "device=cpu")
+    assert (config.name, config.dir) == ("mine", "outputs/tinker-mine")
+    named = config_of("tiny-teacher", "dir=a folder", "trainer.device=cpu", "trainer.tokens_per_forward=9")
     assert (named.name, named.dir, named.model.path) == ("tiny-teacher", "a folder", model_path("tiny-teacher"))
+    assert (named.trainer.device, named.trainer.tokens_per_forward) == ("cpu", 9)
     for wrong in (
-        *("models=0", "max_rank=0", "port=70000", "device=tpu", "max_samples=0", "tokens_per_forward=0"),
+        *("models=0", "max_rank=0", "port=70000", "trainer.device=tpu", "max_samples=0"),
         *("max_models=0", "max_queued_tokens=0"),
     ):
         with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
@@ -46,7 +47,14 @@ def test_the_options_and_a_target():
 
 def test_refusals_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^engine=VLLMEngine: api=tinker samples with engine=transformers alone"):
+    for arguments, message in (
+        (["max_rank=600"], r"^max_rank=600: VLLMEngine has 512 at most"),
+        (["engine.urls=[http://127.0.0.1:1]"], r"^engine\.urls: api=tinker starts its engine itself"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            main(config_of("engine=default", *arguments))
+    with monkeypatch.context() as without, pytest.raises(ConfigError, match="^engine=VLLMEngine: api=tinker wants one"):
+        without.setattr("prl.engines.vllm.engine.VLLMEngine.largest_adapter", 0)
         main(config_of("engine=default"))
     with pytest.raises(ConfigError, match=r"^model\.path=.*nowhere.*no such folder"):
         main(config_of("model=hf", "model.path=./nowhere"))

@@ -1,6 +1,7 @@
 """Losses, gradients and steps of the server against plain torch and peft in float64."""
 
 import math
+import re
 from pathlib import Path
 
 import peft
@@ -11,6 +12,8 @@ from tinker_server import datum, text
 from transformers import AutoModelForCausalLM
 
 from prl.models import model_path
+from prl.tinker.graph import Traced
+from prl.tinker.wire import RequestError
 
 LENGTHS = (9, 30, 17, 30)
 ADAM = {"learning_rate": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 2.0}
@@ -73,6 +76,114 @@ def inputs(name, length, sampled, generator):
     return given | ({"sequence_ratio_mask": (~prompt).float()} if name == "gspo" else {})
 
 
+def node(op, name, target, *args, **kwargs):
+    return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": kwargs}
+
+
+def ref(name):
+    return {"ref": name}
+
+
+CLIPPED = [
+    *(node("placeholder", name, name) for name in ("logprobs", "logprobs_old", "advantages")),
+    node("call_function", "d", "operator.sub", ref("logprobs"), ref("logprobs_old")),
+    node("call_function", "r", "torch.exp", ref("d")),
+    node("call_function", "c", "torch.clamp", ref("r"), min=0.8, max={"float": "inf"}),
+    node("call_method", "m", "minimum", ref("c"), ref("r")),
+    node("call_function", "w", "operator.mul", ref("m"), ref("advantages")),
+    node("call_function", "t", "operator.getitem", ref("w"), {"slice": [1, None, None]}),
+    node("call_method", "s", "sum", ref("t"), dtype={"dtype": "float64"}),
+    node("call_function", "shape", "getattr", ref("w"), "shape"),
+    node("call_function", "n", "operator.getitem", ref("shape"), 0),
+    node("call_function", "loss", "operator.truediv", ref("s"), ref("n")),
+    node("output", "output", "output", {"tuple": [ref("loss"), {"dict": {"custom/w:mean": ref("loss")}}]}),
+]
+"""A loss as the SDK sends it."""
+INPUTS = [{"name": name, "rank": 1} for name in ("logprobs", "logprobs_old", "advantages")]
+
+
+def traced(client, nodes, session=None):
+    body = {"session_id": session or client.session(), "custom_loss_seq_id": 0, "name": "loss", "inputs": INPUTS}
+    return client.http.post("/create_custom_loss", json={**body, "graph": {"format": 1, "nodes": nodes}})
+
+
+def test_a_traced_loss_is_that_of_the_client(client, trained):
+    model = trained[0]
+    loss_id = client.result(traced(client, CLIPPED).json())["loss_id"]
+    data, expected = [], torch.zeros(2, dtype=torch.float64)
+    for length in (9, 14):
+        given = text(length, seed=length)
+        tokens, targets = given["model_input"]["chunks"][0]["tokens"], given["loss_fn_inputs"]["target_tokens"]["data"]
+        t = target_logprobs(plain(trained[1]), tokens, targets)
+        old = (t.detach() + 0.4 * torch.randn(length, generator=torch.Generator().manual_seed(length))).float()
+        data.append(datum(tokens, targets, logprobs_old=old, advantages=torch.linspace(-1, 1, length)))
+        ratio = (t - old).exp()
+        of_one = (torch.minimum(ratio.clamp(min=0.8), ratio) * torch.linspace(-1, 1, length))[1:].sum() / length
+        expected += torch.stack([of_one.detach(), of_one.detach() / 2])
+    result = model.forward(data, "custom", {"loss_id": loss_id})
+    assert result["metrics"] == pytest.approx(
+        {"loss:sum": expected[0].item(), "custom/w:mean": expected[1].item()}, abs=1e-4
+    )
+    short = datum(range(30, 35), range(31, 36), logprobs_old=[0.0] * 5, advantages=[1.0] * 4 + [0.0])
+    short["loss_fn_inputs"]["advantages"] |= {"data": [1.0] * 4, "shape": [4]}
+    failed = client.result(
+        model.send(
+            "/forward_backward",
+            forward_backward_input={"data": [short], "loss_fn": "custom", "loss_fn_config": {"loss_id": loss_id}},
+        )
+    )
+    assert failed["error"].startswith("graph.w: operator.mul: The size of tensor a (5)")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (node("call_function", "x", "os.system", "true"), "graph.x: call_function os.system is none of the operations"),
+        (node("call_method", "x", "backward", ref("s")), "graph.x: call_method backward is none of"),
+        (node("call_module", "x", "linear", ref("s")), "graph.x: call_module linear is none of"),
+        (node("get_attr", "x", "_constant"), "graph.x: get_attr _constant is none of"),
+        (node("placeholder", "x", "weights"), "inputs: these are not those of the graph"),
+        (node("output", "x", "output", ref("s")), "graph: it has to end with its one output"),
+    ],
+)
+def test_operations_that_are_not_allowed_are_named(client, wrong, message):
+    answer = traced(client, [*CLIPPED[:-1], wrong, CLIPPED[-1]])
+    assert answer.status_code == 400 and message in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (node("call_function", "x", "getattr", ref("d"), "__class__"), "the attribute '__class__' is not taken"),
+        (node("call_function", "x", "operator.mul", "a", 10**9), "numbers are wanted"),
+        (node("call_function", "x", "operator.pow", 9, 10**12), "a tensor is wanted"),
+        (node("call_function", "x", "torch.stack", [ref("d")] * 5000), "more than 16777216 numbers"),
+        (node("call_method", "x", "to", ref("d"), {"device": "cuda"}), "an argument that is a device is not taken"),
+        (node("call_method", "x", "sum", ref("nowhere")), "nowhere"),
+        (node("call_method", "x", "sum", "a"), "x: sum: "),
+    ],
+)
+def test_operations_that_fail_are_named(client, wrong, message):
+    traced_loss = Traced.of_id(traced(client, [*CLIPPED[:-1], wrong, CLIPPED[-1]]).json()["request_id"])
+    with pytest.raises(RequestError, match=re.escape(message)):
+        traced_loss.run([torch.zeros(4000)] * 3)
+
+
+@pytest.mark.parametrize("name", ["ppo", "cispo"])
+def test_bounds_of_each_token_come_before_those_of_the_call(client, trained, name):
+    given = text(12)
+    tokens, targets = given["model_input"]["chunks"][0]["tokens"], given["loss_fn_inputs"]["target_tokens"]["data"]
+    t = target_logprobs(plain(trained[1]), tokens, targets).detach()
+    old, advantages = (t + torch.linspace(-0.5, 0.5, 12)).float(), torch.linspace(1, -1, 12)
+    low = torch.linspace(0.5, 1.0, 12)
+    sent = datum(tokens, targets, logprobs=old, advantages=advantages, clip_low_threshold=low)
+    found = trained[0].forward([sent], name, {"clip_high_threshold": 1.1})["metrics"]["loss:sum"]
+    loss = {"ppo": ppo, "cispo": cispo}[name](
+        t, {"logprobs": old, "advantages": advantages}, low, torch.full((12,), 1.1)
+    )
+    assert found == pytest.approx(loss.item(), abs=12e-5)
+
+
 def folder_of(client, path):
     model, kind, name = path.removeprefix("tinker://").split("/")
     return Path(client.folder) / "models" / model.replace(":", "-") / kind / name
@@ -128,7 +239,7 @@ def test_a_loss_its_gradient_and_a_step_are_those_of_plain_torch(client, trained
     path = source.do("/save_weights", path=f"at-{name}-{len(config)}")["path"]
     assert model.do("/load_weights", path=path, optimizer=False)["type"] == "load_weights"
     result = model.train(data, name, config)
-    assert result["metrics"]["loss:sum"] == pytest.approx(loss.item(), rel=1e-5, abs=2e-4)  # a sum of 86 tokens
+    assert result["metrics"]["loss:sum"] == pytest.approx(loss.item(), rel=1e-5, abs=sum(LENGTHS) * 1e-5)
     for output, t in zip(result["loss_fn_outputs"], expected, strict=True):
         torch.testing.assert_close(torch.tensor(output["logprobs"]["data"]).double(), t, atol=1e-5, rtol=0)
     norm = math.sqrt(sum(p.grad.square().sum().item() for p in reference.parameters() if p.grad is not None))

@@ -107,7 +107,8 @@ WRONG = [
     (changed(GOOD, ("model_input", "pieces"), []), "cross_entropy", {}, "unknown field `pieces`"),
     (changed(GOOD, (INPUTS, "target_tokens", "dtype"), "float32"), "cross_entropy", {}, "target_tokens has the dtype"),
     (RL, "stable_reinforce", {}, "loss_fn=stable_reinforce: .*choose importance_sampling, ppo or cispo"),
-    (RL, "custom", {}, "loss_fn=custom: .*in the client"),
+    (RL, "custom", {}, "loss_id: an id of create_custom_loss is wanted"),
+    (RL, "custom", {"loss_id": "graph:AAAA"}, "loss_id: "),
     (RL, "dpo", {}, "loss_fn=dpo: there is no such loss; known are cross_entropy, "),
     (RL, "ppo", {"beta": 1.0}, r"loss_fn_config\.beta: ppo takes clip_low_threshold, clip_high_threshold"),
     (RL, "ppo", {"clip_low_threshold": 1.5}, r"loss_fn_config.*clip_low"),
@@ -284,7 +285,8 @@ def test_a_sample_of_the_base_and_its_ends(client, model):
     prompt = [31, 40, 28]
     free = model.sample(sampler, prompt, params={"stop": [], "max_tokens": 20})["sequences"][0]["tokens"]
     assert len(free) == 20, "an empty list is no end at all"
-    reference = sample(client.learner.load(), [Request(prompt_ids=prompt, max_tokens=20, temperature=0.0)], str)
+    base = client.learner.load(torch.device("cpu"))
+    reference = sample(base, [Request(prompt_ids=prompt, max_tokens=20, temperature=0.0)], str)
     assert free == reference[0][0].token_ids
     cut = free.index(free[3])
     for seq, stop in enumerate(([free[3]], [free[3], 10**5]), 2):
@@ -320,9 +322,18 @@ def test_wrong_samples_are_refused_by_their_field(client, more, message):
     assert message in client.refused("/asample", **asked)[1]
 
 
-def test_what_this_engine_does_not_sample_is_an_error(client):
-    asked = {"prompt": {"chunks": [{"tokens": [30]}]}, "sampling_params": {"top_p": 0.5, "max_tokens": 3}}
-    assert client.do("/asample", **asked)["error"] == "sampling_params.top_p=0.5: engine=transformers has none"
+def test_few_tokens_to_choose_from(client):
+    def ask(**params):
+        asked = {
+            "prompt": {"chunks": [{"tokens": [30, 31]}]},
+            "sampling_params": {"max_tokens": 3, "seed": 1, **params},
+        }
+        return client.do("/asample", **asked)
+
+    greedy, first = ask(temperature=0.0)["sequences"][0]["tokens"], ask(top_k=1)["sequences"][0]
+    assert first["tokens"] == ask(top_p=1e-6)["sequences"][0]["tokens"] == greedy and first["logprobs"] == [0.0] * 3
+    for wrong in ({"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -2}):
+        assert ask(**wrong)["error"].startswith("sampling_params: top_k=")
 
 
 # --- models and checkpoints ---

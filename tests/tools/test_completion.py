@@ -31,6 +31,7 @@ def composed(root, overrides):
         ("train", ["debug=fast", "schedule=cosine", "monitor=[wandb]", "max_steps=3"]),
         ("eval", ["env=maze", "engine=transformers"]),
         ("serve", ["model=hf"]),
+        ("tinker", ["engine=default"]),
     ],
 )
 def test_the_keys_are_those_that_hydra_composes(root, overrides):
@@ -65,6 +66,8 @@ def test_the_keys_are_those_that_hydra_composes(root, overrides):
         ("prl train trainer.optim.betas=", set()),
         ("prl serve pol", {"policy="}),
         ("prl serve algo", set()),
+        ("prl serve ap", {"api=tinker"}),
+        ("prl serve api=tinker max_r", {"max_rank="}),
         ("prl eval ti", {"tiny", "tiny-teacher", "tiny_vl"}),
         ("prl trian ", set()),
         ("prl train run.resume=outputs/", {"run.resume=outputs/a", "run.resume=outputs/my run"}),

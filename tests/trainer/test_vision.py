@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 
 import forking
 import pytest
@@ -67,10 +68,7 @@ def pictures(kind):
 def stacked(pictures, samples, layout, tokens=10**6, seq_len=64):
     """The stacks of samples, with their pictures' features."""
     rows = pack(samples, seq_len, 1)[0][0]
-    found = list(LAYOUTS[layout](rows, tokens, CPU))
-    for stack in found:
-        stack.features = pictures.features
-    return found
+    return [replace(stack, features=pictures.features) for stack in LAYOUTS[layout](rows, tokens, CPU)]
 
 
 def alone(model, stack, features):

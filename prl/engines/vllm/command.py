@@ -5,12 +5,13 @@ import os
 import sys
 from typing import Any
 
-from prl.config.model_folder import sees_pictures
 from prl.engines.base import EngineSpec
 from prl.engines.vllm.cpu import PATCHES_VARIABLE, pictures
 from prl.engines.vllm.options import as_arguments
 
 MIN_BATCHED_TOKENS = 4096
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM makes room for (`MaxLoRARanks`)."""
 LOOPBACK_ADDRESS = "127.0.0.1"
 """Address at which the ports of vLLM's own processes listen."""
 
@@ -35,7 +36,7 @@ def command_of(spec: EngineSpec, port: int) -> list[str]:
         # Logits in float32, as the trainer computes them: in bfloat16 one of 16 to 32 is off by up to 0.06.
         # `hf-overrides` of the user's own take its place.
         options["hf-overrides"] = '{"head_dtype": "float32"}'
-    if sees_pictures(model.path):
+    if spec.sees:
         options |= {
             "mm-device-do-normalize": False,  # requests have features that are normalised already
             "mm-processor-cache-gb": 0,  # prl's store keeps them
@@ -60,9 +61,18 @@ def command_of(spec: EngineSpec, port: int) -> list[str]:
         }
     if spec.weight_transfer != "prl":
         options["weight-transfer-config"] = json.dumps({"backend": spec.weight_transfer})
+    options |= adapter_options(spec)
     if spec.evaluation_yields:
         options["scheduling-policy"] = "priority"
     return [sys.executable, "-m", "prl.engines.vllm.server", *as_arguments(options | config.args)]
+
+
+def adapter_options(spec: EngineSpec) -> dict[str, Any]:
+    """Return the options by which a server has adapters beside its model."""
+    if spec.adapters is None:
+        return {}
+    rank = next(rank for rank in RANKS if rank >= spec.adapters.rank)
+    return {"enable-lora": True, "max-loras": spec.adapters.count, "max-lora-rank": rank}
 
 
 def environment_of(spec: EngineSpec) -> dict[str, str]:
@@ -73,12 +83,13 @@ def environment_of(spec: EngineSpec) -> dict[str, str]:
     }
     if spec.device == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        env[PATCHES_VARIABLE] = "1" if spec.config.cpu_patches else ""
+        # Without them vLLM has errors with several adapters (`cpu/adapters.py`).
+        env[PATCHES_VARIABLE] = "1" if spec.config.cpu_patches or spec.adapters else ""
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM gives the worker a process of its own after all
         if "--no-enforce-eager" not in command_of(spec, 0):
             # vLLM compiles a comparison of its sampler all the same, and torch the headers for it in each new temporary
             # folder: the first reply would wait seconds for both.
             env["TORCHDYNAMO_DISABLE"] = "1"
-        if sees_pictures(spec.model.path):
+        if spec.sees:
             env |= {pictures.VARIABLE: "1", "PYTHONPATH": os.pathsep.join(pictures.search_path())}
     return env

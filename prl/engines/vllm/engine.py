@@ -53,6 +53,7 @@ class VLLMEngine(ServerEngine):
 
     Config = VLLMConfig
     adds_adapters = True
+    largest_adapter = command.RANKS[-1]
     receives_weights = True
     has_priorities = True
 

@@ -18,6 +18,7 @@ from fastapi import Body, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from prl.engines.protocol import FROZEN_VARIABLE, GENERATE, LOAD, Generated, GenerateRequest, Sampled, measured
+from prl.engines.vllm.adapters import Adapters
 from prl.engines.vllm.alive import while_alive
 from prl.engines.vllm.cpu import pictures as on_cpu
 from prl.engines.vllm.cpu import replies
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from starlette.datastructures import State
     from vllm.inputs.engine import EngineInput
     from vllm.logprobs import FlatLogprobs
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -52,10 +54,13 @@ class PolicyRoutes:
     async def init_state(self, engine_client: "AsyncLLM", state: "State", args: Namespace) -> None:
         """Prepare what the routes need besides the engine."""
         state.served_names = args.served_model_name or [args.model]
+        # Two loads at a time would leave the engine with parts of both.
         state.load_policy_lock = asyncio.Lock()
         model = engine_client.vllm_config.model_config
         tied = getattr(model.hf_config, "tie_word_embeddings", False)
         state.check_weights = functools.partial(refuse_other_policy, started=shapes_at(model.model), tied=tied)
+        lora = engine_client.vllm_config.lora_config
+        state.adapters = Adapters(engine_client, state.check_weights, 0 if lora is None else lora.max_loras)
         state.pictures = None
         if model.is_multimodal_model:
             from prl.engines.vllm.pictures import Pictures
@@ -81,13 +86,16 @@ async def generate(request: Request) -> Response:
         return JSONResponse({"error": f"no request to sample: {error}"}, status_code=400)
     if asked.model not in request.app.state.served_names:
         return JSONResponse({"error": f"the model {asked.model!r} is not served here"}, status_code=404)
-    work = asyncio.ensure_future(sample(request.app.state.engine_client, asked, prompt, params))
+    work = asyncio.ensure_future(sample_with_adapter(request.app.state, asked, prompt, params))
+    # vLLM would sample to the end for nobody.
     gone = asyncio.ensure_future(disconnected(request))
     try:
         await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             return Response(status_code=499)  # nobody will see it
         return Response(await work, media_type="application/json")
+    except WeightsError as error:
+        return JSONResponse({"error": str(error)}, status_code=400)
     finally:
         gone.cancel()
         work.cancel()
@@ -122,7 +130,22 @@ def prompt_of(asked: GenerateRequest, pictures: "Pictures | None") -> "EngineInp
     return tokens_input(asked.token_ids, cache_salt=asked.cache_salt)
 
 
-async def sample(engine: "AsyncLLM", asked: GenerateRequest, prompt: "EngineInput", params: "SamplingParams") -> bytes:
+async def sample_with_adapter(
+    state: "State", asked: GenerateRequest, prompt: "EngineInput", params: "SamplingParams"
+) -> bytes:
+    """Sample with the adapter that is asked for, which the engine keeps meanwhile. Raises as `sample`, and WeightsError
+    for an adapter that the engine cannot have."""
+    async with state.adapters.using(asked.adapter) as adapter:
+        return await sample(state.engine_client, asked, prompt, params, adapter)
+
+
+async def sample(
+    engine: "AsyncLLM",
+    asked: GenerateRequest,
+    prompt: "EngineInput",
+    params: "SamplingParams",
+    adapter: "LoRARequest | None",
+) -> bytes:
     """Sample as vLLM's `/inference/v1/generate` does, for the same parameters and seeds bit by bit the same.
 
     Returns:
@@ -132,8 +155,9 @@ async def sample(engine: "AsyncLLM", asked: GenerateRequest, prompt: "EngineInpu
     """
     name = f"prl-{uuid.uuid4().hex}"
     if replies.takes(engine, params):
-        return await replies.sample(engine, prompt, params, name, asked.priority)
-    [reply] = [final async for final in engine.generate(prompt, params, name, priority=asked.priority)]
+        return await replies.sample(engine, prompt, params, name, asked.priority, adapter)
+    outputs = engine.generate(prompt, params, name, lora_request=adapter, priority=asked.priority)
+    [reply] = [final async for final in outputs]
     return msgspec.json.encode(generated(reply, asked.token_ids))
 
 
@@ -203,6 +227,7 @@ async def load_policy(
             await while_alive(state.engine_client, load(state.engine_client, update or {}, init))
         except Exception as error:  # whatever the workers raise: the caller has to know that the old weights are gone
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
+        state.adapters.forget()
         answer = {"loaded": path or "what was sent", "seconds": time.monotonic() - began}
         return JSONResponse(answer | {"instance": os.environ.get(INSTANCE_VARIABLE)})
 

@@ -19,6 +19,8 @@ from prl.tools import OUTPUTS
 SHELLS = ["bash", "zsh", "fish"]
 ROOTS = {"train": "train", "doctor": "train", "eval": "eval", "chat": "eval", "serve": "serve"}
 """The file of conf/ whose config a subcommand composes."""
+TINKER = "api=tinker"
+"""Argument of `prl serve` by which it composes another file, `tinker`."""
 OF_MODELS = ("eval", "chat", "serve")
 OF_RUNS = (*OF_MODELS, "report", "rollouts", "watch")
 FLAGS = ["--help", "--help=all", "--cfg", "--resolve", "--multirun", "--config-dir", "--config-name"]
@@ -67,13 +69,15 @@ def words(line: str) -> set[str]:
     else:
         found = runs() if command in OF_RUNS and "=" not in word else []
         found += [name for name in options()["model"] if name != "hf"] if command in OF_MODELS else []
-        found += overrides(ROOTS[command], typed, word) if command in ROOTS else []
+        found += [TINKER] if command == "serve" else []
+        root = "tinker" if TINKER in typed else ROOTS.get(command)
+        found += overrides(root, typed, word) if root else []
     return {each for each in found if each.startswith(word) and each.isprintable()}
 
 
 def runs() -> list[str]:
-    """The names of the runs and sweeps under outputs/."""
-    files = ("config.yaml", "sweep.json")
+    """The names of the runs, sweeps and Tinker servers under outputs/."""
+    files = ("config.yaml", "sweep.json", "sessions.json")
     return [path.name for path in OUTPUTS.glob("*") if any((path / file).is_file() for file in files)]
 
 

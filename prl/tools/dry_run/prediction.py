@@ -102,9 +102,10 @@ def predict(run: PreparedRun) -> Prediction:
     passes = pass_of(
         trainer, run.config.model.max_model_len, plan.trainer.precision, cuda=plan.trainer.device == "cuda"
     )
-    references = len(run.components.references)
     for number, place in enumerate(plan.trainer.gpus):
-        on_gpu, in_ram = memory_of_rank(trainer, policy, passes, references=references, first=number == 0)
+        on_gpu, in_ram = memory_of_rank(
+            trainer, policy, passes, references=len(run.components.references), first=number == 0
+        )
         predicted.add("trainer", in_ram | {"process": TRAINER}, on_gpu, places_of(place, plan.machine))
     return predicted
 
@@ -137,6 +138,7 @@ def memory_of_rank(
     cuda = passes.cuda
     shards = trainer.shard_size or trainer.num_processes
     parts = trainer_memory(policy, passes, references=references, shards=shards)
+    # With a GPU host memory has only what is offloaded.
     in_ram = {name: value for name, value in parts.items() if not cuda or (trainer.cpu_offload and name in STATES)}
     on_gpu = {name: value for name, value in parts.items() if name not in in_ram}
     loads = first and (cuda or trainer.num_processes > 1)

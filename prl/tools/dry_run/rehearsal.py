@@ -105,8 +105,14 @@ def invented_rollouts(env: TrainEnv) -> list[Rollout]:
         completion = Completion(reply, [] if version is None else [LOGPROB] * len(reply), "stop", version, version)
         commit(graph.prepare_turn(trace, messages), rendered, completion, sampler, vf.TimeSpan(start=0.0, end=1.0))
         trace.record_reward("invented", index % 2)
-        rollout = Rollout(trace, env_name=env.name, group_id=0, start_version=version, temperature=sampler.temperature)
-        rollout.index = index
+        rollout = Rollout(
+            trace,
+            env_name=env.name,
+            group_id=0,
+            start_version=version,
+            temperature=sampler.temperature,
+            index=index,
+        )
         rollout.attach_samples()
         rollouts.append(rollout)
     return rollouts

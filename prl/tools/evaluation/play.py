@@ -78,8 +78,7 @@ class Evaluation:
 
     async def run(self) -> None:
         """Evaluate each target and write what it achieved. Raises PrlError where a model does not answer."""
-        steps = len(self.targets) - 1
-        self.monitors.start(self.run_dir, max_steps=steps, run_config=data_of(self.config))
+        self.monitors.start(self.run_dir, max_steps=len(self.targets) - 1, run_config=data_of(self.config))
         with contextlib.closing(self.monitors):
             async with contextlib.AsyncExitStack() as serving:
                 for env in self.envs:
@@ -96,7 +95,7 @@ class Evaluation:
             asked = Sampler()
             for sampler in (env.eval_sampler, asked):
                 attach(sampler, pool, self.renderers[target.name, env.name], target.model, self.config.seed)
-            env.environment.connect(asked, clients_of({}))
+            env.environment.connect(asked, clients_of({}, asked.pictures))
             await env.environment.wait_for_models()
             rollouts, env_metrics = await evaluate_env(env, self.config.k, self.run_dir, step)
             reasons = [r.outcome.reason for r in rollouts if r.outcome is not None and r.outcome.source == "engine"]
@@ -121,34 +120,35 @@ def attach(sampler: Sampler, pool: ModelPool, renderer: Renderer, model: ModelCo
 
 def evaluation_of(config: EvaluationConfig) -> Evaluation:
     """Check everything that can be refused before anything is started. Raises ConfigError."""
-    engines = plan_engines(config, Path(config.run.dir) / "logs" / "engine.log")
+    run_dir = Path(config.run.dir)
+    engines = plan_engines(config, run_dir / "logs" / "engine.log", run_dir / FOLDER)
     if not config.envs:
         raise ConfigError("no env: choose one with env=<name>, e.g. env=math")
     monitors = Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()})
-    models = [target.model for served in engines for target in served.targets]
-    stores = [picture_store(model, Path(config.run.dir) / FOLDER) for model in models]
-    pictures = next(filter(None, stores), None)
+    pictures = next((served.pictures for served in engines if served.pictures is not None), None)
     envs = [_eval_env(config, name, pictures) for name in config.envs]
-    evaluation = Evaluation(config, engines, envs, {}, monitors, Path(config.run.dir))
-    for target, own_store in zip(evaluation.targets, stores, strict=True):
+    evaluation = Evaluation(config, engines, envs, {}, monitors, run_dir)
+    for target, shown in [(target, served.pictures) for served in engines for target in served.targets]:
         tokenizer = load_tokenizer(target.model.path, target.name, target.model.trust_remote_code)
         made: dict[str, Renderer] = {}
         for env in envs:
             own = config.envs[env.name].renderer
             where, node = ("renderer", config.renderer) if own is None else (f"envs.{env.name}.renderer", own)
+            # Envs that share a renderer share the object.
             if where not in made:
-                made[where] = renderer_of(where, node, target.model, tokenizer, own_store and pictures)
+                made[where] = renderer_of(where, node, target.model, tokenizer, shown)
             checked_prompts(env.environment, made[where], where, target.model.max_model_len)
             evaluation.renderers[target.name, env.name] = made[where]
     return evaluation
 
 
-def plan_engines(config: EvaluationConfig, log: Path) -> list[Served]:
+def plan_engines(config: EvaluationConfig, log: Path, folder: Path | None = None) -> list[Served]:
     """Check the config but for its envs; return the engines that serve its targets one after the other.
 
     Args:
         config: The config of an evaluation, or of a chat.
         log: The file for the output of the first server.
+        folder: The folder of the pictures that targets are shown; None = they are kept for as long as they are used.
     """
     machine = Machine()
     machine.check_device(config.engine.device, "engine.device")
@@ -164,6 +164,7 @@ def plan_engines(config: EvaluationConfig, log: Path) -> list[Served]:
         machine=machine,
         process=ENGINE,
         served_name=POLICY_NAME,
+        # Endpoints have keys of their own.
         token=token_of(config.engine.urls) if any(target.endpoint is None for target in targets) else "",
         log=log,
         seed=config.seed,
@@ -178,7 +179,12 @@ def plan_engines(config: EvaluationConfig, log: Path) -> list[Served]:
         type(launcher).start_engine is Launcher.start_engine and any(each.is_started for each in plans.values())
     ):
         raise ConfigError(f"launcher: {type(launcher).__name__} starts no server here: choose launcher=local or ray")
-    engines = [Served(group, plans.get(group[0].name)) for group in by_engine(targets)]
+    groups = by_engine(targets)
+    stores = [picture_store(group[0].model, folder) for group in groups]
+    shared = next(filter(None, stores), None)  # all that see are shown the same pictures
+    engines = [
+        Served(group, plans.get(group[0].name), store and shared) for group, store in zip(groups, stores, strict=True)
+    ]
     loaded = [served.targets[0].name for served in engines if served.plan is not None]
     if config.engine.urls and len(loaded) > 1:
         raise ConfigError(f"engine.urls: one engine cannot load both {' and '.join(loaded)}, whose shapes differ")

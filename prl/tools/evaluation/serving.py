@@ -13,6 +13,7 @@ from prl.launch.launcher import Launcher
 from prl.launch.plan import ModelPlan, resolved
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.who_waits import Waiting
+from prl.rollouts.pictures import PictureStore
 from prl.tools.evaluation.targets import Target
 
 Work = Callable[[Target, ModelPool], Awaitable[None]]
@@ -25,11 +26,14 @@ class Served:
     targets: list[Target]
     plan: ModelPlan | None
     """The engine; None = they are at an endpoint."""
+    pictures: PictureStore | None = None
+    """The store of the pictures that they are shown; None = they see none."""
 
 
 async def serve_each(make_launcher: Callable[[], Launcher], engines: Iterable[Served], work: Work) -> None:
     """Have each target served, and `work` done on it. An engine that dies ends it with its name and last log lines."""
     for served in engines:
+        # One for each engine, whose memory is free before the next one starts.
         with make_launcher() as launcher:
             pool, timeout_s = client_of(served, launcher)
             restarts = {} if served.plan is None else served.plan.restarts
@@ -48,11 +52,11 @@ def client_of(served: Served, launcher: Launcher) -> tuple[ModelPool, float]:
     plan, first = served.plan, served.targets[0]
     if plan is None:
         assert first.endpoint is not None
-        return FrozenPool(first.endpoint), first.endpoint.timeout_s
+        return FrozenPool(first.endpoint, pictures=served.pictures), first.endpoint.timeout_s
     if plan.servers:
         several = "an engine" if len(plan.servers) == 1 else f"{len(plan.servers)} engines"
         print(f"starting {several} for {first.name}; log: {plan.spec.log}", file=sys.stderr, flush=True)
-    return plan.policy(launcher.start_engine), plan.spec.config.startup_timeout_s
+    return plan.policy(launcher.start_engine, pictures=served.pictures), plan.spec.config.startup_timeout_s
 
 
 def waiting(pool: ModelPool) -> Waiting:
@@ -70,6 +74,7 @@ def say(text: str) -> None:
 
 async def _each(served: Served, pool: ModelPool, work: Work) -> None:
     for version, target in enumerate(served.targets):
+        # An engine that was started has its first target's weights; one that runs already may have any.
         if served.plan is not None and (version > 0 or served.plan.urls):
             assert isinstance(pool, PolicyPool)
             path = resolved(target.model, served.plan.spec.device).path

@@ -50,6 +50,7 @@ def find_targets(given: Sequence[str], settings: EvalModelConfig, endpoint: Endp
     """
     if not given:
         raise ConfigError("nothing to look at: give a checkpoint, a run directory, a model or an endpoint's URL")
+    # Runs in two folders may have one name: then both go by their whole arguments.
     names = Counter(map(_name, given))
     own = {key: value for key, value in vars(settings).items() if value is not None}
     targets = []

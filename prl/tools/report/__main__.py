@@ -15,8 +15,8 @@ from rich.markdown import Markdown
 
 from prl.base.errors import ConfigError
 from prl.base.terminal import Console
+from prl.runs.run_dir import holds_run
 from prl.tools import named, run_command
-from prl.tools.report.runs import is_run
 
 WIDTH = 200
 """Characters of a line of the tables in a file or a pipe."""
@@ -51,7 +51,7 @@ def report(args: argparse.Namespace) -> None:
     """Write what the arguments ask for, and say where. Raises ConfigError for what is not there."""
     dirs = [named(path) for path in args.dirs]
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    if len(dirs) == 1 and is_run(dirs[0]):
+    if len(dirs) == 1 and holds_run(dirs[0]):
         if args.metric or args.threshold is not None or args.out is not None:
             raise ConfigError(f"{dirs[0]} is one run: its page takes no --metric, --threshold or --out")
         from prl.tools.report.page import write_page

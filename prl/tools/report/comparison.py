@@ -120,6 +120,7 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     unfinished = Counter(label for label, run in labelled if run.status != "completed")
     options = options_of([run for _, run in completed])
     asked = next((name for name in metrics if re.match(r"eval/.*(avg|pass)@|reward/", name)), options.key)
+    # The first reward that any run has; the held-out one comes first.
     for key in [asked] if asked else REWARDS:
         rows = []
         for label, run in completed:
@@ -128,6 +129,7 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
         if rows:
             break
     without = Counter(label for label, _ in completed) - Counter(label for _, label, _ in rows)
+    # Rewards of what a frozen model sampled say nothing of the policy.
     sources = {}
     for label, run in completed:
         source = source_of(run.config, asked or SAMPLED)

@@ -133,11 +133,14 @@ def course(name: str, values: pd.Series, window: int, errors: pd.Series | None =
     # A single lucky step does not make the best: where it lifts the mean above the median, that counts against it.
     place, last = int((2 * typical - means).to_numpy().argmax()), values.iloc[-min(window, WINDOW) :].mean()
     known = [] if errors is None else [errors[means.index[place]], errors[means.index[-1]]]
+    # Noise that lasts for several steps does not average out: means apart from each other have it.
     of_means = spread(values.rolling(WINDOW).mean().dropna().iloc[::-WINDOW])
     of_one = spread(values, sparse=not known)
     error = np.nanmax([*known, of_one / math.sqrt(window), of_means / math.sqrt(window / WINDOW), -1.0])
+    # The best of n means lies some sqrt(2 log n) standard errors too high, by luck alone.
     chances = SURE * math.sqrt(2) + math.sqrt(2 * math.log(max(2.0, len(values) / window)))
     best = typical.iloc[place]
+    # Beyond the noise, and large enough to matter in the range of this reward.
     limit = best - max(error * chances, LEAST_SHARE * max(best - typical.min(), min(abs(best), 1.0)), 1e-9)
     bad, began, ended = decline(values, values.index[place], means.iloc[place], last, window)
     return Course(
@@ -157,12 +160,13 @@ def course(name: str, values: pd.Series, window: int, errors: pd.Series | None =
 
 
 def decline(values: pd.Series, since: int, best: float, last: float, window: int) -> tuple[int, int, int]:
-    """Where a reward went down after `since`: the step of its largest fall, the last before all of it, its end."""
+    """Find where a reward went down after `since`: the step of its largest fall, the last before all of it, its end."""
     steps, short = values.index, min(window, len(values), WINDOW)
     before = values.rolling(short, min_periods=min(short, 2)).mean().shift(1)
     after = values[::-1].rolling(short, min_periods=1).mean()[::-1]
     drops, third = (before - after)[steps > since].dropna(), (best - last) / 3
     bad = drops.idxmax() if len(drops) else steps[-1]
+    # From a third of the way down to two thirds: noise crosses a line at either end often.
     begins = max(steps[(before >= best - third) & (steps <= bad)], default=bad)
     ends = min(steps[(after <= last + third) & (steps >= begins)], default=steps[-1])
     slow = 0 if window == 1 else ends - begins  # the second third; the first and the last took as long
@@ -176,9 +180,11 @@ def spread(values: pd.Series, *, sparse: bool = False) -> float:
     NaN for too few values, and the larger the fewer there are. Where the mean of their squares is many times that, as
     of `sparse` rewards that are 0 in most steps, it counts.
     """
+    # A second difference of noise has six times its variance.
     second = np.abs(np.diff(values.to_numpy(), 2)) / math.sqrt(6)
     if len(second) < 8:
         return math.nan
+    # 1.4826 makes the deviation of normal noise of its median; of few values that is too small.
     found, jumps = 1.4826 * np.median(second) * (1 + 5 / len(second)), math.sqrt(np.mean(second**2))
     return float(jumps if sparse and jumps > 3 * found else found)
 
@@ -210,7 +216,7 @@ class Move(NamedTuple):
 
 
 def explained(metrics: pd.DataFrame, fall: Course) -> str:
-    """What moved before a reward fell, in sentences with the values, and what to do about it."""
+    """Say what moved before a reward fell, in sentences with the values, and what to do about it."""
     steps = metrics.assign(**{ERRORED: failed_share(metrics)})
     steps, span = steps[steps.index > 0].dropna(axis=1, how="all"), f"steps {fall.began} and {fall.ended}"
     sudden = not fall.evaluated and fall.ended - fall.began <= WINDOW

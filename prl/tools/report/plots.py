@@ -65,6 +65,7 @@ class Panel:
         """The chart as the source of a page's `img`."""
         figure = Figure(figsize=SIZE, facecolor="none")
         self.draw(figure.add_axes(BOX))
+        # Text stays text, in the page's font; the same chart has the same ids each time.
         with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "prl"}):
             picture = _saved(figure, "svg", metadata={"Date": None})
         return f"data:image/svg+xml;base64,{base64.b64encode(picture).decode()}"

@@ -18,7 +18,7 @@ from prl.config.run_yaml import yaml_of
 from prl.config.suggestions import override_key
 from prl.runs.owner import is_owned
 from prl.runs.result import RunResult
-from prl.runs.run_dir import RUN_FILES
+from prl.runs.run_dir import RUN_FILES, holds_run
 
 T = TypeVar("T")
 COMPLETED = "completed"
@@ -92,16 +92,18 @@ def read_run(folder: str | Path, *, with_metrics: bool = True) -> Run:
     Raises ConfigError for a folder that is not one.
     """
     folder = Path(folder).absolute()
-    if not is_run(folder):
+    if not holds_run(folder):
         raise ConfigError(f"{folder} is not a run directory: it has none of {', '.join(RUN_FILES)}")
     problems: list[str] = []
     metrics = _metrics(folder / "metrics.jsonl" if with_metrics else folder / "no metrics", problems)
     result = result_of(folder, problems)
     last = int(metrics.index[-1]) if len(metrics) else 0
+    # A run that was killed left no result, but its metrics.
     result.steps = max(result.steps, last)
     overrides = _yaml(folder / ".hydra" / "overrides.yaml", list[str], problems) or []
     sweep = json_of(folder.parent / "sweep.json", Sweep, problems)
     of_all = None if sweep is None else sweep.fixed
+    # Of a run that is no job of a sweep all that was typed is fixed.
     fixed = {key.lstrip("~") for key in of_all} if of_all is not None else set(map(override_key, overrides))
     return Run(
         dir=folder,
@@ -136,17 +138,12 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
     return list(runs)
 
 
-def is_run(folder: Path) -> bool:
-    """Return whether a folder is a run directory."""
-    return any((folder / name).is_file() for name in RUN_FILES)
-
-
 def json_of(path: Path, kind: type[T], problems: list[str]) -> T | None:
     return _decoded(path, lambda text: msgspec.json.decode(text, type=kind), problems)
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    if is_run(folder):
+    if holds_run(folder):
         yield folder
     elif folder.is_dir():
         for path in sorted(folder.iterdir(), key=lambda path: natural(path.name)):
@@ -172,7 +169,7 @@ def _before(folder: Path, metrics: pd.DataFrame, problems: list[str]) -> pd.Data
         if not sources:
             break
         folder = sources[0]
-        if not is_run(folder):
+        if not holds_run(folder):
             problems.append(f"{folder}, which it forked, is not there: curves begin at step {first}")
         metrics = _metrics(folder / "metrics.jsonl", problems).loc[: first - 1]
         found = pd.concat([metrics, found])

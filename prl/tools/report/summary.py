@@ -22,6 +22,8 @@ from prl.tools.sweep.metric import objective, trained_steps
 
 STATISTICS = ("final", "highest")
 TO_THRESHOLD = ("steps", "tokens", "seconds")
+WITHOUT_REWARDS = ("loss/*", "grad_norm")
+"""Metrics shown of runs without rewards: models of a Tinker server, whose clients keep theirs."""
 COLUMNS = ["metric", "variant", "run", "seed", "status"]
 
 
@@ -74,7 +76,9 @@ def summarise(
 def _chosen(runs: list[Run], patterns: Sequence[str]) -> list[str]:
     """Metrics of the runs that match, pattern by pattern."""
     recorded = dict.fromkeys(str(name) for run in runs for name in run.metrics)
-    matched = {pattern: [name for name in recorded if fnmatchcase(name, pattern)] for pattern in patterns or REWARDS}
+    rewarded = any(fnmatchcase(name, pattern) for name in recorded for pattern in REWARDS)
+    asked = patterns or (REWARDS if rewarded else WITHOUT_REWARDS)
+    matched = {pattern: [name for name in recorded if fnmatchcase(name, pattern)] for pattern in asked}
     for pattern in patterns:
         if not matched[pattern]:
             close = difflib.get_close_matches(pattern, recorded, n=3) or sorted(recorded)[:20] or ["none at all"]

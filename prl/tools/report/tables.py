@@ -117,6 +117,7 @@ def _heat(start: str, part: Comparison) -> Table:
     means, counts = cells.mean(), cells.count()
     fewer = (counts < counts.max(axis=None)) & (counts > 0)
     texts = means.map(number) + counts.map(" ({})".format).where(fewer, "")
+    # The better the darker, whether more or less of the metric is better.
     ranks = part.sign * means
     above = ranks - ranks.min(axis=None)
     shades = (DARKEST * above / (above.max(axis=None) or 1)).fillna(0).round().astype(int)

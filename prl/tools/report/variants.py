@@ -75,6 +75,7 @@ def variants(runs: list[Run], *, named: bool = False) -> Variants:
     columns |= {key: _short(chosen[key]) for key in sorted(chosen, key=_says_little)}
     orders = {key: in_order(values) for key, values in columns.items()}
     members: dict[tuple[str, ...], list[Run]] = {}
+    # Variants in the order of their values; the runs of each as they were given.
     for place in sorted(
         range(len(known)), key=lambda place: [orders[key].index(columns[key][place]) for key in columns]
     ):

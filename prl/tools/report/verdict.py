@@ -98,6 +98,7 @@ def judged_rewards(run: Run) -> Judged:
     # Of every step more is known than of an evaluation, but rollouts of old policies show a fall later.
     fall = fallen[0] if fallen[0].ended < fallen[-1].began else fallen[-1]
     why, texts = explained(run.metrics, fall), [one.text for one in fallen]
+    # No metric moved before: the rollouts themselves may show what changed.
     if "compare the rollouts" in why:
         why += beside(run.dir, (fall.began, fall.bad))
     kept = [step for step in steps_of(run.dir) if step <= fall.began]
@@ -109,7 +110,7 @@ def judged_rewards(run: Run) -> Judged:
 
 
 def beside(run_dir: Path, steps: tuple[int, int]) -> str:
-    """What the rollouts of two steps were asked, and earned by name; empty where one has none or several envs."""
+    """Compare what the rollouts of two steps were asked, and earned by name; empty if one has none or several envs."""
     seen = [sight(lines_of(path, Record, [])) for step, path in step_files(run_dir).items() if step in steps]
     return f" Before: {seen[0]}. Then: {seen[1]}." if len(seen) == 2 and all(seen) else ""
 
@@ -161,7 +162,7 @@ def state_of(run: Run) -> Finding:
 
 
 def starts(run: Run) -> list[Finding]:
-    """Where a run went on, with the keys that changed, and which run it forked."""
+    """Say where a run went on, with the keys that changed, and which run it forked."""
     findings = []
     for resume in resumes_of(run.dir, []):
         how = f"Forked from {resume.checkpoint}" if resume.source else f"Resumed after step {resume.step}"

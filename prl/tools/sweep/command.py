@@ -66,6 +66,7 @@ def run(task: Callable[[], Any], arguments: list[str]) -> None:
     print(f"sweep: {Recorder.folder}", *summary(Recorder.folder), sep="\n", file=sys.stderr, flush=True)
     if not status and any(job.status_of(path) != "completed" for path in jobs(Recorder.folder)):
         status = command.FAILED
+    # Whoever stops a sweep does not wait for its page.
     if status != command.INTERRUPTED:
         write_report(Recorder.folder)
     raise SystemExit(status)
@@ -127,6 +128,7 @@ def checked(config: DictConfig, folder: Path) -> tuple[SweepRecord, tuple[str, .
     Raises ConfigError.
     """
     hydra = config.hydra
+    # Optuna's is an enum; other sweepers have a text, or none.
     direction = getattr(hydra.sweeper.get("direction"), "name", hydra.sweeper.get("direction"))
     if direction not in (None, config.optimized_metric.direction):
         raise ConfigError(

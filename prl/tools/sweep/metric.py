@@ -56,6 +56,7 @@ def objective(lines: Sequence[Line], options: OptimizedMetricConfig, config: Map
         raise PrlError(no_own_reward(source_of(config, keys[0])))
     steps = [[line[key] for key in own if key in line] for line in lines]
     last = [values for values in steps if values][-options.last :]
+    # One that is not finite is written as null, which no mean may pass over.
     finite = [[value for value in values if value is not None] for values in last]
     if finite != last:
         raise PrlError(f"optimized_metric.key={own[0]!r}: the run has values of it that are not finite")

@@ -46,6 +46,7 @@ def apart(overrides: list[str], known: tuple[str, ...] = ()) -> Arguments:
     values = {override.get_key_element().lstrip("+"): override for override in parsed}
     varied = {key for key, override in values.items() if override.is_sweep_override() or key in known}
     fixed = {key: override for key, override in values.items() if key not in varied}
+    # A sweep is found again, and goes on, with other settings that change no result.
     recorded = {
         key: override.get_value_element_as_str()
         for key, override in sorted(fixed.items())
@@ -69,6 +70,7 @@ def folder_of(config: DictConfig) -> Path:
     """
     run: Any = OmegaConf.to_container(config.run, resolve=False)
     sweep: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    # What depends on a job's config is no place for all of them.
     for folder in (sweep["dir"], run["dir"], f"outputs/{run['name']}"):
         if "${" not in folder:
             return Path(folder)

@@ -42,6 +42,7 @@ def launch_each(launcher: Any, seeds: list[str], trials: Any, initial_job_idx: i
         For each trial a job with their mean; where not all have a value, one that has none.
     """
     jobs = [[*trial, seed] for trial in trials for seed in seeds]
+    # Hydra counts jobs, of which a trial has one for each seed.
     returned = list(launcher.launch(jobs, initial_job_idx=initial_job_idx * len(seeds)))
     return [mean_of(returned[place : place + len(seeds)]) for place in range(0, len(returned), len(seeds))]
 

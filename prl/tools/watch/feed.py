@@ -42,6 +42,7 @@ def read_on(path: Path, at: str, most: int = LINES) -> tuple[str, Columns, bool]
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno()).st_ino
+            # From the byte before: what ended there was a line, or this is another file.
             file.seek(max(0, offset - 1))
             goes_on = found == inode and (offset == 0 or file.read(1) == b"\n")
             start = offset if goes_on else 0
@@ -49,8 +50,10 @@ def read_on(path: Path, at: str, most: int = LINES) -> tuple[str, Columns, bool]
             written = file.read()
     except OSError:  # not there yet, or no longer
         return "", {}, offset > 0
+    # Behind the last end of a line somebody is writing.
     whole = written[: written.rfind(b"\n") + 1]
     every = whole.count(b"\n") // most + 1
+    # Counted from the end: the newest line is always among them.
     numbered = enumerate(reversed(whole.splitlines(keepends=True)))
     kept = [line for number, line in numbered if number % every == 0 or b'"eval/' in line]
     lines, _ = lines_in(b"".join(reversed(kept)), dict[str, float | None])

@@ -70,6 +70,7 @@ class Site:
         if name not in self.answers:
             return PlainTextResponse("There is no such page.\n", 404, HEADERS)
         try:
+            # A large run takes seconds to read, in which other pages go on.
             answer = await run_in_threadpool(self.answers[name], request.query_params)
         except (PrlError, PictureError, OSError) as error:  # the run has been removed, say
             return PlainTextResponse(as_message(str(error)), 404, HEADERS)

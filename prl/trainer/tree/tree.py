@@ -6,22 +6,45 @@ what each adds to those, up to the token before the last wanted one; positions c
 the logprob that it has in the sequence alone. What a loss needs of a token stays each sequence's own, temperatures too.
 """
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from prl.rollouts.inputs import Picture, keys_of, pictures_in
 from prl.rollouts.messages import MicroBatch, sequence_slices
 from prl.trainer.batch import Stack, empty_stack, stacks
-from prl.trainer.tree.attention import TokenTree
+from prl.trainer.tree.attention import TokenTree, can_attend_over_trees
 from prl.trainer.tree.blocks import BlockTree
 from prl.trainer.tree.flex import row_on_gpu
 
 UNUSED_PER_REPEATED = 8
 """Tokens of a forward pass's budget that cost, unused, about as much as one token that goes through the model twice."""
+Layout = Callable[[list[MicroBatch], int, torch.device], Iterator[Stack]]
+"""Makes stacks of rows, of at most so many tokens, on a device."""
+
+
+def layout_of(model: PreTrainedModel, device: torch.device, *, share: bool) -> Layout:
+    """Return how rows go through a model on a device. Raises ValueError for a model that has no way there.
+
+    Args:
+        model: the policy.
+        device: where it runs.
+        share: tokens that several sequences begin with go through it once, if it allows that.
+    """
+    cpu = device.type == "cpu"
+    if can_attend_over_trees(model) and (share or not cpu):
+        return functools.partial(tree_stacks, share=share)
+    if cpu:
+        return stacks
+    raise ValueError(
+        f"{type(model).__name__} on a GPU: its layers attend in a way that needs a mask of tokens x tokens; "
+        "set trainer.device=cpu"
+    )
 
 
 def tree_stacks(

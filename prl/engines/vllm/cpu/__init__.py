@@ -9,10 +9,11 @@ PATCHES_VARIABLE = "PRL_CPU_PATCHES"
 
 def install() -> None:
     """Apply all of them, before vLLM starts its engine core."""
-    from prl.engines.vllm.cpu import fork, passes, prefixes, replies
+    from prl.engines.vllm.cpu import adapters, fork, passes, prefixes, replies
 
     prefixes.run_prefixes_once()
     passes.normalise_in_one_kernel()
     passes.draw_noise_once()
     replies.reply_once()
+    adapters.read_each_once()
     fork.fork_engine()

@@ -17,6 +17,7 @@ from prl.engines.protocol import Generated, Sampled, measured
 from prl.engines.vllm.alive import while_alive
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -39,12 +40,16 @@ def takes(engine: "AsyncLLM", params: "SamplingParams") -> bool:
     return plain and hasattr(EngineCoreProc, METHOD) and engine.vllm_config.parallel_config.data_parallel_size == 1
 
 
-async def sample(engine: "AsyncLLM", prompt: Any, params: "SamplingParams", name: str, priority: int) -> bytes:
+async def sample(
+    engine: "AsyncLLM", prompt: Any, params: "SamplingParams", name: str, priority: int, adapter: "LoRARequest | None"
+) -> bytes:
     """`Generated` as JSON. Raises what vLLM raises for what it refuses, GenerationError if sampling failed."""
     from vllm.exceptions import GenerationError
 
     tasks = await engine.get_supported_tasks()
-    request = engine.input_processor.process_inputs(name, prompt, params, tasks, priority=priority)
+    request = engine.input_processor.process_inputs(
+        name, prompt, params, tasks, lora_request=adapter, priority=priority
+    )
     request.client_index = engine.engine_core.client_index
     call = engine.engine_core.call_utility_async(METHOD, msgspec.msgpack.encode(request))
     try:
