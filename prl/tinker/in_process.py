@@ -21,6 +21,8 @@ from prl.trainer.lora import WEIGHTS, adapters_of
 
 LOADED = 4
 """Adapters that are kept in memory."""
+GATHER_S, ROUNDS = 0.01, 10
+"""[s] Requests that come so close behind one another are sampled together; at most so many times that is waited."""
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
@@ -42,6 +44,7 @@ class SnapshotsInProcess(TransformersModel, Snapshots):
         self._whole: tuple[Path, int] | None = None
         """The snapshot whose weights the model has; None = those of the base."""
         self._made = 0
+        self._arrived = 0
 
     async def continued(
         self, snapshot: Path | None, prompt: list[int], sampling: dict[str, Any], n: int
@@ -51,8 +54,18 @@ class SnapshotsInProcess(TransformersModel, Snapshots):
         known = {key: value for key, value in sampling.items() if key != "ignore_eos"}
         known["stop_token_ids"] = [*ends, *sampling["stop_token_ids"]]
         asked = Request(prompt_ids=prompt, n=n, **known)
+        await self._gather()
         done = _answered(await self._continuing.ask((snapshot, asked), n))
         return [Completion(each.token_ids, each.logprobs, each.finish_reason) for each in done]
+
+    async def _gather(self) -> None:
+        """Wait while requests arrive: those of a client come one by one, and one batch takes less than several."""
+        self._arrived += 1
+        for _ in range(ROUNDS):
+            before = self._arrived
+            await asyncio.sleep(GATHER_S)
+            if self._arrived == before:
+                break
 
     async def scored(self, snapshot: Path | None, tokens: list[int], top_k: int) -> Scored:
         await asyncio.shield(asyncio.wrap_future(self._ready))
