@@ -76,8 +76,9 @@ def collect(evaluations: list[Path]) -> None:
     pd.DataFrame(tasks, columns=[*KEYS, "task", "reward"]).to_csv(HERE / "tasks.csv", index=False, float_format="%.4g")
     spent = []
     for sweep, name in RUNS.items():
-        for run in sorted((evaluations[0].parent / sweep).glob("seed=*")):
-            spent.append(sampled_by(run).assign(run=name, seed=run.name.removeprefix("seed=")))
+        for seed in sorted({seed for run, seed, *_ in tasks if run == name} - {"start"}):
+            folder = evaluations[0].parent / sweep / f"seed={seed}"
+            spent.append(sampled_by(folder).assign(run=name, seed=seed))
     pd.concat(spent)[[*KEYS, "sampled", "reward"]].to_csv(HERE / "sampled.csv", index=False, float_format="%.4g")
 
 
