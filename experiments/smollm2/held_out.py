@@ -31,7 +31,7 @@ PANELS = [
     ("a calculator is asked, its answer used", ["adder, grpo"], {"its demonstrations": 0.2, "never listens": 0.0005}),
     ("sums such as 12+34=", ["sums, prl", "sums, TRL"], {}),
 ]
-"""Title, runs, and the rewards of players that learn nothing (baselines.py), of each picture; one without runs is left out."""
+"""Title, runs, and the rewards of players that learn nothing (baselines.py), of each picture that has runs."""
 KEYS = ["run", "seed", "step"]
 
 
