@@ -45,8 +45,6 @@ ARGUED = {
     ("tests/test_hostile_text.py", "eval"): "the same",
     ("tests/tinker/test_page.py", "compile"): "the loop of the page, as a reader would run it",
     ("tests/tinker/test_page.py", "exec"): "the same",
-    ("tests/tinker/test_page.py", "compile"): "the loop of the page, as a reader would run it",
-    ("tests/tinker/test_page.py", "exec"): "the same",
     ("tests/trainer/test_model.py", "trust_remote_code=True"): "a model whose code the test has written",
     ("tests/envs/tasksets/test_math.py", "eval"): "the arithmetic of a task that the test has drawn",
 }
