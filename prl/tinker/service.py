@@ -81,8 +81,8 @@ class Service:
 
     def __init__(self, config: TinkerConfig, learner: Learner, sampler: Snapshots):
         self.config, self.learner, self.sampler = config, learner, sampler
-        self.store = Store(Path(config.dir).absolute())
         self.name, self.path = config.name, sampler.spec.model.path
+        self.store = Store(Path(config.dir).absolute(), self.path)
         code = sampler.spec.model.trust_remote_code
         self.files = companion_files(self.path) | tokenizer_files(self.path, trust_remote_code=code)
         self.meters = Meters(self.path)
@@ -215,10 +215,13 @@ class Service:
                 finally:  # a thread cannot be stopped half way
                     self._finish(model, order, request, await running)
                 await asyncio.to_thread(self._save_if_due, model, request.kind)
-        finally:
+        except asyncio.CancelledError:  # not where a request has failed half way: then the journal has what counts
             for model in self.models.values():
                 if model.id in self.learner.tenants and model.unsaved_s:
                     self._save(model)
+            raise
+        finally:
+            for model in self.models.values():
                 self.meters.end(model.store.folder, "stopped")
 
     def _finish(self, model: Model, order: int, request: Request, result: Result) -> None:
@@ -424,8 +427,10 @@ class Service:
         """Begin to sample, unless this is a retry. Returns the id of the request."""
         prompt = self._prompt(request)
         snapshot = self.snapshot_of(request)
-        number = f"{len(self.sampled)}-{time.time_ns()}" if request.seq_id is None else request.seq_id
-        request_id = f"{request.sampling_session_id or 'sample'}:{number}"
+        # Numbers are those of a session: without one, two clients may have the same.
+        session, number = request.sampling_session_id, request.seq_id
+        known = session is not None and number is not None
+        request_id = f"{session}:{number}" if known else f"sample:{len(self.sampled)}-{time.time_ns()}"
         if request_id in self.sampled:
             return request_id
         if self.sampling + request.num_samples > self.config.max_samples:
@@ -470,7 +475,7 @@ class Service:
             return result
         except asyncio.CancelledError:
             return _failed(RequestError("this request was cancelled"))
-        except PrlError as error:
+        except Exception as error:  # as of a snapshot that is deleted now
             return _failed(error)
         finally:
             self.sampling -= request.num_samples
