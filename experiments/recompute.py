@@ -205,8 +205,11 @@ def smollm2() -> Iterable[Row]:
             before += f" ({first['lowest']:.3f} to {first['highest']:.3f})"
         yield [name, short(before), span(by_seed("smollm2", metric).loc[variant]), f"{rows['trained'].iloc[-1]:,}"]
     for name, of_run in held_out.curves().groupby("run", sort=False):
-        rewards = [f"{row.mean:.3f} ± {row.half:.3f} ({row.low:.3f} to {row.high:.3f})" for row in of_run.itertuples()]
-        yield [str(name), short(rewards[0]), short(rewards[-1]), f"{of_run['sampled'].iloc[-1]:,}"]
+        rewards = [
+            f"{row.mean:.3f} ± {row.half:.3f}" + (f" ({row.low:.3f} to {row.high:.3f})" if row.seeds > 1 else "")
+            for row in of_run.itertuples()
+        ]
+        yield [str(name), *map(short, rewards), f"{of_run['sampled'].iloc[-1]:,}"]
 
 
 def opd_grpo_sft() -> Iterable[Row]:

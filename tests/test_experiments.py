@@ -257,6 +257,15 @@ def test_demonstrations_of_adder_ask_rightly_and_heed_the_answer_as_often_as_tol
     assert right / len(tasks) == pytest.approx(0.25, abs=0.03)
 
 
+def test_evaluated_weights_are_told_by_their_folder():
+    outputs = Path("/there/outputs")
+    start = held_out.of_target(outputs / "exp-smollm2-adder-form" / "checkpoints" / "step_000012")
+    assert start == [("adder, grpo", "start", 0)]
+    trained = held_out.of_target(outputs / "exp-smollm2-adder" / "seed=2" / "checkpoints" / "step_000004")
+    assert trained == [("adder, grpo", "2", 4)]
+    assert held_out.of_target(outputs / "exp-smollm2-trl" / "seed=1" / "checkpoint-10") == [("sums, TRL", "1", 10)]
+
+
 def test_an_interval_over_tasks_and_seeds_is_that_of_the_only_thing_that_differs():
     """Two tasks of .4 and .6 have a standard error of .1, and Student's t of one degree of freedom is 12.706."""
     by_task = pd.DataFrame({0: [0.4, 0.6], 1: [0.4, 0.6], 2: [0.4, 0.6]})

@@ -117,7 +117,7 @@ def draw(found: pd.DataFrame) -> None:
     for panel, (title, names, baselines) in zip(axes[0], PANELS, strict=True):
         for color, name in enumerate(names):
             rows = found[found["run"] == name]
-            panel.errorbar(rows["sampled"], rows["mean"], rows["half"], color=f"C{color}", marker="o", capsize=3,
+            panel.errorbar(rows["sampled"], rows["mean"], rows["half"], color=f"C{color}", fmt="o", capsize=3,
                            label=f"{name}, held out")  # fmt: skip
             for seed, of_seed in replies[replies["run"] == name].groupby("seed"):
                 label = f"{name}, sampled, by seed" if seed == 0 else None

@@ -110,7 +110,7 @@ def precision_of(dtype: str, device: str) -> Precision:
 
 @dataclass
 class RanksConfig:
-    """How ranks train a model: a run's trainer, and the server of the Tinker protocol."""
+    """Settings of the ranks that train a model: a run's trainer, and the server of the Tinker protocol."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = cuda if there is a GPU."""

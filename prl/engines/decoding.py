@@ -145,7 +145,7 @@ def draw(logits: Tensor, continuations: Sequence[Continuation]) -> tuple[Tensor,
 
 
 def truncated(logprobs: Tensor, request: Request) -> Tensor:
-    """Return logprobs `[vocabulary]` among the tokens alone that `top_k` and `top_p` leave, as vLLM does."""
+    """Return logprobs `[vocabulary]` among the tokens alone that `top_k` and `top_p` leave, as servers do."""
     ordered, token_ids = logprobs.sort(descending=True)
     if request.top_k > 0:
         ordered[request.top_k :] = -math.inf

@@ -54,8 +54,10 @@ def use(model: PreTrainedModel, name: str | None) -> None:
 
 def remove(model: Any, name: str) -> None:
     """Take an adapter out of a model."""
-    for layer in _layers(model):
-        layer.delete_adapter(name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Adapter .* was active")  # `use` says which is
+        for layer in _layers(model):
+            layer.delete_adapter(name)
     del model.peft_config[name]
 
 

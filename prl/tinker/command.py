@@ -15,7 +15,7 @@ options:
   max_rank=128                  largest rank of an adapter
   trainer.device=auto           where models are trained, cpu or cuda
   trainer.num_processes=1       ranks that train them together
-  engine=default                sample with vLLM, not with transformers
+  engine=default                sample on servers, not in this process
   engine.device=auto            where they are sampled from
   model.max_model_len=…         prompt and reply together, in tokens
 

@@ -5,10 +5,11 @@ restart, and other ranks, have it too. Nothing of it is evaluated, imported or u
 """
 
 import base64
+import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -113,13 +114,10 @@ class Traced(msgspec.Struct, frozen=True):
 
     def check(self) -> None:
         """Raise RequestError, naming it, for an operation that is not allowed, and for inputs that do not fit."""
-        nodes = self.graph.nodes
-        placeholders = [node.target for node in nodes if node.op == "placeholder"]
-        if not placeholders or placeholders != [given.name for given in self.inputs] or placeholders[0] != "logprobs":
+        names = [given.name for given in self.inputs]
+        if names[:1] != ["logprobs"] or names != [node.target for node in self.graph.nodes if node.op == "placeholder"]:
             raise RequestError("inputs: these are not those of the graph, which begin with logprobs")
-        if [node.op for node in nodes].count("output") != 1 or nodes[-1].op != "output" or len(nodes[-1].args) != 1:
-            raise RequestError("graph: it has to end with its one output")
-        for node in nodes:
+        for node in self.graph.nodes:
             if node.op not in ("placeholder", "output") and (node.op, node.target) not in ALLOWED:
                 raise RequestError(
                     f"graph.{node.name[:80]}: {node.op} {node.target[:80]} is none of the operations that this server "
@@ -143,7 +141,7 @@ class Traced(msgspec.Struct, frozen=True):
                 values[node.name] = ALLOWED[node.op, node.target](*args, **kwargs)
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 raise RequestError(f"graph.{node.name[:80]}: {node.target[:80]}: {in_one_line(error)}") from None
-        raise AssertionError("the output is last")
+        raise RequestError("graph: it has no output")
 
 
 def _value(arg: Any, values: dict[str, Any]) -> Any:
@@ -173,7 +171,8 @@ def _value(arg: Any, values: dict[str, Any]) -> Any:
 
 def _check_size(node: Node, arguments: list[Any]) -> None:
     """Raise ValueError for an operation that would take much time or memory."""
-    tensors = [each for each in _flat(arguments) if isinstance(each, Tensor)]
+    lists = [argument if isinstance(argument, list | tuple) else [argument] for argument in arguments]
+    tensors = [each for each in itertools.chain(*lists) if isinstance(each, Tensor)]
     shapes = [tensor.shape for tensor in tensors]
     read = sum(map(math.prod, shapes))
     made = 1  # of what stands beside each other, as in an addition; others make no more than they read
@@ -187,15 +186,6 @@ def _check_size(node: Node, arguments: list[Any]) -> None:
             raise TypeError("numbers are wanted")
         if node.target == "operator.pow" and not tensors:
             raise TypeError("a tensor is wanted")
-
-
-def _flat(arguments: Any) -> Iterator[Any]:
-    """Yield arguments, and those within lists and tuples."""
-    for argument in arguments:
-        if isinstance(argument, list | tuple):
-            yield from _flat(argument)
-        else:
-            yield argument
 
 
 def _checked(output: Any) -> tuple[Tensor, dict[str, Tensor]]:

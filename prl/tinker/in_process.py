@@ -19,7 +19,7 @@ from prl.tinker import adapters
 from prl.tinker.sampler import Snapshots, has_adapter, identity
 from prl.trainer.lora import WEIGHTS, adapters_of
 
-LOADED = 16
+LOADED = 4
 """Adapters that are kept in memory."""
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
@@ -96,17 +96,25 @@ class SnapshotsInProcess(TransformersModel, Snapshots):
 
     @torch.no_grad()
     def _insert(self, folder: Path) -> str:
-        """Load an adapter beside the base; that which nobody has used for longest goes. Returns its name."""
+        """Load an adapter beside the base, where there is no room in place of the one not used for longest.
+
+        Returns its name.
+        """
         import peft
 
-        if len(self._loaded) == LOADED:
-            _, oldest = self._loaded.popitem(last=False)
-            adapters.remove(self._model, oldest)
-        self._made += 1
-        name = f"s{self._made}"
-        adapters.insert(self._model, name, peft.LoraConfig.from_pretrained(str(folder)))
         saved = load_file(folder / WEIGHTS)
-        for key, matrix in adapters_of(self._model, name).items():
+        name, held = "", {}
+        if len(self._loaded) == LOADED:
+            _, name = self._loaded.popitem(last=False)
+            held = adapters_of(self._model, name)
+        if {key: matrix.shape for key, matrix in held.items()} != {key: matrix.shape for key, matrix in saved.items()}:
+            if name:
+                adapters.remove(self._model, name)
+            self._made += 1
+            name = f"s{self._made}"
+            adapters.insert(self._model, name, peft.LoraConfig.from_pretrained(str(folder)))
+            held = adapters_of(self._model, name)
+        for key, matrix in held.items():  # a hundred times faster than to make layers anew
             matrix.copy_(saved[key])
         return name
 

@@ -19,26 +19,16 @@ from transformers import PreTrainedModel
 
 from prl.config.trainer import RanksConfig, precision_of
 from prl.losses.interface import Metrics, add_metric
-from prl.rollouts.messages import MicroBatch, Origin, TrainingSample, sequence_slices
+from prl.rollouts.messages import TrainingSample, sequence_slices
 from prl.rollouts.packing import pack
 from prl.tinker import adapters, losses
 from prl.tinker.wire import Adam, Datum, Forward, Lora, RequestError
+from prl.trainer import sharding
 from prl.trainer.batch import Stack, empty_stack
 from prl.trainer.layers import recompute_activations
 from prl.trainer.lora import adapters_of, linear_layers
 from prl.trainer.metrics import gather
 from prl.trainer.model import check_layout, run_stack
-from prl.trainer.sharding import (
-    gradient_norm,
-    make_mesh,
-    most,
-    part_like,
-    reduce_over_replicas,
-    reshard,
-    scale_gradients,
-    shard,
-    whole,
-)
 from prl.trainer.tree.tree import layout_of
 from prl.trainer.weights import on_writer, whole_tensors
 
@@ -77,7 +67,7 @@ class Learner:
 
     Args:
         load: loads the base on a device; on the meta device for a rank that gets its weights from another.
-        trainer: how models are trained; its device is `cpu` or `cuda`.
+        trainer: how models are trained; its device is `cpu` or `cuda:<number>`.
         longest: tokens of the longest sequence.
         tell: called with the name and the arguments of each method of `COLLECTIVE` before it runs, so that other ranks
             can follow.
@@ -97,18 +87,18 @@ class Learner:
         self.longest = longest
         self.tell = tell
         self.device = torch.device(trainer.device)
-        self.precision = precision_of(trainer.dtype, trainer.device)
-        self.mesh = make_mesh(self.device, trainer.shard_size) if dist.is_initialized() else None
+        self.precision = precision_of(trainer.dtype, self.device.type)
+        self.mesh = sharding.make_mesh(self.device, trainer.shard_size) if dist.is_initialized() else None
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.tenants: dict[str, Tenant] = {}
         self.made = 0
         self._begin(whole=False)
         check_layout(self.model, self.layout, self.device, self.precision.tolerance, longest)
-        reshard(self.model)
+        sharding.reshard(self.model)
 
     def _begin(self, *, whole: bool) -> None:
         """Load the base, to train it as a whole or adapters beside it."""
-        self._take_device()
+        take(self.device)
         place = self.device
         if self.mesh is not None:
             place = torch.device("meta" if self.rank else "cpu")
@@ -120,7 +110,7 @@ class Learner:
         """The weights of the base may change."""
         recompute_activations(self.model, self.trainer.gradient_checkpointing)
         if self.mesh is not None:
-            shard(self.model, self.mesh, self.device, precision=self.precision, offload=False)
+            sharding.shard(self.model, self.mesh, self.device, precision=self.precision, offload=False)
 
     @property
     def vocabulary(self) -> int:
@@ -191,7 +181,7 @@ class Learner:
             opened.enter_context(torch.no_grad() if request.forward_only else self._adding(tenant))
             for place, (stack, numbers) in enumerate(stacks, 1):
                 some = [request.data[number] for number in numbers]
-                reduce_over_replicas(self.model, place == len(stacks))
+                sharding.reduce_over_replicas(self.model, place == len(stacks))
                 logprobs, _, _ = run_stack(self.model, with_targets(stack, some), head_chunk=None)
                 try:
                     total, metrics = loss.compute(settings, logprobs, some)
@@ -205,17 +195,12 @@ class Learner:
                 sizes = [datum.inputs["target_tokens"].size for datum in some]
                 values = logprobs.detach().float().cpu().split(sizes)
                 own |= {number: part.numpy().tobytes() for number, part in zip(numbers, values, strict=True)}
-            reshard(self.model)
+            sharding.reshard(self.model)
             return self._result(request.data, own, totals, faults)
-
-    def _take_device(self) -> None:
-        """Have this thread compute on the learner's GPU, where it has one: each thread has its own current device."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
 
     def _use(self, name: str) -> Tenant:
         """Have the base run with the adapter of a model."""
-        self._take_device()
+        take(self.device)
         tenant = self.tenants[name]
         if tenant.adapter is not None:
             adapters.use(self.model, tenant.adapter)
@@ -256,17 +241,16 @@ class Learner:
 
     def _norm(self, tenant: Tenant) -> float:
         """Return the norm of a model's gradient, the same on every rank."""
-        return gradient_norm(tenant.parameters.values(), self.mesh if tenant.adapter is None else None)
+        return sharding.gradient_norm(tenant.parameters.values(), self.mesh if tenant.adapter is None else None)
 
     def _stacks(self, data: list[Datum]) -> list[tuple[Stack, list[int]]]:
         """Pack data as a run does: the stacks of this rank, as many as others have, and the numbers of their data."""
         samples = [sample_of(datum, number) for number, datum in enumerate(data)]
         packed, _ = pack(samples, max(len(sample.token_ids) for sample in samples), self.ranks)
-        rows = packed[self.rank]
-        stacks = list(self.layout(rows, self.trainer.tokens_per_forward, self.device))
-        (longest,) = most([len(stacks)], self.device)
+        stacks = list(self.layout(packed[self.rank], self.trainer.tokens_per_forward, self.device))
+        (longest,) = sharding.most([len(stacks)], self.device)
         stacks += [empty_stack(self.device) for _ in range(longest - len(stacks))]
-        return [(stack, numbers_of(stack, rows)) for stack in stacks]
+        return [(stack, [int(name) for name in stack.envs]) for stack in stacks]
 
     def _result(self, data: list[Datum], own: dict[int, bytes], totals: Metrics, faults: list[str]) -> dict[str, Any]:
         """Gather what the ranks have of a pass: logprobs of the targets, by the number of the datum, and metrics.
@@ -304,7 +288,7 @@ class Learner:
                 )
             scale = adam.grad_clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
             if 0 < scale < 1:
-                scale_gradients(tenant.parameters.values(), scale)
+                sharding.scale_gradients(tenant.parameters.values(), scale)
             tenant.optimizer.param_groups[0].update(
                 lr=adam.learning_rate,
                 betas=(adam.beta1, adam.beta2),
@@ -340,7 +324,7 @@ class Learner:
 
     def _gathered(self, named: Any, *, copies: bool = False) -> dict[str, Tensor]:
         """Gather tensors one after the other, for rank 0 alone."""
-        gathered = ((key, whole(tensor.detach())) for key, tensor in named)
+        gathered = ((key, sharding.whole(tensor.detach())) for key, tensor in named)
         return on_writer(gathered, writes=self.rank == 0, copies=copies)
 
     @torch.no_grad()
@@ -360,7 +344,7 @@ class Learner:
         tenant.step = step if optimizer else 0
         for key, parameter in tenant.parameters.items():
             own = {
-                part: part_like(parameter, tensors[f"{part}/{key}"].to(parameter.device))
+                part: sharding.part_like(parameter, tensors[f"{part}/{key}"].to(parameter.device))
                 for part in ("weight", "gradient", "exp_avg", "exp_avg_sq")
                 if f"{part}/{key}" in tensors
             }
@@ -371,6 +355,12 @@ class Learner:
                 tenant.optimizer.state[parameter] = own | {"step": tensors[f"step/{key}"]}
 
 
+def take(device: torch.device) -> None:
+    """Have this thread compute on a GPU, where the device is one: each thread has its own current device."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def sample_of(datum: Datum, number: int) -> TrainingSample:
     """Return a datum as a run packs it. One token more is the wanted one: so all of the datum go through the model."""
     length = len(datum.tokens)
@@ -379,17 +369,10 @@ def sample_of(datum: Datum, number: int) -> TrainingSample:
         mask=[False] * (length + 1),
         logprobs=[0.0] * (length + 1),
         temperatures=[1.0] * (length + 1),
-        env_name="",
+        env_name=str(number),  # a stack has it of each of its sequences
         reward=0.0,
         ce_weights=[0.0] * length + [1.0],
-        origin=Origin(None, number, 0, ""),
     )
-
-
-def numbers_of(stack: Stack, rows: list[MicroBatch]) -> list[int]:
-    """Return the numbers of the data in a stack, by `sample_of`."""
-    origins = [rows[row].origins[place] for row, place in stack.origins]
-    return [origin.group for origin in origins if origin is not None]
 
 
 def with_targets(stack: Stack, data: list[Datum]) -> Stack:

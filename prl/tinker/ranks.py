@@ -29,7 +29,7 @@ from prl.config.threads import share
 from prl.config.trainer import RanksConfig, precision_of
 from prl.launch.local import LocalLauncher
 from prl.launch.plan import TrainerSpec
-from prl.tinker.learner import COLLECTIVE, Learner
+from prl.tinker.learner import COLLECTIVE, Learner, take
 from prl.tinker.wire import RequestError
 from prl.trainer import worker
 from prl.trainer.model import load_model
@@ -98,6 +98,7 @@ def join(config: Mapping[str, Any], rank: int, meeting: str | None = None) -> tu
     """
     trainer, model = RanksConfig(**config["trainer"]), config["model"]
     device = torch.device(trainer.device)
+    take(device)
     if trainer.num_processes > 1 or device.type == "cuda" or precision_of(trainer.dtype, device.type).is_mixed:
         meet(rank, trainer.num_processes, device, {}, meeting)
     calls = Calls() if trainer.num_processes > 1 else None
@@ -144,7 +145,7 @@ def ranks_of(
     return TrainerSpec(
         run_dir=folder,
         model=model,
-        payload={"model": plain(model), "trainer": plain(trainer) | {"device": device}},
+        payload={"model": plain(model), "trainer": plain(trainer) | {"device": "cuda:0" if gpus[0] else device}},
         num_processes=trainer.num_processes,
         device=device,
         threads=share(trainer.threads, model, device, trainer.num_processes, machine.cores),
@@ -167,13 +168,17 @@ def lead(spec: TrainerSpec, launcher: LocalLauncher) -> Learner:
 
     Raises ValueError for a model that cannot be trained, and PrlError where a rank ends.
     """
+    config = spec.payload
+    if spec.gpus[0]:  # each of the others sees its own alone, this process those of the engine too
+        device = f"cuda:{Machine().gpus.index(spec.gpus[0][0])}"
+        config = config | {"trainer": config["trainer"] | {"device": device}}
     if spec.num_processes == 1:
-        return join(spec.payload, 0)[0]
+        return join(config, 0)[0]
     made: concurrent.futures.Future[Learner] = concurrent.futures.Future()
 
     def make() -> None:
         try:
-            made.set_result(join(spec.payload, 0, str(launcher.meeting))[0])
+            made.set_result(join(config, 0, str(launcher.meeting))[0])
         except BaseException as error:
             made.set_exception(error)
 

@@ -39,7 +39,7 @@ TENSORS, STATE, MODEL, CHECKPOINT = "tensors.safetensors", "state.msgpack", "mod
 
 
 class ModelRecord(msgspec.Struct):
-    """What a model is."""
+    """The record of a model."""
 
     model_id: str
     session_id: str

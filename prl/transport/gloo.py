@@ -2,9 +2,8 @@
 
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -69,16 +68,10 @@ def _group(store: dist.PrefixStore, rank: int, size: int, timeout_s: float, own:
     return gloo(store, rank, size, options)
 
 
-def broadcast(group: Group, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Send tensors of the first member to the others, whose tensors in host memory get its numbers.
-
-    Yields each once it has arrived. The next one is on its way then, while the caller works with this one.
-    """
+def broadcast(group: Group, tensor: torch.Tensor) -> None:
+    """Send a tensor of the first member to the others, whose tensors in host memory get its numbers."""
     # As bytes: gloo knows some formats of numbers only.
-    begun = ((tensor, group.broadcast(tensor.reshape(-1).view(torch.uint8), 0)) for tensor in tensors)
-    for (tensor, sending), _ in pairwise(chain(begun, [(torch.empty(0), None)])):
-        sending.wait()
-        yield tensor
+    group.broadcast(tensor.reshape(-1).view(torch.uint8), 0).wait()
 
 
 def part(group: Group) -> None:

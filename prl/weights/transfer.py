@@ -136,8 +136,8 @@ class TransferWeights(Weights):
         )
         lost = functools.partial(self.transport.receive, f"{request}/lost")
         group = gloo.gather(listener, secret, size, self.timeout_s, lambda: lost() is not None)
-        for _ in gloo.broadcast(group, (tensor.cpu() for _, tensor in tensors)):
-            pass
+        for _, tensor in tensors:
+            gloo.broadcast(group, tensor.cpu())
         gloo.part(group)
 
     def _send_by_nccl(self, request: str, tensors: Iterator[tuple[str, "torch.Tensor"]]) -> None:

@@ -45,7 +45,10 @@ class Client:
         return answer.status_code, answer.json()["detail"]
 
     def result(self, answer):
-        return self.post("/retrieve_future", request_id=answer["request_id"])
+        while True:
+            result = self.post("/retrieve_future", request_id=answer["request_id"])
+            if result.get("type") != "try_again":
+                return result
 
     def do(self, route, /, **body):
         return self.result(self.post(route, **body))

@@ -101,7 +101,12 @@ def test_passes_and_steps_are_those_of_plain_torch(client, service, model, name)
             torch.testing.assert_close(own.double(), parameter.detach(), atol=1e-5, rtol=0)
 
 
-def test_many_data_several_targets_and_losses_of_the_client(client, model):
+def nll(logprobs, weights):
+    loss = -(logprobs * weights).sum()
+    return loss, {"custom/nll:mean": torch.nn.functional.softplus(loss) / logprobs.shape[0]}
+
+
+def test_many_data_several_targets_and_losses_of_the_client(client, service, model):
     tokens, targets = sequence(12, seed=3)
     several = torch.tensor([[target, *targets[:2]] for target in targets])
     weights = torch.rand(12, 3, generator=torch.Generator().manual_seed(1)) * (torch.arange(12) > 5)[:, None]
@@ -116,6 +121,13 @@ def test_many_data_several_targets_and_losses_of_the_client(client, model):
     norm = model.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["unclipped_grad_l2:mean"]
     custom = model.forward_backward_custom([text(6)], lambda data, t: (-t[0].sum(), {"mine": 1.0}))
     assert custom.result().metrics["mine"] == 1.0
+    again = model.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["unclipped_grad_l2:mean"]
+    assert again == pytest.approx(norm, rel=1e-5)
+    handle = service.create_custom_loss(nll, {"logprobs": 1, "weights": 1}).result()
+    assert handle.loss_id is not None, "the server runs it"
+    traced = model.forward_backward_custom([text(6)], handle).result().metrics
+    expected = torch.nn.functional.softplus(-one.sum()).item() / 6
+    assert traced == pytest.approx({"loss:sum": -one.sum().item(), "custom/nll:mean": expected}, rel=1e-5)
     again = model.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["unclipped_grad_l2:mean"]
     assert again == pytest.approx(norm, rel=1e-5)
 

@@ -57,12 +57,11 @@ class Engine:
             init["master_address"], init["master_port"], init["secret"], 1, init["world_size"], init["timeout_s"]
         )
         held = {}
-        described = zip(update["shapes"], update["dtype_names"], strict=True)
-        empty = (torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in described)
-        for name, tensor in zip(update["names"], gloo.broadcast(group, empty), strict=True):
+        for name, dtype, shape in zip(update["names"], update["dtype_names"], update["shapes"], strict=True):
             if len(held) == self.fails:
                 raise EngineError("it is dead")
-            held[name] = tensor
+            held[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            gloo.broadcast(group, held[name])
         gloo.part(group)
         return held
 

@@ -109,9 +109,10 @@ class PolicyTransfer(WeightTransferEngine[Meeting, NewWeights]):
     def _sent(self, info: NewWeights) -> Iterator[tuple[str, torch.Tensor]]:
         """Receive one tensor after the other. Each has memory of its own: vLLM may keep it until
         its layer is complete."""
-        described = zip(info.shapes, info.dtype_names, strict=True)
-        empty = (torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in described)
-        return zip(info.names, gloo.broadcast(self.group, empty), strict=True)
+        for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            gloo.broadcast(self.group, tensor)
+            yield name, tensor
 
     def finish_weight_update(self) -> None:
         assert self.update is not None
