@@ -7,6 +7,7 @@ runs in a thread, one request after the other; the event loop owns the queues an
 import asyncio
 import contextlib
 import hashlib
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from prl.base.checkpoint_folders import seal
@@ -31,6 +33,9 @@ from prl.tinker.wire import Lora, RequestError
 from prl.trainer.lora import ADAPTER, write_adapters
 from prl.trainer.model import write_model
 
+log = logging.getLogger(__name__)
+OF_FILES = (OSError, SafetensorError)
+"""Errors of rank 0 alone, which has the files: ranks are alike all the same."""
 RESULTS = 32
 """Results that a model keeps, the newest."""
 SAMPLES = 4096
@@ -255,7 +260,7 @@ class Service:
                     self._bring(model)
                 return handlers[request.kind](model, order, request)
         except Exception as error:
-            if self.learner.ranks > 1 and not isinstance(error, PrlError):
+            if self.learner.ranks > 1 and not isinstance(error, (PrlError, *OF_FILES)):
                 raise  # ranks may not be alike any more: the next start goes on from the journal
             return _failed(error)
         finally:
@@ -287,7 +292,10 @@ class Service:
         if often and model.unsaved_s < max(SAVED_S, 20 * model.write_s):
             return
         if model.id in self.learner.tenants:
-            self._save(model)
+            try:
+                self._save(model)
+            except OF_FILES as error:  # as of a full disk: the journal has what counts
+                log.warning("the state of a model cannot be written: %s", in_one_line(error))
 
     def _save(self, model: Model) -> None:
         """Write the state of a model, which is that after its last request."""

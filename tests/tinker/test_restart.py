@@ -23,7 +23,7 @@ from tinker_server import Client, Model, running, text
 
 from prl.base.errors import ConfigError
 from prl.models import model_path
-from prl.tinker.store import Store
+from prl.tinker.store import ModelStore, Store
 
 DATA = [text(14, seed=place) for place in range(6)]
 PASSES = [
@@ -161,3 +161,16 @@ def test_a_half_written_folder_and_a_damaged_file(tmp_path):
     assert not (folder / "state_000.writing").exists()
     assert json.loads((tmp_path / "sessions.json").read_text())["sessions"]
     assert [*Path(folder).glob("state_*")] and load_file(next(folder.glob("state_*[0-9]")) / "tensors.safetensors")
+
+
+def test_a_state_that_cannot_be_written_stops_nobody(tmp_path, monkeypatch, caplog):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with running(tmp_path) as client:
+        with monkeypatch.context() as context:
+            context.setattr(ModelStore, "save", full)
+            model = client.model(seed=2)
+            model.train(DATA[:1])
+            assert model.step()["metrics"]["step:max"] == 1
+        assert "cannot be written: [Errno 28] No space left" in caplog.text
