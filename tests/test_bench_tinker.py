@@ -13,10 +13,10 @@ BENCH = SourceFileLoader("bench_tinker", str(Path(__file__).parents[1] / "script
 
 def test_figures_leave_the_first_step_out():
     """Steps of 1 and 3 s; in them 1.5 s of waiting on average, in which trainer and engine work for 1.2 s."""
-    side = BENCH.Side([9.0, 10.0, 13.0], [0.0, 0.3, 0.6], [8.0, 1.0, 2.0], [4.0, 0.9, 1.5])
+    side = BENCH.Side([9.0, 10.0, 13.0], [0.0, 0.3, 0.6], [7.0, 8.0, 8.5], [8.0, 1.0, 2.0], [4.0, 0.9, 1.5])
     figures = side.figures()
-    assert list(figures.values()) == pytest.approx([2.0, 0.3, 0.3, 1.5, 1.2, 0.2])
-    rows = BENCH.table({"loop": [side, side], "run": [BENCH.Side([1.0, 2.0], [1.0, 1.0])]}).splitlines()
+    assert list(figures.values()) == pytest.approx([2.0, 0.75, 0.3, 0.3, 1.5, 1.2, 0.2])
+    rows = BENCH.table({"loop": [side, side], "run": [BENCH.Side([1.0, 2.0], [1.0, 1.0], [1.0, 2.0])]}).splitlines()
     assert rows[2] == "| a step, s | 2.000 (2.000 to 2.000) | 1.000 (1.000 to 1.000) |" and rows[-1].endswith("|  |")
 
 

@@ -43,6 +43,10 @@ ARGUED = {
     ("tests/envs/tasksets/test_code_blocks.py", "exec"): "replies that the test has written",
     ("tests/test_hostile_text.py", "compile"): "the patterns that stand in prl's own sources",
     ("tests/test_hostile_text.py", "eval"): "the same",
+    ("tests/tinker/test_page.py", "compile"): "the loop of the page, as a reader would run it",
+    ("tests/tinker/test_page.py", "exec"): "the same",
+    ("tests/tinker/test_page.py", "compile"): "the loop of the page, as a reader would run it",
+    ("tests/tinker/test_page.py", "exec"): "the same",
     ("tests/trainer/test_model.py", "trust_remote_code=True"): "a model whose code the test has written",
     ("tests/envs/tasksets/test_math.py", "eval"): "the arithmetic of a task that the test has drawn",
 }

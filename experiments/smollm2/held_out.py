@@ -29,8 +29,9 @@ STARTS = {"exp-smollm2-adder-form": ["adder, grpo"], "exp-smollm2-sums-form": ["
 """Folder of a run -> the sweeps that its policy is the start of."""
 PANELS = [
     ("a calculator is asked, its answer used", ["adder, grpo"], {"its demonstrations": 0.2, "never listens": 0.0005}),
+    ("sums such as 12+34=", ["sums, prl", "sums, TRL"], {}),
 ]
-"""Title, runs, and the rewards of players that learn nothing (baselines.py), of each picture."""
+"""Title, runs, and the rewards of players that learn nothing (baselines.py), of each picture that has runs."""
 KEYS = ["run", "seed", "step"]
 
 
@@ -76,8 +77,9 @@ def collect(evaluations: list[Path]) -> None:
     pd.DataFrame(tasks, columns=[*KEYS, "task", "reward"]).to_csv(HERE / "tasks.csv", index=False, float_format="%.4g")
     spent = []
     for sweep, name in RUNS.items():
-        for run in sorted((evaluations[0].parent / sweep).glob("seed=*")):
-            spent.append(sampled_by(run).assign(run=name, seed=run.name.removeprefix("seed=")))
+        for seed in sorted({seed for run, seed, *_ in tasks if run == name} - {"start"}):
+            folder = evaluations[0].parent / sweep / f"seed={seed}"
+            spent.append(sampled_by(folder).assign(run=name, seed=seed))
     pd.concat(spent)[[*KEYS, "sampled", "reward"]].to_csv(HERE / "sampled.csv", index=False, float_format="%.4g")
 
 
@@ -112,9 +114,10 @@ def curves() -> pd.DataFrame:
 
 def draw(found: pd.DataFrame) -> None:
     """Draw the means and their intervals, what sampled replies earned by seed, and players that learn nothing."""
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(5.5 * len(PANELS), 3.6), squeeze=False)
+    panels = [panel for panel in PANELS if set(panel[1]) & set(found["run"])]
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 3.6), squeeze=False)
     replies = pd.read_csv(HERE / "sampled.csv")
-    for panel, (title, names, baselines) in zip(axes[0], PANELS, strict=True):
+    for panel, (title, names, baselines) in zip(axes[0], panels, strict=True):
         for color, name in enumerate(names):
             rows = found[found["run"] == name]
             panel.errorbar(rows["sampled"], rows["mean"], rows["half"], color=f"C{color}", fmt="o", capsize=3,
@@ -124,8 +127,8 @@ def draw(found: pd.DataFrame) -> None:
                 panel.plot(
                     of_seed["sampled"], of_seed["reward"], color=f"C{color}", linewidth=0.8, alpha=0.6, label=label
                 )
-        for style, (player, reward) in zip(("--", ":"), baselines.items(), strict=True):
-            panel.axhline(reward, color="black", linewidth=1, linestyle=style, label=player)
+        for place, (player, reward) in enumerate(baselines.items()):
+            panel.axhline(reward, color="black", linewidth=1, linestyle=("--", ":")[place], label=player)
         panel.set(title=title, xlabel="replies sampled", ylabel="reward", ylim=(-0.02, 1.02))
         panel.legend(fontsize=7)
     figure.tight_layout()

@@ -20,7 +20,7 @@ BENCH = SourceFileLoader("bench_trl", str(Path(__file__).parents[2] / "scripts" 
 
 def main(python: str, folder: Path, overrides: list[str]) -> None:
     folder.mkdir(parents=True)
-    config = compose([f"run.dir={folder}/prompts", *overrides])
+    config = compose([f'run.dir="{folder}/prompts"', *overrides])
     work = BENCH.job(config)
     saved = {"save_strategy": "steps", "save_steps": config.checkpoint.every, "save_only_model": True}
     work["settings"] |= saved

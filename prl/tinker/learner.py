@@ -104,6 +104,8 @@ class Learner:
             place = torch.device("meta" if self.rank else "cpu")
         self.model: Any = self.load(place)
         self.model.requires_grad_(whole)
+        self.vocabulary = len(self.model.get_input_embeddings().weight)
+        """Tokens that the model knows."""
         self.layers = linear_layers(self.model)
         self.layout = layout_of(self.model, self.device, share=self.trainer.share_prefixes)
         self.whole = whole
@@ -111,11 +113,6 @@ class Learner:
         recompute_activations(self.model, self.trainer.gradient_checkpointing)
         if self.mesh is not None:
             sharding.shard(self.model, self.mesh, self.device, precision=self.precision, offload=False)
-
-    @property
-    def vocabulary(self) -> int:
-        """The number of tokens that the model knows."""
-        return len(self.model.get_input_embeddings().weight)
 
     def add(self, name: str, lora: Lora | None) -> None:
         """Make a model. Raises RequestError where it cannot be."""
