@@ -14,6 +14,7 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from prl.base.errors import ConfigError
+from prl.base.text import in_one_line
 from prl.config.build import read
 from prl.losses.ce import ce_loss
 from prl.losses.compute import run_loss
@@ -149,12 +150,24 @@ class TracedLoss(Loss):
         sizes = [datum.inputs["target_tokens"].size for datum in data]
         for datum, own in zip(data, logprobs.split(sizes), strict=True):
             inputs = [torch.tensor(datum.inputs[name], device=logprobs.device) for name in self.needs]
-            # A copy, since an operation may write into its input.
-            loss, named = self.traced.run([own.clone().view(datum.inputs["target_tokens"].shape), *inputs])
-            total = total + loss
+            # Its gradient is made here, since that may fail too: an operation may have written into its input.
+            leaf = own.detach().clone().requires_grad_()
+            loss, named = self.traced.run([leaf.clone().view(datum.inputs["target_tokens"].shape), *inputs])
+            total = total + with_gradient(loss, leaf, own)
             for key, value in named.items():
                 add_metric(metrics, key, value.detach(), 1)
         return total, metrics
+
+
+def with_gradient(loss: Tensor, leaf: Tensor, logprobs: Tensor) -> Tensor:
+    """Return a traced loss as one of `logprobs`, linear in them about their values. Raises RequestError."""
+    if not loss.requires_grad:  # in a pass without a backward, or none of them counts
+        return loss
+    try:
+        (gradient,) = torch.autograd.grad(loss, leaf)
+    except RuntimeError as error:
+        raise RequestError(f"graph: its gradient cannot be computed: {in_one_line(error)}") from None
+    return loss.detach() + (gradient * (logprobs - logprobs.detach())).sum()
 
 
 def nothing(logprobs: Tensor) -> Tensor:

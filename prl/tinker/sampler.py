@@ -14,6 +14,9 @@ from prl.engines.replies import Completion, Scored
 from prl.tinker.wire import RequestError, Sample
 from prl.trainer.lora import WEIGHTS
 
+SMALLEST = 1e-6
+"""Smallest `top_p`, and temperature above 0: with less, logprobs in float32 are no numbers."""
+
 
 class Snapshots(ABC):
     """The base and the snapshots beside it, one engine for all clients."""
@@ -78,8 +81,10 @@ def sampling_of(request: Sample, room: int) -> dict[str, Any]:
     params = request.sampling_params
     if room < 1:
         raise RequestError("topk_sample_logprobs: the prompt leaves no room to score a reply")
-    if params.top_k < -1 or not 0 < params.top_p <= 1:
+    if params.top_k < -1 or not SMALLEST <= params.top_p <= 1:
         raise RequestError(f"sampling_params: top_k={params.top_k} top_p={params.top_p}: -1 or more, and (0, 1]")
+    if 0 < params.temperature < SMALLEST:
+        raise RequestError(f"sampling_params.temperature={params.temperature}: give 0, or at least {SMALLEST}")
     stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
     return {
         "max_tokens": min(params.max_tokens or room, room),

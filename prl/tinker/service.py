@@ -7,6 +7,7 @@ runs in a thread, one request after the other; the event loop owns the queues an
 import asyncio
 import contextlib
 import hashlib
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from prl.base.checkpoint_folders import seal
@@ -31,6 +33,9 @@ from prl.tinker.wire import Lora, RequestError
 from prl.trainer.lora import ADAPTER, write_adapters
 from prl.trainer.model import write_model
 
+log = logging.getLogger(__name__)
+OF_FILES = (OSError, SafetensorError)
+"""Errors of rank 0 alone, which has the files: ranks are alike all the same."""
 RESULTS = 32
 """Results that a model keeps, the newest."""
 SAMPLES = 4096
@@ -81,8 +86,8 @@ class Service:
 
     def __init__(self, config: TinkerConfig, learner: Learner, sampler: Snapshots):
         self.config, self.learner, self.sampler = config, learner, sampler
-        self.store = Store(Path(config.dir).absolute())
         self.name, self.path = config.name, sampler.spec.model.path
+        self.store = Store(Path(config.dir).absolute(), self.path)
         code = sampler.spec.model.trust_remote_code
         self.files = companion_files(self.path) | tokenizer_files(self.path, trust_remote_code=code)
         self.meters = Meters(self.path)
@@ -215,10 +220,13 @@ class Service:
                 finally:  # a thread cannot be stopped half way
                     self._finish(model, order, request, await running)
                 await asyncio.to_thread(self._save_if_due, model, request.kind)
-        finally:
+        except asyncio.CancelledError:  # not where a request has failed half way: then the journal has what counts
             for model in self.models.values():
                 if model.id in self.learner.tenants and model.unsaved_s:
                     self._save(model)
+            raise
+        finally:
+            for model in self.models.values():
                 self.meters.end(model.store.folder, "stopped")
 
     def _finish(self, model: Model, order: int, request: Request, result: Result) -> None:
@@ -252,7 +260,7 @@ class Service:
                     self._bring(model)
                 return handlers[request.kind](model, order, request)
         except Exception as error:
-            if self.learner.ranks > 1 and not isinstance(error, PrlError):
+            if self.learner.ranks > 1 and not isinstance(error, (PrlError, *OF_FILES)):
                 raise  # ranks may not be alike any more: the next start goes on from the journal
             return _failed(error)
         finally:
@@ -284,7 +292,10 @@ class Service:
         if often and model.unsaved_s < max(SAVED_S, 20 * model.write_s):
             return
         if model.id in self.learner.tenants:
-            self._save(model)
+            try:
+                self._save(model)
+            except OF_FILES as error:  # as of a full disk: the journal has what counts
+                log.warning("the state of a model cannot be written: %s", in_one_line(error))
 
     def _save(self, model: Model) -> None:
         """Write the state of a model, which is that after its last request."""
@@ -424,8 +435,10 @@ class Service:
         """Begin to sample, unless this is a retry. Returns the id of the request."""
         prompt = self._prompt(request)
         snapshot = self.snapshot_of(request)
-        number = f"{len(self.sampled)}-{time.time_ns()}" if request.seq_id is None else request.seq_id
-        request_id = f"{request.sampling_session_id or 'sample'}:{number}"
+        # Numbers are those of a session: without one, two clients may have the same.
+        session, number = request.sampling_session_id, request.seq_id
+        known = session is not None and number is not None
+        request_id = f"{session}:{number}" if known else f"sample:{len(self.sampled)}-{time.time_ns()}"
         if request_id in self.sampled:
             return request_id
         if self.sampling + request.num_samples > self.config.max_samples:
@@ -470,7 +483,7 @@ class Service:
             return result
         except asyncio.CancelledError:
             return _failed(RequestError("this request was cancelled"))
-        except PrlError as error:
+        except Exception as error:  # as of a snapshot that is deleted now
             return _failed(error)
         finally:
             self.sampling -= request.num_samples

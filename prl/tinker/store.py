@@ -24,11 +24,12 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 from torch import Tensor
 
+from prl.base.errors import ConfigError
 from prl.base.files import read_json, write_atomically, write_tensors, writing
 from prl.tinker.wire import Lora, RequestError, SaveWeights
 
 SCHEME = "tinker://"
-NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}", re.ASCII)
+NAME = re.compile(r"(?!\S*\.writing)[A-Za-z0-9_][\w.-]{0,99}", re.ASCII)
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 PATH = re.compile(rf"{SCHEME}([\w:-]{{1,200}})/({'|'.join(KINDS)})/({NAME.pattern})", re.ASCII)
 EPHEMERAL = "ephemeral"
@@ -92,6 +93,8 @@ class Sessions(msgspec.Struct):
     """Folder of the snapshot of each sampling session, below the directory; None = the base."""
     joined: dict[str, int] = {}
     """Number of further clients of a sampling session."""
+    base: str = ""
+    """Folder of the base."""
 
 
 class ModelStore:
@@ -166,12 +169,17 @@ class ModelStore:
 
 
 class Store:
-    """The directory of a server."""
+    """The directory of a server, whose base is at the path `base`. Raises ConfigError for that of another base."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, base: str):
         self.folder = folder
         path = folder / "sessions.json"
-        self.sessions = read_json(path, Sessions) if path.is_file() else Sessions()
+        self.sessions = read_json(path, Sessions) if path.is_file() else Sessions(base=base)
+        if self.sessions.base not in ("", base):  # an adapter of it may fit, and mean nothing
+            raise ConfigError(
+                f"dir={folder}: its models were trained beside {self.sessions.base}, not {base}: give another dir; "
+                f"if that model was moved, correct `base` in {path}"
+            )
 
     def write_sessions(self) -> None:
         """Write sessions and sampling sessions down."""

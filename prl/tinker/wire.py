@@ -30,6 +30,8 @@ Indices = np.ndarray | Sequence[int]
 Count = Annotated[int, Meta(ge=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
+Seed = Annotated[int, Meta(ge=0, lt=1 << 62)]
+"""A number that the generators of torch and of engines take, with room for those behind it."""
 Ttl = Annotated[int, Meta(ge=3600, le=10 * 366 * 86400)]
 """Seconds until a checkpoint goes, within the bounds of the protocol."""
 
@@ -88,7 +90,7 @@ class OfModel(msgspec.Struct):
     """A request to a model. The client counts them, so that a retry is known as one."""
 
     model_id: str
-    seq_id: int | None = None
+    seq_id: Annotated[int, Meta(ge=1)] | None = None
 
 
 class JsonForward(OfModel):
@@ -104,7 +106,7 @@ class Adam(Strict):
     learning_rate: NotNegative = 1e-4
     beta1: Share = 0.9
     beta2: Share = 0.95
-    eps: NotNegative = 1e-12
+    eps: Annotated[float, Meta(ge=1e-30)] = 1e-12  # 0 makes a weight without a gradient NaN, as float32 does of less
     weight_decay: NotNegative = 0.0
     grad_clip_norm: NotNegative = 0.0
 
@@ -126,7 +128,7 @@ class Lora(Strict):
     """The adapter of a model."""
 
     rank: int
-    seed: int | None = None
+    seed: Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -167,7 +169,7 @@ class SamplingParams(Strict):
     """Settings of sampling. `stop` None = at the model's ends of turns; [] = nowhere."""
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    seed: Count | None = None
+    seed: Seed | None = None
     stop: str | list[str | int] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     top_k: int = -1
@@ -289,6 +291,8 @@ def _tensor_of_json(tensor: TensorData, where: str) -> np.ndarray:
     """Read a tensor in JSON."""
     with _at(where), np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as that
         values = np.array(tensor.data, dtype=tensor.dtype)
+        if tensor.dtype == "int64" and not np.array_equal(values, tensor.data):
+            raise ValueError("int64 has whole numbers alone")
         return _whole(values, tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices or ())
 
 

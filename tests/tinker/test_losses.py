@@ -168,6 +168,20 @@ def test_operations_that_fail_are_named(client, wrong, message):
         traced_loss.run([torch.zeros(4000)] * 3)
 
 
+def test_a_traced_loss_without_a_gradient_is_refused(client, trained):
+    nodes = [
+        *CLIPPED[:3],
+        node("call_method", "e", "exp", ref("logprobs")),
+        node("call_function", "r", "torch.nn.functional.relu", ref("e"), True),  # in place of what exp needs
+        node("call_method", "s", "sum", ref("r")),
+        node("output", "output", "output", {"tuple": [ref("s"), {"dict": {}}]}),
+    ]
+    loss_id = traced(client, nodes).json()["request_id"]
+    one = datum(range(30, 35), range(31, 36), logprobs_old=[0.0] * 5, advantages=[1.0] * 5)
+    failed = trained[0].train([one], "custom", {"loss_id": loss_id})
+    assert failed["category"] == "user" and failed["error"].startswith("graph: its gradient cannot be computed: ")
+
+
 @pytest.mark.parametrize("name", ["ppo", "cispo"])
 def test_bounds_of_each_token_come_before_those_of_the_call(client, trained, name):
     given = text(12)

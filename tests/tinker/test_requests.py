@@ -105,6 +105,12 @@ WRONG = [
     (changed(RL, (INPUTS, "target_tokens", "data"), [99999] * 6), "dro", {}, r"target_tokens: 99999 is no token"),
     (changed(GOOD, ("model_input", "chunks", 0, "type"), "image"), "cross_entropy", {}, r"chunks\[0\]\.type=image"),
     (changed(GOOD, ("model_input", "pieces"), []), "cross_entropy", {}, "unknown field `pieces`"),
+    (
+        changed(GOOD, (INPUTS, "target_tokens", "data"), [30.5] * 6),
+        "cross_entropy",
+        {},
+        "int64 has whole numbers alone",
+    ),
     (changed(GOOD, (INPUTS, "target_tokens", "dtype"), "float32"), "cross_entropy", {}, "target_tokens has the dtype"),
     (RL, "stable_reinforce", {}, "loss_fn=stable_reinforce: .*choose importance_sampling, ppo or cispo"),
     (RL, "custom", {}, "loss_id: an id of create_custom_loss is wanted"),
@@ -134,6 +140,7 @@ def test_what_is_wrong_with_data_is_named_and_changes_nothing(client, model, wro
         ({"learning_rate": -1.0}, "adam_params.learning_rate"),
         ({"beta1": 1.0}, "adam_params.beta1"),
         ({"eps": 1e400}, "cannot be read"),
+        ({"eps": 0.0}, "adam_params.eps"),
         ({"momentum": 0.9}, "unknown field `momentum`"),
     ],
 )
@@ -307,6 +314,7 @@ def test_a_sample_of_the_base_and_its_ends(client, model):
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"sampling_params": {"seed": -1}}, "sampling_params.seed"),
+        ({"sampling_params": {"seed": 2**64}}, "sampling_params.seed"),
         ({"prompt": {"chunks": [{"tokens": [10**6]}]}}, "prompt: 1000000 is no token"),
         ({"prompt": {"chunks": [{"tokens": [30] * 128}]}}, "prompt has 128 tokens, above"),
         ({"prompt": {"chunks": [{"type": "image", "data": "x"}]}}, "prompt.chunks[0].type=image"),
@@ -334,6 +342,16 @@ def test_few_tokens_to_choose_from(client):
     assert first["tokens"] == ask(top_p=1e-6)["sequences"][0]["tokens"] == greedy and first["logprobs"] == [0.0] * 3
     for wrong in ({"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -2}):
         assert ask(**wrong)["error"].startswith("sampling_params: top_k=")
+    assert ask(temperature=1e-30)["error"].startswith("sampling_params.temperature=1e-30: ")
+
+
+def test_numbers_of_samples_count_within_a_session_alone(client):
+    asked = {"seq_id": 1, "sampling_params": {"max_tokens": 1}}
+    done = [
+        client.do("/asample", prompt={"chunks": [{"tokens": [30, 31]}]}, num_samples=n, **asked)["sequences"]
+        for n in (1, 2)
+    ]
+    assert [*map(len, done)] == [1, 2]
 
 
 # --- models and checkpoints ---
@@ -402,6 +420,7 @@ def test_a_checkpoint_is_a_model_folder_with_an_adapter(client):
         ("/create_model", {"session_id": "x"}, 404, "session_id='x'"),
         ("/create_model", {"lora_config": {"rank": 0}}, 400, "lora_config.rank=0"),
         ("/create_model", {"lora_config": {"rank": 999}}, 400, "lora_config.rank=999"),
+        ("/create_model", {"lora_config": {"rank": 2, "seed": 2**63}}, 400, "lora_config.seed"),
         ("/create_model", {"optimizer_config": {"type": "dimuon"}}, 400, "'dimuon'"),
         ("/create_model", {"model_seq_id": -4}, 400, "model_seq_id"),
         ("/create_model", {"model_seq_id": "x"}, 400, "$.model_seq_id"),
@@ -414,7 +433,7 @@ def test_models_that_cannot_be_are_refused(client, route, body, code, message):
 
 
 def test_names_and_models_that_are_not_there(client, model):
-    for path in ("a/b", "../x", ".hidden", "", "x" * 200):
+    for path in ("a/b", "../x", ".hidden", "", "x" * 200, "a.writing"):
         assert client.refused("/save_weights", model_id=model.id, path=path)[1].startswith("path=")
     assert "'inflight'" in client.refused("/save_weights_for_sampler", model_id=model.id, kind="inflight")[1]
     assert client.refused("/optim_step", model_id="nobody", adam_params={})[0] == 404

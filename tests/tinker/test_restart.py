@@ -21,7 +21,9 @@ import torch
 from safetensors.torch import load_file
 from tinker_server import Client, Model, running, text
 
-from prl.tinker.store import Store
+from prl.base.errors import ConfigError
+from prl.models import model_path
+from prl.tinker.store import ModelStore, Store
 
 DATA = [text(14, seed=place) for place in range(6)]
 PASSES = [
@@ -82,7 +84,9 @@ def loop(model, before=lambda: None):
 
 def weights(folder, model):
     """The newest state of a model on disk."""
-    _, tensors, state = next(m for m in Store(folder).models() if m.record.model_id == model.id).load()
+    _, tensors, state = next(
+        m for m in Store(folder, model_path("tiny")).models() if m.record.model_id == model.id
+    ).load()
     return tensors, state.step
 
 
@@ -152,6 +156,21 @@ def test_a_half_written_folder_and_a_damaged_file(tmp_path):
     (folder / "journal" / f".9.{os.getpid()}").write_bytes(b"half")
     with running(tmp_path) as client:
         assert Model(client, model.id, model.session, model.number).logprobs(DATA[:1]) == logprobs
+    with pytest.raises(ConfigError, match="its models were trained beside .*tiny, not elsewhere: give another dir"):
+        Store(tmp_path, "elsewhere")
     assert not (folder / "state_000.writing").exists()
     assert json.loads((tmp_path / "sessions.json").read_text())["sessions"]
     assert [*Path(folder).glob("state_*")] and load_file(next(folder.glob("state_*[0-9]")) / "tensors.safetensors")
+
+
+def test_a_state_that_cannot_be_written_stops_nobody(tmp_path, monkeypatch, caplog):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with running(tmp_path) as client:
+        with monkeypatch.context() as context:
+            context.setattr(ModelStore, "save", full)
+            model = client.model(seed=2)
+            model.train(DATA[:1])
+            assert model.step()["metrics"]["step:max"] == 1
+        assert "cannot be written: [Errno 28] No space left" in caplog.text
