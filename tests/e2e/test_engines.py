@@ -1,5 +1,6 @@
 """Several engines behind one orchestrator: a run with two of its own, one of which is killed in the middle."""
 
+import glob
 import json
 import os
 import signal
@@ -58,8 +59,9 @@ def test_run_goes_on_while_one_engine_restarts(tmp_path):
         engines = {pid: line for pid, line in family(process.pid).items() if "-m prl.engines.vllm.server" in line}
         servers = sorted(pid for pid, line in engines.items() if "children.py" not in line)
         assert len(servers) == 2, engines
-        offered = set(folder.glob("weights/*/*/offer"))
-        wait_until(lambda: set(folder.glob("weights/*/*/offer")) - offered, 60, "an update", 0.0005)
+        offers = str(folder / "weights/*/*/offer")
+        offered = set(glob.glob(offers))  # not Path.glob: it raises where a folder goes meanwhile
+        wait_until(lambda: set(glob.glob(offers)) - offered, 60, "an update", 0.0005)
         killed_at = steps()[-1]["step"]
         os.kill(servers[0], signal.SIGKILL)
         wait_until(lambda: not running(servers[0]), 10, "the engine's end")
