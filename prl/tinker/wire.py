@@ -26,6 +26,8 @@ T = TypeVar("T")
 DTYPES = {FLOAT32: np.float32, INT64: np.int64}
 LARGEST = 1 << 24
 """Numbers of a sparse tensor, its empty places included."""
+UNPACKED = 1 << 29
+"""Bytes that the inputs of a request take once they are read: a sparse tensor of a hundred bytes may become many."""
 Indices = np.ndarray | Sequence[int]
 Count = Annotated[int, Meta(ge=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -240,7 +242,7 @@ def read_forward(body: bytes, content_type: str, forward_only: bool) -> Forward:
         given = request.forward_backward_input or request.forward_input
         if given is None:
             raise RequestError("forward_backward_input is missing")
-        data = [_datum_of_json(datum, f"data[{place}]") for place, datum in enumerate(given.data)]
+        data = _limited(_datum_of_json(datum, f"data[{place}]") for place, datum in enumerate(given.data))
         config = given.loss_fn_config or {}
         return Forward(request.model_id, request.seq_id, data, given.loss_fn, config, forward_only)
     message = CLASSES["ForwardBackwardRequest"]()
@@ -251,9 +253,21 @@ def read_forward(body: bytes, content_type: str, forward_only: bool) -> Forward:
     settings: dict[str, float | str] = {entry.key: entry.value for entry in message.loss_fn_config}
     for entry in message.loss_fn_config_v2:
         settings[entry.key] = entry.value.text or entry.value.number
-    data = [_datum_of(datum, f"data[{place}]") for place, datum in enumerate(message.data)]
+    data = _limited(_datum_of(datum, f"data[{place}]") for place, datum in enumerate(message.data))
     only = forward_only or message.forward_only
     return Forward(message.model_id, message.seq_id or None, data, message.loss_fn, settings, only)
+
+
+def _limited(data: Iterator[Datum]) -> list[Datum]:
+    """Read data one after the other. Raises RequestError before they take too much memory."""
+    read: list[Datum] = []
+    size = 0
+    for datum in data:
+        size += sum(values.nbytes for values in datum.inputs.values())
+        if size > UNPACKED:
+            raise RequestError(f"data[{len(read)}]: the inputs take more than {UNPACKED} bytes: send fewer data", 413)
+        read.append(datum)
+    return read
 
 
 def _datum_of_json(datum: JsonDatum, where: str) -> Datum:

@@ -1,5 +1,6 @@
 """Losses, gradients and steps of the server against plain torch and peft in float64."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from tinker_server import datum, text
 from transformers import AutoModelForCausalLM
 
 from prl.models import model_path
+from prl.tinker import wire
 from prl.tinker.graph import Traced
 from prl.tinker.wire import RequestError
 
@@ -286,6 +288,22 @@ def test_several_targets_in_one_position_and_a_sparse_matrix(client, trained):
         torch.testing.assert_close(torch.tensor(first["data"]).view(12, 3).double(), t, atol=1e-5, rtol=0)
         other = -sum(second["data"])
         assert result["metrics"]["loss:sum"] == pytest.approx(-(t * weights).sum().item() + other, rel=1e-5)
+
+
+def test_small_requests_that_become_large_are_refused(monkeypatch):
+    """Sparse tensors without a number have four bytes for each of their places all the same."""
+    monkeypatch.setattr(wire, "UNPACKED", 2 * 16_000 + 1000)  # a datum has 8,000 bytes of targets, 8,000 of weights
+    one = datum([7] * 1000, torch.full((1000,), 8))
+    empty = {"dtype": "float32", "shape": [1000, 2], "data": [], "sparse_col_indices": []}
+    one["loss_fn_inputs"]["weights"] = {**empty, "sparse_crow_indices": [0] * 1001}
+    pack = {"data": [one] * 3, "loss_fn": "cross_entropy"}
+    few = {"data": [one] * 2, "loss_fn": "cross_entropy"}
+    bodies = [
+        json.dumps({"model_id": "m", "seq_id": 1, "forward_backward_input": each}).encode() for each in (few, pack)
+    ]
+    assert len(wire.read_forward(bodies[0], "application/json", False).data) == 2
+    with pytest.raises(RequestError, match=r"data\[2\]: the inputs take more than 33000 bytes"):
+        wire.read_forward(bodies[1], "application/json", False)
 
 
 def test_clipping_and_weight_decay_are_those_of_torch(client, trained):
