@@ -119,9 +119,6 @@ async def run(config: TinkerConfig, plan: ModelPlan, ranks: TrainerSpec, key: st
     from prl.tinker.ranks import lead, start_others
     from prl.tinker.server import serve
 
-    def say(message: str) -> None:
-        print(safe(message), file=sys.stderr, flush=True)
-
     timeout_s = plan.spec.config.startup_timeout_s
     with LocalLauncher() as launcher:
         sampler = sampler_of(plan, launcher)
@@ -141,6 +138,11 @@ async def run(config: TinkerConfig, plan: ModelPlan, ranks: TrainerSpec, key: st
         await supervisor.guard(serving, lambda: Waiting("", time.monotonic()))  # to wait for clients is no news
 
 
+def say(message: str) -> None:
+    """Show a line to the person at the terminal."""
+    print(safe(message), file=sys.stderr, flush=True)
+
+
 def sampler_of(plan: ModelPlan, launcher: LocalLauncher) -> "Snapshots":
     """Start the engine; returns what samples, before it is ready."""
     if not plan.is_server:
@@ -150,8 +152,7 @@ def sampler_of(plan: ModelPlan, launcher: LocalLauncher) -> "Snapshots":
     from prl.engines.client import InferencePool
     from prl.tinker.on_servers import ServedSnapshots
 
-    said = f"starting {plan.spec.process} from {plan.spec.model.path}; log: {plan.spec.log}"
-    print(safe(said), file=sys.stderr, flush=True)
+    say(f"starting {plan.spec.process} from {plan.spec.model.path}; log: {plan.spec.log}")
     pool = plan.policy(launcher.start_engine)
     assert isinstance(pool, InferencePool)  # it is that of every server that serves adapters
     return ServedSnapshots(plan.spec, pool)

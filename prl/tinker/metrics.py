@@ -25,6 +25,7 @@ from prl.monitors.console import clock
 from prl.monitors.jsonl import JsonLines
 from prl.runs.owner import owned
 from prl.runs.result import RunResult, write_result
+from prl.tinker import losses
 from prl.tinker.store import ModelStore
 from prl.tinker.wire import Adam, Forward
 
@@ -137,14 +138,14 @@ class Course:
         self.loss_fn = asked.loss_fn
         component, key = ("ce", "weights") if asked.loss_fn == "cross_entropy" else ("rl", "advantages")
         known = asked.loss_fn != "custom"  # a loss of the client's, whose inputs may mean anything
-        counted = _flat(asked, key) != 0 if known else _flat(asked, "target_tokens") >= 0
+        counted = losses.flat(asked.data, key) != 0 if known else losses.flat(asked.data, "target_tokens") >= 0
         tokens = int(counted.sum())
         self.meters.tokens["trained"] += tokens
         self.sums.update({"tokens/trained": tokens, "tokens/forward": sum(len(datum.tokens) for datum in asked.data)})
         add_metric(self.means, f"loss/{component}", result["metrics"]["loss:sum"], tokens)
         if component == "rl" and known:
             own = np.concatenate([np.frombuffer(logprobs, np.float32) for logprobs in result["logprobs"]])
-            gap = (own.astype(np.float64) - _flat(asked, "logprobs"))[counted]
+            gap = (own.astype(np.float64) - losses.flat(asked.data, "logprobs"))[counted]
             add_metric(self.means, "logprob_gap/mean", float(np.abs(gap).sum()), tokens)
             add_metric(self.means, "mismatch_kl/all/mean", float((np.expm1(gap) - gap).sum()), tokens)
         for name, value in result["metrics"].items():
@@ -189,8 +190,3 @@ class Course:
         seconds = round(time.monotonic() - self.began, 3)
         write_result(self.store.folder, RunResult(status=status, error=error, steps=self.steps, seconds=seconds))
         self.files.close()
-
-
-def _flat(asked: Forward, name: str) -> np.ndarray:
-    """Return an input of all data, one after the other."""
-    return np.concatenate([datum.inputs[name].reshape(-1) for datum in asked.data])

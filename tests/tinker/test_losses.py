@@ -3,16 +3,13 @@
 import json
 import math
 import re
-from pathlib import Path
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from tinker_reference import folder_of, plain, target_logprobs
 from tinker_server import datum, text
-from transformers import AutoModelForCausalLM
 
-from prl.models import model_path
 from prl.tinker import wire
 from prl.tinker.graph import Traced
 from prl.tinker.wire import RequestError
@@ -197,23 +194,6 @@ def test_bounds_of_each_token_come_before_those_of_the_call(client, trained, nam
         t, {"logprobs": old, "advantages": advantages}, low, torch.full((12,), 1.1)
     )
     assert found == pytest.approx(loss.item(), abs=12e-5)
-
-
-def folder_of(client, path):
-    model, kind, name = path.removeprefix("tinker://").split("/")
-    return Path(client.folder) / "models" / model.replace(":", "-") / kind / name
-
-
-def plain(folder):
-    """The base with the adapter of a folder, by peft."""
-    base = AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype=torch.float64)
-    return peft.PeftModel.from_pretrained(base, str(folder), is_trainable=True).double()
-
-
-def target_logprobs(model, tokens, targets):
-    logits = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
-    targets = torch.as_tensor(targets)
-    return logits.gather(1, targets.view(len(tokens), -1)).view(targets.shape)
 
 
 def saved(model, name):
