@@ -112,6 +112,28 @@ def test_a_server_that_is_killed_or_sleeps_is_told_and_comes_back(page):
     assert "Traceback" not in page.process.stderr.read()
 
 
+def test_a_tab_that_nobody_sees_gives_its_connection_back(page):
+    legend = newest(page.page, "Entropy")
+    expect(legend).to_contain_text("step 4")
+    see(page.page, hidden=True)
+    page.page.wait_for_timeout(1500)  # the clock that connects again has ticked
+    assert page.page.evaluate("source.readyState === EventSource.CLOSED")
+    write(page.folder / "a", step=5, **{"entropy/all/mean": 0.625})
+    see(page.page, hidden=False)
+    expect(legend).to_contain_text("entropy 0.625")
+
+
+def see(page, hidden):
+    """Turn to the tab or away from it, as a browser tells its page."""
+    page.evaluate(
+        """hidden => {
+            Object.defineProperty(document, "hidden", { get: () => hidden, configurable: true });
+            document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+        hidden,
+    )
+
+
 def test_rollouts_are_searched_and_texts_stay_texts(page):
     opened = page.page
     expect(opened.locator("#count")).to_have_text("64 rollouts")

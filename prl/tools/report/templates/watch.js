@@ -33,7 +33,11 @@ function listening() {
   $("connection").className = "good";
 }
 
+// A browser has six connections to an address for all its tabs: one that nobody sees gives its own back.
+document.addEventListener("visibilitychange", () => document.hidden ? source.close() : connect());
+
 setInterval(() => {
+  if (document.hidden) return;
   if (source.readyState !== EventSource.CLOSED && Date.now() - heard < 6000) return;
   $("connection").textContent = "disconnected, trying again";
   $("connection").className = "bad";
