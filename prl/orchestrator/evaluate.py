@@ -166,13 +166,15 @@ async def evaluate_env(env: EvalEnv, k: int, run_dir: Path, version: int) -> tup
 
     Returns:
         The rollouts, in the order of the tasks; and `eval/<env>/avg@k`, the mean reward, a failed rollout counted as 0,
-        its standard error over the tasks, `eval/<env>/errored`, and the env's metrics.
+        its standard error over the tasks, the shares `eval/<env>/errored` and `eval/<env>/truncated`, and the env's
+        metrics.
     """
     rollouts = await play_all(env, k)
     # A failed rollout earns 0. Left out, an env would look the better the more of them fail.
     metrics = {
         f"eval/{env.name}/avg@{k}": mean(0.0 if r.failed else r.reward for r in rollouts),
         f"eval/{env.name}/errored": mean(rollout.failed for rollout in rollouts),
+        f"eval/{env.name}/truncated": mean(rollout.is_truncated for rollout in rollouts),
     }
     tasks: dict[int, list[float]] = {}
     for rollout in rollouts:

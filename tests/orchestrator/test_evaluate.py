@@ -34,7 +34,7 @@ async def test_evaluation_counts_failures_as_zero(make_env, tmp_path):
     assert metrics["eval/toy/avg@3"] == pytest.approx((0 + 1 + 0 + 3) / 4)
     # Tasks earn 0, 1, 0 and 3, each three times: squares around 1 of 1, 0, 1, 4, over 3; their root over that of 4.
     assert metrics["eval/toy/stderr"] == pytest.approx(2**0.5 / 2)
-    assert metrics["eval/toy/errored"] == pytest.approx(1 / 4)
+    assert metrics["eval/toy/errored"] == pytest.approx(1 / 4) and metrics["eval/toy/truncated"] == 0.0
     assert metrics["eval/toy/correct"] == pytest.approx(3 / 4)
     lines = (tmp_path / "rollouts" / "eval_toy_step_000007.jsonl").read_text().splitlines()
     assert len(lines) == 12

@@ -57,14 +57,14 @@ class Rollouts:
     has_tokens: bool = False
 
 
-def read_rollouts(run_dir: Path, only: int | None = None) -> Rollouts:
-    """The rollouts that the page shows: of one step, or of as many as there is room for."""
+def read_rollouts(run_dir: Path, only: int | None = None, compared: Collection[int] = ()) -> Rollouts:
+    """The rollouts that the page shows: of one step, or of as many as there is room for, `compared` ones among them."""
     files = {step: path for step, path in step_files(run_dir).items() if only in (None, step)}
     folders = exports(run_dir)
     page = Rollouts()
     if not files:
         return page
-    shown = example_steps(list(files), folders)
+    shown = example_steps(list(files), folders) | (set(compared) & set(files))
     records: list[Record] = []
     read = 0
     for step in [*sorted(shown), *(step for step in reversed(files) if step not in shown)]:

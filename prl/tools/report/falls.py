@@ -42,14 +42,14 @@ class Signal:
 
 
 LOWER = "lower trainer.optim.lr"
-ERRORED = "errored"
-"""The share of rollouts that failed, which `explained` works out."""
-AT_ONCE = (ERRORED, "truncated/all")
+ERRORED, TRUNCATED = "errored", "truncated"
+"""The share of rollouts that failed and of those that were cut off, which `explained` works out."""
+AT_ONCE = (ERRORED, TRUNCATED)
 """These lower the reward of their own step; what else moves with the reward may follow from it."""
 SIGNALS = (
     Signal("failing rollouts", ERRORED, 0.05, "read the errors of the failed rollouts"),
-    Signal("learning rate", "lr", 1e-12, f"{LOWER}, or begin with trainer.schedule.warmup_steps"),
-    Signal("truncated share", "truncated/all", 0.05, "raise sampling.max_tokens, or read why replies do not end"),
+    Signal("learning rate", "lr", 1e-12, f"{LOWER}, or another trainer.schedule"),
+    Signal("truncated share", TRUNCATED, 0.05, "raise sampling.max_tokens, or read why replies do not end"),
     Signal("staleness", "off_policy/mean", 1.0, "lower orchestrator.max_async_level"),
     Signal("gap to the sampler", "logprob_gap/mean", 0.01, f"{LOWER} or orchestrator.max_async_level"),
     Signal("KL to the reference", "ref_kl", 0.01, f"raise algo.kl.coef, or {LOWER}"),
@@ -217,7 +217,9 @@ class Move(NamedTuple):
 
 def explained(metrics: pd.DataFrame, fall: Course) -> str:
     """Say what moved before a reward fell, in sentences with the values, and what to do about it."""
-    steps = metrics.assign(**{ERRORED: failed_share(metrics)})
+    failed = curve(metrics, "rollouts/errored") / curve(metrics, "rollouts/arrived").replace(0, np.nan)
+    shares = {ERRORED: failed, TRUNCATED: curve(metrics, "truncated/all")}
+    steps = metrics.assign(**{name: worst(metrics, name, of_step) for name, of_step in shares.items()})
     steps, span = steps[steps.index > 0].dropna(axis=1, how="all"), f"steps {fall.began} and {fall.ended}"
     sudden = not fall.evaluated and fall.ended - fall.began <= WINDOW
     when = f"at step {fall.bad}" if sudden else f"between {'the evaluations of ' * fall.evaluated}{span}"
@@ -242,16 +244,17 @@ def changed_part(metrics: pd.DataFrame, fall: Course) -> str:
     before, after = held[held.index < fall.began], held[held.index >= fall.began]
     if not len(before) or not len(after):
         return "the tasks or the grader changed"
-    now = after.iloc[min(after.index.searchsorted(fall.bad), len(after) - 1)]
-    if 2 * (before.iloc[-1] - now) > fall.best - fall.last:
-        return "likely the grader changed, since the held-out reward fell with it and its tasks stay the same"
-    return "likely the tasks or their answers changed, since the held-out reward did not fall with it"
+    place = min(after.index.searchsorted(fall.bad), len(after) - 1)
+    now, step = after.iloc[place], after.index[place]
+    part = "grader" if 2 * (before.iloc[-1] - now) > fall.best - fall.last else "tasks or their answers"
+    held_out = f"the held-out reward, of tasks that stay the same, was {score(now)} at step {step}"
+    return f"likely the {part} changed: {held_out}"
 
 
-def failed_share(metrics: pd.DataFrame) -> pd.Series:
-    """The share of rollouts that failed: of those of a step, or of the last evaluation if that is larger."""
-    shares = metrics.filter(regex="^eval/.+/errored$").ffill()
-    shares[ERRORED] = curve(metrics, "rollouts/errored") / curve(metrics, "rollouts/arrived").replace(0, np.nan)
+def worst(metrics: pd.DataFrame, share: str, of_steps: pd.Series) -> pd.Series:
+    """A share of the rollouts of each step, or of those of the last evaluation if that is larger."""
+    shares = metrics.filter(regex=f"^eval/.+/{share}$").ffill()
+    shares[share] = of_steps
     return shares.max(axis=1)
 
 
@@ -274,7 +277,7 @@ def move(steps: pd.DataFrame, signal: Signal, fall: Course) -> list[Move]:
     if not len(left) or left[0] > fall.bad:
         return []
     farthest = (near.loc[left[0] : fall.bad] - before.median()).abs().idxmax()
-    values = f"step {left[0]}: {raw[before.index].median():.3g} to {raw[farthest]:.3g}"
+    values = f"step {left[0]} on: {raw[before.index].median():.3g} to {raw[farthest]:.3g}"
     return [Move(int(left[0]), signal, f"{signal.name} ({values})")]
 
 

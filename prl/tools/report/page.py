@@ -38,7 +38,9 @@ def write_page(run_dir: Path) -> Path:
 
 def page(run: Run) -> str:
     """The page as HTML."""
-    rollouts = read_rollouts(run.dir)
+    values = state(run)
+    compared = {step for finding in values["verdict"] for step in finding.compared}
+    rollouts = read_rollouts(run.dir, compared=compared)
     run.problems.extend(rollouts.problems)
     data = {"kinds": curves.KINDS, "metrics": drawn(run.metrics), "before": drawn(run.before)}
     data |= {"rows": rollouts.rows, "examples": rollouts.examples}
@@ -49,7 +51,7 @@ def page(run: Run) -> str:
         rollouts=rollouts,
         written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
         data=data_block("data", data),
-        **state(run),
+        **values,
         **origin(run),
     )
 

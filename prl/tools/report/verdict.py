@@ -43,6 +43,8 @@ class Finding:
 
     text: str
     mood: Mood = "plain"
+    compared: tuple[int, ...] = ()
+    """Steps whose rollouts show what changed."""
 
 
 def verdict(run: Run, times: Shares | None = None) -> list[Finding]:
@@ -55,7 +57,7 @@ def verdict(run: Run, times: Shares | None = None) -> list[Finding]:
     facts = [*judged.texts, times.bound if times else "", signal]
     text = "; ".join(filter(None, facts)) or ("no reward of its own" if len(steps) else "no training step was recorded")
     summary = Finding(f"{capitalised(text)}.", judged.mood)
-    came_to = [summary] + [Finding(judged.why, judged.mood)] * bool(judged.why)
+    came_to = [summary] + [Finding(judged.why, judged.mood, judged.compared)] * bool(judged.why)
     # A run that ended for want of a signal says why by its fall.
     other_end = state.mood == "bad" and run.result.reward_without_signal is None
     fell = judged.mood == "bad" and not other_end
@@ -76,8 +78,10 @@ class Judged:
     texts: list[str]
     """Of the held-out reward, if it was evaluated twice, else of the sampled one; of that too where it fell."""
     mood: Mood
-    why: str
+    why: str = ""
     """What moved first where they fell."""
+    compared: tuple[int, ...] = ()
+    """The steps before and after they did."""
 
 
 def judged_rewards(run: Run) -> Judged:
@@ -94,19 +98,18 @@ def judged_rewards(run: Run) -> Judged:
         courses.reverse()  # before training alone
     fallen = [one for one in courses if one.fell]
     if not fallen:
-        return Judged([one.text for one in courses[:1]], "plain", "")
+        return Judged([one.text for one in courses[:1]], "plain")
     # Of every step more is known than of an evaluation, but rollouts of old policies show a fall later.
     fall = fallen[0] if fallen[0].ended < fallen[-1].began else fallen[-1]
-    why, texts = explained(run.metrics, fall), [one.text for one in fallen]
+    why, texts, compared = explained(run.metrics, fall), [one.text for one in fallen], (fall.began, fall.bad)
     # No metric moved before: the rollouts themselves may show what changed.
     if "compare the rollouts" in why:
-        why += beside(run.dir, (fall.began, fall.bad))
+        why += beside(run.dir, compared)
     kept = [step for step in steps_of(run.dir) if step <= fall.began]
     why += f" The last checkpoint before: step {kept[-1]}." if kept else " No checkpoint is from before."
     if held is None or held.fell or held.last_step < fall.bad or 2 * (held.best - held.last) > fall.best - fall.last:
-        return Judged(texts, "bad", why)
-    known = "" if "did not fall with it" in why else " The held-out reward did not fall with it."
-    return Judged([held.text, *texts], "warn", why + known)
+        return Judged(texts, "bad", why, compared)
+    return Judged([held.text, *texts], "warn", why, compared)
 
 
 def beside(run_dir: Path, steps: tuple[int, int]) -> str:
@@ -116,13 +119,14 @@ def beside(run_dir: Path, steps: tuple[int, int]) -> str:
 
 
 def sight(records: list[Record]) -> str:
-    """`"44+42=", answer 0.61, correct 0.58`: the first prompt, and the means of rewards and metrics by name."""
+    """`"44+42=" "86", answer 0.61, correct 0.58`: a prompt, its reply, and means of rewards and metrics by name."""
     if len({record.env for record in records}) != 1:
         return ""
-    asked = [message.content for message in records[0].messages if message.role == "user"]
+    shown = {message.role: message.content for message in reversed(records[0].messages)}
+    example = [f'"{in_one_line(shown[role])[:PROMPT]}"' for role in ("user", "assistant") if role in shown]
     means = pd.DataFrame([record.rewards | record.metrics for record in records]).astype(float).mean().dropna()
     parts = [f"{name[:PROMPT]} {score(value)}" for name, value in means.items()]
-    return safe(", ".join([*(f'"{in_one_line(text)[:PROMPT]}"' for text in asked[:1]), *parts[:PARTS]]))
+    return safe(", ".join(filter(None, [" ".join(example), *parts[:PARTS]])))
 
 
 def sampled_rewards(run: Run, metric: str) -> pd.Series:

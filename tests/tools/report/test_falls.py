@@ -11,6 +11,7 @@ import pytest
 from prl.runs.result import RunResult
 from prl.tools.report import sum_up
 from prl.tools.report.falls import explained, sampled_course
+from prl.tools.report.page import page
 from prl.tools.report.runs import Run, read_run
 from prl.tools.report.verdict import capitalised, verdict
 
@@ -120,15 +121,15 @@ def gradually_for_no_reason(metrics):
 
 
 BROKEN = [
-    (errors, "held-out", "fell at step 50. First moved: failing rollouts (step 50: 0 to 0.938)", "read the errors"),
-    (gradually, "held-out", "First moved: learning rate (step 48: 0.", "lower trainer.optim.lr"),
+    (errors, "held-out", "fell at step 50. First moved: failing rollouts (step 50 on: 0 to 0.938)", "read the errors"),
+    (gradually, "held-out", "First moved: learning rate (step 48 on: 0.", "lower trainer.optim.lr"),
     (gradually_for_no_reason, "held-out", "was seen to move before. Try: compare the rollouts of steps ", "."),
-    (rate, "held-out", "fell at step 52. First moved: learning rate (step 50: 0.", "lower trainer.optim.lr"),
+    (rate, "held-out", "fell at step 52. First moved: learning rate (step 50 on: 0.", "lower trainer.optim.lr"),
     (grader, "held-out", "fell at step 50; none of", "likely the grader changed"),
-    (staleness, "held-out", "First moved: staleness (step 44: 1 to 6), then gap", "orchestrator.max_async_level"),
-    (limit, "held-out", "fell at step 50. First moved: truncated share (step 50: 0.0", "sampling.max_tokens"),
+    (staleness, "held-out", "First moved: staleness (step 44 on: 1 to 6), then gap", "orchestrator.max_async_level"),
+    (limit, "held-out", "fell at step 50. First moved: truncated share (step 50 on: 0.0", "sampling.max_tokens"),
     (growing_length, "held-out", "First moved: length (step ", "what the grader rewards"),
-    (collapse, "held-out", "First moved: entropy (step 47: ", "lower trainer.optim.lr"),
+    (collapse, "held-out", "First moved: entropy (step 47 on: ", "lower trainer.optim.lr"),
 ]
 
 
@@ -266,17 +267,22 @@ def test_two_steps_are_shown_where_tasks_or_grader_changed(tmp_path):
     (tmp_path / "checkpoints" / "step_000040").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_000060").mkdir()
     assert "Before:" not in verdict(run)[1].text
-    for step, prompt, answers in ((49, "44+42=", (1.0, 0.5)), (50, "83*51=\x1b[2J", (0.0, None))):
+    sums = dict.fromkeys((10, 60, 100), ("1+1=", (1.0, 0.5)))
+    sums |= {49: ("44+42=", (1.0, 0.5)), 50: ("83*51=\x1b[2J", (0.0, None))}
+    for step, (prompt, answers) in sums.items():
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "86"}]
         lines = [
             {"step": step, "env": "m", "group": 0, "reward": answer, "rewards": {"answer": answer}}
-            | {"metrics": {"right": 0.5}, "messages": [{"role": "user", "content": prompt}]}
+            | {"metrics": {"right": 0.5}, "messages": messages}
             for answer in answers
         ]
         path = tmp_path / "rollouts" / f"step_{step:06d}.jsonl"
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 50, "en')
-    why = verdict(run)[1].text
-    assert 'Before: "44+42=", answer 0.75, right 0.50. Then: "83*51=\\x1b[2J", answer 0.00, right 0.50.' in why
-    assert why.endswith("The last checkpoint before: step 40.")
+    why = verdict(run)[1]
+    shown = 'Before: "44+42=" "86", answer 0.75, right 0.50. Then: "83*51=\\x1b[2J" "86", answer 0.00, right 0.50.'
+    assert shown in why.text
+    assert why.text.endswith("The last checkpoint before: step 40.")
+    assert re.findall(r'"step":(\d+),"groups"', page(run)) == ["10", "49", "50", "100"]
     path.write_text(json.dumps(lines[0] | {"env": "another"}) + f"\n{json.dumps(lines[1])}\n")
     assert "Before:" not in verdict(run)[1].text, "of several envs the means would be mixed"
 
@@ -290,7 +296,18 @@ def test_an_evaluation_whose_rollouts_fail_and_one_without_signals():
     metrics["eval/m/errored"] = metrics["eval/m/avg@1"].where(metrics["eval/m/avg@1"].isna(), 0.0)
     metrics.loc[80:, "eval/m/errored"] *= np.nan
     metrics.loc[[80, 100], "eval/m/errored"] = 1.0
-    assert "First moved: failing rollouts (step 80: 0 to 1)" in verdict(run_of(metrics))[1].text
+    assert "First moved: failing rollouts (step 80 on: 0 to 1)" in verdict(run_of(metrics))[1].text
+
+
+def test_a_limit_that_an_evaluation_meets_first():
+    """The evaluation of step 60 is the first to be cut off, the rollouts of step 62 the next."""
+    metrics = healthy(0)
+    falls_from(metrics, 60)
+    metrics.loc[60:61, "reward/all/mean"] = 0.8
+    metrics.loc[62:, "truncated/all"] = 0.93
+    metrics["eval/m/truncated"] = metrics["eval/m/avg@1"].where(metrics["eval/m/avg@1"].isna(), 0.0)
+    metrics.loc[[60, 80, 100], "eval/m/truncated"] = 0.95
+    assert "First moved: truncated share (step 60 on: 0.0" in verdict(run_of(metrics))[1].text
 
 
 @pytest.mark.parametrize("values", [{}, {1: np.nan}, {1: np.inf}, {1: 0.5}, {1: 0.5, 2: 0.1}])
@@ -320,7 +337,7 @@ def test_batches_without_signal_that_ended_a_run_count(write_run, tmp_path, caps
     headline, why, state, *others = verdict(read_run(run))
     assert state.text.startswith("Failed") and others[0].text == f"all: s{headline.text[1:]}"
     assert headline.text.endswith("and fell to 0.00.") and state.mood == headline.mood == "bad"
-    assert re.match(r"The reward fell at step 101. First moved: learning rate \(step 100: .* to 0.03\)", why.text)
+    assert re.match(r"The reward fell at step 101. First moved: learning rate \(step 100 on: .* to 0.03\)", why.text)
     sum_up(read_run(run).result, str(run))
     assert [capitalised(line.rstrip(".")) for line in capsys.readouterr().err.splitlines()[1:3]] == [
         headline.text.rstrip("."),
