@@ -39,11 +39,10 @@ def write_page(run_dir: Path) -> Path:
 def page(run: Run) -> str:
     """The page as HTML."""
     values = state(run)
-    compared = {step for finding in values["verdict"] for step in finding.compared}
-    rollouts = read_rollouts(run.dir, compared=compared)
+    rollouts = read_rollouts(run.dir, compared=values["compared"])
     run.problems.extend(rollouts.problems)
     data = {"kinds": curves.KINDS, "metrics": drawn(run.metrics), "before": drawn(run.before)}
-    data |= {"rows": rollouts.rows, "examples": rollouts.examples}
+    data |= {"rows": rollouts.rows, "examples": rollouts.examples, "compared": values["compared"]}
     return render(
         "run.html.j2",
         scripts=["curves.js", "run.js"],
@@ -59,8 +58,9 @@ def page(run: Run) -> str:
 def state(run: Run) -> dict[str, Any]:
     """Values for the fragments that change while a run goes on: `head.html.j2` and `waits.html.j2`."""
     times = shares(read_spans(run.dir, run.problems))
-    waits = rows(times) if times else []
-    return {"run": run, "verdict": verdict(run, times), "facts": _facts(run), "waits": waits}
+    findings, waits = verdict(run, times), rows(times) if times else []
+    compared = sorted({step for finding in findings for step in finding.compared})
+    return {"run": run, "verdict": findings, "compared": compared, "facts": _facts(run), "waits": waits}
 
 
 def drawn(metrics: pd.DataFrame) -> curves.Columns:

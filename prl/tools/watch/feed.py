@@ -123,4 +123,4 @@ def state_of(run_dir: Path) -> dict[str, Any]:
     run = read_run(run_dir)
     values = state(run)
     parts = {name: fragment(f"{name}.html.j2", **values) for name in ("head", "waits")}
-    return {"parts": parts, "before": drawn(run.before)}
+    return {"parts": parts, "before": drawn(run.before), "compared": values["compared"]}

@@ -198,6 +198,16 @@ def panels_of(page, metrics):
     return {title: dict(drawn) for title, drawn in page.evaluate(script, columns)}
 
 
+def test_a_line_stands_where_the_reward_fell(opened):
+    line, told = opened.page.locator("figure.panel path.fell"), opened.page.get_by_text("where the reward fell")
+    assert line.count() == 0 and not told.is_visible()
+    opened.page.evaluate("showPanels(panelsOf(data.metrics, data.before, [1, 2]))")
+    expect(line.first).to_have_attribute("d", re.compile(r"^M221(\.\d+)? "))  # in the middle, of steps 1 to 3
+    expect(told).to_be_visible()
+    opened.page.evaluate("showPanels(panelsOf(data.metrics, data.before))")
+    expect(line).to_have_count(0)
+
+
 def test_the_panels_by_env(opened):
     metrics = {
         **{"reward/m/mean": [0.5], "reward/m/arrived": [0.4], "reward/m/p50": [0.5], "off_policy/mean": [0.0]},

@@ -282,7 +282,9 @@ def test_two_steps_are_shown_where_tasks_or_grader_changed(tmp_path):
     shown = 'Before: "44+42=" "86", answer 0.75, right 0.50. Then: "83*51=\\x1b[2J" "86", answer 0.00, right 0.50.'
     assert shown in why.text
     assert why.text.endswith("The last checkpoint before: step 40.")
-    assert re.findall(r'"step":(\d+),"groups"', page(run)) == ["10", "49", "50", "100"]
+    shown = page(run)
+    assert re.findall(r'"step":(\d+),"groups"', shown) == ["10", "49", "50", "100"]
+    assert '"compared":[49,50]' in shown
     path.write_text(json.dumps(lines[0] | {"env": "another"}) + f"\n{json.dumps(lines[1])}\n")
     assert "Before:" not in verdict(run)[1].text, "of several envs the means would be mixed"
 

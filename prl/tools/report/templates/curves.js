@@ -44,14 +44,15 @@ function curvesOf(kind, keys) {
 function isZero(values) { return values.every(value => !value); }
 
 // The panels of one run. Most have nothing to show where their curves are zero throughout. `before`: its source's metrics.
-function panelsOf(metrics, before = {}) {
+// `compared`: the steps before and after its reward fell.
+function panelsOf(metrics, before = {}, compared = []) {
   return data.kinds.flatMap(kind => {
     const named = curvesOf(kind, Object.keys(metrics)), nonzero = named.filter(({ key }) => !isZero(metrics[key][1]));
     if (!nonzero.length && !(named.length && kind.shows_zeros)) return [];
     const curves = (kind.only_nonzero && nonzero.length ? nonzero : named).map(({ name, key }) => ({
       name, ...signed(kind, metrics[key]), before: before[key] && signed(kind, before[key]),
     }));
-    return [{ title: kind.title, unit: kind.unit, kind, curves: () => curves, begins: curves.some(curve => curve.before) }];
+    return [{ title: kind.title, unit: kind.unit, kind, curves: () => curves, fell: compared.at(-1), begins: curves.some(curve => curve.before) }];
   });
 }
 
@@ -151,7 +152,7 @@ function drawSome() {
   }
 }
 
-// A panel: {title, unit, kind, curves: () => [{name, xs, ys, band: {low, high}, thin: [{xs, ys}], before: {xs, ys}}]}.
+// A panel: {title, unit, kind, fell, curves: () => [{name, xs, ys, band: {low, high}, thin: [{xs, ys}], before: {xs, ys}}]}.
 class Chart {
   constructor() {
     this.figure = el("figure", "panel");
@@ -253,6 +254,7 @@ class Chart {
       drawn.append(svg("text", { x: this.x(tick).toFixed(1), y: BOTTOM + 17, "text-anchor": "middle" }, number(tick, 7)));
     }
     drawn.append(svg("path", { d: `M${LEFT} ${BOTTOM}H${RIGHT}`, class: "grid" }), inside);
+    if (panel.fell !== undefined) inside.append(svg("path", { d: `M${this.x(panel.fell)} ${TOP}V${BOTTOM}`, class: "fell" }));
     curves.forEach((curve, place) => {
       const dash = DASHES[Math.floor(place / 8) % 3];
       const line = (points, look, dashes = "") => inside.append(svg("path", { d: `M${points.join("L")}`, class: `line s${place % 8} ${look}`, "stroke-dasharray": dashes }));
@@ -286,4 +288,5 @@ function showPanels(panels) {
   if (figures.length !== box.children.length || figures.some((figure, place) => figure !== box.children[place])) box.replaceChildren(...figures);
   $("curves").hidden = !panels.length;
   if ($("of-source")) $("of-source").hidden = !panels.some(panel => panel.begins);
+  if ($("at-fall")) $("at-fall").hidden = !panels.some(panel => panel.fell !== undefined);
 }

@@ -350,7 +350,7 @@ function makeTable(ask) {
 }
 
 if (!data.live) {
-  showPanels(panelsOf(data.metrics, data.before));
+  showPanels(panelsOf(data.metrics, data.before, data.compared));
   if (data.examples.length) showExamples(data.examples, data.rows);
   if (data.rows.length) makeTable().show(data.rows);
 }

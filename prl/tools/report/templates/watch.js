@@ -77,7 +77,8 @@ function redraw() {
   due ||= setTimeout(() => {
     due = 0;
     if (!$("panels")) return;
-    if (chosen.length === 1) showPanels(panelsOf(stored.get(chosen[0])?.metrics || {}, state.run === chosen[0] ? state.before : {}));
+    const { before, compared } = state.run === chosen[0] ? state : {};
+    if (chosen.length === 1) showPanels(panelsOf(stored.get(chosen[0])?.metrics || {}, before, compared));
     else if (variants) showPanels(comparedPanels());
   }, chosen.length > 1 ? 250 : 50);
 }
