@@ -1,6 +1,7 @@
 """The verdict on a run, in sentences computed from its metrics; the thresholds stand at the top, and in `falls.py`."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -89,11 +90,18 @@ def judged_rewards(run: Run) -> Judged:
 
     A fall of sampled rewards alone is a warning while the held-out reward contradicts it: their tasks may be others.
     """
-    sampled = (
-        None if source_of(run.config, SAMPLED) else sampled_course("sampled reward", sampled_rewards(run, SAMPLED))
-    )
-    held = held_out_course("held-out reward", run.metrics)
-    courses = [one for one in (held, sampled) if one is not None]
+    metrics = comparable(run)
+    values = sampled_rewards(run, curve(metrics, SAMPLED))
+    sampled = None if source_of(run.config, SAMPLED) else sampled_course("sampled reward", values)
+    held = held_out_course("held-out reward", metrics)
+    # The mean over envs may stand still while one of them falls.
+    of_envs = [
+        held_out_course(f"held-out reward of {env}", columns)
+        for env, _, columns in held_out_by_env(metrics)
+        if held is not None and not held.fell
+    ]
+    fallen_envs = [one for one in of_envs if one is not None and one.fell] if len(of_envs) > 1 else []
+    courses = [one for one in (held, *fallen_envs, sampled) if one is not None]
     if held is not None and held.first_step == held.last_step:
         courses.reverse()  # before training alone
     fallen = [one for one in courses if one.fell]
@@ -101,15 +109,23 @@ def judged_rewards(run: Run) -> Judged:
         return Judged([one.text for one in courses[:1]], "plain")
     # Of every step more is known than of an evaluation, but rollouts of old policies show a fall later.
     fall = fallen[0] if fallen[0].ended < fallen[-1].began else fallen[-1]
-    why, texts, compared = explained(run.metrics, fall), [one.text for one in fallen], (fall.began, fall.bad)
+    why, texts, compared = explained(metrics, fall), [one.text for one in fallen], (fall.began, fall.bad)
     # No metric moved before: the rollouts themselves may show what changed.
     if "compare the rollouts" in why:
         why += beside(run.dir, compared)
-    kept = [step for step in steps_of(run.dir) if step <= fall.began]
+    forked = [resume.step for resume in resumes_of(run.dir, []) if resume.source is not None]
+    kept = sorted(step for step in (*forked, *steps_of(run.dir)) if step <= fall.began)
     why += f" The last checkpoint before: step {kept[-1]}." if kept else " No checkpoint is from before."
-    if held is None or held.fell or held.last_step < fall.bad or 2 * (held.best - held.last) > fall.best - fall.last:
+    evaluated = any(one.evaluated for one in fallen)
+    if held is None or evaluated or held.last_step < fall.bad or 2 * (held.best - held.last) > fall.best - fall.last:
         return Judged(texts, "bad", why, compared)
     return Judged([held.text, *texts], "warn", why, compared)
+
+
+def comparable(run: Run) -> pd.DataFrame:
+    """The metrics of a run; of a fork behind those of its source, if the rewards of both are of the same kind."""
+    changed = {key.partition(".")[0] for resume in resumes_of(run.dir, []) for key in resume.changed}
+    return run.metrics if changed & {"envs", "algo"} else run.whole
 
 
 def beside(run_dir: Path, steps: tuple[int, int]) -> str:
@@ -129,9 +145,9 @@ def sight(records: list[Record]) -> str:
     return safe(", ".join(filter(None, [" ".join(example), *parts[:PARTS]])))
 
 
-def sampled_rewards(run: Run, metric: str) -> pd.Series:
+def sampled_rewards(run: Run, rewards: pd.Series) -> pd.Series:
     """A reward of each step; then that of the batches without signal that ended the run, which made no steps."""
-    rewards, lost = curve(run.metrics, metric), run.result.reward_without_signal
+    lost = run.result.reward_without_signal
     if lost is None or not len(rewards):
         return rewards
     last = int(rewards.index[-1])
@@ -189,7 +205,8 @@ def rewards(run: Run, steps: pd.DataFrame) -> list[Finding]:
     for env in named:
         source = source_of(run.config, f"reward/{env}/mean")
         name = f"{env}: reward of {source}" if source else f"{env}: sampled reward"
-        of_env = curve(steps, f"reward/{env}/mean") if len(named) > 1 else sampled_rewards(run, f"reward/{env}/mean")
+        values = curve(steps, f"reward/{env}/mean")
+        of_env = values if len(named) > 1 else sampled_rewards(run, values)
         if one := sampled_course(name, of_env):
             findings.append(Finding(f"{one.text}.", "warn" if one.fell else "plain"))
     return findings
@@ -198,15 +215,20 @@ def rewards(run: Run, steps: pd.DataFrame) -> list[Finding]:
 def evaluations(run: Run) -> list[Finding]:
     """The held-out reward of each env, with its best where that was not the last."""
     findings = []
-    for key in held_out({str(key): None for key in run.metrics}):
-        env, _, metric = key.removeprefix("eval/").rpartition("/")
-        columns = run.metrics.filter(items=[key, f"eval/{env}/stderr"])
+    for env, metric, columns in held_out_by_env(run.metrics):
         if one := held_out_course(f"{env}: held-out reward ({metric})", columns):
             best = f", the best {score(one.best)} at {one.best_steps[0]}" * (
                 not one.fell and score(one.best) != score(one.last)
             )
             findings.append(Finding(f"{one.text} at step {one.last_step}{best}.", "warn" if one.fell else "plain"))
     return findings
+
+
+def held_out_by_env(metrics: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """Yield each env, the name of its held-out reward, and the columns of this and of its standard error."""
+    for key in held_out({str(key): None for key in metrics}):
+        env, _, name = key.removeprefix("eval/").rpartition("/")
+        yield env, name, metrics.filter(items=[key, f"eval/{env}/stderr"])
 
 
 def missing_signal(steps: pd.DataFrame) -> str:

@@ -259,6 +259,36 @@ def test_an_env_whose_evaluations_stop_or_begin_later_is_no_fall(has):
     assert all("fell" not in finding.text for finding in verdict(run_of(metrics)))
 
 
+def test_a_fall_of_one_env_is_the_headline_where_another_rose():
+    metrics = healthy(0)
+    evaluated = metrics["eval/m/avg@1"].notna()
+    metrics.loc[evaluated, ["eval/b/avg@1", "eval/b/stderr"]] = 0.1, 0.04
+    falls_from(metrics, 50, sampled=0.5)
+    metrics.loc[evaluated & (metrics.index > 50), "eval/b/avg@1"] = 0.95
+    headline = verdict(run_of(metrics))[0]
+    assert headline.text.startswith("Held-out reward of m rose from 0.") and "fell to 0.01" in headline.text
+    assert headline.mood == "bad"
+
+
+@pytest.mark.parametrize(
+    ("changed", "fell"), [({"trainer.optim.lr": [0.0005, 0.03]}, True), ({"envs.m": [1, 2]}, False)]
+)
+def test_a_fork_is_judged_against_its_source(write_run, tmp_path, changed, fell):
+    """Unless its tasks are others."""
+    source = [{"step": step, "lr": 0.0005, "reward/all/mean": 0.8} for step in range(1, 31)]
+    ruined = [{"step": step, "lr": 0.03, "reward/all/mean": 0.8 if step == 31 else 0.05} for step in range(31, 61)]
+    first = write_run(tmp_path / "first", source)
+    fork = write_run(tmp_path / "fork", ruined, result={"status": "completed", "steps": 60, "seconds": 9.0})
+    line = {"step": 30, "checkpoint": f"{first}/checkpoints/step_000030", "changed": changed}
+    (fork / "resumes.jsonl").write_text(json.dumps(line) + "\n")
+    headline, why, *_ = verdict(read_run(fork))
+    assert headline.mood == "bad" and "fell" in headline.text
+    assert ("its best mean 0.80, steps 1 to 5" in headline.text) == fell, headline.text
+    if fell:
+        assert "fell at step 32. First moved: learning rate (step 31 on: 0.0005 to 0.03)" in why.text
+        assert why.text.endswith("The last checkpoint before: step 30.")
+
+
 def test_two_steps_are_shown_where_tasks_or_grader_changed(tmp_path):
     metrics = healthy(0)
     harder_tasks(metrics)
