@@ -190,26 +190,15 @@ def credit() -> Iterable[Row]:
 
 
 def smollm2() -> Iterable[Row]:
-    learned = pd.read_csv(HERE / "smollm2" / "learning.csv")
-    ends = {
-        "sums, sft": ("sums", "eval/math/avg@1", "batch_size=32"),
-        "sums, grpo": ("sums-grpo", "eval/math/avg@1", "batch_size=256"),
-        "game, grpo": ("guess", "eval/guess/avg@4", "batch_size=128"),
-        "game, opd": ("guess-opd", "eval/guess/avg@4", "batch_size=64"),
-    }
-    for name, (sweep, metric, variant) in ends.items():
-        rows = learned[learned["run"] == sweep]
-        first = rows.iloc[0]
-        before = f"{first['mean']:.3f}"
-        if first["highest"]:
-            before += f" ({first['lowest']:.3f} to {first['highest']:.3f})"
-        yield [name, short(before), span(by_seed("smollm2", metric).loc[variant]), f"{rows['trained'].iloc[-1]:,}"]
     for name, of_run in held_out.curves().groupby("run", sort=False):
+        ends = of_run.iloc[[0, -1]]
         rewards = [
-            f"{row.mean:.3f} ± {row.half:.3f}" + (f" ({row.low:.3f} to {row.high:.3f})" if row.seeds > 1 else "")
-            for row in of_run.itertuples()
+            f"{end.mean:.3f} ± {end.half:.3f}" + (f" ({end.low:.3f} to {end.high:.3f})" if end.seeds > 1 else "")
+            for end in ends.itertuples()
         ]
-        yield [str(name), *map(short, rewards), f"{of_run['sampled'].iloc[-1]:,}"]
+        yield [str(name), *map(short, rewards), f"{ends['replies'].diff().iloc[-1]:,.0f}"]
+    mean, half = held_out.lead("sums, grpo", "sums, grpo by TRL", 30)
+    yield ["sums, grpo − grpo by TRL", "", short(f"{mean:+.3f} ± {half:.3f}"), ""]
 
 
 def opd_grpo_sft() -> Iterable[Row]:

@@ -7,7 +7,6 @@ import math
 import random
 import shutil
 import warnings
-from fractions import Fraction
 from pathlib import Path
 
 import hydra
@@ -23,7 +22,6 @@ from experiments.forgetting.kl import mean_kl
 from experiments.max_rl.maze import Maze, MazeConfig, MazeTaskset
 from experiments.smollm2 import adder, baselines, held_out
 from prl.config.compose import CONF, compose
-from prl.envs.tasksets.guess import answer
 from prl.launch.components import build_components
 from prl.tools.sweep.naming import folder_of, overrides_of
 
@@ -33,7 +31,6 @@ BASES = {
     "forgetting_start",
     "distil_back_teacher",
     "smollm2_sums",
-    "smollm2_guess",
     "smollm2_adder_form",
     "smollm2_adder",
     "smollm2_sums_grpo",
@@ -192,42 +189,20 @@ def test_what_was_lost_at_a_reward_is_on_the_line_between_evaluations():
     assert recompute.reached(pd.Series([0.1, math.nan])) == "1 of 2 seeds"
 
 
-def played(secret, left, guesses):
-    """The chance of finding a secret among the numbers left, every course of the game counted."""
-    if not guesses:
-        return Fraction(0)
-    chances = []
-    for guess in left:
-        hint = answer(str(guess), secret)
-        still = [number for number in left if number != guess and (number > guess) == (hint == "higher")]
-        chances.append(Fraction(1) if hint is None else played(secret, still, guesses - 1))
-    return sum(chances) / len(chances)
-
-
-@pytest.mark.parametrize(("n", "guesses"), [(3, 1), (6, 3), (9, 4)])
-def test_players_that_learn_nothing_are_counted_course_by_course(n, guesses):
-    courses = list(itertools.permutations(range(1, n + 1), guesses))
-    for secret in range(1, n + 1):
-        assert baselines.never_listens(n, guesses) == pytest.approx(sum(secret in c for c in courses) / len(courses))
-        expected = float(played(secret, list(range(1, n + 1)), guesses))
-        assert baselines.within_bounds(secret, 1, n, guesses) == pytest.approx(expected, rel=1e-12)
-
-
 def test_the_baselines_on_the_page_are_those_of_their_script(capsys):
     baselines.main()
     shown = capsys.readouterr().out
     page = (recompute.HERE / "smollm2" / "README.md").read_text()
-    assert (
-        "never listens, repeats nothing 0.373; at random 0.886" in shown and "| .886 |" in page and "| .373 |" in page
-    )
-    assert "never listens, repeats nothing 0.385; at random 0.870" in shown and "they have .385 and .870" in page
-    bounds = [f"± {baselines.widest_half(*of_mean):.3f}".replace("0.", ".") for of_mean in baselines.MEANS.values()]
-    assert all(bound in page for bound in bounds)
+    for _, _, players in held_out.PANELS:
+        for player, reward in players.items():
+            assert f"{player.removeprefix('its ')} {reward}" in shown
+            assert f"{reward:g}".removeprefix("0") in page
 
 
-def test_no_rewards_of_a_mean_spread_wider_than_the_bound():
-    """Of four rewards with mean .5, two zeros and two ones spread widest: a standard error of 1 / sqrt(12)."""
-    assert baselines.widest_half(0.5, 4) == pytest.approx(3.182446305 / math.sqrt(12), rel=1e-8)
+def test_the_best_constant_answer_counts_what_is_nearly_right():
+    """Of 46, 46 and 57 `46` earns (1 + 1 + 0) / 3, of 46 and 56 half and a twentieth's half."""
+    assert baselines.best_constant([46, 46, 57]) == (46, pytest.approx(2 / 3))
+    assert baselines.best_constant([56, 46]) == (46, pytest.approx(0.525))
 
 
 @pytest.mark.parametrize(
@@ -260,10 +235,13 @@ def test_demonstrations_of_adder_ask_rightly_and_heed_the_answer_as_often_as_tol
 def test_evaluated_weights_are_told_by_their_folder():
     outputs = Path("/there/outputs")
     start = held_out.of_target(outputs / "exp-smollm2-adder-form" / "checkpoints" / "step_000012")
-    assert start == [("adder, grpo", "start", 0)]
+    assert start == [("adder, grpo", "start", 0), ("adder, opd", "start", 0)]
     trained = held_out.of_target(outputs / "exp-smollm2-adder" / "seed=2" / "checkpoints" / "step_000004")
     assert trained == [("adder, grpo", "2", 4)]
-    assert held_out.of_target(outputs / "exp-smollm2-trl" / "seed=1" / "checkpoint-10") == [("sums, TRL", "1", 10)]
+    trl = held_out.of_target(outputs / "exp-smollm2-sums-trl" / "seed=1" / "checkpoint-10")
+    assert trl == [("sums, grpo by TRL", "1", 10)]
+    both = held_out.of_target(outputs / "exp-smollm2-sums" / "seed=0" / "checkpoints" / "step_000020")
+    assert both == [("sums, grpo", "start", 0), ("sums, grpo by TRL", "start", 0), ("sums, sft", "0", 20)]
 
 
 def test_an_interval_over_tasks_and_seeds_is_that_of_the_only_thing_that_differs():

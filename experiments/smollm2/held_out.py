@@ -5,9 +5,9 @@
 writes `tasks.csv` and `sampled.csv` from the evaluations, and the runs beside them. Without arguments it prints the
 means and draws held_out.png from these two files.
 
-A line of `tasks.csv` is the reward of one try of a task by the policy of a step, one of `sampled.csv` the replies that
-a run had sampled by then, and their mean reward since the step before. All seeds hold out the same tasks, and begin
-with the policy that has `start` for a seed.
+A line of `tasks.csv` is the reward of one try of a task by the policy of a step. One of `sampled.csv` has the replies
+that a run had by then, sampled or demonstrated, and their mean reward since the step before. All seeds hold out the
+same tasks, and begin with the policy that has `start` for a seed.
 """
 
 import json
@@ -23,24 +23,43 @@ from scipy.special import stdtrit
 
 HERE = Path(__file__).parent
 LEVEL = 0.95
-RUNS = {"exp-smollm2-adder": "adder, grpo", "exp-smollm2-sums-beside": "sums, prl", "exp-smollm2-trl": "sums, TRL"}
+RUNS = {
+    "exp-smollm2-sums": "sums, sft",
+    "exp-smollm2-sums-grpo": "sums, grpo",
+    "exp-smollm2-sums-trl": "sums, grpo by TRL",
+    "exp-smollm2-adder": "adder, grpo",
+    "exp-smollm2-adder-opd": "adder, opd",
+}
 """Folder of a sweep -> its name in the tables."""
-STARTS = {"exp-smollm2-adder-form": ["adder, grpo"], "exp-smollm2-sums-form": ["sums, prl", "sums, TRL"]}
-"""Folder of a run -> the sweeps that its policy is the start of."""
+STARTS = {
+    "smollm2-*": ["sums, sft"],
+    "exp-smollm2-sums/seed=0/checkpoints/step_000020": ["sums, grpo", "sums, grpo by TRL"],
+    "exp-smollm2-adder-form/checkpoints/step_000012": ["adder, grpo", "adder, opd"],
+}
+"""End of the path of weights, a pattern -> the sweeps that begin with them."""
+BEFORE = {"sums, grpo": 640, "sums, grpo by TRL": 640}
+"""Replies of the sweep that a start is of: both go on where it was."""
+IMITATED = {"sums, sft"}
+"""Runs whose replies are demonstrations, all of which are right."""
 PANELS = [
-    ("a calculator is asked, its answer used", ["adder, grpo"], {"its demonstrations": 0.2, "never listens": 0.0005}),
-    ("sums such as 12+34=", ["sums, prl", "sums, TRL"], {}),
+    ("sums such as 12+34=", ["sums, sft", "sums, grpo", "sums, grpo by TRL"], {"always 128": 0.029}),
+    (
+        "a calculator is asked, its answer used",
+        ["adder, grpo", "adder, opd"],
+        {"its demonstrations": 0.2, "never listens": 0.0005},
+    ),
 ]
-"""Title, runs, and the rewards of players that learn nothing (baselines.py), of each picture that has runs."""
+"""Title, runs, and the rewards of players that learn nothing (baselines.py), of each picture."""
 KEYS = ["run", "seed", "step"]
 
 
 def of_target(path: Path) -> list[tuple[str, str, int]]:
-    """Return runs, seed and step of the weights that were evaluated."""
-    run = next(folder for folder in path.parents if folder.name in RUNS | STARTS or folder.name.startswith("seed="))
-    if run.name in STARTS:
-        return [(name, "start", 0) for name in STARTS[run.name]]
-    return [(RUNS[run.parent.name], run.name.removeprefix("seed="), int(re.findall(r"\d+", path.name)[-1]))]
+    """Return runs, seed and step of the weights that were evaluated: those of a sweep, the start of others, or both."""
+    places = [(name, "start", 0) for end, names in STARTS.items() if path.match(end) for name in names]
+    if (sweep := next((folder for folder in path.parents if folder.name in RUNS), None)) is not None:
+        [seed] = re.findall(r"seed=(\d+)", str(path))
+        places.append((RUNS[sweep.name], seed, int(re.findall(r"\d+", path.name)[-1])))
+    return places
 
 
 def rewards_of(evaluation: Path) -> Iterator[tuple[str, str, int, str, float]]:
@@ -54,7 +73,7 @@ def rewards_of(evaluation: Path) -> Iterator[tuple[str, str, int, str, float]]:
 
 
 def sampled_by(run: Path) -> pd.DataFrame:
-    """Return the replies that a run had sampled by each step, and their mean reward since the step before."""
+    """Return the replies that a run had by each step, and their mean reward since the step before."""
     if (run / "metrics.jsonl").exists():
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         table = pd.DataFrame(lines).groupby("step").first()[["rollouts/batch", "reward/all/mean"]].dropna()
@@ -63,7 +82,8 @@ def sampled_by(run: Path) -> pd.DataFrame:
         lines = [
             line for line in json.loads((last / "trainer_state.json").read_text())["log_history"] if "reward" in line
         ]
-        size = json.loads((run / "job.json").read_text())["settings"]["per_device_train_batch_size"]
+        given = json.loads((run / "job.json").read_text())["settings"]
+        size = given["per_device_train_batch_size"] * given["gradient_accumulation_steps"]
         table = pd.DataFrame(
             {line["step"]: {"rollouts/batch": size, "reward/all/mean": line["reward"]} for line in lines}
         ).T
@@ -72,7 +92,7 @@ def sampled_by(run: Path) -> pd.DataFrame:
 
 
 def collect(evaluations: list[Path]) -> None:
-    """Write the rewards of single tasks, and what the runs had sampled, which lie beside the evaluations."""
+    """Write the rewards of single tasks, and the replies of the runs, which lie beside the evaluations."""
     tasks = sorted(row for folder in evaluations for row in rewards_of(folder))
     pd.DataFrame(tasks, columns=[*KEYS, "task", "reward"]).to_csv(HERE / "tasks.csv", index=False, float_format="%.4g")
     spent = []
@@ -106,10 +126,18 @@ def curves() -> pd.DataFrame:
         table = of_step.pivot(index="task", columns="seed", values="reward")
         of_seeds = table.mean(axis=0)
         spent = sampled[(sampled["run"] == name) & (sampled["step"] == step)]["sampled"]
-        found = {"run": name, "step": step, "sampled": round(spent.mean()) if step else 0}
+        replies = BEFORE.get(name, 0) + (round(spent.mean()) if step else 0)
+        found = {"run": name, "step": step, "replies": replies}
         found |= {"seeds": len(of_seeds), "tasks": len(table), "mean": of_seeds.mean(), "half": half_over(table)}
         rows.append(found | {"low": of_seeds.min(), "high": of_seeds.max()})
     return pd.DataFrame(rows)
+
+
+def lead(ahead: str, behind: str, step: int) -> tuple[float, float]:
+    """Return by how much a run is ahead of another at a step, paired by task and seed, and half the interval."""
+    tasks = pd.read_csv(HERE / "tasks.csv").set_index([*KEYS, "task"])["reward"].unstack("seed")
+    difference = (tasks.loc[ahead, step] - tasks.loc[behind, step]).dropna(axis="columns")
+    return difference.mean(axis=None), half_over(difference)
 
 
 def draw(found: pd.DataFrame) -> None:
@@ -120,16 +148,15 @@ def draw(found: pd.DataFrame) -> None:
     for panel, (title, names, baselines) in zip(axes[0], panels, strict=True):
         for color, name in enumerate(names):
             rows = found[found["run"] == name]
-            panel.errorbar(rows["sampled"], rows["mean"], rows["half"], color=f"C{color}", fmt="o", capsize=3,
+            panel.errorbar(rows["replies"], rows["mean"], rows["half"], color=f"C{color}", fmt="o-", capsize=3,
                            label=f"{name}, held out")  # fmt: skip
-            for seed, of_seed in replies[replies["run"] == name].groupby("seed"):
+            for seed, of_seed in replies[(replies["run"] == name) & ~replies["run"].isin(IMITATED)].groupby("seed"):
                 label = f"{name}, sampled, by seed" if seed == 0 else None
-                panel.plot(
-                    of_seed["sampled"], of_seed["reward"], color=f"C{color}", linewidth=0.8, alpha=0.6, label=label
-                )
+                panel.plot(BEFORE.get(name, 0) + of_seed["sampled"], of_seed["reward"], color=f"C{color}",
+                           linewidth=0.8, alpha=0.6, label=label)  # fmt: skip
         for place, (player, reward) in enumerate(baselines.items()):
             panel.axhline(reward, color="black", linewidth=1, linestyle=("--", ":")[place], label=player)
-        panel.set(title=title, xlabel="replies sampled", ylabel="reward", ylim=(-0.02, 1.02))
+        panel.set(title=title, xlabel="replies sampled (of sft: demonstrated)", ylabel="reward", ylim=(-0.02, 1.02))
         panel.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(HERE / "held_out.png", dpi=120)
@@ -141,4 +168,6 @@ if __name__ == "__main__":
     else:
         learned = curves()
         print(learned.round(3).to_string(index=False))
+        mean, half = lead("sums, grpo", "sums, grpo by TRL", 30)
+        print(f"sums, grpo, ahead of TRL's at the end: {mean:+.3f} ± {half:.3f}")
         draw(learned)
