@@ -116,7 +116,8 @@ def test_a_sweep_of_which_no_job_completed_has_a_summary(sweep, refuse_pages):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["nowhere"], "no run in .*nowhere: "),
+        (["nowhere"], "there is no folder nowhere$"),
+        (["sweep", "nowhere", "x/none"], "there is no folder nowhere, x/none$"),
         (["sweep", "sweep"], "say with --out"),
         (["sweep", "--metric", "loss"], "--metric loss: no run has recorded it"),
         (["sweep/0-lr=0.1,seed=0", "--threshold", "1"], "is one run: its page takes no"),
