@@ -165,6 +165,13 @@ def test_each_shell_has_a_script_that_asks_for_the_words(shell):
     assert Path(completion.__file__).with_name(f"{shell}.sh").read_text() == done.stdout
 
 
+def test_a_pipe_that_closes_ends_it_quietly():
+    command = [sys.executable, "-m", "prl", "completion", "words", "prl train "]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
+        done.stdout.close()
+        assert done.stderr.read() == b""
+
+
 @pytest.mark.parametrize("arguments", [[], ["tcsh"]])
 def test_no_shell_is_refused_with_the_usage(arguments):
     done = subprocess.run([sys.executable, "-m", "prl", "completion", *arguments], capture_output=True, text=True)

@@ -8,6 +8,7 @@ classes of the options take longer to import than somebody waits for a Tab.
 """
 
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,4 +182,5 @@ def values_of(comment: str, value: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends any program that prints
     main(sys.argv[1:])
