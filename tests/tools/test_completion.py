@@ -1,5 +1,6 @@
 """Completion in shells: the words against the config that Hydra composes, and the scripts in the shells themselves."""
 
+import importlib
 import os
 import pty
 import re
@@ -54,6 +55,12 @@ def test_the_keys_are_those_that_hydra_composes(root, overrides):
         ("prl env ", {"check"}),
         ("prl env check kuhn", {"kuhn_poker"}),
         ("prl train --cfg", {"--cfg"}),
+        ("prl report --", {"--help", "--metric", "--threshold", "--out"}),
+        ("prl watch a --p", {"--port"}),
+        ("prl rollouts a --", {"--help", "--step", "--env", "--eval"}),
+        ("prl env check math --r", {"--reply"}),
+        ("prl completion -", {"--help"}),
+        ("prl trian --", {"--help"}),
         ("prl train algo=m", {"algo=max_rl"}),
         ("prl train -m algo=grpo,m", {"algo=grpo,max_rl"}),
         ("prl train env=[math,gu", {"env=[math,guess"}),
@@ -89,6 +96,14 @@ def test_what_a_line_can_become(tmp_path, monkeypatch, line, found):
     if line.endswith("outputs/"):
         found = found | {"run.resume=outputs/grid"}
     assert completion.words(line) == found
+
+
+@pytest.mark.parametrize("command", ["report", "watch", "rollouts"])
+def test_the_flags_are_those_of_the_parser(command, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"prl.tools.{command}.__main__").main(["--help"])
+    shown = re.findall(r"^  (?:-h, )?(--[a-z]+)", capsys.readouterr().out, re.M)
+    assert completion.words(f"prl {command} --") == set(shown)
 
 
 def test_it_imports_nothing_that_takes_time():
