@@ -55,7 +55,11 @@ def main() -> None:
         print(prl.__version__)
         return
     if name not in SUBCOMMANDS:
+        import difflib
+
+        near = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
         problem = f"prl: no subcommand {name!r}" if name else "prl: no subcommand given"
+        problem += f": did you mean {near[0]}?" if near else ""
         print(f"{problem}\n\n{USAGE}", file=sys.stderr)
         raise SystemExit(2)
     sys.argv = [f"prl {name}", *rest]

@@ -61,6 +61,21 @@ def test_another_word_is_refused_with_the_usage(prl, started, capsys, arguments)
     assert caught.value.code == 2 and not started and "\n  train " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("trian", "'trian': did you mean train?"),
+        ("serv", "'serv': did you mean serve?"),
+        ("rollout", "'rollout': did you mean rollouts?"),
+        ("xyz", "'xyz'"),
+    ],
+)
+def test_a_misspelt_subcommand_is_guessed(prl, capsys, typed, says):
+    with pytest.raises(SystemExit):
+        prl(typed)
+    assert capsys.readouterr().err.splitlines()[0] == f"prl: no subcommand {says}"
+
+
 def test_help_is_the_usage_and_the_version_the_packages(prl, started, capsys):
     prl("--help")
     assert capsys.readouterr().out == command.USAGE + "\n"

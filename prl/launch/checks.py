@@ -9,7 +9,7 @@ from typing import Any
 
 from prl.base.errors import ConfigError
 from prl.base.text import in_one_line
-from prl.config.model_folder import check_length, positions
+from prl.config.model_folder import check_length, local_folder, positions
 from prl.config.schema import ModelConfig
 from prl.launch.plan import ModelPlan, RunPlan
 from prl.trainer import architecture
@@ -58,7 +58,10 @@ def check_loadable(model: ModelConfig, plan: ModelPlan, prefix: str, *, trained:
         if trained:
             architecture.check_architecture(config, model.path, model.max_model_len)
     except Exception as error:  # transformers has no common class of errors
-        raise ConfigError(f"{prefix}path={model.path!r}: {in_one_line(error)}") from error
+        # Without a network the hub's error alone would hide that a folder's name is misspelt.
+        missing = isinstance(error, OSError) and local_folder(model.path) is None
+        where = "there is no such folder, and on the hub: " if missing else ""
+        raise ConfigError(f"{prefix}path={model.path!r}: {where}{in_one_line(error)}") from error
     check_length(model.max_model_len, positions(config.to_dict()), prefix, model.path)
     text = config.get_text_config()
     fault = None if plan.urls else plan.engine.fault_of(text.model_type, plan.spec.device)

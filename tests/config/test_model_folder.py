@@ -218,6 +218,14 @@ def test_a_length_above_the_models_positions_is_refused_before_a_run(prefix):
         check_loadable(config.model, planned(config).policy, prefix, trained=False)
 
 
+def test_a_name_that_the_hub_cannot_give_is_said_to_be_no_folder_either(monkeypatch):
+    config = compose(["run.name=x"])
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", Mock(side_effect=OSError("We couldn't connect")))
+    says = "^model.path='no/such': there is no such folder, and on the hub: We couldn't connect"
+    with pytest.raises(ConfigError, match=says):
+        check_loadable(replace(config.model, path="no/such"), planned(config).policy, "model.", trained=False)
+
+
 def test_the_rows_of_the_embedding(folder):
     tensors = load_file(folder / "model.safetensors")
     assert embedding_rows(str(folder)) == tensors["model.embed_tokens.weight"].shape[0]

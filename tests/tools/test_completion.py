@@ -1,5 +1,6 @@
 """Completion in shells: the words against the config that Hydra composes, and the scripts in the shells themselves."""
 
+import importlib
 import os
 import pty
 import re
@@ -54,6 +55,12 @@ def test_the_keys_are_those_that_hydra_composes(root, overrides):
         ("prl env ", {"check"}),
         ("prl env check kuhn", {"kuhn_poker"}),
         ("prl train --cfg", {"--cfg"}),
+        ("prl report --", {"--help", "--metric", "--threshold", "--out"}),
+        ("prl watch a --p", {"--port"}),
+        ("prl rollouts a --", {"--help", "--step", "--env", "--eval"}),
+        ("prl env check math --r", {"--reply"}),
+        ("prl completion -", {"--help"}),
+        ("prl trian --", {"--help"}),
         ("prl train algo=m", {"algo=max_rl"}),
         ("prl train -m algo=grpo,m", {"algo=grpo,max_rl"}),
         ("prl train env=[math,gu", {"env=[math,guess"}),
@@ -89,6 +96,14 @@ def test_what_a_line_can_become(tmp_path, monkeypatch, line, found):
     if line.endswith("outputs/"):
         found = found | {"run.resume=outputs/grid"}
     assert completion.words(line) == found
+
+
+@pytest.mark.parametrize("command", ["report", "watch", "rollouts"])
+def test_the_flags_are_those_of_the_parser(command, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"prl.tools.{command}.__main__").main(["--help"])
+    shown = re.findall(r"^  (?:-h, )?(--[a-z]+)", capsys.readouterr().out, re.M)
+    assert completion.words(f"prl {command} --") == set(shown)
 
 
 def test_it_imports_nothing_that_takes_time():
@@ -163,6 +178,13 @@ def test_each_shell_has_a_script_that_asks_for_the_words(shell):
     done = subprocess.run([sys.executable, "-m", "prl", "completion", shell], capture_output=True, text=True)
     assert done.returncode == 0 and "completion words" in done.stdout
     assert Path(completion.__file__).with_name(f"{shell}.sh").read_text() == done.stdout
+
+
+def test_a_pipe_that_closes_ends_it_quietly():
+    command = [sys.executable, "-m", "prl", "completion", "words", "prl train "]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
+        done.stdout.close()
+        assert done.stderr.read() == b""
 
 
 @pytest.mark.parametrize("arguments", [[], ["tcsh"]])

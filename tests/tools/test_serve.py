@@ -74,6 +74,7 @@ def test_a_checkpoint_a_folder_and_a_model_by_name(run, tmp_path):
     ("arguments", "message"),
     [
         (["nowhere"], "^nowhere: no such folder"),
+        (["runs/of/mine"], "^runs/of/mine: no such folder"),
         (["tiny", "tiny-teacher"], "^tiny tiny-teacher: this command serves one model"),
         (["tiny", "model=hf"], "^tiny is the model to serve: leave model=… out"),
         (["tiny", "model.path=x"], "^tiny is the model to serve"),

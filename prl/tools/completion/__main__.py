@@ -3,11 +3,12 @@
     eval "$(prl completion bash)"             in ~/.bashrc; zsh likewise, in ~/.zshrc after compinit
     prl completion fish | source              in ~/.config/fish/config.fish
 
-The scripts ask `prl completion words LINE` at each Tab. It reads the files of `conf/` line by line: Hydra and the
-classes of the options take longer to import than somebody waits for a Tab.
+The scripts ask `prl completion words LINE` at each Tab. It reads the files of `conf/` line by line, and the sources of
+the parsers: Hydra and the classes of the options take longer to import than somebody waits for a Tab.
 """
 
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,9 @@ KIND = re.compile(r".*\(([^()]*)\)")
 """The type of a key, at the end of its comment."""
 WORD = re.compile(r"""(?:\\.|'[^']*'?|"[^"]*"?|[^\s\\'"])+""")
 """A word of a command line: blanks that are escaped or quoted belong to it, and the last quote may be open."""
+FLAG = re.compile(r'\.add_argument\(\s*"(--[\w-]+)"')
+PACKAGES = Path(__file__).parents[3]
+"""The folder that `prl` is in."""
 NO_CHOICE = {"any", "float", "function", "int", "str"}
 Keys = Iterator[tuple[str, list[str]]]
 """Dotted keys, each with its values where those are few."""
@@ -60,12 +64,12 @@ def words(line: str) -> set[str]:
     command, *typed = parts[1:] or [""]
     if not command:
         found = [*SUBCOMMANDS, "--help", "--version"]
+    elif word.startswith("-"):
+        found = FLAGS if command in ROOTS else ["--help", *flags_of(command)]
     elif command == "completion":
         found = SHELLS
     elif command == "env":
         found = options()["env"] if typed else ["check"]
-    elif word.startswith("-"):
-        found = FLAGS if command in ROOTS else ["--help"]
     else:
         found = runs() if command in OF_RUNS and "=" not in word else []
         found += [name for name in options()["model"] if name != "hf"] if command in OF_MODELS else []
@@ -73,6 +77,13 @@ def words(line: str) -> set[str]:
         root = "tinker" if TINKER in typed else ROOTS.get(command)
         found += overrides(root, typed, word) if root else []
     return {each for each in found if each.startswith(word) and each.isprintable()}
+
+
+def flags_of(command: str) -> list[str]:
+    """The flags of the parser in a subcommand's source."""
+    module = PACKAGES.joinpath(*SUBCOMMANDS[command][0].split(".")) if command in SUBCOMMANDS else PACKAGES
+    files = [file for file in (module / "__main__.py", module.with_suffix(".py")) if file.is_file()]
+    return [flag for file in files for flag in FLAG.findall(file.read_text(encoding="utf-8"))]
 
 
 def runs() -> list[str]:
@@ -181,4 +192,5 @@ def values_of(comment: str, value: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends any program that prints
     main(sys.argv[1:])

@@ -22,7 +22,7 @@ from prl.config.model_reference import FrozenModelConfig, check_url, is_url
 from prl.config.run_yaml import load
 from prl.config.schema import ModelConfig
 from prl.engines.frozen import FrozenPool
-from prl.tools import named
+from prl.tools import OUTPUTS, named
 
 NOT_THE_SHAPE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 """Keys of a model's config that say nothing about the shape of its weights."""
@@ -91,7 +91,8 @@ def model_of(argument: str) -> ModelConfig:
         return model
     folder = named(Path(argument).expanduser())
     if not folder.is_dir():
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", argument) or folder.parent.is_dir():
+        on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", argument) and not argument.startswith((".", f"{OUTPUTS}/"))
+        if not on_hub or folder.parent.is_dir():
             own = ", ".join(sorted(name for name in options()["model"] if bundled(name)))
             raise ConfigError(f"{argument}: no such folder; models by name: {own}, and organisation/model on the hub")
         return ModelConfig(path=argument)  # on the hub

@@ -50,6 +50,9 @@ def main(argv: list[str] | None = None) -> int:
 def report(args: argparse.Namespace) -> None:
     """Write what the arguments ask for, and say where. Raises ConfigError for what is not there."""
     dirs = [named(path) for path in args.dirs]
+    missing = [str(folder) for folder in dirs if not folder.is_dir()]
+    if missing:
+        raise ConfigError(f"there is no folder {', '.join(missing)}")
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     if len(dirs) == 1 and holds_run(dirs[0]):
         if args.metric or args.threshold is not None or args.out is not None:

@@ -38,6 +38,8 @@ class Comparison:
     """Variant -> the names of its envs. Rewards of other envs say nothing about a variant."""
     without: Mapping[str, int] = field(default_factory=dict)
     """Variant -> its completed runs that are left out: the metric is missing, or was not finite."""
+    instead: str = ""
+    """Metric by which more of the completed runs could be compared; empty where there is none."""
     unfinished: Mapping[str, int] = field(default_factory=dict)
     """Variant -> its runs that have not completed, where there are any."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -72,6 +74,8 @@ class Comparison:
             found.append(f"{word(label)} is left out: {why}. Evaluate it (orchestrator.eval.every=5).")
         if self.without:
             found.append(f"Completed runs without a finite value of it are left out: {counted(self.without)}.")
+        if self.instead:
+            found.append(f"To compare more of them: prl report … --metric {self.instead}.")
         if self.unfinished:
             found.append(f"Runs that have not completed are left out: {counted(self.unfinished)}.")
         return found
@@ -122,12 +126,12 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     asked = next((name for name in metrics if re.match(r"eval/.*(avg|pass)@|reward/", name)), options.key)
     # The first reward that any run has; the held-out one comes first.
     for key in [asked] if asked else REWARDS:
-        rows = []
-        for label, run in completed:
-            with contextlib.suppress(PrlError):  # it has no such metric
-                rows.append((seed_of(run), label, optimized(run.dir, replace(options, key=key), run.config)))
+        rows = _rows(completed, replace(options, key=key))
         if rows:
             break
+    # Evaluations of a few are no verdict on the others.
+    few = not asked and key == HELD_OUT and len(rows) < len(completed)
+    instead = SAMPLED if few and len(_rows(completed, replace(options, key=SAMPLED))) > len(rows) else ""
     without = Counter(label for label, _ in completed) - Counter(label for _, label, _ in rows)
     # Rewards of what a frozen model sampled say nothing of the policy.
     sources = {}
@@ -147,7 +151,16 @@ def compare(variants: Variants, metrics: Sequence[str] = ()) -> Comparison:
     ranked = order.sort_values(["envs", "seeds", "mean"], ascending=[True, False, False], kind="stable").index
     settings = {variants.label(values): values for values in variants.members}
     name = NAMES.get(key, key)
-    return Comparison(name, sign, values[ranked], envs, without, unfinished, sources, variants.heads, settings)
+    return Comparison(name, sign, values[ranked], envs, without, instead, unfinished, sources, variants.heads, settings)
+
+
+def _rows(completed: Sequence[tuple[str, Run]], options: OptimizedMetricConfig) -> list[tuple[str, str, float]]:
+    """The seed, the label and the objective of each run that has one."""
+    rows = []
+    for label, run in completed:
+        with contextlib.suppress(PrlError):  # it has no such metric
+            rows.append((seed_of(run), label, optimized(run.dir, options, run.config)))
+    return rows
 
 
 def options_of(runs: Sequence[Run]) -> OptimizedMetricConfig:

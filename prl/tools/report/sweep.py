@@ -20,7 +20,7 @@ from prl.tools.report.runs import COMPLETED, Run, find_runs, json_of, read_run
 from prl.tools.report.statistics import FEW, band, curve
 from prl.tools.report.summary import Summary, summarise
 from prl.tools.report.tables import METHOD, PAGE, escaped, markdown, names, statuses, tables
-from prl.tools.report.variants import in_order, is_number, seed_of
+from prl.tools.report.variants import in_order, is_number, seed_of, short_paths
 from prl.tools.sweep.metric import source_of
 
 WIDE = 2.5
@@ -80,7 +80,7 @@ def write_summary(
 
 def title(summary: Summary, folders: Sequence[str | Path]) -> str:
     """`demo: 4 runs (3 completed, 1 crashed), 2 variants`; first the folders that were asked for."""
-    folder = ", ".join(os.path.basename(os.path.abspath(folder)) for folder in folders)
+    folder = ", ".join(short_paths([Path(os.path.abspath(folder)) for folder in folders]))
     runs, variants = len(summary.runs), len(summary.variants.members)
     ended = f"{runs} run{'s' * (runs != 1)} ({statuses(summary.runs)})"
     return f"{folder}: {ended}, {variants} variant{'s' * (variants != 1)}"

@@ -3,9 +3,10 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -105,6 +106,13 @@ def overrides_of(run: Run) -> dict[str, str]:
     return {override_key(override): override.partition("=")[2] for override in run.overrides}
 
 
+def short_paths(paths: Sequence[Path]) -> list[str]:
+    """The fewest last parts of each absolute path that no other one ends in: `run`, or `a/run` beside `b/run`."""
+    ends = {path: [str(Path(*path.parts[place:])) for place in reversed(range(len(path.parts)))] for path in paths}
+    counts = Counter(end for mine in ends.values() for end in mine)
+    return [next(end for end in ends[path] if counts[end] == 1) for path in paths]
+
+
 def shown(value: Any) -> str:
     """A config value in a cell: text as it is, but for `"null"` and the like, anything else as JSON."""
     plain = isinstance(value, str) and value not in ("null", "true", "false")
@@ -154,7 +162,7 @@ def _places(runs: list[Run], same: list[tuple[str, ...]]) -> list[str]:
 
     Jobs of a sweep have the name of the sweep.
     """
-    names = [run.dir.parent.name if run.searched else run.dir.name for run in runs]
+    names = short_paths([run.dir.parent if run.searched else run.dir for run in runs])
     groups = [[place for place, config in enumerate(same) if config == own] for own in same]
     distinct = [len({seed_of(runs[place]) for place in group}) == len(group) for group in groups]
     joined = ["+".join(dict.fromkeys(names[place] for place in group)) for group in groups]

@@ -48,6 +48,13 @@ def test_what_is_no_target_is_refused(given, says, make_run, tmp_path):
         find_targets(given, EvalModelConfig(), EndpointConfig())
 
 
+@pytest.mark.parametrize("path", ["outputs/nothing", "./nothing", "../nothing"])
+def test_a_local_path_is_no_name_on_the_hub(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{path}: no such folder"):
+        model_of(path)
+
+
 def test_names_are_short_and_command_line_settings_win(make_run):
     make_run("a/mine")
     make_run("b/mine", steps=(10,))

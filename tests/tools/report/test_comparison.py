@@ -192,6 +192,21 @@ def test_a_run_without_the_metric_is_not_left_out_in_silence(tmp_path, write_run
     ]
 
 
+def test_where_few_have_evaluations_the_metric_that_more_have_is_named(tmp_path, write_run):
+    for lr in range(3):
+        lines = [{"step": 1, "reward/all/mean": lr / 10} | ({"eval/m/avg@1": 0.7} if lr == 0 else {})]
+        write_run(tmp_path / str(lr), lines, f"seed: 0\nlr: {lr}\n", {"status": "completed"})
+    found = variants([read_run(tmp_path / str(lr)) for lr in range(3)])
+    assert compare(found).verdict == [
+        "One variant, nothing to compare: 0.700, 1 seed.",
+        "Completed runs without a finite value of it are left out: lr=1 (1), lr=2 (1).",
+        "To compare more of them: prl report … --metric reward/all/mean.",
+    ]
+    assert compare(found, ["reward/all/mean"]).verdict == [
+        "lr=2 is best: 0.200, 1 seed. One seed shows no spread: run each with seed=0,1,2."
+    ]
+
+
 def test_a_variant_that_lacks_seeds_is_not_the_best(tmp_path, write_run):
     """One lucky seed says less than three."""
     for place, (lr, seed, reward) in enumerate([(1, 0, 0.9), (2, 0, 0.95), (2, 1, 0.5), (2, 2, 0.4)]):

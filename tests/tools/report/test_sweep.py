@@ -15,7 +15,7 @@ from prl.runs.owner import owned
 from prl.tools.report.__main__ import main
 from prl.tools.report.runs import find_runs, read_run
 from prl.tools.report.summary import summarise
-from prl.tools.report.sweep import _is_log, panels, scatters, searches, write_summary
+from prl.tools.report.sweep import _is_log, panels, scatters, searches, title, write_summary
 from prl.tools.report.tables import markdown, tables
 
 EVAL = "eval/m/avg@1"
@@ -116,7 +116,8 @@ def test_a_sweep_of_which_no_job_completed_has_a_summary(sweep, refuse_pages):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["nowhere"], "no run in .*nowhere: "),
+        (["nowhere"], "there is no folder nowhere$"),
+        (["sweep", "nowhere", "x/none"], "there is no folder nowhere, x/none$"),
         (["sweep", "sweep"], "say with --out"),
         (["sweep", "--metric", "loss"], "--metric loss: no run has recorded it"),
         (["sweep/0-lr=0.1,seed=0", "--threshold", "1"], "is one run: its page takes no"),
@@ -211,6 +212,14 @@ def test_runs_of_several_places_are_drawn_by_name(tmp_path, write_run, refuse_pa
         "fork (lr=2)": [1, 2, 3, 4, 5, 6, 7],
     }
     assert [list(curve.index) for curve in chart.single["died (lr=3)"]] == [[1, 2, 3]]
+
+
+def test_runs_of_one_name_in_two_places_are_not_averaged(tmp_path, write_run, refuse_pages):
+    done = {"status": "completed"}
+    places = [write_run(tmp_path / place / "same", steps(1, 2), "seed: 0\n", done) for place in "cd"]
+    summary = write_summary(*places, out=tmp_path)
+    assert {label: len(column) for label, column in summary.comparison.values.items()} == {"c/same": 1, "d/same": 1}
+    assert title(summary, places) == "c/same, d/same: 2 runs (2 completed), 2 variants"
 
 
 def steps(first, last):

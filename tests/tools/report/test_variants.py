@@ -7,7 +7,7 @@ import pytest
 
 from prl.runs.result import RunResult
 from prl.tools.report.runs import Run
-from prl.tools.report.variants import in_order, seed_of, variants
+from prl.tools.report.variants import in_order, seed_of, short_paths, variants
 
 
 def run(name, config, overrides=(), searched=(), status="completed"):
@@ -140,6 +140,22 @@ def test_runs_of_several_places_have_their_names():
 def test_equal_runs_of_one_seed_are_two_names():
     found = variants([run("before", grpo(0)), run("after", grpo(0))], named=True)
     assert names(found) == {"before": ["before"], "after": ["after"]}
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders():
+    """Two of one config and one seed are two; seeds of one variant stay one."""
+    same = [run("c/same", grpo(0)), run("d/same", grpo(0))]
+    assert names(variants(same, named=True)) == {"c/same": ["same"], "d/same": ["same"]}
+    other = variants([same[0], run("d/same", grpo(0, 0.1))], named=True)
+    assert list(names(other)) == ["c/same (lr=0.001)", "d/same (lr=0.1)"]
+    assert names(variants([same[0], run("d/same", grpo(1))], named=True)) == {"c/same+d/same": ["same", "same"]}
+    sweeps = [run(f"{place}/grid/0", grpo(0), ["optim.lr=0.001"], ["optim.lr"]) for place in "ab"]
+    assert list(names(variants(sweeps, named=True))) == ["a/grid (lr=0.001)", "b/grid (lr=0.001)"]
+
+
+def test_paths_are_as_short_as_tells_them_apart():
+    paths = [Path(path) for path in ("/a/b", "/x/a/b", "/c", "/c")]
+    assert short_paths(paths) == ["/a/b", "x/a/b", "c", "c"]
 
 
 def test_jobs_of_a_sweep_have_its_name():
