@@ -195,3 +195,51 @@ def test_a_folder_without_runs_waits(page):
     expect(page.page.locator("#content")).to_contain_text("No run yet")
     make_run(Path(page.folder) / "first", steps=1, rollouts=2)
     expect(page.page.get_by_role("heading", name="first")).to_be_visible()
+
+
+def make_short(folder, name, status, steps):
+    """A run that is only its config, its metrics and how it ended; with a divergence if its name says so."""
+    run = folder / name
+    run.mkdir()
+    (run / "config.yaml").write_text(f"name: {name}\n")
+    (run / "result.json").write_text(json.dumps({"status": status, "steps": steps, "seconds": 1.0}))
+    for step in range(1, steps + 1):
+        write(run, step=step, **{"entropy/all/mean": step / 10} | ({"grad_norm": 1.0} if "norm" in name else {}))
+
+
+def entry(page, title, name):
+    """What the legend of a panel has for a curve."""
+    return newest(page, title).locator("> span", has_text=name)
+
+
+def test_runs_that_are_compared_keep_their_colours_and_show_where_they_ended(page):
+    for name, status, steps in (("plain", "completed", 3), ("with-norm", "failed", 2)):
+        make_short(page.folder, name, status, steps)
+    opened = page.page
+    expect(opened.locator("#runs li")).to_have_count(3)
+    for name in ("plain", "with-norm"):
+        opened.get_by_label(f"compare {name}").check()
+    opened.get_by_label("compare a").uncheck()
+    expect(opened.get_by_role("heading", name="2 runs")).to_be_visible()
+    expect(entry(opened, "Entropy", "with-norm")).to_contain_text("with-norm (failed) 0.2 (step 2)")
+    expect(entry(opened, "Entropy", "plain").locator("b")).to_have_text("0.3")
+    looks = [entry(opened, title, "with-norm").locator("i").get_attribute("class") for title in ("Entropy", "Gradient")]
+    assert looks[0] == looks[1] != entry(opened, "Entropy", "plain").locator("i").get_attribute("class")
+    dashes = opened.locator("figure.panel", has_text="Entropy").locator("path.line:not(.dot)")
+    expect(dashes).to_have_count(2)
+    assert sorted(line.get_attribute("stroke-dasharray") for line in dashes.all()) == ["", "6 4"]
+    assert page.printed == []
+
+
+def test_a_run_that_is_gone_is_said_to_be(page):
+    make_short(page.folder, "short", "completed", 3)
+    opened, box = page.page, page.page.get_by_label("compare short")
+    opened.get_by_role("button", name="short").click()
+    expect(box).to_be_checked()
+    box.click()  # the last one stays
+    expect(box).to_be_checked()
+    shutil.move(page.folder / "short", page.folder.parent / "elsewhere")
+    expect(opened.locator("#content")).to_have_text("There is no run short any more.")
+    assert opened.locator("#runs .chosen").count() == 0
+    shutil.move(page.folder.parent / "elsewhere", page.folder / "short")
+    expect(opened.get_by_role("heading", name="short")).to_be_visible()

@@ -63,7 +63,7 @@ function signed(kind, [xs, ys]) { return { xs, ys: kind.sign === -1 ? ys.map(val
 const WIDTH = 400, HIGH = 200, LEFT = 48, RIGHT = 394, TOP = 8, BOTTOM = 174;
 const POINTS = 400;  // most points of a drawn curve
 const SMOOTH_FROM = 30;  // curves of so many points are drawn faint, with a running mean over a 25th of them on top
-const DASHES = ["", "8 2 2 2", "2 2"];
+const DASHES = ["", "8 2 2 2", "2 2"], UNFINISHED = "6 4";
 
 function svg(tag, attributes, text) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -152,7 +152,7 @@ function drawSome() {
   }
 }
 
-// A panel: {title, unit, kind, fell, curves: () => [{name, xs, ys, band: {low, high}, thin: [{xs, ys}], before: {xs, ys}}]}.
+// A panel: {title, unit, kind, fell, curves: () => [{name, place (of its colour), unfinished, xs, ys, band: {low, high}, thin: [{xs, ys}], before: {xs, ys}}]}.
 class Chart {
   constructor() {
     this.figure = el("figure", "panel");
@@ -202,12 +202,12 @@ class Chart {
   take() {  // compute the curves, which takes time where they are means of many
     const { panel } = this, curves = panel.curves();
     [this.known, this.taken] = [panel, curves];
-    const names = curves.map(curve => curve.name).join("\n"), follows = this.cursor.hidden;
+    const names = curves.map(({ name, place }) => `${name} ${place}`).join("\n"), follows = this.cursor.hidden;
     if (names !== this.names) {
       this.names = names;
-      this.legend.replaceChildren(el("span", "at"), ...curves.map(({ name }, place) => {
+      this.legend.replaceChildren(el("span", "at"), ...curves.map(({ name, place }, at) => {
         const entry = el("span");
-        entry.append(el("i", `s${place % 8} d${Math.floor(place / 8) % 3}`), `${name} `, el("b"));
+        entry.append(el("i", lookOf(place ?? at)), `${name} `, el("b"));
         return entry;
       }));
     }
@@ -229,9 +229,11 @@ class Chart {
     this.legend.querySelector(".at").textContent = `step ${number(x, 7)}`;
     const outputs = this.legend.querySelectorAll("b");
     curves.forEach(({ xs, ys, band }, index) => {
-      const found = xs.length ? nearest(xs, x) : -1, close = found >= 0 && Math.abs(xs[found] - x) <= (this.to - this.from) / 100 + 0.5;
+      const found = !xs.length ? -1 : pointed ? nearest(xs, x) : xs.length - 1;
+      const close = found >= 0 && (!pointed || Math.abs(xs[found] - x) <= (this.to - this.from) / 100 + 0.5);
+      const earlier = close && !pointed && xs[found] < x ? ` (step ${number(xs[found], 7)})` : "";
       const range = close && band && band.low[found] !== band.high[found] ? ` (${number(band.low[found], 3)} to ${number(band.high[found], 3)})` : "";
-      outputs[index].textContent = close ? number(ys[found], 3) + range : "–";
+      outputs[index].textContent = close ? number(ys[found], 3) + range + earlier : "–";
     });
   }
 
@@ -255,8 +257,9 @@ class Chart {
     }
     drawn.append(svg("path", { d: `M${LEFT} ${BOTTOM}H${RIGHT}`, class: "grid" }), inside);
     if (panel.fell !== undefined) inside.append(svg("path", { d: `M${this.x(panel.fell)} ${TOP}V${BOTTOM}`, class: "fell" }));
-    curves.forEach((curve, place) => {
-      const dash = DASHES[Math.floor(place / 8) % 3];
+    curves.forEach((curve, at) => {
+      const place = curve.place ?? at;
+      const dash = curve.unfinished ? UNFINISHED : DASHES[Math.floor(place / 8) % 3];
       const line = (points, look, dashes = "") => inside.append(svg("path", { d: `M${points.join("L")}`, class: `line s${place % 8} ${look}`, "stroke-dasharray": dashes }));
       if (curve.band) {
         const { low, high } = curve.band, points = [...smooth(curve.xs, high), ...smooth(curve.xs, low).reverse()];
@@ -275,6 +278,7 @@ class Chart {
   }
 }
 
+const lookOf = place => `s${place % 8} d${Math.floor(place / 8) % 3}`;
 const charts = new Map();
 
 function showPanels(panels) {

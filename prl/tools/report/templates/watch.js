@@ -113,8 +113,13 @@ function showRuns(given) {
   $("find").hidden = entries.length < 8;
   filterRuns();
   const there = chosen.filter(run => entries.some(entry => entry.name === run));
+  if (!entries.length) chosen = [];
+  const came = gone && there.length;
+  gone = entries.length && chosen.length && !there.length;
   if (!entries.length) $("content").replaceChildren(el("p", "dim", NONE));
-  else if (!there.length) choose([entries[0].name]);
+  else if (!chosen.length) choose([entries[0].name]);
+  else if (gone) $("content").replaceChildren(el("p", "bad", `There is no run ${chosen.join(", ")} any more.`));
+  else if (came) openThem();
 }
 
 function filterRuns() {
@@ -123,9 +128,9 @@ function filterRuns() {
 
 $("find").addEventListener("input", filterRuns);
 
-let opening = 0;
+let opening = 0, gone = false;  // all that is chosen has been removed
 function choose(runs) {
-  if (!runs.length) return;
+  if (!runs.length) { showRuns(entries); return; }  // the last box stays ticked
   chosen = runs;
   clearTimeout(opening);
   if (runs.length > 1) { opening = setTimeout(openThem, 100); return; }  // boxes ticked at once are asked for once
@@ -262,13 +267,14 @@ function comparedPanels() {
   return data.kinds.flatMap(kind => {
     const named = curvesOf(kind, keys);
     return named.flatMap(({ name, key }) => {
-      const curves = () => [...groups].flatMap(([label, runs]) => {
+      const curves = () => [...groups].flatMap(([label, runs], place) => {
         const having = runs.filter(run => metricsOf(run)[key]);
         if (!having.length) return [];
         const own = having.map(run => signed(kind, metricsOf(run)[key]));
         const { status } = entries.find(entry => entry.name === having[0]) || {};
-        const name = own.length > 1 || ["completed", "running", undefined].includes(status) ? label : `${label} (${status})`;
-        return [{ name, ...(own.length > 1 ? banded(own, having.map(run => variants[run]?.seed ?? run)) : own[0]) }];
+        const unfinished = own.length === 1 && !["completed", "running", undefined].includes(status);
+        const name = unfinished ? `${label} (${status})` : label;
+        return [{ name, place, unfinished, ...(own.length > 1 ? banded(own, having.map(run => variants[run]?.seed ?? run)) : own[0]) }];
       });
       if (!kind.shows_zeros && chosen.every(run => isZero(metricsOf(run)[key]?.[1] || []))) return [];
       return [{ title: named.length > 1 ? `${kind.title} · ${name}` : kind.title, unit: kind.unit, kind, curves }];
