@@ -58,7 +58,8 @@ def page(run: Run) -> str:
 def state(run: Run) -> dict[str, Any]:
     """Values for the fragments that change while a run goes on: `head.html.j2` and `waits.html.j2`."""
     times = shares(read_spans(run.dir, run.problems))
-    findings, waits = verdict(run, times), rows(times) if times else []
+    waits = rows(times) if times else []
+    findings = verdict(run, times)
     compared = sorted({step for finding in findings for step in finding.compared})
     return {"run": run, "verdict": findings, "compared": compared, "facts": _facts(run), "waits": waits}
 

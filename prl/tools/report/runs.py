@@ -72,6 +72,8 @@ class Run:
     """Files that could not be read, and why, each in a line."""
     searched: list[str] = field(default_factory=list)
     """Config keys that the sweep of this job varies."""
+    resumes: list[Resume] = field(default_factory=list)
+    """The times that it went on, the first of a fork among them."""
     before: pd.DataFrame = field(default_factory=pd.DataFrame)
     """Of a fork the metrics of the run that it began from, up to where it did."""
 
@@ -102,6 +104,7 @@ def read_run(folder: str | Path, *, with_metrics: bool = True) -> Run:
     result.steps = max(result.steps, last)
     overrides = _yaml(folder / ".hydra" / "overrides.yaml", list[str], problems) or []
     sweep = json_of(folder.parent / "sweep.json", Sweep, problems)
+    resumes = resumes_of(folder, problems)
     of_all = None if sweep is None else sweep.fixed
     # Of a run that is no job of a sweep all that was typed is fixed.
     fixed = {key.lstrip("~") for key in of_all} if of_all is not None else set(map(override_key, overrides))
@@ -113,7 +116,8 @@ def read_run(folder: str | Path, *, with_metrics: bool = True) -> Run:
         result=result,
         metrics=metrics,
         problems=problems,
-        before=_before(folder, metrics, problems),
+        resumes=resumes,
+        before=_before(resumes, metrics, problems),
     )
 
 
@@ -160,17 +164,18 @@ def _metrics(path: Path, problems: list[str]) -> pd.DataFrame:
     return frame.groupby("step").last()
 
 
-def _before(folder: Path, metrics: pd.DataFrame, problems: list[str]) -> pd.DataFrame:
+def _before(resumes: list[Resume], metrics: pd.DataFrame, problems: list[str]) -> pd.DataFrame:
     """The metrics before a fork's own, of the run that it forked and of those that this came of."""
     found = metrics.iloc[:0]
     while len(metrics):  # each round has earlier steps than the one before, or none
         first = metrics.index[0]
-        sources = [resume.source for resume in resumes_of(folder, problems) if resume.source is not None]
+        sources = [resume.source for resume in resumes if resume.source is not None]
         if not sources:
             break
         folder = sources[0]
         if not holds_run(folder):
             problems.append(f"{folder}, which it forked, is not there: curves begin at step {first}")
+        resumes = resumes_of(folder, problems)
         metrics = _metrics(folder / "metrics.jsonl", problems).loc[: first - 1]
         found = pd.concat([metrics, found])
     return found

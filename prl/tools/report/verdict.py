@@ -16,8 +16,8 @@ from prl.base.text import in_one_line, safe
 from prl.rollouts.record_lines import Record
 from prl.tools import line_of
 from prl.tools.report.examples import step_files
-from prl.tools.report.falls import WINDOW, explained, held_out_course, sampled_course, score
-from prl.tools.report.runs import Run, resumes_of
+from prl.tools.report.falls import WINDOW, Course, explained, held_out_course, sampled_course, score
+from prl.tools.report.runs import Run
 from prl.tools.report.shares import Shares
 from prl.tools.report.statistics import curve
 from prl.tools.sweep.metric import source_of
@@ -95,13 +95,8 @@ def judged_rewards(run: Run) -> Judged:
     sampled = None if source_of(run.config, SAMPLED) else sampled_course("sampled reward", values)
     held = held_out_course("held-out reward", metrics)
     # The mean over envs may stand still while one of them falls.
-    of_envs = [
-        held_out_course(f"held-out reward of {env}", columns)
-        for env, _, columns in held_out_by_env(metrics)
-        if held is not None and not held.fell
-    ]
-    fallen_envs = [one for one in of_envs if one is not None and one.fell] if len(of_envs) > 1 else []
-    courses = [one for one in (held, *fallen_envs, sampled) if one is not None]
+    of_envs = [] if held is None or held.fell else fallen_envs(metrics)
+    courses = [one for one in (held, *of_envs, sampled) if one is not None]
     if held is not None and held.first_step == held.last_step:
         courses.reverse()  # before training alone
     fallen = [one for one in courses if one.fell]
@@ -109,11 +104,13 @@ def judged_rewards(run: Run) -> Judged:
         return Judged([one.text for one in courses[:1]], "plain")
     # Of every step more is known than of an evaluation, but rollouts of old policies show a fall later.
     fall = fallen[0] if fallen[0].ended < fallen[-1].began else fallen[-1]
-    why, texts, compared = explained(metrics, fall), [one.text for one in fallen], (fall.began, fall.bad)
+    texts = [one.text for one in fallen]
+    compared = (fall.began, fall.bad)
+    why = explained(metrics, fall)
     # No metric moved before: the rollouts themselves may show what changed.
     if "compare the rollouts" in why:
         why += beside(run.dir, compared)
-    forked = [resume.step for resume in resumes_of(run.dir, []) if resume.source is not None]
+    forked = [resume.step for resume in run.resumes if resume.source is not None]
     kept = sorted(step for step in (*forked, *steps_of(run.dir)) if step <= fall.began)
     why += f" The last checkpoint before: step {kept[-1]}." if kept else " No checkpoint is from before."
     evaluated = any(one.evaluated for one in fallen)
@@ -124,8 +121,14 @@ def judged_rewards(run: Run) -> Judged:
 
 def comparable(run: Run) -> pd.DataFrame:
     """The metrics of a run; of a fork behind those of its source, if the rewards of both are of the same kind."""
-    changed = {key.partition(".")[0] for resume in resumes_of(run.dir, []) for key in resume.changed}
+    changed = {key.partition(".")[0] for resume in run.resumes for key in resume.changed}
     return run.metrics if changed & {"envs", "algo"} else run.whole
+
+
+def fallen_envs(metrics: pd.DataFrame) -> list[Course]:
+    """The held-out rewards of single envs that fell."""
+    found = [held_out_course(f"held-out reward of {env}", columns) for env, _, columns in held_out_by_env(metrics)]
+    return [one for one in found if one is not None and one.fell]
 
 
 def beside(run_dir: Path, steps: tuple[int, int]) -> str:
@@ -184,7 +187,7 @@ def state_of(run: Run) -> Finding:
 def starts(run: Run) -> list[Finding]:
     """Say where a run went on, with the keys that changed, and which run it forked."""
     findings = []
-    for resume in resumes_of(run.dir, []):
+    for resume in run.resumes:
         how = f"Forked from {resume.checkpoint}" if resume.source else f"Resumed after step {resume.step}"
         texts = [
             f"{key}={now} (before {before})"

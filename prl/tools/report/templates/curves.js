@@ -207,7 +207,8 @@ class Chart {
       this.names = names;
       this.legend.replaceChildren(el("span", "at"), ...curves.map(({ name, place }, at) => {
         const entry = el("span");
-        entry.append(el("i", lookOf(place ?? at)), `${name} `, el("b"));
+        const look = place ?? at;
+        entry.append(el("i", `s${look % 8} d${Math.floor(look / 8) % 3}`), `${name} `, el("b"));
         return entry;
       }));
     }
@@ -278,7 +279,6 @@ class Chart {
   }
 }
 
-const lookOf = place => `s${place % 8} d${Math.floor(place / 8) % 3}`;
 const charts = new Map();
 
 function showPanels(panels) {

@@ -120,7 +120,7 @@ function showRuns(given) {
   else if (!chosen.length) choose([entries[0].name]);
   else if (gone) $("content").replaceChildren(el("p", "bad", `There is no run ${chosen.join(", ")} any more.`));
   else if (came) openThem();
-  redraw();  // an end dashes a curve
+  if (chosen.length > 1) redraw();  // an end dashes a curve
 }
 
 function filterRuns() {
