@@ -1,6 +1,7 @@
 """`python -m prl.serve`: an engine that runs train with, one after another, and what was trained for other programs."""
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -42,7 +43,10 @@ def check_that_none_has(token, run):
 
 
 PAGE = Path(__file__).parents[2] / "prl" / "SERVING.md"
-PROGRAMS = dict(re.findall(r"^```py\n# (\w+).*?\n(.*?)^```", PAGE.read_text(), re.M | re.S))
+PROGRAMS = dict(re.findall(r"^```(?:py|yaml)\n# (\w+).*?\n(.*?)^```", PAGE.read_text(), re.M | re.S))
+ASIDE = Path(sys.prefix) / "clients"
+"""Packages that do not go with prl's; `scripts/setup --clients` installs them."""
+MODULES = {"inspect": "inspect_ai", "lm_eval": "lm_eval"}
 ONE_PROCESS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -54,7 +58,7 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "o
 
 
 def test_other_programs_use_a_run_as_the_page_says(inline, tmp_path):
-    """All that are installed beside prl get the same reply of the same adapters."""
+    """All get the same reply of the same adapters; those that evaluate count the same replies as right."""
     run = inline("max_steps=2", "orchestrator.batch_size=32", "model.lora.rank=4", name="outputs/hello")
     assert run.status == 0, run.stderr
     with LocalLauncher() as launcher:
@@ -64,27 +68,53 @@ def test_other_programs_use_a_run_as_the_page_says(inline, tmp_path):
         replies = {
             name: said_by(PROGRAMS[name], tmp_path, client) for name in ("openai", "transformers", "peft", "vllm")
         }
+        litellm = PROGRAMS["litellm"] + "print(reply.choices[0].message.content)"
+        replies["litellm"] = said_by(litellm, tmp_path, client | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}, aside=True)
         asked = OpenAI(base_url=url, api_key="the-key").chat.completions
         reply = asked.create(model="hello", messages=[{"role": "user", "content": "1+1="}], tools=[ADD])
         assert reply.choices[0].finish_reason in ("stop", "length", "tool_calls")
+        counted = counts_of_evaluations(asked, tmp_path, client)
     assert replies.pop("peft") == ""
     [text] = set(replies.values())
     assert re.fullmatch(r"-?\d+", text)
+    assert 0 < counted["prl"] < 1 and len(set(counted.values())) == 1, counted
 
 
-def said_by(program, folder, client):
+def counts_of_evaluations(asked, folder, client):
+    """The share of sums that are right by each program of the page that evaluates, and counted here."""
+    sums = {f"{first}+{second}=": str(first + second) for first in range(1, 9) for second in (3, 11)}
+    lines = [json.dumps({"input": question, "target": answer}) for question, answer in sums.items()]
+    (folder / "sums.jsonl").write_text("\n".join(lines))
+    (folder / "sums.py").write_text(PROGRAMS["inspect"])
+    (folder / "sums.yaml").write_text(PROGRAMS["lm_eval"])
+    right = []
+    for question, answer in sums.items():
+        messages = [{"role": "user", "content": question}]
+        reply = asked.create(model="hello", messages=messages, temperature=0)
+        right.append(reply.choices[0].message.content == answer)
+    counted = {"prl": sum(right) / len(right)}
+    for name, line in re.findall(r"^(inspect|lm_eval) (.*)", PAGE.read_text(), re.M):
+        words = line.replace("$OPENAI_BASE_URL", client["OPENAI_BASE_URL"]).split()
+        told = output_of(["-S", "-m", MODULES[name], *words], folder, client | {"PYTHONPATH": str(ASIDE)})
+        counted[name] = float(re.search(r"(?:^mean |exact_match\|\W+\|) *([\d.]+)", told, re.M)[1])
+    return counted
+
+
+def said_by(program, folder, client, aside=False):
     """The last line that a program of the page prints."""
     program = program.replace("step_000200", "step_000002").replace(
         "max_model_len=512", "max_model_len=512, enforce_eager=True"
     )
+    alone, found = (["-S"], {"PYTHONPATH": str(ASIDE)}) if aside else ([], {})
+    told = output_of([*alone, "-c", program], folder, client | found)
+    lines = [line for line in told.splitlines() if line and not line.startswith(("(", "INFO", "WARNING"))]
+    return lines[-1] if lines else ""
+
+
+def output_of(words, folder, environment):
+    """What a Python program prints."""
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        env=os.environ | client,
-        capture_output=True,
-        text=True,
-        timeout=200,
+        [sys.executable, *words], cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line and not line.startswith(("(", "INFO", "WARNING"))]
-    return lines[-1] if lines else ""
+    return done.stdout
