@@ -233,6 +233,30 @@ def test_runs_that_are_compared_keep_their_colours_and_show_where_they_ended(pag
     assert page.printed == []
 
 
+def test_a_fork_that_is_compared_begins_with_its_source(page):
+    make_short(page.folder, "source", "completed", 3)
+    make_short(page.folder, "fork", "completed", 5)
+    forked = {"checkpoint": str(page.folder / "source" / "checkpoints" / "step_000003"), "step": 3, "changed": {}}
+    (page.folder / "fork" / "resumes.jsonl").write_text(json.dumps(forked) + "\n")
+    lines = (page.folder / "fork" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (page.folder / "fork" / "metrics.jsonl").write_text("".join(lines[3:]))
+    opened = page.page
+    opened.get_by_label("compare fork").check()
+    expect(opened.get_by_role("heading", name="2 runs")).to_be_visible()
+    panel = opened.locator("figure.panel", has_text="Entropy")
+    panel.scroll_into_view_if_needed()  # what nobody sees is not drawn
+    expect(panel.locator("path.before")).to_have_count(1)
+    expect(opened.get_by_text("Dotted: the run that one forked.")).to_be_visible()
+    opened.get_by_label("compare fork").uncheck()
+    opened.get_by_label("compare source").check()
+    expect(opened.get_by_role("heading", name="2 runs")).to_be_visible()
+    panel.scroll_into_view_if_needed()
+    expect(entry(opened, "Entropy", "source")).to_be_visible()
+    expect(panel.locator("path.before")).to_have_count(0)
+    expect(opened.get_by_text("Dotted: the run that one forked.")).to_be_hidden()
+    assert page.printed == []
+
+
 def test_a_run_that_is_gone_is_said_to_be(page):
     make_short(page.folder, "short", "completed", 3)
     opened, box = page.page, page.page.get_by_label("compare short")

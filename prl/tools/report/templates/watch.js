@@ -253,6 +253,9 @@ function openCompared(runs, html) {
   panels.id = "panels";
   curves.id = "curves";
   curves.append(bar, panels);
+  const source = el("p", "dim small", "Dotted: the run that one forked.");
+  source.id = "of-source";
+  curves.append(source);
   if (several) curves.append(el("p", "dim small", `A thick line is the mean over the seeds of a variant. Below ${data.few} seeds the band is their range; from ${data.few} on it is the 95 % t interval. Running and failed runs count as far as they came.`));
   $("content").prepend(head, curves);
 }
@@ -272,13 +275,17 @@ function comparedPanels() {
         const having = runs.filter(run => metricsOf(run)[key]);
         if (!having.length) return [];
         const own = having.map(run => signed(kind, metricsOf(run)[key]));
+        const sources = having.flatMap(run => variants[run]?.before[key] ? [signed(kind, variants[run].before[key])] : []);
         const { status } = entries.find(entry => entry.name === having[0]) || {};
         const unfinished = own.length === 1 && !["completed", "running", undefined].includes(status);
         const name = unfinished ? `${label} (${status})` : label;
-        return [{ name, place, unfinished, ...(own.length > 1 ? banded(own, having.map(run => variants[run]?.seed ?? run)) : own[0]) }];
+        const seeds = having.map(run => variants[run]?.seed ?? run);
+        const before = sources.length && sources.length === having.length ? banded(sources, seeds) : undefined;
+        return [{ name, place, unfinished, before, ...(own.length > 1 ? banded(own, seeds) : own[0]) }];
       });
       if (!kind.shows_zeros && chosen.every(run => isZero(metricsOf(run)[key]?.[1] || []))) return [];
-      return [{ title: named.length > 1 ? `${kind.title} · ${name}` : kind.title, unit: kind.unit, kind, curves }];
+      const begins = chosen.some(run => variants[run]?.before[key]);
+      return [{ title: named.length > 1 ? `${kind.title} · ${name}` : kind.title, unit: kind.unit, kind, curves, begins }];
     });
   });
 }
