@@ -10,11 +10,13 @@ from prl.base.errors import ConfigError
 from prl.base.files import lines_in
 from prl.base.metric_names import SAMPLED
 from prl.base.text import safe
+from prl.config.run_yaml import yaml_of
 from prl.runs.owner import is_owned
 from prl.runs.run_dir import RUN_FILES
 from prl.tools import line_of
 from prl.tools.report.html import rounded
 from prl.tools.report.runs import find_runs, result_of, resumes_of
+from prl.tools.sweep.metric import source_of
 
 TAIL = 256 * 1024
 """Bytes at the end of `metrics.jsonl` in which the last line is looked for."""
@@ -31,6 +33,7 @@ class Entry:
     step: int
     max_steps: int | None
     reward: float | None
+    """The mean of the last step; None where the policy did not sample its rollouts."""
     remarks: list[str]
     """Where it went on, which metrics are not finite, its error."""
 
@@ -83,9 +86,20 @@ def _entry(name: str, path: Path, changed: tuple[int, ...], alive: bool) -> Entr
         status=result.status,
         step=max(result.steps, int(last.get("step") or 0)),
         max_steps=int(steps[1]) if steps else None,
-        reward=rounded(last.get(SAMPLED, result.metrics.get(SAMPLED))),
+        reward=rounded(last.get(SAMPLED, result.metrics.get(SAMPLED))) if _samples(config) else None,
         remarks=[safe(remark[:REMARK]) for remark in remarks if remark],
     )
+
+
+@functools.lru_cache(200)
+def _samples(config: bytes) -> bool:
+    """Return whether the policy samples the rollouts that the rewards in training are of."""
+    if not re.search(rb"^ +source: (?!policy$)", config, re.MULTILINE):
+        return True
+    try:
+        return not source_of(yaml_of(config.decode()), SAMPLED)
+    except Exception:  # of YAML or OmegaConf: what the file is, its page says
+        return True
 
 
 def _history(path: Path) -> list[str]:

@@ -48,6 +48,14 @@ def test_what_became_of_a_run(folder, append):
     assert listed(folder)["b"].remarks == [r"no\x1b[2J room"]
 
 
+@pytest.mark.parametrize(("source", "reward"), [("policy", 0.5), ("demonstrations", None), ("teacher", None)])
+def test_rewards_that_are_not_the_policys_are_left_out(folder, append, source, reward):
+    config = (folder / "b" / "config.yaml").read_text() + f"algo:\n  sampling:\n    source: {source}\n"
+    (folder / "b" / "config.yaml").write_text(config + "envs:\n  math:\n    algo: null\n")
+    append(folder / "b", {"step": 4, "reward/all/mean": 0.5})
+    assert listed(folder)["b"].reward == reward
+
+
 def test_a_run_that_went_on_and_a_fork_say_so(folder):
     lines = [
         {"step": 2, "checkpoint": f"{folder}/a/checkpoints/step_000002", "at": "2026-11-02T10:30:59+00:00"},
