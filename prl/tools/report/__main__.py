@@ -8,6 +8,7 @@ It takes runs that finished, crashed, were refused or still run.
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -60,8 +61,9 @@ def report(args: argparse.Namespace) -> None:
         from prl.tools.report.page import write_page
         from prl.tools.report.timeline import write_timeline
 
+        page = write_page(dirs[0])
         write_timeline(dirs[0], console)
-        print(write_page(dirs[0]))
+        print(page)
         return
     if args.out is None and len(dirs) > 1:
         raise ConfigError("several folders: say with --out where their summary is to be written")
@@ -74,4 +76,5 @@ def report(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends any program that prints
     sys.exit(main())

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -225,3 +227,10 @@ def test_long_curves_are_thinned_to_their_last_point():
     steps, values = curves.thinned({"entropy": (list(range(12_345)), [*curve])})["entropy"]
     assert len(steps) == len(values) <= curves.POINTS
     assert (steps[-1], values[-1]) == (12_344, 12_340), "steps whole, values in four digits"
+
+
+def test_a_pipe_that_closes_early_leaves_the_page_and_no_complaint(tmp_path):
+    make_run(tmp_path / "run", steps=1, rollouts=2)
+    command = f"{sys.executable} -m prl.tools.report {tmp_path / 'run'} | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == "" and (tmp_path / "run" / "report.html").exists()
