@@ -3,7 +3,7 @@
     python experiments/recompute.py [page ...]
 
 Prints a line a row, and exits with 1 where a page has another number. Most files have a value a run; where only the
-means of seeds were kept (`pass_at_k.md`, `equal_tokens.md`, `ratios.md`) these are compared, and the page says so.
+means of seeds were kept (`pass_at_k.md`, `ratios.md`) these are compared, and the page says so.
 Intervals are 95 %, Student's t over seeds.
 """
 
@@ -33,6 +33,11 @@ def by_seed(page: str, metric: str, statistic: str = "final") -> pd.DataFrame:
 def written(page: str, file: str) -> list[list[str]]:
     """Return the cells of the tables in a Markdown file beside a page, without heads."""
     return table_cells((HERE / page / file).read_text())
+
+
+def values(page: str, file: str, index: list[str]) -> pd.DataFrame:
+    """Return the values of a file beside a page, by the columns that say of what."""
+    return pd.read_csv(HERE / page / file, index_col=index)
 
 
 def table_cells(text: str) -> list[list[str]]:
@@ -168,16 +173,25 @@ def lora() -> Iterable[Row]:
 
 
 def credit() -> Iterable[Row]:
-    rows = written("credit", "equal_tokens.md")[2:]
-    means = {(env, arm): [short(own), short(lead)] for env, arm, _, own, lead in rows}
-    found = {env: by_seed("credit", f"eval/{env}/avg@1") for env in ("guess", "alphabet_sort")}
-    for arm in ("grpo", "turn", "replay", "echo"):
-        yield [arm, *means["guess", f"credit_{arm}"], *means["alphabet_sort", f"credit_{arm}"]]
-        cells = [f"{arm}, at the end"]
-        for env, rewards in found.items():
-            own, grpo = (rewards.loc[f"env={env}, arm=credit_{each}"] for each in (arm, "grpo"))
-            cells += [interval(own), "" if arm == "grpo" else interval(own - grpo, "+")]
-        yield cells
+    found = values("credit", "equal_tokens.csv", ["env", "arm", "tokens"])
+    envs = ("guess", "alphabet_sort")
+    equal = [found.loc[env].droplevel("tokens") for env in envs]
+    ends = [by_seed("credit", f"eval/{env}/avg@1").filter(like=f"env={env}, ", axis="index") for env in envs]
+    ends = [rewards.rename(lambda variant: variant.split("arm=")[1]) for rewards in ends]
+    for when, of_envs in (("", equal), (", at the end", ends)):
+        for arm in ("grpo", "turn", "replay", "echo"):
+            cells = [f"{arm}{when}"]
+            for rewards in of_envs:
+                lead = rewards.loc[f"credit_{arm}"] - rewards.loc["credit_grpo"]
+                cells += [interval(rewards.loc[f"credit_{arm}"]), "" if arm == "grpo" else interval(lead, "+")]
+            yield cells
+    sampled = [f"`{env}`, {found.loc[env].index.unique('tokens')[0]:,.0f} tokens" for env in envs]
+    yield ["", sampled[0], "against grpo", sampled[1], "against grpo"]
+    yield from calculator()
+
+
+def calculator() -> Iterable[Row]:
+    """Return rewards and the cross-entropy of the tool's answers of grpo and echo, and echo's lead."""
     runs = pd.read_csv(HERE / "credit" / "calculator.csv")
     evaluated = runs[runs["step"] > 0]
     means = evaluated.groupby(["arm", "seed"])["reward"].mean()

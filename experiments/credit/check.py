@@ -3,8 +3,8 @@
     python experiments/credit/check.py <sweep>
 
 Of each env, the number of tokens is that of the run that sampled fewest. Between two evaluations the reward is taken to
-rise in a straight line. Intervals are 95 %, Student's t over seeds. The table goes to `equal_tokens.md`, the rewards
-by seed to `equal_tokens.csv`, both beside this file.
+rise in a straight line. Intervals are 95 %, Student's t over seeds. The rewards by seed go to
+`equal_tokens.csv` beside this file.
 """
 
 import sys
@@ -72,8 +72,6 @@ def table(rewards: pd.DataFrame) -> pd.DataFrame:
 
 if __name__ == "__main__":
     rewards = at_equal_tokens(Path(sys.argv[1]))
-    rewards.to_csv(Path(__file__).with_name("equal_tokens.csv"), float_format="%.4f")
+    rewards.to_csv(Path(__file__).with_name("equal_tokens.csv"), float_format="%.6f")
     found = table(rewards)
-    text = markdown(Table(title="At equal tokens", head=list(found), rows=found.to_numpy().tolist()))
-    print(text)
-    Path(__file__).with_name("equal_tokens.md").write_text(text)
+    print(markdown(Table(title="At equal tokens", head=list(found), rows=found.to_numpy().tolist())))

@@ -65,5 +65,5 @@ if __name__ == "__main__":
     text = markdown(Table(title="pass@k", head=head, rows=table(found)))
     print(text)
     Path(__file__).with_name("pass_at_k.md").write_text(text)
-    found.to_csv(Path(__file__).with_name("pass_at_k.csv"), index_label=["variant", "seed"], float_format="%.4f")
+    found.to_csv(Path(__file__).with_name("pass_at_k.csv"), index_label=["variant", "seed"], float_format="%.6f")
     draw(found, Path(__file__).with_name("pass_at_k.png"))
