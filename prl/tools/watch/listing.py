@@ -12,10 +12,11 @@ from prl.base.metric_names import SAMPLED
 from prl.base.text import safe
 from prl.config.run_yaml import yaml_of
 from prl.runs.owner import is_owned
+from prl.runs.result import RunResult
 from prl.runs.run_dir import RUN_FILES
 from prl.tools import line_of
 from prl.tools.report.html import rounded
-from prl.tools.report.runs import find_runs, result_of, resumes_of
+from prl.tools.report.runs import find_runs, json_of, result_of, resumes_of
 from prl.tools.sweep.metric import source_of
 
 TAIL = 256 * 1024
@@ -59,8 +60,21 @@ def entries(runs: Mapping[str, Path]) -> list[Entry]:
     """The list of runs. Only what has changed is read again."""
     files = (*RUN_FILES, "resumes.jsonl")
     return [
-        _entry(name, path, tuple(changed(path / file) for file in files), is_owned(path)) for name, path in runs.items()
+        _entry(name, path, tuple(changed(path / file) for file in files), _is_alive(path))
+        for name, path in runs.items()
     ]
+
+
+def _is_alive(path: Path) -> bool:
+    """Return whether a process has the run. One that has ended is not asked: a lock takes longer than all else."""
+    return not _has_ended(path, changed(path / "result.json")) and is_owned(path)
+
+
+@functools.lru_cache(10_000)
+def _has_ended(path: Path, changed: int) -> bool:
+    """Return whether a run has written how it ended; `changed` tells when that is to be read again."""
+    result = json_of(path / "result.json", RunResult, [])
+    return result is not None and result.seconds > 0
 
 
 def changed(path: Path) -> int:
