@@ -84,7 +84,9 @@ class Course:
 
     @property
     def text(self) -> str:
-        """`held-out reward fell from 0.50 (step 0, its best) to 0.01`, or only its beginning and its end."""
+        """`held-out reward fell from 0.50 (step 0, its best) to 0.01`, or its beginning and end, or its one value."""
+        if self.first_step == self.last_step:
+            return f"{self.name} {score(self.last)}"
         if not self.fell:
             return f"{self.name} {score(self.first)} to {score(self.last)}"
         begin, end, (first, last) = score(self.first), score(self.last), self.best_steps

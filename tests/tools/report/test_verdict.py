@@ -83,5 +83,5 @@ def test_evaluations_go_from_the_first_to_the_last_and_name_the_best():
     columns = {"eval/math/avg@4": [None, 0.25, 0.8, *[None] * 16, 0.75], "eval/x/avg@1": [0.5] + [None] * 19}
     assert said(columns)[1:] == [
         "math: held-out reward (avg@4) 0.25 to 0.75 at step 20, the best 0.80 at 3.",
-        "x: held-out reward (avg@1) 0.50 to 0.50 at step 1.",
+        "x: held-out reward (avg@1) 0.50 at step 1.",
     ]
