@@ -128,6 +128,12 @@ def test_the_lock_has_the_pins_of_pyproject(engine):
     assert gym in LOCKS["reasoning-gym"] and PROJECT["build-system"]["requires"][0] in LOCKS["build"]
 
 
+def test_the_lock_has_the_clients_that_pyproject_pins():
+    pins = [Requirement(pin) for pin in PROJECT["dependency-groups"]["clients"]]
+    found = {canonicalize_name(pin.name): {str(pin.specifier).removeprefix("==")} for pin in pins}
+    assert len(found) == 4 and found.items() <= locked("clients").items(), "run scripts/lock"
+
+
 def test_trl_is_measured_on_the_packages_of_prl():
     (pin,), trl, prl = PROJECT["dependency-groups"]["trl"], locked("trl"), locked("cpu")
     assert pin in LOCKS["trl"] and {"accelerate", "datasets"} <= trl.keys() and "torch" not in trl

@@ -169,16 +169,25 @@ def _before(resumes: list[Resume], metrics: pd.DataFrame, problems: list[str]) -
     found = metrics.iloc[:0]
     while len(metrics):  # each round has earlier steps than the one before, or none
         first = metrics.index[0]
-        sources = [resume.source for resume in resumes if resume.source is not None]
-        if not sources:
+        forked = next((resume for resume in resumes if resume.source is not None), None)
+        if forked is None or forked.source is None:
             break
-        folder = sources[0]
-        if not holds_run(folder):
-            problems.append(f"{folder}, which it forked, is not there: curves begin at step {first}")
+        folder = forked.source
+        if not _is_there(folder):
+            problems.append(f"{folder}, which it forked, cannot be read: curves begin at step {first}")
+            break
         resumes = resumes_of(folder, problems)
-        metrics = _metrics(folder / "metrics.jsonl", problems).loc[: first - 1]
+        metrics = _metrics(folder / "metrics.jsonl", problems).loc[: min(first - 1, forked.step)]
         found = pd.concat([metrics, found])
     return found
+
+
+def _is_there(folder: Path) -> bool:
+    """Return whether a folder is that of a run, which may be somebody else's."""
+    try:
+        return holds_run(folder)
+    except (OSError, ValueError):  # no permission; a name that no folder may have
+        return False
 
 
 def _yaml(path: Path, kind: type[T], problems: list[str]) -> T | None:

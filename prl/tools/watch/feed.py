@@ -15,7 +15,7 @@ from prl.base.files import lines_in
 from prl.tools.report.curves import Columns, columns
 from prl.tools.report.html import fragment
 from prl.tools.report.page import drawn, state
-from prl.tools.report.runs import read_run
+from prl.tools.report.runs import read_run, resumes_of
 from prl.tools.watch.listing import Entry, entries, find
 
 log = logging.getLogger(__name__)
@@ -81,9 +81,9 @@ class Feed:
                 path = self.paths[name] / "metrics.jsonl"
                 self.chosen[name], found, anew = read_on(path, at, LINES // len(self.chosen))
                 if found or anew:
-                    # As bytes: nothing among numbers has to be made harmless.
-                    metrics = {key: msgspec.Raw(msgspec.json.encode(column)) for key, column in found.items()}
-                    yield "lines", {"run": name, "at": self.chosen[name], "anew": anew, "metrics": metrics}
+                    lines = {"run": name, "at": self.chosen[name], "anew": anew, "metrics": as_bytes(found)}
+                    begins = anew or at.endswith("-0")
+                    yield "lines", lines | ({"before": as_bytes(before(self.paths[name]))} if begins else {})
         if len(self.chosen) == 1:
             yield from self._rarely("state", self._state)
 
@@ -118,9 +118,23 @@ class Feed:
             self._next[name] = time.monotonic() + max(RARELY_S, (time.thread_time() - began) / SHARE)
 
 
+def before(run_dir: Path) -> Columns:
+    """The metrics of the run that a run forked, up to where it did; empty of one that is no fork, or cannot be read."""
+    try:
+        is_fork = any(resume.source for resume in resumes_of(run_dir, []))
+        return drawn(read_run(run_dir).before) if is_fork else {}
+    except (PrlError, OSError):
+        return {}
+
+
+def as_bytes(metrics: Columns) -> dict[str, msgspec.Raw]:
+    """Metrics whose numbers are JSON already: nothing among them has to be made harmless."""
+    return {key: msgspec.Raw(msgspec.json.encode(column)) for key, column in metrics.items()}
+
+
 def state_of(run_dir: Path) -> dict[str, Any]:
-    """The fragments of a run's page that change while it goes on, as HTML, and the metrics of the run it forked."""
+    """The fragments of a run's page that change while it goes on, as HTML, and the steps that it compares."""
     run = read_run(run_dir)
     values = state(run)
     parts = {name: fragment(f"{name}.html.j2", **values) for name in ("head", "waits")}
-    return {"parts": parts, "before": drawn(run.before), "compared": values["compared"]}
+    return {"parts": parts, "compared": values["compared"]}

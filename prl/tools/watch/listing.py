@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from prl.base.errors import ConfigError
 from prl.base.files import lines_in
 from prl.base.metric_names import SAMPLED
 from prl.base.text import safe
-from prl.config.run_yaml import yaml_of
 from prl.runs.owner import is_owned
 from prl.runs.result import RunResult
 from prl.runs.run_dir import RUN_FILES
@@ -108,11 +109,11 @@ def _entry(name: str, path: Path, changed: tuple[int, ...], alive: bool) -> Entr
 @functools.lru_cache(200)
 def _samples(config: bytes) -> bool:
     """Return whether the policy samples the rollouts that the rewards in training are of."""
-    if not re.search(rb"^ +source: (?!policy$)", config, re.MULTILINE):
+    if not re.search(rb"^ +source:(?! policy$)", config, re.MULTILINE):
         return True
-    try:
-        return not source_of(yaml_of(config.decode()), SAMPLED)
-    except Exception:  # of YAML or OmegaConf: what the file is, its page says
+    try:  # without OmegaConf, which would take seconds for aliases of aliases
+        return not source_of(yaml.CSafeLoader(config).get_single_data(), SAMPLED)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError):  # its page says what the file is
         return True
 
 

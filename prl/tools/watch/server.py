@@ -20,11 +20,11 @@ from starlette.routing import Route
 from prl.base.errors import ConfigError, PrlError
 from prl.base.text import as_message
 from prl.rollouts.pictures import FOLDER, PictureError, PictureStore
-from prl.tools.report.curves import KINDS, Columns
+from prl.tools.report.curves import KINDS
 from prl.tools.report.examples import read_rollouts
 from prl.tools.report.html import data_block, encoded, fragment, render
-from prl.tools.report.page import drawn, origin
-from prl.tools.report.runs import Run, read_run
+from prl.tools.report.page import origin
+from prl.tools.report.runs import read_run
 from prl.tools.report.statistics import FEW, LEVEL
 from prl.tools.report.variants import seed_of, variants
 from prl.tools.watch.feed import Feed
@@ -118,16 +118,13 @@ class Site:
         return PictureStore(self._path(query) / FOLDER).file_of(query.get("digest", "")).read_bytes()
 
     def compare(self, query: QueryParams) -> dict[str, Any]:
-        """Of each run that is chosen variant, seed, and the curves before a fork's; what differs between configs."""
+        """The variant and the seed of each run that is chosen, and what differs between their configs."""
         runs = find(self.folders)
         chosen = {name: read_run(runs[name], with_metrics=False) for name in query.getlist("run") if name in runs}
         found = variants([*chosen.values()])
         labels = {run.dir: found.label(values) for values, members in found.members.items() for run in members}
         html = fragment("differences.html.j2", labels=[*dict.fromkeys(labels.values())], differences=found.differences)
-        of_run = {
-            name: {"label": labels.get(run.dir, name), "seed": seed_of(run), "before": _before(run)}
-            for name, run in chosen.items()
-        }
+        of_run = {name: {"label": labels.get(run.dir, name), "seed": seed_of(run)} for name, run in chosen.items()}
         return {"html": html, "runs": of_run}
 
     def _path(self, query: QueryParams) -> Path:
@@ -136,11 +133,6 @@ class Site:
         if name not in runs:
             raise ConfigError(f"there is no run {name}")
         return runs[name]
-
-
-def _before(run: Run) -> Columns:
-    """The curves of what a run forked, up to where it did; its metrics need not have been read."""
-    return drawn(read_run(run.dir).before) if any(resume.source for resume in run.resumes) else {}
 
 
 class JSON(Response):

@@ -127,6 +127,12 @@ def rewards(steps, value):
     return [{"step": step, "reward/all/mean": value} for step in steps]
 
 
+@pytest.mark.parametrize("checkpoint", ["/nowhere/checkpoints/step_000003", "/" + "x" * 300 + "/a/b", "/a\0/b/c"])
+def test_a_fork_of_what_no_folder_can_be_is_read(tmp_path, write_run, checkpoint):
+    found = read_run(forked(write_run(tmp_path / "run", rewards(range(5, 8), 2.0)), 4, Path(checkpoint)))
+    assert list(found.whole.index) == [5, 6, 7] and len(found.problems) == 1
+
+
 def test_a_fork_begins_with_the_curve_of_its_source(tmp_path, write_run):
     first = write_run(tmp_path / "first", rewards(range(9), 1.0))
     second = write_run(tmp_path / "second", rewards(range(5, 8), 2.0))
@@ -139,7 +145,7 @@ def test_a_fork_begins_with_the_curve_of_its_source(tmp_path, write_run):
     shutil.rmtree(first)
     found = read_run(third)
     assert list(found.whole.index) == [5, 6, 7, 8, 9]
-    assert found.problems == [f"{first}, which it forked, is not there: curves begin at step 5"]
+    assert found.problems == [f"{first}, which it forked, cannot be read: curves begin at step 5"]
 
 
 def test_a_damaged_line_of_a_resume_is_left_out(tmp_path, write_run):

@@ -233,26 +233,51 @@ def test_runs_that_are_compared_keep_their_colours_and_show_where_they_ended(pag
     assert page.printed == []
 
 
+def make_fork(folder, name, steps):
+    """A run of `steps` steps that went on after step 3 of the run `source`, or will."""
+    make_short(folder, name, "completed", steps)
+    forked = {"checkpoint": str(folder / "source" / "checkpoints" / "step_000003"), "step": 3, "changed": {}}
+    (folder / name / "resumes.jsonl").write_text(json.dumps(forked) + "\n")
+    (folder / name / "metrics.jsonl").touch()
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / name / "metrics.jsonl").write_text("".join(lines[3:]))
+
+
 def test_a_fork_that_is_compared_begins_with_its_source(page):
+    """Also where the page was open before its first step."""
     make_short(page.folder, "source", "completed", 3)
-    make_short(page.folder, "fork", "completed", 5)
-    forked = {"checkpoint": str(page.folder / "source" / "checkpoints" / "step_000003"), "step": 3, "changed": {}}
-    (page.folder / "fork" / "resumes.jsonl").write_text(json.dumps(forked) + "\n")
-    lines = (page.folder / "fork" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (page.folder / "fork" / "metrics.jsonl").write_text("".join(lines[3:]))
-    opened = page.page
-    opened.get_by_label("compare fork").check()
+    make_fork(page.folder, "fork", 0)
+    opened, caption = page.page, page.page.get_by_text("Dotted: the run that one forked.")
+    for name in ("source", "fork"):
+        opened.get_by_label(f"compare {name}").check()
+    opened.get_by_label("compare a").uncheck()
     expect(opened.get_by_role("heading", name="2 runs")).to_be_visible()
     panel = opened.locator("figure.panel", has_text="Entropy")
-    panel.scroll_into_view_if_needed()  # what nobody sees is not drawn
-    expect(panel.locator("path.before")).to_have_count(1)
-    expect(opened.get_by_text("Dotted: the run that one forked.")).to_be_visible()
-    opened.get_by_label("compare fork").uncheck()
-    opened.get_by_label("compare source").check()
-    expect(opened.get_by_role("heading", name="2 runs")).to_be_visible()
-    panel.scroll_into_view_if_needed()
     expect(entry(opened, "Entropy", "source")).to_be_visible()
+    expect(caption).to_be_hidden()
     expect(panel.locator("path.before")).to_have_count(0)
+    write(page.folder / "fork", step=4, **{"entropy/all/mean": 0.4})
+    expect(panel.locator("path.before")).to_have_count(1)
+    expect(caption).to_be_visible()
+    opened.get_by_label("compare source").uncheck()
+    expect(opened.get_by_role("heading", name="fork")).to_be_visible()
+    expect(panel.locator("path.before")).to_have_count(1)
+    assert page.printed == []
+
+
+def test_the_mean_over_seeds_begins_with_what_they_forked(page):
+    make_short(page.folder, "source", "completed", 3)
+    for seed in (1, 2):
+        make_fork(page.folder, f"fork{seed}", 5)
+        (page.folder / f"fork{seed}" / "config.yaml").write_text(f"name: fork\nseed: {seed}\n")
+    opened = page.page
+    for seed in (1, 2):
+        opened.get_by_label(f"compare fork{seed}").check()
+    opened.get_by_label("compare a").uncheck()
+    expect(opened.get_by_role("button", name="mean over seeds")).to_be_visible()
+    expect(opened.locator("figure.panel", has_text="Entropy").get_by_role("img")).to_have_accessible_name(
+        re.compile(r"Entropy.*: .* 0\.1 to 0\.5")
+    )
     expect(opened.get_by_text("Dotted: the run that one forked.")).to_be_hidden()
     assert page.printed == []
 

@@ -48,7 +48,9 @@ def test_what_became_of_a_run(folder, append):
     assert listed(folder)["b"].remarks == [r"no\x1b[2J room"]
 
 
-@pytest.mark.parametrize(("source", "reward"), [("policy", 0.5), ("demonstrations", None), ("teacher", None)])
+@pytest.mark.parametrize(
+    ("source", "reward"), [("policy", 0.5), ("demonstrations", None), ("{name: t}", None), ("\n      name: t", None)]
+)
 def test_rewards_that_are_not_the_policys_are_left_out(folder, append, source, reward):
     config = (folder / "b" / "config.yaml").read_text() + f"algo:\n  sampling:\n    source: {source}\n"
     (folder / "b" / "config.yaml").write_text(config + "envs:\n  math:\n    algo: null\n")

@@ -1,6 +1,6 @@
 // --- the live page: the server sends what runs write, the page keeps it ---------------------------------------------------
 
-const stored = new Map();  // run -> {at, metrics: {name: [steps, values]}} as far as the page has read
+const stored = new Map();  // run -> {at, metrics: {name: [steps, values]}, before: its source's} as far as the page has read
 let entries = [], chosen = new URLSearchParams(location.hash.slice(1)).getAll("run");
 const NONE = "No run yet: the page shows the first one that begins here.";
 let source = null, heard = Date.now(), variants = null, table = null;
@@ -47,10 +47,11 @@ setInterval(() => {
 
 // The server has escaped every text in what gets into the page as markup, and the page's policy runs no script of it.
 
-function takeLines({ run, at, anew, metrics }) {
-  if (anew || !stored.has(run)) stored.set(run, { metrics: {} });
+function takeLines({ run, at, anew, metrics, before }) {
+  if (anew || !stored.has(run)) stored.set(run, { metrics: {}, before: {} });
   const kept = stored.get(run);
   kept.at = at;
+  if (before) kept.before = before;
   for (const [key, [steps, values]] of Object.entries(metrics)) {
     const [xs, ys] = kept.metrics[key] ||= [[], []];
     steps.forEach((step, place) => {
@@ -77,8 +78,8 @@ function redraw() {
   due ||= setTimeout(() => {
     due = 0;
     if (!$("panels")) return;
-    const { before, compared } = state.run === chosen[0] ? state : {};
-    if (chosen.length === 1) showPanels(panelsOf(stored.get(chosen[0])?.metrics || {}, before, compared));
+    const { compared } = state.run === chosen[0] ? state : {}, { metrics = {}, before } = stored.get(chosen[0]) || {};
+    if (chosen.length === 1) showPanels(panelsOf(metrics, before, compared));
     else if (variants) showPanels(comparedPanels());
   }, chosen.length > 1 ? 250 : 50);
 }
@@ -255,13 +256,14 @@ function openCompared(runs, html) {
   curves.append(bar, panels);
   const source = el("p", "dim small", "Dotted: the run that one forked.");
   source.id = "of-source";
+  source.hidden = true;
   curves.append(source);
   if (several) curves.append(el("p", "dim small", `A thick line is the mean over the seeds of a variant. Below ${data.few} seeds the band is their range; from ${data.few} on it is the 95 % t interval. Running and failed runs count as far as they came.`));
   $("content").prepend(head, curves);
 }
 
 function comparedPanels() {
-  const metricsOf = run => stored.get(run)?.metrics || {};
+  const metricsOf = run => stored.get(run)?.metrics || {}, before = (run, key) => stored.get(run)?.before[key];
   const keys = [...new Set(chosen.flatMap(run => Object.keys(metricsOf(run))))];
   const groups = new Map();
   for (const run of chosen) {
@@ -271,24 +273,25 @@ function comparedPanels() {
   return data.kinds.flatMap(kind => {
     const named = curvesOf(kind, keys);
     return named.flatMap(({ name, key }) => {
-      const curves = () => [...groups].flatMap(([label, runs], place) => {
-        const having = runs.filter(run => metricsOf(run)[key]);
-        if (!having.length) return [];
-        const own = having.map(run => signed(kind, metricsOf(run)[key]));
-        const sources = having.flatMap(run => variants[run]?.before[key] ? [signed(kind, variants[run].before[key])] : []);
-        const { status } = entries.find(entry => entry.name === having[0]) || {};
-        const unfinished = own.length === 1 && !["completed", "running", undefined].includes(status);
+      const shown = [...groups].map(([label, runs], place) => ({ label, place, having: runs.filter(run => metricsOf(run)[key]) }));
+      const curves = () => shown.filter(({ having }) => having.length).map(({ label, place, having }) => {
+        if (having.length > 1) {  // a seed begins with what it forked
+          const whole = having.map(run => joined(signed(kind, before(run, key) || [[], []]), signed(kind, metricsOf(run)[key])));
+          return { name: label, place, ...banded(whole, having.map(run => variants[run]?.seed ?? run)) };
+        }
+        const [run] = having, source = before(run, key), { status } = entries.find(entry => entry.name === run) || {};
+        const unfinished = !["completed", "running", undefined].includes(status);
         const name = unfinished ? `${label} (${status})` : label;
-        const seeds = having.map(run => variants[run]?.seed ?? run);
-        const before = sources.length && sources.length === having.length ? banded(sources, seeds) : undefined;
-        return [{ name, place, unfinished, before, ...(own.length > 1 ? banded(own, seeds) : own[0]) }];
+        return { name, place, unfinished, before: source && signed(kind, source), ...signed(kind, metricsOf(run)[key]) };
       });
+      const begins = shown.some(({ having }) => having.length === 1 && before(having[0], key));
       if (!kind.shows_zeros && chosen.every(run => isZero(metricsOf(run)[key]?.[1] || []))) return [];
-      const begins = chosen.some(run => variants[run]?.before[key]);
       return [{ title: named.length > 1 ? `${kind.title} · ${name}` : kind.title, unit: kind.unit, kind, curves, begins }];
     });
   });
 }
+
+function joined(first, then) { return { xs: [...first.xs, ...then.xs], ys: [...first.ys, ...then.ys] }; }
 
 // The mean over seeds, and its interval. Runs of one seed are no further evidence: they count as one, their mean.
 function banded(curves, seeds) {
