@@ -3,7 +3,7 @@
     python experiments/recompute.py [page ...]
 
 Prints a line a row, and exits with 1 where a page has another number. Most files have a value a run; where only the
-means of seeds were kept (`pass_at_k.md`, `ratios.md`) these are compared, and the page says so.
+means of seeds were kept (`ratios.md`) these are compared, and the page says so.
 Intervals are 95 %, Student's t over seeds.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from experiments.max_rl import check as pass_at_k
 from experiments.smollm2 import held_out
 from prl.tools.report.statistics import half_interval, plus_minus
 
@@ -84,10 +85,10 @@ def sanity() -> Iterable[Row]:
 
 
 def max_rl() -> Iterable[Row]:
-    for label, *cells in written("max_rl", "pass_at_k.md")[2:]:
+    found = values("max_rl", "pass_at_k.csv", ["variant", "seed"])[["1", "4", "16", "64", "256"]]
+    for label, *cells in pass_at_k.table(found):
         name = re.sub(r" − grpo, \d+", " − grpo", label)
-        chosen = [short(cells[place]) for place in (0, 2, 4, 6, 8)]
-        yield [name.replace(", ", ", groups of "), *chosen]
+        yield [name.replace(", ", ", groups of "), *map(short, cells)]
     runs = pd.read_csv(HERE / "max_rl" / "deviation.csv")
     tries = {variant: of_variant.set_index("seed")[runs.columns[2:]] for variant, of_variant in runs.groupby("variant")}
     yield ["base, again", *(short(f"{value:.3f}") for value in tries["base"].iloc[0])]
