@@ -2,8 +2,7 @@
 
     python experiments/recompute.py [page ...]
 
-Prints a line a row, and exits with 1 where a page has another number. Most files have a value a run; where only the
-means of seeds were kept (`ratios.md`) these are compared, and the page says so.
+Prints a line a row, and exits with 1 where a page has another number. The files have a value a run or a task.
 Intervals are 95 %, Student's t over seeds.
 """
 
@@ -29,11 +28,6 @@ def by_seed(page: str, metric: str, statistic: str = "final") -> pd.DataFrame:
     """Return a statistic of the runs of a page: a row a variant, a column a seed."""
     runs = pd.read_csv(HERE / page / "summary.csv")
     return runs[runs["metric"] == metric].pivot(index="variant", columns="seed", values=statistic)
-
-
-def written(page: str, file: str) -> list[list[str]]:
-    """Return the cells of the tables in a Markdown file beside a page, without heads."""
-    return table_cells((HERE / page / file).read_text())
 
 
 def values(page: str, file: str, index: list[str]) -> pd.DataFrame:
@@ -68,8 +62,11 @@ def whole(values: pd.Series) -> str:
 
 
 def ratio(before: pd.Series, after: pd.Series) -> str:
-    """Return the geometric mean of a ratio by seed, and its interval."""
+    """Return the geometric mean of a ratio by seed, and its interval; or of how few seeds there is one."""
     logs = np.log(before / after)
+    found = int(logs.notna().sum())
+    if found < len(logs):
+        return f"{found} of {len(logs)} seeds" if found else "no seed"
     half = half_interval(logs)
     low, mean, high = np.exp([logs.mean() - half, logs.mean(), logs.mean() + half])
     return short(f"{mean:.1f} x ({low:.1f} to {high:.1f})")
@@ -144,19 +141,15 @@ def reached(values: pd.Series, sign: str = "") -> str:
 
 
 def distil_back() -> Iterable[Row]:
-    steps = by_seed("distil_back", "eval/math/avg@1", "steps")
-    before = steps.loc["arm=distil_back_grpo, lr=0.0002"]
-    means = {(arm, rate, reward): cells for arm, rate, reward, *cells in written("distil_back", "ratios.md")[2:]}
+    found = values("distil_back", "reached.csv", ["arm", "rate", "threshold", "seed"])["steps"]
+    rewards = (0.75, 0.8, 0.85)
+    before = {reward: found.loc["grpo", 2e-4, reward] for reward in rewards}
     names = {"grpo": "grpo", "sampled": "opd, sampled token", "top_k": "opd, top 32", "full": "opd, all 304"}
-    steps_before = [means["full", "0.0002", reward][1] for reward in ("0.75", "0.8")]
-    yield ["grpo, steps", "2e-4", *steps_before, f"{before.mean():.1f}"]
+    yield ["grpo, steps", "2e-4", *(f"{before[reward].mean():.1f}" for reward in rewards)]
     for arm, name in names.items():
-        for rate, label in (("0.0001", "1e-4"), ("0.0002", "2e-4"), ("0.0005", "5e-4")):
-            if (arm, rate, "0.75") not in means:
-                continue
-            at = [short(means[arm, rate, reward][3].replace(" (", " x (")) for reward in ("0.75", "0.8")]
-            own = steps.loc[f"arm=distil_back_{arm}, lr={rate}"]
-            yield [name, label, *at, ratio(before, own) if own.notna().all() else "no seed"]
+        for rate, label in ((1e-4, "1e-4"), (2e-4, "2e-4"), (5e-4, "5e-4")):
+            if (arm, rate) in found.index.droplevel(["threshold", "seed"]) and (arm, rate) != ("grpo", 2e-4):
+                yield [name, label, *(ratio(before[reward], found.loc[arm, rate, reward]) for reward in rewards)]
 
 
 def staleness() -> Iterable[Row]:

@@ -181,6 +181,31 @@ def test_another_number_on_a_page_is_found(tmp_path, monkeypatch):
         assert row[0] == "1e-3"
 
 
+@pytest.mark.parametrize(
+    ("page", "file", "row", "column", "lost"),
+    [
+        ("max_rl", "pass_at_k.csv", 1, "256", ["grpo, groups of 16", "max_rl − grpo"]),
+        ("credit", "equal_tokens.csv", 3, "4", ["turn"]),
+        ("distil_back", "reached.csv", 15, "steps", ["opd, all 304"]),
+    ],
+)
+def test_a_table_follows_each_seeds_value(tmp_path, monkeypatch, page, file, row, column, lost):
+    shutil.copytree(recompute.HERE / page, tmp_path / page)
+    runs = pd.read_csv(tmp_path / page / file)
+    runs.loc[row, column] *= 2
+    runs.to_csv(tmp_path / page / file, index=False)
+    monkeypatch.setattr(recompute, "HERE", tmp_path)
+    assert [label for label, *_ in recompute.missing(page)] == lost
+
+
+def test_ratios_are_geometric_means_and_want_every_seed():
+    """Logarithms 0 and 2 ln 2, whose mean is ln 2 and whose half interval is 12.706 ln 2."""
+    before = pd.Series([8.0, 8.0])
+    assert recompute.ratio(before, pd.Series([8.0, 2.0])) == f"2.0 × (.0 to {2 ** (1 + 12.706204736):.1f})"
+    assert recompute.ratio(before, pd.Series([8.0, math.nan])) == "1 of 2 seeds"
+    assert recompute.ratio(before, pd.Series([math.nan, math.nan])) == "no seed"
+
+
 def test_what_was_lost_at_a_reward_is_on_the_line_between_evaluations():
     run = pd.DataFrame({"math": [0.4, 0.6, 0.8, 0.5], "alphabet_sort": [0.8, 0.78, 0.7, 0.1]})
     assert recompute.lost_at(run, 0.7) == pytest.approx(0.8 - 0.74)
