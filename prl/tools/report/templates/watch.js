@@ -78,7 +78,8 @@ function redraw() {
   due ||= setTimeout(() => {
     due = 0;
     if (!$("panels")) return;
-    const { compared } = state.run === chosen[0] ? state : {}, { metrics = {}, before } = stored.get(chosen[0]) || {};
+    const { compared } = state.run === chosen[0] ? state : {};
+    const { metrics = {}, before } = stored.get(chosen[0]) || {};
     if (chosen.length === 1) showPanels(panelsOf(metrics, before, compared));
     else if (variants) showPanels(comparedPanels());
   }, chosen.length > 1 ? 250 : 50);
@@ -263,7 +264,8 @@ function openCompared(runs, html) {
 }
 
 function comparedPanels() {
-  const metricsOf = run => stored.get(run)?.metrics || {}, before = (run, key) => stored.get(run)?.before[key];
+  const metricsOf = run => stored.get(run)?.metrics || {};
+  const sourceOf = (run, key) => stored.get(run)?.before[key];
   const keys = [...new Set(chosen.flatMap(run => Object.keys(metricsOf(run))))];
   const groups = new Map();
   for (const run of chosen) {
@@ -276,15 +278,16 @@ function comparedPanels() {
       const shown = [...groups].map(([label, runs], place) => ({ label, place, having: runs.filter(run => metricsOf(run)[key]) }));
       const curves = () => shown.filter(({ having }) => having.length).map(({ label, place, having }) => {
         if (having.length > 1) {  // a seed begins with what it forked
-          const whole = having.map(run => joined(signed(kind, before(run, key) || [[], []]), signed(kind, metricsOf(run)[key])));
+          const whole = having.map(run => joined(signed(kind, sourceOf(run, key) || [[], []]), signed(kind, metricsOf(run)[key])));
           return { name: label, place, ...banded(whole, having.map(run => variants[run]?.seed ?? run)) };
         }
-        const [run] = having, source = before(run, key), { status } = entries.find(entry => entry.name === run) || {};
+        const [run] = having, source = sourceOf(run, key);
+        const { status } = entries.find(entry => entry.name === run) || {};
         const unfinished = !["completed", "running", undefined].includes(status);
         const name = unfinished ? `${label} (${status})` : label;
         return { name, place, unfinished, before: source && signed(kind, source), ...signed(kind, metricsOf(run)[key]) };
       });
-      const begins = shown.some(({ having }) => having.length === 1 && before(having[0], key));
+      const begins = shown.some(({ having }) => having.length === 1 && sourceOf(having[0], key));
       if (!kind.shows_zeros && chosen.every(run => isZero(metricsOf(run)[key]?.[1] || []))) return [];
       return [{ title: named.length > 1 ? `${kind.title} · ${name}` : kind.title, unit: kind.unit, kind, curves, begins }];
     });
