@@ -9,6 +9,7 @@ Intervals are 95 %, Student's t over seeds.
 import re
 import sys
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +36,16 @@ def values(page: str, file: str, index: list[str]) -> pd.DataFrame:
     return pd.read_csv(HERE / page / file, index_col=index)
 
 
-def table_cells(text: str) -> list[list[str]]:
-    """Return the cells of each row of the tables in a Markdown text."""
-    rows = [line.strip().strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
-    return [[cell.replace("**", "").replace(" fewer", "").strip() for cell in row] for row in rows]
+def tables(text: str) -> list[list[Row]]:
+    """Return the tables of a Markdown text, each as the cells of its rows."""
+    blocks = groupby(text.splitlines(), key=lambda line: line.startswith("|"))
+    rows = [[line.strip().strip("|").split("|") for line in block] for is_table, block in blocks if is_table]
+    return [[[plain(cell) for cell in row] for row in table] for table in rows]
+
+
+def plain(cell: str) -> str:
+    """Return a cell of a table without what is there for the eye."""
+    return cell.replace("**", "").replace(" fewer", "").strip()
 
 
 def short(text: str) -> str:
@@ -274,18 +281,21 @@ def agrees(row: Row, cells: list[str]) -> bool:
     return cells[1:] == numbers and f"{cells[0]},".startswith(f"{label},")
 
 
-def missing(name: str) -> list[Row]:
-    """Print the rows of a page's tables, and return those that the page does not have."""
-    on_page = table_cells((HERE / name / "README.md").read_text())
-    lost = []
-    for row in PAGES[name]():
-        found = any(agrees(row, cells) for cells in on_page)
-        print(f"{name}: {' | '.join(row)}{'' if found else '   NOT ON THE PAGE'}")
-        if not found:
-            lost.append(row)
-    return lost
+def differences(name: str) -> list[Row]:
+    """Print the rows of a page's tables. Return those that the page lacks, and its rows that no file has."""
+    rows = list(PAGES[name]())
+    found = tables((HERE / name / "README.md").read_text())
+    lost = [row for row in rows if not any(agrees(row, cells) for table in found for cells in table)]
+    for row in rows:
+        print(f"{name}: {' | '.join(row)}{'   NOT ON THE PAGE' if row in lost else ''}")
+    recomputed = [table for table in found if any(agrees(row, cells) for row in rows for cells in table)]
+    # Behind the head and the line below it.
+    extra = [cells for table in recomputed for cells in table[2:] if not any(agrees(row, cells) for row in rows)]
+    for cells in extra:
+        print(f"{name}: {' | '.join(cells)}   ON THE PAGE ALONE")
+    return lost + extra
 
 
 if __name__ == "__main__":
-    lost = [row for name in sys.argv[1:] or PAGES for row in missing(name)]
-    raise SystemExit(bool(lost))
+    found = [row for name in sys.argv[1:] or PAGES for row in differences(name)]
+    raise SystemExit(bool(found))

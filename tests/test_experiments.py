@@ -166,7 +166,7 @@ def test_credit_is_compared_at_the_tokens_of_the_run_that_sampled_fewest(tmp_pat
 
 @pytest.mark.parametrize("name", recompute.PAGES)
 def test_a_page_has_the_numbers_of_its_files(name):
-    assert recompute.missing(name) == []
+    assert recompute.differences(name) == []
 
 
 def test_another_number_on_a_page_is_found(tmp_path, monkeypatch):
@@ -177,8 +177,9 @@ def test_another_number_on_a_page_is_found(tmp_path, monkeypatch):
     # Another digit, digits behind it, and a cell that no file has.
     for written, other in ((".875)", ".876)"), (".875)", ".875)1"), ("(.801 to .875)", "(.801 to .875) | .9")):
         page.write_text(text.replace(written, other))
-        [row] = recompute.missing("lora")
-        assert row[0] == "1e-3"
+        assert [row[0] for row in recompute.differences("lora")] == ["1e-3", "1e-3"]
+    page.write_text(text.replace("\n| 1e-3 |", "\n| 2e-3 | .9 | .9 | .9 | .9 |\n| 1e-3 |"))
+    assert recompute.differences("lora") == [["2e-3", ".9", ".9", ".9", ".9"]]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,8 @@ def test_a_table_follows_each_seeds_value(tmp_path, monkeypatch, page, file, row
     runs.loc[row, column] *= 2
     runs.to_csv(tmp_path / page / file, index=False)
     monkeypatch.setattr(recompute, "HERE", tmp_path)
-    assert [label for label, *_ in recompute.missing(page)] == lost
+    differ = [label for label, *_ in recompute.differences(page)]
+    assert differ == lost * 2, "those of the files, then those on the page"
 
 
 def test_ratios_are_geometric_means_and_want_every_seed():
