@@ -133,6 +133,13 @@ def test_a_fork_of_what_no_folder_can_be_is_read(tmp_path, write_run, checkpoint
     assert list(found.whole.index) == [5, 6, 7] and len(found.problems) == 1
 
 
+def test_a_fork_begins_where_it_did_though_its_first_lines_are_lost(tmp_path, write_run):
+    first = write_run(tmp_path / "first", rewards(range(9), 1.0))
+    second = write_run(tmp_path / "second", rewards(range(6, 8), 2.0))
+    found = read_run(forked(second, 3, first / "checkpoints" / "step_000003"))
+    assert list(found.whole.index) == [0, 1, 2, 3, 6, 7]
+
+
 def test_a_fork_begins_with_the_curve_of_its_source(tmp_path, write_run):
     first = write_run(tmp_path / "first", rewards(range(9), 1.0))
     second = write_run(tmp_path / "second", rewards(range(5, 8), 2.0))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import pytest
 from made_run import make_run
@@ -56,6 +57,17 @@ def test_rewards_that_are_not_the_policys_are_left_out(folder, append, source, r
     (folder / "b" / "config.yaml").write_text(config + "envs:\n  math:\n    algo: null\n")
     append(folder / "b", {"step": 4, "reward/all/mean": 0.5})
     assert listed(folder)["b"].reward == reward
+
+
+def test_aliases_of_aliases_do_not_stop_the_list(folder):
+    """Written out they are 9 ** 8 words."""
+    names = "abcdefgh"
+    lines = [
+        f"{name}: &{name} [{', '.join([f'*{last}' if last else 'x'] * 9)}]" for last, name in zip(["", *names], names)
+    ]
+    (folder / "b" / "config.yaml").write_text("\n".join([*lines, "algo:\n  sampling:\n    source: x\n"]))
+    began = time.monotonic()
+    assert set(listed(folder)) == {"a", "b"} and time.monotonic() - began < 10
 
 
 def test_a_run_that_went_on_and_a_fork_say_so(folder):
