@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from experiments.distil_back import check as thresholds
 from experiments.max_rl import check as pass_at_k
 from experiments.smollm2 import held_out
 from prl.tools.report.statistics import half_interval, plus_minus
@@ -29,11 +30,6 @@ def by_seed(page: str, metric: str, statistic: str = "final") -> pd.DataFrame:
     """Return a statistic of the runs of a page: a row a variant, a column a seed."""
     runs = pd.read_csv(HERE / page / "summary.csv")
     return runs[runs["metric"] == metric].pivot(index="variant", columns="seed", values=statistic)
-
-
-def values(page: str, file: str, index: list[str]) -> pd.DataFrame:
-    """Return the values of a file beside a page, by the columns that say of what."""
-    return pd.read_csv(HERE / page / file, index_col=index)
 
 
 def tables(text: str) -> list[list[Row]]:
@@ -74,9 +70,7 @@ def ratio(before: pd.Series, after: pd.Series) -> str:
     found = int(logs.notna().sum())
     if found < len(logs):
         return f"{found} of {len(logs)} seeds" if found else "no seed"
-    half = half_interval(logs)
-    low, mean, high = np.exp([logs.mean() - half, logs.mean(), logs.mean() + half])
-    return short(f"{mean:.1f} x ({low:.1f} to {high:.1f})")
+    return short(thresholds.geometric_mean(logs).replace(" (", " x ("))
 
 
 def sanity() -> Iterable[Row]:
@@ -89,8 +83,8 @@ def sanity() -> Iterable[Row]:
 
 
 def max_rl() -> Iterable[Row]:
-    found = values("max_rl", "pass_at_k.csv", ["variant", "seed"])[["1", "4", "16", "64", "256"]]
-    for label, *cells in pass_at_k.table(found):
+    found = pd.read_csv(HERE / "max_rl" / "pass_at_k.csv", index_col=["variant", "seed"])
+    for label, *cells in pass_at_k.table(found[["1", "4", "16", "64", "256"]]):
         name = re.sub(r" − grpo, \d+", " − grpo", label)
         yield [name.replace(", ", ", groups of "), *map(short, cells)]
     runs = pd.read_csv(HERE / "max_rl" / "deviation.csv")
@@ -148,7 +142,7 @@ def reached(values: pd.Series, sign: str = "") -> str:
 
 
 def distil_back() -> Iterable[Row]:
-    found = values("distil_back", "reached.csv", ["arm", "rate", "threshold", "seed"])["steps"]
+    found = pd.read_csv(HERE / "distil_back" / "reached.csv", index_col=["arm", "rate", "threshold", "seed"])["steps"]
     rewards = (0.75, 0.8, 0.85)
     before = {reward: found.loc["grpo", 2e-4, reward] for reward in rewards}
     names = {"grpo": "grpo", "sampled": "opd, sampled token", "top_k": "opd, top 32", "full": "opd, all 304"}
@@ -174,7 +168,7 @@ def lora() -> Iterable[Row]:
 
 
 def credit() -> Iterable[Row]:
-    found = values("credit", "equal_tokens.csv", ["env", "arm", "tokens"])
+    found = pd.read_csv(HERE / "credit" / "equal_tokens.csv", index_col=["env", "arm", "tokens"])
     envs = ("guess", "alphabet_sort")
     equal = [found.loc[env].droplevel("tokens") for env in envs]
     ends = [by_seed("credit", f"eval/{env}/avg@1").filter(like=f"env={env}, ", axis="index") for env in envs]

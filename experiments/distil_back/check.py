@@ -35,14 +35,19 @@ def reached(sweeps: Sequence[Path]) -> pd.DataFrame:
     return pd.DataFrame(rows).set_index(["arm", "rate", "threshold", "seed"]).sort_index()
 
 
+def geometric_mean(logs: pd.Series) -> str:
+    """Return the mean of what these are the logarithms of, and its interval."""
+    middle, half = logs.mean(), half_interval(logs)
+    low, mean, high = np.exp([middle - half, middle, middle + half])
+    return f"{mean:.1f} ({low:.1f} to {high:.1f})"
+
+
 def ratio(baseline: pd.Series, arm: pd.Series) -> str:
     """Return the geometric mean of baseline / arm over the seeds of the arm, and its interval."""
     logs = np.log(baseline.reindex(arm.index) / arm)
     if logs.isna().any():
         return "not reached by all"
-    middle, half = logs.mean(), half_interval(logs)
-    low, mean, high = np.exp([middle - half, middle, middle + half])
-    return f"{mean:.1f} ({low:.1f} to {high:.1f})"
+    return geometric_mean(logs)
 
 
 def steps(found: pd.Series) -> str:

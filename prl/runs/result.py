@@ -26,6 +26,11 @@ class RunResult(msgspec.Struct):
     optimized_metric: float | None = None
     """Objective that a sweep compares its jobs by; null where the run is no job of one, or has no such metric."""
 
+    @property
+    def has_ended(self) -> bool:
+        """The run came to an end: one on Ray has a result from the start."""
+        return self.seconds != 0
+
     def take(self, last: Mapping[str, float | None]) -> None:
         """Take the steps and the metrics from the newest value of each, the step among them."""
         self.steps = int(last.get("step") or 0)

@@ -96,7 +96,7 @@ def counts_of_evaluations(asked, folder, client):
     counted = {"prl": sum(right) / len(right)}
     for name, line in re.findall(r"^(inspect|lm_eval) (.*)", PAGE.read_text(), re.M):
         words = line.replace("$OPENAI_BASE_URL", client["OPENAI_BASE_URL"]).split()
-        told = output_of(["-S", "-m", MODULES[name], *words], folder, client | {"PYTHONPATH": str(ASIDE)})
+        told = output_of(["-m", MODULES[name], *words], folder, client, aside=True)
         counted[name] = float(re.search(r"(?:^(?:accuracy|mean) |exact_match\|\W+\|) *([\d.]+)", told, re.M)[1])
     return counted
 
@@ -106,16 +106,15 @@ def said_by(program, folder, client, aside=False):
     program = program.replace("step_000200", "step_000002").replace(
         "max_model_len=512", "max_model_len=512, enforce_eager=True"
     )
-    alone, found = (["-S"], {"PYTHONPATH": str(ASIDE)}) if aside else ([], {})
-    told = output_of([*alone, "-c", program], folder, client | found)
+    told = output_of(["-c", program], folder, client, aside)
     lines = [line for line in told.splitlines() if line and not line.startswith(("(", "INFO", "WARNING"))]
     return lines[-1] if lines else ""
 
 
-def output_of(words, folder, environment):
-    """What a Python program prints."""
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=200
-    )
+def output_of(words, folder, client, aside=False):
+    """What a Python program prints; `aside` finds the packages that lie aside and no others."""
+    python = [sys.executable, "-S"] if aside else [sys.executable]
+    environment = os.environ | client | ({"PYTHONPATH": str(ASIDE)} if aside else {})
+    done = subprocess.run([*python, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout

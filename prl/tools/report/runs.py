@@ -117,14 +117,38 @@ def read_run(folder: str | Path, *, with_metrics: bool = True) -> Run:
         metrics=metrics,
         problems=problems,
         resumes=resumes,
-        before=_before(resumes, metrics, problems),
+        before=metrics_before(resumes, int(metrics.index[0]), problems) if len(metrics) else metrics,
     )
+
+
+def metrics_before(resumes: list[Resume], first: int, problems: list[str]) -> pd.DataFrame:
+    """The metrics of the run that a fork with these resumes began from, and of those that this came of.
+
+    Args:
+        first: the fork's own first step, before which they end.
+    """
+    found = pd.DataFrame()
+    while True:
+        sources = [(resume.source, resume.step) for resume in resumes if resume.source is not None]
+        if not sources:
+            break
+        folder, step = sources[0]
+        if not _is_there(folder):
+            problems.append(f"{folder}, which it forked, cannot be read: curves begin at step {first}")
+            break
+        resumes = resumes_of(folder, problems)
+        metrics = _metrics(folder / "metrics.jsonl", problems).loc[: min(first - 1, step)]
+        if not len(metrics):  # else it has earlier steps than the round before
+            break
+        first = int(metrics.index[0])
+        found = pd.concat([metrics, found])
+    return found
 
 
 def result_of(folder: Path, problems: list[str]) -> RunResult:
     """The `result.json` of a run; of one without: running or crashed."""
     result = json_of(folder / "result.json", RunResult, problems)
-    if (result is None or not result.seconds) and is_owned(folder):  # one on Ray has a result from the start
+    if (result is None or not result.has_ended) and is_owned(folder):
         return RunResult(status="running")
     return result or RunResult(status="crashed")
 
@@ -162,24 +186,6 @@ def _metrics(path: Path, problems: list[str]) -> pd.DataFrame:
     frame = pd.DataFrame.from_records(lines, columns=None if lines else ["step"]).astype(float)
     frame["step"] = frame["step"].astype(int)
     return frame.groupby("step").last()
-
-
-def _before(resumes: list[Resume], metrics: pd.DataFrame, problems: list[str]) -> pd.DataFrame:
-    """The metrics before a fork's own, of the run that it forked and of those that this came of."""
-    found = metrics.iloc[:0]
-    while len(metrics):  # each round has earlier steps than the one before, or none
-        first = metrics.index[0]
-        forked = next((resume for resume in resumes if resume.source is not None), None)
-        if forked is None or forked.source is None:
-            break
-        folder = forked.source
-        if not _is_there(folder):
-            problems.append(f"{folder}, which it forked, cannot be read: curves begin at step {first}")
-            break
-        resumes = resumes_of(folder, problems)
-        metrics = _metrics(folder / "metrics.jsonl", problems).loc[: min(first - 1, forked.step)]
-        found = pd.concat([metrics, found])
-    return found
 
 
 def _is_there(folder: Path) -> bool:

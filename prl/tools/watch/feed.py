@@ -15,7 +15,7 @@ from prl.base.files import lines_in
 from prl.tools.report.curves import Columns, columns
 from prl.tools.report.html import fragment
 from prl.tools.report.page import drawn, state
-from prl.tools.report.runs import read_run, resumes_of
+from prl.tools.report.runs import metrics_before, read_run, resumes_of
 from prl.tools.watch.listing import Entry, entries, find
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Feed:
                 if found or anew:
                     lines = {"run": name, "at": self.chosen[name], "anew": anew, "metrics": as_bytes(found)}
                     begins = anew or at.endswith("-0")
-                    yield "lines", lines | ({"before": as_bytes(before(self.paths[name]))} if begins else {})
+                    yield "lines", lines | ({"before": as_bytes(before(self.paths[name], found))} if begins else {})
         if len(self.chosen) == 1:
             yield from self._rarely("state", self._state)
 
@@ -118,13 +118,10 @@ class Feed:
             self._next[name] = time.monotonic() + max(RARELY_S, (time.thread_time() - began) / SHARE)
 
 
-def before(run_dir: Path) -> Columns:
-    """The metrics of the run that a run forked, up to where it did; empty of one that is no fork, or cannot be read."""
-    try:
-        is_fork = any(resume.source for resume in resumes_of(run_dir, []))
-        return drawn(read_run(run_dir).before) if is_fork else {}
-    except (PrlError, OSError):
-        return {}
+def before(run_dir: Path, own: Columns) -> Columns:
+    """The metrics of the run that a run forked, up to the first of its `own` steps; empty of one that is no fork."""
+    firsts = [steps[0] for steps, _ in own.values()]
+    return drawn(metrics_before(resumes_of(run_dir, []), int(min(firsts)), [])) if firsts else {}
 
 
 def as_bytes(metrics: Columns) -> dict[str, msgspec.Raw]:

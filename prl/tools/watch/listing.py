@@ -75,7 +75,7 @@ def _is_alive(path: Path) -> bool:
 def _has_ended(path: Path, changed: int) -> bool:
     """Return whether a run has written how it ended; `changed` tells when that is to be read again."""
     result = json_of(path / "result.json", RunResult, [])
-    return result is not None and result.seconds > 0
+    return result is not None and result.has_ended
 
 
 def changed(path: Path) -> int:
